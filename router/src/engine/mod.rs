@@ -1,0 +1,35 @@
+//! The engine: owns the scheduler and the stream of steps; hands every request its own stream of tokens.
+//!
+//! INVARIANT: every submitted sequence's stream yields exactly one terminal event (`Finished` or `Failed`), unless its
+//! receiver was dropped first; dropping the stream is the abort.
+
+mod sequence;
+mod stream;
+
+pub use sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, Token};
+pub use stream::SequenceStream;
+
+/// What the text room needs of an engine; tests script their own.
+pub trait Generator: Send + Sync + 'static {
+    /// Never blocks; whatever goes wrong arrives as the stream's terminal event.
+    fn submit(&self, request: SequenceRequest) -> SequenceStream;
+    fn health(&self) -> Health;
+    fn load(&self) -> Load;
+}
+
+/// Whether the workers can do a step now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Health {
+    pub live: bool,
+    /// Why not, for people.
+    pub message: Option<String>,
+}
+
+/// How full the engine is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    pub queued_sequences: usize,
+    pub running_sequences: usize,
+    pub free_blocks: usize,
+    pub num_blocks: usize,
+}

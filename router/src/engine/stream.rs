@@ -1,0 +1,44 @@
+//! A sequence's events on their way to its request. Dropping the stream aborts the sequence.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use futures::Stream;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::SequenceEvent;
+
+/// Events of one sequence, in order. Ends after the terminal event.
+pub struct SequenceStream {
+    // Unbounded, yet bounded: a sequence produces at most `max_new_tokens` + 2 events.
+    events: UnboundedReceiver<SequenceEvent>,
+    abort: Option<Box<dyn FnOnce() + Send>>,
+}
+
+impl SequenceStream {
+    /// `abort` runs when the stream is dropped before its terminal event was read.
+    pub fn new(events: UnboundedReceiver<SequenceEvent>, abort: impl FnOnce() + Send + 'static) -> Self {
+        Self { events, abort: Some(Box::new(abort)) }
+    }
+}
+
+impl Stream for SequenceStream {
+    type Item = SequenceEvent;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<SequenceEvent>> {
+        let event = self.events.poll_recv(context);
+        if let Poll::Ready(Some(SequenceEvent::Finished(_) | SequenceEvent::Failed(_))) = event {
+            self.abort = None;
+            self.events.close();
+        }
+        event
+    }
+}
+
+impl Drop for SequenceStream {
+    fn drop(&mut self) {
+        if let Some(abort) = self.abort.take() {
+            abort();
+        }
+    }
+}

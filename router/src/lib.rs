@@ -1,0 +1,15 @@
+//! The router: HTTP → text → engine → scheduler → workers, and back as events.
+//!
+//! It never touches a tensor; the workers never see text, HTTP or a queue.
+
+pub mod api;
+pub mod config;
+pub mod engine;
+pub mod http;
+mod serve;
+pub mod telemetry;
+pub mod text;
+pub mod worker;
+
+pub use config::Config;
+pub use serve::{ServeError, serve};

@@ -1,0 +1,108 @@
+//! What goes in and out of the scheduler. Plain data, the same terms as proto/worker.proto.
+
+use std::sync::Arc;
+
+/// One generation. Chosen by the caller, never reused while known to the scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceId(pub u64);
+
+pub type TokenId = u32;
+pub type BlockId = u32;
+
+/// The bounds every plan keeps.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Tokens that one step may advance in all (`--max-batch-prefill-tokens`).
+    pub max_step_tokens: u32,
+    /// Sequences in one step (`--max-batch-size`).
+    pub max_step_sequences: u32,
+    /// Tokens of one sequence, prompt and generated (`--max-total-tokens`).
+    pub max_sequence_tokens: u32,
+    /// Size of the KV pool; ids are `0..num_blocks`.
+    pub num_blocks: u32,
+    /// Tokens in one block.
+    pub block_tokens: u32,
+    /// Plans that may be out without their result (run-ahead depth), at least 1.
+    pub max_steps_in_flight: u32,
+}
+
+/// A sequence to generate.
+#[derive(Clone, Debug)]
+pub struct Submission {
+    pub id: SequenceId,
+    /// Not empty.
+    pub prompt_token_ids: Vec<TokenId>,
+    /// At least 1; prompt + this is at most `max_sequence_tokens`.
+    pub max_new_tokens: u32,
+    /// The sequence ends after one of these (it is still reported as a token).
+    pub stop_token_ids: Arc<[TokenId]>,
+}
+
+/// What one step does; only differences to what the worker already knows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// 1, 2, 3, …
+    pub step: u64,
+    pub freed: Vec<SequenceId>,
+    pub started: Vec<Start>,
+    pub advances: Vec<Advance>,
+}
+
+/// A sequence the worker does not know (any more).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Start {
+    pub id: SequenceId,
+    /// Every token known: the prompt, and what was generated before a preemption.
+    pub token_ids: Vec<TokenId>,
+    pub num_prompt_tokens: u32,
+    /// How many stand in `block_ids` already.
+    pub num_computed_tokens: u32,
+    pub block_ids: Vec<BlockId>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Advance {
+    pub id: SequenceId,
+    /// At least 1.
+    pub num_tokens: u32,
+    pub new_block_ids: Vec<BlockId>,
+    /// Whether a token is sampled after the last one.
+    pub sample: bool,
+}
+
+/// What came back for one step: one output for each advance that sampled or failed.
+#[derive(Clone, Debug)]
+pub struct StepResult {
+    pub step: u64,
+    pub outputs: Vec<Output>,
+}
+
+#[derive(Clone, Debug)]
+pub struct Output {
+    pub id: SequenceId,
+    /// `None`: the worker could not go on with this sequence.
+    pub token_ids: Option<Vec<TokenId>>,
+}
+
+/// What a result means for one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The first `num_tokens` tokens of `StepResult::outputs[output_index]` belong to the sequence; the rest is discarded.
+    Advanced {
+        id: SequenceId,
+        output_index: usize,
+        num_tokens: usize,
+        /// Terminal when set.
+        finished: Option<FinishReason>,
+    },
+    /// Terminal: the worker reported an error for this sequence at `outputs[output_index]`.
+    Failed { id: SequenceId, output_index: usize },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// `max_new_tokens` reached.
+    Length,
+    /// One of `stop_token_ids` was sampled.
+    StopToken,
+}

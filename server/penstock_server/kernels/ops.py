@@ -1,0 +1,45 @@
+"""The fused operators the layers call. One implementation is chosen at load: `torch_ops` (any device) or `native_ops`
+(bf16 on CPUs with AVX-512 BF16). Results of a row never depend on the other rows where the implementation says so.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class PackedLinear(Protocol):
+    """A weight in the layout its implementation computes fastest with. The original can be freed."""
+
+    out_features: int
+    in_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in_features] → [rows, out_features], x's dtype; bias added when there is one."""
+        ...
+
+
+class Ops(Protocol):
+    name: str
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """weight [out_features, in_features], bias [out_features] or None."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [rows, dim]; statistics in float32, rounded to x's dtype before the weight is applied (as Llama does)."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x, in place; returns rms_norm(residual)."""
+        ...
+
+    def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        """Rotary embedding in place, halves convention (GPT-NeoX style). queries [rows, heads, head_dim], keys [rows, kv_heads, head_dim],
+        possibly strided views of one fused qkv tensor (last dim contiguous); cos, sin [max positions, rotary_dim / 2] float32."""
+        ...
+
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        """[rows, 2 * dim] (gate first) → silu(gate) * up [rows, dim]."""
+        ...

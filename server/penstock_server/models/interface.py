@@ -1,0 +1,47 @@
+"""What the engine needs of a model: load it, give it a cache, run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock_server.attention.interface import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load a prepared model folder on one rank."""
+
+    folder: Path
+    dtype: torch.dtype
+    device: torch.device
+    block_tokens: int
+    trust_remote_code: bool = False
+
+
+class CausalModel(Protocol):
+    """A decoder on one rank. `load_model(options, group)` in `penstock_server.models` makes one."""
+
+    architecture: str
+    attention_name: str
+    vocab_size: int
+    num_layers: int
+    max_position_tokens: int
+    weight_bytes: int  # on this rank
+    kv_bytes_per_block: int  # on this rank, all layers
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Make the paged KV pool, replacing one made before."""
+        ...
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole KV blocks (from, to)."""
+        ...
+
+    def forward(self, batch: StepBatch) -> Tensor | None:
+        """One step: logits [samples, vocab] of `batch.sample_rows` in the model's dtype on rank 0; None on the other ranks."""
+        ...
