@@ -1,0 +1,3 @@
+//! What the server says about itself: metrics, and one log line per request. Never the content of a request.
+
+pub mod metrics;
