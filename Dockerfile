@@ -1,13 +1,10 @@
 # One image: the binary, its workers, and the embedded model. Listens on 80 and keeps its cache in /data, as TGI's did.
+ARG BUILD_BASE=rust:1.95-bookworm
 ARG BASE=debian:bookworm-slim
 
-FROM ${BASE} AS build
-RUN apt-get update && apt-get install -y --no-install-recommends build-essential ca-certificates curl make python3 python3-venv \
+FROM ${BUILD_BASE} AS build
+RUN apt-get update && apt-get install -y --no-install-recommends build-essential python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
-# Debian's own Rust is older than the 1.88 that the workspace needs.
-ARG RUST_VERSION=1.95.0
-RUN curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y --profile minimal --default-toolchain ${RUST_VERSION}
-ENV PATH=/root/.cargo/bin:${PATH}
 WORKDIR /src
 RUN python3 -m venv /opt/penstock && /opt/penstock/bin/pip install --no-cache-dir uv
 COPY requirements.txt .
