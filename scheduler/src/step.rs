@@ -107,8 +107,11 @@ impl Scheduler {
     /// Starts sequences from the queue, strictly in order, while the step has room and the pool can hold all that is
     /// known of them. One more block for each sequence that runs stays free, or the newcomer would soon be preempted.
     fn admit(&mut self, draft: &mut Draft) {
-        let max_running = self.limits.max_step_sequences.min(self.limits.max_step_tokens) as usize;
+        let max_step_sequences = self.limits.max_step_sequences as usize;
+        // Whoever runs may decode in the next step, and all those must fit into it.
+        let max_running = max_step_sequences.min(self.limits.max_step_tokens as usize);
         while draft.tokens_left > 0
+            && draft.plan.advances.len() < max_step_sequences
             && self.running.len() < max_running
             && let Some(id) = self.queue.first()
         {
