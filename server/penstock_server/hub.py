@@ -40,14 +40,18 @@ def download(model_id: str, revision: str | None = None) -> Snapshot:
     try:
         info = HfApi().model_info(model_id, revision=revision)
         names = wanted_files(model_id, [sibling.rfilename for sibling in info.siblings or []])
-        folder = snapshot_download(model_id, revision=info.sha, allow_patterns=names)
+        folder = snapshot_download(model_id, revision=revision, allow_patterns=names)
         return Snapshot(Path(folder), info.sha, info.pipeline_tag)
     except HFValidationError as error:
-        raise ConfigError(f"{model_id!r} is neither a file or folder that exists nor a name on the hub: {error}") from error
+        raise ConfigError(
+            f"{model_id!r} is neither a file or folder that exists nor a name on the hub: {error}"
+        ) from error
     except GatedRepoError as error:
         raise ConfigError(f"{model_id} is gated: accept its terms on the hub and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
-        raise ConfigError(f"there is no folder and no model {model_id} on the hub; if it is private, set HF_TOKEN") from error
+        raise ConfigError(
+            f"there is no folder and no model {model_id} on the hub; if it is private, set HF_TOKEN"
+        ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"{model_id} has no revision {revision}") from error
     except HfHubHTTPError as error:
@@ -64,10 +68,14 @@ def wanted_files(model_id: str, names: Iterable[str]) -> list[str]:
     weights = [name for name in top if is_weight_name(name)]
     ggufs = [name for name in top if name.endswith(".gguf")]
     if not weights and len(ggufs) > 1:
-        raise ConfigError(f"{model_id} holds several GGUF files; download one ({', '.join(sorted(ggufs))}) and give its path")
+        raise ConfigError(
+            f"{model_id} holds several GGUF files; download one ({', '.join(sorted(ggufs))}) and give its path"
+        )
     if not weights and not ggufs:
         if any(name.endswith((".bin", ".pt", ".pth")) for name in top):
-            raise ConfigError(f"{model_id} holds its weights as .bin files only, which are not supported yet; convert them to safetensors")
+            raise ConfigError(
+                f"{model_id} holds its weights as .bin files only, which are not supported yet; convert them to safetensors"
+            )
         raise ConfigError(f"{model_id} holds no weights: no *.safetensors and no *.gguf file")
     return sorted([name for name in top if name.endswith(SMALL_FILE_SUFFIXES)] + (weights or ggufs))
 

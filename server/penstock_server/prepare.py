@@ -44,7 +44,9 @@ def prepare(model_id: str | None, revision: str | None = None) -> Prepared:
         return Prepared(model_id, str(_checked_folder(path.resolve())))
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ConfigError(f"{model_id} is a file but not a GGUF file; give a model folder, a .gguf file or a hub id")
+            raise ConfigError(
+                f"{model_id} is a file but not a GGUF file; give a model folder, a .gguf file or a hub id"
+            )
         return Prepared(model_id, str(gguf_folder(path, path.stem)))
     if _looks_like_path(model_id):
         raise ConfigError(f"there is no file or folder {model_id}")
@@ -83,12 +85,17 @@ def _checked_folder(folder: Path) -> Path:
 
 def _looks_like_path(model_id: str) -> bool:
     return (
-        model_id.startswith(("/", "./", "../", "~")) or model_id.count("/") > 1 or model_id.lower().endswith(".gguf") or not model_id
+        model_id.startswith(("/", "./", "../", "~"))
+        or model_id.count("/") > 1
+        or model_id.lower().endswith(".gguf")
+        or not model_id
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock_server.prepare", description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="penstock_server.prepare", description=__doc__.split("\n")[0] if __doc__ else ""
+    )
     parser.add_argument("--model-id", help="a model folder, a .gguf file or a hub id; without it the embedded model")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="also fetch the checkpoint's own Python code")

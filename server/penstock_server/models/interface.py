@@ -33,6 +33,7 @@ class CausalModel(Protocol):
     max_position_tokens: int
     weight_bytes: int  # on this rank
     kv_bytes_per_block: int  # on this rank, all layers
+    load_phases: list[tuple[str, float]]  # what loading did, in order, and the seconds it took
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the paged KV pool, replacing one made before."""

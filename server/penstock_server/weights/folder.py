@@ -41,7 +41,9 @@ def find_weights(folder: Path) -> WeightFiles:
         names = ", ".join(path.name for path in ggufs)
         raise ConfigError(f"{folder} holds several GGUF files ({names}); give the path of one of them as --model-id")
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-        raise ConfigError(f"{folder} holds its weights as .bin files only, which are not supported yet; convert them to safetensors")
+        raise ConfigError(
+            f"{folder} holds its weights as .bin files only, which are not supported yet; convert them to safetensors"
+        )
     raise ConfigError(f"{folder} holds no weights: no *.safetensors and no *.gguf file")
 
 
@@ -60,5 +62,7 @@ def _indexed(folder: Path) -> tuple[Path, ...]:
         raise ConfigError(f"{index} names files outside its folder")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} of {len(names)} weight files that its index names, e.g. {missing[0]}")
+        raise ConfigError(
+            f"{folder} lacks {len(missing)} of {len(names)} weight files that its index names, e.g. {missing[0]}"
+        )
     return tuple(folder / name for name in names)

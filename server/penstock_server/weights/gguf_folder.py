@@ -24,7 +24,11 @@ LINK_NAME = "model.gguf"
 def cache_root() -> Path:
     """$HF_HOME/penstock, so that a volume mounted for the hub's cache holds ours too."""
     home = os.environ.get("HF_HOME")
-    base = Path(home).expanduser() if home else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface"
+    base = (
+        Path(home).expanduser()
+        if home
+        else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface"
+    )
     return base / "penstock"
 
 

@@ -13,9 +13,7 @@ from penstock_server.weights.gguf_config import Metadata
 # tokenizer.ggml.token_type
 CONTROL, USER_DEFINED = 3, 4
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -182,7 +180,9 @@ def _post_processor(metadata: Metadata, tokens: list[str]) -> dict[str, Any] | N
         return pieces
 
     special = {
-        token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]} for token in (bos, eos) if token is not None
+        token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]}
+        for token in (bos, eos)
+        if token is not None
     }
     return {
         "type": "TemplateProcessing",

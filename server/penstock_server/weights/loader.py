@@ -1,0 +1,103 @@
+"""Fills a model's parameters from a checkpoint, and proves that nothing is missing and nothing is left over.
+
+The parameters are a table: each owns its full shape and which part of it this rank holds. The checkpoint reader knows no
+architecture, the layers know no checkpoint names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock_server.errors import ConfigError
+from penstock_server.weights.checkpoint import Checkpoint, Part
+
+NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor of a model."""
+
+    shape: tuple[int, ...]  # over all ranks
+    part: Part | None = None  # what this rank holds; None: all of it
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.shape if self.part is None else self.part.shape_of(self.shape)
+
+
+class NameSource(Protocol):
+    """Where a checkpoint keeps a parameter, and what in it is never needed."""
+
+    ignored: tuple[str, ...]
+
+    def checkpoint_name(self, parameter: str) -> str: ...
+
+
+class Loader:
+    """Hands out each parameter once. Raises ConfigError at once when checkpoint and parameters do not fit together."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        parameters: Mapping[str, Parameter],
+        names: NameSource,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.parameters = parameters
+        self.sources = {name: names.checkpoint_name(name) for name in parameters}
+        self.dtype = dtype
+        self.device = device
+        self.unfilled = set(parameters)
+        self.loaded_bytes = 0
+        _check_names(checkpoint.names(), self.sources.values(), names.ignored)
+        for name, parameter in parameters.items():
+            shape = checkpoint.shape(self.sources[name])
+            if shape != parameter.shape:
+                raise ConfigError(
+                    f"tensor {self.sources[name]} has shape {list(shape)} in the checkpoint, "
+                    f"but config.json makes it {list(parameter.shape)}"
+                )
+
+    def read(self, name: str) -> Tensor:
+        """This rank's part of a parameter, on the device."""
+        self.unfilled.remove(name)
+        parameter = self.parameters[name]
+        tensor = self.checkpoint.read(self.sources[name], parameter.part, self.dtype)
+        assert tuple(tensor.shape) == parameter.local_shape
+        self.loaded_bytes += tensor.nbytes
+        return tensor.to(self.device)
+
+    def read_if_there(self, name: str) -> Tensor | None:
+        """None when the model has no such parameter."""
+        return self.read(name) if name in self.parameters else None
+
+    def finish(self) -> None:
+        """To be called when the model is built: every parameter must have found its place."""
+        assert not self.unfilled, f"the model did not ask for {_some(self.unfilled)}"
+        self.checkpoint.close()
+
+
+def _check_names(there: Iterable[str], wanted: Iterable[str], ignored: tuple[str, ...]) -> None:
+    there, wanted = set(there), set(wanted)
+    missing = wanted - there
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {_some(missing)}")
+    patterns = [re.compile(pattern) for pattern in ignored]
+    extra = {name for name in there - wanted if not any(pattern.fullmatch(name) for pattern in patterns)}
+    if extra:
+        raise ConfigError(f"the checkpoint holds {len(extra)} tensors that the model has no place for: {_some(extra)}")
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - NAMES_SHOWN} more" if len(ordered) > NAMES_SHOWN else ""
+    return ", ".join(ordered[:NAMES_SHOWN]) + more
