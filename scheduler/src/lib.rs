@@ -14,6 +14,8 @@ mod pool;
 mod scheduler;
 mod sequence;
 mod step;
+#[cfg(test)]
+mod tests;
 
 pub use error::{ApplyError, SubmitError};
 pub use plan::{
