@@ -14,15 +14,15 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,
+    HTTPError,  # type: ignore[attr-defined]
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.folder import is_weight_name
+from penstock_server.weights.folder import UNSUPPORTED_BIN, is_weight_name
 
 SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
@@ -73,9 +73,7 @@ def wanted_files(model_id: str, names: Iterable[str]) -> list[str]:
         )
     if not weights and not ggufs:
         if any(name.endswith((".bin", ".pt", ".pth")) for name in top):
-            raise ConfigError(
-                f"{model_id} holds its weights as .bin files only, which are not supported yet; convert them to safetensors"
-            )
+            raise ConfigError(f"{model_id} holds its weights only {UNSUPPORTED_BIN}")
         raise ConfigError(f"{model_id} holds no weights: no *.safetensors and no *.gguf file")
     return sorted([name for name in top if name.endswith(SMALL_FILE_SUFFIXES)] + (weights or ggufs))
 

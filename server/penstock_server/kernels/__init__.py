@@ -17,7 +17,7 @@ NATIVE_PACKAGE = "penstock_kernels"
 
 
 def may_be_native(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether native kernels are made for this device and type, and installed. Whether this CPU runs them they say themselves."""
+    """Whether native kernels for this device and type are installed. Whether this CPU runs them, they know."""
     import torch
 
     return device.type == "cpu" and dtype == torch.bfloat16 and importlib.util.find_spec(NATIVE_PACKAGE) is not None

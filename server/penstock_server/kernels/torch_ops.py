@@ -29,7 +29,7 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class OneDnnLinear:
-    """The weight in oneDNN's blocked layout. PERF: twice as fast as F.linear at 8 rows and a vocabulary of 49,152 (Zen 4)."""
+    """The weight in oneDNN's blocked layout. PERF: 2.2 × F.linear at 8 rows of a [49152, 576] head (Zen 4)."""
 
     packed: Tensor
     bias: Tensor | None
@@ -42,6 +42,18 @@ class OneDnnLinear:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
+@dataclass(frozen=True, slots=True)
+class GateUp:
+    """Two projections as one matrix, and what is made of them."""
+
+    linear: PackedLinear
+    out_features: int
+    in_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return silu_multiply(self.linear(x))
+
+
 class TorchOps:
     name = "torch"
 
@@ -51,6 +63,9 @@ class TorchOps:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             return OneDnnLinear(packed, bias, out_features, in_features)
         return PlainLinear(weight, bias, out_features, in_features)
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return GateUp(self.pack_linear(weight, bias), weight.shape[0] // 2, weight.shape[1])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -69,8 +84,13 @@ class TorchOps:
             x[..., half : 2 * half] = (second * cos + first * sin).to(x.dtype)
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return silu_multiply(gate_up)
+
+
+def silu_multiply(gate_up: Tensor) -> Tensor:
+    """[rows, 2 * dim] → silu of the first half times the second."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def _onednn_packs(weight: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """The attention block of one layer: fused query, key and value projection, rope, paged attention, output projection.
 
-Sharded by heads: the projections in are split by rows, the projection out by columns, so its sum over the ranks is the result.
+Sharded by heads: the projections in are split by rows, the projection out by columns, and its results are summed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock_server.attention.interface import Attention, AttentionShape, StepBatch
 from penstock_server.kernels.ops import Ops, PackedLinear
-from penstock_server.layers.linear import load_fused, load_input_split
+from penstock_server.layers.linear import load_input_split, read_fused
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
 
@@ -39,7 +39,7 @@ class AttentionBlock:
         group: RankGroup,
     ) -> AttentionBlock:
         """Fuses and packs the projections; the originals are free when it returns."""
-        qkv = load_fused(loader, ops, [f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"])
+        qkv = ops.pack_linear(*read_fused(loader, [f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"]))
         output = load_input_split(loader, ops, f"{prefix}.output", group)
         return cls(qkv, output, shape, ops, attention, *rope, group)
 

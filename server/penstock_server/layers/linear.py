@@ -1,23 +1,24 @@
-"""Loads linear layers: several projections fused into one matrix, and projections that are split over the ranks by input."""
+"""Loads linear layers: projections fused into one matrix, and projections that are split over the ranks by input."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from penstock_server.kernels.ops import Ops, PackedLinear
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
 
 
-def load_fused(loader: Loader, ops: Ops, names: list[str]) -> PackedLinear:
-    """Projections of one input as one matrix, their rows one behind the other. All have a bias or none."""
+def read_fused(loader: Loader, names: list[str]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of projections of one input, their rows one behind the other. All have a bias or none."""
     weight = torch.cat([loader.read(f"{name}.weight") for name in names])
     biases = [bias for name in names if (bias := loader.read_if_there(f"{name}.bias")) is not None]
     assert len(biases) in (0, len(names))
-    return ops.pack_linear(weight, torch.cat(biases) if biases else None)
+    return weight, torch.cat(biases) if biases else None
 
 
 def load_input_split(loader: Loader, ops: Ops, name: str, group: RankGroup) -> PackedLinear:
-    """A projection whose results are to be summed over the ranks. Only rank 0 adds the bias, so the sum holds it once."""
+    """A projection whose results are summed over the ranks. Only rank 0 adds the bias, so the sum holds it once."""
     bias = loader.read_if_there(f"{name}.bias")
     return ops.pack_linear(loader.read(f"{name}.weight"), bias if group.rank == 0 else None)

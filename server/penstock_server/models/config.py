@@ -60,7 +60,7 @@ class Config:
         return ConfigError(f"{self.path}: {what}")
 
     def rope(self, head_dim: int, default_theta: float = 10000.0) -> RopeSpec:
-        """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling`. Raises ConfigError for kinds not supported."""
+        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`; ConfigError for other kinds."""
         parameters = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
             raise self.refuse("rope parameters that differ between layers are not supported")

@@ -1,4 +1,4 @@
-"""The one decoder that runs every architecture: embedding, layers, final norm, head. What differs is in its `ModelSpec`."""
+"""The one decoder that runs every architecture: embedding, layers, norm, head. What differs is in its `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from penstock_server.layers.vocabulary import VocabularyEmbedding, VocabularyHea
 from penstock_server.models.spec import ModelSpec, Shard
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
+from penstock_server.weights.memory import return_freed_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +58,16 @@ class Decoder:
         self.embedding = VocabularyEmbedding(embedding, shard.vocab, group)
         del head
         rope = rope_tables(spec.rope, spec.max_position_tokens, loader.device)
-        self.layers = [
-            Layer(
+        self.layers: list[Layer] = []
+        for i in range(spec.num_layers):
+            layer = Layer(
                 attention_norm=loader.read(f"layers.{i}.attention_norm.weight"),
                 attention=AttentionBlock.load(loader, f"layers.{i}.attention", shape, ops, attention, rope, group),
                 mlp_norm=loader.read(f"layers.{i}.mlp_norm.weight"),
                 mlp=GatedMlp.load(loader, f"layers.{i}.mlp", ops, group),
             )
-            for i in range(spec.num_layers)
-        ]
+            self.layers.append(layer)
+            return_freed_memory()
         self.norm = loader.read("norm.weight")
         loader.finish()
         self.weight_bytes = loader.loaded_bytes

@@ -44,5 +44,5 @@ class CausalModel(Protocol):
         ...
 
     def forward(self, batch: StepBatch) -> Tensor | None:
-        """One step: logits [samples, vocab] of `batch.sample_rows` in the model's dtype on rank 0; None on the other ranks."""
+        """One step: on rank 0 the logits [samples, vocab] of `batch.sample_rows`, in the model's dtype; else None."""
         ...

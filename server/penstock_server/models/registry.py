@@ -1,4 +1,4 @@
-"""Every supported `model_type` of `config.json`: how its spec is built and where its checkpoints keep the parameters."""
+"""Every supported `model_type` of `config.json`: how its spec is built and what its checkpoints call the parameters."""
 
 from __future__ import annotations
 

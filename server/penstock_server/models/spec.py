@@ -1,4 +1,4 @@
-"""What a decoder is made of, as data. An architecture builds a `ModelSpec` from `config.json`; one decoder runs them all."""
+"""What a decoder is made of, as data. Architectures build a `ModelSpec` from `config.json`; one decoder runs them all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Where a checkpoint keeps our parameters: our name → its name, with {i} for the layer. Some of its tensors we never need."""
+    """What a checkpoint calls our parameters, with {i} for the layer, and which of its tensors are never needed."""
 
     names: Mapping[str, str]
     ignored: tuple[str, ...] = field(default=())  # regular expressions that match whole names

@@ -15,6 +15,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # Not the model's own weights, though they end like them: an adapter, and Mistral's second copy in another layout.
 IGNORED_PREFIXES = ("adapter_", "consolidated")
+UNSUPPORTED_BIN = "as .bin files, which are not supported yet; convert them to safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,7 @@ def find_weights(folder: Path) -> WeightFiles:
         names = ", ".join(path.name for path in ggufs)
         raise ConfigError(f"{folder} holds several GGUF files ({names}); give the path of one of them as --model-id")
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-        raise ConfigError(
-            f"{folder} holds its weights as .bin files only, which are not supported yet; convert them to safetensors"
-        )
+        raise ConfigError(f"{folder} holds its weights only {UNSUPPORTED_BIN}")
     raise ConfigError(f"{folder} holds no weights: no *.safetensors and no *.gguf file")
 
 

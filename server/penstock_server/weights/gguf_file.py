@@ -1,4 +1,4 @@
-"""Reads GGUF files as a checkpoint: tensors under their Hugging Face names, dequantized, in Hugging Face's row order."""
+"""Reads GGUF files as a checkpoint: tensors by their Hugging Face names, dequantized, in Hugging Face's row order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The header of a GGUF file: its metadata and where its tensors lie. Reads no tensor and imports no torch.
 
-Own code because the `gguf` package's reader makes a numpy view of every vocabulary entry: 2 s for 49,152 tokens, here 0.1 s.
+PERF: the `gguf` package's reader makes a numpy view of every vocabulary entry, 2 s for 49,152 tokens; this takes 0.1 s.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
 """
 

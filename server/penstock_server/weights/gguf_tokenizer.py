@@ -1,7 +1,7 @@
 """GGUF metadata → `tokenizer.json` and `tokenizer_config.json`. Imports no torch and no tokenizers.
 
-Byte-level BPE only ("gpt2" in GGUF's words); other kinds are refused by name. Which pre-tokenizer a model was trained with
-is said by `tokenizer.ggml.pre`: a wrong one gives plausible but different token ids, so an unknown one is refused.
+Byte-level BPE only ("gpt2" in GGUF's words); other kinds are refused by name. Which pre-tokenizer a model was trained
+with is said by `tokenizer.ggml.pre`: a wrong one gives plausible but different ids, so an unknown one is refused.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from penstock_server.weights.gguf_config import Metadata
 # tokenizer.ggml.token_type
 CONTROL, USER_DEFINED = 3, 4
 
-LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+# Words with one leading character that is no letter, numbers, punctuation, line ends, other whitespace. The patterns
+# differ in how many digits make a piece.
+WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST_PATTERN = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = WORD_PATTERN + r"\p{N}{1,3}" + REST_PATTERN
+QWEN2_PATTERN = WORD_PATTERN + r"\p{N}" + REST_PATTERN
 
 
 def _byte_level(use_regex: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Fills a model's parameters from a checkpoint, and proves that nothing is missing and nothing is left over.
 
-The parameters are a table: each owns its full shape and which part of it this rank holds. The checkpoint reader knows no
-architecture, the layers know no checkpoint names.
+The parameters are a table: each owns its full shape and which part of it this rank holds. The checkpoint's reader knows
+no architecture, the layers know no checkpoint's names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Parameter:
 class NameSource(Protocol):
     """Where a checkpoint keeps a parameter, and what in it is never needed."""
 
-    ignored: tuple[str, ...]
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
 
     def checkpoint_name(self, parameter: str) -> str: ...
 

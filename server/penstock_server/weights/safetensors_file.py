@@ -1,5 +1,6 @@
-"""Reads safetensors files by mapping them. Own code over the library's because it must let go of pages while loading, and
-because every damage must be a message of ours. Format: https://huggingface.co/docs/safetensors/index#format.
+"""Reads safetensors files by mapping them. Format: https://huggingface.co/docs/safetensors/index#format.
+
+Own code, not the library's, because it lets go of pages while it loads, and names what is wrong with a damaged file.
 """
 
 from __future__ import annotations
