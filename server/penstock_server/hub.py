@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,  # type: ignore[attr-defined]
+    HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from penstock_server.kernels.ops import Ops, PackedLinear
@@ -12,10 +11,8 @@ from penstock_server.weights.loader import Loader
 
 def read_fused(loader: Loader, names: list[str]) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of projections of one input, their rows one behind the other. All have a bias or none."""
-    weight = torch.cat([loader.read(f"{name}.weight") for name in names])
-    biases = [bias for name in names if (bias := loader.read_if_there(f"{name}.bias")) is not None]
-    assert len(biases) in (0, len(names))
-    return weight, torch.cat(biases) if biases else None
+    weights, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names]
+    return loader.read(*weights), loader.read_if_there(*biases)
 
 
 def load_input_split(loader: Loader, ops: Ops, name: str, group: RankGroup) -> PackedLinear:

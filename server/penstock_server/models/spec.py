@@ -1,4 +1,4 @@
-"""What a decoder is made of, as data. Architectures build a `ModelSpec` from `config.json`; one decoder runs them all."""
+"""What a decoder is made of, as data: architectures read a `ModelSpec` from config.json, one decoder runs them all."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from penstock_server.weights.folder import find_weights
@@ -35,8 +34,8 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str, part: Part | None, dtype: torch.dtype) -> Tensor:
-        """A contiguous copy in memory of its own; with a part, only that part is copied."""
+    def read(self, name: str, part: Part | None, out: Tensor) -> None:
+        """Fills `out`, on the CPU and in any floating type, with the tensor or a part of it. Touches no other bytes."""
         ...
 
     def close(self) -> None: ...

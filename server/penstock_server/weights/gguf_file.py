@@ -39,9 +39,9 @@ INTERLEAVED = {"llama": ("attn_q", "attn_k")}
 # The table of Llama 3's rope scaling: it is in the configuration.
 IGNORED = ("rope_freqs.weight",)
 
-# PERF: dequantizing makes several float32 arrays of its input's size; pieces of this many weights stay in the L2 cache
-# and keep the peak of memory at the weights themselves.
-PIECE_WEIGHTS = 1 << 18
+# PERF: dequantizing makes several float32 arrays of its input's size. Pieces of so many weights stay in the L2 cache, keep
+# the peak of memory at the weights themselves, and are too small for torch to start threads for copying them.
+PIECE_WEIGHTS = 1 << 15
 
 
 class GgufCheckpoint:
@@ -76,40 +76,56 @@ class GgufCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
 
-    def read(self, name: str, part: Part | None, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, part: Part | None, out: Tensor) -> None:
         info = self.tensors[name]
-        rows, columns = _matrix(info.shape)
-        row_part, column_part = range(rows), range(columns)
-        if part is not None and part.dim == len(info.shape) - 1:
-            column_part = part.range
-        elif part is not None:
-            row_part = part.range
-        out = torch.empty((len(row_part), len(column_part)), dtype=dtype)
-        type_ = GGMLQuantizationType(info.type_number)
-        row_bytes = _row_bytes(info)
-        step = max(1, PIECE_WEIGHTS // columns)
-        for first in range(row_part.start, row_part.stop, step):
-            count = min(step, row_part.stop - first)
-            start = info.offset + first * row_bytes
-            raw = np.frombuffer(self.file.data, dtype=np.uint8, count=count * row_bytes, offset=start)
-            piece = torch.from_numpy(dequantize(raw.reshape(count, row_bytes), type_))
-            done = first - row_part.start
-            out[done : done + count].copy_(piece[:, column_part.start : column_part.stop])
-        self.file.forget(info.offset, info.offset + rows * row_bytes)
-        shape = info.shape if part is None else part.shape_of(info.shape)
-        out = out.view(shape)
-        return self._deinterleave(out) if self._is_interleaved(info.name) else out
+        if len(info.shape) == 1:
+            self._read_vector(info, part, out)
+        else:
+            self._read_matrix(info, part, out)
+        rows, _ = _matrix(info.shape)
+        self.file.forget(info.offset, info.offset + rows * _row_bytes(info))
 
     def close(self) -> None:
         self.file.close()
 
-    def _is_interleaved(self, gguf_name: str) -> bool:
-        return any(f".{stem}." in gguf_name for stem in self.interleaved)
+    def _read_vector(self, info: TensorInfo, part: Part | None, out: Tensor) -> None:
+        vector = self._rows(info, 0, 1).view(info.shape)
+        if self._is_interleaved(info):
+            vector = vector.view(-1, self.head_dim // 2, 2).transpose(1, 2).reshape(info.shape)
+        out.copy_(vector if part is None else part.of(vector))
 
-    def _deinterleave(self, tensor: Tensor) -> Tensor:
-        """Rows of each head from (pair, half) to (half, pair). Whole heads only."""
-        heads = tensor.reshape(-1, self.head_dim // 2, 2, *tensor.shape[1:])
-        return heads.transpose(1, 2).reshape(tensor.shape)
+    def _read_matrix(self, info: TensorInfo, part: Part | None, out: Tensor) -> None:
+        assert len(info.shape) == 2
+        rows, columns = range(info.shape[0]), slice(None)
+        if part is not None and part.dim == 0:
+            rows = part.range
+        elif part is not None:
+            columns = slice(part.range.start, part.range.stop)
+        # An even number of rows, so that no piece cuts a pair of interleaved rows.
+        step = max(2, PIECE_WEIGHTS // info.shape[1] // 2 * 2)
+        interleaved = self._is_interleaved(info)
+        # Interleaved parts are whole heads; each is put in order by itself.
+        block = self.head_dim if interleaved else len(rows)
+        for start in range(rows.start, rows.stop, max(1, block)):
+            target = out[start - rows.start : start - rows.start + block]
+            for first in range(0, block, step):
+                piece = self._rows(info, start + first, min(step, block - first))[:, columns]
+                if interleaved:
+                    pairs = piece.view(-1, 2, piece.shape[1]).transpose(0, 1)  # [half, pair, column]
+                    halves = target.view(2, block // 2, piece.shape[1])
+                    halves[:, first // 2 : first // 2 + pairs.shape[1]].copy_(pairs)
+                else:
+                    target[first : first + piece.shape[0]].copy_(piece)
+
+    def _rows(self, info: TensorInfo, first: int, count: int) -> Tensor:
+        """float32 [count, columns]"""
+        row_bytes = _row_bytes(info)
+        start = info.offset + first * row_bytes
+        raw = np.frombuffer(self.file.data, dtype=np.uint8, count=count * row_bytes, offset=start)
+        return torch.from_numpy(dequantize(raw.reshape(count, row_bytes), GGMLQuantizationType(info.type_number)))
+
+    def _is_interleaved(self, info: TensorInfo) -> bool:
+        return any(f".{stem}." in info.name for stem in self.interleaved)
 
 
 def _translate(name: str, names: dict[str, str]) -> str:

@@ -68,18 +68,22 @@ class Loader:
                     f"but config.json makes it {list(parameter.shape)}"
                 )
 
-    def read(self, name: str) -> Tensor:
-        """This rank's part of a parameter, on the device."""
-        self.unfilled.remove(name)
-        parameter = self.parameters[name]
-        tensor = self.checkpoint.read(self.sources[name], parameter.part, self.dtype)
-        assert tuple(tensor.shape) == parameter.local_shape
-        self.loaded_bytes += tensor.nbytes
-        return tensor.to(self.device)
+    def read(self, *names: str) -> Tensor:
+        """This rank's part of a parameter, on the device; of several, their parts one behind the other."""
+        shapes = [self.parameters[name].local_shape for name in names]
+        rows = [shape[0] for shape in shapes]
+        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype)
+        for name, out in zip(names, fused.split(rows), strict=True):
+            self.unfilled.remove(name)
+            self.checkpoint.read(self.sources[name], self.parameters[name].part, out)
+        self.loaded_bytes += fused.nbytes
+        return fused.to(self.device)
 
-    def read_if_there(self, name: str) -> Tensor | None:
-        """None when the model has no such parameter."""
-        return self.read(name) if name in self.parameters else None
+    def read_if_there(self, *names: str) -> Tensor | None:
+        """None when the model has no such parameters. Of several it has all or none."""
+        there = [name in self.parameters for name in names]
+        assert all(there) or not any(there)
+        return self.read(*names) if all(there) else None
 
     def finish(self) -> None:
         """To be called when the model is built: every parameter must have found its place."""

@@ -68,21 +68,18 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.entries[name].shape
 
-    def read(self, name: str, part: Part | None, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, part: Part | None, out: Tensor) -> None:
         entry = self.entries[name]
         if entry.dtype not in LOADABLE:
             raise ConfigError(
                 f"{entry.file.path}: tensor {name} is of type {entry.dtype}, which cannot be loaded as a weight"
             )
         if entry.start == entry.stop:
-            return torch.empty(entry.shape, dtype=dtype)
+            return
         tensor = torch.frombuffer(entry.file.data, dtype=entry.dtype, count=math.prod(entry.shape), offset=entry.start)
         tensor = tensor.view(entry.shape)
-        if part is not None:
-            tensor = part.of(tensor)
-        copy = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+        out.copy_(tensor if part is None else part.of(tensor))
         entry.file.forget(entry.start, entry.stop)
-        return copy
 
     def close(self) -> None:
         for file in self.files:
