@@ -73,9 +73,9 @@ impl Sequence {
         self.num_known_tokens() == self.max_tokens
     }
 
-    /// Tokens that can be advanced now.
+    /// Tokens that can be advanced now, unless it is planned out.
     pub fn num_pending_tokens(&self) -> u32 {
-        if self.is_planned_out() { 0 } else { self.num_known_tokens() - self.num_computed_tokens }
+        self.num_known_tokens() - self.num_computed_tokens
     }
 
     /// Whether one more token is all it can take: it generates.

@@ -18,16 +18,6 @@ struct Draft {
     tokens_left: u32,
 }
 
-/// Whether the sequences that must advance can have their blocks.
-#[derive(PartialEq, Eq)]
-enum Room {
-    Ready,
-    /// At once, but others were preempted for it.
-    Cleared,
-    /// When steps in flight have retired.
-    Later,
-}
-
 impl Scheduler {
     /// The next step, or `None` when there is nothing to do before the next `submit`, `abort` or `apply`.
     ///
@@ -36,8 +26,7 @@ impl Scheduler {
         if self.flights.len() >= self.limits.max_steps_in_flight as usize {
             return None;
         }
-        let room = self.make_room();
-        if room == Room::Later {
+        if !self.make_room() {
             return None;
         }
         let mut draft = Draft {
@@ -45,10 +34,8 @@ impl Scheduler {
             in_flight: Vec::with_capacity(self.running.len()),
             tokens_left: self.limits.max_step_tokens,
         };
-        let complete = self.advance_running(&mut draft);
-        if complete && room == Room::Ready {
-            self.admit(&mut draft);
-        }
+        self.advance_running(&mut draft);
+        self.admit(&mut draft);
         if draft.plan.advances.is_empty() && self.freed.is_empty() {
             return None;
         }
@@ -61,20 +48,18 @@ impl Scheduler {
     /// Preempts the last in line until the pool holds a block for everyone who must advance: the decodes, and the first
     /// in line whatever it does.
     ///
-    /// Blocks about to retire count: waiting for a step in flight is cheaper than computing a sequence again. Then no
-    /// step is planned at all, because one without a running decode would let that decode stall.
-    fn make_room(&mut self) -> Room {
+    /// Blocks about to retire count: waiting for a step in flight is cheaper than computing a sequence again. Then the
+    /// answer is false and no step is planned at all, because one without a running decode would let that decode stall.
+    fn make_room(&mut self) -> bool {
         let first = self.running.first();
         let mut needed: usize = self.running.iter().map(|id| self.needed_blocks(id, first)).sum();
-        let mut room = Room::Ready;
         while needed > self.pool.num_free() + self.pool.num_retiring()
             && let Some(last) = self.running.last()
         {
             needed -= self.needed_blocks(last, first);
             self.preempt(last);
-            room = Room::Cleared;
         }
-        if needed > self.pool.num_free() { Room::Later } else { room }
+        needed <= self.pool.num_free()
     }
 
     fn needed_blocks(&self, id: SequenceId, first: Option<SequenceId>) -> usize {
@@ -86,33 +71,28 @@ impl Scheduler {
         }
     }
 
-    /// True when every running sequence got all that the token budget allows.
-    fn advance_running(&mut self, draft: &mut Draft) -> bool {
+    /// Every running sequence gets what the step and the pool have for it. Prefills follow the decodes.
+    fn advance_running(&mut self, draft: &mut Draft) {
         let (decodes, prefills): (Vec<_>, Vec<_>) =
             self.running.iter().partition(|id| self.sequence(*id).is_decoding());
         for id in decodes {
             self.advance(draft, id, 1);
         }
-        let mut complete = true;
         for id in prefills {
-            let sequence = self.sequence(id);
-            let wanted = sequence.num_pending_tokens().min(draft.tokens_left);
-            let possible = sequence.max_advance_tokens(self.pool.num_free(), self.limits.block_tokens);
-            complete &= wanted <= possible;
-            self.advance(draft, id, wanted.min(possible));
+            let possible = self.sequence(id).max_advance_tokens(self.pool.num_free(), self.limits.block_tokens);
+            self.advance(draft, id, possible.min(draft.tokens_left));
         }
-        complete
     }
 
     /// Starts sequences from the queue, strictly in order, while the step has room and the pool can hold all that is
-    /// known of them. One more block for each sequence that runs stays free, or the newcomer would soon be preempted.
+    /// known of them. One more block for each sequence that runs stays free, or the newcomer would soon be preempted; and
+    /// so one that was just preempted does not come back in the same step.
+    ///
+    /// INVARIANT: all that run fit into one step as decodes, for whoever runs has advanced in the step that starts
+    /// another: a prefill that could not has left no token or no block.
     fn admit(&mut self, draft: &mut Draft) {
-        let max_step_sequences = self.limits.max_step_sequences as usize;
-        // Whoever runs may decode in the next step, and all those must fit into it.
-        let max_running = max_step_sequences.min(self.limits.max_step_tokens as usize);
         while draft.tokens_left > 0
-            && draft.plan.advances.len() < max_step_sequences
-            && self.running.len() < max_running
+            && draft.plan.advances.len() < self.limits.max_step_sequences as usize
             && let Some(id) = self.queue.first()
         {
             let sequence = self.sequence(id);

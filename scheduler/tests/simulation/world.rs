@@ -14,6 +14,7 @@ use crate::worker::Worker;
 
 /// Far beyond what any scenario needs; reached only by one that makes no progress.
 const MAX_STEPS: u64 = 20_000;
+const MAX_TICKS: u64 = 200_000;
 
 #[derive(Clone, Debug)]
 pub struct Scenario {
@@ -122,6 +123,7 @@ impl World {
                 self.plan();
             }
             self.tick += 1;
+            assert!(self.tick < MAX_TICKS, "the worker is never told what to free");
         }
         assert!(self.ledger.is_empty(), "the worker keeps a sequence that has ended");
         let stats = self.scheduler.stats();
