@@ -80,8 +80,10 @@ class TorchOps:
         cos, sin = cos[positions][:, None], sin[positions][:, None]  # [rows, 1, rotary_dim / 2]
         for x in (queries, keys):
             first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-            x[..., :half] = (first * cos - second * sin).to(x.dtype)
-            x[..., half : 2 * half] = (second * cos + first * sin).to(x.dtype)
+            # Both halves before either is written: in float32 `first` and `second` are views of x.
+            turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
+            x[..., :half] = turned_first.to(x.dtype)
+            x[..., half : 2 * half] = turned_second.to(x.dtype)
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         return silu_multiply(gate_up)
