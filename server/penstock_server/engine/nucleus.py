@@ -126,7 +126,7 @@ def _choose_from_head(
     after_top_k = torch.where(has_top_k, (values >= k_th[:, None]).sum(-1), width)
     total = torch.where(has_top_k, cumulative[rows, after_top_k - 1], 1.0)
     # A token stays while those before it have less than top_p together.
-    after_top_p = torch.where(cut.top_p < 1, (cumulative < (cut.top_p * total)[:, None]).sum(-1) + 1, width)
+    after_top_p = torch.where(cut.top_p < 1, (cumulative < (cut.top_p * total)[:, None]).sum(-1) + 1, width + 1)
     least = cut.min_p * values[:, 0]
     after_min_p = (values >= least[:, None]).sum(-1)
     kept = torch.minimum(torch.minimum(after_top_k, after_top_p), after_min_p).clamp_(1, width)
