@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from penstock_server.attention.interface import StepBatch
 from penstock_server.engine import batch
 from penstock_server.engine.sequence import SequenceTable, TableLimits
@@ -17,7 +16,9 @@ VOCAB = 1000
 CPU = torch.device("cpu")
 
 
-def new_table(block_tokens: int = 4, num_blocks: int = 64, max_sequence_tokens: int = 100, rows: int = 4) -> SequenceTable:
+def new_table(
+    block_tokens: int = 4, num_blocks: int = 64, max_sequence_tokens: int = 100, rows: int = 4
+) -> SequenceTable:
     return SequenceTable(TableLimits(VOCAB, block_tokens, num_blocks, max_sequence_tokens, rows))
 
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation import logits_process as hf
-
 from penstock_server.engine import nucleus
 from penstock_server.engine import sampler as sampler_module
 from penstock_server.engine.random import uniform
 from penstock_server.engine.sampler import BROKEN, Sampled, Sampler, SampleRequest
 from penstock_server.engine.sequence import SAMPLING_FIELDS
+from transformers.generation import logits_process as hf
 
 CPU = torch.device("cpu")
 
@@ -200,9 +199,7 @@ def test_random_numbers_are_uniform_and_unrelated_across_seeds_and_positions() -
 
 def test_the_largest_random_number_does_not_choose_an_impossible_token(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 1 - 2.0**-52
-    monkeypatch.setattr(
-        "penstock_server.engine.sampler.uniform", lambda seeds, positions: np.full(len(seeds), largest)
-    )
+    monkeypatch.setattr("penstock_server.engine.sampler.uniform", lambda seeds, positions: np.full(len(seeds), largest))
     logits = random_logits(4, 300, 2.0)
     logits[:, 250:] = -math.inf
     rows: list[Row] = [{}, {"top_p": 0.5}, {"top_k": 400}, {"min_p": 0.3}]

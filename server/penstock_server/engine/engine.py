@@ -126,8 +126,8 @@ class Engine:
             with clock.phase(name):
                 warmup.run(self.model, sampler, worst, step, self._device)
         with clock.phase("allocate KV pool"):
-            temporary_bytes = worst.num_blocks() * per_block
-            fitting = (memory.usable_bytes(meter.measure(), share) + temporary_bytes) // per_block
+            left = meter.measure(releasing=worst.num_blocks() * per_block)
+            fitting = memory.usable_bytes(left, share) // per_block
             num_blocks = self._agree_on_blocks(config, fitting)
             self.model.allocate_cache(num_blocks)
             memory.return_free_pages()

@@ -47,19 +47,22 @@ class MemoryMeter:
         else:
             _reset_peak_resident()
 
-    def measure(self) -> Memory:
-        """What there is, what is free, and how far the peak since the start was above now."""
+    def measure(self, releasing: int = 0) -> Memory:
+        """What there is, what is free, and how far the peak since the start was above now.
+
+        `releasing` bytes are in use now and will be given back; they count as free.
+        """
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             transient = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self._device)
-            return Memory(total, free, transient)
+            return Memory(total, free + releasing, transient)
         peak = _status_bytes("VmHWM")
         return_free_pages()
         total, available = _host_memory()
-        return Memory(total, available, max(0, peak - _status_bytes("VmRSS")))
+        return Memory(total, available + releasing, max(0, peak - _status_bytes("VmRSS")))
 
 
 def usable_bytes(memory: Memory, share: Share) -> int:
