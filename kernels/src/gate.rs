@@ -1,6 +1,6 @@
 //! silu(gate) · up, with the roundings of two separate bf16 operators.
 
-use crate::pool::{Pool, Source, Target};
+use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
@@ -10,8 +10,14 @@ const PART_NUMBERS: usize = 1 << 13;
 ///
 /// # Safety
 /// The addresses must have `num_rows` such rows, apart from each other, and the CPU be `supported()`.
-pub unsafe fn silu_multiply(pool: &Pool, gate_up: Source<u16>, output: Target<u16>, dim: usize, num_rows: usize) {
-    pool.for_ranges(num_rows, PART_NUMBERS / dim.max(1), |range| {
+pub unsafe fn silu_multiply(
+    executor: &impl Executor,
+    gate_up: Source<u16>,
+    output: Target<u16>,
+    dim: usize,
+    num_rows: usize,
+) {
+    executor.for_ranges(num_rows, PART_NUMBERS / dim.max(1), |range| {
         for row in range {
             // SAFETY: the caller's word.
             unsafe { multiply_row(gate_up.at(row * 2 * dim), output.at(row * dim), dim) };

@@ -19,6 +19,8 @@ pub mod rotate;
 pub mod sample;
 #[cfg(target_arch = "x86_64")]
 mod simd;
+#[cfg(target_arch = "x86_64")]
+pub mod stack;
 
 #[cfg(feature = "python")]
 mod python;

@@ -1,7 +1,7 @@
 //! RMS norm, alone and with the addition to the residual before it. Statistics in float32; the normed row is rounded to bf16
 //! before the weight is applied, as Llama does.
 
-use crate::pool::{Pool, Source, Target};
+use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
@@ -22,8 +22,8 @@ impl RmsNorm {
     ///
     /// # Safety
     /// The addresses must have `num_rows` rows, the weight `dim` numbers, and the CPU be `supported()`.
-    pub unsafe fn apply(&self, pool: &Pool, x: Source<u16>, output: Target<u16>) {
-        pool.for_ranges(self.num_rows, PART_NUMBERS / self.dim.max(1), |range| {
+    pub unsafe fn apply(&self, executor: &impl Executor, x: Source<u16>, output: Target<u16>) {
+        executor.for_ranges(self.num_rows, PART_NUMBERS / self.dim.max(1), |range| {
             for row in range {
                 let (source, target) = (x.at(row * self.dim), output.at(row * self.dim));
                 // SAFETY: the caller's word.
@@ -36,8 +36,14 @@ impl RmsNorm {
     ///
     /// # Safety
     /// As for `apply`; the three must not overlap, but output may be x.
-    pub unsafe fn add_apply(&self, pool: &Pool, x: Source<u16>, residual: Target<u16>, output: Target<u16>) {
-        pool.for_ranges(self.num_rows, PART_NUMBERS / self.dim.max(1), |range| {
+    pub unsafe fn add_apply(
+        &self,
+        executor: &impl Executor,
+        x: Source<u16>,
+        residual: Target<u16>,
+        output: Target<u16>,
+    ) {
+        executor.for_ranges(self.num_rows, PART_NUMBERS / self.dim.max(1), |range| {
             for row in range {
                 let (sum, target) = (residual.at(row * self.dim), output.at(row * self.dim));
                 // SAFETY: the caller's word.

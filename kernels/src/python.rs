@@ -5,14 +5,19 @@ use crate::attention::{BLOCK, Batch, Layout, NewTokens, Operands};
 use crate::linear::{self, Output, Rows, Weight};
 use crate::memory::{self, Arena};
 use crate::norm::RmsNorm;
-use crate::pool::{GompParallel, Pool, Source, Target};
+use crate::pool::{Executor, GompParallel, Pool, Source, Target};
 use crate::rotate::{Angles, Heads};
+use crate::stack::{self, Step};
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use std::sync::Arc;
 
 /// Multiply-adds (or so) from which a call lets other Python threads run. PERF: below, it is some 50 µs at most, and waiting
 /// for the lock afterwards can cost a switch interval (5 ms) for each of the hundreds of calls of a step.
 const RELEASE_FROM: usize = 1 << 23;
+
+/// Multiply-adds of attention up to which one thread is done before a second has started.
+const SERIAL_BELOW: usize = 1 << 17;
 
 fn maybe_detached(py: Python<'_>, work: usize, run: impl FnOnce() + Send) {
     if work >= RELEASE_FROM { py.detach(run) } else { run() }
@@ -69,7 +74,7 @@ impl Kernels {
         // SAFETY: the caller vouches for the addresses.
         let packed = unsafe { linear::PackedLinear::pack(&self.pool, &self.arena, weight, gated) };
         let packed = packed.map_err(|error| PyOSError::new_err(format!("no memory for a packed weight: {error}")))?;
-        Ok(PackedLinear { pool: self.pool, packed })
+        Ok(PackedLinear { pool: self.pool, packed: Arc::new(packed) })
     }
 
     fn rms_norm(&self, x: usize, weight: usize, output: usize, num_rows: usize, dim: usize, eps: f32) {
@@ -158,7 +163,7 @@ fn to_angles((cos, sin, positions, half): (usize, usize, usize, usize)) -> Angle
 #[pyclass(frozen)]
 struct PackedLinear {
     pool: Pool,
-    packed: linear::PackedLinear,
+    packed: Arc<linear::PackedLinear>,
 }
 
 impl PackedLinear {
@@ -180,6 +185,78 @@ impl PackedLinear {
     /// residual += x·Wᵀ + bias. Not for gated layers.
     fn add_to(&self, py: Python<'_>, x: usize, stride: usize, num_rows: usize, residual: usize) {
         self.run(py, x, stride, num_rows, Output::Add(target(residual)));
+    }
+}
+
+/// All layers of a decoder. Norm weights, cosines and sines stay the caller's and must live as long.
+#[pyclass(frozen)]
+struct Stack {
+    pool: Pool,
+    stack: stack::Stack,
+}
+
+/// (attention norm, qkv, output, MLP norm, gate and up, down)
+type LayerParts<'py> = (
+    usize,
+    PyRef<'py, PackedLinear>,
+    PyRef<'py, PackedLinear>,
+    usize,
+    PyRef<'py, PackedLinear>,
+    PyRef<'py, PackedLinear>,
+);
+
+#[pymethods]
+impl Stack {
+    /// `rope` is (cos, sin, half).
+    #[new]
+    fn new(
+        attention: PyRef<'_, PagedAttention>,
+        layers: Vec<LayerParts<'_>>,
+        final_norm: usize,
+        rope: (usize, usize, usize),
+        eps: f32,
+    ) -> PyResult<Stack> {
+        let layers = layers.into_iter().map(|(attention_norm, qkv, output, mlp_norm, gate_up, down)| stack::Layer {
+            attention_norm: source(attention_norm),
+            qkv: Arc::clone(&qkv.packed),
+            output: Arc::clone(&output.packed),
+            mlp_norm: source(mlp_norm),
+            gate_up: Arc::clone(&gate_up.packed),
+            down: Arc::clone(&down.packed),
+        });
+        let angles = (source(rope.0), source(rope.1), rope.2);
+        let stack = stack::Stack::new(layers.collect(), source(final_norm), eps, attention.layout, angles);
+        Ok(Stack { pool: attention.pool, stack: stack.map_err(PyValueError::new_err)? })
+    }
+
+    /// `tokens` is (residual, positions, slots, tokens), `batch` as for `PagedAttention.attend`, `samples` (rows, samples, output).
+    fn run(
+        &self,
+        py: Python<'_>,
+        tokens: (usize, usize, usize, usize),
+        batch: (usize, usize, usize, usize, usize),
+        caches: Vec<usize>,
+        samples: (usize, usize, usize),
+    ) -> PyResult<()> {
+        let caches: Vec<Target<u16>> = caches.into_iter().map(target).collect();
+        if caches.len() != self.stack.layers.len() {
+            let (given, wanted) = (caches.len(), self.stack.layers.len());
+            return Err(PyValueError::new_err(format!("{given} caches for {wanted} layers")));
+        }
+        let step = Step {
+            residual: target(tokens.0),
+            num_tokens: tokens.3,
+            positions: source(tokens.1),
+            slots: source(tokens.2),
+            batch: to_batch(batch),
+            caches: &caches,
+            sample_rows: source(samples.0),
+            num_samples: samples.1,
+            output: target(samples.2),
+        };
+        // SAFETY: the caller vouches for the addresses.
+        py.detach(|| unsafe { self.stack.run(&self.pool, &step) });
+        Ok(())
     }
 }
 
@@ -231,24 +308,32 @@ impl PagedAttention {
         output: usize,
         work_tokens: usize,
     ) {
-        let (starts, contexts, tables, max_blocks, num_sequences) = batch;
-        let batch = Batch {
-            query_starts: source(starts),
-            context_lens: source(contexts),
-            block_tables: source(tables),
-            max_blocks,
-            num_sequences,
-        };
+        let batch = to_batch(batch);
         let operands =
             Operands { queries: source(queries.0), stride: queries.1, cache: source(cache), output: target(output) };
         let work = work_tokens * self.layout.num_heads * self.layout.head_dim;
         // SAFETY: the caller vouches for the addresses.
-        maybe_detached(py, work, || unsafe { self.layout.attend(&self.pool, &batch, &operands) });
+        maybe_detached(py, work, || unsafe {
+            let executor = if work < SERIAL_BELOW { Pool::single() } else { self.pool };
+            let plan = self.layout.plan(&batch, executor.num_threads());
+            let mut room = vec![0.0; plan.room_floats()];
+            self.layout.attend(&executor, &plan, &batch, &operands, Target::new(room.as_mut_ptr()));
+        });
     }
 
     /// Numbers that a block takes.
     fn block_numbers(&self) -> usize {
         self.layout.offset(1, 0)
+    }
+}
+
+fn to_batch((starts, contexts, tables, max_blocks, num_sequences): (usize, usize, usize, usize, usize)) -> Batch {
+    Batch {
+        query_starts: source(starts),
+        context_lens: source(contexts),
+        block_tables: source(tables),
+        max_blocks,
+        num_sequences,
     }
 }
 
@@ -282,6 +367,7 @@ fn penstock_kernels(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Kernels>()?;
     module.add_class::<PackedLinear>()?;
     module.add_class::<PagedAttention>()?;
+    module.add_class::<Stack>()?;
     module.add_function(wrap_pyfunction!(supported, module)?)?;
     module.add_function(wrap_pyfunction!(advise_huge_pages, module)?)
 }

@@ -1,7 +1,7 @@
 //! Rotary position embedding in place, halves convention: element i turns with element i + half.
 
 use crate::attention::{Layout, NewTokens};
-use crate::pool::{Pool, Source, Target};
+use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
@@ -30,9 +30,9 @@ const PART_NUMBERS: usize = 1 << 13;
 ///
 /// # Safety
 /// The addresses must hold what they say, positions lie inside the tables, and the CPU be `supported()`.
-pub unsafe fn rotate(pool: &Pool, angles: &Angles, heads: [Heads; 2], num_tokens: usize) {
+pub unsafe fn rotate(executor: &impl Executor, angles: &Angles, heads: [Heads; 2], num_tokens: usize) {
     let numbers = heads.iter().map(|heads| heads.num_heads * heads.head_dim).sum::<usize>();
-    pool.for_ranges(num_tokens, PART_NUMBERS / numbers.max(1), |range| {
+    executor.for_ranges(num_tokens, PART_NUMBERS / numbers.max(1), |range| {
         for token in range {
             // SAFETY: the caller's word.
             unsafe {
@@ -48,7 +48,7 @@ pub unsafe fn rotate(pool: &Pool, angles: &Angles, heads: [Heads; 2], num_tokens
 /// # Safety
 /// As for `rotate` and `Layout::write`; `tokens.keys` must be the address of the second heads.
 pub unsafe fn rotate_and_write(
-    pool: &Pool,
+    executor: &impl Executor,
     angles: &Angles,
     heads: [Heads; 2],
     layout: &Layout,
@@ -56,7 +56,7 @@ pub unsafe fn rotate_and_write(
     tokens: NewTokens,
 ) {
     let numbers = heads.iter().map(|heads| heads.num_heads * heads.head_dim).sum::<usize>();
-    pool.for_ranges(tokens.num_tokens, PART_NUMBERS / numbers.max(1), |range| {
+    executor.for_ranges(tokens.num_tokens, PART_NUMBERS / numbers.max(1), |range| {
         for token in range {
             // SAFETY: the caller's word.
             unsafe {

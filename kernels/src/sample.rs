@@ -2,7 +2,7 @@
 //!
 //! INVARIANT: chunks lie at fixed places and are merged in order, so the result does not depend on threads or other rows.
 
-use crate::pool::{Pool, Source, Target};
+use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
@@ -28,7 +28,7 @@ const NOTHING: Summary = Summary { maximum: f32::NEG_INFINITY, index: 0, sum: 0.
 /// # Safety
 /// The addresses must have `num_rows` rows, and the CPU be `supported()`.
 pub unsafe fn argmax_logprob(
-    pool: &Pool,
+    executor: &impl Executor,
     logits: Source<u16>,
     num_rows: usize,
     vocab: usize,
@@ -38,7 +38,7 @@ pub unsafe fn argmax_logprob(
     let num_chunks = vocab.div_ceil(CHUNK);
     let mut summaries = vec![NOTHING; num_rows * num_chunks];
     let room = Target::new(summaries.as_mut_ptr());
-    pool.for_each(num_rows * num_chunks, |part| {
+    executor.for_each(num_rows * num_chunks, |part| {
         let (row, chunk) = (part / num_chunks, part % num_chunks);
         let first = chunk * CHUNK;
         // SAFETY: the chunk lies inside the row; each part writes its own summary.

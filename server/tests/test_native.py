@@ -9,6 +9,7 @@ from penstock_server.attention.interface import AttentionShape, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels import native_ops
 from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.layers.native_stack import NativeStack, StackLayer
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not native_ops.available(), reason="no AVX-512 BF16, or no penstock_kernels")
@@ -232,6 +233,59 @@ def test_fused_rotation_and_write_equals_both(ops: native_ops.NativeOps) -> None
         attention.rotate_and_write(caches[1], heads, (cos, sin), positions, slots)
         assert torch.equal(fused, separate)
         assert torch.equal(*caches)
+
+
+def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps) -> None:
+    hidden, eps, rope = 96, 1e-5, angles(32)
+    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16))
+    layers = [
+        StackLayer(
+            attention_norm=random(hidden),
+            qkv=ops.pack_linear(random(8 * 32, hidden, scale=0.1), random(8 * 32, scale=0.1)),
+            output=ops.pack_linear(random(hidden, 4 * 32, scale=0.1), None),
+            mlp_norm=random(hidden),
+            gate_up=ops.pack_gate_up(random(2 * 200 + layer * 100, hidden, scale=0.1), None),
+            down=ops.pack_linear(random(hidden, 200 + layer * 50, scale=0.1), None),
+        )
+        for layer in range(3)
+    ]
+    final_norm = random(hidden)
+    stack = NativeStack(attention, layers, final_norm, rope, eps)
+    caches, plain_caches = attention.allocate(80, 3), attention.allocate(80, 3)
+
+    def plain(residual: Tensor, batch: StepBatch) -> Tensor:
+        for layer, cache in zip(layers, plain_caches, strict=True):
+            qkv = layer.qkv(ops.rms_norm(residual, layer.attention_norm, eps)).view(-1, 8, 32)
+            ops.rotate(qkv[:, :4], qkv[:, 4:6], *rope, batch.positions)
+            attention.write(cache, qkv[:, 4:6], qkv[:, 6:], batch.slots)
+            attended = attention.attend(qkv[:, :4], cache, batch).flatten(1)
+            normed = ops.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
+            residual += layer.down(layer.gate_up(normed))
+        return ops.rms_norm(residual, final_norm, eps)[batch.sample_rows]
+
+    # sequence 0 in blocks 0.., sequence 1 in blocks 40..: chunks, single tokens, and steps that sample nothing
+    computed = [0, 0]
+    for counts, samples in [((33, 0), []), ((1, 0), [0]), ((250, 64), [249, 313]), ((1, 1), [0, 1]), ((1, 20), [5])]:
+        sequences = [s for s in (0, 1) if counts[s]]
+        positions = torch.cat([torch.arange(computed[s], computed[s] + counts[s]) for s in sequences])
+        slots = torch.cat([torch.arange(computed[s], computed[s] + counts[s]) + 640 * s for s in sequences])
+        computed = [computed[s] + counts[s] for s in (0, 1)]
+        starts = torch.tensor([0] + [counts[s] for s in sequences], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        batch = StepBatch(
+            token_ids=positions,
+            positions=positions,
+            slots=slots,
+            query_starts=starts,
+            context_lens=torch.tensor([computed[s] for s in sequences], dtype=torch.int32),
+            block_tables=torch.tensor([[s * 40 + i for i in range(40)] for s in sequences], dtype=torch.int32),
+            sample_rows=torch.tensor(samples, dtype=torch.int64),
+            max_query_tokens=max(counts),
+            max_context_tokens=max(computed),
+        )
+        residual = random(len(positions), hidden)
+        expected = plain(residual.clone(), batch)
+        assert torch.equal(stack.run(residual, caches, batch), expected)
+        assert all(torch.equal(a, b) for a, b in zip(caches, plain_caches, strict=True))
 
 
 def test_copied_blocks_hold_the_same_context() -> None:

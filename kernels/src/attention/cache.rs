@@ -3,7 +3,7 @@
 //! [block][kv head][keys, values]; keys of a block are [dim pair][token][2], so that a vector holds one pair of dims of 16 tokens and
 //! scores need no horizontal sums; values are [token pair][dim][2], so that a vector holds 16 dims of two tokens.
 
-use crate::pool::{Pool, Source, Target};
+use crate::pool::{Executor, Source, Target};
 use crate::simd::LANES;
 use std::arch::x86_64::*;
 
@@ -53,9 +53,9 @@ impl Layout {
     /// # Safety
     /// The addresses must hold what they say, and every slot must lie inside the cache. Slots must differ from each other.
     /// The CPU must be `supported()`.
-    pub unsafe fn write(&self, pool: &Pool, cache: Target<u16>, tokens: NewTokens) {
+    pub unsafe fn write(&self, executor: &impl Executor, cache: Target<u16>, tokens: NewTokens) {
         // Two threads may write to one vector of values: masked stores touch only their own numbers.
-        pool.for_ranges(tokens.num_tokens, 64, |range| {
+        executor.for_ranges(tokens.num_tokens, 64, |range| {
             for token in range {
                 // SAFETY: the caller vouches for the addresses.
                 unsafe { self.write_token(cache, &tokens, token) };

@@ -12,8 +12,8 @@ mod unit;
 
 pub use cache::{BLOCK, Layout, NewTokens};
 
-use crate::pool::{Pool, Source, Target};
-use plan::Unit;
+use crate::pool::{Executor, Source, Target};
+use plan::{Plan, Unit};
 
 /// Context tokens that are scored before the softmax state is updated once.
 const TILE: usize = 64;
@@ -41,27 +41,55 @@ pub struct Operands {
     pub output: Target<u16>,
 }
 
+/// The units that a batch's attention is cut into, the same for every layer.
+pub struct Work {
+    plan: Plan,
+    merges: Vec<Unit>,
+}
+
+impl Work {
+    /// Floats that `Layout::attend` needs for states on their way.
+    pub fn room_floats(&self) -> usize {
+        self.plan.partial_floats
+    }
+}
+
 impl Layout {
-    /// Attend all queries of a batch.
+    /// Cut a batch into units for so many threads.
+    ///
+    /// # Safety
+    /// The batch's arrays must be what it says.
+    pub unsafe fn plan(&self, batch: &Batch, num_threads: usize) -> Work {
+        // SAFETY: the caller's word.
+        let plan = unsafe { Plan::make(self, batch, num_threads) };
+        let is_merge = |unit: &&Unit| unit.partial.is_some() && unit.first_segment == 0;
+        let merges = plan.units.iter().filter(is_merge).copied().collect();
+        Work { plan, merges }
+    }
+
+    /// Attend all queries of a batch. `room` has `work.room_floats()` floats.
     ///
     /// # Safety
     /// The batch's arrays must be consistent with each other and the operands: every block named lies inside the cache, every token of a
     /// context was written. The CPU must be `supported()`.
-    pub unsafe fn attend(&self, pool: &Pool, batch: &Batch, operands: &Operands) {
-        // SAFETY: the caller vouches for the batch.
-        let plan = unsafe { plan::Plan::make(self, batch, pool.num_threads()) };
-        let mut partials = vec![0.0f32; plan.partial_floats];
-        let room = Target::new(partials.as_mut_ptr());
-        pool.for_each(plan.units.len(), |index| {
-            let unit = &plan.units[index];
+    pub unsafe fn attend(
+        &self,
+        executor: &impl Executor,
+        work: &Work,
+        batch: &Batch,
+        operands: &Operands,
+        room: Target<f32>,
+    ) {
+        let units = &work.plan.units;
+        executor.for_each(units.len(), |index| {
             // SAFETY: the caller's word; units are disjoint in output rows or in their partial results.
-            unsafe { unit::run(self, batch, operands, unit, room) };
+            unsafe { unit::run(self, batch, operands, &units[index], room) };
         });
-        let merged: Vec<&Unit> =
-            plan.units.iter().filter(|unit| unit.partial.is_some() && unit.first_segment == 0).collect();
-        for unit in merged {
-            // SAFETY: all partial results of the unit's rows were written by the section above.
-            unsafe { unit::merge_partials(self, batch, operands, unit, room) };
+        if !work.merges.is_empty() {
+            executor.for_each(work.merges.len(), |index| {
+                // SAFETY: all partial results of the unit's rows were written by the work above.
+                unsafe { unit::merge_partials(self, batch, operands, &work.merges[index], room) };
+            });
         }
     }
 }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::pool::Pool;
 use crate::testing::{Random, assert_close, spawning_pool, to_f32};
 
 /// Sequences with their whole keys, values and queries, stored in shuffled blocks of one cache.
@@ -84,7 +85,11 @@ impl World {
             output: Target::new(output.as_mut_ptr()),
         };
         // SAFETY: everything above is consistent, and all tokens were written.
-        unsafe { self.layout.attend(pool, &batch, &operands) };
+        unsafe {
+            let work = self.layout.plan(&batch, pool.num_threads());
+            let mut room = vec![0.0; work.room_floats()];
+            self.layout.attend(pool, &work, &batch, &operands, Target::new(room.as_mut_ptr()));
+        }
         output
     }
 

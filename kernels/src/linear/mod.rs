@@ -9,7 +9,7 @@ mod tile;
 
 pub use pack::{PANEL, PackedLinear, Weight};
 
-use crate::pool::{Pool, Source, Target};
+use crate::pool::{Executor, Source, Target};
 use tile::{Ahead, Outcome};
 
 /// Rows that one register tile covers: 8 rows of 3 vectors are 24 of the 32 vector registers.
@@ -48,16 +48,16 @@ impl PackedLinear {
     /// # Safety
     /// `rows` must be readable with `in_features` numbers each, `output` writable with the output's columns for every row, and the two
     /// must not overlap. The CPU must be `supported()`.
-    pub unsafe fn apply(&self, pool: &Pool, rows: Rows, output: Output) {
+    pub unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output) {
         if rows.num_rows == 0 {
             return;
         }
         let step = if self.is_gated() { 2 } else { 1 };
         let num_units = self.num_panels() / step;
         let num_row_parts = rows.num_rows.div_ceil(PART_ROWS);
-        let units_per_part = (num_units * num_row_parts / (pool.num_threads() * 4)).clamp(1, num_units);
+        let units_per_part = (num_units * num_row_parts / (executor.num_threads() * 4)).clamp(1, num_units);
         let num_unit_parts = num_units.div_ceil(units_per_part);
-        pool.for_each(num_unit_parts * num_row_parts, |part| {
+        executor.for_each(num_unit_parts * num_row_parts, |part| {
             let (unit_part, row_part) = (part / num_row_parts, part % num_row_parts);
             let first_row = rows.num_rows * row_part / num_row_parts;
             let end_row = rows.num_rows * (row_part + 1) / num_row_parts;

@@ -3,7 +3,7 @@
 
 use super::tile::{Ahead, Panel};
 use crate::memory::{Arena, Piece};
-use crate::pool::{Pool, Source, Target};
+use crate::pool::{Executor, Source, Target};
 use crate::simd::LANES;
 use std::io;
 
@@ -44,7 +44,12 @@ impl PackedLinear {
     ///
     /// # Safety
     /// The addresses of `weight` must hold what it says.
-    pub unsafe fn pack(pool: &Pool, arena: &Arena, weight: Weight, gated: bool) -> io::Result<PackedLinear> {
+    pub unsafe fn pack(
+        executor: &impl Executor,
+        arena: &Arena,
+        weight: Weight,
+        gated: bool,
+    ) -> io::Result<PackedLinear> {
         let columns = if gated { weight.out_features / 2 } else { weight.out_features };
         let num_panels = columns.div_ceil(PANEL) * if gated { 2 } else { 1 };
         let pairs = weight.in_features.div_ceil(2);
@@ -59,7 +64,7 @@ impl PackedLinear {
             };
             first..end.min(first + PANEL)
         };
-        pool.for_each(num_panels, |panel| {
+        executor.for_each(num_panels, |panel| {
             for (column, row) in source_rows(panel).enumerate() {
                 // SAFETY: source rows lie inside the weight; the column of this panel inside the piece.
                 unsafe {

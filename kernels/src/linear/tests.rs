@@ -1,5 +1,6 @@
 use super::*;
 use crate::memory::Arena;
+use crate::pool::Pool;
 use crate::testing::{Random, assert_close, spawning_pool, to_bf16, to_f32};
 
 struct Case {

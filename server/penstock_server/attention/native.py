@@ -34,7 +34,7 @@ class NativeAttention:
         assert shape.block_tokens == BLOCK_TOKENS
         self.shape = shape
         kernels = native_ops.make_kernels(num_threads)
-        self._native = kernels.attention(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+        self.native = kernels.attention(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
 
     def allocate(self, num_blocks: int, num_layers: int) -> list[Tensor]:
         import penstock_kernels
@@ -49,10 +49,10 @@ class NativeAttention:
         return caches
 
     def bytes_per_block(self) -> int:
-        return self._native.block_numbers() * 2
+        return self.native.block_numbers() * 2
 
     def write(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        self._native.write(
+        self.native.write(
             cache.data_ptr(),
             (keys.data_ptr(), native_ops.token_stride(keys)),
             (values.data_ptr(), native_ops.token_stride(values)),
@@ -72,7 +72,7 @@ class NativeAttention:
         [tokens, heads, head_dim]; rope: cos, sin."""
         queries, keys, values = heads
         cos, sin = rope
-        self._native.rotate_and_write(
+        self.native.rotate_and_write(
             cache.data_ptr(),
             (queries.data_ptr(), native_ops.token_stride(queries)),
             (keys.data_ptr(), native_ops.token_stride(keys)),
@@ -83,20 +83,13 @@ class NativeAttention:
         )
 
     def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
-        tables, num_tokens = batch.block_tables, queries.shape[0]
         output = queries.new_empty(queries.shape)
-        self._native.attend(
+        self.native.attend(
             (queries.data_ptr(), native_ops.token_stride(queries)),
             cache.data_ptr(),
-            (
-                batch.query_starts.data_ptr(),
-                batch.context_lens.data_ptr(),
-                tables.data_ptr(),
-                tables.shape[1],
-                tables.shape[0],
-            ),
+            batch_addresses(batch),
             output.data_ptr(),
-            num_tokens * batch.max_context_tokens,
+            queries.shape[0] * batch.max_context_tokens,
         )
         return output
 
@@ -106,3 +99,10 @@ class NativeAttention:
         sources, targets = map(list, zip(*pairs, strict=True))
         for cache in caches:
             cache[targets] = cache[sources]
+
+
+def batch_addresses(batch: StepBatch) -> tuple[int, int, int, int, int]:
+    """What the kernels need to know of a batch."""
+    starts, context_lens, tables = batch.query_starts, batch.context_lens, batch.block_tables
+    num_sequences, max_blocks = tables.shape
+    return starts.data_ptr(), context_lens.data_ptr(), tables.data_ptr(), max_blocks, num_sequences

@@ -41,7 +41,7 @@ def argmax_logprob(logits: Tensor) -> tuple[Tensor, Tensor]:
 class NativeLinear:
     """A packed linear layer; its weight lives in memory of the native package."""
 
-    __slots__ = ("_apply", "_packed", "in_features", "out_features")
+    __slots__ = ("_apply", "in_features", "out_features", "packed")
 
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
         import torch
@@ -52,10 +52,10 @@ class NativeLinear:
         if bias is not None:
             assert (bias.dtype, bias.shape) == (torch.bfloat16, (rows,))
             bias = bias.contiguous()
-        self._packed = kernels.pack_linear(
+        self.packed = kernels.pack_linear(
             weight.data_ptr(), bias.data_ptr() if bias is not None else None, rows, self.in_features, gated
         )
-        self._apply = self._packed.apply
+        self._apply = self.packed.apply
         self.out_features = rows // 2 if gated else rows
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class NativeLinear:
         assert (features, step) == (self.in_features, 1)
         assert residual.shape == (rows, self.out_features)
         assert residual.is_contiguous()
-        self._packed.add_to(x.data_ptr(), stride, rows, residual.data_ptr())
+        self.packed.add_to(x.data_ptr(), stride, rows, residual.data_ptr())
 
 
 class NativeOps:
@@ -139,8 +139,8 @@ class NativeOps:
 
 
 def token_stride(x: Tensor) -> int:
-    """Numbers from token to token of [tokens, heads, head_dim], whose heads must lie one behind the other; the whole may
-    be a view of a fused tensor."""
+    """Numbers from token to token of [tokens, heads, head_dim], whose heads must lie one behind the other; the whole
+    may be a view of a fused tensor."""
     stride, head_stride, step = x.stride()
     assert step == 1
     assert head_stride == x.shape[2] or x.shape[1] == 1
