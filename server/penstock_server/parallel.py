@@ -80,18 +80,16 @@ def split_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tupl
     query heads and each holds a copy of its KV head. Raises ConfigError when there is no query head for every rank.
     """
     heads_per_group = num_heads // num_kv_heads
+    if size > num_heads:
+        raise ConfigError(
+            f"a model with {num_heads} attention heads in {num_kv_heads} groups cannot be split over {size} ranks; "
+            f"at most {num_heads} are possible"
+        )
     if size <= num_kv_heads:
         kv_heads = split_evenly(num_kv_heads, rank, size)
         return range(kv_heads.start * heads_per_group, kv_heads.stop * heads_per_group), kv_heads
-    for group in range(num_kv_heads):
-        ranks = split_evenly(size, group, num_kv_heads)
-        if rank in ranks:
-            heads = split_evenly(heads_per_group, rank - ranks.start, len(ranks))
-            if len(ranks) > heads_per_group:
-                break
-            start = group * heads_per_group
-            return range(start + heads.start, start + heads.stop), range(group, group + 1)
-    raise ConfigError(
-        f"a model with {num_heads} attention heads in {num_kv_heads} groups cannot be split over {size} ranks; "
-        f"at most {num_heads} are possible"
-    )
+    rank_groups = [split_evenly(size, group, num_kv_heads) for group in range(num_kv_heads)]
+    group = next(group for group, ranks in enumerate(rank_groups) if rank in ranks)
+    heads = split_evenly(heads_per_group, rank - rank_groups[group].start, len(rank_groups[group]))
+    start = group * heads_per_group
+    return range(start + heads.start, start + heads.stop), range(group, group + 1)

@@ -39,6 +39,8 @@ def prepare(model_id: str | None, revision: str | None = None) -> Prepared:
     if model_id is None:
         folder = gguf_folder(_embedded_gguf(), "SmolLM2-135M-Instruct")
         return Prepared(EMBEDDED_MODEL_ID, str(folder), pipeline_tag="text-generation")
+    if not model_id:
+        raise ConfigError("the model id is empty; give a model folder, a .gguf file or a hub id")
     path = Path(model_id).expanduser()
     if path.is_dir():
         return Prepared(model_id, str(_checked_folder(path.resolve())))
@@ -84,12 +86,8 @@ def _checked_folder(folder: Path) -> Path:
 
 
 def _looks_like_path(model_id: str) -> bool:
-    return (
-        model_id.startswith(("/", "./", "../", "~"))
-        or model_id.count("/") > 1
-        or model_id.lower().endswith(".gguf")
-        or not model_id
-    )
+    is_hub_id = model_id.count("/") <= 1 and not model_id.lower().endswith(".gguf")
+    return not is_hub_id or model_id.startswith(("/", "./", "../", "~"))
 
 
 def main(arguments: list[str] | None = None) -> int:

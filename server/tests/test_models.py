@@ -1,4 +1,4 @@
-"""Every variant of the Llama family: the same logits and tokens as transformers, however the prompts are cut into steps."""
+"""Every variant of the Llama family: the logits and tokens of transformers, however prompts are cut into steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from model_driver import ModelDriver
-from tiny_models import VARIANTS, make_model, prompts, save_model
-
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
+from tiny_models import VARIANTS, make_model, prompts, save_model
 
 CPU = torch.device("cpu")
 

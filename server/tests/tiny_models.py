@@ -53,10 +53,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(variant: str) -> transformers.PreTrainedModel:
+def make_model(variant: str, **changes: Any) -> transformers.PreTrainedModel:
     """In float32, with weights large enough that every part shows in the logits."""
     class_name, differences = VARIANTS[variant]
-    config = getattr(transformers, class_name)(**{**BASE, **differences})
+    config = getattr(transformers, class_name)(**{**BASE, **differences, **changes})
     torch.manual_seed(len(variant))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

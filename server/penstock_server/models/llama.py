@@ -24,8 +24,13 @@ NAMES = NameMap(
         "norm": "model.norm",
         "head": "lm_head",
     },
-    # Tables that old exporters saved; they are computed from the configuration.
-    ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
+    ignored=(
+        # Tables that old exporters saved; they are computed from the configuration.
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        r"model\.rotary_emb\.inv_freq",
+        # The second copy of a tied head; an untied one is a parameter and asked for.
+        r"lm_head\.weight",
+    ),
 )
 
 

@@ -39,7 +39,7 @@ INTERLEAVED = {"llama": ("attn_q", "attn_k")}
 # The table of Llama 3's rope scaling: it is in the configuration.
 IGNORED = ("rope_freqs.weight",)
 
-# PERF: dequantizing makes several float32 arrays of its input's size. Pieces of so many weights stay in the L2 cache, keep
+# PERF: dequantizing makes several float32 arrays of its input. Pieces of so many weights stay in the L2 cache, keep
 # the peak of memory at the weights themselves, and are too small for torch to start threads for copying them.
 PIECE_WEIGHTS = 1 << 15
 
