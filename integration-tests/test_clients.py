@@ -77,9 +77,7 @@ def test_stop_string_ends_and_stays_in_the_text(server: Server) -> None:
 def test_chat_stream_folds_to_the_plain_answer(hub: InferenceClient) -> None:
     plain = hub.chat_completion(QUESTION, max_tokens=40, temperature=0)
     chunks = list(
-        hub.chat_completion(
-            QUESTION, max_tokens=40, temperature=0, stream=True, stream_options={"include_usage": True}
-        )
+        hub.chat_completion(QUESTION, max_tokens=40, temperature=0, stream=True, stream_options={"include_usage": True})
     )
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == plain.choices[0].message.content
