@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.attention.interface import Attention, StepBatch
 from penstock_server.attention.native import NativeAttention, batch_addresses
 from penstock_server.kernels.native_ops import NativeLinear
+from penstock_server.kernels.ops import PackedLinear
+from penstock_server.parallel import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +21,32 @@ class StackLayer:
     """What one layer consists of."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: NativeLinear
-    output: NativeLinear
+    qkv: PackedLinear
+    output: PackedLinear
     mlp_norm: Tensor  # [hidden]
-    gate_up: NativeLinear  # from pack_gate_up
-    down: NativeLinear
+    gate_up: PackedLinear  # from pack_gate_up
+    down: PackedLinear
 
 
 class NativeStack:
     """Layers and the norm behind them."""
+
+    @classmethod
+    def of(
+        cls,
+        attention: Attention,
+        layers: list[StackLayer],
+        final_norm: Tensor,
+        rope: tuple[Tensor, Tensor],
+        eps: float,
+        group: RankGroup,
+    ) -> NativeStack | None:
+        """None where the layers must go one by one: not all is native, or ranks meet inside a layer."""
+        linears = [linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        is_native = all(isinstance(linear, NativeLinear) for linear in linears)
+        if group.size > 1 or not is_native or not isinstance(attention, NativeAttention):
+            return None
+        return cls(attention, layers, final_norm, rope, eps)
 
     def __init__(
         self,
@@ -47,11 +66,11 @@ class NativeStack:
             [
                 (
                     layer.attention_norm.data_ptr(),
-                    layer.qkv.packed,
-                    layer.output.packed,
+                    _packed(layer.qkv),
+                    _packed(layer.output),
                     layer.mlp_norm.data_ptr(),
-                    layer.gate_up.packed,
-                    layer.down.packed,
+                    _packed(layer.gate_up),
+                    _packed(layer.down),
                 )
                 for layer in layers
             ],
@@ -61,7 +80,7 @@ class NativeStack:
         )
 
     def run(self, residual: Tensor, caches: list[Tensor], batch: StepBatch) -> Tensor:
-        """Embeddings [tokens, hidden], which are used up, to the normed output of the sampled rows [samples, hidden]."""
+        """Embeddings [tokens, hidden], which are used up, to the normed output at sampled rows [samples, hidden]."""
         assert residual.is_contiguous()
         num_tokens, hidden = residual.shape
         num_samples = batch.sample_rows.shape[0]
@@ -73,3 +92,8 @@ class NativeStack:
             (batch.sample_rows.data_ptr(), num_samples, output.data_ptr()),
         )
         return output
+
+
+def _packed(linear: PackedLinear) -> object:
+    assert isinstance(linear, NativeLinear)
+    return linear.packed

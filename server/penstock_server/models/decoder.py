@@ -10,6 +10,7 @@ from penstock_server.attention.interface import Attention, AttentionShape, StepB
 from penstock_server.kernels.ops import Ops
 from penstock_server.layers.attention import AttentionBlock
 from penstock_server.layers.mlp import GatedMlp
+from penstock_server.layers.native_stack import NativeStack, StackLayer
 from penstock_server.layers.rope import rope_tables
 from penstock_server.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from penstock_server.models.spec import ModelSpec, Shard
@@ -24,6 +25,16 @@ class Layer:
     attention: AttentionBlock
     mlp_norm: Tensor  # [hidden]
     mlp: GatedMlp
+
+    def for_stack(self) -> StackLayer:
+        return StackLayer(
+            attention_norm=self.attention_norm,
+            qkv=self.attention.qkv,
+            output=self.attention.output,
+            mlp_norm=self.mlp_norm,
+            gate_up=self.mlp.gate_up,
+            down=self.mlp.down,
+        )
 
 
 class Decoder:
@@ -69,6 +80,8 @@ class Decoder:
             self.layers.append(layer)
             return_freed_memory()
         self.norm = loader.read("norm.weight")
+        stack_layers = [layer.for_stack() for layer in self.layers]
+        self.stack = NativeStack.of(attention, stack_layers, self.norm, rope, spec.norm_eps, group)
         loader.finish()
         self.weight_bytes = loader.loaded_bytes
 
@@ -88,6 +101,8 @@ class Decoder:
         """The normed output of the last layer at the sampled rows [samples, hidden]."""
         ops, eps = self.ops, self.spec.norm_eps
         residual = self.embedding(batch.token_ids)  # [tokens, hidden], updated in place from layer to layer
+        if self.stack is not None:
+            return self.stack.run(residual, self.caches, batch)
         x = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             queries = layer.attention.store(x, cache, batch)
