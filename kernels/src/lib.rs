@@ -1,1 +1,43 @@
-//! Native CPU kernels.
+//! Native CPU kernels: bf16 linear layers, paged attention, and the small operators between them, for x86-64 with AVX-512 BF16.
+//! Everything works on raw addresses that the caller owns; shapes are checked by the Python wrappers in `penstock_server`.
+//!
+//! INVARIANT: a row's result does not depend on the other rows, on how rows were grouped into calls, or on the number of threads.
+
+#[cfg(target_arch = "x86_64")]
+pub mod attention;
+#[cfg(target_arch = "x86_64")]
+pub mod gate;
+#[cfg(target_arch = "x86_64")]
+pub mod linear;
+pub mod memory;
+#[cfg(target_arch = "x86_64")]
+pub mod norm;
+pub mod pool;
+#[cfg(target_arch = "x86_64")]
+pub mod rotate;
+#[cfg(target_arch = "x86_64")]
+pub mod sample;
+#[cfg(target_arch = "x86_64")]
+mod simd;
+#[cfg(target_arch = "x86_64")]
+pub mod stack;
+
+#[cfg(feature = "python")]
+mod python;
+#[cfg(test)]
+mod testing;
+
+/// Whether this CPU has what the kernels are compiled for.
+pub fn supported() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512bf16")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
+    }
+}

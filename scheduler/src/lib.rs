@@ -1,9 +1,24 @@
 //! Who runs in the next step, and in which KV blocks.
 //!
 //! A pure state machine: no clock, no I/O, no async runtime, no logging. Time, results and aborts are arguments.
+//! The life of a sequence: `submit` → queue → `plan` starts it → every step advances it → `apply` reports its tokens, and
+//! its end. `apply`, `submit` and `abort` may each make a new plan possible, so call `plan` until it answers `None` after
+//! any of them.
 
+mod apply;
+mod error;
+mod flight;
+mod order;
 mod plan;
+mod pool;
+mod scheduler;
+mod sequence;
+mod step;
+#[cfg(test)]
+mod tests;
 
+pub use error::{ApplyError, SubmitError};
 pub use plan::{
     Advance, BlockId, Event, FinishReason, Limits, Output, Plan, SequenceId, Start, StepResult, Submission, TokenId,
 };
+pub use scheduler::{Scheduler, Stats};

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from penstock_server.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,59 @@ class RankGroup:
             dist.broadcast(x, src=0)
         return x
 
+    def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor | None:
+        """[rows, widths[rank]] of every rank → [rows, sum(widths)] on rank 0, None on the others."""
+        if self.size == 1:
+            return x
+        # Collectives want equal shapes: narrower shards travel padded.
+        widest = max(widths)
+        padded = x if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
+        parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
+        dist.gather(padded.contiguous(), parts, dst=0)
+        if parts is None:
+            return None
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values."""
         if self.size == 1:
             return value
-        import torch
-
-        x = torch.tensor([value], dtype=torch.int64)
+        # NCCL takes tensors of its own device only.
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        x = torch.tensor([value], dtype=torch.int64, device=device)
         dist.all_reduce(x, op=dist.ReduceOp.MIN)
         return int(x.item())
+
+
+def split_evenly(total: int, rank: int, size: int, unit: int = 1) -> range:
+    """This rank's part of a dimension: contiguous, in whole units; where they do not divide the first ranks get more.
+
+    The last unit may be a partial one. Ranks behind the last unit get an empty part.
+    """
+    num_units = -(-total // unit)
+    base, extra = divmod(num_units, size)
+    start = rank * base + min(rank, extra)
+    stop = start + base + (1 if rank < extra else 0)
+    return range(min(start * unit, total), min(stop * unit, total))
+
+
+def split_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[range, range]:
+    """This rank's query heads and the KV heads they read.
+
+    Whole groups (a KV head with its query heads) are dealt out. With fewer groups than ranks, a group's ranks share its
+    query heads and each holds a copy of its KV head. Raises ConfigError when there is no query head for every rank.
+    """
+    heads_per_group = num_heads // num_kv_heads
+    if size > num_heads:
+        raise ConfigError(
+            f"a model with {num_heads} attention heads in {num_kv_heads} groups cannot be split over {size} ranks; "
+            f"at most {num_heads} are possible"
+        )
+    if size <= num_kv_heads:
+        kv_heads = split_evenly(num_kv_heads, rank, size)
+        return range(kv_heads.start * heads_per_group, kv_heads.stop * heads_per_group), kv_heads
+    rank_groups = [split_evenly(size, group, num_kv_heads) for group in range(num_kv_heads)]
+    group = next(group for group, ranks in enumerate(rank_groups) if rank in ranks)
+    heads = split_evenly(heads_per_group, rank - rank_groups[group].start, len(rank_groups[group]))
+    start = group * heads_per_group
+    return range(start + heads.start, start + heads.stop), range(group, group + 1)

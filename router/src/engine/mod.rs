@@ -3,9 +3,13 @@
 //! INVARIANT: every submitted sequence's stream yields exactly one terminal event (`Finished` or `Failed`), unless its
 //! receiver was dropped first; dropping the stream is the abort.
 
+mod handle;
+mod record;
 mod sequence;
+mod step_loop;
 mod stream;
 
+pub use handle::{Engine, EngineOptions};
 pub use sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, Token};
 pub use stream::SequenceStream;
 

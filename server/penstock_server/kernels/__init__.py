@@ -1,0 +1,37 @@
+"""Chooses the operators a model runs on. Nothing native is needed: without it torch does everything."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock_server.kernels.ops import Ops
+
+logger = logging.getLogger(__name__)
+
+NATIVE_PACKAGE = "penstock_kernels"
+
+
+def may_be_native(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether native kernels for this device and type are installed. Whether this CPU runs them, they know."""
+    import torch
+
+    return device.type == "cpu" and dtype == torch.bfloat16 and importlib.util.find_spec(NATIVE_PACKAGE) is not None
+
+
+def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest operators that work here."""
+    if may_be_native(device, dtype):
+        from penstock_server.kernels import native_ops
+
+        if native_ops.available():
+            logger.info("operators: native")
+            return native_ops.NativeOps()
+    from penstock_server.kernels.torch_ops import TorchOps
+
+    logger.info("operators: torch")
+    return TorchOps()

@@ -12,8 +12,11 @@ from torch import Tensor
 class PackedLinear(Protocol):
     """A weight in the layout its implementation computes fastest with. The original can be freed."""
 
-    out_features: int
-    in_features: int
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in_features] → [rows, out_features], x's dtype; bias added when there is one."""
@@ -27,6 +30,10 @@ class Ops(Protocol):
         """weight [out_features, in_features], bias [out_features] or None."""
         ...
 
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """weight [2 * dim, in_features], gate first. The layer returns silu(gate(x)) * up(x) [rows, dim]."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [rows, dim]; statistics in float32, rounded to x's dtype before the weight is applied (as Llama does)."""
         ...
@@ -36,8 +43,9 @@ class Ops(Protocol):
         ...
 
     def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-        """Rotary embedding in place, halves convention (GPT-NeoX style). queries [rows, heads, head_dim], keys [rows, kv_heads, head_dim],
-        possibly strided views of one fused qkv tensor (last dim contiguous); cos, sin [max positions, rotary_dim / 2] float32."""
+        """Rotary embedding in place, halves convention (GPT-NeoX style). queries [rows, heads, head_dim] and keys
+        [rows, kv_heads, head_dim] may be strided views of one fused qkv tensor (last dim contiguous); cos, sin
+        [max positions, rotary_dim / 2] float32."""
         ...
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:

@@ -1,0 +1,45 @@
+"""Loads models. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock_server.models.interface import CausalModel, LoadOptions
+    from penstock_server.parallel import RankGroup
+
+
+def load_model(options: LoadOptions, group: RankGroup) -> CausalModel:
+    """This rank's share of the model in a prepared folder, ready but for its KV pool.
+
+    Raises ConfigError when the folder does not hold a model that can be served on so many ranks.
+    """
+    from penstock_server.attention import choose_attention
+    from penstock_server.attention.interface import AttentionShape
+    from penstock_server.kernels import choose_ops
+    from penstock_server.models.decoder import Decoder
+    from penstock_server.models.parameters import parameters
+    from penstock_server.models.registry import read_spec
+    from penstock_server.models.spec import Shard
+    from penstock_server.weights.checkpoint import open_checkpoint
+    from penstock_server.weights.loader import Loader
+
+    begin = time.perf_counter()
+    spec, names = read_spec(options.folder)
+    shard = Shard.of(spec, group)
+    shape = AttentionShape(
+        num_heads=len(shard.heads),
+        num_kv_heads=len(shard.kv_heads),
+        head_dim=spec.head_dim,
+        scale=spec.attention_scale,
+        block_tokens=options.block_tokens,
+    )
+    ops = choose_ops(options.device, options.dtype)
+    attention = choose_attention(shape, options.device, options.dtype)
+    checkpoint = open_checkpoint(options.folder)
+    loader = Loader(checkpoint, parameters(spec, shard), names, options.dtype, options.device)
+    opened = time.perf_counter()
+    model = Decoder(spec, shard, shape, ops, attention, loader, group)
+    model.load_phases = [("open checkpoint", opened - begin), ("read weights", time.perf_counter() - opened)]
+    return model

@@ -33,6 +33,7 @@ class CausalModel(Protocol):
     max_position_tokens: int
     weight_bytes: int  # on this rank
     kv_bytes_per_block: int  # on this rank, all layers
+    load_phases: list[tuple[str, float]]  # what loading did, in order, and the seconds it took
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the paged KV pool, replacing one made before."""
@@ -43,5 +44,5 @@ class CausalModel(Protocol):
         ...
 
     def forward(self, batch: StepBatch) -> Tensor | None:
-        """One step: logits [samples, vocab] of `batch.sample_rows` in the model's dtype on rank 0; None on the other ranks."""
+        """One step: on rank 0 the logits [samples, vocab] of `batch.sample_rows`, in the model's dtype; else None."""
         ...

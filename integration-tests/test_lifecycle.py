@@ -1,0 +1,124 @@
+"""Starting, refusing to start, stopping, dying."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from conftest import PENSTOCK, Server, launch, start
+
+
+def stream(server: Server, tokens: int) -> list[dict]:
+    """All events of one stream."""
+    body = json.dumps({"inputs": "A long story:", "parameters": {"max_new_tokens": tokens}}).encode()
+    request = urllib.request.Request(server.url + "/generate_stream", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return [json.loads(line[5:]) for line in response if line.startswith(b"data:")]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_drains_running_streams_and_exits_0(number: int) -> None:
+    server = start()
+    workers = server.worker_pids()
+    events: list[dict] = []
+    client = threading.Thread(target=lambda: events.extend(stream(server, 150)))
+    client.start()
+    while b"tgi_batch_current_size 1" not in urllib.request.urlopen(server.url + "/metrics").read():
+        assert client.is_alive()
+    assert server.stop(number) == 0
+    client.join()
+    assert len(events) == 150
+    assert events[-1]["generated_text"]
+    wait_until_gone(workers)
+
+
+def test_killed_launcher_leaves_no_worker() -> None:
+    server = start()
+    workers = server.worker_pids()
+    assert workers
+    server.process.kill()
+    server.process.wait()
+    wait_until_gone(workers)
+
+
+def test_dead_worker_ends_streams_with_an_error_and_the_server_nonzero() -> None:
+    server = start()
+    events: list[dict] = []
+    client = threading.Thread(target=lambda: events.extend(stream(server, 2000)))
+    client.start()
+    while b"tgi_batch_current_size 1" not in urllib.request.urlopen(server.url + "/metrics").read():
+        assert client.is_alive()
+    os.kill(server.worker_pids()[0], signal.SIGKILL)
+    client.join()
+    assert events[-1]["error_type"] == "generation"
+    assert server.process.wait(60) != 0
+
+
+def refused(*arguments: str, env: dict[str, str] | None = None) -> str:
+    """What a start that must fail prints."""
+    process = launch(*arguments, env=env)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode not in (0, None)
+    assert "panicked" not in output
+    return output
+
+
+def test_busy_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert str(port) in refused("--hostname", "127.0.0.1", "--port", str(port))
+
+
+def test_folder_without_config_is_named(tmp_path: Path) -> None:
+    assert "config.json" in refused("--model-id", str(tmp_path), "--port", "0")
+
+
+def test_folder_without_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "safetensors" in refused("--model-id", str(tmp_path), "--port", "0")
+
+
+def test_more_ranks_than_the_model_can_be_split_into() -> None:
+    output = refused("--num-shard", "4", "--port", "0")
+    assert "4" in output
+    assert "head" in output
+
+
+def test_unsupported_flags_are_refused_by_name() -> None:
+    assert "--quantize" in refused("--quantize", "awq", "--port", "0")
+    assert "--no-such-flag" in refused("--no-such-flag")
+    assert "quantize" in refused("--port", "0", env={"QUANTIZE": "awq"}).lower()
+
+
+def test_contradicting_limits_are_refused() -> None:
+    output = refused("--max-input-tokens", "100", "--max-total-tokens", "50", "--port", "0")
+    assert "max-input-tokens" in output or "max_input_tokens" in output
+
+
+def test_version_and_help() -> None:
+    assert "penstock" in subprocess.run([PENSTOCK, "--version"], capture_output=True, text=True).stdout
+    assert "--num-shard" in subprocess.run([PENSTOCK, "--help"], capture_output=True, text=True).stdout

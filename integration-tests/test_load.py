@@ -1,0 +1,100 @@
+"""Many at once: 64 streams, clients that leave, two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import re
+import time
+import urllib.parse
+import urllib.request
+
+import pytest
+from conftest import Server, start
+from huggingface_hub import AsyncInferenceClient, InferenceClient
+
+PROMPTS = [f"Fact number {n}: the" for n in range(64)]
+
+
+def gauge(server: Server, name: str) -> float:
+    text = urllib.request.urlopen(server.url + "/metrics").read().decode()
+    found = re.search(rf"^{name} ([0-9.e+]+)$", text, re.MULTILINE)
+    assert found, f"{name} is not in /metrics"
+    return float(found[1])
+
+
+def test_64_concurrent_streams_all_end_once(server: Server) -> None:
+    async def one(client: AsyncInferenceClient, prompt: str, tokens: int) -> list:
+        stream = await client.text_generation(prompt, max_new_tokens=tokens, stream=True, details=True)
+        return [event async for event in stream]
+
+    async def everybody() -> list[list]:
+        client = AsyncInferenceClient(server.url)
+        return await asyncio.gather(*(one(client, p, 8 + n % 24) for n, p in enumerate(PROMPTS)))
+
+    for n, events in enumerate(asyncio.run(everybody())):
+        finals = [event for event in events if event.generated_text is not None]
+        assert len(finals) == 1
+        assert finals[0] is events[-1]
+        assert [event.index for event in events] == list(range(1, len(events) + 1))
+        assert len(events) == 8 + n % 24 or finals[0].details.finish_reason == "eos_token"
+
+
+def test_left_clients_give_their_blocks_back(server: Server) -> None:
+    before = gauge(server, "penstock_kv_free_blocks")
+    address = urllib.parse.urlsplit(server.url)
+    for n in range(20):
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        body = json.dumps({"inputs": f"Story {n}: " + "word " * 200, "parameters": {"max_new_tokens": 500}})
+        connection.request("POST", "/generate_stream", body, {"content-type": "application/json"})
+        if n % 2:
+            connection.getresponse().readline()
+        connection.close()
+    deadline = time.monotonic() + 30
+    while gauge(server, "penstock_kv_free_blocks") != before:
+        assert time.monotonic() < deadline, "blocks of clients that left were not returned"
+        time.sleep(0.05)
+    assert gauge(server, "tgi_batch_current_size") == 0
+
+
+def test_two_ranks_give_the_tokens_of_one(server: Server) -> None:
+    two = start("--num-shard", "2")
+    try:
+        assert len(two.worker_pids()) == 2
+        for prompt in ("The capital of Italy is", "def fibonacci(n):", "Once upon a time"):
+            texts = [InferenceClient(s.url).text_generation(prompt, max_new_tokens=24) for s in (server, two)]
+            assert texts[0] == texts[1]
+    finally:
+        assert two.stop() == 0
+
+
+def test_overload_is_429_and_named() -> None:
+    small = start("--max-concurrent-requests", "2")
+    try:
+
+        async def one(client: AsyncInferenceClient) -> str | int:
+            try:
+                return await client.text_generation("Hello", max_new_tokens=64)
+            except Exception as error:  # noqa: BLE001 the client's own error types differ by version
+                return error.response.status_code if hasattr(error, "response") else str(error)
+
+        async def everybody() -> list[str | int]:
+            client = AsyncInferenceClient(small.url)
+            return await asyncio.gather(*(one(client) for _ in range(8)))
+
+        answers = asyncio.run(everybody())
+        assert any(isinstance(answer, str) for answer in answers)
+        assert 429 in answers or any("overloaded" in str(answer) for answer in answers)
+    finally:
+        assert small.stop() == 0
+
+
+@pytest.mark.parametrize("prompt_words", [1, 900])
+def test_tokenize_agrees_with_usage(server: Server, prompt_words: int) -> None:
+    prompt = "word " * prompt_words
+    body = json.dumps({"inputs": prompt}).encode()
+    request = urllib.request.Request(server.url + "/tokenize", body, {"content-type": "application/json"})
+    tokens = json.loads(urllib.request.urlopen(request).read())
+    output = InferenceClient(server.url).text_generation(prompt, max_new_tokens=1, details=True, stream=True)
+    assert list(output)[-1].details.input_length == len(tokens)

@@ -1,0 +1,92 @@
+"""Greedy tokens of the served model equal `transformers` running the same bf16 weights."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Server
+from huggingface_hub import AsyncInferenceClient
+
+TOKENS = 64
+PROMPTS = [
+    "The capital of France is",
+    "def quicksort(items):",
+    "Once upon a time, in a small village by the sea,",
+    "Water is made of",
+    "1, 1, 2, 3, 5, 8,",
+    "The three laws of thermodynamics are",
+    "To be, or not to be",
+    "SELECT name FROM users WHERE",
+    "Die Hauptstadt von Deutschland ist",
+    "El perro y el gato",
+    "In 1969, the first humans",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Ingredients:\n- flour\n- sugar\n-",
+    "import numpy as np\n\n",
+    "Q: What is photosynthesis?\nA:",
+    "The quick brown fox jumps over the lazy dog. " * 24 + "And then",
+    "List of planets: Mercury, Venus,",
+    "<|im_start|>user\nTell me a joke.<|im_end|>\n<|im_start|>assistant\n",
+    "The meaning of life is " * 60,
+    "Roses are red,",
+]
+# bf16 has 8 bits of mantissa: logits of magnitude 16 to 32 are 0.125 apart, so candidates closer than two such steps
+# are decided by the order of summation, which differs between any two correct implementations.
+TIE = 0.25
+
+
+@functools.cache
+def reference() -> tuple[Any, Any]:
+    """(model, tokenizer) of transformers, from the same GGUF file."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    line = subprocess.run(
+        [sys.executable, "-m", "penstock_server.prepare"], capture_output=True, text=True, check=True
+    ).stdout
+    folder = Path(json.loads(line)["folder"])
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.bfloat16)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def generate_all(url: str, limit: int) -> list[list[int]]:
+    """Token ids of every prompt, at most `limit` requests at a time."""
+
+    async def run() -> list[list[int]]:
+        client, gate = AsyncInferenceClient(url), asyncio.Semaphore(limit)
+
+        async def one(prompt: str) -> list[int]:
+            async with gate:
+                output = await client.text_generation(prompt, max_new_tokens=TOKENS, details=True)
+                return [token.id for token in output.details.tokens]
+
+        return await asyncio.gather(*map(one, PROMPTS))
+
+    return asyncio.run(run())
+
+
+def assert_follows_the_reference(prompt: str, ours: list[int]) -> bool:
+    """Every token is the reference's arg-max given the same past, or within a tie of it. Whether all were arg-max."""
+    import torch
+
+    model, tokenizer = reference()
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt_ids + ours])).logits[0, len(prompt_ids) - 1 : -1].float()
+    best = logits.max(-1).values
+    chosen = logits.gather(-1, torch.tensor(ours)[:, None])[:, 0]
+    assert (best - chosen).max().item() <= TIE, f"{prompt[:40]!r} leaves the reference at {(best - chosen).argmax()}"
+    return bool((best == chosen).all())
+
+
+@pytest.mark.parametrize("limit", [1, len(PROMPTS)], ids=["alone", "mixed"])
+def test_greedy_tokens_follow_transformers(server: Server, limit: int) -> None:
+    exact = [assert_follows_the_reference(p, o) for p, o in zip(PROMPTS, generate_all(server.url, limit), strict=True)]
+    assert sum(exact) >= len(PROMPTS) * 0.7, f"only {sum(exact)} of {len(PROMPTS)} without a tie"

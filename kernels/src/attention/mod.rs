@@ -1,0 +1,98 @@
+//! Causal attention of varlen queries over a paged cache, prefill chunks and decodes in one call.
+//!
+//! INVARIANT: a query row's arithmetic depends only on its own position: tiles of 64 context tokens and segments of 256 lie at
+//! absolute places, tokens after the row count as exact zeros, and segments are merged in order. So a row has the same bits
+//! alone or in a batch, chunked or not, and whether or not its segments were computed by different threads.
+
+mod cache;
+mod plan;
+mod softmax;
+mod tile;
+mod unit;
+
+pub use cache::{BLOCK, Layout, NewTokens};
+
+use crate::pool::{Executor, Source, Target};
+use plan::{Plan, Unit};
+
+/// Context tokens that are scored before the softmax state is updated once.
+const TILE: usize = 64;
+/// Context tokens with a softmax state of their own.
+const SEGMENT: usize = 256;
+
+/// What the attention of one call looks at. Addresses as in `StepBatch`.
+#[derive(Clone, Copy)]
+pub struct Batch {
+    pub query_starts: Source<i32>,
+    pub context_lens: Source<i32>,
+    pub block_tables: Source<i32>,
+    /// Columns of the block tables.
+    pub max_blocks: usize,
+    pub num_sequences: usize,
+}
+
+/// The queries, [tokens, heads, head_dim] with tokens `stride` numbers apart, the layer's cache, and room for the result
+/// [tokens, heads, head_dim], contiguous.
+#[derive(Clone, Copy)]
+pub struct Operands {
+    pub queries: Source<u16>,
+    pub stride: usize,
+    pub cache: Source<u16>,
+    pub output: Target<u16>,
+}
+
+/// The units that a batch's attention is cut into, the same for every layer.
+pub struct Work {
+    plan: Plan,
+    merges: Vec<Unit>,
+}
+
+impl Work {
+    /// Floats that `Layout::attend` needs for states on their way.
+    pub fn room_floats(&self) -> usize {
+        self.plan.partial_floats
+    }
+}
+
+impl Layout {
+    /// Cut a batch into units for so many threads.
+    ///
+    /// # Safety
+    /// The batch's arrays must be what it says.
+    pub unsafe fn plan(&self, batch: &Batch, num_threads: usize) -> Work {
+        // SAFETY: the caller's word.
+        let plan = unsafe { Plan::make(self, batch, num_threads) };
+        let is_merge = |unit: &&Unit| unit.partial.is_some() && unit.first_segment == 0;
+        let merges = plan.units.iter().filter(is_merge).copied().collect();
+        Work { plan, merges }
+    }
+
+    /// Attend all queries of a batch. `room` has `work.room_floats()` floats.
+    ///
+    /// # Safety
+    /// The batch's arrays must be consistent with each other and the operands: every block named lies inside the cache, every token of a
+    /// context was written. The CPU must be `supported()`.
+    pub unsafe fn attend(
+        &self,
+        executor: &impl Executor,
+        work: &Work,
+        batch: &Batch,
+        operands: &Operands,
+        room: Target<f32>,
+    ) {
+        let units = &work.plan.units;
+        executor.for_each(units.len(), |index| {
+            // SAFETY: the caller's word; units are disjoint in output rows or in their partial results.
+            unsafe { unit::run(self, batch, operands, &units[index], room) };
+        });
+        if !work.merges.is_empty() {
+            executor.for_each(work.merges.len(), |index| {
+                // SAFETY: all partial results of the unit's rows were written by the work above.
+                unsafe { unit::merge_partials(self, batch, operands, &work.merges[index], room) };
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,111 @@
+//! How a batch's attention is cut into units of work.
+
+use super::{Batch, Layout, SEGMENT};
+
+/// Query rows (token and head) that share loads of keys and values.
+const UNIT_ROWS: usize = 48;
+
+/// Some tokens of one sequence, with one kv head.
+#[derive(Clone, Copy, Debug)]
+pub struct Unit {
+    pub sequence: usize,
+    pub kv_head: usize,
+    /// Row of the batch of the first query token.
+    pub first_token: usize,
+    pub num_tokens: usize,
+    /// Position of the first query token in its sequence.
+    pub first_position: usize,
+    pub first_segment: usize,
+    pub end_segment: usize,
+    /// Where the unit leaves its state (offset in floats) when its segments are computed apart; segment after segment.
+    pub partial: Option<usize>,
+}
+
+impl Unit {
+    /// Segments that the unit's last token sees.
+    pub fn num_segments(&self) -> usize {
+        (self.first_position + self.num_tokens).div_ceil(SEGMENT)
+    }
+}
+
+pub struct Plan {
+    pub units: Vec<Unit>,
+    pub partial_floats: usize,
+}
+
+/// Floats that the softmax state of so many rows takes: maximum, sum, and the weighted values.
+pub fn state_floats(layout: &Layout, num_rows: usize) -> usize {
+    num_rows * (layout.head_dim + 2)
+}
+
+impl Plan {
+    /// # Safety
+    /// The batch's arrays must have `num_sequences` entries.
+    pub unsafe fn make(layout: &Layout, batch: &Batch, num_threads: usize) -> Plan {
+        let unit_tokens = (UNIT_ROWS / layout.group()).max(1);
+        let mut prefills = Vec::new();
+        let mut decodes = Vec::new();
+        for sequence in 0..batch.num_sequences {
+            // SAFETY: the caller vouches for the arrays.
+            let (start, end, context) = unsafe {
+                (
+                    *batch.query_starts.at(sequence) as usize,
+                    *batch.query_starts.at(sequence + 1) as usize,
+                    *batch.context_lens.at(sequence) as usize,
+                )
+            };
+            let num_tokens = end - start;
+            let units = if num_tokens > 1 { &mut prefills } else { &mut decodes };
+            // The last tokens see most: first, so that the threads finish together.
+            for index in (0..num_tokens.div_ceil(unit_tokens)).rev() {
+                let first = index * unit_tokens;
+                for kv_head in 0..layout.num_kv_heads {
+                    let mut unit = Unit {
+                        sequence,
+                        kv_head,
+                        first_token: start + first,
+                        num_tokens: unit_tokens.min(num_tokens - first),
+                        first_position: context - num_tokens + first,
+                        first_segment: 0,
+                        end_segment: 0,
+                        partial: None,
+                    };
+                    unit.end_segment = unit.num_segments();
+                    units.push(unit);
+                }
+            }
+        }
+        prefills.append(&mut decodes);
+        let mut plan = Plan { units: prefills, partial_floats: 0 };
+        if num_threads > 1 && plan.units.len() < num_threads * 4 {
+            plan.split_segments(layout);
+        }
+        plan
+    }
+
+    /// Too few units to keep all threads busy: let each segment be one.
+    fn split_segments(&mut self, layout: &Layout) {
+        let mut split = Vec::new();
+        for &unit in &self.units {
+            if unit.end_segment == 1 {
+                split.push(unit);
+                continue;
+            }
+            let start = self.partial_floats;
+            for segment in 0..unit.end_segment {
+                split.push(Unit {
+                    first_segment: segment,
+                    end_segment: segment + 1,
+                    partial: Some(self.partial_floats),
+                    ..unit
+                });
+                self.partial_floats += state_floats(layout, unit.num_tokens * layout.group());
+            }
+            debug_assert_eq!(
+                self.partial_floats - start,
+                unit.end_segment * state_floats(layout, unit.num_tokens * layout.group())
+            );
+        }
+        self.units = split;
+    }
+}

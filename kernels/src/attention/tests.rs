@@ -1,0 +1,212 @@
+use super::*;
+use crate::pool::Pool;
+use crate::testing::{Random, assert_close, spawning_pool, to_f32};
+
+/// Sequences with their whole keys, values and queries, stored in shuffled blocks of one cache.
+struct World {
+    layout: Layout,
+    tables: Vec<Vec<i32>>,
+    cache: Vec<u16>,
+    queries: Vec<Vec<u16>>,
+    keys: Vec<Vec<u16>>,
+    values: Vec<Vec<u16>>,
+}
+
+/// (sequence, tokens computed before, tokens of this step)
+type Step = (usize, usize, usize);
+
+impl World {
+    fn new(layout: Layout, lengths: &[usize], poison: bool) -> World {
+        let mut random = Random::new(layout.head_dim as u64);
+        let num_blocks: usize = lengths.iter().map(|length| length.div_ceil(BLOCK)).sum();
+        let mut free: Vec<i32> = (0..num_blocks as i32).collect();
+        let mut tables = Vec::new();
+        for &length in lengths {
+            let pick = |_| free.swap_remove(random.next() as usize % free.len());
+            tables.push((0..length.div_ceil(BLOCK)).map(pick).collect());
+        }
+        let cache = vec![if poison { 0x7fc0 } else { 0 }; layout.offset(num_blocks, 0)];
+        let draw = |random: &mut Random, heads: usize| {
+            lengths.iter().map(|&length| random.bf16s(length * heads * layout.head_dim)).collect()
+        };
+        let queries = draw(&mut random, layout.num_heads);
+        let keys = draw(&mut random, layout.num_kv_heads);
+        let values = draw(&mut random, layout.num_kv_heads);
+        let mut world = World { layout, tables, cache, queries, keys, values };
+        for sequence in 0..lengths.len() {
+            world.write(sequence, lengths[sequence]);
+        }
+        world
+    }
+
+    fn write(&mut self, sequence: usize, num_tokens: usize) {
+        let stride = self.layout.num_kv_heads * self.layout.head_dim;
+        let slots: Vec<i64> = (0..num_tokens)
+            .map(|token| i64::from(self.tables[sequence][token / BLOCK]) * BLOCK as i64 + (token % BLOCK) as i64)
+            .collect();
+        let tokens = NewTokens {
+            keys: Source::new(self.keys[sequence].as_ptr()),
+            keys_stride: stride,
+            values: Source::new(self.values[sequence].as_ptr()),
+            values_stride: stride,
+            slots: Source::new(slots.as_ptr()),
+            num_tokens,
+        };
+        // SAFETY: all slots lie in the cache.
+        unsafe { self.layout.write(&spawning_pool(2), Target::new(self.cache.as_mut_ptr()), tokens) };
+    }
+
+    /// Results of the steps' tokens, one behind the other.
+    fn attend(&self, pool: &Pool, steps: &[Step]) -> Vec<u16> {
+        let row = self.layout.num_heads * self.layout.head_dim;
+        let max_blocks = self.tables.iter().map(Vec::len).max().unwrap();
+        let mut queries = Vec::new();
+        let (mut starts, mut contexts, mut tables) = (vec![0], Vec::new(), Vec::new());
+        for &(sequence, computed, count) in steps {
+            queries.extend_from_slice(&self.queries[sequence][computed * row..(computed + count) * row]);
+            starts.push(starts.last().unwrap() + count as i32);
+            contexts.push((computed + count) as i32);
+            let mut table = self.tables[sequence].clone();
+            table.resize(max_blocks, 0);
+            tables.extend(table);
+        }
+        let mut output = vec![0x7fc0; queries.len()];
+        let batch = Batch {
+            query_starts: Source::new(starts.as_ptr()),
+            context_lens: Source::new(contexts.as_ptr()),
+            block_tables: Source::new(tables.as_ptr()),
+            max_blocks,
+            num_sequences: steps.len(),
+        };
+        let operands = Operands {
+            queries: Source::new(queries.as_ptr()),
+            stride: row,
+            cache: Source::new(self.cache.as_ptr()),
+            output: Target::new(output.as_mut_ptr()),
+        };
+        // SAFETY: everything above is consistent, and all tokens were written.
+        unsafe {
+            let work = self.layout.plan(&batch, pool.num_threads());
+            let mut room = vec![0.0; work.room_floats()];
+            self.layout.attend(pool, &work, &batch, &operands, Target::new(room.as_mut_ptr()));
+        }
+        output
+    }
+
+    fn expected(&self, sequence: usize, position: usize, head: usize) -> Vec<f32> {
+        let dim = self.layout.head_dim;
+        let kv_head = head / self.layout.group();
+        let query = &self.queries[sequence][(position * self.layout.num_heads + head) * dim..][..dim];
+        let at = |rows: &[u16], token: usize, index: usize| {
+            to_f32(rows[(token * self.layout.num_kv_heads + kv_head) * dim + index])
+        };
+        let score = |token: usize| -> f32 {
+            (0..dim).map(|index| to_f32(query[index]) * at(&self.keys[sequence], token, index)).sum::<f32>()
+        };
+        let scores: Vec<f32> = (0..=position).map(|token| score(token) * self.layout.scale).collect();
+        let maximum = scores.iter().copied().fold(f32::MIN, f32::max);
+        let weights: Vec<f32> = scores.iter().map(|score| (score - maximum).exp()).collect();
+        let total: f32 = weights.iter().sum();
+        let values =
+            |index| (0..=position).map(|token| weights[token] * at(&self.values[sequence], token, index)).sum::<f32>();
+        (0..dim).map(|index| values(index) / total).collect()
+    }
+}
+
+fn layout(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Layout {
+    Layout { num_heads, num_kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() }
+}
+
+#[test]
+fn attention_is_right_for_all_shapes() {
+    if !crate::supported() {
+        return;
+    }
+    for (heads, kv_heads, dim) in [(3, 1, 64), (9, 3, 64), (4, 4, 16), (8, 1, 80), (2, 1, 128), (14, 2, 256)] {
+        let world = World::new(layout(heads, kv_heads, dim), &[1, 70, 16, 300], true);
+        let steps = [(0, 0, 1), (1, 33, 37), (2, 15, 1), (3, 250, 50), (3, 299, 1), (3, 0, 20)];
+        for pool in [Pool::single(), spawning_pool(2), spawning_pool(50)] {
+            let output = world.attend(&pool, &steps);
+            let mut row = 0;
+            for (sequence, computed, count) in steps {
+                for position in computed..computed + count {
+                    for head in 0..heads {
+                        let result = &output[(row * heads + head) * dim..][..dim];
+                        let expected = world.expected(sequence, position, head);
+                        for index in 0..dim {
+                            assert_close(result[index], expected[index], 0.01, "attention");
+                        }
+                    }
+                    row += 1;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_alone_chunked_and_split() {
+    if !crate::supported() {
+        return;
+    }
+    for (heads, kv_heads, dim) in [(9, 3, 64), (4, 4, 32), (8, 1, 96)] {
+        let world = World::new(layout(heads, kv_heads, dim), &[700, 45], true);
+        let row = heads * dim;
+        let whole = world.attend(&Pool::single(), &[(0, 0, 700), (1, 0, 45)]);
+        for chunk in [1, 7, 64, 100] {
+            for pool in [Pool::single(), spawning_pool(2), spawning_pool(64)] {
+                let positions = if chunk == 1 {
+                    vec![0, 1, 15, 16, 63, 64, 255, 256, 300, 699]
+                } else {
+                    (0..700).step_by(chunk).collect()
+                };
+                for computed in positions {
+                    let count = chunk.min(700 - computed);
+                    let part = world.attend(&pool, &[(0, computed, count)]);
+                    assert_eq!(part, whole[computed * row..(computed + count) * row], "{count} from {computed}");
+                }
+            }
+        }
+        let mixed = world.attend(&spawning_pool(2), &[(1, 44, 1), (0, 500, 33), (1, 0, 45)]);
+        assert_eq!(mixed[..row], whole[744 * row..]);
+        assert_eq!(mixed[row..34 * row], whole[500 * row..533 * row]);
+        assert_eq!(mixed[34 * row..], whole[700 * row..]);
+    }
+}
+
+#[test]
+fn tokens_land_in_their_slots_and_nowhere_else() {
+    if !crate::supported() {
+        return;
+    }
+    let layout = layout(2, 2, 32);
+    let mut random = Random::new(4);
+    let slots: Vec<i64> = [5, 6, 7, 31, 32, 20].to_vec();
+    let (keys, values) = (random.bf16s(6 * 64), random.bf16s(6 * 64));
+    let mut cache = vec![9u16; layout.offset(3, 0)];
+    let tokens = NewTokens {
+        keys: Source::new(keys.as_ptr()),
+        keys_stride: 64,
+        values: Source::new(values.as_ptr()),
+        values_stride: 64,
+        slots: Source::new(slots.as_ptr()),
+        num_tokens: 6,
+    };
+    // SAFETY: all slots lie in the cache.
+    unsafe { layout.write(&spawning_pool(2), Target::new(cache.as_mut_ptr()), tokens) };
+    let mut written = 0;
+    for (token, &slot) in slots.iter().enumerate() {
+        let (block, place) = (slot as usize / BLOCK, slot as usize % BLOCK);
+        for head in 0..2 {
+            let base = layout.offset(block, head);
+            for dim in 0..32 {
+                let key = base + (dim / 2 * BLOCK + place) * 2 + dim % 2;
+                let value = base + BLOCK * 32 + (place / 2 * 32 + dim) * 2 + place % 2;
+                assert_eq!(cache[key], keys[token * 64 + head * 32 + dim]);
+                assert_eq!(cache[value], values[token * 64 + head * 32 + dim]);
+                written += 2;
+            }
+        }
+    }
+    assert_eq!(cache.iter().filter(|&&number| number != 9).count(), written);
+}

@@ -1,0 +1,165 @@
+//! The two matrix products of a tile: scores of up to 6 rows against 4 blocks, and their weighted values. Keys and values are
+//! loaded once for all rows.
+
+use super::TILE;
+use super::cache::{BLOCK, load_first_of_pairs, load_pairs};
+use crate::simd::{self, LANES};
+use std::arch::x86_64::*;
+
+/// Rows of a register tile: 6 rows of 4 vectors are 24 of the 32 vector registers.
+pub const ROWS: usize = 6;
+/// Blocks of a tile.
+pub const BLOCKS: usize = TILE / BLOCK;
+
+/// The blocks of one tile that are looked at: where their keys begin, and how many tokens of the tile exist for these rows.
+#[derive(Clone, Copy)]
+pub struct Blocks {
+    pub keys: [*const u16; BLOCKS],
+    pub num_tokens: usize,
+    pub head_dim: usize,
+}
+
+macro_rules! for_vectors {
+    ($count:expr, $function:ident :: <$rows:ident> ( $($argument:expr),* )) => {
+        match $count {
+            1 => $function::<$rows, 1>($($argument),*),
+            2 => $function::<$rows, 2>($($argument),*),
+            3 => $function::<$rows, 3>($($argument),*),
+            _ => $function::<$rows, 4>($($argument),*),
+        }
+    };
+}
+
+macro_rules! for_rows {
+    ($count:expr, $function:ident ( $($argument:expr),* )) => {
+        match $count {
+            1 => $function::<1>($($argument),*),
+            2 => $function::<2>($($argument),*),
+            3 => $function::<3>($($argument),*),
+            4 => $function::<4>($($argument),*),
+            5 => $function::<5>($($argument),*),
+            _ => $function::<6>($($argument),*),
+        }
+    };
+}
+
+/// q·k of up to 6 rows with the tile's tokens, to `scores` [rows][TILE].
+///
+/// # Safety
+/// Each query must have `head_dim` numbers, `scores` room for all rows, and the CPU be `supported()`.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub unsafe fn score(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
+    // SAFETY: passed on.
+    unsafe { for_rows!(queries.len(), score_rows(queries, blocks, scores)) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn score_rows<const R: usize>(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
+    // SAFETY: passed on.
+    unsafe {
+        for_vectors!(blocks.num_tokens.div_ceil(BLOCK), score_blocks::<R>(queries, blocks, scores));
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn score_blocks<const R: usize, const B: usize>(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
+    let mut sums = [[_mm512_setzero_ps(); B]; R];
+    let queries: [*const u16; R] = std::array::from_fn(|row| queries[row]);
+    for pair in 0..blocks.head_dim / 2 {
+        // SAFETY: the caller of `score` vouches for queries and blocks.
+        unsafe {
+            let mut keys = [_mm512_setzero_si512(); B];
+            for block in 0..B {
+                keys[block] = load_pairs(blocks.keys[block].add(pair * BLOCK * 2));
+            }
+            for row in 0..R {
+                let both = simd::broadcast_pair(queries[row].add(pair * 2));
+                for block in 0..B {
+                    sums[row][block] = simd::dot_pairs(sums[row][block], both, keys[block]);
+                }
+            }
+        }
+    }
+    for row in 0..R {
+        for block in 0..B {
+            // SAFETY: the caller of `score` vouches for room.
+            unsafe { _mm512_storeu_ps(scores.add(row * TILE + block * BLOCK), sums[row][block]) };
+        }
+    }
+}
+
+/// One row on the way to its result: its sums [head_dim], what they are multiplied by first, and the tile's weights.
+#[derive(Clone, Copy)]
+pub struct Weighted {
+    pub sums: *mut f32,
+    pub factor: f32,
+    pub weights: *const u32,
+}
+
+/// sums = sums · factor + weights · values, for up to 6 rows.
+///
+/// # Safety
+/// Each row's addresses must have `head_dim` floats and TILE / 2 pairs, and the CPU be `supported()`.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub unsafe fn weigh(rows: &[Weighted], blocks: &Blocks) {
+    // SAFETY: passed on.
+    unsafe { for_rows!(rows.len(), weigh_rows(rows, blocks)) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn weigh_rows<const R: usize>(rows: &[Weighted], blocks: &Blocks) {
+    let rows: [Weighted; R] = std::array::from_fn(|row| rows[row]);
+    let vectors = blocks.head_dim / LANES;
+    for first in (0..vectors).step_by(4) {
+        // SAFETY: passed on.
+        unsafe { for_vectors!((vectors - first).min(4), weigh_dims::<R>(&rows, blocks, first * LANES)) }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn weigh_dims<const R: usize, const V: usize>(rows: &[Weighted; R], blocks: &Blocks, first_dim: usize) {
+    let mut sums = [[_mm512_setzero_ps(); V]; R];
+    // SAFETY: the caller of `weigh` vouches for rows and blocks; a token pair's second half is not used when it does not exist.
+    unsafe {
+        for row in 0..R {
+            let factor = _mm512_set1_ps(rows[row].factor);
+            for vector in 0..V {
+                let old = _mm512_loadu_ps(rows[row].sums.add(first_dim + vector * LANES));
+                sums[row][vector] = _mm512_mul_ps(old, factor);
+            }
+        }
+        for block in 0..blocks.num_tokens.div_ceil(BLOCK) {
+            let values = blocks.keys[block].add(BLOCK * blocks.head_dim + first_dim * 2);
+            let num_tokens = BLOCK.min(blocks.num_tokens - block * BLOCK);
+            for pair in 0..num_tokens / 2 {
+                let base = values.add(pair * blocks.head_dim * 2);
+                let mut pairs = [_mm512_setzero_si512(); V];
+                for vector in 0..V {
+                    pairs[vector] = load_pairs(base.add(vector * LANES * 2));
+                }
+                for row in 0..R {
+                    let weights = _mm512_set1_epi32(*rows[row].weights.add(block * BLOCK / 2 + pair) as i32);
+                    for vector in 0..V {
+                        sums[row][vector] = simd::dot_pairs(sums[row][vector], weights, pairs[vector]);
+                    }
+                }
+            }
+            if num_tokens % 2 == 1 {
+                let pair = num_tokens / 2;
+                let base = values.add(pair * blocks.head_dim * 2);
+                for row in 0..R {
+                    let weights = _mm512_set1_epi32(*rows[row].weights.add(block * BLOCK / 2 + pair) as i32);
+                    for vector in 0..V {
+                        let pairs = load_first_of_pairs(base.add(vector * LANES * 2));
+                        sums[row][vector] = simd::dot_pairs(sums[row][vector], weights, pairs);
+                    }
+                }
+            }
+        }
+        for row in 0..R {
+            for vector in 0..V {
+                _mm512_storeu_ps(rows[row].sums.add(first_dim + vector * LANES), sums[row][vector]);
+            }
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! The register tile: up to 8 rows by one panel of 48 columns, all input features summed in registers.
+
+use super::pack::{PAIR, VECTORS};
+use crate::simd::{self, LANES};
+use std::arch::x86_64::*;
+
+/// PERF: bytes to be on the way while a single tile streams a panel; 37 GB/s and some 100 ns of latency need 2 KiB a core,
+/// measured flat between 3 and 8 KiB (Zen 4).
+const STREAM_AHEAD_BYTES: usize = 4096;
+const LINE: usize = 64;
+
+/// What to prefetch while a tile is computed.
+#[derive(Clone, Copy)]
+pub enum Ahead {
+    Nothing,
+    /// The stream of panels itself, a fixed distance ahead: three lines a pair.
+    Stream,
+    /// A share of the panel that comes `panels` later: one line a pair, from this line on.
+    Share {
+        tile: usize,
+        lines_per_pair: usize,
+        panels: usize,
+    },
+}
+
+impl Ahead {
+    /// For tile number `tile` of `num_tiles` that use the same panel. The first three tiles share the next panel's lines.
+    pub fn plan(tile: usize, num_tiles: usize, panels: usize) -> Ahead {
+        match num_tiles {
+            1 => Ahead::Stream,
+            2 => Ahead::Share { tile, lines_per_pair: 2, panels },
+            _ if tile < VECTORS => Ahead::Share { tile, lines_per_pair: 1, panels },
+            _ => Ahead::Nothing,
+        }
+    }
+}
+
+/// One panel's addresses.
+#[derive(Clone, Copy)]
+pub struct Panel {
+    pub weights: *const u16,
+    pub bias: *const f32,
+    pub ahead: Ahead,
+    pub bytes: usize,
+}
+
+/// The input's shape.
+#[derive(Clone, Copy)]
+pub struct Shape {
+    pub stride: usize,
+    pub in_features: usize,
+}
+
+/// Where a tile's results go.
+#[derive(Clone, Copy)]
+pub struct Outcome {
+    pub target: *mut u16,
+    pub stride: usize,
+    pub num_columns: usize,
+    pub add: bool,
+}
+
+type Sums<const R: usize> = [[__m512; VECTORS]; R];
+
+macro_rules! for_height {
+    ($height:expr, $function:ident ( $($argument:expr),* )) => {
+        match $height {
+            1 => $function::<1>($($argument),*),
+            2 => $function::<2>($($argument),*),
+            3 => $function::<3>($($argument),*),
+            4 => $function::<4>($($argument),*),
+            5 => $function::<5>($($argument),*),
+            6 => $function::<6>($($argument),*),
+            7 => $function::<7>($($argument),*),
+            _ => $function::<8>($($argument),*),
+        }
+    };
+}
+
+/// A tile of `height` (1 to 8) rows.
+///
+/// # Safety
+/// `height` rows of `shape` must be readable at `input`, `outcome` writable for them, and the panel made for `shape.in_features`.
+pub unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
+    // SAFETY: passed on.
+    unsafe { for_height!(height, plain(input, shape, panel, outcome)) }
+}
+
+/// The same for a gate panel and the panel it gates.
+///
+/// # Safety
+/// As for `apply`.
+pub unsafe fn apply_gated(height: usize, input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
+    // SAFETY: passed on.
+    unsafe { for_height!(height, gated(input, shape, panels, outcome)) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn plain<const R: usize>(input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
+    // SAFETY: the caller of `apply` vouches for all addresses.
+    unsafe {
+        let sums = product::<R>(input, shape, panel);
+        for row in 0..R {
+            for vector in 0..VECTORS {
+                let target = outcome.target.add(row * outcome.stride + vector * LANES);
+                let mask = simd::first_lanes(outcome.num_columns.saturating_sub(vector * LANES));
+                let mut result = sums[row][vector];
+                if outcome.add {
+                    let old = simd::load_bf16_masked(target, mask);
+                    result = _mm512_add_ps(old, simd::round_bf16(result));
+                }
+                simd::store_bf16_masked(target, mask, result);
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn gated<const R: usize>(input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
+    // SAFETY: the caller of `apply_gated` vouches for all addresses.
+    unsafe {
+        let gates = product::<R>(input, shape, panels[0]);
+        let ups = product::<R>(input, shape, panels[1]);
+        for row in 0..R {
+            for vector in 0..VECTORS {
+                let target = outcome.target.add(row * outcome.stride + vector * LANES);
+                let mask = simd::first_lanes(outcome.num_columns.saturating_sub(vector * LANES));
+                let gate = simd::silu(simd::round_bf16(gates[row][vector]));
+                let up = simd::round_bf16(ups[row][vector]);
+                simd::store_bf16_masked(target, mask, _mm512_mul_ps(simd::round_bf16(gate), up));
+            }
+        }
+    }
+}
+
+/// Sums of R rows with one panel, bias included.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn product<const R: usize>(input: *const u16, shape: Shape, panel: Panel) -> Sums<R> {
+    let pairs = shape.in_features / 2;
+    let start = panel.weights.cast::<i8>();
+    // SAFETY: the caller of `apply` vouches for all addresses; prefetching touches nothing.
+    let mut sums = unsafe {
+        match panel.ahead {
+            Ahead::Stream => accumulate::<R, 3>(input, shape, panel.weights, start.wrapping_add(STREAM_AHEAD_BYTES)),
+            Ahead::Share { tile, lines_per_pair, panels } => {
+                let from = start.wrapping_add(panel.bytes * panels + tile * pairs * lines_per_pair * LINE);
+                if lines_per_pair == 2 {
+                    accumulate::<R, 2>(input, shape, panel.weights, from)
+                } else {
+                    accumulate::<R, 1>(input, shape, panel.weights, from)
+                }
+            }
+            Ahead::Nothing => accumulate::<R, 0>(input, shape, panel.weights, start),
+        }
+    };
+    if shape.in_features % 2 == 1 {
+        // SAFETY: as above; the pair's second half does not exist in the input and is taken as zero.
+        unsafe {
+            for row in 0..R {
+                let last = input.add(row * shape.stride + pairs * 2).read();
+                for vector in 0..VECTORS {
+                    let weights = _mm512_load_si512(panel.weights.add(pairs * PAIR + vector * LANES * 2).cast());
+                    sums[row][vector] = simd::dot_pairs(sums[row][vector], _mm512_set1_epi32(i32::from(last)), weights);
+                }
+            }
+        }
+    }
+    if !panel.bias.is_null() {
+        for row in 0..R {
+            for vector in 0..VECTORS {
+                // SAFETY: the bias covers the panel.
+                let bias = unsafe { _mm512_loadu_ps(panel.bias.add(vector * LANES)) };
+                sums[row][vector] = _mm512_add_ps(sums[row][vector], bias);
+            }
+        }
+    }
+    sums
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn accumulate<const R: usize, const LINES: usize>(
+    input: *const u16,
+    shape: Shape,
+    weights: *const u16,
+    ahead: *const i8,
+) -> Sums<R> {
+    let mut sums = [[_mm512_setzero_ps(); VECTORS]; R];
+    for pair in 0..shape.in_features / 2 {
+        // SAFETY: the caller of `apply` vouches for R rows and a panel of so many pairs; panels are 64-byte aligned.
+        unsafe {
+            let base = weights.add(pair * PAIR);
+            let mut columns = [_mm512_setzero_si512(); VECTORS];
+            for vector in 0..VECTORS {
+                columns[vector] = _mm512_load_si512(base.add(vector * LANES * 2).cast());
+            }
+            for line in 0..LINES {
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add((pair * LINES + line) * LINE));
+            }
+            for row in 0..R {
+                let both = simd::broadcast_pair(input.add(row * shape.stride + pair * 2));
+                for vector in 0..VECTORS {
+                    sums[row][vector] = simd::dot_pairs(sums[row][vector], both, columns[vector]);
+                }
+            }
+        }
+    }
+    sums
+}

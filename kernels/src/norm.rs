@@ -1,0 +1,146 @@
+//! RMS norm, alone and with the addition to the residual before it. Statistics in float32; the normed row is rounded to bf16
+//! before the weight is applied, as Llama does.
+
+use crate::pool::{Executor, Source, Target};
+use crate::simd::{self, LANES};
+use std::arch::x86_64::*;
+
+/// Numbers that make a section worth its start.
+const PART_NUMBERS: usize = 1 << 14;
+
+/// What is normed: contiguous rows of `dim` numbers.
+#[derive(Clone, Copy)]
+pub struct RmsNorm {
+    pub weight: Source<u16>,
+    pub eps: f32,
+    pub dim: usize,
+    pub num_rows: usize,
+}
+
+impl RmsNorm {
+    /// output = norm(x).
+    ///
+    /// # Safety
+    /// The addresses must have `num_rows` rows, the weight `dim` numbers, and the CPU be `supported()`.
+    pub unsafe fn apply(&self, executor: &impl Executor, x: Source<u16>, output: Target<u16>) {
+        executor.for_ranges(self.num_rows, PART_NUMBERS / self.dim.max(1), |range| {
+            for row in range {
+                let (source, target) = (x.at(row * self.dim), output.at(row * self.dim));
+                // SAFETY: the caller's word.
+                unsafe { self.scale_row(source, self.sum_of_squares(source), target) };
+            }
+        });
+    }
+
+    /// residual += x; output = norm(residual).
+    ///
+    /// # Safety
+    /// As for `apply`; the three must not overlap, but output may be x.
+    pub unsafe fn add_apply(
+        &self,
+        executor: &impl Executor,
+        x: Source<u16>,
+        residual: Target<u16>,
+        output: Target<u16>,
+    ) {
+        executor.for_ranges(self.num_rows, PART_NUMBERS / self.dim.max(1), |range| {
+            for row in range {
+                let (sum, target) = (residual.at(row * self.dim), output.at(row * self.dim));
+                // SAFETY: the caller's word.
+                unsafe { self.scale_row(sum, self.add_row(x.at(row * self.dim), sum), target) };
+            }
+        });
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn sum_of_squares(&self, row: *const u16) -> f32 {
+        let mut sum = _mm512_setzero_ps();
+        for first in (0..self.dim).step_by(LANES) {
+            // SAFETY: the row has `dim` numbers.
+            let x = unsafe { simd::load_bf16_masked(row.add(first), simd::first_lanes(self.dim - first)) };
+            sum = _mm512_fmadd_ps(x, x, sum);
+        }
+        _mm512_reduce_add_ps(sum)
+    }
+
+    /// Add a row to another in place; the sum's sum of squares.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn add_row(&self, x: *const u16, residual: *mut u16) -> f32 {
+        let mut sum = _mm512_setzero_ps();
+        for first in (0..self.dim).step_by(LANES) {
+            let mask = simd::first_lanes(self.dim - first);
+            // SAFETY: both rows have `dim` numbers.
+            unsafe {
+                let target = residual.add(first);
+                let added =
+                    _mm512_add_ps(simd::load_bf16_masked(target, mask), simd::load_bf16_masked(x.add(first), mask));
+                let rounded = simd::round_bf16(added);
+                simd::store_bf16_masked(target, mask, rounded);
+                sum = _mm512_fmadd_ps(rounded, rounded, sum);
+            }
+        }
+        _mm512_reduce_add_ps(sum)
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn scale_row(&self, row: *const u16, sum_of_squares: f32, output: *mut u16) {
+        let factor = _mm512_set1_ps(1.0 / (sum_of_squares / self.dim as f32 + self.eps).sqrt());
+        for first in (0..self.dim).step_by(LANES) {
+            let mask = simd::first_lanes(self.dim - first);
+            // SAFETY: rows and weight have `dim` numbers.
+            unsafe {
+                let normed = _mm512_mul_ps(simd::load_bf16_masked(row.add(first), mask), factor);
+                let weight = simd::load_bf16_masked(self.weight.at(first), mask);
+                simd::store_bf16_masked(output.add(first), mask, _mm512_mul_ps(simd::round_bf16(normed), weight));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Random, assert_close, spawning_pool, to_bf16, to_f32};
+
+    fn expected(row: &[u16], weight: &[u16], eps: f32) -> Vec<f32> {
+        let mean = row.iter().map(|&x| to_f32(x) * to_f32(x)).sum::<f32>() / row.len() as f32;
+        let normed = row.iter().map(|&x| to_f32(to_bf16(to_f32(x) / (mean + eps).sqrt())));
+        normed.zip(weight).map(|(x, &w)| x * to_f32(w)).collect()
+    }
+
+    #[test]
+    fn norms_are_right_and_the_residual_is_updated() {
+        if !crate::supported() {
+            return;
+        }
+        for (num_rows, dim) in [(1, 1), (3, 17), (200, 576), (2, 64)] {
+            let mut random = Random::new(dim as u64);
+            let (x, residual, weight) = (random.bf16s(num_rows * dim), random.bf16s(num_rows * dim), random.bf16s(dim));
+            let norm = RmsNorm { weight: Source::new(weight.as_ptr()), eps: 1e-5, dim, num_rows };
+            let mut output = vec![0; num_rows * dim];
+            let mut sum = residual.clone();
+            // SAFETY: all have `num_rows` rows.
+            unsafe {
+                norm.apply(&spawning_pool(2), Source::new(x.as_ptr()), Target::new(output.as_mut_ptr()));
+            }
+            for (row, result) in x.chunks(dim).zip(output.chunks(dim)) {
+                for (index, value) in expected(row, &weight, 1e-5).into_iter().enumerate() {
+                    assert_close(result[index], value, 0.01, "norm");
+                }
+            }
+            // SAFETY: as above.
+            unsafe {
+                let (x, output) = (Source::new(x.as_ptr()), Target::new(output.as_mut_ptr()));
+                norm.add_apply(&spawning_pool(2), x, Target::new(sum.as_mut_ptr()), output);
+            }
+            for index in 0..sum.len() {
+                assert_eq!(sum[index], to_bf16(to_f32(residual[index]) + to_f32(x[index])));
+            }
+            for (row, result) in sum.chunks(dim).zip(output.chunks(dim)) {
+                for (index, value) in expected(row, &weight, 1e-5).into_iter().enumerate() {
+                    assert_close(result[index], value, 0.01, "norm after addition");
+                }
+            }
+        }
+    }
+}

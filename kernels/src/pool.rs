@@ -1,0 +1,248 @@
+//! Parallel sections on the threads the process already has: libgomp's, which torch started and which wait spinning.
+//! This room starts no thread of its own, so kernels and torch never compete for cores.
+//!
+//! A kernel takes an `Executor`: the pool itself, for which each kernel is a section of its own, or a `Walker`, when a whole
+//! series of kernels runs inside one section and its threads meet after each.
+
+use std::cell::Cell;
+use std::ffi::{c_uint, c_void};
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// `GOMP_parallel(fn, data, num_threads, flags)` of libgomp's C ABI.
+pub type GompParallel = unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
+
+/// How to run a parallel section.
+#[derive(Clone, Copy, Debug)]
+pub struct Pool {
+    num_threads: usize,
+    parallel: Option<GompParallel>,
+}
+
+/// An address that a section only reads. Whoever makes one promises that what it points to stays alive and unchanged meanwhile.
+#[derive(Clone, Copy, Debug)]
+pub struct Source<T>(*const T);
+
+// SAFETY: see the promise above.
+unsafe impl<T> Send for Source<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Source<T> {}
+
+impl<T> Source<T> {
+    pub fn new(address: *const T) -> Source<T> {
+        Source(address)
+    }
+
+    /// The address of an element; using it is the caller's responsibility.
+    #[inline]
+    pub fn at(self, index: usize) -> *const T {
+        self.0.wrapping_add(index)
+    }
+}
+
+/// An address that a section writes to. Whoever makes one promises that no two parts write the same element.
+#[derive(Clone, Copy, Debug)]
+pub struct Target<T>(*mut T);
+
+// SAFETY: see the promise above.
+unsafe impl<T> Send for Target<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Target<T> {}
+
+impl<T> Target<T> {
+    pub fn new(address: *mut T) -> Target<T> {
+        Target(address)
+    }
+
+    /// The same address, to be read by a later part.
+    pub fn as_source(self) -> Source<T> {
+        Source(self.0)
+    }
+
+    /// The address of an element; using it is the caller's responsibility.
+    #[inline]
+    pub fn at(self, index: usize) -> *mut T {
+        self.0.wrapping_add(index)
+    }
+}
+
+/// Who runs the parts of a kernel's work.
+pub trait Executor {
+    /// Threads that take part.
+    fn num_threads(&self) -> usize;
+
+    /// Have `work` called once for each of `0..num_parts`, on as many threads as there are; returns when all are done.
+    /// Parts are claimed one by one, so a late thread only gets fewer of them.
+    fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F);
+
+    /// Split `0..num_items` into ranges of at least `least` items, some for each thread, and have `work` called for each range.
+    fn for_ranges<F: Fn(Range<usize>) + Sync>(&self, num_items: usize, least: usize, work: F) {
+        let size = num_items.div_ceil(self.num_threads() * 2).max(least).max(1);
+        self.for_each(num_items.div_ceil(size), |part| work(part * size..num_items.min((part + 1) * size)));
+    }
+}
+
+/// What each thread of a section does. A panic in it aborts the process, as unwinding out of an `extern "C"` function does.
+extern "C" fn enter<F: Fn() + Sync>(work: *mut c_void) {
+    // SAFETY: `Pool::on_all_threads` passes an `F` that outlives the section; it is only shared, and is `Sync`.
+    let work = unsafe { &*work.cast::<F>() };
+    work();
+}
+
+impl Pool {
+    /// Run everything on the calling thread.
+    pub fn single() -> Pool {
+        Pool { num_threads: 1, parallel: None }
+    }
+
+    /// Run sections on `num_threads` threads of the pool behind `parallel`.
+    pub fn new(num_threads: usize, parallel: GompParallel) -> Pool {
+        Pool { num_threads: num_threads.max(1), parallel: Some(parallel) }
+    }
+
+    /// Call `work` on every thread, the calling one among them; returns when all have returned.
+    fn on_all_threads<F: Fn() + Sync>(&self, work: F) {
+        match self.parallel {
+            Some(parallel) if self.num_threads > 1 => {
+                let data = (&raw const work).cast_mut().cast::<c_void>();
+                // The team keeps one size: libgomp ends and starts threads when it changes.
+                // SAFETY: whoever made the pool vouched for `parallel`; it returns when every thread has left `enter`,
+                // so `work` outlives all uses.
+                unsafe { parallel(enter::<F>, data, self.num_threads as c_uint, 0) };
+            }
+            _ => work(),
+        }
+    }
+
+    /// Run a series of kernels in one section. `walk` is called on every thread and must make the same calls on each, at most
+    /// `max_phases` in all.
+    pub fn section<F: Fn(&Walker<'_>) + Sync>(&self, max_phases: usize, walk: F) {
+        let phases: Vec<Phase> = (0..max_phases).map(|_| Phase::default()).collect();
+        self.on_all_threads(|| walk(&Walker { phases: &phases, at: Cell::new(0), num_threads: self.num_threads }));
+    }
+}
+
+impl Executor for Pool {
+    fn num_threads(&self) -> usize {
+        if self.parallel.is_some() { self.num_threads } else { 1 }
+    }
+
+    fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F) {
+        let next = AtomicUsize::new(0);
+        let claim = || {
+            run_parts(&next, num_parts, &work);
+        };
+        if num_parts > 1 { self.on_all_threads(claim) } else { claim() }
+    }
+}
+
+/// Claim and run parts until none is left; how many it were.
+fn run_parts(next: &AtomicUsize, num_parts: usize, work: &impl Fn(usize)) -> usize {
+    let mut count = 0;
+    loop {
+        let part = next.fetch_add(1, Ordering::Relaxed);
+        if part >= num_parts {
+            return count;
+        }
+        work(part);
+        count += 1;
+    }
+}
+
+/// The progress of one kernel inside a section. The two counters have cache lines of their own: one is claimed from while the
+/// other is waited on.
+#[derive(Default)]
+struct Phase {
+    next: Line,
+    done: Line,
+}
+
+#[derive(Default)]
+#[repr(align(64))]
+struct Line(AtomicUsize);
+
+/// One thread's way through the kernels of a section. Threads meet by counting finished parts, not arrivals: a thread that was
+/// not scheduled holds nobody up.
+pub struct Walker<'a> {
+    phases: &'a [Phase],
+    at: Cell<usize>,
+    num_threads: usize,
+}
+
+/// Looks at a counter before the thread offers its core to others; some 30 µs.
+const MAX_SPINS: usize = 2000;
+
+impl Executor for Walker<'_> {
+    fn num_threads(&self) -> usize {
+        self.num_threads
+    }
+
+    fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F) {
+        let phase = &self.phases[self.at.get()];
+        self.at.set(self.at.get() + 1);
+        let count = run_parts(&phase.next.0, num_parts, &work);
+        // Release and acquire order what parts wrote before what the next kernel reads.
+        let mut done = phase.done.0.fetch_add(count, Ordering::AcqRel) + count;
+        let mut spins = 0;
+        while done < num_parts {
+            if spins < MAX_SPINS {
+                std::hint::spin_loop();
+                spins += 1;
+            } else {
+                std::thread::yield_now();
+            }
+            done = phase.done.0.load(Ordering::Acquire);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::spawning_pool;
+
+    #[test]
+    fn every_part_runs_exactly_once() {
+        for pool in [Pool::single(), spawning_pool(3)] {
+            for num_parts in [0, 1, 2, 7, 100] {
+                let counts: Vec<AtomicUsize> = (0..num_parts).map(|_| AtomicUsize::new(0)).collect();
+                pool.for_each(num_parts, |part| {
+                    counts[part].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn a_walk_finishes_each_kernel_before_the_next() {
+        for pool in [Pool::single(), spawning_pool(2), spawning_pool(5)] {
+            let sum = AtomicUsize::new(0);
+            pool.section(100, |walker| {
+                let mut expected = 0;
+                for round in 0..100 {
+                    let num_parts = round % 7;
+                    walker.for_each(num_parts, |_| {
+                        assert!(sum.fetch_add(1, Ordering::Relaxed) >= expected);
+                    });
+                    expected += num_parts;
+                    assert!(sum.load(Ordering::Relaxed) >= expected);
+                }
+            });
+            assert_eq!(sum.load(Ordering::Relaxed), (0..100).map(|round| round % 7).sum());
+        }
+    }
+
+    #[test]
+    fn ranges_cover_all_items_once() {
+        for (num_items, least) in [(0, 1), (1, 4), (13, 4), (1000, 1)] {
+            let counts: Vec<AtomicUsize> = (0..num_items).map(|_| AtomicUsize::new(0)).collect();
+            spawning_pool(2).for_ranges(num_items, least, |range| {
+                for item in range {
+                    counts[item].fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! The vector operations that every kernel uses: bf16 loads and stores with rounding to nearest even, and exponentials.
+//! All need AVX-512 BF16, which `supported()` checks before any kernel object can be made.
+
+use std::arch::x86_64::*;
+
+/// bf16 elements in half a vector register, float32 elements in a whole one.
+pub const LANES: usize = 16;
+
+/// The first `count` (at most 16) lanes.
+#[inline]
+pub fn first_lanes(count: usize) -> __mmask16 {
+    if count >= LANES { 0xffff } else { (1 << count) - 1 }
+}
+
+/// Those of 16 bf16 numbers that `mask` selects, widened; zeros elsewhere.
+///
+/// # Safety
+/// The selected elements must be readable.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub unsafe fn load_bf16_masked(address: *const u16, mask: __mmask16) -> __m512 {
+    // SAFETY: the caller vouches for the selected elements; the others are not touched.
+    let halves = unsafe { _mm256_maskz_loadu_epi16(mask, address.cast()) };
+    widen(halves)
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn widen(halves: __m256i) -> __m512 {
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub fn narrow(values: __m512) -> __m256i {
+    // SAFETY: both types are 256 plain bits.
+    unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values)) }
+}
+
+/// Round to bf16 and back.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub fn round_bf16(values: __m512) -> __m512 {
+    widen(narrow(values))
+}
+
+/// Store 16 numbers as bf16.
+///
+/// # Safety
+/// 32 bytes must be writable at `address`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub unsafe fn store_bf16(address: *mut u16, values: __m512) {
+    // SAFETY: the caller vouches for 32 bytes.
+    unsafe { _mm256_storeu_si256(address.cast(), narrow(values)) };
+}
+
+/// Store the selected numbers as bf16.
+///
+/// # Safety
+/// The selected elements must be writable.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub unsafe fn store_bf16_masked(address: *mut u16, mask: __mmask16, values: __m512) {
+    // SAFETY: the caller vouches for the selected elements; the others are not touched.
+    unsafe { _mm256_mask_storeu_epi16(address.cast(), mask, narrow(values)) };
+}
+
+/// Two neighbouring bf16 numbers, in every lane.
+///
+/// # Safety
+/// 4 bytes must be readable at `address`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub unsafe fn broadcast_pair(address: *const u16) -> __m512i {
+    // SAFETY: the caller vouches for 4 bytes.
+    _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
+}
+
+/// `sum + a·b` over pairs of bf16 numbers, lane by lane.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub fn dot_pairs(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
+    // SAFETY: `__m512bh` and `__m512i` are both 512 plain bits.
+    unsafe {
+        let a = std::mem::transmute::<__m512i, __m512bh>(a);
+        let b = std::mem::transmute::<__m512i, __m512bh>(b);
+        _mm512_dpbf16_ps(sum, a, b)
+    }
+}
+
+/// 2 to the power of each lane, to about 1e-7; 0 below -150 and exactly 1 at 0. NaN stays NaN.
+/// The polynomial is Cephes' `exp2f` over [-0.5, 0.5].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub fn exp2(x: __m512) -> __m512 {
+    // `max` returns its second operand when one is NaN.
+    let x = _mm512_max_ps(_mm512_set1_ps(-160.0), x);
+    let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+    let fraction = _mm512_sub_ps(x, whole);
+    let mut y = _mm512_set1_ps(1.535_336_2e-4);
+    for coefficient in [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1, 1.0] {
+        y = _mm512_fmadd_ps(y, fraction, _mm512_set1_ps(coefficient));
+    }
+    _mm512_scalef_ps(y, whole)
+}
+
+/// x / (1 + e^-x) in float32.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub fn silu(x: __m512) -> __m512 {
+    let power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(-std::f32::consts::LOG2_E)));
+    _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0), power))
+}

@@ -1,0 +1,254 @@
+//! The layers of a Llama-like decoder as one call: one parallel section for a whole step. With small batches a layer's kernels
+//! take some ten microseconds each, about what it costs to come from Python and start a section for each of them.
+//!
+//! INVARIANT: bit for bit what the single kernels give one after the other.
+
+use crate::attention::{Batch, Layout, NewTokens, Operands, Work};
+use crate::linear::{Output, PackedLinear, Rows};
+use crate::norm::RmsNorm;
+use crate::pool::{Executor, Pool, Source, Target, Walker};
+use crate::rotate::{self, Angles, Heads};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// One layer: attention behind a norm, a gated MLP behind another.
+pub struct Layer {
+    pub attention_norm: Source<u16>,
+    pub qkv: Arc<PackedLinear>,
+    pub output: Arc<PackedLinear>,
+    pub mlp_norm: Source<u16>,
+    /// Packed as gated.
+    pub gate_up: Arc<PackedLinear>,
+    pub down: Arc<PackedLinear>,
+}
+
+/// All layers, and the norm behind them. Norm weights and angles belong to the caller and must live as long.
+pub struct Stack {
+    pub layers: Vec<Layer>,
+    pub final_norm: Source<u16>,
+    pub eps: f32,
+    pub layout: Layout,
+    pub cos: Source<f32>,
+    pub sin: Source<f32>,
+    pub half: usize,
+    buffers: Mutex<Buffers>,
+}
+
+/// One step: its tokens, their sequences, and the rows that are wanted.
+pub struct Step<'a> {
+    /// [tokens, hidden]: embeddings on the way in, used up on the way out.
+    pub residual: Target<u16>,
+    pub num_tokens: usize,
+    pub positions: Source<i64>,
+    pub slots: Source<i64>,
+    pub batch: Batch,
+    /// One for each layer.
+    pub caches: &'a [Target<u16>],
+    pub sample_rows: Source<i64>,
+    pub num_samples: usize,
+    /// [samples, hidden]: the normed output of the last layer.
+    pub output: Target<u16>,
+}
+
+/// Intermediate results, kept from step to step; they grow to what the largest step needs.
+#[derive(Default)]
+struct Buffers {
+    numbers: Vec<u16>,
+    states: Vec<f32>,
+}
+
+/// Where the intermediate results of a step lie in the buffers.
+#[derive(Clone, Copy)]
+struct Places {
+    normed: Target<u16>,
+    qkv: Target<u16>,
+    attended: Target<u16>,
+    gated: Target<u16>,
+    sampled_residual: Target<u16>,
+    sampled_attended: Target<u16>,
+    states: Target<f32>,
+}
+
+/// Kernels of a layer, each a phase of the section.
+const PHASES_PER_LAYER: usize = 9;
+/// The rows taken out and the final norm.
+const MORE_PHASES: usize = 2;
+
+impl Buffers {
+    fn places(&mut self, sizes: [usize; 6], states: usize) -> Places {
+        let total = sizes.iter().sum();
+        if self.numbers.len() < total {
+            self.numbers.resize(total, 0);
+        }
+        if self.states.len() < states {
+            self.states.resize(states, 0.0);
+        }
+        let mut offset = 0;
+        let [normed, qkv, attended, gated, sampled_residual, sampled_attended] = sizes.map(|size| {
+            let place = Target::new(self.numbers.as_mut_ptr().wrapping_add(offset));
+            offset += size;
+            place
+        });
+        let states = Target::new(self.states.as_mut_ptr());
+        Places { normed, qkv, attended, gated, sampled_residual, sampled_attended, states }
+    }
+}
+
+impl Stack {
+    /// Layers that fit together, or what does not fit.
+    pub fn new(
+        layers: Vec<Layer>,
+        final_norm: Source<u16>,
+        eps: f32,
+        layout: Layout,
+        angles: (Source<f32>, Source<f32>, usize),
+    ) -> Result<Stack, String> {
+        let query_size = layout.num_heads * layout.head_dim;
+        let qkv_size = query_size + 2 * layout.num_kv_heads * layout.head_dim;
+        let hidden = layers.first().ok_or("a stack needs a layer")?.qkv.in_features();
+        for (index, layer) in layers.iter().enumerate() {
+            let fits = [
+                (layer.qkv.in_features(), hidden, "qkv input"),
+                (layer.qkv.output_columns(), qkv_size, "qkv output"),
+                (layer.output.in_features(), query_size, "attention output input"),
+                (layer.output.output_columns(), hidden, "attention output"),
+                (layer.gate_up.in_features(), hidden, "gate and up input"),
+                (layer.gate_up.output_columns(), layer.down.in_features(), "gated size"),
+                (layer.down.output_columns(), hidden, "down output"),
+            ];
+            if let Some((given, wanted, what)) = fits.into_iter().find(|(given, wanted, _)| given != wanted) {
+                return Err(format!("layer {index}: {what} is {given}, must be {wanted}"));
+            }
+            if !layer.gate_up.is_gated() || layer.qkv.is_gated() || layer.output.is_gated() || layer.down.is_gated() {
+                return Err(format!("layer {index}: gate_up must be packed as gated, and nothing else"));
+            }
+        }
+        let (cos, sin, half) = angles;
+        Ok(Stack { layers, final_norm, eps, layout, cos, sin, half, buffers: Mutex::default() })
+    }
+
+    fn hidden(&self) -> usize {
+        self.layers[0].qkv.in_features()
+    }
+
+    /// Numbers of a token's queries.
+    fn query_size(&self) -> usize {
+        self.layout.num_heads * self.layout.head_dim
+    }
+
+    /// Run a step through all layers.
+    ///
+    /// # Safety
+    /// The step's addresses must hold what they say, there must be a cache for each layer, and the CPU be `supported()`.
+    pub unsafe fn run(&self, pool: &Pool, step: &Step<'_>) {
+        // SAFETY: the caller vouches for the batch.
+        let work = unsafe { self.layout.plan(&step.batch, Executor::num_threads(pool)) };
+        let gated_size = self.layers.iter().map(|layer| layer.down.in_features()).max().unwrap_or(0);
+        let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        let sizes = [
+            step.num_tokens * self.hidden(),
+            step.num_tokens * self.layers[0].qkv.output_columns(),
+            step.num_tokens * self.query_size(),
+            step.num_tokens * gated_size,
+            step.num_samples * self.hidden(),
+            step.num_samples * self.query_size(),
+        ];
+        let places = buffers.places(sizes, work.room_floats());
+        pool.section(self.layers.len() * PHASES_PER_LAYER + MORE_PHASES, |walker| {
+            // SAFETY: the caller's word; the buffers have room, and every thread makes the same calls.
+            unsafe { self.walk(walker, step, &work, places) };
+        });
+    }
+
+    unsafe fn walk(&self, walker: &Walker<'_>, step: &Step<'_>, work: &Work, places: Places) {
+        let mut residual = step.residual;
+        let mut num_rows = step.num_tokens;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let is_last = index + 1 == self.layers.len();
+            // SAFETY: the caller of `run` vouches for the step.
+            unsafe {
+                self.norm(walker, layer.attention_norm, residual, num_rows, places.normed);
+                self.store(walker, layer, step, step.caches[index], places);
+                if is_last && step.num_samples == 0 {
+                    return;
+                }
+                self.attend(walker, step, step.caches[index], work, places);
+                let mut attended = places.attended;
+                if is_last && step.num_samples < step.num_tokens {
+                    // Behind the last layer's attention only the rows that are sampled matter.
+                    self.take_sampled(walker, step, places);
+                    (residual, attended) = (places.sampled_residual, places.sampled_attended);
+                    num_rows = step.num_samples;
+                }
+                layer.output.apply(walker, rows(attended, self.query_size(), num_rows), Output::Add(residual));
+                self.norm(walker, layer.mlp_norm, residual, num_rows, places.normed);
+                let normed = rows(places.normed, self.hidden(), num_rows);
+                layer.gate_up.apply(walker, normed, Output::Store(places.gated));
+                let gated = rows(places.gated, layer.down.in_features(), num_rows);
+                layer.down.apply(walker, gated, Output::Add(residual));
+            }
+        }
+        // SAFETY: as above.
+        unsafe { self.norm(walker, self.final_norm, residual, num_rows, step.output) };
+    }
+
+    unsafe fn norm(&self, walker: &Walker<'_>, weight: Source<u16>, x: Target<u16>, num_rows: usize, to: Target<u16>) {
+        let norm = RmsNorm { weight, eps: self.eps, dim: self.hidden(), num_rows };
+        // SAFETY: the caller of `run` vouches for the step.
+        unsafe { norm.apply(walker, x.as_source(), to) };
+    }
+
+    /// Queries, keys and values of the new tokens: rotated, and the latter two stored.
+    unsafe fn store(&self, walker: &Walker<'_>, layer: &Layer, step: &Step<'_>, cache: Target<u16>, places: Places) {
+        let Layout { num_heads, num_kv_heads, head_dim, .. } = self.layout;
+        let stride = layer.qkv.output_columns();
+        let queries = Heads { address: places.qkv, stride, num_heads, head_dim };
+        let keys = Target::new(places.qkv.at(num_heads * head_dim));
+        let keys = Heads { address: keys, stride, num_heads: num_kv_heads, head_dim };
+        let tokens = NewTokens {
+            keys: keys.address.as_source(),
+            keys_stride: stride,
+            values: Source::new(places.qkv.at((num_heads + num_kv_heads) * head_dim)),
+            values_stride: stride,
+            slots: step.slots,
+            num_tokens: step.num_tokens,
+        };
+        let angles = Angles { cos: self.cos, sin: self.sin, positions: step.positions, half: self.half };
+        // SAFETY: the caller of `run` vouches for the step.
+        unsafe {
+            let normed = rows(places.normed, self.hidden(), step.num_tokens);
+            layer.qkv.apply(walker, normed, Output::Store(places.qkv));
+            rotate::rotate_and_write(walker, &angles, [queries, keys], &self.layout, cache, tokens);
+        }
+    }
+
+    unsafe fn attend(&self, walker: &Walker<'_>, step: &Step<'_>, cache: Target<u16>, work: &Work, places: Places) {
+        let operands = Operands {
+            queries: places.qkv.as_source(),
+            stride: self.layers[0].qkv.output_columns(),
+            cache: cache.as_source(),
+            output: places.attended,
+        };
+        // SAFETY: the caller of `run` vouches for the step.
+        unsafe { self.layout.attend(walker, work, &step.batch, &operands, places.states) };
+    }
+
+    /// Copy the sampled rows of the residual and of the attention's result together.
+    unsafe fn take_sampled(&self, walker: &Walker<'_>, step: &Step<'_>, places: Places) {
+        walker.for_each(step.num_samples, |sample| {
+            // SAFETY: sampled rows are rows of the step; each part writes its own row.
+            unsafe {
+                let row = *step.sample_rows.at(sample) as usize;
+                for (from, to, size) in [
+                    (step.residual, places.sampled_residual, self.hidden()),
+                    (places.attended, places.sampled_attended, self.query_size()),
+                ] {
+                    to.at(sample * size).copy_from_nonoverlapping(from.at(row * size), size);
+                }
+            }
+        });
+    }
+}
+
+fn rows(address: Target<u16>, stride: usize, num_rows: usize) -> Rows {
+    Rows { address: address.as_source(), stride, num_rows }
+}

@@ -1,0 +1,75 @@
+//! What the unit tests share: a pool of real threads, pseudo-random bf16 numbers, and the scalar conversions of the oracles.
+
+use crate::pool::Pool;
+use std::ffi::{c_uint, c_void};
+
+struct Shared(*mut c_void);
+// SAFETY: the pointer is to a job that is `Sync` and outlives the section.
+unsafe impl Sync for Shared {}
+impl Shared {
+    fn get(&self) -> *mut c_void {
+        self.0
+    }
+}
+
+/// `GOMP_parallel`, as the tests need it: starts threads for each section.
+unsafe extern "C" fn spawn_parallel(
+    enter: extern "C" fn(*mut c_void),
+    data: *mut c_void,
+    num_threads: c_uint,
+    _flags: c_uint,
+) {
+    let shared = Shared(data);
+    std::thread::scope(|scope| {
+        for _ in 0..num_threads {
+            scope.spawn(|| enter(shared.get()));
+        }
+    });
+}
+
+pub fn spawning_pool(num_threads: usize) -> Pool {
+    Pool::new(num_threads, spawn_parallel)
+}
+
+pub fn to_f32(value: u16) -> f32 {
+    f32::from_bits(u32::from(value) << 16)
+}
+
+/// Round to nearest even, as the hardware does.
+pub fn to_bf16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    if value.is_nan() {
+        return 0x7fc0;
+    }
+    ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
+}
+
+/// A small generator (xorshift); the same seed gives the same numbers.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Random {
+        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Uniform in [-1, 1).
+    pub fn uniform(&mut self) -> f32 {
+        ((self.next() >> 40) as f32) / ((1u64 << 23) as f32) - 1.0
+    }
+
+    pub fn bf16s(&mut self, count: usize) -> Vec<u16> {
+        (0..count).map(|_| to_bf16(self.uniform())).collect()
+    }
+}
+
+pub fn assert_close(actual: u16, expected: f32, tolerance: f32, what: &str) {
+    let actual = to_f32(actual);
+    assert!((actual - expected).abs() <= tolerance * (1.0 + expected.abs()), "{what}: {actual} is not {expected}");
+}

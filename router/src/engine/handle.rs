@@ -1,0 +1,106 @@
+//! The engine as the rest of the program holds it: a cheap handle on the task that runs the steps.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use penstock_scheduler::{Limits, SequenceId};
+use tokio::sync::mpsc::{self, UnboundedSender};
+use tokio::sync::{oneshot, watch};
+
+use super::step_loop::{Command, StepLoop};
+use super::{Generator, Health, Load, SequenceEvent, SequenceFailure, SequenceRequest, SequenceStream};
+use crate::worker::Group;
+
+/// The running engine. Clones share it; it ends with `shut_down`, or when the last clone and stream are dropped.
+#[derive(Clone)]
+pub struct Engine {
+    commands: UnboundedSender<Command>,
+    next_id: Arc<AtomicU64>,
+    state: watch::Receiver<State>,
+    load: watch::Receiver<Load>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct EngineOptions {
+    pub limits: Limits,
+    /// A step that takes longer than this means that its worker hangs.
+    pub step_deadline: Duration,
+}
+
+impl EngineOptions {
+    /// Longer than any step that a slow machine needs, shorter than anybody's patience.
+    pub const DEFAULT_STEP_DEADLINE: Duration = Duration::from_secs(300);
+}
+
+/// What the engine is able to do now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Serving,
+    /// The workers are gone, for this reason.
+    Failed(String),
+    ShutDown,
+}
+
+impl Engine {
+    /// Opens the stream of steps and starts the task that runs it. Needs a tokio runtime.
+    pub fn start(group: Group, options: EngineOptions) -> Self {
+        let (commands, receiver) = mpsc::unbounded_channel();
+        let (state_sender, state) = watch::channel(State::Serving);
+        let (load_sender, load) = watch::channel(Load::default());
+        let step_loop = StepLoop::new(options, receiver, state_sender, load_sender);
+        tokio::spawn(step_loop.run(group));
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), state, load }
+    }
+
+    /// Resolves with the reason when the workers are gone; never, when the engine was shut down before.
+    pub async fn failure(&self) -> String {
+        let mut state = self.state.clone();
+        let failed = state.wait_for(|state| matches!(state, State::Failed(_))).await;
+        match failed.as_deref() {
+            Ok(State::Failed(reason)) => reason.clone(),
+            _ => {
+                drop(failed);
+                std::future::pending().await
+            }
+        }
+    }
+
+    /// Ends what is still running with `ShuttingDown` and closes the stream of steps; returns when that is done.
+    pub async fn shut_down(&self) {
+        let (done, wait) = oneshot::channel();
+        if self.commands.send(Command::ShutDown { done }).is_ok() {
+            // An error means that the loop ended meanwhile, which is what was asked for.
+            let _ = wait.await;
+        }
+    }
+}
+
+impl Generator for Engine {
+    fn submit(&self, request: SequenceRequest) -> SequenceStream {
+        let id = SequenceId(self.next_id.fetch_add(1, Ordering::Relaxed));
+        // Unbounded, yet bounded: see `SequenceStream`.
+        let (events, receiver) = mpsc::unbounded_channel();
+        if let Err(refused) = self.commands.send(Command::Submit { id, request, events })
+            && let Command::Submit { events, .. } = refused.0
+        {
+            let _ = events.send(SequenceEvent::Failed(SequenceFailure::ShuttingDown));
+        }
+        let commands = self.commands.clone();
+        SequenceStream::new(receiver, move || {
+            let _ = commands.send(Command::Abort { id });
+        })
+    }
+
+    fn health(&self) -> Health {
+        match &*self.state.borrow() {
+            State::Serving => Health { live: true, message: None },
+            State::Failed(reason) => Health { live: false, message: Some(reason.clone()) },
+            State::ShutDown => Health { live: false, message: Some(SequenceFailure::ShuttingDown.to_string()) },
+        }
+    }
+
+    fn load(&self) -> Load {
+        *self.load.borrow()
+    }
+}

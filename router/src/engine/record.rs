@@ -1,0 +1,128 @@
+//! How long each step took and where: the figures behind "time per step outside the model".
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use penstock_scheduler::Plan;
+use tokio::time::Instant;
+
+use super::Load;
+use crate::worker::WorkerTiming;
+
+/// A plan whose report has not come yet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StepInFlight {
+    method: &'static str,
+    num_sequences: usize,
+    starts: bool,
+    /// What led to this plan: the arrival of a report or of a command.
+    woken_at: Instant,
+    sent_at: Instant,
+    /// Choosing the plan and handing it to the transport.
+    schedule: Duration,
+}
+
+/// One finished step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StepRecord {
+    method: &'static str,
+    num_sequences: usize,
+    starts: bool,
+    schedule: Duration,
+    round_trip: Duration,
+    apply: Duration,
+    /// What this step added to the time its sequences waited: since the report before it, or since it was called for.
+    interval: Duration,
+    worker: WorkerTiming,
+}
+
+impl StepInFlight {
+    pub fn new(plan: &Plan, woken_at: Instant) -> Self {
+        // COMPAT: a mixed step counts as a prefill, as in TGI's chunked mode.
+        let is_decode = plan.started.is_empty() && plan.advances.iter().all(|advance| advance.num_tokens == 1);
+        Self {
+            method: if is_decode { "decode" } else { "prefill" },
+            num_sequences: plan.advances.len(),
+            starts: !plan.started.is_empty(),
+            woken_at,
+            sent_at: woken_at,
+            schedule: Duration::ZERO,
+        }
+    }
+
+    pub fn sent(&mut self, planning_since: Instant, sent_at: Instant) {
+        self.schedule = sent_at - planning_since;
+        self.sent_at = sent_at;
+    }
+
+    /// When the worker could begin with this step: not before the one ahead of it was reported.
+    pub fn since(&self, last_report_at: Instant) -> Instant {
+        self.sent_at.max(last_report_at)
+    }
+}
+
+impl StepRecord {
+    pub fn new(
+        step: &StepInFlight,
+        worker: WorkerTiming,
+        previous_report_at: Instant,
+        arrived_at: Instant,
+        applied_at: Instant,
+    ) -> Self {
+        Self {
+            method: step.method,
+            num_sequences: step.num_sequences,
+            starts: step.starts,
+            schedule: step.schedule,
+            round_trip: arrived_at - step.sent_at,
+            apply: applied_at - arrived_at,
+            interval: arrived_at - step.woken_at.max(previous_report_at),
+            worker,
+        }
+    }
+
+    /// Everything but the model, as far as it was not hidden behind it.
+    fn overhead(&self) -> Duration {
+        self.interval.saturating_sub(self.worker.forward)
+    }
+
+    pub fn export(&self) {
+        if self.num_sequences == 0 {
+            return; // A plan that only frees is not a step of the model.
+        }
+        metrics::counter!("tgi_batch_inference_count", "method" => self.method).increment(1);
+        metrics::counter!("tgi_batch_inference_success", "method" => self.method).increment(1);
+        metrics::histogram!("tgi_batch_inference_duration", "method" => self.method).record(self.interval);
+        metrics::histogram!("tgi_batch_forward_duration", "method" => self.method).record(self.worker.forward);
+        if self.starts {
+            metrics::histogram!("tgi_batch_next_size").record(self.num_sequences as f64);
+        }
+        for (name, duration) in [
+            ("penstock_step_overhead_seconds", self.overhead()),
+            ("penstock_step_interval_seconds", self.interval),
+            ("penstock_step_round_trip_seconds", self.round_trip),
+            ("penstock_step_schedule_seconds", self.schedule),
+            ("penstock_step_apply_seconds", self.apply),
+            ("penstock_step_worker_prepare_seconds", self.worker.prepare),
+            ("penstock_step_worker_forward_seconds", self.worker.forward),
+            ("penstock_step_worker_sample_seconds", self.worker.sample),
+            ("penstock_step_worker_idle_seconds", self.worker.idle),
+        ] {
+            metrics::histogram!(name, "method" => self.method).record(duration.as_secs_f64());
+        }
+    }
+}
+
+/// Gauges of the engine as it is now.
+pub(super) fn load(load: Load, max_running_tokens: u64) {
+    metrics::gauge!("tgi_queue_size").set(load.queued_sequences as f64);
+    metrics::gauge!("tgi_batch_current_size").set(load.running_sequences as f64);
+    metrics::gauge!("tgi_batch_current_max_tokens").set(max_running_tokens as f64);
+}
+
+/// Counts the steps that were lost with their workers.
+pub(super) fn worker_failed(in_flight: &VecDeque<StepInFlight>) {
+    for step in in_flight {
+        metrics::counter!("tgi_batch_inference_failure", "method" => step.method).increment(1);
+    }
+}

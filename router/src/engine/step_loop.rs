@@ -1,0 +1,301 @@
+//! The task that owns the scheduler and the stream of steps: commands and results in, plans and events out.
+//!
+//! INVARIANT: a sequence is in `open` from its submission until its terminal event was sent or it was aborted; whoever
+//! takes it out sends that event. All state lives here and in the scheduler, none only in the workers.
+
+use std::collections::{HashMap, VecDeque};
+
+use penstock_scheduler::{self as scheduler, Event, Plan, Scheduler, SequenceId, Submission};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
+use tokio::sync::{oneshot, watch};
+use tokio::time::Instant;
+
+use super::handle::{EngineOptions, State};
+use super::record::{StepInFlight, StepRecord};
+use super::{FinishReason, Load, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, Token};
+use crate::worker::{Group, StepReport, Steps};
+
+pub(super) enum Command {
+    Submit { id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent> },
+    Abort { id: SequenceId },
+    ShutDown { done: oneshot::Sender<()> },
+}
+
+pub(super) struct StepLoop {
+    options: EngineOptions,
+    scheduler: Scheduler,
+    open: HashMap<SequenceId, OpenSequence>,
+    in_flight: VecDeque<StepInFlight>,
+    commands: UnboundedReceiver<Command>,
+    state: watch::Sender<State>,
+    load: watch::Sender<Load>,
+    epoch: Instant,
+    /// When the newest report arrived.
+    last_report_at: Instant,
+}
+
+struct OpenSequence {
+    sampling: Sampling,
+    events: UnboundedSender<SequenceEvent>,
+    started: bool,
+}
+
+/// Why the loop stopped taking steps.
+enum Stop {
+    WorkerFailed(String),
+    ShutDown(Option<oneshot::Sender<()>>),
+}
+
+impl StepLoop {
+    pub fn new(
+        options: EngineOptions,
+        commands: UnboundedReceiver<Command>,
+        state: watch::Sender<State>,
+        load: watch::Sender<Load>,
+    ) -> Self {
+        let now = Instant::now();
+        Self {
+            options,
+            scheduler: Scheduler::new(options.limits),
+            open: HashMap::new(),
+            in_flight: VecDeque::new(),
+            commands,
+            state,
+            load,
+            epoch: now,
+            last_report_at: now,
+        }
+    }
+
+    pub async fn run(mut self, group: Group) {
+        let mut stop = self.take_steps(group.steps()).await;
+        if let Stop::WorkerFailed(reason) = stop {
+            tracing::error!("the model workers stopped: {reason}");
+            super::record::worker_failed(&self.in_flight);
+            self.state.send_replace(State::Failed(reason.clone()));
+            self.fail_all(&SequenceFailure::Worker(reason.clone()));
+            stop = Stop::ShutDown(self.refuse(&reason).await);
+        }
+        if let Stop::ShutDown(done) = stop {
+            self.state.send_if_modified(|state| {
+                let serving = *state == State::Serving;
+                if serving {
+                    *state = State::ShutDown;
+                }
+                serving
+            });
+            self.end(&SequenceFailure::ShuttingDown);
+            if let Some(done) = done {
+                let _ = done.send(());
+            }
+        }
+    }
+
+    async fn take_steps(&mut self, mut steps: Steps) -> Stop {
+        let mut woken_at = Instant::now();
+        loop {
+            self.send_plans(&steps, woken_at);
+            self.publish_load();
+            let deadline = self.step_deadline();
+            tokio::select! {
+                command = self.commands.recv() => {
+                    woken_at = Instant::now();
+                    // What arrived together is planned together.
+                    let mut next = command;
+                    loop {
+                        match next {
+                            None => return Stop::ShutDown(None),
+                            Some(Command::ShutDown { done }) => return Stop::ShutDown(Some(done)),
+                            Some(Command::Submit { id, request, events }) => self.submit(id, request, events),
+                            Some(Command::Abort { id }) => self.abort(id),
+                        }
+                        match self.commands.try_recv() {
+                            Ok(command) => next = Some(command),
+                            Err(_) => break,
+                        }
+                    }
+                }
+                report = steps.next() => {
+                    woken_at = Instant::now();
+                    let applied = report.map_err(|error| error.to_string());
+                    if let Err(reason) = applied.and_then(|report| self.apply(report, woken_at)) {
+                        return Stop::WorkerFailed(reason);
+                    }
+                }
+                () = tokio::time::sleep_until(deadline), if !self.in_flight.is_empty() => {
+                    let seconds = self.options.step_deadline.as_secs_f64();
+                    return Stop::WorkerFailed(format!("a step was not done after {seconds} s"));
+                }
+            }
+        }
+    }
+
+    fn submit(&mut self, id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent>) {
+        let submission = Submission {
+            id,
+            prompt_token_ids: request.prompt_token_ids,
+            max_new_tokens: request.max_new_tokens,
+            stop_token_ids: request.stop_token_ids,
+        };
+        match self.scheduler.submit(submission) {
+            Ok(()) => {
+                self.open.insert(id, OpenSequence { sampling: request.sampling, events, started: false });
+            }
+            Err(error) => {
+                let _ = events.send(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string())));
+            }
+        }
+    }
+
+    fn abort(&mut self, id: SequenceId) {
+        if self.open.remove(&id).is_some() {
+            self.scheduler.abort(id);
+        }
+    }
+
+    fn send_plans(&mut self, steps: &Steps, woken_at: Instant) {
+        loop {
+            let planning_since = Instant::now();
+            let Some(plan) = self.scheduler.plan(self.epoch.elapsed()) else { return };
+            let mut in_flight = StepInFlight::new(&plan, woken_at);
+            self.announce_starts(&plan);
+            let open = &self.open;
+            steps.send(plan, |id| &open.get(&id).expect("invariant: what is planned is open").sampling);
+            in_flight.sent(planning_since, Instant::now());
+            self.in_flight.push_back(in_flight);
+        }
+    }
+
+    fn announce_starts(&mut self, plan: &Plan) {
+        for start in &plan.started {
+            if let Some(sequence) = self.open.get_mut(&start.id)
+                && !sequence.started
+            {
+                // A sequence that starts again after a preemption has been announced.
+                sequence.started = true;
+                let _ = sequence.events.send(SequenceEvent::Started);
+            }
+        }
+    }
+
+    /// Hands a step's outputs to their sequences. An error means that the workers cannot be trusted any more.
+    fn apply(&mut self, report: StepReport, arrived_at: Instant) -> Result<(), String> {
+        let in_flight = self.in_flight.pop_front().ok_or("it answered a step that was never planned")?;
+        let output = |output: &crate::worker::Output| scheduler::Output {
+            id: output.id,
+            token_ids: output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
+        };
+        let result = scheduler::StepResult { step: report.step, outputs: report.outputs.iter().map(output).collect() };
+        let events = self.scheduler.apply(&result).map_err(|error| error.to_string())?;
+        for event in events {
+            match event {
+                Event::Advanced { id, output_index, num_tokens, finished } => {
+                    let tokens = report.outputs[output_index].tokens.as_deref().unwrap_or_default();
+                    self.advance(id, &tokens[..num_tokens], finished);
+                }
+                Event::Failed { id, output_index } => {
+                    let reason = report.outputs[output_index].tokens.as_ref().err().cloned().unwrap_or_default();
+                    self.finish(id, SequenceEvent::Failed(SequenceFailure::Sequence(reason)));
+                }
+            }
+        }
+        let previous_report_at = std::mem::replace(&mut self.last_report_at, arrived_at);
+        StepRecord::new(&in_flight, report.timing, previous_report_at, arrived_at, Instant::now()).export();
+        Ok(())
+    }
+
+    fn advance(&mut self, id: SequenceId, tokens: &[Token], finished: Option<scheduler::FinishReason>) {
+        if let Some(sequence) = self.open.get(&id) {
+            for token in tokens {
+                // A receiver that is gone has its abort on the way.
+                let _ = sequence.events.send(SequenceEvent::Token(token.clone()));
+            }
+        }
+        if let Some(reason) = finished {
+            let reason = match reason {
+                scheduler::FinishReason::Length => FinishReason::Length,
+                scheduler::FinishReason::StopToken => FinishReason::StopToken,
+            };
+            self.finish(id, SequenceEvent::Finished(reason));
+        }
+    }
+
+    fn finish(&mut self, id: SequenceId, terminal: SequenceEvent) {
+        if let Some(sequence) = self.open.remove(&id) {
+            let _ = sequence.events.send(terminal);
+        }
+    }
+
+    fn fail_all(&mut self, failure: &SequenceFailure) {
+        for (_, sequence) in self.open.drain() {
+            let _ = sequence.events.send(SequenceEvent::Failed(failure.clone()));
+        }
+    }
+
+    /// With the workers gone: refuses every submission until told to shut down.
+    async fn refuse(&mut self, reason: &str) -> Option<oneshot::Sender<()>> {
+        while let Some(command) = self.commands.recv().await {
+            match command {
+                Command::Submit { events, .. } => {
+                    let failure = SequenceFailure::Worker(reason.to_owned());
+                    let _ = events.send(SequenceEvent::Failed(failure));
+                }
+                Command::Abort { .. } => {}
+                Command::ShutDown { done } => return Some(done),
+            }
+        }
+        None
+    }
+
+    /// Ends every sequence that is open, or on its way here. Nothing can be submitted afterwards.
+    fn end(&mut self, failure: &SequenceFailure) {
+        self.commands.close();
+        self.fail_all(failure);
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Submit { events, .. } => {
+                    let _ = events.send(SequenceEvent::Failed(failure.clone()));
+                }
+                Command::Abort { .. } => {}
+                Command::ShutDown { done } => {
+                    let _ = done.send(());
+                }
+            }
+        }
+    }
+
+    /// When the oldest step in flight has taken too long: counted from the report before it, or from when it was sent.
+    fn step_deadline(&self) -> Instant {
+        let since = self.in_flight.front().map_or(self.last_report_at, |oldest| oldest.since(self.last_report_at));
+        since + self.options.step_deadline
+    }
+
+    fn publish_load(&self) {
+        let stats = self.scheduler.stats();
+        let load = Load {
+            queued_sequences: stats.num_queued,
+            running_sequences: stats.num_running,
+            free_blocks: stats.num_free_blocks,
+            num_blocks: stats.num_blocks,
+        };
+        let changed = self.load.send_if_modified(|published| {
+            let changed = *published != load;
+            *published = load;
+            changed
+        });
+        if changed {
+            super::record::load(load, stats.max_running_tokens);
+        }
+    }
+}
+
+impl Drop for StepLoop {
+    /// A panic in the loop must not leave requests waiting for ever.
+    fn drop(&mut self) {
+        let reason = "the engine ended unexpectedly".to_owned();
+        if *self.state.borrow() == State::Serving {
+            self.state.send_replace(State::Failed(reason.clone()));
+        }
+        self.end(&SequenceFailure::Worker(reason));
+    }
+}

@@ -1,0 +1,85 @@
+//! Between the scheduler's and the engine's types and the protocol's. Nothing else does this.
+
+use std::time::Duration;
+
+use penstock_proto as proto;
+use penstock_scheduler::{Advance, Plan, SequenceId, Start};
+
+use super::step::{Output, StepReport};
+use super::{WorkerError, WorkerTiming};
+use crate::engine::{Sampling, Token};
+
+pub(super) fn plan<'a>(plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling) -> proto::Plan {
+    proto::Plan {
+        step: plan.step,
+        freed_sequence_ids: plan.freed.into_iter().map(|id| id.0).collect(),
+        new_sequences: plan.started.into_iter().map(|start| new_sequence(sampling(start.id), start)).collect(),
+        block_copies: Vec::new(),
+        advances: plan.advances.into_iter().map(advance).collect(),
+    }
+}
+
+fn new_sequence(sampling: &Sampling, start: Start) -> proto::NewSequence {
+    proto::NewSequence {
+        sequence_id: start.id.0,
+        token_ids: start.token_ids,
+        num_prompt_tokens: start.num_prompt_tokens,
+        num_computed_tokens: start.num_computed_tokens,
+        block_ids: start.block_ids,
+        sampling: Some(proto::Sampling {
+            do_sample: sampling.do_sample,
+            seed: sampling.seed,
+            temperature: sampling.temperature,
+            top_k: sampling.top_k,
+            top_p: sampling.top_p,
+            typical_p: 1.0,
+            repetition_penalty: sampling.repetition_penalty,
+            ..Default::default()
+        }),
+        adapter_id: String::new(),
+    }
+}
+
+fn advance(advance: Advance) -> proto::Advance {
+    proto::Advance {
+        sequence_id: advance.id.0,
+        num_tokens: advance.num_tokens,
+        new_block_ids: advance.new_block_ids,
+        sample: advance.sample,
+    }
+}
+
+/// Rank 0's result, checked as far as the protocol alone can tell.
+pub(super) fn report(result: proto::StepResult) -> Result<StepReport, WorkerError> {
+    let timing = result.timing.unwrap_or_default();
+    Ok(StepReport {
+        step: result.step,
+        outputs: result.outputs.into_iter().map(output).collect::<Result<_, _>>()?,
+        timing: WorkerTiming {
+            prepare: duration(timing.prepare_seconds)?,
+            forward: duration(timing.forward_seconds)?,
+            sample: duration(timing.sample_seconds)?,
+            idle: duration(timing.idle_seconds)?,
+        },
+    })
+}
+
+fn output(output: proto::SequenceOutput) -> Result<Output, WorkerError> {
+    let id = SequenceId(output.sequence_id);
+    if !output.error.is_empty() {
+        return Ok(Output { id, tokens: Err(output.error) });
+    }
+    if output.tokens.is_empty() {
+        return Err(garbled(format!("sequence {} has neither a token nor an error", id.0)));
+    }
+    let tokens = output.tokens.iter().map(|token| Token { id: token.id, logprob: token.logprob }).collect();
+    Ok(Output { id, tokens: Ok(tokens) })
+}
+
+fn duration(seconds: f64) -> Result<Duration, WorkerError> {
+    Duration::try_from_secs_f64(seconds).map_err(|error| garbled(format!("a timing of {seconds} s ({error})")))
+}
+
+fn garbled(reason: String) -> WorkerError {
+    WorkerError::Garbled { rank: 0, reason }
+}

@@ -1,0 +1,55 @@
+//! What can go wrong with a worker, in words for the person who started the server.
+
+use std::error::Error as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tonic::{Code, Status};
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WorkerError {
+    #[error("rank {rank} did not answer on {} within {} s: {reason}", .socket.display(), .waited.as_secs())]
+    Unreachable { rank: usize, socket: PathBuf, waited: Duration, reason: String },
+    #[error(
+        "rank {rank} speaks version {theirs} of the worker protocol, this router speaks version {ours}; \
+         install the penstock binary and the penstock_server package of one release"
+    )]
+    Version { rank: usize, theirs: u32, ours: u32 },
+    /// The worker's own words.
+    #[error("{message}")]
+    Refused { rank: usize, message: String },
+    #[error("the connection to rank {rank} was lost: {reason}")]
+    Lost { rank: usize, reason: String },
+    #[error("rank {rank} sent a result that cannot be used: {reason}")]
+    Garbled { rank: usize, reason: String },
+    #[error("the ranks do not agree on {what}: {values}")]
+    Disagreement { what: &'static str, values: String },
+}
+
+impl WorkerError {
+    /// Whether the worker is gone rather than unwilling; its process may know a better reason.
+    pub fn is_loss(&self) -> bool {
+        matches!(self, Self::Lost { .. } | Self::Unreachable { .. })
+    }
+
+    pub(super) fn of_status(rank: usize, status: &Status) -> Self {
+        // A status that this side made up has a source (the transport's error); one that the worker sent has none.
+        match status.source() {
+            Some(source) => Self::Lost { rank, reason: root_cause(source) },
+            None if status.code() == Code::Unavailable => Self::Lost { rank, reason: status.message().to_owned() },
+            None if status.message().is_empty() => {
+                Self::Refused { rank, message: format!("rank {rank} failed with {:?} and no message", status.code()) }
+            }
+            None => Self::Refused { rank, message: status.message().to_owned() },
+        }
+    }
+}
+
+/// The innermost error of a chain: tonic and hyper wrap the one that says something in several that do not.
+pub(super) fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut cause = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    cause.to_string()
+}

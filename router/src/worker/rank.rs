@@ -1,0 +1,116 @@
+//! One rank: a gRPC channel over its unix socket.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use futures::stream::{self, BoxStream, StreamExt, TryStreamExt};
+use hyper_util::rt::TokioIo;
+use penstock_proto as proto;
+use penstock_proto::worker_client::WorkerClient;
+use tokio::net::UnixStream;
+use tokio::sync::mpsc::{self, UnboundedSender};
+use tokio::time::Instant;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::transport::{Channel, Endpoint};
+
+use super::WorkerError;
+use super::error::root_cause;
+
+/// How often a socket that is not there yet is tried again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+
+#[derive(Clone, Debug)]
+pub(super) struct Rank {
+    pub index: usize,
+    client: WorkerClient<Channel>,
+}
+
+/// What a rank says about its own progress.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RankHealth {
+    /// Newest step finished on the open stream; 0: none yet.
+    pub last_step: u64,
+    /// How long the step that is being executed has taken so far.
+    pub stepping: Option<Duration>,
+}
+
+impl Rank {
+    /// Waits until the worker listens and answers; gives up after `patience`.
+    pub async fn connect(index: usize, socket: &Path, patience: Duration) -> Result<Self, WorkerError> {
+        let deadline = Instant::now() + patience;
+        loop {
+            let reason = match Self::try_connect(index, socket).await {
+                Ok(rank) => return Ok(rank),
+                Err(reason) => reason,
+            };
+            if Instant::now() + RETRY_INTERVAL > deadline {
+                return Err(WorkerError::Unreachable {
+                    rank: index,
+                    socket: socket.to_owned(),
+                    waited: patience,
+                    reason,
+                });
+            }
+            tokio::time::sleep(RETRY_INTERVAL).await;
+        }
+    }
+
+    async fn try_connect(index: usize, socket: &Path) -> Result<Self, String> {
+        // The address is never used: the connector below knows the socket.
+        let endpoint = Endpoint::from_static("http://worker");
+        let channel = endpoint.connect_with_connector(tower::service_fn({
+            let socket: PathBuf = socket.to_owned();
+            move |_| {
+                let socket = socket.clone();
+                async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+            }
+        }));
+        let channel = channel.await.map_err(|error| root_cause(&error))?;
+        // A plan that starts many long prompts is larger than gRPC's default limit of 4 MiB.
+        let client = WorkerClient::new(channel)
+            .max_decoding_message_size(i32::MAX as usize)
+            .max_encoding_message_size(i32::MAX as usize);
+        let mut rank = Self { index, client };
+        rank.health().await.map_err(|error| error.to_string())?;
+        Ok(rank)
+    }
+
+    pub async fn health(&mut self) -> Result<RankHealth, WorkerError> {
+        let answer = self.client.health(proto::HealthRequest {}).await.map_err(|status| self.error(&status))?;
+        let health = answer.into_inner();
+        let stepping =
+            health.stepping.then(|| Duration::try_from_secs_f64(health.stepping_seconds).unwrap_or_default());
+        Ok(RankHealth { last_step: health.last_step, stepping })
+    }
+
+    pub async fn load(&mut self, request: proto::LoadRequest) -> Result<proto::LoadResponse, WorkerError> {
+        let ours = request.protocol_version;
+        let answer = self.client.load(request).await.map_err(|status| self.error(&status))?.into_inner();
+        if answer.protocol_version != ours {
+            return Err(WorkerError::Version { rank: self.index, theirs: answer.protocol_version, ours });
+        }
+        Ok(answer)
+    }
+
+    pub async fn warm_up(&mut self, request: proto::WarmUpRequest) -> Result<proto::WarmUpResponse, WorkerError> {
+        let answer = self.client.warm_up(request).await.map_err(|status| self.error(&status))?;
+        Ok(answer.into_inner())
+    }
+
+    /// Opens the stream of steps: plans go into the sender, their results come out of the stream in the same order.
+    pub fn steps(&self) -> (UnboundedSender<proto::Plan>, BoxStream<'static, Result<proto::StepResult, WorkerError>>) {
+        let (plans, receiver) = mpsc::unbounded_channel();
+        let Self { index, mut client } = self.clone();
+        // A gRPC server may hold its response headers back until its first message, so opening is part of reading.
+        let results = async move { client.steps(UnboundedReceiverStream::new(receiver)).await };
+        let results = stream::once(results)
+            .map_ok(tonic::Response::into_inner)
+            .try_flatten()
+            .map_err(move |status| WorkerError::of_status(index, &status));
+        (plans, results.boxed())
+    }
+
+    fn error(&self, status: &tonic::Status) -> WorkerError {
+        WorkerError::of_status(self.index, status)
+    }
+}

@@ -1,0 +1,325 @@
+//! The engine against a scripted worker over a real socket: what is promised to every sequence's stream.
+#![allow(clippy::unwrap_used)]
+
+mod fake_worker;
+
+use std::time::Duration;
+
+use fake_worker::{FakeGroup, Script, expected_tokens};
+use futures::StreamExt;
+use penstock_router::engine::{
+    Engine, EngineOptions, FinishReason, Generator, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
+    SequenceStream,
+};
+use penstock_router::worker::{Group, LoadOptions, Phase, WarmUpOptions, WorkerError};
+use penstock_scheduler::Limits;
+use tokio::sync::watch;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn limits() -> Limits {
+    Limits {
+        max_step_tokens: 64,
+        max_step_sequences: 16,
+        max_sequence_tokens: 512,
+        num_blocks: 256,
+        block_tokens: 16,
+        max_steps_in_flight: 2,
+    }
+}
+
+fn options(limits: Limits) -> EngineOptions {
+    EngineOptions { limits, step_deadline: PATIENCE }
+}
+
+async fn engine(group: &FakeGroup) -> Engine {
+    Engine::start(Group::connect(&group.sockets(), PATIENCE).await.unwrap(), options(limits()))
+}
+
+fn request(prompt_token_ids: &[u32], max_new_tokens: u32) -> SequenceRequest {
+    SequenceRequest {
+        prompt_token_ids: prompt_token_ids.to_vec(),
+        max_new_tokens,
+        stop_token_ids: [].into(),
+        sampling: Sampling::default(),
+    }
+}
+
+/// Tokens and the terminal event; fails unless there is exactly one, at the end.
+async fn collect(stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
+    let mut events: Vec<SequenceEvent> = stream.collect().await;
+    let terminal = events.pop().expect("a stream has at least its terminal event");
+    assert!(is_terminal(&terminal), "the last event is {terminal:?}");
+    assert!(!events.iter().any(is_terminal), "a terminal event before the last: {events:?}");
+    let token = |event: SequenceEvent| match event {
+        SequenceEvent::Token(token) => Some(token.id),
+        _ => None,
+    };
+    (events.into_iter().filter_map(token).collect(), terminal)
+}
+
+fn is_terminal(event: &SequenceEvent) -> bool {
+    matches!(event, SequenceEvent::Finished(_) | SequenceEvent::Failed(_))
+}
+
+fn worker_failure(event: SequenceEvent) -> String {
+    match event {
+        SequenceEvent::Failed(SequenceFailure::Worker(reason)) => reason,
+        other => panic!("{other:?} is not a failure of the worker"),
+    }
+}
+
+#[tokio::test]
+async fn concurrent_sequences_get_their_own_tokens_and_end_once() {
+    let group = FakeGroup::start(vec![Script::default()]);
+    let engine = engine(&group).await;
+    let prompts: Vec<Vec<u32>> = (1..40_u32).map(|first| (first..first + 3 * first).collect()).collect();
+    let streams: Vec<_> = prompts.iter().map(|prompt| engine.submit(request(prompt, 25))).collect();
+    for (prompt, stream) in prompts.iter().zip(futures::future::join_all(streams.into_iter().map(collect)).await) {
+        assert_eq!(stream, (expected_tokens(prompt, 25), SequenceEvent::Finished(FinishReason::Length)));
+    }
+    assert!(engine.health().live);
+}
+
+#[tokio::test]
+async fn the_first_event_says_that_the_sequence_left_the_queue() {
+    let group = FakeGroup::start(vec![Script::default()]);
+    let mut stream = engine(&group).await.submit(request(&[5, 6], 2));
+    assert_eq!(stream.next().await, Some(SequenceEvent::Started));
+    let Some(SequenceEvent::Token(token)) = stream.next().await else { panic!("no token after the start") };
+    assert_eq!((token.id, token.logprob), (expected_tokens(&[5, 6], 1)[0], -0.5));
+}
+
+#[tokio::test]
+async fn a_stop_token_ends_the_sequence_and_is_reported() {
+    let group = FakeGroup::start(vec![Script::default()]);
+    let tokens = expected_tokens(&[7, 7], 10);
+    let stop_token_ids = [tokens[4]].into();
+    let stream = engine(&group).await.submit(SequenceRequest { stop_token_ids, ..request(&[7, 7], 100) });
+    assert_eq!(collect(stream).await, (tokens[..5].to_vec(), SequenceEvent::Finished(FinishReason::StopToken)));
+}
+
+#[tokio::test]
+async fn dropping_a_stream_frees_its_sequence_and_disturbs_nobody() {
+    let (open_gate, gate) = watch::channel(3);
+    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
+    let engine = engine(&group).await;
+    let dropped = engine.submit(request(&[1, 2, 3], 400));
+    let kept = engine.submit(request(&[4, 5, 6], 20));
+    group.ranks[0].wait_until(|seen| seen.sequences.len() == 2).await;
+    drop(dropped);
+    open_gate.send(u64::MAX).unwrap();
+    assert_eq!(collect(kept).await.0, expected_tokens(&[4, 5, 6], 20));
+    group.ranks[0].wait_until(|seen| seen.sequences.is_empty()).await;
+    // The next sequence finds every block free again.
+    collect(engine.submit(request(&[8], 1))).await;
+    assert_eq!(engine.load().running_sequences, 0);
+}
+
+#[tokio::test]
+async fn a_broken_sequence_fails_alone_with_the_workers_words() {
+    let group = FakeGroup::start(vec![Script { broken_first_token: Some(13), ..Script::default() }]);
+    let engine = engine(&group).await;
+    let (broken, healthy) = (engine.submit(request(&[13, 1], 50)), engine.submit(request(&[14, 1], 50)));
+    let (tokens, terminal) = collect(broken).await;
+    assert_eq!(tokens, expected_tokens(&[13, 1], 1));
+    assert_eq!(terminal, SequenceEvent::Failed(SequenceFailure::Sequence("not a number".to_owned())));
+    assert_eq!(collect(healthy).await.0, expected_tokens(&[14, 1], 50));
+    assert!(engine.health().live);
+}
+
+#[tokio::test]
+async fn two_ranks_get_the_same_plans_and_give_the_same_tokens() {
+    let group = FakeGroup::start(vec![Script::default(), Script::default()]);
+    let engine = engine(&group).await;
+    assert_eq!(collect(engine.submit(request(&[1, 2], 30))).await.0, expected_tokens(&[1, 2], 30));
+    let plans = group.ranks.iter().map(|rank| rank.look(|seen| seen.plans.clone())).collect::<Vec<_>>();
+    // The plan that only frees may still be on its way to one of them.
+    let both = plans[0].len().min(plans[1].len());
+    assert!(both >= 30);
+    assert_eq!(plans[0][..both], plans[1][..both]);
+}
+
+#[tokio::test]
+async fn a_result_waits_for_the_slowest_rank() {
+    let (open_gate, gate) = watch::channel(1);
+    let slow = Script { gate: Some(gate), ..Script::default() };
+    let group = FakeGroup::start(vec![Script::default(), slow]);
+    let engine = engine(&group).await;
+    let mut stream = engine.submit(request(&[9], 3));
+    assert_eq!(stream.next().await, Some(SequenceEvent::Started));
+    assert!(matches!(stream.next().await, Some(SequenceEvent::Token(_))));
+    // Rank 0 has done step 2, rank 1 has not: nothing may come.
+    group.ranks[0].wait_until(|seen| seen.plans.len() >= 2).await;
+    assert!(futures::poll!(stream.next()).is_pending());
+    open_gate.send(u64::MAX).unwrap();
+    assert_eq!(collect(stream).await.0.len(), 2);
+}
+
+#[tokio::test]
+async fn the_depth_of_run_ahead_does_not_change_tokens() {
+    for max_steps_in_flight in [1, 2] {
+        let group = FakeGroup::start(vec![Script::default()]);
+        let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+        let engine = Engine::start(connected, options(Limits { max_steps_in_flight, ..limits() }));
+        let prompts: Vec<Vec<u32>> = (1..20).map(|length| (0..length * 7).collect()).collect();
+        let streams = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 17))));
+        for (prompt, (tokens, _)) in prompts.iter().zip(futures::future::join_all(streams).await) {
+            assert_eq!(tokens, expected_tokens(prompt, 17));
+        }
+        assert!(group.ranks[0].look(|seen| seen.max_in_flight) <= max_steps_in_flight as usize);
+    }
+}
+
+#[tokio::test]
+async fn plans_run_ahead_of_results() {
+    let (open_gate, gate) = watch::channel(0);
+    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
+    let stream = engine(&group).await.submit(request(&[1, 2, 3], 10));
+    // No result can come before the gate opens.
+    group.ranks[0].wait_until(|seen| seen.plans.len() == 2).await;
+    open_gate.send(u64::MAX).unwrap();
+    assert_eq!(collect(stream).await.0, expected_tokens(&[1, 2, 3], 10));
+}
+
+#[tokio::test]
+async fn a_worker_that_dies_fails_every_open_sequence_once_and_later_ones_too() {
+    let (_keep_shut, gate) = watch::channel(5);
+    let group = FakeGroup::start(vec![Script::default(), Script { gate: Some(gate), ..Script::default() }]);
+    let engine = engine(&group).await;
+    let streams: Vec<_> = (1..30).map(|first| engine.submit(request(&[first], 100))).collect();
+    group.ranks[1].wait_until(|seen| seen.plans.len() > 5).await;
+    group.ranks[1].kill();
+    for (_, terminal) in futures::future::join_all(streams.into_iter().map(collect)).await {
+        let reason = worker_failure(terminal);
+        assert!(reason.contains("rank 1"), "{reason}");
+    }
+    let health = engine.health();
+    assert!(!health.live && health.message.is_some(), "{health:?}");
+    assert_eq!(Some(engine.failure().await), health.message);
+    worker_failure(collect(engine.submit(request(&[1], 1))).await.1);
+}
+
+#[tokio::test]
+async fn a_worker_that_dies_while_idle_is_noticed() {
+    let group = FakeGroup::start(vec![Script::default()]);
+    let engine = engine(&group).await;
+    collect(engine.submit(request(&[1], 1))).await;
+    group.ranks[0].kill();
+    engine.failure().await;
+    assert!(!engine.health().live);
+}
+
+#[tokio::test]
+async fn a_step_that_fails_reports_the_workers_words() {
+    let failure = Some((2, "out of memory in layer 3".to_owned()));
+    let group = FakeGroup::start(vec![Script { failure_at_step: failure, ..Script::default() }]);
+    let (_, terminal) = collect(engine(&group).await.submit(request(&[1], 10))).await;
+    assert_eq!(worker_failure(terminal), "out of memory in layer 3");
+}
+
+#[tokio::test]
+async fn a_garbled_result_ends_the_trust() {
+    let group = FakeGroup::start(vec![Script { garbled_step: Some(2), ..Script::default() }]);
+    let (_, terminal) = collect(engine(&group).await.submit(request(&[1], 10))).await;
+    assert!(worker_failure(terminal).contains("step 9 where step 2 was due"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_hangs_is_given_up_after_the_step_deadline() {
+    let group = FakeGroup::start(vec![Script { hang_at_step: Some(2), ..Script::default() }]);
+    let (_, terminal) = collect(engine(&group).await.submit(request(&[1], 10))).await;
+    assert_eq!(worker_failure(terminal), "a step was not done after 30 s");
+}
+
+#[tokio::test]
+async fn shutting_down_ends_open_and_later_sequences() {
+    let (_keep_shut, gate) = watch::channel(2);
+    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
+    let engine = engine(&group).await;
+    let stream = engine.submit(request(&[1], 10));
+    group.ranks[0].wait_until(|seen| !seen.sequences.is_empty()).await;
+    engine.shut_down().await;
+    let over = SequenceEvent::Failed(SequenceFailure::ShuttingDown);
+    assert_eq!(collect(stream).await.1, over);
+    assert_eq!(collect(engine.submit(request(&[1], 10))).await, (vec![], over));
+    assert!(!engine.health().live);
+    engine.shut_down().await;
+}
+
+fn load_options() -> LoadOptions {
+    LoadOptions {
+        model_folder: "/model".into(),
+        dtype: None,
+        block_tokens: 16,
+        rendezvous: "file:///meet".to_owned(),
+        trust_remote_code: false,
+        num_threads: Some(2),
+    }
+}
+
+#[tokio::test]
+async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
+    let script = Script { num_blocks: 77, ..Script::default() };
+    let group = FakeGroup::start(vec![script.clone(), script]);
+    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let description = connected.load(&load_options()).await.unwrap();
+    assert_eq!((description.weight_bytes, description.kv_bytes_per_block), (2000, 32));
+    assert_eq!(description.phases, [Phase { name: "read weights".to_owned(), duration: Duration::from_millis(500) }]);
+    let options = WarmUpOptions {
+        max_step_tokens: 64,
+        max_step_sequences: 8,
+        max_sequence_tokens: None,
+        num_blocks: Some(77),
+        memory_fraction: 0.9,
+    };
+    assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
+    for rank in &group.ranks {
+        rank.look(|seen| {
+            assert_eq!(seen.loads[0].rendezvous, "file:///meet");
+            assert_eq!(seen.warm_ups[0].num_blocks, 77);
+        });
+    }
+    assert!(connected.health().await.iter().all(Result::is_ok));
+}
+
+#[tokio::test]
+async fn a_worker_of_another_version_is_refused_naming_both() {
+    let group = FakeGroup::start(vec![Script { protocol_version: Some(9), ..Script::default() }]);
+    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let error = connected.load(&load_options()).await.unwrap_err();
+    assert_eq!(error, WorkerError::Version { rank: 0, theirs: 9, ours: 1 });
+    assert!(
+        error.to_string().starts_with("rank 0 speaks version 9 of the worker protocol, this router speaks version 1")
+    );
+}
+
+#[tokio::test]
+async fn a_refused_load_surfaces_as_the_worker_said_it() {
+    let message = "the model has 3 KV groups and cannot be split over 5 ranks";
+    let group = FakeGroup::start(vec![Script { load_failure: Some(message.to_owned()), ..Script::default() }]);
+    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    assert_eq!(connected.load(&load_options()).await.unwrap_err().to_string(), message);
+}
+
+#[tokio::test]
+async fn ranks_that_disagree_are_refused() {
+    let scripts = [10, 11].map(|num_blocks| Script { num_blocks, ..Script::default() });
+    let group = FakeGroup::start(scripts.to_vec());
+    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let options = WarmUpOptions {
+        max_step_tokens: 1,
+        max_step_sequences: 1,
+        max_sequence_tokens: None,
+        num_blocks: None,
+        memory_fraction: 1.0,
+    };
+    let error = connected.warm_up(&options).await.unwrap_err();
+    assert_eq!(error.to_string(), "the ranks do not agree on the number of KV blocks: [10, 11]");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_socket_that_never_appears_is_given_up() {
+    let error = Group::connect(&["/nonexistent/rank-0".into()], Duration::from_secs(5)).await.unwrap_err();
+    assert!(matches!(error, WorkerError::Unreachable { rank: 0, .. }) && error.is_loss(), "{error}");
+}

@@ -1,0 +1,309 @@
+//! A worker without a model: a real tonic server on a unix socket whose next token is a hash of all tokens before it.
+//!
+//! It keeps per sequence what a real worker keeps, and panics the test when a plan breaks the protocol.
+
+use std::collections::{HashMap, HashSet};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream as StdUnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use futures::StreamExt;
+use futures::stream::BoxStream;
+use penstock_proto as proto;
+use penstock_proto::worker_server::{Worker, WorkerServer};
+use tempfile::TempDir;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Request, Response, Status, Streaming};
+
+/// How this worker differs from one that does its job.
+#[derive(Clone, Debug, Default)]
+pub struct Script {
+    /// Instead of the real protocol version.
+    pub protocol_version: Option<u32>,
+    /// Refuses to load with this message.
+    pub load_failure: Option<String>,
+    /// Answers this step with a status instead of a result.
+    pub failure_at_step: Option<(u64, String)>,
+    /// Numbers the result of this step wrongly.
+    pub garbled_step: Option<u64>,
+    /// Never answers this step.
+    pub hang_at_step: Option<u64>,
+    /// The sequence whose prompt begins with this token fails when it is sampled for the second time.
+    pub broken_first_token: Option<u32>,
+    /// Steps wait until this lets them: the number of the last step that may be answered.
+    pub gate: Option<watch::Receiver<u64>>,
+    pub num_blocks: u64,
+}
+
+/// What the worker saw; shared with the test.
+#[derive(Debug, Default)]
+pub struct Seen {
+    pub loads: Vec<proto::LoadRequest>,
+    pub warm_ups: Vec<proto::WarmUpRequest>,
+    pub plans: Vec<proto::Plan>,
+    /// Most plans received without their result sent.
+    pub max_in_flight: usize,
+    /// Sequences that hold blocks now.
+    pub sequences: HashSet<u64>,
+}
+
+pub struct FakeWorker {
+    pub socket: PathBuf,
+    pub seen: watch::Receiver<Arc<Mutex<Seen>>>,
+    server: JoinHandle<()>,
+    connections: Arc<Mutex<Vec<StdUnixStream>>>,
+}
+
+/// Ranks of one group in a folder of their own.
+pub struct FakeGroup {
+    pub ranks: Vec<FakeWorker>,
+    _folder: TempDir,
+}
+
+impl FakeGroup {
+    pub fn start(scripts: Vec<Script>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let start = |(rank, script)| FakeWorker::start(&folder.path().join(format!("rank-{rank}")), script, rank == 0);
+        Self { ranks: scripts.into_iter().enumerate().map(start).collect(), _folder: folder }
+    }
+
+    pub fn sockets(&self) -> Vec<PathBuf> {
+        self.ranks.iter().map(|rank| rank.socket.clone()).collect()
+    }
+}
+
+impl FakeWorker {
+    fn start(socket: &Path, script: Script, first: bool) -> Self {
+        let (updates, seen) = watch::channel(Arc::default());
+        let connections = Arc::new(Mutex::new(Vec::new()));
+        let listener = UnixListenerStream::new(UnixListener::bind(socket).unwrap());
+        let listener = listener.map({
+            let connections = connections.clone();
+            move |stream| {
+                let stream = stream?.into_std()?;
+                connections.lock().unwrap().push(stream.try_clone()?);
+                UnixStream::from_std(stream)
+            }
+        });
+        let service = Service { script, first, updates: Arc::new(updates) };
+        let server = tonic::transport::Server::builder().add_service(WorkerServer::new(service));
+        let server = tokio::spawn(async move { server.serve_with_incoming(listener).await.unwrap() });
+        Self { socket: socket.to_owned(), seen, server, connections }
+    }
+
+    /// As when its process is killed: the sockets close at once.
+    pub fn kill(&self) {
+        self.server.abort();
+        for connection in self.connections.lock().unwrap().drain(..) {
+            connection.shutdown(Shutdown::Both).unwrap();
+        }
+    }
+
+    pub fn look<T>(&self, question: impl FnOnce(&Seen) -> T) -> T {
+        question(&self.seen.borrow().lock().unwrap())
+    }
+
+    /// Waits until what the worker saw satisfies the test.
+    pub async fn wait_until(&self, mut satisfied: impl FnMut(&Seen) -> bool) {
+        let mut seen = self.seen.clone();
+        seen.wait_for(|seen| satisfied(&seen.lock().unwrap())).await.unwrap();
+    }
+}
+
+/// The token after these.
+pub fn next_token(token_ids: &[u32]) -> u32 {
+    let hash = token_ids
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, &token| (hash ^ u64::from(token)).wrapping_mul(0x0100_0000_01b3));
+    (hash >> 33) as u32 % 50_000
+}
+
+/// What a sequence with this prompt must be answered.
+pub fn expected_tokens(prompt: &[u32], num_tokens: usize) -> Vec<u32> {
+    let mut token_ids = prompt.to_vec();
+    for _ in 0..num_tokens {
+        token_ids.push(next_token(&token_ids));
+    }
+    token_ids.split_off(prompt.len())
+}
+
+struct Service {
+    script: Script,
+    first: bool,
+    updates: Arc<watch::Sender<Arc<Mutex<Seen>>>>,
+}
+
+impl Service {
+    fn note(&self, change: impl FnOnce(&mut Seen)) {
+        note(&self.updates, change);
+    }
+}
+
+fn note(updates: &watch::Sender<Arc<Mutex<Seen>>>, change: impl FnOnce(&mut Seen)) {
+    updates.send_modify(|seen| change(&mut seen.lock().unwrap()));
+}
+
+#[tonic::async_trait]
+impl Worker for Service {
+    async fn load(&self, request: Request<proto::LoadRequest>) -> Result<Response<proto::LoadResponse>, Status> {
+        self.note(|seen| seen.loads.push(request.into_inner()));
+        if let Some(message) = &self.script.load_failure {
+            return Err(Status::failed_precondition(message));
+        }
+        Ok(Response::new(proto::LoadResponse {
+            protocol_version: self.script.protocol_version.unwrap_or(proto::ProtocolVersion::Current as u32),
+            worker_version: "0".to_owned(),
+            architecture: "hash".to_owned(),
+            dtype: "float32".to_owned(),
+            device: "cpu".to_owned(),
+            attention: "none".to_owned(),
+            vocab_size: 50_000,
+            max_position_tokens: 4096,
+            weight_bytes: 1000,
+            kv_bytes_per_block: 16,
+            phases: vec![proto::Phase { name: "read weights".to_owned(), seconds: 0.5 }],
+        }))
+    }
+
+    async fn warm_up(&self, request: Request<proto::WarmUpRequest>) -> Result<Response<proto::WarmUpResponse>, Status> {
+        self.note(|seen| seen.warm_ups.push(request.into_inner()));
+        Ok(Response::new(proto::WarmUpResponse { num_blocks: self.script.num_blocks, phases: Vec::new() }))
+    }
+
+    async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {
+        let last_step = self.updates.borrow().lock().unwrap().plans.last().map_or(0, |plan| plan.step);
+        Ok(Response::new(proto::HealthResponse { last_step, stepping: false, stepping_seconds: 0.0 }))
+    }
+
+    type StepsStream = BoxStream<'static, Result<proto::StepResult, Status>>;
+
+    async fn steps(&self, request: Request<Streaming<proto::Plan>>) -> Result<Response<Self::StepsStream>, Status> {
+        let mut plans = request.into_inner();
+        let (received, queue) = tokio::sync::mpsc::unbounded_channel();
+        let updates = self.updates.clone();
+        let in_flight = Arc::new(Mutex::new(0_usize));
+        // Reads plans as they come, so that run-ahead shows.
+        tokio::spawn({
+            let (updates, in_flight) = (updates.clone(), in_flight.clone());
+            async move {
+                while let Some(Ok(plan)) = plans.next().await {
+                    let now = {
+                        let mut in_flight = in_flight.lock().unwrap();
+                        *in_flight += 1;
+                        *in_flight
+                    };
+                    note(&updates, |seen| {
+                        seen.plans.push(plan.clone());
+                        seen.max_in_flight = seen.max_in_flight.max(now);
+                    });
+                    let _ = received.send(plan);
+                }
+            }
+        });
+        let (script, first) = (self.script.clone(), self.first);
+        let state = (queue, Sequences::default());
+        let results = futures::stream::unfold(state, move |(mut queue, mut sequences)| {
+            let (script, updates, in_flight) = (script.clone(), updates.clone(), in_flight.clone());
+            async move {
+                let plan: proto::Plan = queue.recv().await?;
+                if let Some(mut gate) = script.gate.clone() {
+                    gate.wait_for(|last| plan.step <= *last).await.ok()?;
+                }
+                if script.hang_at_step == Some(plan.step) {
+                    std::future::pending::<()>().await;
+                }
+                if let Some((_, message)) = script.failure_at_step.filter(|(step, _)| *step == plan.step) {
+                    return Some((Err(Status::internal(message)), (queue, sequences)));
+                }
+                let mut result = sequences.execute(&plan, script.broken_first_token);
+                if !first {
+                    result.outputs.clear();
+                }
+                if script.garbled_step == Some(plan.step) {
+                    result.step += 7;
+                }
+                *in_flight.lock().unwrap() -= 1;
+                note(&updates, |seen| seen.sequences = sequences.by_id.keys().copied().collect());
+                Some((Ok(result), (queue, sequences)))
+            }
+        });
+        Ok(Response::new(results.boxed()))
+    }
+}
+
+#[derive(Default)]
+struct Sequences {
+    by_id: HashMap<u64, Sequence>,
+}
+
+struct Sequence {
+    token_ids: Vec<u32>,
+    num_computed: usize,
+    num_samples: usize,
+    block_ids: Vec<u32>,
+    broken: bool,
+}
+
+impl Sequences {
+    fn execute(&mut self, plan: &proto::Plan, broken_first_token: Option<u32>) -> proto::StepResult {
+        for id in &plan.freed_sequence_ids {
+            assert!(self.by_id.remove(id).is_some(), "sequence {id} was freed and is not known");
+        }
+        for new in &plan.new_sequences {
+            let sequence = Sequence {
+                token_ids: new.token_ids.clone(),
+                num_computed: new.num_computed_tokens as usize,
+                num_samples: 0,
+                block_ids: new.block_ids.clone(),
+                broken: false,
+            };
+            assert!(new.sampling.is_some(), "sequence {} has no sampling", new.sequence_id);
+            assert!(self.by_id.insert(new.sequence_id, sequence).is_none(), "{} is new twice", new.sequence_id);
+        }
+        let mut outputs = Vec::new();
+        for advance in &plan.advances {
+            let sequence = self.by_id.get_mut(&advance.sequence_id).expect("only what is known advances");
+            outputs.extend(sequence.advance(advance, broken_first_token));
+        }
+        let mut owned = HashSet::new();
+        for block in self.by_id.values().flat_map(|sequence| &sequence.block_ids) {
+            assert!(owned.insert(*block), "block {block} belongs to two sequences");
+        }
+        let timing = proto::StepTiming { forward_seconds: 0.000_1, ..Default::default() };
+        proto::StepResult { step: plan.step, outputs, timing: Some(timing) }
+    }
+}
+
+impl Sequence {
+    fn advance(&mut self, advance: &proto::Advance, broken_first_token: Option<u32>) -> Option<proto::SequenceOutput> {
+        self.block_ids.extend(&advance.new_block_ids);
+        if self.broken {
+            return Some(self.error(advance));
+        }
+        self.num_computed += advance.num_tokens as usize;
+        assert!(self.num_computed <= self.token_ids.len(), "advanced beyond what is known");
+        assert!(self.num_computed <= self.block_ids.len() * 16, "advanced beyond the blocks");
+        if !advance.sample {
+            return None;
+        }
+        assert_eq!(self.num_computed, self.token_ids.len(), "sampled before everything known was computed");
+        self.num_samples += 1;
+        if self.num_samples >= 2 && broken_first_token == Some(self.token_ids[0]) {
+            self.broken = true;
+            return Some(self.error(advance));
+        }
+        let id = next_token(&self.token_ids);
+        self.token_ids.push(id);
+        let token = proto::Token { id, logprob: -0.5, top: Vec::new() };
+        Some(proto::SequenceOutput { sequence_id: advance.sequence_id, tokens: vec![token], ..Default::default() })
+    }
+
+    fn error(&self, advance: &proto::Advance) -> proto::SequenceOutput {
+        let error = "not a number".to_owned();
+        proto::SequenceOutput { sequence_id: advance.sequence_id, error, ..Default::default() }
+    }
+}

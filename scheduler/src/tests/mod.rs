@@ -1,0 +1,95 @@
+//! The scheduler's rules, one by one, on the smallest example of each. Random traffic is in `tests/simulation`.
+
+mod end;
+mod step;
+mod submission;
+
+use std::time::Duration;
+
+use crate::{
+    ApplyError, Event, FinishReason, Limits, Output, Plan, Scheduler, SequenceId, StepResult, Submission, SubmitError,
+    TokenId,
+};
+
+const TOKEN: TokenId = 1;
+const STOP: TokenId = 2;
+
+/// Blocks of 4 tokens.
+fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
+    Limits {
+        max_step_tokens: 16,
+        max_step_sequences: 8,
+        max_sequence_tokens: 100,
+        num_blocks,
+        block_tokens: 4,
+        max_steps_in_flight,
+    }
+}
+
+fn submission(id: u64, num_prompt_tokens: usize, max_new_tokens: u32) -> Submission {
+    Submission {
+        id: SequenceId(id),
+        prompt_token_ids: vec![TOKEN; num_prompt_tokens],
+        max_new_tokens,
+        stop_token_ids: [STOP].into(),
+    }
+}
+
+fn scheduler(limits: Limits, submissions: &[(u64, usize, u32)]) -> Scheduler {
+    let mut scheduler = Scheduler::new(limits);
+    for (id, num_prompt_tokens, max_new_tokens) in submissions {
+        scheduler.submit(submission(*id, *num_prompt_tokens, *max_new_tokens)).unwrap();
+    }
+    scheduler
+}
+
+fn plan(scheduler: &mut Scheduler) -> Plan {
+    scheduler.plan(Duration::ZERO).expect("something to do")
+}
+
+fn nothing_to_plan(scheduler: &mut Scheduler) -> bool {
+    scheduler.plan(Duration::ZERO).is_none()
+}
+
+/// What a worker that samples `token_id` everywhere answers.
+fn answer(plan: &Plan, token_id: TokenId) -> StepResult {
+    let sampled = plan.advances.iter().filter(|advance| advance.sample);
+    let outputs = sampled.map(|advance| Output { id: advance.id, token_ids: Some(vec![token_id]) }).collect();
+    StepResult { step: plan.step, outputs }
+}
+
+fn step(scheduler: &mut Scheduler) -> (Plan, Vec<Event>) {
+    let plan = plan(scheduler);
+    let events = scheduler.apply(&answer(&plan, TOKEN)).unwrap();
+    (plan, events)
+}
+
+/// (id, tokens) of each advance.
+fn advances(plan: &Plan) -> Vec<(u64, u32)> {
+    plan.advances.iter().map(|advance| (advance.id.0, advance.num_tokens)).collect()
+}
+
+fn started(plan: &Plan) -> Vec<u64> {
+    plan.started.iter().map(|start| start.id.0).collect()
+}
+
+fn finished(events: &[Event]) -> Vec<Option<FinishReason>> {
+    events
+        .iter()
+        .map(|event| match event {
+            Event::Advanced { finished, .. } => *finished,
+            Event::Failed { .. } => None,
+        })
+        .collect()
+}
+
+/// Runs `num_steps` steps, each planned before the result of the one before; the last one stays in flight.
+fn run_ahead(scheduler: &mut Scheduler, num_steps: usize) -> Plan {
+    let mut in_flight = plan(scheduler);
+    for _ in 1..num_steps {
+        let next = plan(scheduler);
+        scheduler.apply(&answer(&in_flight, TOKEN)).unwrap();
+        in_flight = next;
+    }
+    in_flight
+}

@@ -1,0 +1,142 @@
+//! Who advances, in which blocks; preemption and run-ahead.
+
+use super::*;
+
+#[test]
+fn an_idle_scheduler_plans_nothing() {
+    assert!(nothing_to_plan(&mut Scheduler::new(limits(8, 2))));
+}
+
+#[test]
+fn a_prompt_beyond_the_budget_is_computed_in_chunks_and_sampled_once() {
+    let mut scheduler = scheduler(limits(16, 1), &[(1, 40, 2)]);
+    let plans: Vec<_> = (0..4).map(|_| step(&mut scheduler).0).collect();
+    assert_eq!(plans.iter().map(advances).collect::<Vec<_>>(), [[(1, 16)], [(1, 16)], [(1, 8)], [(1, 1)]]);
+    assert_eq!(plans.iter().map(|plan| plan.advances[0].sample).collect::<Vec<_>>(), [false, false, true, true]);
+}
+
+#[test]
+fn blocks_are_taken_for_the_tokens_of_the_step_only() {
+    let mut scheduler = scheduler(limits(16, 1), &[(1, 17, 20)]);
+    let num_blocks: Vec<_> = (0..6).map(|_| step(&mut scheduler).0.advances[0].new_block_ids.len()).collect();
+    // Slots for 16, 17, then one token at a time: a new block after 20.
+    assert_eq!(num_blocks, [4, 1, 0, 0, 0, 1]);
+}
+
+#[test]
+fn a_decode_advances_first_in_every_step_of_a_long_prefill() {
+    let mut scheduler = scheduler(limits(64, 1), &[(1, 3, 50)]);
+    step(&mut scheduler);
+    scheduler.submit(submission(2, 60, 10)).unwrap();
+    for _ in 0..4 {
+        assert_eq!(advances(&step(&mut scheduler).0), [(1, 1), (2, 15)]);
+    }
+    assert_eq!(advances(&step(&mut scheduler).0), [(1, 1), (2, 1)]);
+}
+
+#[test]
+fn the_queue_is_served_in_order_of_arrival() {
+    let mut scheduler = scheduler(limits(64, 1), &[(5, 10, 9), (3, 10, 9), (4, 10, 9)]);
+    let (plan, _) = step(&mut scheduler);
+    assert_eq!(advances(&plan), [(5, 10), (3, 6)]);
+    assert_eq!(started(&plan), [5, 3]);
+    assert_eq!(advances(&step(&mut scheduler).0), [(5, 1), (3, 4), (4, 10)]);
+}
+
+#[test]
+fn sequences_that_end_in_a_step_count_against_its_size() {
+    let small = Limits { max_step_sequences: 1, ..limits(8, 1) };
+    let mut scheduler = scheduler(small, &[(1, 1, 1), (2, 1, 1)]);
+    assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)]);
+    assert_eq!(advances(&step(&mut scheduler).0), [(2, 1)]);
+}
+
+#[test]
+fn no_more_sequences_run_than_can_decode_in_one_step() {
+    let narrow = Limits { max_step_tokens: 2, ..limits(8, 1) };
+    let mut scheduler = scheduler(narrow, &[(1, 1, 9), (2, 1, 9), (3, 1, 9)]);
+    step(&mut scheduler);
+    assert_eq!(advances(&step(&mut scheduler).0), [(1, 1), (2, 1)]);
+}
+
+#[test]
+fn steps_are_planned_ahead_of_results_up_to_the_depth_and_never_past_the_last_token() {
+    let mut scheduler = scheduler(limits(8, 3), &[(1, 3, 2)]);
+    let first = plan(&mut scheduler);
+    let second = plan(&mut scheduler);
+    assert_eq!((advances(&first), advances(&second)), (vec![(1, 3)], vec![(1, 1)]));
+    assert!(nothing_to_plan(&mut scheduler));
+    assert_eq!(finished(&scheduler.apply(&answer(&first, TOKEN)).unwrap()), [None]);
+    assert_eq!(finished(&scheduler.apply(&answer(&second, TOKEN)).unwrap()), [Some(FinishReason::Length)]);
+
+    let mut scheduler = self::scheduler(limits(8, 2), &[(1, 3, 9)]);
+    let first = plan(&mut scheduler);
+    plan(&mut scheduler);
+    assert!(nothing_to_plan(&mut scheduler), "the depth is reached");
+    scheduler.apply(&answer(&first, TOKEN)).unwrap();
+    assert_eq!(advances(&plan(&mut scheduler)), [(1, 1)]);
+}
+
+#[test]
+fn a_dry_pool_preempts_the_youngest_which_goes_on_later_with_all_its_tokens() {
+    // Two sequences of up to 3 blocks each in a pool of 4: both start, and only one can grow to its end.
+    let mut scheduler = scheduler(limits(4, 1), &[(1, 4, 8), (2, 3, 8)]);
+    for _ in 0..5 {
+        let plan = step(&mut scheduler).0;
+        assert_eq!(plan.advances.len(), 2);
+    }
+    let (plan, _) = step(&mut scheduler);
+    assert_eq!((&*plan.freed, &*advances(&plan)), (&[SequenceId(2)][..], &[(1, 1)][..]));
+    assert_eq!(scheduler.stats().num_queued, 1);
+    let restart = std::iter::repeat_with(|| step(&mut scheduler).0).find(|plan| !plan.started.is_empty()).unwrap();
+    assert_eq!(restart.started[0].token_ids, [TOKEN; 3 + 5]);
+    assert_eq!(restart.started[0].num_prompt_tokens, 3);
+    assert_eq!(restart.advances[0].num_tokens, 8);
+    assert!(restart.advances[0].sample);
+}
+
+#[test]
+fn a_token_in_flight_at_preemption_is_discarded_and_sampled_again() {
+    let mut scheduler = scheduler(limits(4, 2), &[(1, 4, 8), (2, 3, 8)]);
+    let fifth = run_ahead(&mut scheduler, 5);
+    assert_eq!(advances(&fifth), [(1, 1), (2, 1)]);
+    // Sequence 1 needs one more block. Those of sequence 2 are still written by the fifth step.
+    assert!(nothing_to_plan(&mut scheduler));
+    assert_eq!(scheduler.stats().num_queued, 1);
+    assert_eq!(scheduler.apply(&answer(&fifth, TOKEN)).unwrap().len(), 1, "only sequence 1 gets its token");
+    let (sixth, _) = step(&mut scheduler);
+    assert_eq!((&*sixth.freed, &*advances(&sixth)), (&[SequenceId(2)][..], &[(1, 1)][..]));
+    let restart = std::iter::repeat_with(|| step(&mut scheduler).0).find(|plan| !plan.started.is_empty()).unwrap();
+    assert_eq!(restart.started[0].token_ids, [TOKEN; 3 + 4]);
+}
+
+#[test]
+fn blocks_about_to_retire_are_waited_for_rather_than_preempting() {
+    let mut scheduler = scheduler(limits(6, 2), &[(1, 4, 8), (2, 4, 8), (3, 4, 8)]);
+    let fifth = run_ahead(&mut scheduler, 5);
+    scheduler.abort(SequenceId(3));
+    // Sequences 1 and 2 need one more block each; sequence 3 leaves two.
+    assert!(nothing_to_plan(&mut scheduler));
+    scheduler.apply(&answer(&fifth, TOKEN)).unwrap();
+    let (sixth, _) = step(&mut scheduler);
+    assert_eq!((&*sixth.freed, &*advances(&sixth)), (&[SequenceId(3)][..], &[(1, 1), (2, 1)][..]));
+    assert_eq!(scheduler.stats().num_queued, 0);
+}
+
+#[test]
+fn a_newcomer_waits_until_every_running_sequence_can_take_one_more_block() {
+    let mut scheduler = scheduler(limits(3, 1), &[(1, 4, 8), (2, 8, 2)]);
+    assert_eq!(started(&step(&mut scheduler).0), [1]);
+    assert_eq!(started(&step(&mut scheduler).0), []);
+}
+
+#[test]
+fn only_as_many_as_can_run_leave_a_long_queue() {
+    let full = Limits { max_step_sequences: 1, ..limits(8, 1) };
+    let mut scheduler = Scheduler::new(full);
+    for id in 0..10_000 {
+        scheduler.submit(submission(id, 1, 3)).unwrap();
+    }
+    assert_eq!(advances(&step(&mut scheduler).0), [(0, 1)]);
+    assert_eq!(scheduler.stats().num_queued, 9_999);
+}

@@ -1,0 +1,51 @@
+//! What is taken, and what is refused.
+
+use super::*;
+
+#[test]
+fn what_can_never_run_is_refused() {
+    let mut scheduler = Scheduler::new(limits(4, 1));
+    assert_eq!(scheduler.submit(submission(1, 0, 1)), Err(SubmitError::EmptyPrompt));
+    assert_eq!(scheduler.submit(submission(1, 1, 0)), Err(SubmitError::NoNewTokens));
+    let too_long = SubmitError::TooLong { num_prompt_tokens: 60, max_new_tokens: 41, max_sequence_tokens: 100 };
+    assert_eq!(scheduler.submit(submission(1, 60, 41)), Err(too_long));
+    let overflowing = scheduler.submit(submission(1, 2, u32::MAX));
+    assert!(matches!(overflowing, Err(SubmitError::TooLong { .. })));
+    let too_many = SubmitError::TooManyBlocks { needed_blocks: 5, num_blocks: 4 };
+    assert_eq!(scheduler.submit(submission(1, 16, 2)), Err(too_many));
+    assert_eq!(scheduler.stats().num_queued, 0);
+}
+
+#[test]
+fn the_last_token_needs_no_slot() {
+    let mut scheduler = scheduler(limits(4, 1), &[(1, 16, 1)]);
+    let (plan, events) = step(&mut scheduler);
+    assert_eq!(plan.advances[0].new_block_ids.len(), 4);
+    assert_eq!(finished(&events), [Some(FinishReason::Length)]);
+}
+
+#[test]
+fn a_known_id_is_refused_until_it_has_ended() {
+    let mut scheduler = scheduler(limits(8, 1), &[(1, 1, 1)]);
+    let known = Err(SubmitError::AlreadyKnown { id: SequenceId(1) });
+    assert_eq!(scheduler.submit(submission(1, 1, 1)), known);
+    let plan = plan(&mut scheduler);
+    assert_eq!(scheduler.submit(submission(1, 1, 1)), known);
+    scheduler.apply(&answer(&plan, TOKEN)).unwrap();
+    assert_eq!(scheduler.submit(submission(1, 1, 1)), Ok(()));
+}
+
+#[test]
+fn limits_of_zero_count_as_one() {
+    let zero = Limits {
+        max_step_tokens: 0,
+        max_step_sequences: 0,
+        max_sequence_tokens: 10,
+        num_blocks: 2,
+        block_tokens: 0,
+        max_steps_in_flight: 0,
+    };
+    let mut scheduler = scheduler(zero, &[(1, 2, 1)]);
+    assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)]);
+    assert_eq!(finished(&step(&mut scheduler).1), [Some(FinishReason::Length)]);
+}

@@ -1,0 +1,111 @@
+//! The scheduler against a simulated worker in virtual time: random arrivals, lengths, stop tokens, aborts, failures, pool
+//! sizes, budgets, run-ahead depths and late results. What is checked: `ledger.rs` (every plan) and `world.rs` (every
+//! token, every end). More cases: `PROPTEST_CASES=100000 cargo test -p penstock-scheduler --test simulation`.
+
+mod ledger;
+mod model;
+mod worker;
+mod world;
+
+use penstock_scheduler::Limits;
+use proptest::collection::vec;
+use proptest::option::weighted;
+use proptest::prelude::*;
+
+use world::{Arrival, Scenario, World};
+
+fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
+    (0..=last_tick, 0..10u64, 1..40usize, 1..24u32, any::<bool>(), weighted(0.3, 0..80u64), weighted(0.15, 0..50u32))
+        .prop_map(|(tick, id, num_prompt_tokens, max_new_tokens, stops, abort_after_ticks, fail_position)| Arrival {
+            tick,
+            id,
+            num_prompt_tokens,
+            max_new_tokens,
+            stops,
+            abort_after_ticks,
+            fail_position,
+        })
+}
+
+fn limits() -> impl Strategy<Value = Limits> {
+    (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..4u32).prop_map(
+        |(max_step_tokens, max_step_sequences, max_sequence_tokens, num_blocks, block_tokens, max_steps_in_flight)| {
+            Limits {
+                max_step_tokens,
+                max_step_sequences,
+                max_sequence_tokens,
+                num_blocks,
+                block_tokens,
+                max_steps_in_flight,
+            }
+        },
+    )
+}
+
+/// `last_tick` 0: everybody comes at once.
+fn scenario(last_tick: u64) -> impl Strategy<Value = Scenario> {
+    (limits(), vec(arrival(last_tick), 1..16), vec(1..8u64, 1..6), 1..4u64, any::<bool>()).prop_map(
+        |(limits, arrivals, latencies_ticks, ticks_per_plan, reports_dead)| Scenario {
+            limits,
+            arrivals,
+            latencies_ticks,
+            ticks_per_plan,
+            reports_dead,
+        },
+    )
+}
+
+/// Every sequence grows to most of the pool, so that they keep running into each other.
+fn crowded() -> impl Strategy<Value = Scenario> {
+    scenario(20).prop_map(|mut scenario| {
+        let limits = &mut scenario.limits;
+        limits.max_step_tokens = limits.max_step_tokens.max(8);
+        limits.max_step_sequences = limits.max_step_sequences.max(4);
+        limits.max_sequence_tokens = 80;
+        for arrival in &mut scenario.arrivals {
+            let most_tokens = limits.num_blocks * limits.block_tokens + 1;
+            arrival.num_prompt_tokens = arrival.num_prompt_tokens.min(most_tokens as usize / 4).max(1);
+            arrival.max_new_tokens = most_tokens.min(60) - arrival.num_prompt_tokens as u32;
+            arrival.stops = false;
+        }
+        scenario
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_promise_holds_under_random_traffic(scenario in scenario(150)) {
+        World::new(scenario).run();
+    }
+
+    #[test]
+    fn every_promise_holds_when_everybody_comes_at_once(scenario in scenario(0)) {
+        World::new(scenario).run();
+    }
+
+    #[test]
+    fn every_promise_holds_when_the_pool_is_always_dry(scenario in crowded()) {
+        World::new(scenario).run();
+    }
+}
+
+/// Guards the simulation itself: it would prove little if these did not happen.
+#[test]
+fn the_simulation_reaches_the_hard_cases() {
+    use proptest::strategy::ValueTree;
+    use proptest::test_runner::TestRunner;
+
+    let mut runner = TestRunner::deterministic();
+    let mut seen = world::Tally::default();
+    for _ in 0..300 {
+        let scenario = crowded().new_tree(&mut runner).expect("a scenario").current();
+        seen += World::new(scenario).run();
+    }
+    assert!(seen.num_preemptions > 300, "{seen:?}");
+    assert!(seen.num_discarded_tokens > 300, "{seen:?}");
+    assert!(seen.num_aborts_on_worker > 100, "{seen:?}");
+    assert!(seen.num_failures > 50, "{seen:?}");
+    assert!(seen.num_reused_ids > 3, "{seen:?}");
+}

@@ -1,0 +1,108 @@
+"""Paged attention as native kernels: bf16 on CPUs with AVX-512 BF16. Results of a row never depend on the other rows,
+nor on how its prompt was chunked.
+
+Cache of one layer: [blocks, kv_heads, 2 (keys, values), block_tokens * head_dim]; the kernels own the order inside.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock_server.kernels import native_ops
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock_server.attention.interface import AttentionShape, StepBatch
+
+BLOCK_TOKENS = 16
+MAX_HEAD_DIM = 256
+
+
+def available(shape: AttentionShape) -> bool:
+    """Whether the kernels run here and are made for such heads."""
+    fits = shape.head_dim % 16 == 0 and shape.head_dim <= MAX_HEAD_DIM and shape.block_tokens == BLOCK_TOKENS
+    return fits and native_ops.available()
+
+
+class NativeAttention:
+    """Implements `Attention`, and a fused rotation and write."""
+
+    name = "native"
+
+    def __init__(self, shape: AttentionShape, num_threads: int | None = None) -> None:
+        assert shape.block_tokens == BLOCK_TOKENS
+        self.shape = shape
+        kernels = native_ops.make_kernels(num_threads)
+        self.native = kernels.attention(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+
+    def allocate(self, num_blocks: int, num_layers: int) -> list[Tensor]:
+        import penstock_kernels
+        import torch
+
+        shape = (num_blocks, self.shape.num_kv_heads, 2, BLOCK_TOKENS * self.shape.head_dim)
+        caches = []
+        for _ in range(num_layers):
+            cache = torch.empty(shape, dtype=torch.bfloat16)
+            penstock_kernels.advise_huge_pages(cache.data_ptr(), cache.nbytes)
+            caches.append(cache.fill_(0.0))
+        return caches
+
+    def bytes_per_block(self) -> int:
+        return self.native.block_numbers() * 2
+
+    def write(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        self.native.write(
+            cache.data_ptr(),
+            (keys.data_ptr(), native_ops.token_stride(keys)),
+            (values.data_ptr(), native_ops.token_stride(values)),
+            slots.data_ptr(),
+            keys.shape[0],
+        )
+
+    def rotate_and_write(
+        self,
+        cache: Tensor,
+        heads: tuple[Tensor, Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
+        positions: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """`Ops.rotate` of queries and keys, then `write` of keys and values, in one. heads: queries, keys, values
+        [tokens, heads, head_dim]; rope: cos, sin."""
+        queries, keys, values = heads
+        cos, sin = rope
+        self.native.rotate_and_write(
+            cache.data_ptr(),
+            (queries.data_ptr(), native_ops.token_stride(queries)),
+            (keys.data_ptr(), native_ops.token_stride(keys)),
+            (values.data_ptr(), native_ops.token_stride(values)),
+            (cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), cos.shape[1]),
+            slots.data_ptr(),
+            queries.shape[0],
+        )
+
+    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
+        output = queries.new_empty(queries.shape)
+        self.native.attend(
+            (queries.data_ptr(), native_ops.token_stride(queries)),
+            cache.data_ptr(),
+            batch_addresses(batch),
+            output.data_ptr(),
+            queries.shape[0] * batch.max_context_tokens,
+        )
+        return output
+
+    def copy_blocks(self, caches: list[Tensor], pairs: list[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        sources, targets = map(list, zip(*pairs, strict=True))
+        for cache in caches:
+            cache[targets] = cache[sources]
+
+
+def batch_addresses(batch: StepBatch) -> tuple[int, int, int, int, int]:
+    """What the kernels need to know of a batch."""
+    starts, context_lens, tables = batch.query_starts, batch.context_lens, batch.block_tables
+    num_sequences, max_blocks = tables.shape
+    return starts.data_ptr(), context_lens.data_ptr(), tables.data_ptr(), max_blocks, num_sequences

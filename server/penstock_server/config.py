@@ -1,0 +1,66 @@
+"""What the worker is told at start, at load and at warm-up, and what it answers. Leaf: no torch, no protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock_server.phase import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """The process's own flags."""
+
+    socket: Path
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """Which model to load, and how. Empty and 0: the worker chooses."""
+
+    model_path: Path
+    block_tokens: int
+    dtype: str = ""
+    device: str = ""
+    rendezvous: str = ""
+    quantize: str = ""
+    trust_remote_code: bool = False
+    deterministic: bool = False
+    num_threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A loaded model, as the router needs to know it."""
+
+    architecture: str
+    dtype: str
+    device: str
+    attention: str
+    vocab_size: int
+    max_position_tokens: int
+    weight_bytes: int
+    kv_bytes_per_block: int
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpConfig:
+    """The limits that every later plan keeps, and the memory to use. 0: as many as fit."""
+
+    max_step_tokens: int
+    max_step_sequences: int
+    max_sequence_tokens: int = 0
+    num_blocks: int = 0
+    memory_fraction: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What warm-up found."""
+
+    num_blocks: int
+    phases: tuple[Phase, ...]

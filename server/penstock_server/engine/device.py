@@ -1,0 +1,62 @@
+"""Where and how a rank computes: device, dtype, threads. What was not asked for is chosen from what the machine has."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from penstock_server.config import LoadConfig
+from penstock_server.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def choose_device(name: str, rank: int) -> torch.device:
+    """The device asked for, or this rank's GPU, or the CPU."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not name:
+        return torch.device("cuda", rank % num_gpus) if num_gpus else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f'device is "{name}", must be "cpu" or "cuda:N"') from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device is "{name}", must be "cpu" or "cuda:N"')
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ConfigError(f'device is "{name}", but torch sees {num_gpus} GPUs here')
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype asked for, or bfloat16 where the machine computes in it, or float32."""
+    if name:
+        if name not in DTYPES:
+            raise ConfigError(f'dtype is "{name}", must be one of {", ".join(DTYPES)}')
+        return DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def choose_num_threads(config: LoadConfig, world_size: int) -> int:
+    """The CPU threads asked for, or this rank's share of the cores that the process may use."""
+    return config.num_threads or max(1, usable_cores() // world_size)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores of the affinity mask, or fewer where the control group grants less CPU time."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except OSError:
+        try:
+            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return cores
+    if quota in ("max", "-1"):
+        return cores
+    return max(1, min(cores, math.ceil(int(quota) / int(period))))

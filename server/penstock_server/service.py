@@ -1,0 +1,332 @@
+"""The worker's gRPC face, and the only importer of the generated protobuf code.
+
+RPC threads translate; the compute thread works. Plans are read ahead as they arrive, so plan n+1 is ready when step n
+ends; results are translated while the next step runs. proto/worker.proto is the specification of every method.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NoReturn
+
+import grpc
+
+from penstock_server.compute import ComputeThread
+from penstock_server.config import Description, LoadConfig, WarmUpConfig, WorkerConfig
+from penstock_server.errors import ConfigError, PlanError
+from penstock_server.pb import worker_pb2 as pb
+from penstock_server.pb import worker_pb2_grpc as rpc
+from penstock_server.phase import Phase
+from penstock_server.plan import Advance, NewSequence, Plan, Sampling, StepResult
+
+if TYPE_CHECKING:
+    from penstock_server.engine import Engine
+    from penstock_server.engine.engine import LoadModel
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
+_MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
+
+
+class _Abort:
+    """How a stream ends when it does not end well."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        self.code = code
+        self.message = message
+
+
+class _Stream:
+    """One open stream of steps: results, then None or an _Abort."""
+
+    def __init__(self) -> None:
+        self.results: SimpleQueue[StepResult | _Abort | None] = SimpleQueue()
+        self.ended = False
+
+
+class Worker(rpc.WorkerServicer):
+    """Serves one rank. `faulted` is set when the process can only exit."""
+
+    def __init__(self, config: WorkerConfig, load_model: LoadModel | None = None) -> None:
+        self.faulted = threading.Event()
+        self._config = config
+        self._load_model = load_model
+        self._engine: Engine | None = None
+        self._ready = False
+        self._stream: _Stream | None = None
+        self._opening = threading.Lock()
+        self._last_step = 0
+        self._stepping_since: float | None = None
+        self._import_phase: Phase | None = None
+        self._compute = ComputeThread(self._fault)
+        self._compute.post(self._import_engine)  # takes seconds: begun before anybody asks
+
+    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:  # noqa: N802
+        if request.protocol_version != PROTOCOL_VERSION:
+            _refuse(
+                context,
+                f"the router speaks protocol version {request.protocol_version}, this worker (penstock "
+                f"{_package_version()}) speaks version {PROTOCOL_VERSION}; install both from one release",
+            )
+        config = LoadConfig(
+            model_path=Path(request.model_path),
+            block_tokens=request.block_tokens,
+            dtype=request.dtype,
+            device=request.device,
+            rendezvous=request.rendezvous,
+            quantize=request.quantize,
+            trust_remote_code=request.trust_remote_code,
+            deterministic=request.deterministic,
+            num_threads=request.num_threads,
+        )
+        try:
+            description = self._compute.call(partial(self._load, config))
+        except ConfigError as error:
+            _refuse(context, str(error))
+        except Exception as error:  # noqa: BLE001 - the service's boundary
+            self._abort_with_fault(context, error)
+        phases = [self._import_phase] if self._import_phase else []
+        return pb.LoadResponse(
+            protocol_version=PROTOCOL_VERSION,
+            worker_version=_package_version(),
+            architecture=description.architecture,
+            dtype=description.dtype,
+            device=description.device,
+            attention=description.attention,
+            vocab_size=description.vocab_size,
+            max_position_tokens=description.max_position_tokens,
+            weight_bytes=description.weight_bytes,
+            kv_bytes_per_block=description.kv_bytes_per_block,
+            phases=_phases((*phases, *description.phases)),
+        )
+
+    def WarmUp(self, request: pb.WarmUpRequest, context: grpc.ServicerContext) -> pb.WarmUpResponse:  # noqa: N802
+        config = WarmUpConfig(
+            max_step_tokens=request.max_step_tokens,
+            max_step_sequences=request.max_step_sequences,
+            max_sequence_tokens=request.max_sequence_tokens,
+            num_blocks=request.num_blocks,
+            memory_fraction=request.memory_fraction,
+        )
+        engine = self._engine
+        if engine is None:
+            _refuse(context, "no model is loaded; Load comes before WarmUp")
+        if self._ready:
+            _refuse(context, "the worker is warmed up already")
+        try:
+            capacity = self._compute.call(partial(engine.warm_up, config))
+        except ConfigError as error:
+            _refuse(context, str(error))
+        except Exception as error:  # noqa: BLE001 - the service's boundary
+            self._abort_with_fault(context, error)
+        self._ready = True
+        return pb.WarmUpResponse(num_blocks=capacity.num_blocks, phases=_phases(capacity.phases))
+
+    def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
+        since = self._stepping_since
+        return pb.HealthResponse(
+            last_step=self._last_step,
+            stepping=since is not None,
+            stepping_seconds=0.0 if since is None else time.monotonic() - since,
+        )
+
+    def Steps(  # noqa: N802
+        self, requests: Iterator[pb.Plan], context: grpc.ServicerContext
+    ) -> Iterator[pb.StepResult]:
+        if not self._ready:
+            _refuse(context, "the worker is not warmed up; WarmUp comes before Steps")
+        stream = _Stream()
+        with self._opening:
+            if self._stream is not None:
+                self._stream.results.put(_Abort(grpc.StatusCode.ABORTED, "a new stream of steps was opened"))
+            self._stream = stream
+            self._compute.post(partial(self._open, stream))
+        context.add_callback(partial(stream.results.put, None))
+        threading.Thread(target=self._read, args=(requests, stream), name="plans", daemon=True).start()
+        while (result := stream.results.get()) is not None:
+            if isinstance(result, _Abort):
+                _abort(context, result)
+            yield _result_message(result)
+
+    def _read(self, requests: Iterator[pb.Plan], stream: _Stream) -> None:
+        """Reader thread: plans as they come, as far ahead as the router sends them."""
+        try:
+            for request in requests:
+                self._compute.post(partial(self._step, stream, _plan(request)))
+        except grpc.RpcError:
+            logger.info("the router left the stream of steps")
+        except Exception as error:  # noqa: BLE001 - the service's boundary
+            self._fault(error)
+        self._compute.post(partial(stream.results.put, None))
+
+    # Everything below runs on the compute thread, but for _fault.
+
+    def _import_engine(self) -> None:
+        started = time.monotonic()
+        import penstock_server.engine  # noqa: F401
+
+        self._import_phase = Phase("import", time.monotonic() - started)
+
+    def _load(self, config: LoadConfig) -> Description:
+        from penstock_server.engine import Engine
+
+        if self._engine is not None:
+            raise ConfigError("a model is loaded already; a worker serves one model for its life")
+        options = {} if self._load_model is None else {"load_model": self._load_model}
+        self._engine, description = Engine.load(config, self._config.rank, self._config.world_size, **options)
+        return description
+
+    def _open(self, stream: _Stream) -> None:
+        assert self._engine is not None
+        self._last_step = 0
+        if stream is self._stream:
+            self._engine.reset()
+
+    def _step(self, stream: _Stream, plan: Plan) -> None:
+        if stream is not self._stream or stream.ended:
+            return
+        assert self._engine is not None
+        self._stepping_since = time.monotonic()
+        try:
+            result = self._engine.step(plan)
+        except PlanError as error:
+            stream.ended = True
+            stream.results.put(_Abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
+        else:
+            self._last_step = plan.step
+            stream.results.put(result)
+        finally:
+            self._stepping_since = None
+
+    def _fault(self, error: BaseException) -> None:
+        """Something of ours broke: say so everywhere, and let the process exit."""
+        logger.error("the worker broke and exits", exc_info=error)
+        stream = self._stream
+        if stream is not None:
+            stream.ended = True
+            stream.results.put(_Abort(grpc.StatusCode.INTERNAL, f"the worker broke: {error!r}"))
+        self.faulted.set()
+
+    def _abort_with_fault(self, context: grpc.ServicerContext, error: BaseException) -> NoReturn:
+        self._fault(error)
+        _abort(context, _Abort(grpc.StatusCode.INTERNAL, f"the worker broke: {error!r}"))
+
+
+def start_server(worker: Worker, socket: Path) -> grpc.Server:
+    """Listen on a unix socket, taking the place of a stale one. Raises ConfigError when the path cannot be bound."""
+    if len(bytes(socket)) > _MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"socket path has {len(bytes(socket))} bytes, at most {_MAX_SOCKET_PATH_BYTES} are allowed")
+    try:
+        if stat.S_ISSOCK(socket.lstat().st_mode):
+            socket.unlink()
+    except FileNotFoundError:
+        pass
+    server = grpc.server(
+        ThreadPoolExecutor(max_workers=8, thread_name_prefix="rpc"),
+        options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
+    )
+    rpc.add_WorkerServicer_to_server(worker, server)
+    try:
+        server.add_insecure_port(f"unix:{socket.absolute()}")
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {socket}: {error}") from error
+    server.start()
+    return server
+
+
+def _abort(context: grpc.ServicerContext, abort: _Abort) -> NoReturn:
+    context.abort(abort.code, abort.message)
+    raise AssertionError("invariant: abort raises")
+
+
+def _refuse(context: grpc.ServicerContext, message: str) -> NoReturn:
+    _abort(context, _Abort(grpc.StatusCode.FAILED_PRECONDITION, message))
+
+
+def _package_version() -> str:
+    try:
+        return version("penstock")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _phases(phases: tuple[Phase, ...]) -> list[pb.Phase]:
+    return [pb.Phase(name=phase.name, seconds=phase.seconds) for phase in phases]
+
+
+def _plan(message: pb.Plan) -> Plan:
+    return Plan(
+        step=message.step,
+        freed_sequence_ids=tuple(message.freed_sequence_ids),
+        new_sequences=[_new_sequence(new) for new in message.new_sequences],
+        block_copies=[(copy.from_block_id, copy.to_block_id) for copy in message.block_copies],
+        advances=[Advance(a.sequence_id, a.num_tokens, tuple(a.new_block_ids), a.sample) for a in message.advances],
+    )
+
+
+def _new_sequence(message: pb.NewSequence) -> NewSequence:
+    return NewSequence(
+        sequence_id=message.sequence_id,
+        token_ids=list(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_computed_tokens=message.num_computed_tokens,
+        block_ids=list(message.block_ids),
+        sampling=_sampling(message.sampling),
+        adapter_id=message.adapter_id,
+    )
+
+
+def _sampling(message: pb.Sampling) -> Sampling:
+    asked = {
+        "typical_p": message.typical_p not in (0, 1),
+        "frequency_penalty": message.frequency_penalty != 0,
+        "presence_penalty": message.presence_penalty != 0,
+        "logit_bias": len(message.logit_bias) > 0,
+        "min_new_tokens": message.min_new_tokens > 0 and len(message.stop_token_ids) > 0,
+        "watermark": message.watermark,
+        "top_n": message.top_n > 0,
+        "prompt_logprobs": message.prompt_logprobs,
+        "grammar": message.HasField("grammar"),
+    }
+    return Sampling(
+        do_sample=message.do_sample,
+        seed=message.seed,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        model_logprobs=message.logprob_source == pb.LOGPROB_SOURCE_MODEL,
+        unsupported=tuple(name for name, is_asked in asked.items() if is_asked),
+    )
+
+
+def _result_message(result: StepResult) -> pb.StepResult:
+    timing = result.timing
+    return pb.StepResult(
+        step=result.step,
+        outputs=[
+            pb.SequenceOutput(
+                sequence_id=output.sequence_id,
+                tokens=[pb.Token(id=token.id, logprob=token.logprob) for token in output.tokens],
+                error=output.error,
+            )
+            for output in result.outputs
+        ],
+        timing=pb.StepTiming(
+            prepare_seconds=timing.prepare_s,
+            forward_seconds=timing.forward_s,
+            sample_seconds=timing.sample_s,
+            idle_seconds=timing.idle_s,
+        ),
+    )

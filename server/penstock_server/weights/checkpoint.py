@@ -1,0 +1,53 @@
+"""One interface over the weight formats: tensors by their Hugging Face names, read slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock_server.weights.folder import find_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A contiguous part of one dimension."""
+
+    dim: int
+    range: range
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[: self.dim], len(self.range), *shape[self.dim + 1 :])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view."""
+        return tensor.narrow(self.dim, self.range.start, len(self.range))
+
+
+class Checkpoint(Protocol):
+    """The weights of one model. Opening checks that the files are whole; the mapping ends with `close`."""
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, part: Part | None, out: Tensor) -> None:
+        """Fills `out`, on the CPU and in any floating type, with the tensor or a part of it. Touches no other bytes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Raises ConfigError when there are no weights, or a file is truncated or damaged."""
+    files = find_weights(folder)
+    if files.kind == "gguf":
+        from penstock_server.weights.gguf_file import GgufCheckpoint
+
+        return GgufCheckpoint(files.paths[0])
+    from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
+
+    return SafetensorsCheckpoint(files.paths)

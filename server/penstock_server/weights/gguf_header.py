@@ -1,0 +1,131 @@
+"""The header of a GGUF file: its metadata and where its tensors lie. Reads no tensor and imports no torch.
+
+PERF: the `gguf` package's reader makes a numpy view of every vocabulary entry, 2 s for 49,152 tokens; this takes 0.1 s.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock_server.errors import ConfigError
+
+MAGIC = b"GGUF"
+DEFAULT_ALIGNMENT = 32
+# value type number → struct code; 8 is a string, 9 an array
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the file. `shape` is in torch's order: the last dimension is contiguous."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_number: int  # GGMLQuantizationType
+    offset: int  # from the start of the file
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Raises ConfigError when the file is not GGUF, is of an unknown version, or ends inside its header."""
+    with path.open("rb") as file:
+        if file.read(4) != MAGIC:
+            raise ConfigError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _Cursor(data, path).header()
+            except (struct.error, IndexError, OverflowError, MemoryError) as error:
+                raise ConfigError(f"{path} is truncated or damaged: its header ends unexpectedly") from error
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{path} is damaged: its header holds a text that is not UTF-8") from error
+
+
+class _Cursor:
+    """Reads values one behind the other."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data = data
+        self.path = path
+        self.offset = len(MAGIC)
+
+    def header(self) -> GgufHeader:
+        version = self.scalar("I")
+        if version not in (2, 3):
+            raise ConfigError(f"{self.path} is GGUF version {version}; versions 2 and 3 are supported")
+        num_tensors, num_values = self.scalar("Q"), self.scalar("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self.string()
+            metadata[key] = self.value(self.scalar("I"))
+        tensors: dict[str, TensorInfo] = {}
+        for _ in range(num_tensors):
+            info = self.tensor_info()
+            if info.name in tensors:
+                raise ConfigError(f"{self.path} holds tensor {info.name} twice")
+            tensors[info.name] = info
+        alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        start = -(-self.offset // alignment) * alignment
+        placed = {
+            name: TensorInfo(name, info.shape, info.type_number, start + info.offset) for name, info in tensors.items()
+        }
+        return GgufHeader(metadata, placed)
+
+    def tensor_info(self) -> TensorInfo:
+        name = self.string()
+        num_dims = self.scalar("I")
+        dims = self.scalars("Q", num_dims)
+        type_number = self.scalar("I")
+        return TensorInfo(name, tuple(reversed(dims)), type_number, self.scalar("Q"))
+
+    def scalar(self, code: str) -> Any:
+        return self.scalars(code, 1)[0]
+
+    def scalars(self, code: str, count: int) -> tuple[Any, ...]:
+        layout = f"<{count}{code}"
+        values = struct.unpack_from(layout, self.data, self.offset)
+        self.offset += struct.calcsize(layout)
+        return values
+
+    def string(self) -> str:
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        # PERF: the vocabulary and its merges are most of a header; this loop reads 98,000 strings in 0.06 s.
+        data, offset, unpack = self.data, self.offset, struct.Struct("<Q").unpack_from
+        texts = []
+        for _ in range(count):
+            start = offset + 8
+            offset = start + unpack(data, offset)[0]
+            if offset > len(data):
+                raise IndexError("string beyond the end")
+            texts.append(data[start:offset].decode())
+        self.offset = offset
+        return texts
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY:
+            return self.array()
+        if kind not in SCALARS:
+            raise ConfigError(f"{self.path} is damaged: its metadata holds a value of unknown type {kind}")
+        return self.scalar(SCALARS[kind])
+
+    def array(self) -> list[Any]:
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if kind == STRING:
+            return self.strings(count)
+        if kind in SCALARS:
+            return list(self.scalars(SCALARS[kind], count))
+        return [self.value(kind) for _ in range(count)]

@@ -1,0 +1,108 @@
+"""Fills a model's parameters from a checkpoint, and proves that nothing is missing and nothing is left over.
+
+The parameters are a table: each owns its full shape and which part of it this rank holds. The checkpoint's reader knows
+no architecture, the layers know no checkpoint's names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock_server.errors import ConfigError
+from penstock_server.weights.checkpoint import Checkpoint, Part
+
+NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor of a model."""
+
+    shape: tuple[int, ...]  # over all ranks
+    part: Part | None = None  # what this rank holds; None: all of it
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.shape if self.part is None else self.part.shape_of(self.shape)
+
+
+class NameSource(Protocol):
+    """Where a checkpoint keeps a parameter, and what in it is never needed."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
+
+    def checkpoint_name(self, parameter: str) -> str: ...
+
+
+class Loader:
+    """Hands out each parameter once. Raises ConfigError at once when checkpoint and parameters do not fit together."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        parameters: Mapping[str, Parameter],
+        names: NameSource,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.parameters = parameters
+        self.sources = {name: names.checkpoint_name(name) for name in parameters}
+        self.dtype = dtype
+        self.device = device
+        self.unfilled = set(parameters)
+        self.loaded_bytes = 0
+        _check_names(checkpoint.names(), self.sources.values(), names.ignored)
+        for name, parameter in parameters.items():
+            shape = checkpoint.shape(self.sources[name])
+            if shape != parameter.shape:
+                raise ConfigError(
+                    f"tensor {self.sources[name]} has shape {list(shape)} in the checkpoint, "
+                    f"but config.json makes it {list(parameter.shape)}"
+                )
+
+    def read(self, *names: str) -> Tensor:
+        """This rank's part of a parameter, on the device; of several, their parts one behind the other."""
+        shapes = [self.parameters[name].local_shape for name in names]
+        rows = [shape[0] for shape in shapes]
+        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype)
+        for name, out in zip(names, fused.split(rows), strict=True):
+            self.unfilled.remove(name)
+            self.checkpoint.read(self.sources[name], self.parameters[name].part, out)
+        self.loaded_bytes += fused.nbytes
+        return fused.to(self.device)
+
+    def read_if_there(self, *names: str) -> Tensor | None:
+        """None when the model has no such parameters. Of several it has all or none."""
+        there = [name in self.parameters for name in names]
+        assert all(there) or not any(there)
+        return self.read(*names) if all(there) else None
+
+    def finish(self) -> None:
+        """To be called when the model is built: every parameter must have found its place."""
+        assert not self.unfilled, f"the model did not ask for {_some(self.unfilled)}"
+        self.checkpoint.close()
+
+
+def _check_names(there: Iterable[str], wanted: Iterable[str], ignored: tuple[str, ...]) -> None:
+    there, wanted = set(there), set(wanted)
+    missing = wanted - there
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {_some(missing)}")
+    patterns = [re.compile(pattern) for pattern in ignored]
+    extra = {name for name in there - wanted if not any(pattern.fullmatch(name) for pattern in patterns)}
+    if extra:
+        raise ConfigError(f"the checkpoint holds {len(extra)} tensors that the model has no place for: {_some(extra)}")
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - NAMES_SHOWN} more" if len(ordered) > NAMES_SHOWN else ""
+    return ", ".join(ordered[:NAMES_SHOWN]) + more

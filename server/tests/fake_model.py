@@ -1,0 +1,83 @@
+"""A model without arithmetic: its next token is a function of the token ids that really stand in the cache."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from penstock_server.attention.interface import StepBatch
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from torch import Tensor
+
+VOCAB = 997
+BLOCK_TOKENS = 4
+POISON = 13  # a sequence whose last token is this gets NaN
+CRASH = 14  # a step with this token raises
+
+
+def next_token(context: list[int]) -> int:
+    """What the model says after a context; never POISON or CRASH."""
+    state = 7
+    for token in context:
+        state = (state * 31 + token + 1) % 1_000_003
+    token = state % VOCAB
+    return token + 10 if token in (POISON, CRASH) else token
+
+
+def continuation(prompt: list[int], num_tokens: int) -> list[int]:
+    """The greedy continuation of a prompt."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(next_token(ids))
+    return ids[len(prompt) :]
+
+
+class FakeModel:
+    """A CausalModel. `gate` holds every step while it is cleared; `started` is set when a step is in the model."""
+
+    architecture = "fake"
+    attention_name = "fake"
+    vocab_size = VOCAB
+    num_layers = 1
+    max_position_tokens = 64
+    weight_bytes = 1
+    kv_bytes_per_block = 8 * BLOCK_TOKENS
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.cache = torch.zeros(0, dtype=torch.int64)
+        self.num_steps = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.started = threading.Event()
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.cache = torch.full((num_blocks, BLOCK_TOKENS), -1)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self.cache[target] = self.cache[source]
+
+    def forward(self, batch: StepBatch) -> Tensor | None:
+        self.num_steps += 1
+        self.started.set()
+        assert self.gate.wait(30)
+        if (batch.token_ids == CRASH).any():
+            raise RuntimeError("the model crashed")
+        self.cache.view(-1)[batch.slots] = batch.token_ids
+        if self.rank != 0:
+            return None
+        logits = torch.zeros(len(batch.sample_rows), VOCAB)
+        ends = batch.query_starts[1:].tolist()
+        for place, row in enumerate(batch.sample_rows.tolist()):
+            sequence = ends.index(row + 1)
+            context = self.cache[batch.block_tables[sequence].long()].view(-1)[: int(batch.context_lens[sequence])]
+            logits[place, next_token(context.tolist())] = 20.0
+            if context[-1] == POISON:
+                logits[place] = float("nan")
+        return logits
+
+
+def load_fake(options: LoadOptions, group: RankGroup) -> FakeModel:
+    return FakeModel(group.rank)

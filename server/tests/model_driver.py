@@ -1,0 +1,104 @@
+"""Drives a model without the engine: builds step batches by hand, and keeps what sequences have computed so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from penstock_server.attention.interface import StepBatch
+from penstock_server.models.interface import CausalModel
+from torch import Tensor
+
+
+@dataclass
+class DrivenSequence:
+    token_ids: list[int]
+    blocks: list[int]
+    num_computed: int = 0
+
+
+@dataclass
+class ModelDriver:
+    """One model with a pool of blocks, handed out from the end so that block ids are never in order."""
+
+    model: CausalModel
+    block_tokens: int = 4
+    num_blocks: int = 64
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        self.model.allocate_cache(self.num_blocks)
+        self.free_blocks = list(range(self.num_blocks))
+
+    def sequence(self, token_ids: list[int]) -> DrivenSequence:
+        return DrivenSequence(list(token_ids), [])
+
+    def free(self, sequence: DrivenSequence) -> None:
+        self.free_blocks.extend(sequence.blocks)
+        sequence.blocks = []
+
+    @torch.inference_mode()
+    def step(self, advances: list[tuple[DrivenSequence, int]], every_row: bool = False) -> Tensor | None:
+        """Advance each sequence by so many tokens. Logits [sequences, vocab] after the last of each, or of all."""
+        token_ids, positions, slots, starts, last_rows = [], [], [], [0], []
+        for sequence, num_tokens in advances:
+            first, stop = sequence.num_computed, sequence.num_computed + num_tokens
+            assert num_tokens >= 1
+            assert stop <= len(sequence.token_ids)
+            while len(sequence.blocks) * self.block_tokens < stop:
+                sequence.blocks.append(self.free_blocks.pop())
+            token_ids += sequence.token_ids[first:stop]
+            positions += range(first, stop)
+            slots += [
+                sequence.blocks[p // self.block_tokens] * self.block_tokens + p % self.block_tokens
+                for p in range(first, stop)
+            ]
+            starts.append(len(token_ids))
+            last_rows.append(len(token_ids) - 1)
+            sequence.num_computed = stop
+        context_lens = [sequence.num_computed for sequence, _ in advances]
+        width = max(len(sequence.blocks) for sequence, _ in advances)
+        tables = [sequence.blocks + [0] * (width - len(sequence.blocks)) for sequence, _ in advances]
+        batch = StepBatch(
+            token_ids=self._tensor(token_ids, torch.int64),
+            positions=self._tensor(positions, torch.int64),
+            slots=self._tensor(slots, torch.int64),
+            query_starts=self._tensor(starts, torch.int32),
+            context_lens=self._tensor(context_lens, torch.int32),
+            block_tables=self._tensor(tables, torch.int32),
+            sample_rows=self._tensor(list(range(len(token_ids))) if every_row else last_rows, torch.int64),
+            max_query_tokens=max(num_tokens for _, num_tokens in advances),
+            max_context_tokens=max(context_lens),
+        )
+        return self.model.forward(batch)
+
+    def greedy(self, prompts: list[list[int]], num_tokens: int, chunk_tokens: int = 1 << 30) -> list[list[int]]:
+        """The new tokens of each prompt: all run at once, each prefilled in chunks while others decode."""
+        sequences = [self.sequence(prompt) for prompt in prompts]
+        while True:
+            advances = []
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                pending = len(sequence.token_ids) - sequence.num_computed
+                if pending and len(sequence.token_ids) - len(prompt) < num_tokens:
+                    advances.append((sequence, min(chunk_tokens, pending)))
+            if not advances:
+                break
+            logits = self.step(advances)
+            chosen = [0] * len(advances) if logits is None else logits.float().argmax(-1).tolist()
+            self._tell(chosen)
+            for (sequence, _), token_id in zip(advances, chosen, strict=True):
+                if sequence.num_computed == len(sequence.token_ids):
+                    sequence.token_ids.append(token_id)
+        for sequence in sequences:
+            self.free(sequence)
+        return [sequence.token_ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
+
+    def _tell(self, chosen: list[int]) -> None:
+        """Rank 0's choice to all ranks."""
+        if torch.distributed.is_initialized():
+            shared = torch.tensor(chosen)
+            torch.distributed.broadcast(shared, src=0)
+            chosen[:] = shared.tolist()
+
+    def _tensor(self, values: list, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)

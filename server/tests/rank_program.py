@@ -1,0 +1,51 @@
+"""One rank of a model as a process: `rank_program.py FOLDER DTYPE RANK SIZE RENDEZVOUS OUT TEXTS NUM_TOKENS`.
+
+Rank 0 writes what `run` found for the texts (JSON lists of ids) to OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_driver import ModelDriver
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+
+
+def run(folder: Path, dtype: str, group: RankGroup, texts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+    """The logits of a mixed batch and the greedy tokens of the texts; without logits on ranks other than 0."""
+    model = load_model(LoadOptions(folder, getattr(torch, dtype), torch.device("cpu"), 16), group)
+    driver = ModelDriver(model, block_tokens=16, num_blocks=256)
+    sequences = [driver.sequence(text) for text in texts]
+    driver.step([(sequence, len(sequence.token_ids) // 2) for sequence in sequences if len(sequence.token_ids) > 1])
+    rest = [(sequence, len(sequence.token_ids) - sequence.num_computed) for sequence in sequences]
+    logits = driver.step(rest)
+    for sequence in sequences:
+        driver.free(sequence)
+    return {
+        "logits": logits,
+        "tokens": driver.greedy(texts, num_tokens, chunk_tokens=16),
+        "weight_bytes": model.weight_bytes,
+        "smallest": group.minimum(model.weight_bytes),
+    }
+
+
+def main() -> None:
+    folder, dtype, rank, size, rendezvous, out, texts, num_tokens = sys.argv[1:]
+    torch.set_num_threads(1)
+    group = RankGroup.join(int(rank), int(size), rendezvous, "gloo")
+    result = run(Path(folder), dtype, group, json.loads(texts), int(num_tokens))
+    if group.rank == 0:
+        torch.save(result, out)
+    else:
+        assert result["logits"] is None
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

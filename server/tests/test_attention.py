@@ -1,0 +1,122 @@
+"""The reference attention against torch's scaled_dot_product_attention, over steps of every kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock_server.attention.interface import AttentionShape, StepBatch
+from penstock_server.attention.reference import ReferenceAttention
+from torch import Tensor
+
+CPU = torch.device("cpu")
+BLOCK_TOKENS = 4
+
+
+def make_shape(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
+    return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5, BLOCK_TOKENS)
+
+
+def make_batch(spans: list[tuple[int, int]]) -> StepBatch:
+    """spans: of each sequence, how many tokens are in the cache already and how many are new. Blocks in any order."""
+    totals = [seen + new for seen, new in spans]
+    counts = [-(-total // BLOCK_TOKENS) for total in totals]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(sum(totals))).tolist()
+    tables = torch.zeros(len(spans), max(counts), dtype=torch.int32)
+    slots, positions, starts = [], [], [0]
+    for row, ((seen, new), count) in enumerate(zip(spans, counts, strict=True)):
+        blocks = [order.pop() for _ in range(count)]
+        tables[row, :count] = torch.tensor(blocks)
+        slots += [blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(seen, seen + new)]
+        positions += range(seen, seen + new)
+        starts.append(starts[-1] + new)
+    return StepBatch(
+        token_ids=torch.zeros(starts[-1], dtype=torch.int64),
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor(totals, dtype=torch.int32),
+        block_tables=tables,
+        sample_rows=torch.zeros(0, dtype=torch.int64),
+        max_query_tokens=max(new for _, new in spans),
+        max_context_tokens=max(totals),
+    )
+
+
+def run(spans: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What paged attention gives for the new tokens, and what torch's attention gives without pages."""
+    generator = torch.Generator().manual_seed(len(spans))
+
+    def random(tokens: int, heads: int) -> Tensor:
+        return torch.randn(tokens, heads, shape.head_dim, generator=generator).to(dtype)
+
+    batch = make_batch(spans)
+    attention = ReferenceAttention(shape, CPU, dtype)
+    (cache,) = attention.allocate(sum(-(-(seen + new) // BLOCK_TOKENS) for seen, new in spans), 1)
+    queries, expected = [], []
+    new_keys, new_values = [], []
+    for row, (seen, new) in enumerate(spans):
+        query = random(new, shape.num_heads)
+        keys, values = random(seen + new, shape.num_kv_heads), random(seen + new, shape.num_kv_heads)
+        slots = [int(batch.block_tables[row, p // BLOCK_TOKENS]) * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(seen)]
+        attention.write(cache, keys[:seen], values[:seen], torch.tensor(slots, dtype=torch.int64))
+        new_keys.append(keys[seen:])
+        new_values.append(values[seen:])
+        queries.append(query)
+        visible = torch.ones(new, seen + new, dtype=torch.bool).tril(diagonal=seen)
+        expected.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                query.float().transpose(0, 1)[None],
+                keys.float().transpose(0, 1)[None],
+                values.float().transpose(0, 1)[None],
+                attn_mask=visible,
+                scale=shape.scale,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+        )
+    attention.write(cache, torch.cat(new_keys), torch.cat(new_values), batch.slots)
+    return attention.attend(torch.cat(queries), cache, batch), torch.cat(expected)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 8), (6, 2, 16), (9, 3, 64), (5, 1, 10)])
+@pytest.mark.parametrize(
+    "spans",
+    [[(0, 1)], [(7, 1), (0, 1), (31, 1)], [(0, 13)], [(5, 11), (0, 6)], [(9, 1), (0, 8), (4, 4), (17, 1)], [(3, 300)]],
+)
+def test_paged_attention_is_attention(spans: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int) -> None:
+    actual, expected = run(spans, make_shape(heads, kv_heads, head_dim), torch.float32)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_any_mix_of_chunks_and_single_tokens_is_attention(spans: list[tuple[int, int]]) -> None:
+    actual, expected = run(spans, make_shape(4, 2, 8), torch.float32)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_softmax_is_in_float32() -> None:
+    actual, expected = run([(0, 40), (12, 1)], make_shape(4, 2, 8), torch.bfloat16)
+    # Only the result is rounded: half a unit in the last of bfloat16's 8 bits.
+    torch.testing.assert_close(actual.float(), expected, atol=1e-6, rtol=2**-8)
+
+
+def test_block_bytes_are_what_is_allocated() -> None:
+    attention = ReferenceAttention(make_shape(6, 2, 16), CPU, torch.bfloat16)
+    caches = attention.allocate(num_blocks=5, num_layers=3)
+    assert [cache.nbytes for cache in caches] == [5 * attention.bytes_per_block()] * 3
+    assert all(not cache.any() for cache in caches)
+
+
+def test_copied_blocks_hold_the_same() -> None:
+    attention = ReferenceAttention(make_shape(2, 2, 4), CPU, torch.float32)
+    caches = attention.allocate(num_blocks=4, num_layers=2)
+    for cache in caches:
+        attention.write(cache, torch.rand(8, 2, 4), torch.rand(8, 2, 4), torch.arange(8))
+    before = [cache.clone() for cache in caches]
+    attention.copy_blocks(caches, [(0, 3), (1, 2)])
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[:, :2], old[:, :2])
+        assert torch.equal(cache[:, 2], old[:, 1])
+        assert torch.equal(cache[:, 3], old[:, 0])

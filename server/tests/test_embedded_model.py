@@ -1,0 +1,176 @@
+"""The embedded model, SmolLM2-135M in bfloat16: the tokenizer, the logits and the tokens of transformers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_driver import ModelDriver
+from penstock_server.models import load_model
+from penstock_server.models.interface import CausalModel, LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.prepare import prepare
+
+CORPUS = [
+    "",
+    " ",
+    "Hello, world! It's a test; we'll see what they've done. Isn't it?",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "   leading, double  and trailing spaces   ",
+    "tabs\tand\nnew\n\nlines\r\n and   \n  mixtures \t\n",
+    "def f(x):\n    return x ** 2 if x > 0 else -x  # ünïcödé\n",
+    "snake_case camelCase SCREAMING kebab-case a.b.c https://example.org/path?q=1&r=%20",
+    "3.14159, 1,000,000 and 0x1F; 2026-11-21T03:40:00Z; v1.2.3; ½ ③ Ⅷ",
+    "Größe, façade, naïve, œuvre, Ångström, e\u0301 and é",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю",
+    "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία",
+    "敏捷的棕色狐狸跳过懒狗。今天天气很好！",
+    "いろはにほへと ちりぬるを ワカヨタレソ ツネナラム",
+    "다람쥐 헌 쳇바퀴에 타고파",
+    "نص حكيم له سر قاطع وذو شأن عظيم",
+    "דג סקרן שט בים מאוכזב ולפתע מצא חברה",
+    "ऋषियों को सताने वाले दुष्ट राक्षसों के राजा रावण",
+    "เป็นมนุษย์สุดประเสริฐเลิศคุณค่า",
+    "🎉 emoji 👩‍👩‍👧‍👦 flags 🇫🇷 skin 👍🏽 keycap 1️⃣",
+    "zero\u200bwidth, nbsp\u00a0here, \u3000ideographic space, bell\a, null\x00",
+    "<|im_start|>user\nWhat is <|im_end|> and <|endoftext|>?<|im_end|>\n<repo_name>x<file_sep>",
+    "<|im_start |> not special <|im_start",
+]
+PROMPTS = [
+    "What is the capital of France?",
+    "Name three colours of the rainbow.",
+    "Write one sentence about the sea.",
+    "What is two plus three?",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    before = os.environ.get("HF_HOME")
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    try:
+        return Path(prepare(None).folder)
+    finally:
+        del os.environ["HF_HOME"]
+        if before is not None:
+            os.environ["HF_HOME"] = before
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file="model.gguf", dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> CausalModel:
+    return load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16), RankGroup())
+
+
+@pytest.fixture
+def driver(model: CausalModel) -> ModelDriver:
+    return ModelDriver(model, block_tokens=16, num_blocks=128)
+
+
+def chat(tokenizer: Any, text: str) -> list[int]:
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    return list(ids["input_ids"])
+
+
+def test_the_tokenizer_encodes_as_the_original(folder: Path, tokenizer: Any) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+    for text in CORPUS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        # SmolLM2 cuts every digit off first. transformers does not know that from the file, and differs where
+        # what stands before a digit would otherwise be cut with it; there the cut is made for it.
+        pieces = split_before_and_after_numerals(text)
+        assert ids == [token_id for piece in pieces for token_id in theirs.encode(piece)]
+
+
+def split_before_and_after_numerals(text: str) -> list[str]:
+    pieces = [""]
+    for character in text:
+        if character.isnumeric() or (pieces[-1] and pieces[-1][-1].isnumeric()):
+            pieces.append("")
+        pieces[-1] += character
+    return pieces
+
+
+def test_spaces_before_a_digit_stay_together(tokenizer: Any) -> None:
+    assert tokenizer.tokenize("x  12 3") == ["x", "ĠĠ", "1", "2", "Ġ", "3"]
+
+
+def test_chat_template_and_special_tokens_are_the_models(tokenizer: Any) -> None:
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == (
+        *("<|im_start|>", "<|im_end|>"),
+        "<|endoftext|>",
+    )
+    text = tokenizer.decode(chat(tokenizer, "hi"))
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_folder_is_one_that_transformers_understands(folder: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    theirs = transformers.AutoConfig.from_pretrained(folder, gguf_file="model.gguf")
+    for key in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "rope_parameters",
+        "max_position_embeddings",
+    ):
+        assert getattr(config, key) == getattr(theirs, key)
+    assert config.tie_word_embeddings
+    assert config.rms_norm_eps == 1e-5
+    assert transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 2
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_transformers_with_the_same_weights(
+    driver: ModelDriver, reference: transformers.PreTrainedModel, tokenizer: Any
+) -> None:
+    ids = chat(tokenizer, PROMPTS[0])
+    sequence = driver.sequence(ids)
+    parts = [driver.step([(sequence, count)], every_row=True) for count in (20, 1, len(ids) - 21)]
+    logits = torch.cat([part for part in parts if part is not None]).float()
+    rounded = reference(torch.tensor([ids])).logits[0].float()
+    exact = reference.float()(torch.tensor([ids])).logits[0]
+    reference.to(torch.bfloat16)
+    ours, theirs = (logits - exact).norm(), (rounded - exact).norm()
+    # Both round to bfloat16 at other places; ours must not be farther from the exact result.
+    assert ours < 1.1 * theirs
+    assert theirs < 0.02 * exact.norm()
+
+
+def test_it_knows_the_capital_of_france(driver: ModelDriver, tokenizer: Any) -> None:
+    (tokens,) = driver.greedy([chat(tokenizer, "What is the capital of France?")], 8)
+    assert tokenizer.decode(tokens).startswith("The capital of France is Paris.<|im_end|>")
+
+
+def test_greedy_tokens_are_those_of_transformers(
+    driver: ModelDriver, reference: transformers.PreTrainedModel, tokenizer: Any
+) -> None:
+    texts = [chat(tokenizer, prompt) for prompt in PROMPTS]
+    together = driver.greedy(texts, 12, chunk_tokens=24)
+    for text, tokens in zip(texts, together, strict=True):
+        ids = reference.generate(
+            torch.tensor([text]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=2
+        )
+        assert tokens == ids[0, len(text) :].tolist()
+
+
+def test_loading_takes_little_more_than_the_weights(model: CausalModel) -> None:
+    assert model.weight_bytes == 2 * 134_515_008
+    assert (model.architecture, model.vocab_size, model.max_position_tokens) == ("llama", 49152, 8192)

@@ -1,0 +1,356 @@
+"""The engine over a model whose tokens tell what stands in its cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from fake_model import BLOCK_TOKENS, POISON, VOCAB, FakeModel, continuation, load_fake
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.engine import Engine, memory, warmup
+from penstock_server.engine.device import choose_device, choose_dtype, usable_cores
+from penstock_server.engine.engine import BROKEN_LOGITS
+from penstock_server.errors import ConfigError, PlanError
+from penstock_server.parallel import RankGroup
+from penstock_server.plan import Advance, NewSequence, Plan, Sampling, StepResult
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small operators on a busy machine spend their time in OpenMP's barriers otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock_server.engine.engine.choose_num_threads", lambda config, world_size: 1)
+        yield
+
+
+LIMITS = WarmUpConfig(max_step_tokens=64, max_step_sequences=8, num_blocks=40, memory_fraction=0.9)
+
+
+def ready_engine(limits: WarmUpConfig = LIMITS) -> Engine:
+    engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32"), load_model=load_fake)
+    engine.warm_up(limits)
+    return engine
+
+
+@dataclass
+class Driver:
+    """Sends plans to an engine and collects tokens by sequence."""
+
+    engine: Engine
+    step: int = 0
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def run(
+        self,
+        advances: list[Advance] | None = None,
+        new: list[NewSequence] | None = None,
+        freed: list[int] | None = None,
+        copies: list[tuple[int, int]] | None = None,
+    ) -> StepResult:
+        self.step += 1
+        result = self.engine.step(Plan(self.step, freed or (), new or (), copies or (), advances or ()))
+        for output in result.outputs:
+            if output.error:
+                self.errors[output.sequence_id] = output.error
+            else:
+                self.tokens.setdefault(output.sequence_id, []).extend(token.id for token in output.tokens)
+        return result
+
+
+def prompt_of(sequence_id: int, length: int) -> list[int]:
+    return [(sequence_id * 101 + place * 7) % 900 + 20 for place in range(length)]
+
+
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_chunks_neighbours_and_order_do_not_change_a_sequence(data: st.DataObject) -> None:
+    driver = Driver(ready_engine())
+    free_blocks = data.draw(st.permutations(range(40)))
+    blocks: dict[int, list[int]] = {}
+    lengths: dict[int, int] = {}
+    computed: dict[int, int] = {}
+    known: dict[int, int] = {}
+    wanted: dict[int, int] = {}
+    waiting = list(range(1, 7))
+    for _ in range(60):
+        new: list[NewSequence] = []
+        if waiting and len(known) < 3:
+            sequence_id = waiting.pop()
+            length = data.draw(st.integers(1, 20))
+            known[sequence_id] = lengths[sequence_id] = length
+            computed[sequence_id], blocks[sequence_id] = 0, []
+            wanted[sequence_id] = data.draw(st.integers(1, 8))
+            new = [NewSequence(sequence_id, prompt_of(sequence_id, length), length)]
+        advances = []
+        for sequence_id in data.draw(st.permutations(sorted(known))):
+            num = data.draw(st.integers(1, known[sequence_id] - computed[sequence_id]))
+            computed[sequence_id] += num
+            missing = -(-computed[sequence_id] // BLOCK_TOKENS) - len(blocks[sequence_id])
+            added, free_blocks = free_blocks[: max(0, missing)], free_blocks[max(0, missing) :]
+            blocks[sequence_id] += added
+            sample = computed[sequence_id] == known[sequence_id]
+            known[sequence_id] += sample
+            advances.append(Advance(sequence_id, num, added, sample))
+        done = [i for i in known if len(driver.tokens.get(i, ())) >= wanted[i]]
+        for sequence_id in done:  # freed in the next plan; leave them out of this one
+            advances = [advance for advance in advances if advance.sequence_id != sequence_id]
+            free_blocks = [*free_blocks, *blocks.pop(sequence_id)]
+            del known[sequence_id], computed[sequence_id]
+        driver.run(advances, new, freed=done)
+        if not waiting and not known:
+            break
+    assert not driver.errors
+    for sequence_id, tokens in driver.tokens.items():
+        assert tokens == continuation(prompt_of(sequence_id, lengths[sequence_id]), len(tokens))
+
+
+def test_a_sampled_token_is_known_in_the_next_step_without_being_sent() -> None:
+    driver = Driver(ready_engine())
+    prompt = prompt_of(1, 6)
+    driver.run([Advance(1, 6, range(5), sample=True)], [NewSequence(1, prompt, 6)])
+    for _ in range(9):
+        driver.run([Advance(1, 1, sample=True)])
+    assert driver.tokens[1] == continuation(prompt, 10)
+
+
+def test_a_recomputed_sequence_goes_on_with_the_same_tokens() -> None:
+    driver = Driver(ready_engine())
+    prompt = prompt_of(1, 6)
+    random = Sampling(do_sample=True, seed=5, temperature=50.0)
+    driver.run([Advance(1, 6, range(5), sample=True)], [NewSequence(1, prompt, 6, sampling=random)])
+    for _ in range(7):
+        driver.run([Advance(1, 1, sample=True)])
+    expected = driver.tokens.pop(1)
+    assert expected != continuation(prompt, 8), "the temperature must make it random"
+    again = NewSequence(1, prompt + expected[:3], 6, sampling=random)
+    driver.run([Advance(1, 9, range(20, 25), sample=True)], [again], freed=[1])
+    for _ in range(4):
+        driver.run([Advance(1, 1, sample=True)])
+    assert driver.tokens[1] == expected[3:]
+
+
+def test_a_fork_shares_computed_blocks_and_copies_the_last() -> None:
+    driver = Driver(ready_engine())
+    prompt = prompt_of(1, 6)
+    driver.run([Advance(1, 6, [0, 1], sample=False)], [NewSequence(1, prompt + [5], 6)])
+    fork = NewSequence(2, prompt + [6], 6, num_computed_tokens=6, block_ids=[0, 9])
+    driver.run([Advance(1, 1, sample=True), Advance(2, 1, sample=True)], [fork], copies=[(1, 9)])
+    assert driver.tokens == {1: continuation(prompt + [5], 1), 2: continuation(prompt + [6], 1)}
+
+
+def test_a_row_with_nan_ends_its_sequence_and_no_other() -> None:
+    driver = Driver(ready_engine())
+    prompts = {1: prompt_of(1, 5), 2: [*prompt_of(2, 4), POISON], 3: prompt_of(3, 5)}
+    result = driver.run(
+        [Advance(i, 5, [2 * i, 2 * i + 1], sample=True) for i in prompts],
+        [NewSequence(i, prompt, 5) for i, prompt in prompts.items()],
+    )
+    assert [output.sequence_id for output in result.outputs] == [1, 2, 3]
+    driver.run([Advance(i, 1, sample=True) for i in prompts])  # planned before the result came back
+    assert driver.errors == {2: BROKEN_LOGITS}
+    assert driver.tokens == {1: continuation(prompts[1], 2), 3: continuation(prompts[3], 2)}
+
+
+def test_outputs_stand_in_the_order_of_the_advances() -> None:
+    driver = Driver(ready_engine())
+    new = [NewSequence(i, prompt_of(i, 3), 3, 0, [i]) for i in (1, 2, 3, 4)]
+    advances = [Advance(3, 3, sample=True), Advance(9, 1), Advance(1, 1), Advance(4, 9), Advance(2, 3, sample=True)]
+    result = driver.run(advances, new)
+    assert [output.sequence_id for output in result.outputs] == [3, 9, 4, 2]
+
+
+def test_a_plan_that_only_frees_runs_no_model() -> None:
+    engine = ready_engine()
+    driver = Driver(engine)
+    driver.run([Advance(1, 3, [1], sample=True)], [NewSequence(1, prompt_of(1, 3), 3)])
+    assert isinstance(engine.model, FakeModel)
+    before = engine.model.num_steps
+    result = driver.run(freed=[1])
+    assert (result.outputs, engine.model.num_steps) == ([], before)
+    assert driver.run([Advance(1, 1)]).outputs[0].error == "unknown sequence id"
+
+
+def test_a_reset_forgets_every_sequence_and_starts_at_step_one() -> None:
+    driver = Driver(ready_engine())
+    driver.run([Advance(1, 3, [1], sample=True)], [NewSequence(1, prompt_of(1, 3), 3)])
+    driver.engine.reset()
+    driver.step = 0
+    assert driver.run([Advance(1, 1)]).outputs[0].error == "unknown sequence id"
+
+
+BROKEN_PLANS = {
+    "step": (Plan(2), "step is 2, must be 1"),
+    "advances": (Plan(1, advances=[Advance(i, 1) for i in range(9)]), "plan has 9 advances, at most 8 are allowed"),
+    "tokens": (Plan(1, advances=[Advance(1, 65)]), "plan advances 65 tokens, at most 64 are allowed"),
+    "copy": (Plan(1, block_copies=[(0, 40)]), "block copy (0, 40) is outside of the pool of 40"),
+}
+
+
+@pytest.mark.parametrize(("plan", "message"), BROKEN_PLANS.values(), ids=BROKEN_PLANS.keys())
+def test_a_broken_plan_is_refused_as_a_whole(plan: Plan, message: str) -> None:
+    engine = ready_engine()
+    with pytest.raises(PlanError) as caught:
+        engine.step(plan)
+    assert str(caught.value) == message
+    assert engine.step(Plan(1)).step == 1, "nothing happened"
+
+
+class PairedGroup(RankGroup):
+    """Rank 0 and rank 1 in one thread: what the first broadcasts waits for the second."""
+
+    sent: list[torch.Tensor] = []
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank == 0:
+            self.sent.append(x.clone())
+            return x
+        return x.copy_(self.sent.pop(0))
+
+    def minimum(self, value: int) -> int:
+        return value
+
+
+def test_the_other_rank_follows_the_first_and_says_nothing() -> None:
+    engines = []
+    for rank in (0, 1):
+        engine = Engine(FakeModel(rank), PairedGroup(rank, 2), torch.device("cpu"), BLOCK_TOKENS)
+        engine.warm_up(LIMITS)
+        engines.append(engine)
+    prompts = {1: prompt_of(1, 5), 2: [*prompt_of(2, 4), POISON], 3: prompt_of(3, 5)}
+    drivers = [Driver(engine) for engine in engines]
+    for driver in drivers:
+        driver.run(
+            [Advance(i, 5, [2 * i, 2 * i + 1], sample=True) for i in prompts],
+            [NewSequence(i, prompt, 5, sampling=Sampling(do_sample=i == 3)) for i, prompt in prompts.items()],
+        )
+    for _ in range(3):
+        for driver in drivers:
+            driver.run([Advance(i, 1, sample=True) for i in prompts])
+    assert drivers[0].tokens[1] == continuation(prompts[1], 4)
+    assert (drivers[1].tokens, drivers[1].errors) == ({}, {})
+    first, second = (engine.model for engine in engines)
+    assert isinstance(first, FakeModel)
+    assert isinstance(second, FakeModel)
+    assert torch.equal(first.cache, second.cache)
+
+
+def test_warm_up_runs_the_worst_steps() -> None:
+    limits = warmup.WorstStep(100, 4, 30, max_context_tokens=60, block_tokens=4)
+    assert warmup.prefill(limits) == ([30, 30, 30, 10], [30, 30, 30, 10])
+    assert warmup.decode(limits) == ([1] * 4, [30, 10, 10, 10])
+
+
+def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
+    engine, description = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS), load_model=load_fake)
+    assert isinstance(engine.model, FakeModel)
+    engine.model.kv_bytes_per_block = 1 << 24
+    capacity = engine.warm_up(WarmUpConfig(16, 4))
+    assert 1 <= capacity.num_blocks <= (2 << 30) >> 24
+    assert len(engine.model.cache) == capacity.num_blocks
+    assert [phase.name for phase in capacity.phases] == ["worst prefill", "worst decode", "allocate KV pool"]
+    assert description.vocab_size == VOCAB
+
+
+BROKEN_LIMITS = {
+    "no tokens": (WarmUpConfig(0, 1), "max_step_tokens is 0 and max_step_sequences 1, both must be at least 1"),
+    "too long": (WarmUpConfig(8, 1, max_sequence_tokens=65), "sequences of 65 tokens were asked for"),
+    "fraction": (WarmUpConfig(8, 1, memory_fraction=0), "memory_fraction is 0, must be in (0, 1]"),
+    "small pool": (
+        WarmUpConfig(8, 1, max_sequence_tokens=50, num_blocks=3),
+        "the KV pool has room for 12 tokens (3 blocks), but one sequence may have 50",
+    ),
+    "large pool": (WarmUpConfig(8, 1, num_blocks=1 << 45), "35184372088832 KV blocks were asked for (1073741824 MiB)"),
+}
+
+
+@pytest.mark.parametrize(("limits", "message"), BROKEN_LIMITS.values(), ids=BROKEN_LIMITS.keys())
+def test_limits_that_cannot_be_served_are_refused(limits: WarmUpConfig, message: str) -> None:
+    engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS), load_model=load_fake)
+    with pytest.raises(ConfigError, match="^" + message.replace("(", r"\(").replace(")", r"\)")):
+        engine.warm_up(limits)
+
+
+BROKEN_LOADS = {
+    "quantize": ({"quantize": "awq"}, 'quantize is "awq"'),
+    "dtype": ({"dtype": "int3"}, 'dtype is "int3", must be one of float32, float16, bfloat16'),
+    "device": ({"device": "tpu"}, 'device is "tpu", must be "cpu" or "cuda:N"'),
+    "blocks": ({"block_tokens": 0}, "block_tokens is 0"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BROKEN_LOADS.values(), ids=BROKEN_LOADS.keys())
+def test_options_that_cannot_be_served_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine.load(LoadConfig(**{"model_path": Path("x"), "block_tokens": 4, **options}), load_model=load_fake)
+
+
+def test_several_ranks_need_a_rendezvous() -> None:
+    with pytest.raises(ConfigError, match="2 ranks need a rendezvous"):
+        Engine.load(LoadConfig(Path("x"), 4), world_size=2, load_model=load_fake)
+
+
+def test_the_pool_shares_what_is_left() -> None:
+    gib = 1 << 30
+    left = memory.Memory(total=100 * gib, available=50 * gib, transient=gib)
+    assert memory.usable_bytes(left, memory.Share(1.0, 1, default_cap=False)) == 49 * gib
+    assert memory.usable_bytes(left, memory.Share(0.9, 2, default_cap=False)) == pytest.approx(19 * gib, abs=2)
+    assert memory.usable_bytes(left, memory.Share(1.0, 1, default_cap=True)) == 2 * gib
+    assert memory.usable_bytes(left, memory.Share(0.4, 1, default_cap=False)) == 0
+    scarce = memory.Memory(total=4 * gib, available=2 * gib, transient=0)
+    assert memory.usable_bytes(scarce, memory.Share(1.0, 2, default_cap=True)) == gib // 2
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (1000 << 10, 800 << 10)),
+        ({"memory.max": "max", "memory.current": "5", "memory.stat": ""}, (1000 << 10, 800 << 10)),
+        (
+            {"memory.max": "600000", "memory.current": "500000", "memory.stat": "inactive_file 100000\nother 1\n"},
+            (600_000, 200_000),
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "600000",
+                "memory/memory.usage_in_bytes": "500000",
+                "memory/memory.stat": "total_inactive_file 50000\n",
+            },
+            (600_000, 150_000),
+        ),
+    ],
+    ids=["none", "unlimited", "version 2", "version 1"],
+)
+def test_a_control_group_limits_the_memory(tmp_path: Path, files: dict[str, str], expected: tuple[int, int]) -> None:
+    write(tmp_path, {"meminfo": "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n"})
+    write(tmp_path / "cgroup", files)
+    assert memory._host_memory(tmp_path, tmp_path / "cgroup") == expected
+
+
+def test_a_cpu_quota_limits_the_threads(tmp_path: Path) -> None:
+    cores = usable_cores(tmp_path)
+    assert cores >= 1
+    write(tmp_path, {"cpu.max": "50000 100000"})
+    assert usable_cores(tmp_path) == 1
+    write(tmp_path, {"cpu.max": "max 100000"})
+    assert usable_cores(tmp_path) == cores
+
+
+def test_device_and_dtype_are_chosen_from_the_machine() -> None:
+    device = choose_device("cpu", 0)
+    assert device == torch.device("cpu")
+    assert choose_dtype("float16", device) == torch.float16
+    assert choose_dtype("", device) in (torch.bfloat16, torch.float32)
+    assert math.isfinite(float(torch.zeros(1, dtype=choose_dtype("", device))))

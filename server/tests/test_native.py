@@ -1,0 +1,300 @@
+"""Native kernels against torch over grids of shapes, and their promise: a row's bits do not depend on its company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from penstock_server.attention import native
+from penstock_server.attention.interface import AttentionShape, StepBatch
+from penstock_server.attention.reference import ReferenceAttention
+from penstock_server.kernels import native_ops
+from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.layers.native_stack import NativeStack, StackLayer
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not native_ops.available(), reason="no AVX-512 BF16, or no penstock_kernels")
+
+BF16 = torch.bfloat16
+SHAPES = [(1, 1), (17, 3), (48, 64), (100, 31), (576, 576), (960, 576), (130, 1536)]
+ROWS = [1, 2, 3, 7, 8, 9, 32, 100, 260]
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(BF16)
+
+
+@pytest.fixture(scope="module")
+def ops() -> native_ops.NativeOps:
+    return native_ops.NativeOps()
+
+
+@pytest.fixture(scope="module")
+def torch_ops() -> TorchOps:
+    return TorchOps()
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_equals_torch(ops: native_ops.NativeOps, out_features: int, in_features: int, with_bias: bool) -> None:
+    weight = random(out_features, in_features, scale=in_features**-0.5)
+    bias = random(out_features) if with_bias else None
+    packed = ops.pack_linear(weight, bias)
+    for rows in ROWS:
+        x = random(rows, in_features)
+        expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float() if bias is not None else None)
+        assert_near(packed(x), expected)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_linear_row_has_the_same_bits_alone_and_in_a_batch(
+    ops: native_ops.NativeOps, out_features: int, in_features: int
+) -> None:
+    packed = ops.pack_linear(random(out_features, in_features), None)
+    x = random(260, in_features)
+    alone = torch.cat([packed(x[row : row + 1]) for row in range(260)])
+    for rows in ROWS:
+        assert torch.equal(packed(x[:rows]), alone[:rows])
+    one_thread = native_ops.NativeOps(num_threads=1).pack_linear(random(out_features, in_features), None)
+    assert torch.equal(one_thread(x), alone)
+
+
+def test_linear_takes_strided_and_no_rows(ops: native_ops.NativeOps) -> None:
+    packed = ops.pack_linear(random(50, 64), None)
+    wide = random(9, 200)
+    assert torch.equal(packed(wide[:, 64:128]), packed(wide[:, 64:128].contiguous()))
+    assert packed(wide[:0, :64]).shape == (0, 50)
+
+
+def test_fused_ends_equal_separate_operators(ops: native_ops.NativeOps) -> None:
+    weight, bias = random(2 * 200, 96, scale=0.1), random(2 * 200)
+    for rows in ROWS:
+        x = random(rows, 96)
+        plain = ops.pack_linear(weight, bias)(x)
+        assert torch.equal(ops.pack_gate_up(weight, bias)(x), ops.silu_multiply(plain))
+        residual = random(rows, 400)
+        expected = residual + plain
+        ops.pack_linear(weight, bias).add_to(x, residual)
+        assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("dim", [1, 16, 100, 576, 4096])
+def test_norms_equal_torch(ops: native_ops.NativeOps, torch_ops: TorchOps, dim: int) -> None:
+    weight = random(dim)
+    for rows in ROWS:
+        x, residual = random(rows, dim), random(rows + 1, dim)[1:].contiguous()
+        assert_near(ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
+        sum_native, sum_torch = residual.clone(), residual.clone()
+        normed = ops.add_rms_norm(x, sum_native, weight, 1e-5)
+        assert_near(normed, torch_ops.add_rms_norm(x, sum_torch, weight, 1e-5))
+        assert torch.equal(sum_native, sum_torch)
+
+
+@pytest.mark.parametrize("dim", [1, 16, 100, 1536])
+def test_silu_multiply_equals_torch(ops: native_ops.NativeOps, torch_ops: TorchOps, dim: int) -> None:
+    for rows in ROWS:
+        x = random(rows, 2 * dim, scale=3.0)
+        assert_near(ops.silu_multiply(x), torch_ops.silu_multiply(x))
+
+
+def angles(rotary_dim: int) -> tuple[Tensor, Tensor]:
+    table = torch.outer(torch.arange(500.0), 10000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim))
+    return table.cos(), table.sin()
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (64, 32), (80, 20), (256, 256)])
+def test_rotate_equals_torch(ops: native_ops.NativeOps, torch_ops: TorchOps, head_dim: int, rotary_dim: int) -> None:
+    cos, sin = angles(rotary_dim)
+    for rows in ROWS:
+        positions = torch.randint(0, 500, (rows,))
+        fused = random(rows, 9 + 3 + 3, head_dim)
+        expected = fused.clone()
+        ops.rotate(fused[:, :9], fused[:, 9:12], cos, sin, positions)
+        torch_ops.rotate(expected[:, :9], expected[:, 9:12], cos, sin, positions)
+        assert torch.equal(fused, expected)
+
+
+def test_argmax_logprob_equals_torch(ops: native_ops.NativeOps) -> None:
+    for rows, vocab in [(1, 1), (3, 1000), (8, 49152), (2, 4097)]:
+        logits = random(rows, vocab, scale=2.0)
+        ids, logprobs = ops.argmax_logprob(logits)
+        expected = logits.float().log_softmax(-1)
+        assert torch.equal(ids, (logits == logits.max(-1, keepdim=True).values).int().argmax(-1))
+        torch.testing.assert_close(logprobs, expected.gather(1, ids[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_argmax_logprob_flags_rows_with_nan() -> None:
+    logits = random(3, 5000)
+    logits[1, 4999] = float("nan")
+    ids, logprobs = native_ops.argmax_logprob(logits)
+    assert (ids[1], logprobs[1].isnan()) == (-1, True)
+    assert (ids[[0, 2]] >= 0).all()
+    assert logprobs[[0, 2]].isfinite().all()
+
+
+class Pages:
+    """Sequences whose keys and values lie in shuffled blocks of a native and of a reference cache."""
+
+    def __init__(self, shape: AttentionShape, lengths: list[int]) -> None:
+        self.shape = shape
+        self.native = native.NativeAttention(shape)
+        self.reference = ReferenceAttention(shape, torch.device("cpu"), BF16)
+        counts = [-(-length // 16) for length in lengths]
+        shuffled = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
+        self.tables = [[shuffled.pop() for _ in range(count)] for count in counts]
+        self.caches = [attention.allocate(sum(counts), 1)[0] for attention in (self.native, self.reference)]
+        self.caches[0].fill_(float("nan"))  # what is not written must not be seen
+        self.queries = [random(length, shape.num_heads, shape.head_dim) for length in lengths]
+        for sequence, length in enumerate(lengths):
+            keys, values = random(2, length, shape.num_kv_heads, shape.head_dim)
+            slots = torch.tensor([self.tables[sequence][i // 16] * 16 + i % 16 for i in range(length)])
+            self.native.write(self.caches[0], keys, values, slots)
+            self.reference.write(self.caches[1], keys, values, slots)
+
+    def batch(self, steps: list[tuple[int, int, int]]) -> tuple[Tensor, StepBatch]:
+        """steps: (sequence, tokens computed before, tokens of this step)"""
+        queries = torch.cat([self.queries[s][computed : computed + count] for s, computed, count in steps])
+        counts = torch.tensor([0] + [count for _, _, count in steps], dtype=torch.int32)
+        context_lens = torch.tensor([computed + count for _, computed, count in steps], dtype=torch.int32)
+        width = max(len(table) for table in self.tables)
+        tables = torch.tensor(
+            [self.tables[s] + [0] * (width - len(self.tables[s])) for s, _, _ in steps], dtype=torch.int32
+        )
+        empty = torch.empty(0, dtype=torch.int64)
+        starts = counts.cumsum(0, dtype=torch.int32)
+        batch = StepBatch(
+            empty, empty, empty, starts, context_lens, tables, empty, int(counts.max()), int(context_lens.max())
+        )
+        return queries, batch
+
+    def attend(self, steps: list[tuple[int, int, int]]) -> Tensor:
+        queries, batch = self.batch(steps)
+        return self.native.attend(queries, self.caches[0], batch)
+
+
+HEADS = [(9, 3, 64), (4, 4, 32), (8, 1, 128), (6, 2, 80), (2, 1, 256)]
+
+
+def pages(heads: int, kv_heads: int, head_dim: int, lengths: list[int]) -> Pages:
+    return Pages(AttentionShape(heads, kv_heads, head_dim, head_dim**-0.5, 16), lengths)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_attention_equals_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
+    world = pages(heads, kv_heads, head_dim, [1, 16, 17, 130, 600])
+    for steps in (
+        [(4, 599, 1)],
+        [(s, length - 1, 1) for s, length in enumerate([1, 16, 17, 130, 600])],
+        [(4, 0, 600)],
+        [(0, 0, 1), (3, 37, 93), (2, 16, 1), (4, 250, 20), (1, 3, 13)],
+    ):
+        queries, batch = world.batch(steps)
+        actual = world.native.attend(queries, world.caches[0], batch)
+        assert_near(actual, world.reference.attend(queries, world.caches[1], batch))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_attention_row_has_the_same_bits_alone_chunked_and_in_a_batch(heads: int, kv_heads: int, head_dim: int) -> None:
+    world = pages(heads, kv_heads, head_dim, [600, 77])
+    whole = world.attend([(0, 0, 600)])
+    for chunk in (16, 50, 256):
+        parts = [world.attend([(0, first, min(chunk, 600 - first))]) for first in range(0, 600, chunk)]
+        assert torch.equal(torch.cat(parts), whole)
+    for position in (0, 1, 63, 64, 100, 255, 256, 511, 512, 599):
+        alone = world.attend([(0, position, 1)])
+        assert torch.equal(alone[0], whole[position])
+        crowd = world.attend([(1, 70, 7), (0, position, 1)] + [(1, 76, 1)] * 20)
+        assert torch.equal(crowd[7], whole[position])
+
+
+def test_queries_may_be_views_of_a_fused_tensor() -> None:
+    world = pages(9, 3, 64, [100])
+    queries, batch = world.batch([(0, 60, 40)])
+    fused = torch.cat([queries, random(40, 6, 64)], dim=1)
+    actual = world.native.attend(fused[:, :9], world.caches[0], batch)
+    assert torch.equal(actual, world.native.attend(queries, world.caches[0], batch))
+
+
+def test_fused_rotation_and_write_equals_both(ops: native_ops.NativeOps) -> None:
+    attention = native.NativeAttention(AttentionShape(9, 3, 64, 0.125, 16))
+    cos, sin = angles(64)
+    for rows in (1, 50):
+        fused = random(rows, 15, 64)
+        positions, slots = torch.arange(rows) + 5, torch.randperm(64)[:rows]
+        separate = fused.clone()
+        caches = attention.allocate(4, 2)
+        ops.rotate(separate[:, :9], separate[:, 9:12], cos, sin, positions)
+        attention.write(caches[0], separate[:, 9:12], separate[:, 12:], slots)
+        heads = (fused[:, :9], fused[:, 9:12], fused[:, 12:])
+        attention.rotate_and_write(caches[1], heads, (cos, sin), positions, slots)
+        assert torch.equal(fused, separate)
+        assert torch.equal(*caches)
+
+
+def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps) -> None:
+    hidden, eps, rope = 96, 1e-5, angles(32)
+    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16))
+    layers = [
+        StackLayer(
+            attention_norm=random(hidden),
+            qkv=ops.pack_linear(random(8 * 32, hidden, scale=0.1), random(8 * 32, scale=0.1)),
+            output=ops.pack_linear(random(hidden, 4 * 32, scale=0.1), None),
+            mlp_norm=random(hidden),
+            gate_up=ops.pack_gate_up(random(2 * 200 + layer * 100, hidden, scale=0.1), None),
+            down=ops.pack_linear(random(hidden, 200 + layer * 50, scale=0.1), None),
+        )
+        for layer in range(3)
+    ]
+    final_norm = random(hidden)
+    stack = NativeStack(attention, layers, final_norm, rope, eps)
+    caches, plain_caches = attention.allocate(80, 3), attention.allocate(80, 3)
+
+    def plain(residual: Tensor, batch: StepBatch) -> Tensor:
+        for layer, cache in zip(layers, plain_caches, strict=True):
+            qkv = layer.qkv(ops.rms_norm(residual, layer.attention_norm, eps)).view(-1, 8, 32)
+            ops.rotate(qkv[:, :4], qkv[:, 4:6], *rope, batch.positions)
+            attention.write(cache, qkv[:, 4:6], qkv[:, 6:], batch.slots)
+            attended = attention.attend(qkv[:, :4], cache, batch).flatten(1)
+            normed = ops.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
+            residual += layer.down(layer.gate_up(normed))
+        return ops.rms_norm(residual, final_norm, eps)[batch.sample_rows]
+
+    # sequence 0 in blocks 0.., sequence 1 in blocks 40..: chunks, single tokens, and steps that sample nothing
+    computed = [0, 0]
+    for counts, samples in [((33, 0), []), ((1, 0), [0]), ((250, 64), [249, 313]), ((1, 1), [0, 1]), ((1, 20), [5])]:
+        sequences = [s for s in (0, 1) if counts[s]]
+        positions = torch.cat([torch.arange(computed[s], computed[s] + counts[s]) for s in sequences])
+        slots = torch.cat([torch.arange(computed[s], computed[s] + counts[s]) + 640 * s for s in sequences])
+        computed = [computed[s] + counts[s] for s in (0, 1)]
+        starts = torch.tensor([0] + [counts[s] for s in sequences], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        batch = StepBatch(
+            token_ids=positions,
+            positions=positions,
+            slots=slots,
+            query_starts=starts,
+            context_lens=torch.tensor([computed[s] for s in sequences], dtype=torch.int32),
+            block_tables=torch.tensor([[s * 40 + i for i in range(40)] for s in sequences], dtype=torch.int32),
+            sample_rows=torch.tensor(samples, dtype=torch.int64),
+            max_query_tokens=max(counts),
+            max_context_tokens=max(computed),
+        )
+        residual = random(len(positions), hidden)
+        expected = plain(residual.clone(), batch)
+        assert torch.equal(stack.run(residual, caches, batch), expected)
+        assert all(torch.equal(a, b) for a, b in zip(caches, plain_caches, strict=True))
+
+
+def test_copied_blocks_hold_the_same_context() -> None:
+    world = pages(4, 2, 64, [33])
+    before = world.attend([(0, 32, 1)])
+    cache = torch.cat([world.caches[0], torch.full_like(world.caches[0], float("nan"))])
+    old = world.tables[0]
+    world.native.copy_blocks([cache], [(block, block + 3) for block in old])
+    cache[:3] = float("nan")
+    world.caches[0], world.tables[0] = cache, [block + 3 for block in old]
+    assert torch.equal(world.attend([(0, 32, 1)]), before)
+    assert world.native.bytes_per_block() == cache[0].nbytes

@@ -1,0 +1,321 @@
+"""The service over a real unix socket with a real client: pipelining, isolation, refusals, health while a step runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket as sockets
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+import grpc
+import pytest
+from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
+from penstock_server.config import WorkerConfig
+from penstock_server.errors import ConfigError
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.pb import worker_pb2 as pb
+from penstock_server.pb import worker_pb2_grpc as rpc
+from penstock_server.service import PROTOCOL_VERSION, Worker, start_server
+
+TIMEOUT_S = 60
+GREEDY = pb.Sampling(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
+LOAD = pb.LoadRequest(
+    protocol_version=PROTOCOL_VERSION, model_path="/nowhere", block_tokens=BLOCK_TOKENS, dtype="float32", num_threads=1
+)
+WARM_UP = pb.WarmUpRequest(max_step_tokens=64, max_step_sequences=8, num_blocks=40, memory_fraction=0.9)
+
+
+@dataclass
+class Client:
+    """A worker with a fake model in this process, and a stub that talks to it."""
+
+    worker: Worker
+    stub: rpc.WorkerStub
+    models: list[FakeModel]
+
+    @property
+    def model(self) -> FakeModel:
+        return self.models[0]
+
+    def make_ready(self) -> None:
+        self.stub.Load(LOAD, timeout=TIMEOUT_S)
+        self.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S)
+        self.model.started.clear()
+
+    def steps(self) -> Steps:
+        return Steps(self.stub)
+
+
+@dataclass
+class Steps:
+    """An open stream of steps."""
+
+    stub: rpc.WorkerStub
+    sent: SimpleQueue[pb.Plan | None] = field(default_factory=SimpleQueue)
+    num_sent: int = 0
+
+    def __post_init__(self) -> None:
+        self.results = self.stub.Steps(iter(self.sent.get, None), timeout=TIMEOUT_S)
+
+    def send(
+        self, *advances: pb.Advance, new: list[pb.NewSequence] | None = None, freed: list[int] | None = None
+    ) -> None:
+        self.num_sent += 1
+        self.sent.put(pb.Plan(step=self.num_sent, new_sequences=new, freed_sequence_ids=freed, advances=advances))
+
+    def end(self) -> None:
+        self.sent.put(None)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    models: list[FakeModel] = []
+
+    def load(options: LoadOptions, group: RankGroup) -> FakeModel:
+        models.append(FakeModel())
+        return models[-1]
+
+    path = tmp_path / "worker"
+    worker = Worker(WorkerConfig(path), load_model=load)
+    server = start_server(worker, path)
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        yield Client(worker, rpc.WorkerStub(channel), models)
+    server.stop(None).wait()
+
+
+def new_sequence(sequence_id: int, prompt: list[int], sampling: pb.Sampling = GREEDY) -> pb.NewSequence:
+    return pb.NewSequence(
+        sequence_id=sequence_id,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        block_ids=range(4 * sequence_id, 4 * sequence_id + 4),
+        sampling=sampling,
+    )
+
+
+def advance(sequence_id: int, num_tokens: int = 1) -> pb.Advance:
+    return pb.Advance(sequence_id=sequence_id, num_tokens=num_tokens, sample=True)
+
+
+def test_plans_sent_ahead_are_executed_in_order(client: Client) -> None:
+    client.make_ready()
+    steps = client.steps()
+    prompts = {1: [5, 6, 7], 2: [8, 9]}
+    client.model.gate.clear()
+    steps.send(advance(1, 3), advance(2, 2), new=[new_sequence(i, prompt) for i, prompt in prompts.items()])
+    for _ in range(5):
+        steps.send(advance(1), advance(2))
+    steps.end()
+    assert client.model.started.wait(TIMEOUT_S)
+    client.model.gate.set()
+    results = list(steps.results)
+    assert [result.step for result in results] == [1, 2, 3, 4, 5, 6]
+    for place, (sequence_id, prompt) in enumerate(prompts.items()):
+        outputs = [result.outputs[place] for result in results]
+        assert {output.sequence_id for output in outputs} == {sequence_id}
+        assert [token.id for output in outputs for token in output.tokens] == continuation(prompt, 6)
+        assert all(token.logprob <= 0 for output in outputs for token in output.tokens)
+
+
+def test_health_answers_while_a_step_runs(client: Client) -> None:
+    client.make_ready()
+    steps = client.steps()
+    assert not client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).stepping
+    client.model.gate.clear()
+    steps.send(advance(1, 2), new=[new_sequence(1, [5, 6])])
+    assert client.model.started.wait(TIMEOUT_S)
+    health = client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S)
+    assert health.stepping
+    assert health.stepping_seconds > 0
+    assert health.last_step == 0
+    client.model.gate.set()
+    next(steps.results)
+    steps.end()
+    assert list(steps.results) == []
+    health = client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S)
+    assert (health.last_step, health.stepping) == (1, False)
+
+
+def test_a_router_of_another_version_is_refused_with_both_versions(client: Client) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        client.stub.Load(pb.LoadRequest(protocol_version=99), timeout=TIMEOUT_S)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "protocol version 99" in caught.value.details()
+    assert f"speaks version {PROTOCOL_VERSION}" in caught.value.details()
+    client.make_ready()  # and the worker is as good as before
+
+
+def test_what_cannot_be_served_is_refused_with_the_reason(client: Client) -> None:
+    request = pb.LoadRequest()
+    request.CopyFrom(LOAD)
+    request.quantize = "awq"
+    with pytest.raises(grpc.RpcError) as caught:
+        client.stub.Load(request, timeout=TIMEOUT_S)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert caught.value.details() == 'quantize is "awq"; this version serves unquantized models only'
+    assert not client.worker.faulted.is_set()
+
+
+def test_calls_out_of_order_are_refused(client: Client) -> None:
+    for call in (lambda: client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S), lambda: next(client.steps().results)):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    client.make_ready()
+    for call in (
+        lambda: client.stub.Load(LOAD, timeout=TIMEOUT_S),
+        lambda: client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_the_load_and_warm_up_answers_describe_the_model(client: Client) -> None:
+    description = client.stub.Load(LOAD, timeout=TIMEOUT_S)
+    assert description.protocol_version == PROTOCOL_VERSION
+    assert (description.architecture, description.dtype, description.device) == ("fake", "float32", "cpu")
+    assert (description.vocab_size, description.max_position_tokens) == (997, 64)
+    assert [phase.name for phase in description.phases] == ["import", "meet ranks", "load model"]
+    assert client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S).num_blocks == 40
+
+
+UNSUPPORTED = {
+    "typical_p": {"typical_p": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "presence_penalty": {"presence_penalty": -0.5},
+    "logit_bias": {"logit_bias": [pb.LogitBias(token_id=1, bias=1)]},
+    "min_new_tokens": {"min_new_tokens": 2, "stop_token_ids": [3]},
+    "watermark": {"watermark": True},
+    "top_n": {"top_n": 2},
+    "prompt_logprobs": {"prompt_logprobs": True},
+    "grammar": {"grammar": pb.Grammar(regex="a*")},
+}
+
+
+def test_a_broken_sequence_is_its_own_error_and_the_others_go_on(client: Client) -> None:
+    client.make_ready()
+    steps = client.steps()
+    fine, outside = new_sequence(1, [5, 6]), new_sequence(2, [5, 2000])
+    asking = []
+    for sequence_id, options in enumerate(UNSUPPORTED.values(), 3):
+        sampling = pb.Sampling(temperature=1, top_p=1, repetition_penalty=1)
+        sampling.MergeFrom(pb.Sampling(**options))
+        asking.append(new_sequence(sequence_id, [7], sampling))
+    for sequence in asking:
+        del sequence.block_ids[:]
+    steps.send(advance(1, 2), advance(2, 2), new=[fine, outside, *asking])
+    steps.send(advance(1), *(advance(sequence.sequence_id) for sequence in asking[:7]))
+    steps.send(*(advance(sequence.sequence_id) for sequence in asking[7:]), advance(1))
+    first, second, third = (next(steps.results) for _ in range(3))
+    assert first.outputs[1].error == "token id 2000 is outside of the vocabulary of 997"
+    errors = [output.error for output in (*second.outputs[1:], *third.outputs[:-1])]
+    assert errors == [f"sampling by {name} is not supported by this worker" for name in UNSUPPORTED]
+    tokens = [first.outputs[0].tokens[0].id, second.outputs[0].tokens[0].id, third.outputs[-1].tokens[0].id]
+    assert tokens == continuation([5, 6], 3)
+
+
+def test_a_new_stream_forgets_the_one_before(client: Client) -> None:
+    client.make_ready()
+    old = client.steps()
+    old.send(advance(1, 2), new=[new_sequence(1, [5, 6])])
+    next(old.results)
+    new = client.steps()
+    new.send(advance(1))
+    assert next(new.results).outputs[0].error == "unknown sequence id"
+    with pytest.raises(grpc.RpcError) as caught:
+        next(old.results)
+    assert caught.value.code() == grpc.StatusCode.ABORTED
+    new.send(advance(1, 2), new=[new_sequence(1, [5, 6])], freed=[1])
+    assert next(new.results).outputs[0].tokens[0].id == continuation([5, 6], 1)[0]
+
+
+def test_a_cancelled_stream_leaves_room_for_the_next(client: Client) -> None:
+    client.make_ready()
+    for _ in range(12):  # more than there are RPC threads
+        steps = client.steps()
+        steps.send(advance(1, 2), new=[new_sequence(1, [5, 6])])
+        assert next(steps.results).step == 1
+        steps.results.cancel()
+
+
+def test_a_broken_plan_ends_the_stream_and_not_the_worker(client: Client) -> None:
+    client.make_ready()
+    steps = client.steps()
+    steps.sent.put(pb.Plan(step=7))
+    with pytest.raises(grpc.RpcError) as caught:
+        next(steps.results)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "step is 7, must be 1"
+    again = client.steps()
+    again.send()
+    assert next(again.results).step == 1
+
+
+def test_a_crash_in_a_step_is_internal_and_ends_the_worker(client: Client) -> None:
+    client.make_ready()
+    steps = client.steps()
+    steps.send(advance(1, 2), new=[new_sequence(1, [5, CRASH])])
+    with pytest.raises(grpc.RpcError) as caught:
+        next(steps.results)
+    assert caught.value.code() == grpc.StatusCode.INTERNAL
+    assert "the model crashed" in caught.value.details()
+    assert client.worker.faulted.wait(TIMEOUT_S)
+
+
+def test_a_message_may_be_larger_than_grpc_s_default_limit(client: Client) -> None:
+    client.make_ready()
+    steps = client.steps()
+    long = pb.NewSequence(sequence_id=1, token_ids=[900] * 3_000_000, num_prompt_tokens=1, sampling=GREEDY)
+    steps.send(advance(1), new=[long])
+    assert next(steps.results).outputs[0].error == "has 3000000 tokens, at most 64 are allowed"
+
+
+def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+    stale = tmp_path / "stale"
+    with sockets.socket(sockets.AF_UNIX) as left_behind:
+        left_behind.bind(str(stale))
+    server = start_server(Worker(WorkerConfig(stale)), stale)
+    server.stop(None).wait()
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        start_server(Worker(WorkerConfig(file)), file)
+    assert file.read_text() == "precious"
+    with pytest.raises(ConfigError, match="at most 107 are allowed"):
+        start_server(Worker(WorkerConfig(file)), tmp_path / ("x" * 200))
+
+
+def test_the_process_ignores_sigint_and_exits_0_on_sigterm(tmp_path: Path) -> None:
+    path = tmp_path / "worker"
+    server_root = Path(__file__).parents[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock_server", "--socket", str(path)],
+        env={**os.environ, "PYTHONPATH": str(server_root)},
+    )
+    try:
+        with grpc.insecure_channel(f"unix:{path}", options=[("grpc.max_reconnect_backoff_ms", 100)]) as channel:
+            stub = rpc.WorkerStub(channel)
+            stub.Health(pb.HealthRequest(), wait_for_ready=True, timeout=TIMEOUT_S)
+            process.send_signal(signal.SIGINT)
+            stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+        assert not path.exists()
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("flags", [["--rank", "2", "--world-size", "2"], ["--rank", "-1"]])
+def test_a_rank_outside_of_the_world_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock_server.__main__ import parse
+
+    with pytest.raises(SystemExit):
+        parse(["--socket", "x", *flags])
+    assert "must be in 0 …" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""The torch operators against their definitions, and oneDNN's packed layers against plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.layers.rope import RopeSpec, rope_tables
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+OPS = TorchOps()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 7, 33])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_packed_linear_is_linear(dtype: torch.dtype, rows: int, bias: bool) -> None:
+    torch.manual_seed(rows)
+    weight, offset = torch.randn(50, 31, dtype=dtype), torch.randn(50, dtype=dtype) if bias else None
+    x = torch.randn(rows, 31, dtype=dtype)
+    packed = OPS.pack_linear(weight, offset)
+    assert (packed.out_features, packed.in_features) == (50, 31)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(packed(x).double(), expected, atol=5 * tolerance, rtol=tolerance)
+
+
+@torch.inference_mode()
+def test_gate_up_is_silu_of_the_first_half_times_the_second() -> None:
+    weight, x = torch.randn(12, 5), torch.randn(3, 5)
+    layer = OPS.pack_gate_up(weight, None)
+    assert (layer.out_features, layer.in_features) == (6, 5)
+    expected = torch.nn.functional.silu(x @ weight[:6].T) * (x @ weight[6:].T)
+    torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_rms_norm_rounds_as_llama_does(dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(24, eps=1e-5).to(dtype)
+    norm.weight.uniform_(0.5, 2)
+    x, residual = torch.randn(6, 24, dtype=dtype), torch.randn(6, 24, dtype=dtype)
+    assert torch.equal(OPS.rms_norm(x, norm.weight, 1e-5), norm(x))
+    total = residual + x
+    assert torch.equal(OPS.add_rms_norm(x, residual, norm.weight, 1e-5), norm(total))
+    assert torch.equal(residual, total)
+
+
+@torch.inference_mode()
+def test_rotation_is_that_of_transformers_and_in_place() -> None:
+    tokens, heads, kv_heads, dim = 5, 4, 2, 8
+    positions = torch.tensor([3, 0, 17, 9, 4])
+    cos, sin = rope_tables(RopeSpec("default", 10000.0, dim), 32, torch.device("cpu"))
+    fused = torch.randn(tokens, heads + 2 * kv_heads, dim)
+    before = fused.clone()
+    queries, keys, values = fused.split([heads, kv_heads, kv_heads], dim=1)
+    wide_cos, wide_sin = (torch.cat([table, table], -1)[positions][None] for table in (cos, sin))
+    expected = apply_rotary_pos_emb(
+        queries.clone().transpose(0, 1)[None], keys.clone().transpose(0, 1)[None], wide_cos, wide_sin
+    )
+    OPS.rotate(queries, keys, cos, sin, positions)
+    torch.testing.assert_close(queries, expected[0][0].transpose(0, 1))
+    torch.testing.assert_close(keys, expected[1][0].transpose(0, 1))
+    assert torch.equal(values, before[:, -kv_heads:])
