@@ -1,7 +1,7 @@
 //! Every metric, once: its name, kind, help and buckets, and the one function that records it.
 //!
 //! Names, labels and buckets are those that TGI's dashboards query. Unlike TGI a request is counted once, whatever
-//! route it came by, and `tgi_request_skipped_tokens` is a histogram.
+//! route it came by, and `tgi_request_skipped_tokens` is a histogram. Ours are beside them, with units in the name.
 
 use std::time::Duration;
 
@@ -26,6 +26,8 @@ enum Buckets {
     TotalTokens,
     /// 1 to 1024, one by one.
     Sequences,
+    /// 30 geometric bounds from 10 µs to 5 s.
+    Step,
     /// 0 to 16, one by one.
     SkippedTokens,
 }
@@ -63,6 +65,15 @@ const BATCH_CONCAT_DURATION: &str = "tgi_batch_concat_duration";
 const BATCH_CONCAT: &str = "tgi_batch_concat";
 const BATCH_MAX_TOTAL_TOKENS: &str = "tgi_batch_max_total_tokens";
 const BATCH_TOTAL_TOKENS: &str = "tgi_batch_total_tokens";
+const STEP_OVERHEAD: &str = "penstock_step_overhead_seconds";
+const STEP_INTERVAL: &str = "penstock_step_interval_seconds";
+const STEP_ROUND_TRIP: &str = "penstock_step_round_trip_seconds";
+const STEP_SCHEDULE: &str = "penstock_step_schedule_seconds";
+const STEP_APPLY: &str = "penstock_step_apply_seconds";
+const STEP_WORKER_PREPARE: &str = "penstock_step_worker_prepare_seconds";
+const STEP_WORKER_FORWARD: &str = "penstock_step_worker_forward_seconds";
+const STEP_WORKER_SAMPLE: &str = "penstock_step_worker_sample_seconds";
+const STEP_WORKER_IDLE: &str = "penstock_step_worker_idle_seconds";
 
 const fn counter_of(name: &'static str, help: &'static str) -> Metric {
     Metric { name, kind: Kind::Counter, help }
@@ -104,6 +115,19 @@ const METRICS: &[Metric] = &[
     counter_of(BATCH_CONCAT, "Batches joined, by reason"),
     gauge_of(BATCH_MAX_TOTAL_TOKENS, "Tokens that the KV pool can hold"),
     gauge_of(BATCH_TOTAL_TOKENS, "Tokens that the KV pool can hold"),
+    histogram_of(
+        STEP_OVERHEAD,
+        Buckets::Step,
+        "Seconds a step added beside the model, as far as they were not hidden behind it",
+    ),
+    histogram_of(STEP_INTERVAL, Buckets::Step, "Seconds that a step added to the time its sequences waited"),
+    histogram_of(STEP_ROUND_TRIP, Buckets::Step, "Seconds from sending a step to its result"),
+    histogram_of(STEP_SCHEDULE, Buckets::Step, "Seconds spent on choosing a step and handing it over"),
+    histogram_of(STEP_APPLY, Buckets::Step, "Seconds spent on applying a step's result"),
+    histogram_of(STEP_WORKER_PREPARE, Buckets::Step, "Seconds the worker spent on turning a step into tensors"),
+    histogram_of(STEP_WORKER_FORWARD, Buckets::Step, "Seconds the worker spent in the model"),
+    histogram_of(STEP_WORKER_SAMPLE, Buckets::Step, "Seconds the worker spent on choosing tokens"),
+    histogram_of(STEP_WORKER_IDLE, Buckets::Step, "Seconds the worker waited for the step"),
 ];
 
 /// Renders what was recorded since [`Exporter::install`].
@@ -155,6 +179,7 @@ fn bounds(buckets: Buckets, limits: &RequestLimits) -> Vec<f64> {
     let linear = |max: usize| (1..=100).map(|step| max as f64 * f64::from(step) / 100.0).collect();
     match buckets {
         Buckets::Duration => (1..=35).map(|exponent| 0.0001 * 1.5_f64.powi(exponent)).collect(),
+        Buckets::Step => (0..30).map(|exponent| 0.00001 * 1.57_f64.powi(exponent)).collect(),
         Buckets::InputTokens => linear(limits.max_input_tokens),
         Buckets::TotalTokens => linear(limits.max_total_tokens),
         Buckets::Sequences => (1..=1024).map(f64::from).collect(),
@@ -232,28 +257,23 @@ pub(crate) fn prompt_accepted(num_input_tokens: usize, max_new_tokens: u32) {
     histogram!(REQUEST_MAX_NEW_TOKENS).record(f64::from(max_new_tokens));
 }
 
-/// Tokens accepted beyond the first in one step of one sequence (speculation).
-pub fn skipped_tokens(num_tokens: usize) {
-    histogram!(REQUEST_SKIPPED_TOKENS).record(num_tokens as f64);
-}
-
 /// Sequences waiting for their first step.
-pub fn queue_size(num_sequences: usize) {
+pub(crate) fn queue_size(num_sequences: usize) {
     gauge!(QUEUE_SIZE).set(num_sequences as f64);
 }
 
 /// Sequences that are running.
-pub fn batch_size(num_sequences: usize) {
+pub(crate) fn batch_size(num_sequences: usize) {
     gauge!(BATCH_CURRENT_SIZE).set(num_sequences as f64);
 }
 
 /// Tokens that the blocks of the running sequences can hold.
-pub fn batch_max_tokens(num_tokens: usize) {
+pub(crate) fn batch_max_tokens(num_tokens: u64) {
     gauge!(BATCH_CURRENT_MAX_TOKENS).set(num_tokens as f64);
 }
 
 /// Sequences in a step that starts new ones.
-pub fn batch_next_size(num_sequences: usize) {
+pub(crate) fn batch_next_size(num_sequences: usize) {
     histogram!(BATCH_NEXT_SIZE).record(num_sequences as f64);
 }
 
@@ -264,7 +284,7 @@ pub fn batch_total_tokens(num_tokens: usize) {
 }
 
 /// A step came back. `method`: `prefill` when any sequence in it was computing its prompt, else `decode`.
-pub fn batch_inference(method: &'static str, forward: Duration, total: Duration) {
+pub(crate) fn batch_inference(method: &'static str, forward: Duration, total: Duration) {
     counter!(BATCH_INFERENCE_COUNT, "method" => method).increment(1);
     counter!(BATCH_INFERENCE_SUCCESS, "method" => method).increment(1);
     histogram!(BATCH_FORWARD_DURATION, "method" => method).record(forward);
@@ -272,9 +292,43 @@ pub fn batch_inference(method: &'static str, forward: Duration, total: Duration)
 }
 
 /// A step did not come back.
-pub fn batch_failure(method: &'static str) {
+pub(crate) fn batch_failure(method: &'static str) {
     counter!(BATCH_INFERENCE_COUNT, "method" => method).increment(1);
     counter!(BATCH_INFERENCE_FAILURE, "method" => method).increment(1);
+}
+
+/// A part of a step's time. Durations of the same step overlap: the interval holds all the others.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum StepPart {
+    Overhead,
+    Interval,
+    RoundTrip,
+    Schedule,
+    Apply,
+    WorkerPrepare,
+    WorkerForward,
+    WorkerSample,
+    WorkerIdle,
+}
+
+impl StepPart {
+    fn metric(self) -> &'static str {
+        match self {
+            Self::Overhead => STEP_OVERHEAD,
+            Self::Interval => STEP_INTERVAL,
+            Self::RoundTrip => STEP_ROUND_TRIP,
+            Self::Schedule => STEP_SCHEDULE,
+            Self::Apply => STEP_APPLY,
+            Self::WorkerPrepare => STEP_WORKER_PREPARE,
+            Self::WorkerForward => STEP_WORKER_FORWARD,
+            Self::WorkerSample => STEP_WORKER_SAMPLE,
+            Self::WorkerIdle => STEP_WORKER_IDLE,
+        }
+    }
+}
+
+pub(crate) fn step_duration(part: StepPart, method: &'static str, duration: Duration) {
+    histogram!(part.metric(), "method" => method).record(duration);
 }
 
 #[cfg(test)]
