@@ -58,7 +58,9 @@ impl Detokenizer {
             self.emitted.clear();
             text = self.decode_window();
         }
-        let settled = settled_len(&text).max(self.emitted.len());
+        // Bytes that were dropped as a text's first space count as unfinished when a run of bytes goes on after them.
+        let num_silent_tokens = if self.emitted.is_empty() { self.num_emitted_tokens } else { 0 };
+        let settled = settled_len(&text, MAX_UNFINISHED + num_silent_tokens).max(self.emitted.len());
         let piece = text[self.emitted.len()..settled].to_owned();
         if settled == text.len() && !text.ends_with(REPLACEMENT) {
             self.forget_context();
@@ -111,7 +113,11 @@ impl Detokenizer {
 }
 
 /// Length of `text` without a possibly unfinished character at its end.
-fn settled_len(text: &str) -> usize {
-    let unfinished = text.chars().rev().take(MAX_UNFINISHED).take_while(|&c| c == REPLACEMENT).count();
+fn settled_len(text: &str, max_unfinished: usize) -> usize {
+    let unfinished = text.chars().rev().take(max_unfinished).take_while(|&c| c == REPLACEMENT).count();
     text.len() - unfinished * REPLACEMENT.len_utf8()
 }
+
+#[cfg(test)]
+#[path = "detokenize_tests.rs"]
+mod tests;

@@ -128,3 +128,7 @@ impl TextModel {
         Detokenizer::new(Arc::clone(&self.tokenizer), prompt_token_ids)
     }
 }
+
+#[cfg(test)]
+#[path = "model_tests.rs"]
+mod tests;

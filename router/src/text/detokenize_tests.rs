@@ -1,0 +1,169 @@
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+
+/// One token for each byte, and fragments that do not care for character boundaries.
+fn byte_level() -> Arc<Tokenizer> {
+    let fragments: [&[u8]; 6] = [b" world", b"\xE2\x82", b"\xAC!", b"\xF0\x9F", b"\x98\x80\xC3", "\u{FFFD}".as_bytes()];
+    let mut vocabulary = serde_json::Map::new();
+    for byte in 0..=255_u8 {
+        vocabulary.insert(byte_char(byte).to_string(), byte.into());
+    }
+    for (index, fragment) in fragments.iter().enumerate() {
+        vocabulary.insert(fragment.iter().map(|&byte| byte_char(byte)).collect(), (256 + index).into());
+    }
+    tokenizer(
+        json!({"type": "BPE", "vocab": vocabulary, "merges": []}),
+        json!({
+            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true,
+        }),
+        256 + fragments.len(),
+    )
+}
+
+/// As Llama 2 has it: spaces are `▁`, the text's first one is dropped, and rare characters are written in bytes.
+fn byte_fallback() -> Arc<Tokenizer> {
+    let mut vocabulary = serde_json::Map::new();
+    for byte in 0..=255_u8 {
+        vocabulary.insert(format!("<0x{byte:02X}>"), byte.into());
+    }
+    for (index, word) in ["▁Hello", "▁world", "▁", "a", "é", "▁▁"].into_iter().enumerate() {
+        vocabulary.insert(word.to_owned(), (256 + index).into());
+    }
+    let decoder = json!({"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]});
+    tokenizer(json!({"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": true}), decoder, 262)
+}
+
+fn word_piece() -> Arc<Tokenizer> {
+    let vocabulary = json!({"[UNK]": 0, "un": 1, "##able": 2, "to": 3, ".": 4, "##s": 5});
+    let model = json!({"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                       "max_input_chars_per_word": 100, "vocab": vocabulary});
+    tokenizer(model, json!({"type": "WordPiece", "prefix": "##", "cleanup": true}), 6)
+}
+
+/// The special token comes after the vocabulary.
+fn tokenizer(model: serde_json::Value, decoder: serde_json::Value, special: usize) -> Arc<Tokenizer> {
+    let special = json!({"id": special, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+                         "normalized": false, "special": true});
+    let file = json!({"version": "1.0", "added_tokens": [special], "normalizer": null, "pre_tokenizer": null,
+                      "post_processor": null, "decoder": decoder, "model": model});
+    Arc::new(Tokenizer::from_bytes(file.to_string()).unwrap())
+}
+
+fn byte_char(byte: u8) -> char {
+    let is_itself = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    if is_itself(byte) {
+        return char::from(byte);
+    }
+    let nth = (0..byte).filter(|&before| !is_itself(before)).count();
+    char::from_u32(256 + u32::try_from(nth).unwrap()).unwrap()
+}
+
+/// The visible pieces, with what was left at the end.
+fn pieces(tokenizer: &Arc<Tokenizer>, prompt: &[u32], token_ids: &[u32]) -> Vec<String> {
+    let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), prompt);
+    let pushed: Vec<_> = token_ids.iter().map(|&id| detokenizer.push(id)).collect();
+    let visible = pushed.into_iter().map(|piece| if piece.special { String::new() } else { piece.text });
+    let mut pieces: Vec<_> = visible.collect();
+    pieces.push(detokenizer.finish());
+    pieces
+}
+
+#[test]
+fn characters_are_emitted_whole() {
+    let tokenizer = byte_level();
+    assert_eq!(pieces(&tokenizer, &[], &[0xE2, 0x82, 0xAC, 97]), ["", "", "€", "a", ""]);
+    assert_eq!(pieces(&tokenizer, &[], &[257, 258, 259]), ["", "€!", "", "\u{FFFD}"]);
+}
+
+#[test]
+fn bytes_that_are_no_character_are_told_as_soon_as_that_is_certain() {
+    assert_eq!(pieces(&byte_level(), &[], &[0xFF, 97]), ["", "\u{FFFD}a", ""]);
+    let run = vec![0xFF; 10];
+    assert!(pieces(&byte_level(), &[], &run)[9].ends_with('\u{FFFD}'));
+}
+
+#[test]
+fn a_first_space_depends_on_the_prompt() {
+    let tokenizer = byte_fallback();
+    assert_eq!(pieces(&tokenizer, &[], &[256, 257]), ["Hello", " world", ""]);
+    assert_eq!(pieces(&tokenizer, &[256], &[257, 257]), [" world", " world", ""]);
+    // A special token is not text: what follows it is not a beginning.
+    assert_eq!(pieces(&tokenizer, &[], &[256, 262, 257]), ["Hello", "", " world", ""]);
+}
+
+#[test]
+fn a_run_of_bytes_that_breaks_does_not_take_back_what_was_said() {
+    let tokenizer = byte_fallback();
+    assert_eq!(pieces(&tokenizer, &[], &[0xE2, 0x82, 0xAC, 0xFF, 259]).concat(), "€\u{FFFD}a");
+    assert_eq!(
+        pieces(&tokenizer, &[], &[0xC3, 0xA9, 0xC3, 0xFF, 0xFF, 0xFF, 0xFF, 259]).concat().chars().next(),
+        Some('é')
+    );
+}
+
+#[test]
+fn unknown_ids_have_no_text() {
+    assert_eq!(pieces(&byte_level(), &[], &[9999, 97]), ["", "a", ""]);
+}
+
+fn holds(tokenizer: &Arc<Tokenizer>, token_ids: &[u32]) -> Result<(), TestCaseError> {
+    let pieces = pieces(tokenizer, &[], token_ids);
+    prop_assert_eq!(pieces.concat(), tokenizer.decode(token_ids, true).unwrap());
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn byte_level_pieces_are_the_whole(ids in prop::collection::vec(0..263_u32, 0..40)) {
+        holds(&byte_level(), &ids)?;
+    }
+
+    #[test]
+    fn fragments_of_characters_are_put_together(
+        ids in prop::collection::vec(prop_oneof![256..263_u32, 0x80..0xC4_u32, 97..99_u32], 0..40),
+    ) {
+        holds(&byte_level(), &ids)?;
+    }
+
+    #[test]
+    fn text_spelled_in_bytes_is_put_together(text in "[ aé€😀]{0,20}", specials in prop::collection::vec(0..20_usize, 0..3)) {
+        let mut ids: Vec<u32> = text.bytes().map(u32::from).collect();
+        for at in specials {
+            ids.insert(at.min(ids.len()), 262);
+        }
+        holds(&byte_level(), &ids)?;
+        holds(&byte_fallback(), &ids)?;
+    }
+
+    #[test]
+    fn words_and_spaces_are_the_whole(ids in prop::collection::vec(256..263_u32, 0..20)) {
+        holds(&byte_fallback(), &ids)?;
+    }
+
+    #[test]
+    fn any_bytes_at_all_are_decoded_without_panic(ids in prop::collection::vec(0..263_u32, 0..40)) {
+        pieces(&byte_fallback(), &[], &ids);
+    }
+
+    #[test]
+    fn word_pieces_are_the_whole(ids in prop::collection::vec(1..7_u32, 0..20)) {
+        holds(&word_piece(), &ids)?;
+    }
+
+    #[test]
+    fn an_answer_goes_on_where_its_prompt_ends(
+        prompt in prop::collection::vec(256..263_u32, 1..8),
+        ids in prop::collection::vec(256..263_u32, 0..8),
+    ) {
+        let tokenizer = byte_fallback();
+        let whole = tokenizer.decode(&[&prompt[..], &ids].concat(), true).unwrap();
+        let before = tokenizer.decode(&prompt, true).unwrap();
+        prop_assume!(!before.is_empty());
+        prop_assert_eq!(before + &pieces(&tokenizer, &prompt, &ids).concat(), whole);
+    }
+}

@@ -1,0 +1,191 @@
+//! `/v1/chat/completions`.
+
+use axum::http::StatusCode;
+use penstock_router::engine::{SequenceEvent, SequenceFailure};
+use serde_json::{Value, json};
+
+use crate::model::{IM_END, IM_START, bytes, word};
+use crate::server::{Answer, Server, whole};
+
+const PATH: &str = "/v1/chat/completions";
+
+fn hello(fields: Value) -> Value {
+    let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+    for (name, value) in fields.as_object().unwrap() {
+        body[name] = value.clone();
+    }
+    body
+}
+
+/// What differs from run to run, replaced.
+fn stable(text: &str) -> String {
+    let id = regex::Regex::new("(chatcmpl|cmpl)-[0-9a-f]{32}").unwrap();
+    let created = regex::Regex::new("\"created\":[1-9][0-9]+").unwrap();
+    created.replace_all(&id.replace_all(text, "$1-ID"), "\"created\":SECONDS").into_owned()
+}
+
+fn content(answer: &Answer) -> String {
+    let events = answer.events();
+    assert_eq!(events.last().unwrap(), "[DONE]");
+    let chunks = events.iter().filter_map(|event| serde_json::from_str::<Value>(event).ok());
+    chunks.map(|chunk| chunk["choices"][0]["delta"]["content"].as_str().unwrap_or_default().to_owned()).collect()
+}
+
+#[tokio::test]
+async fn an_answer_has_openai_s_shape() {
+    let server = Server::answering(&[word("Hello"), IM_END]).await;
+    let answer = server.post(PATH, hello(json!({"logprobs": true}))).await;
+    insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello"},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}]},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23}}"#);
+    assert_eq!(answer.header("x-prompt-tokens"), "21");
+}
+
+#[tokio::test]
+async fn a_stream_is_chunks_then_usage_then_done() {
+    let server = Server::answering(&[word("Hello"), word(" world"), IM_END]).await;
+    let fields = json!({"stream": true, "stream_options": {"include_usage": true}, "model": "mine"});
+    let answer = server.post(PATH, hello(fields)).await;
+    insta::assert_snapshot!(stable(&answer.body), @r#"
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"role":"assistant","content":"Hello"},"logprobs":null,"finish_reason":null}],"usage":null}
+
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":" world"},"logprobs":null,"finish_reason":null}],"usage":null}
+
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":""},"logprobs":null,"finish_reason":"stop"}],"usage":null}
+
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[],"usage":{"prompt_tokens":21,"completion_tokens":3,"total_tokens":24}}
+
+    data: [DONE]
+    "#);
+}
+
+#[tokio::test]
+async fn the_template_makes_the_prompt() {
+    let server = Server::answering(&[IM_END]).await;
+    let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
+    server.post(PATH, json!({"messages": [{"role": "user", "content": parts, "name": null}]})).await;
+    let expected = [vec![IM_START], bytes("user\nab"), vec![IM_END], bytes("\n"), vec![IM_START], bytes("assistant\n")];
+    assert_eq!(server.last_request().prompt_token_ids, expected.concat());
+}
+
+#[tokio::test]
+async fn sampling_is_the_default_and_temperature_zero_is_greedy() {
+    let server = Server::answering(&[IM_END]).await;
+    let neutral = json!({
+        "n": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "stop": null, "tools": null,
+        "stream": null, "stream_options": null, "logprobs": null, "top_logprobs": null, "max_tokens": null, "seed": -1,
+        "temperature": null, "tool_choice": "auto", "response_format": {"type": "text"}, "user": "me", "model": "tgi",
+    });
+    let answer = server.post(PATH, hello(neutral)).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+    assert_eq!(answer.json()["model"], "test/model");
+    let sampling = server.last_request().sampling;
+    assert!(sampling.do_sample);
+    assert_eq!((sampling.seed, sampling.top_p, sampling.temperature), (u64::MAX, 1.0, 1.0));
+
+    server.post(PATH, hello(json!({"temperature": 0, "top_p": 0.5}))).await;
+    let sampling = server.last_request().sampling;
+    assert!(!sampling.do_sample);
+    assert_eq!((sampling.top_p, sampling.temperature), (1.0, 1.0));
+}
+
+#[tokio::test]
+async fn the_text_ends_before_a_stop_string_and_no_delta_shows_it() {
+    let tokens = [word("Hello"), word("!\n\nUser"), word(": hi"), word("END"), IM_END];
+    let server = Server::answering(&tokens).await;
+    for stop in [json!("\n\nUser:"), json!(["nope", "\n\nUser:"])] {
+        let answer = server.post(PATH, hello(json!({"stop": stop}))).await.json();
+        assert_eq!(answer["choices"][0]["message"]["content"], "Hello!");
+        assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+        assert_eq!(answer["usage"]["completion_tokens"], 3);
+        let streamed = server.post(PATH, hello(json!({"stop": stop, "stream": true}))).await;
+        assert_eq!(content(&streamed), "Hello!");
+    }
+    // What was held back for a stop string that did not come is told in the end.
+    for max_tokens in 2..=5 {
+        let fields = json!({"stop": "\n\nUser: hiENDx", "max_tokens": max_tokens, "stream": true});
+        let streamed = server.post(PATH, hello(fields)).await;
+        let whole = ["Hello", "!\n\nUser", ": hi", "END"][..max_tokens.min(4)].concat();
+        assert_eq!(content(&streamed), whole);
+    }
+}
+
+#[tokio::test]
+async fn lengths_have_two_names() {
+    let server = Server::answering(&[word("Hello"); 9]).await;
+    for fields in [
+        json!({"max_tokens": 2}),
+        json!({"max_completion_tokens": 2}),
+        json!({"max_tokens": 2, "max_completion_tokens": 2}),
+    ] {
+        let answer = server.post(PATH, hello(fields)).await.json();
+        assert_eq!(answer["choices"][0]["finish_reason"], "length");
+        assert_eq!(answer["usage"]["completion_tokens"], 2);
+    }
+    let answer = server.post(PATH, hello(json!({"max_tokens": 2, "max_completion_tokens": 3}))).await;
+    assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+}
+
+#[tokio::test]
+async fn what_is_not_there_yet_is_refused_by_name() {
+    let server = Server::answering(&[IM_END]).await;
+    let asked = [
+        ("n", json!(2)),
+        ("tools", json!([{"type": "function", "function": {"name": "f", "parameters": {}}}])),
+        ("tool_choice", json!("required")),
+        ("response_format", json!({"type": "json_object"})),
+        ("logit_bias", json!({"5": 1})),
+        ("presence_penalty", json!(0.5)),
+        ("frequency_penalty", json!(0.5)),
+    ];
+    for (name, value) in asked {
+        let answer = server.post(PATH, hello(json!({name: value}))).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{name}");
+        let error = answer.json()["error"].clone();
+        assert_eq!(error["message"], format!("Input validation error: `{name}` is not supported yet"));
+        assert_eq!(error["param"], name);
+    }
+    let answer = server.post(PATH, hello(json!({"logprobs": true, "top_logprobs": 2}))).await;
+    assert!(answer.body.contains("`top_logprobs` is not supported yet"), "{}", answer.body);
+    let image = json!([{"type": "image_url", "image_url": {"url": "http://x/"}}]);
+    let answer = server.post(PATH, json!({"messages": [{"role": "user", "content": image}]})).await;
+    assert!(answer.body.contains("`image_url` parts are not supported"), "{}", answer.body);
+}
+
+#[tokio::test]
+async fn a_failure_in_a_stream_says_what_the_plain_answer_says() {
+    let (server, mut sequences) = Server::manual().await;
+    let fail = SequenceEvent::Failed(SequenceFailure::Sequence("logits are NaN".to_owned()));
+    let (answer, ()) = tokio::join!(server.post(PATH, hello(json!({}))), async {
+        sequences.recv().await.unwrap().send(fail.clone());
+    });
+    assert_eq!(answer.status, StatusCode::INTERNAL_SERVER_ERROR);
+    insta::assert_snapshot!(answer.body, @r#"{"error":{"message":"Request failed during generation: logits are NaN","type":"server_error","param":null,"code":"generation"}}"#);
+    let response = server.open(PATH, hello(json!({"stream": true}))).await;
+    sequences.recv().await.unwrap().send(fail);
+    insta::assert_snapshot!(whole(response).await.body, @r#"
+    data: {"error":{"message":"Request failed during generation: logits are NaN","type":"server_error","param":null,"code":"generation","http_status_code":500}}
+
+    data: [DONE]
+    "#);
+}
+
+#[tokio::test]
+async fn a_template_s_refusal_is_the_client_s_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let check = |template: Value| {
+        crate::model::write_with_template(folder.path(), &template);
+        folder.path().to_owned()
+    };
+    let cases = [
+        (json!("{{ raise_exception('roles must alternate') }}"), "roles must alternate"),
+        (json!("{% for %}"), "Template error: "),
+        (Value::Null, "the model has no chat template"),
+    ];
+    for (template, message) in cases {
+        let path = check(template);
+        let server = Server::start(|sequence| sequence.answer(&[IM_END]), |config| config.model_folder = path).await;
+        let answer = server.post(PATH, hello(json!({"stream": true}))).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        assert_eq!(answer.json()["error"]["code"], "template_error");
+        assert!(answer.body.contains(message), "{}", answer.body);
+    }
+}

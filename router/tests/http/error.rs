@@ -1,0 +1,135 @@
+//! Refusals on TGI's routes: statuses, types and texts.
+
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+
+use crate::model::IM_END;
+use crate::server::Server;
+
+async fn validation_error(server: &Server, inputs: &str, parameters: Value) -> String {
+    let answer = server.post("/generate", json!({"inputs": inputs, "parameters": parameters})).await;
+    assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{parameters}: {}", answer.body);
+    assert!(!answer.headers.contains_key("x-compute-type"));
+    let body = answer.json();
+    assert_eq!(body["error_type"], "validation");
+    body["error"].as_str().unwrap().strip_prefix("Input validation error: ").unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn parameters_out_of_range_are_refused() {
+    let server = Server::answering(&[IM_END]).await;
+    let cases = [
+        (json!({"temperature": 0.0}), "`temperature` must be strictly positive"),
+        (json!({"temperature": -1}), "`temperature` must be strictly positive"),
+        (json!({"temperature": 1e300}), "`temperature` must be strictly positive"),
+        (json!({"repetition_penalty": 0}), "`repetition_penalty` must be strictly positive"),
+        (json!({"frequency_penalty": 2.5}), "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        (json!({"top_p": 1.0}), "`top_p` must be > 0.0 and < 1.0"),
+        (json!({"typical_p": 0}), "`typical_p` must be > 0.0 and < 1.0"),
+        (json!({"top_k": 0}), "`top_k` must be strictly positive"),
+        (json!({"max_new_tokens": 0}), "`max_new_tokens` must be strictly positive"),
+        (json!({"stop": ["a", "b", "c", "d", "e"]}), "`stop` supports up to 4 stop sequences. Given: 5"),
+        (json!({"stop": [""]}), "`stop` must not contain an empty string"),
+        (json!({"best_of": 3}), "`best_of` must be > 0 and <= 2. Given: 3"),
+        (json!({"best_of": 2}), "you must use sampling when `best_of` is > 1"),
+        (json!({"best_of": 2, "do_sample": true, "seed": 1}), "`seed` must not be set when `best_of` > 1"),
+        (json!({"top_n_tokens": 6}), "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+        (json!({"truncate": 0}), "`truncate` must be strictly positive and less than or equal to 200. Given: 0"),
+        (json!({"truncate": 201}), "`truncate` must be strictly positive and less than or equal to 200. Given: 201"),
+        (
+            json!({"max_new_tokens": 255}),
+            "`inputs` tokens + `max_new_tokens` must be <= 256. Given: 2 `inputs` tokens and 255 `max_new_tokens`",
+        ),
+    ];
+    for (parameters, message) in cases {
+        assert_eq!(validation_error(&server, "Hi", parameters).await, message);
+    }
+    assert_eq!(validation_error(&server, "", json!({})).await, "`inputs` cannot be empty");
+    let long = "x".repeat(201);
+    let message = "`inputs` must have at most 200 tokens. Given: 201";
+    assert_eq!(validation_error(&server, &long, json!({})).await, message);
+    assert!(server.engine.requests.lock().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn what_is_not_there_yet_is_refused_by_name() {
+    let server = Server::answering(&[IM_END]).await;
+    let asked = [
+        ("best_of", json!({"best_of": 2, "do_sample": true})),
+        ("frequency_penalty", json!({"frequency_penalty": 0.5})),
+        ("typical_p", json!({"typical_p": 0.5})),
+        ("decoder_input_details", json!({"decoder_input_details": true})),
+        ("top_n_tokens", json!({"top_n_tokens": 2})),
+        ("watermark", json!({"watermark": true})),
+        ("grammar", json!({"grammar": {"type": "regex", "value": "a"}})),
+        ("adapter_id", json!({"adapter_id": "mine"})),
+    ];
+    for (name, parameters) in asked {
+        assert_eq!(validation_error(&server, "Hi", parameters).await, format!("`{name}` is not supported yet"));
+    }
+}
+
+#[tokio::test]
+async fn bodies_that_cannot_be_read_are_refused_in_plain_text() {
+    let server = Server::answering(&[IM_END]).await;
+    let json = "application/json";
+    let cases = [
+        (json, "{\"inputs\":".to_owned(), StatusCode::BAD_REQUEST),
+        (json, "{}".to_owned(), StatusCode::UNPROCESSABLE_ENTITY),
+        (json, json!({"inputs": 5}).to_string(), StatusCode::UNPROCESSABLE_ENTITY),
+        (json, json!({"inputs": "Hi", "parameters": null}).to_string(), StatusCode::UNPROCESSABLE_ENTITY),
+        (json, json!({"inputs": "Hi", "parameters": {"seed": -1}}).to_string(), StatusCode::UNPROCESSABLE_ENTITY),
+        (json, json!({"inputs": "x".repeat(20_000)}).to_string(), StatusCode::PAYLOAD_TOO_LARGE),
+        (json, format!("{{\"x\":{}", "[".repeat(5000)), StatusCode::BAD_REQUEST),
+        ("text/plain", json!({"inputs": "Hi"}).to_string(), StatusCode::UNSUPPORTED_MEDIA_TYPE),
+    ];
+    for (content_type, body, status) in cases {
+        for path in ["/generate", "/generate_stream", "/", "/tokenize"] {
+            let answer = server.post_text(path, content_type, &body).await;
+            assert_eq!(answer.status, status, "{path} {}", answer.body);
+            assert_eq!(answer.header("content-type"), "text/plain; charset=utf-8");
+        }
+        let answer = server.post_text("/v1/chat/completions", content_type, &body).await;
+        let expected = if status == StatusCode::UNPROCESSABLE_ENTITY { StatusCode::BAD_REQUEST } else { status };
+        assert_eq!(answer.status, expected);
+        assert_eq!(answer.json()["error"]["code"], "malformed_request");
+    }
+}
+
+#[tokio::test]
+async fn unknown_fields_are_ignored() {
+    let server = Server::answering(&[IM_END]).await;
+    let answer = server.post("/generate", json!({"inputs": "Hi", "x": 1, "parameters": {"y": {}}})).await;
+    assert_eq!(answer.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn unknown_routes_and_methods_are_told() {
+    let server = Server::answering(&[IM_END]).await;
+    let answer = server.get("/nowhere").await;
+    assert_eq!((answer.status, answer.body.as_str()), (StatusCode::NOT_FOUND, ""));
+    let answer = server.get("/generate").await;
+    assert_eq!((answer.status, answer.body.as_str()), (StatusCode::METHOD_NOT_ALLOWED, ""));
+    assert_eq!(answer.header("allow"), "POST");
+    let answer = server.get("/v1/nowhere").await;
+    assert_eq!(answer.status, StatusCode::NOT_FOUND);
+    assert_eq!(answer.json()["error"]["message"], "there is no route /v1/nowhere");
+}
+
+#[tokio::test]
+async fn a_bug_costs_one_request_only() {
+    let server = Server::scripted(|sequence| {
+        assert_ne!(sequence.request.max_new_tokens, 13, "unlucky");
+        sequence.answer(&[IM_END]);
+    })
+    .await;
+    for path in ["/generate", "/generate_stream"] {
+        let answer = server.post(path, json!({"inputs": "Hi", "parameters": {"max_new_tokens": 13}})).await;
+        assert_eq!(answer.status, StatusCode::INTERNAL_SERVER_ERROR);
+        assert_eq!(answer.json()["error_type"], "internal");
+    }
+    let answer = server.post("/v1/completions", json!({"prompt": "Hi", "max_tokens": 13})).await;
+    assert_eq!(answer.status, StatusCode::INTERNAL_SERVER_ERROR);
+    assert_eq!(answer.json()["error"]["type"], "server_error");
+    assert_eq!(server.post("/generate", json!({"inputs": "Hi"})).await.status, StatusCode::OK);
+}

@@ -1,0 +1,224 @@
+//! A server on a free port over an engine that a test scripts, and a client to talk to it.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::http::{HeaderMap, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
+use penstock_router::config::RequestLimits;
+use penstock_router::engine::{
+    FinishReason, Generator, Health, Load, SequenceEvent, SequenceRequest, SequenceStream, Token,
+};
+use penstock_router::telemetry::metrics::Exporter;
+use penstock_router::text::TextModel;
+use penstock_router::{Config, ServeError, Services, serve};
+use serde_json::Value;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::model;
+
+pub const LIMITS: RequestLimits = RequestLimits {
+    max_concurrent_requests: 4,
+    max_best_of: 2,
+    max_stop_sequences: 4,
+    max_top_n_tokens: 5,
+    max_input_tokens: 200,
+    max_total_tokens: 256,
+    max_client_batch_size: 4,
+};
+
+/// A sequence in the hands of the test. Dropping it ends the stream early.
+pub struct Sequence {
+    pub request: SequenceRequest,
+    events: mpsc::UnboundedSender<SequenceEvent>,
+    /// Resolves when the router has dropped the stream before its end.
+    pub aborted: oneshot::Receiver<()>,
+}
+
+impl Sequence {
+    pub fn send(&self, event: SequenceEvent) {
+        // The router may have left.
+        let _ = self.events.send(event);
+    }
+
+    pub fn send_token(&self, id: u32) {
+        self.send(SequenceEvent::Token(Token { id, logprob: -0.5 }));
+    }
+
+    /// What the real engine does with a model that says this.
+    pub fn answer(self, token_ids: &[u32]) {
+        self.send(SequenceEvent::Started);
+        for (index, &id) in token_ids.iter().enumerate() {
+            self.send_token(id);
+            if index + 1 == self.request.max_new_tokens as usize {
+                return self.send(SequenceEvent::Finished(FinishReason::Length));
+            }
+            if self.request.stop_token_ids.contains(&id) {
+                return self.send(SequenceEvent::Finished(FinishReason::StopToken));
+            }
+        }
+    }
+}
+
+type Script = Box<dyn Fn(Sequence) + Send + Sync>;
+
+/// An engine that does what the test says.
+pub struct Engine {
+    script: Script,
+    pub requests: Mutex<Vec<SequenceRequest>>,
+    pub health: Mutex<Health>,
+}
+
+impl Generator for Engine {
+    fn submit(&self, request: SequenceRequest) -> SequenceStream {
+        let (events, receiver) = mpsc::unbounded_channel();
+        let (abort, aborted) = oneshot::channel();
+        self.requests.lock().unwrap().push(request.clone());
+        (self.script)(Sequence { request, events, aborted });
+        SequenceStream::new(receiver, move || {
+            let _ = abort.send(());
+        })
+    }
+
+    fn health(&self) -> Health {
+        self.health.lock().unwrap().clone()
+    }
+
+    fn load(&self) -> Load {
+        Load::default()
+    }
+}
+
+pub struct Server {
+    pub address: SocketAddr,
+    pub engine: Arc<Engine>,
+    pub shutdown: CancellationToken,
+    pub served: JoinHandle<Result<(), ServeError>>,
+    client: Client<hyper_util::client::legacy::connect::HttpConnector, Full<Bytes>>,
+    _folder: tempfile::TempDir,
+}
+
+/// A whole answer.
+pub struct Answer {
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub body: String,
+}
+
+impl Answer {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.body))
+    }
+
+    pub fn header(&self, name: &str) -> &str {
+        self.headers.get(name).unwrap_or_else(|| panic!("no header {name}")).to_str().unwrap()
+    }
+
+    /// The events of a stream, without their framing, which is checked.
+    pub fn events(&self) -> Vec<String> {
+        let frames = self.body.strip_suffix("\n\n").unwrap().split("\n\n");
+        frames.map(|frame| frame.strip_prefix("data: ").unwrap_or_else(|| panic!("{frame:?}")).to_owned()).collect()
+    }
+}
+
+impl Server {
+    /// Every sequence is answered with these tokens.
+    pub async fn answering(token_ids: &[u32]) -> Self {
+        let token_ids = token_ids.to_vec();
+        Self::scripted(move |sequence| sequence.answer(&token_ids)).await
+    }
+
+    /// Every sequence is handed to the test.
+    pub async fn manual() -> (Self, mpsc::UnboundedReceiver<Sequence>) {
+        let (sender, sequences) = mpsc::unbounded_channel();
+        let script = move |sequence| {
+            let _ = sender.send(sequence);
+        };
+        (Self::scripted(script).await, sequences)
+    }
+
+    pub async fn scripted(script: impl Fn(Sequence) + Send + Sync + 'static) -> Self {
+        Self::start(script, |_| ()).await
+    }
+
+    pub async fn start(script: impl Fn(Sequence) + Send + Sync + 'static, adjust: impl FnOnce(&mut Config)) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        model::write(folder.path());
+        let mut config = Config {
+            model_id: "test/model".to_owned(),
+            model_sha: None,
+            pipeline_tag: None,
+            model_folder: folder.path().to_owned(),
+            limits: LIMITS,
+            validation_workers: 1,
+            payload_limit_bytes: 10_000,
+            cors_allow_origins: Vec::new(),
+            compute_type: "1-cpu".to_owned(),
+            graceful_termination_timeout: Duration::from_secs(10),
+        };
+        adjust(&mut config);
+        let engine = Arc::new(Engine {
+            script: Box::new(script),
+            requests: Mutex::default(),
+            health: Mutex::new(Health { live: true, message: None }),
+        });
+        let text = TextModel::load(&config.model_folder, 1).unwrap();
+        let services = Services { engine: Arc::clone(&engine) as Arc<dyn Generator>, text, metrics: exporter() };
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let shutdown = CancellationToken::new();
+        let served = tokio::spawn(serve(config, services, listener, shutdown.clone()));
+        let client = Client::builder(TokioExecutor::new()).build_http();
+        Self { address, engine, shutdown, served, client, _folder: folder }
+    }
+
+    pub async fn post(&self, path: &str, body: Value) -> Answer {
+        self.post_text(path, "application/json", &body.to_string()).await
+    }
+
+    pub async fn post_text(&self, path: &str, content_type: &str, body: &str) -> Answer {
+        whole(self.send(self.request("POST", path).header("content-type", content_type), body).await).await
+    }
+
+    pub async fn get(&self, path: &str) -> Answer {
+        whole(self.send(self.request("GET", path), "").await).await
+    }
+
+    /// The answer's beginning; its body is still to be read.
+    pub async fn open(&self, path: &str, body: Value) -> Response<hyper::body::Incoming> {
+        let request = self.request("POST", path).header("content-type", "application/json");
+        self.send(request, &body.to_string()).await
+    }
+
+    pub fn request(&self, method: &str, path: &str) -> axum::http::request::Builder {
+        Request::builder().method(method).uri(format!("http://{}{path}", self.address))
+    }
+
+    pub async fn send(&self, request: axum::http::request::Builder, body: &str) -> Response<hyper::body::Incoming> {
+        let request = request.body(Full::new(Bytes::from(body.to_owned()))).unwrap();
+        self.client.request(request).await.unwrap()
+    }
+
+    pub fn last_request(&self) -> SequenceRequest {
+        self.engine.requests.lock().unwrap().last().unwrap().clone()
+    }
+}
+
+pub async fn whole(response: Response<hyper::body::Incoming>) -> Answer {
+    let (parts, body) = response.into_parts();
+    let body = body.collect().await.unwrap().to_bytes();
+    Answer { status: parts.status, headers: parts.headers, body: String::from_utf8(body.to_vec()).unwrap() }
+}
+
+/// The process's recorder: tests of one process share it.
+fn exporter() -> Exporter {
+    static EXPORTER: OnceLock<Exporter> = OnceLock::new();
+    EXPORTER.get_or_init(|| Exporter::install(&LIMITS).unwrap()).clone()
+}

@@ -1,0 +1,80 @@
+//! The routes that generate nothing.
+
+use axum::http::StatusCode;
+use penstock_router::Config;
+use penstock_router::engine::Health;
+use serde_json::json;
+
+use crate::model::IM_END;
+use crate::server::{Server, whole};
+
+#[tokio::test]
+async fn health_is_the_engine_s() {
+    let server = Server::answering(&[IM_END]).await;
+    for path in ["/health", "/ping", "/"] {
+        let answer = server.get(path).await;
+        assert_eq!((answer.status, answer.body.as_str()), (StatusCode::OK, ""));
+    }
+    *server.engine.health.lock().unwrap() = Health { live: false, message: Some("rank 0 died".to_owned()) };
+    let answer = server.get("/health").await;
+    assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(answer.body, r#"{"error":"unhealthy","error_type":"healthcheck"}"#);
+}
+
+#[tokio::test]
+async fn the_server_says_what_it_serves() {
+    let server = Server::answering(&[IM_END]).await;
+    insta::assert_snapshot!(server.get("/info").await.body, @r#"{"model_id":"test/model","model_sha":null,"model_pipeline_tag":null,"max_concurrent_requests":4,"max_best_of":2,"max_stop_sequences":4,"max_input_tokens":200,"max_total_tokens":256,"validation_workers":1,"max_client_batch_size":4,"router":"text-generation-router","version":"0.1.0"}"#);
+    insta::assert_snapshot!(server.get("/v1/models").await.body, @r#"{"object":"list","data":[{"id":"test/model","object":"model","created":0,"owned_by":"test/model"}]}"#);
+    insta::assert_snapshot!(server.get("/v1/models/test/model").await.body, @r#"{"id":"test/model","object":"model","created":0,"owned_by":"test/model"}"#);
+    let answer = server.get("/v1/models/other").await;
+    assert_eq!(answer.status, StatusCode::NOT_FOUND);
+    assert_eq!(answer.json()["error"]["code"], "not_found");
+}
+
+#[tokio::test]
+async fn tokens_come_with_their_place_in_the_text() {
+    let server = Server::answering(&[IM_END]).await;
+    let answer = server.post("/tokenize", json!({"inputs": "a b<|im_end|>"})).await;
+    insta::assert_snapshot!(answer.body, @r#"[{"id":97,"text":"a","start":0,"stop":1},{"id":32,"text":" ","start":1,"stop":2},{"id":98,"text":"b","start":2,"stop":3},{"id":257,"text":"<|im_end|>","start":3,"stop":13}]"#);
+}
+
+#[tokio::test]
+async fn metrics_are_text() {
+    let server = Server::answering(&[IM_END]).await;
+    server.post("/generate", json!({"inputs": "Hi"})).await;
+    let answer = server.get("/metrics").await;
+    assert_eq!(answer.header("content-type"), "text/plain; charset=utf-8");
+    assert!(answer.body.contains("# TYPE tgi_request_count counter"), "{}", answer.body);
+}
+
+#[tokio::test]
+async fn browsers_may_send_their_key() {
+    let server = Server::answering(&[IM_END]).await;
+    let ask = |server: &Server, origin: &str| {
+        server
+            .request("OPTIONS", "/v1/chat/completions")
+            .header("origin", origin.to_owned())
+            .header("access-control-request-method", "POST")
+            .header("access-control-request-headers", "authorization,content-type,x-stainless-os")
+    };
+    let answer = whole(server.send(ask(&server, "https://a.example"), "").await).await;
+    assert_eq!(answer.status, StatusCode::OK);
+    assert_eq!(answer.header("access-control-allow-origin"), "*");
+    assert_eq!(answer.header("access-control-allow-headers"), "authorization,content-type,x-stainless-os");
+
+    let origins = |config: &mut Config| config.cors_allow_origins = vec!["https://a.example".to_owned()];
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), origins).await;
+    let answer = whole(server.send(ask(&server, "https://a.example"), "").await).await;
+    assert_eq!(answer.header("access-control-allow-origin"), "https://a.example");
+    let answer = whole(server.send(ask(&server, "https://b.example"), "").await).await;
+    assert!(!answer.headers.contains_key("access-control-allow-origin"));
+}
+
+#[tokio::test]
+async fn an_origin_that_is_none_is_refused_at_the_start() {
+    let origins = |config: &mut Config| config.cors_allow_origins = vec!["everybody".to_owned()];
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), origins).await;
+    let error = server.served.await.unwrap().unwrap_err();
+    assert_eq!(error.to_string(), "`everybody` is not an origin; give something like https://example.org");
+}

@@ -1,0 +1,102 @@
+//! `/generate_stream`: framing, order, and what happens when something goes wrong on the way.
+
+use axum::http::StatusCode;
+use http_body_util::BodyExt;
+use penstock_router::engine::{SequenceEvent, SequenceFailure};
+use serde_json::{Value, json};
+
+use crate::model::{IM_END, bytes, word};
+use crate::server::{Server, whole};
+
+#[tokio::test]
+async fn a_stream_is_one_event_for_each_token() {
+    let server = Server::answering(&[word("Hello"), word(" world"), IM_END]).await;
+    let parameters = json!({"details": true, "return_full_text": true, "max_new_tokens": 2});
+    let answer = server.post("/generate_stream", json!({"inputs": "Hi", "parameters": parameters})).await;
+    assert_eq!(answer.status, StatusCode::OK);
+    insta::assert_snapshot!(answer.body, @r#"
+    data: {"index":1,"token":{"id":258,"text":"Hello","logprob":-0.5,"special":false},"generated_text":null,"details":null}
+
+    data: {"index":2,"token":{"id":259,"text":" world","logprob":-0.5,"special":false},"generated_text":"HiHello world","details":{"finish_reason":"length","generated_tokens":2,"seed":null,"input_length":2}}
+    "#);
+    assert_eq!(answer.header("content-type"), "text/event-stream");
+    assert_eq!(answer.header("cache-control"), "no-cache");
+    assert_eq!(answer.header("x-accel-buffering"), "no");
+    assert_eq!(answer.header("x-compute-type"), "1-cpu");
+    assert_eq!(answer.header("x-compute-characters"), "2");
+    assert!(!answer.headers.contains_key("x-total-time"));
+}
+
+#[tokio::test]
+async fn the_root_streams_when_asked() {
+    let server = Server::answering(&[word("Hello"), IM_END]).await;
+    let answer = server.post("/", json!({"inputs": "Hi", "stream": true})).await;
+    let events = answer.events();
+    assert_eq!(events.len(), 2);
+    assert!(events[1].contains(r#""generated_text":"HiHello","details":null"#), "{}", events[1]);
+}
+
+#[tokio::test]
+async fn events_come_as_tokens_do() {
+    let (server, mut sequences) = Server::manual().await;
+    let mut response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
+    let sequence = sequences.recv().await.unwrap();
+    sequence.send(SequenceEvent::Started);
+    for _ in 0..3 {
+        sequence.send_token(word("Hello"));
+        let frame = response.body_mut().frame().await.unwrap().unwrap();
+        let text = String::from_utf8(frame.into_data().unwrap().to_vec()).unwrap();
+        assert!(text.starts_with("data: {") && text.ends_with("}\n\n"), "{text:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_stream_folds_to_the_plain_answer() {
+    let tokens = [bytes("né: "), vec![word("Hello"), 0xE2, 0x82, word("END"), word(" world"), 256, IM_END]].concat();
+    let server = Server::answering(&tokens).await;
+    for parameters in [json!({}), json!({"stop": ["ENDx", "D wo"]}), json!({"max_new_tokens": 8})] {
+        let mut body = json!({"inputs": "Hi", "parameters": parameters});
+        body["parameters"]["details"] = true.into();
+        let plain = server.post("/generate", body.clone()).await.json();
+        let events = server.post("/generate_stream", body).await.events();
+        let events: Vec<Value> = events.iter().map(|event| serde_json::from_str(event).unwrap()).collect();
+        let streamed: Vec<_> = events.iter().map(|event| event["token"].clone()).collect();
+        assert_eq!(plain["details"]["tokens"].as_array().unwrap(), &streamed);
+        let text =
+            streamed.iter().filter(|token| token["special"] == false).map(|token| token["text"].as_str().unwrap());
+        assert_eq!(plain["generated_text"], text.collect::<String>());
+        let last = events.last().unwrap();
+        assert_eq!(plain["generated_text"], last["generated_text"]);
+        assert_eq!(plain["details"]["finish_reason"], last["details"]["finish_reason"]);
+    }
+}
+
+#[tokio::test]
+async fn a_failure_on_the_way_is_the_last_event() {
+    let (server, mut sequences) = Server::manual().await;
+    let response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
+    assert_eq!(response.status(), StatusCode::OK);
+    let sequence = sequences.recv().await.unwrap();
+    sequence.send_token(word("Hello"));
+    sequence.send(SequenceEvent::Failed(SequenceFailure::Sequence("logits are NaN".to_owned())));
+    insta::assert_snapshot!(whole(response).await.body, @r#"
+    data: {"index":1,"token":{"id":258,"text":"Hello","logprob":-0.5,"special":false},"generated_text":null,"details":null}
+
+    data: {"error":"Request failed during generation: logits are NaN","error_type":"generation"}
+    "#);
+
+    let response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
+    drop(sequences.recv().await.unwrap());
+    let expected = r#"{"error":"Incomplete generation","error_type":"incomplete_generation_stream"}"#;
+    assert_eq!(whole(response).await.events(), [expected]);
+}
+
+#[tokio::test]
+async fn refusals_have_their_status_before_a_stream_starts() {
+    let server = Server::answering(&[IM_END]).await;
+    for parameters in [json!({"temperature": 0}), json!({"best_of": 2}), json!({"decoder_input_details": true})] {
+        let answer = server.post("/generate_stream", json!({"inputs": "Hi", "parameters": parameters})).await;
+        assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY);
+        assert_eq!(answer.json()["error_type"], "validation");
+    }
+}
