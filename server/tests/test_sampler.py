@@ -1,4 +1,4 @@
-"""Sampling against a per-row oracle made of transformers' processors, against the distribution, and against neighbours."""
+"""Sampling against a per-row oracle of transformers' processors, against the distribution, and against neighbours."""
 
 from __future__ import annotations
 
@@ -243,8 +243,11 @@ def test_a_large_vocabulary_gives_the_same_bits_for_any_number_of_rows_and_threa
 
 @pytest.mark.parametrize("row", SETTINGS, ids=str)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, "all -inf"])
-def test_a_broken_row_is_reported_and_its_neighbours_do_not_notice(row: Row, poison: float | str) -> None:
-    logits = random_logits(5, 100, 2.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_broken_row_is_reported_and_its_neighbours_do_not_notice(
+    row: Row, poison: float | str, dtype: torch.dtype
+) -> None:
+    logits = random_logits(5, 100, 2.0).to(dtype)
     rows: list[Row] = [{**row, "seed": seed} for seed in range(5)]
     clean = sample(logits, rows)
     poisoned = logits.clone()
@@ -280,6 +283,14 @@ def test_top_k_keeps_equals_of_the_last_one() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]]).expand(400, -1)
     sampled = sample(logits, [{"do_sample": True, "top_k": 2, "seed": 1}] * 400, positions=list(range(400)))
     assert set(sampled.ids.tolist()) == {0, 1, 2, 3}
+
+
+def test_bf16_greedy_agrees_with_float32() -> None:
+    logits = random_logits(33, 5001, 2.0).bfloat16()
+    rows: list[Row] = [{}] * 33
+    short, long = sample(logits, rows), sample(logits.float(), rows)
+    assert short.ids.tolist() == long.ids.tolist()
+    torch.testing.assert_close(short.logprobs, long.logprobs, atol=1e-5, rtol=0)
 
 
 def test_seed_and_position_alone_decide() -> None:

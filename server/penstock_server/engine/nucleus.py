@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK = 64  # probabilities in one block or column; rows are padded to a multiple of it
+from penstock_server.engine.greedy import BLOCK
 
 # How many columns to look at, in this order, before all of them. A GPU sorts whole rows at once.
 _COLUMNS = (64, 256)
