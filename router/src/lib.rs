@@ -2,14 +2,15 @@
 //!
 //! It never touches a tensor; the workers never see text, HTTP or a queue.
 
-pub mod api;
+mod api;
 pub mod config;
 pub mod engine;
-pub mod http;
+mod http;
 mod serve;
 pub mod telemetry;
 pub mod text;
 pub mod worker;
 
 pub use config::Config;
-pub use serve::{ServeError, serve};
+pub use http::OriginError;
+pub use serve::{ServeError, Services, serve};

@@ -1,9 +1,77 @@
 //! Serves until told to stop, then drains.
 
-#[derive(Debug, thiserror::Error)]
-pub enum ServeError {
-    #[error("{0}")]
-    Io(#[from] std::io::Error),
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::Config;
+use crate::engine::Generator;
+use crate::http::{self, OriginError, Service};
+use crate::telemetry::metrics::Exporter;
+use crate::text::TextModel;
+
+/// How often recorded samples are folded into buckets.
+const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
+/// How long the last bytes of answers may take on their way out.
+const FLUSH_PATIENCE: Duration = Duration::from_secs(2);
+
+/// What requests are served with.
+pub struct Services {
+    pub engine: Arc<dyn Generator>,
+    pub text: TextModel,
+    pub metrics: Exporter,
 }
 
-pub fn serve() {}
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    #[error("cannot serve: {0}")]
+    Io(#[from] std::io::Error),
+    #[error(transparent)]
+    Origin(#[from] OriginError),
+}
+
+/// Serves until `shutdown` is cancelled. Then the server is unhealthy and takes no new generation, running ones may
+/// finish within the grace period, and what is left after it ends with an error.
+pub async fn serve(
+    config: Config,
+    services: Services,
+    listener: TcpListener,
+    shutdown: CancellationToken,
+) -> Result<(), ServeError> {
+    let grace = config.graceful_termination_timeout;
+    let abandoned = CancellationToken::new();
+    let closing = CancellationToken::new();
+    let service = Service::new(config, services, shutdown.clone(), abandoned.clone());
+    let app = http::router(service.clone())?.into_make_service();
+    let upkeep = tokio::spawn(run_upkeep(service.clone(), closing.clone()));
+    let served = axum::serve(listener, app).with_graceful_shutdown(closing.clone().cancelled_owned());
+
+    let drain = async {
+        shutdown.cancelled().await;
+        tracing::info!("draining: no new requests");
+        if tokio::time::timeout(grace, service.drained()).await.is_err() {
+            tracing::warn!(grace_s = grace.as_secs_f64(), "requests are still running after the grace period");
+        }
+        abandoned.cancel();
+        // The port stays open until here so that /health can say what is going on.
+        closing.cancel();
+        tokio::time::sleep(FLUSH_PATIENCE).await;
+    };
+    let result = tokio::select! {
+        result = served.into_future() => result.map_err(ServeError::from),
+        () = drain => Ok(()),
+    };
+    closing.cancel();
+    // Ends at once: it waits for nothing but `closing`.
+    let _ = upkeep.await;
+    result
+}
+
+async fn run_upkeep(service: Service, closing: CancellationToken) {
+    let mut ticks = tokio::time::interval(UPKEEP_INTERVAL);
+    while closing.run_until_cancelled(ticks.tick()).await.is_some() {
+        service.run_upkeep();
+    }
+}

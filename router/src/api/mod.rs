@@ -1,0 +1,8 @@
+//! What goes over the wire, in two dialects (TGI's and OpenAI's), and what a request must be to be served.
+//!
+//! Both dialects become the same [`parameter::Parameters`], which are checked in one place.
+
+pub(crate) mod error;
+pub(crate) mod openai;
+pub(crate) mod parameter;
+pub(crate) mod tgi;

@@ -7,6 +7,7 @@ use penstock_scheduler::Plan;
 use tokio::time::Instant;
 
 use super::Load;
+use crate::telemetry::metrics::{self, StepPart};
 use crate::worker::WorkerTiming;
 
 /// A plan whose report has not come yet.
@@ -90,39 +91,36 @@ impl StepRecord {
         if self.num_sequences == 0 {
             return; // A plan that only frees is not a step of the model.
         }
-        metrics::counter!("tgi_batch_inference_count", "method" => self.method).increment(1);
-        metrics::counter!("tgi_batch_inference_success", "method" => self.method).increment(1);
-        metrics::histogram!("tgi_batch_inference_duration", "method" => self.method).record(self.interval);
-        metrics::histogram!("tgi_batch_forward_duration", "method" => self.method).record(self.worker.forward);
+        metrics::batch_inference(self.method, self.worker.forward, self.interval);
         if self.starts {
-            metrics::histogram!("tgi_batch_next_size").record(self.num_sequences as f64);
+            metrics::batch_next_size(self.num_sequences);
         }
-        for (name, duration) in [
-            ("penstock_step_overhead_seconds", self.overhead()),
-            ("penstock_step_interval_seconds", self.interval),
-            ("penstock_step_round_trip_seconds", self.round_trip),
-            ("penstock_step_schedule_seconds", self.schedule),
-            ("penstock_step_apply_seconds", self.apply),
-            ("penstock_step_worker_prepare_seconds", self.worker.prepare),
-            ("penstock_step_worker_forward_seconds", self.worker.forward),
-            ("penstock_step_worker_sample_seconds", self.worker.sample),
-            ("penstock_step_worker_idle_seconds", self.worker.idle),
+        for (part, duration) in [
+            (StepPart::Overhead, self.overhead()),
+            (StepPart::Interval, self.interval),
+            (StepPart::RoundTrip, self.round_trip),
+            (StepPart::Schedule, self.schedule),
+            (StepPart::Apply, self.apply),
+            (StepPart::WorkerPrepare, self.worker.prepare),
+            (StepPart::WorkerForward, self.worker.forward),
+            (StepPart::WorkerSample, self.worker.sample),
+            (StepPart::WorkerIdle, self.worker.idle),
         ] {
-            metrics::histogram!(name, "method" => self.method).record(duration.as_secs_f64());
+            metrics::step_duration(part, self.method, duration);
         }
     }
 }
 
 /// Gauges of the engine as it is now.
 pub(super) fn load(load: Load, max_running_tokens: u64) {
-    metrics::gauge!("tgi_queue_size").set(load.queued_sequences as f64);
-    metrics::gauge!("tgi_batch_current_size").set(load.running_sequences as f64);
-    metrics::gauge!("tgi_batch_current_max_tokens").set(max_running_tokens as f64);
+    metrics::queue_size(load.queued_sequences);
+    metrics::batch_size(load.running_sequences);
+    metrics::batch_max_tokens(max_running_tokens);
 }
 
 /// Counts the steps that were lost with their workers.
 pub(super) fn worker_failed(in_flight: &VecDeque<StepInFlight>) {
     for step in in_flight {
-        metrics::counter!("tgi_batch_inference_failure", "method" => step.method).increment(1);
+        metrics::batch_failure(step.method);
     }
 }

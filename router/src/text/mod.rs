@@ -1,0 +1,19 @@
+//! Everything about characters: tokenizing, chat templates, detokenizing, stop strings, and when a text is over.
+//!
+//! Knows no HTTP and no dialect. INVARIANT: the pieces of a generation, put together, are its text.
+
+mod detokenize;
+mod generation;
+mod model;
+mod model_file;
+mod python_json;
+mod stop;
+mod template;
+
+pub use model::{LoadError, TextModel};
+
+pub(crate) use generation::{
+    Ending, Finish, Generation, GenerationError, GenerationOptions, Step, StopText, TextToken,
+};
+pub(crate) use model::{EncodeError, TokenSpan};
+pub(crate) use template::TemplateError;

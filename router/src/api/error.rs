@@ -1,0 +1,178 @@
+//! The closed set of errors a client can see: status and type of each, rendered once per dialect.
+
+use axum::http::StatusCode;
+use serde::Serialize;
+
+use super::parameter::ValidationError;
+use crate::engine::SequenceFailure;
+use crate::telemetry::metrics::Failure;
+use crate::text::{EncodeError, GenerationError, TemplateError};
+
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum ApiError {
+    #[error("Model is overloaded")]
+    Overloaded,
+    #[error("the server is shutting down")]
+    ShuttingDown,
+    #[error("Input validation error: {0}")]
+    Validation(#[from] ValidationError),
+    #[error("Template error: {0}")]
+    Template(#[from] TemplateError),
+    #[error("Request failed during generation: {0}")]
+    Generation(String),
+    #[error("Incomplete generation")]
+    Incomplete,
+    #[error("Incomplete generation")]
+    IncompleteStream,
+    #[error("unhealthy")]
+    Unhealthy,
+    #[error("suffix is not supported: the model completes text at its end only")]
+    Suffix,
+    #[error("{given} prompts were given, at most {max} are allowed in one request; raise --max-client-batch-size")]
+    BatchSize { given: usize, max: usize },
+    /// The body could not be read as the route's request (OpenAI routes; on TGI's the extractor answers itself).
+    #[error("{message}")]
+    Malformed { status: StatusCode, message: String },
+    #[error("{0}")]
+    NotFound(String),
+    /// A bug of ours; the log has the details under this id.
+    #[error("internal error {0}")]
+    Internal(String),
+}
+
+impl From<GenerationError> for ApiError {
+    fn from(error: GenerationError) -> Self {
+        match error {
+            GenerationError::Failed(SequenceFailure::ShuttingDown) => Self::ShuttingDown,
+            GenerationError::Failed(failure) => Self::Generation(failure.to_string()),
+            GenerationError::Incomplete => Self::Incomplete,
+        }
+    }
+}
+
+impl From<EncodeError> for ApiError {
+    fn from(error: EncodeError) -> Self {
+        Self::Validation(ValidationError::Tokenizer(error.to_string()))
+    }
+}
+
+/// TGI's error object, also as a stream's event.
+#[derive(Debug, Serialize)]
+pub(crate) struct TgiErrorBody {
+    pub(crate) error: String,
+    pub(crate) error_type: &'static str,
+}
+
+/// OpenAI's error object.
+#[derive(Debug, Serialize)]
+pub(crate) struct OpenAiErrorBody {
+    error: OpenAiErrorFields,
+}
+
+#[derive(Debug, Serialize)]
+struct OpenAiErrorFields {
+    message: String,
+    #[serde(rename = "type")]
+    kind: &'static str,
+    param: Option<&'static str>,
+    code: &'static str,
+    /// COMPAT: TGI's stream events had this; it is the status that the plain answer has.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    http_status_code: Option<u16>,
+}
+
+impl ApiError {
+    /// Stable names for programs: TGI's `error_type`, OpenAI's `code`.
+    pub(crate) fn error_type(&self) -> &'static str {
+        match self {
+            Self::Overloaded => "overloaded",
+            Self::ShuttingDown => "shutting_down",
+            Self::Validation(_) => "validation",
+            Self::Template(_) => "template_error",
+            Self::Generation(_) => "generation",
+            Self::Incomplete => "incomplete_generation",
+            Self::IncompleteStream => "incomplete_generation_stream",
+            Self::Unhealthy => "healthcheck",
+            Self::Suffix => "suffix not supported",
+            Self::BatchSize { .. } => "batch size exceeded",
+            Self::Malformed { .. } => "malformed_request",
+            Self::NotFound(_) => "not_found",
+            Self::Internal(_) => "internal",
+        }
+    }
+
+    pub(crate) fn tgi_status(&self) -> StatusCode {
+        match self {
+            Self::Overloaded => StatusCode::TOO_MANY_REQUESTS,
+            Self::ShuttingDown | Self::Unhealthy => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Validation(_) | Self::Template(_) | Self::Suffix | Self::BatchSize { .. } => {
+                StatusCode::UNPROCESSABLE_ENTITY
+            }
+            Self::Generation(_) => StatusCode::FAILED_DEPENDENCY,
+            Self::Incomplete | Self::IncompleteStream | Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::Malformed { status, .. } => *status,
+            Self::NotFound(_) => StatusCode::NOT_FOUND,
+        }
+    }
+
+    /// As OpenAI has it: whatever is wrong with a request's content is 400, whatever is wrong with us is 5xx.
+    pub(crate) fn openai_status(&self) -> StatusCode {
+        match self.tgi_status() {
+            StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
+            StatusCode::FAILED_DEPENDENCY => StatusCode::INTERNAL_SERVER_ERROR,
+            status => status,
+        }
+    }
+
+    /// The same request may succeed a little later.
+    pub(crate) fn is_temporary(&self) -> bool {
+        matches!(self, Self::Overloaded | Self::ShuttingDown)
+    }
+
+    /// `None`: this request is not counted, it was never asked to generate.
+    pub(crate) fn failure(&self) -> Option<Failure> {
+        match self {
+            Self::Overloaded | Self::ShuttingDown => Some(Failure::Overloaded),
+            Self::Validation(_) | Self::Suffix | Self::BatchSize { .. } => Some(Failure::Validation),
+            Self::Template(_) => Some(Failure::Template),
+            Self::Generation(_) | Self::Internal(_) => Some(Failure::Generation),
+            Self::Incomplete | Self::IncompleteStream => Some(Failure::Incomplete),
+            Self::Unhealthy | Self::Malformed { .. } | Self::NotFound(_) => None,
+        }
+    }
+
+    pub(crate) fn tgi_body(&self) -> TgiErrorBody {
+        TgiErrorBody { error: self.to_string(), error_type: self.error_type() }
+    }
+
+    pub(crate) fn openai_body(&self) -> OpenAiErrorBody {
+        let status = self.openai_status();
+        let kind = match status {
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        let param = match self {
+            Self::Validation(error) => error.param(),
+            Self::Suffix => Some("suffix"),
+            Self::BatchSize { .. } => Some("prompt"),
+            _ => None,
+        };
+        let fields = OpenAiErrorFields {
+            message: self.to_string(),
+            kind,
+            param,
+            code: self.error_type(),
+            http_status_code: None,
+        };
+        OpenAiErrorBody { error: fields }
+    }
+
+    /// The body, as a stream's event.
+    pub(crate) fn openai_event(&self) -> OpenAiErrorBody {
+        let mut body = self.openai_body();
+        body.error.http_status_code = Some(self.openai_status().as_u16());
+        body
+    }
+}

@@ -1,0 +1,77 @@
+//! How requests are read and errors are written, in each dialect.
+
+use axum::Json;
+use axum::extract::{FromRequest, Request};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::api::error::ApiError;
+
+/// Whether a route speaks OpenAI's dialect.
+pub(super) fn is_openai(path: &str) -> bool {
+    path == "/v1" || path.starts_with("/v1/")
+}
+
+/// An error as TGI writes it.
+#[derive(Debug)]
+pub(super) struct TgiError(pub(super) ApiError);
+
+/// An error as OpenAI writes it.
+#[derive(Debug)]
+pub(super) struct OpenAiError(pub(super) ApiError);
+
+impl<E: Into<ApiError>> From<E> for TgiError {
+    fn from(error: E) -> Self {
+        Self(error.into())
+    }
+}
+
+impl<E: Into<ApiError>> From<E> for OpenAiError {
+    fn from(error: E) -> Self {
+        Self(error.into())
+    }
+}
+
+impl IntoResponse for TgiError {
+    fn into_response(self) -> Response {
+        render(self.0.tgi_status(), self.0.tgi_body(), self.0)
+    }
+}
+
+impl IntoResponse for OpenAiError {
+    fn into_response(self) -> Response {
+        render(self.0.openai_status(), self.0.openai_body(), self.0)
+    }
+}
+
+/// The error travels along with its response, for the one place that logs and counts it.
+fn render(status: StatusCode, body: impl Serialize, error: ApiError) -> Response {
+    let mut response = (status, Json(body)).into_response();
+    if error.is_temporary() {
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    }
+    response.extensions_mut().insert(error);
+    response
+}
+
+/// `axum::Json` whose refusals are OpenAI's error objects.
+pub(super) struct OpenAiJson<T>(pub(super) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for OpenAiJson<T> {
+    type Rejection = OpenAiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
+        match Json::from_request(request, state).await {
+            Ok(Json(value)) => Ok(Self(value)),
+            Err(rejection) => {
+                let status = match rejection.status() {
+                    StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
+                    status => status,
+                };
+                Err(OpenAiError(ApiError::Malformed { status, message: rejection.body_text() }))
+            }
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Routes that generate nothing: what is served, how it is, how it counts.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+
+use super::dialect::{OpenAiError, TgiError};
+use super::service::Service;
+use crate::api::error::ApiError;
+use crate::api::openai::{Model, ModelList};
+use crate::api::tgi::{GenerateRequest, Info, SimpleToken};
+
+/// COMPAT: what TGI calls itself here; scripts look for it.
+const ROUTER: &str = "text-generation-router";
+
+pub(super) async fn health(State(service): State<Service>) -> Result<StatusCode, TgiError> {
+    if service.is_draining() || !service.generator().health().live {
+        return Err(ApiError::Unhealthy.into());
+    }
+    Ok(StatusCode::OK)
+}
+
+pub(super) async fn metrics(State(service): State<Service>) -> Response {
+    ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], service.metrics().render()).into_response()
+}
+
+pub(super) async fn info(State(service): State<Service>) -> Json<Info> {
+    let config = service.config();
+    let limits = &config.limits;
+    Json(Info {
+        model_id: config.model_id.clone(),
+        model_sha: config.model_sha.clone(),
+        model_pipeline_tag: config.pipeline_tag.clone(),
+        max_concurrent_requests: limits.max_concurrent_requests,
+        max_best_of: limits.max_best_of,
+        max_stop_sequences: limits.max_stop_sequences,
+        max_input_tokens: limits.max_input_tokens,
+        max_total_tokens: limits.max_total_tokens,
+        validation_workers: config.validation_workers,
+        max_client_batch_size: limits.max_client_batch_size,
+        router: ROUTER,
+        version: env!("CARGO_PKG_VERSION"),
+    })
+}
+
+pub(super) async fn models(State(service): State<Service>) -> Json<ModelList> {
+    Json(ModelList { object: "list", data: vec![served_model(&service)] })
+}
+
+pub(super) async fn model(State(service): State<Service>, Path(id): Path<String>) -> Result<Json<Model>, OpenAiError> {
+    if id != service.config().model_id {
+        let served = &service.config().model_id;
+        return Err(
+            ApiError::NotFound(format!("there is no model {id} here; the one that is served is {served}")).into()
+        );
+    }
+    Ok(Json(served_model(&service)))
+}
+
+fn served_model(service: &Service) -> Model {
+    let id = service.config().model_id.clone();
+    // COMPAT: TGI does not know when a model was made either.
+    Model { id: id.clone(), object: "model", created: 0, owned_by: id }
+}
+
+pub(super) async fn tokenize(
+    State(service): State<Service>,
+    Json(request): Json<GenerateRequest>,
+) -> Result<Json<Vec<SimpleToken>>, TgiError> {
+    let inputs: Arc<str> = request.inputs.into();
+    let spans = service.text().encode_spans(Arc::clone(&inputs)).await?;
+    let token = |span: crate::text::TokenSpan| SimpleToken {
+        id: span.id,
+        text: inputs.get(span.start..span.stop).unwrap_or_default().to_owned(),
+        start: span.start,
+        stop: span.stop,
+    };
+    Ok(Json(spans.into_iter().map(token).collect()))
+}

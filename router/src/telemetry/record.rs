@@ -1,0 +1,138 @@
+//! What became of one HTTP request: filled in while it is served, logged and counted once when it is over.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::http::{Method, StatusCode};
+
+use super::metrics::{self, Failure, RequestDurations};
+
+/// Handle to a request's record; clones are the same record.
+#[derive(Clone, Debug)]
+pub(crate) struct RequestRecord {
+    received: Instant,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    generates: bool,
+    outcome: Option<Outcome>,
+}
+
+#[derive(Clone, Debug)]
+enum Outcome {
+    Answered(RequestSummary),
+    Failed { failure: Option<Failure>, error_type: &'static str, detail: Option<String> },
+}
+
+/// An answered generation, or several of one request: durations are the longest, tokens the sum.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RequestSummary {
+    pub(crate) num_prompt_tokens: usize,
+    pub(crate) num_generated_tokens: usize,
+    pub(crate) validation: Duration,
+    pub(crate) queue: Duration,
+    pub(crate) inference: Duration,
+}
+
+impl RequestSummary {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.num_prompt_tokens += other.num_prompt_tokens;
+        self.num_generated_tokens += other.num_generated_tokens;
+        self.validation = self.validation.max(other.validation);
+        self.queue = self.queue.max(other.queue);
+        self.inference = self.inference.max(other.inference);
+    }
+
+    pub(crate) fn total(&self) -> Duration {
+        self.validation + self.queue + self.inference
+    }
+
+    pub(crate) fn per_token(&self) -> Duration {
+        self.inference / u32::try_from(self.num_generated_tokens.max(1)).unwrap_or(u32::MAX)
+    }
+}
+
+impl RequestRecord {
+    pub(crate) fn new() -> Self {
+        Self { received: Instant::now(), state: Arc::default() }
+    }
+
+    pub(crate) fn received(&self) -> Instant {
+        self.received
+    }
+
+    /// The request asks for generation, so it is counted.
+    pub(crate) fn generates(&self) {
+        self.state().generates = true;
+        metrics::request_received();
+    }
+
+    pub(crate) fn answered(&self, summary: RequestSummary) {
+        self.state().outcome.get_or_insert(Outcome::Answered(summary));
+    }
+
+    /// `detail`: for the log, when the fault is ours.
+    pub(crate) fn failed(&self, failure: Option<Failure>, error_type: &'static str, detail: Option<String>) {
+        self.state().outcome.get_or_insert(Outcome::Failed { failure, error_type, detail });
+    }
+
+    /// The answer is out, or nobody waits for it any more (`status` is then `None` if there never was one).
+    pub(crate) fn close(&self, method: &Method, path: &str, status: Option<StatusCode>) {
+        let (generates, outcome) = {
+            let state = self.state();
+            (state.generates, state.outcome.clone())
+        };
+        let status = status.map_or(0, |status| status.as_u16());
+        let duration_ms = self.received.elapsed().as_secs_f64() * 1000.0;
+        match outcome {
+            Some(Outcome::Answered(summary)) => {
+                summary.count();
+                tracing::info!(
+                    %method, path, status, duration_ms,
+                    prompt_tokens = summary.num_prompt_tokens,
+                    generated_tokens = summary.num_generated_tokens,
+                    validation_ms = summary.validation.as_secs_f64() * 1000.0,
+                    queue_ms = summary.queue.as_secs_f64() * 1000.0,
+                    inference_ms = summary.inference.as_secs_f64() * 1000.0,
+                    "request"
+                );
+            }
+            Some(Outcome::Failed { failure, error_type, detail }) => {
+                if let Some(failure) = failure.filter(|_| generates) {
+                    metrics::request_failed(failure);
+                }
+                match detail {
+                    Some(detail) => {
+                        tracing::error!(%method, path, status, duration_ms, error_type, detail, "request failed");
+                    }
+                    None => tracing::info!(%method, path, status, duration_ms, error_type, "request refused"),
+                }
+            }
+            None if generates && status < 400 => {
+                metrics::request_failed(Failure::Dropped);
+                tracing::info!(%method, path, status, duration_ms, "client left");
+            }
+            None => tracing::debug!(%method, path, status, duration_ms, "request"),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Plain data: nothing can be half-written by a panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl RequestSummary {
+    fn count(&self) {
+        let durations = RequestDurations {
+            validation: self.validation,
+            queue: self.queue,
+            inference: self.inference,
+            total: self.total(),
+            per_token: self.per_token(),
+        };
+        metrics::request_succeeded(durations, self.num_generated_tokens);
+    }
+}

@@ -1,0 +1,274 @@
+//! One sequence as text: the engine's tokens become pieces of text until the model, a limit or a stop string ends it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use tokio_util::sync::CancellationToken;
+
+use super::TextModel;
+use super::detokenize::{Detokenizer, Piece};
+use super::stop::{Outcome, StopMatcher};
+use crate::engine::{
+    FinishReason, Generator, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, SequenceStream, Token,
+};
+
+/// What happens to the stop string that ended a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StopText {
+    /// The text ends with it (TGI).
+    Kept,
+    /// The text ends before it (OpenAI); what may turn out to be part of it is held back.
+    Cut,
+}
+
+/// One sequence to generate, already validated against the limits.
+#[derive(Clone, Debug)]
+pub(crate) struct GenerationOptions {
+    pub(crate) prompt_token_ids: Vec<u32>,
+    pub(crate) max_new_tokens: u32,
+    pub(crate) sampling: Sampling,
+    /// No empty one.
+    pub(crate) stops: Vec<String>,
+    pub(crate) stop_text: StopText,
+}
+
+/// A token and what it settled.
+#[derive(Clone, Debug)]
+pub(crate) struct Step {
+    pub(crate) token: TextToken,
+    /// What can be shown now; the texts of all steps, put together, are the generation's text.
+    pub(crate) text: String,
+    /// Set on the last step.
+    pub(crate) finish: Option<Finish>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct TextToken {
+    pub(crate) id: u32,
+    /// Special tokens included; empty while a character is unfinished.
+    pub(crate) text: String,
+    pub(crate) logprob: f32,
+    pub(crate) special: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Finish {
+    pub(crate) ending: Ending,
+    pub(crate) num_generated_tokens: u32,
+    pub(crate) timings: Timings,
+}
+
+/// What ended a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    Length,
+    EosToken,
+    StopString,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Timings {
+    /// From the request's arrival to its submission.
+    pub(crate) validation: Duration,
+    /// From there to its first step.
+    pub(crate) queue: Duration,
+    /// From there to its last token.
+    pub(crate) inference: Duration,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum GenerationError {
+    #[error("{0}")]
+    Failed(SequenceFailure),
+    /// The engine's stream ended before the sequence did.
+    #[error("incomplete generation")]
+    Incomplete,
+}
+
+/// A running generation. Dropping it aborts the sequence.
+pub(crate) struct Generation {
+    events: SequenceStream,
+    /// The server has waited long enough.
+    abandoned: CancellationToken,
+    detokenizer: Detokenizer,
+    stops: StopMatcher,
+    stop_text: StopText,
+    held: HeldText,
+    eos_token_ids: Arc<[u32]>,
+    max_new_tokens: u32,
+    num_generated_tokens: u32,
+    received: Instant,
+    submitted: Instant,
+    started: Option<Instant>,
+}
+
+impl Generation {
+    /// `received`: when the request arrived. `abandoned`: fails the generation when cancelled.
+    pub(crate) fn start(
+        generator: &dyn Generator,
+        model: &TextModel,
+        options: GenerationOptions,
+        received: Instant,
+        abandoned: CancellationToken,
+    ) -> Self {
+        let eos_token_ids = model.eos_token_ids();
+        let detokenizer = model.detokenizer(&options.prompt_token_ids);
+        let submitted = Instant::now();
+        let events = generator.submit(SequenceRequest {
+            prompt_token_ids: options.prompt_token_ids,
+            max_new_tokens: options.max_new_tokens,
+            stop_token_ids: Arc::clone(&eos_token_ids),
+            sampling: options.sampling,
+        });
+        Self {
+            events,
+            abandoned,
+            detokenizer,
+            stops: StopMatcher::new(options.stops),
+            stop_text: options.stop_text,
+            held: HeldText::default(),
+            eos_token_ids,
+            max_new_tokens: options.max_new_tokens,
+            num_generated_tokens: 0,
+            received,
+            submitted,
+            started: None,
+        }
+    }
+
+    /// The next token. Not to be called after a step with `finish`, or an error.
+    pub(crate) async fn next(&mut self) -> Result<Step, GenerationError> {
+        loop {
+            match self.next_event().await? {
+                SequenceEvent::Started => self.started = Some(Instant::now()),
+                SequenceEvent::Token(token) => return self.accept(token).await,
+                SequenceEvent::Finished(_) => return Err(GenerationError::Incomplete),
+                SequenceEvent::Failed(failure) => return Err(GenerationError::Failed(failure)),
+            }
+        }
+    }
+
+    async fn next_event(&mut self) -> Result<SequenceEvent, GenerationError> {
+        tokio::select! {
+            biased;
+            event = self.events.next() => event.ok_or(GenerationError::Incomplete),
+            () = self.abandoned.cancelled() => Err(GenerationError::Failed(SequenceFailure::ShuttingDown)),
+        }
+    }
+
+    async fn accept(&mut self, token: Token) -> Result<Step, GenerationError> {
+        self.num_generated_tokens += 1;
+        let is_eos = self.eos_token_ids.contains(&token.id);
+        let mut piece = if is_eos {
+            // Whatever the tokenizer thinks of it, it is not part of the text.
+            Piece { text: self.detokenizer.token_text(token.id), special: true }
+        } else {
+            self.detokenizer.push(token.id)
+        };
+        let (mut text, stopped) = self.find_stop(&mut piece);
+
+        let ends_in_engine = is_eos || self.num_generated_tokens >= self.max_new_tokens;
+        let ending = match (ends_in_engine, stopped, self.stop_text) {
+            (false, false, _) => None,
+            (false, true, _) | (true, true, StopText::Cut) => Some(Ending::StopString),
+            // COMPAT: at the last allowed token TGI says "length", whatever else is true.
+            (true, _, _) => Some(self.ending_from_engine().await?),
+        };
+        if ending.is_some() && !stopped {
+            let rest = self.detokenizer.finish();
+            if !piece.special {
+                piece.text.push_str(&rest);
+            }
+            self.held.push(&rest, false);
+            text.push_str(&self.held.release_all());
+        }
+        let finish = ending.map(|ending| Finish {
+            ending,
+            num_generated_tokens: self.num_generated_tokens,
+            timings: self.timings(),
+        });
+        let token = TextToken { id: token.id, text: piece.text, logprob: token.logprob, special: piece.special };
+        Ok(Step { token, text, finish })
+    }
+
+    /// Puts the piece through the stop strings: what can be shown, and whether one was completed. A piece that goes on
+    /// after a stop string that is kept is cut there.
+    fn find_stop(&mut self, piece: &mut Piece) -> (String, bool) {
+        let outcome = self.stops.push(&piece.text);
+        match (self.stop_text, outcome) {
+            (StopText::Kept, Outcome::Release(_)) => (visible(piece), false),
+            (StopText::Kept, Outcome::Match { end_in_piece, .. }) => {
+                piece.text.truncate(end_in_piece);
+                (visible(piece), true)
+            }
+            (StopText::Cut, Outcome::Release(bytes)) => {
+                self.held.push(&piece.text, piece.special);
+                (self.held.release(bytes), false)
+            }
+            (StopText::Cut, Outcome::Match { start, .. }) => {
+                self.held.push(&piece.text, piece.special);
+                (self.held.release(start), true)
+            }
+        }
+    }
+
+    /// The engine ends the sequence with this token: it says so right after it.
+    async fn ending_from_engine(&mut self) -> Result<Ending, GenerationError> {
+        match self.next_event().await? {
+            SequenceEvent::Finished(FinishReason::Length) => Ok(Ending::Length),
+            SequenceEvent::Finished(FinishReason::StopToken) => Ok(Ending::EosToken),
+            SequenceEvent::Failed(failure) => Err(GenerationError::Failed(failure)),
+            SequenceEvent::Started | SequenceEvent::Token(_) => Err(GenerationError::Incomplete),
+        }
+    }
+
+    fn timings(&self) -> Timings {
+        let started = self.started.unwrap_or(self.submitted);
+        Timings {
+            validation: self.submitted - self.received,
+            queue: started - self.submitted,
+            inference: started.elapsed(),
+        }
+    }
+}
+
+fn visible(piece: &Piece) -> String {
+    if piece.special { String::new() } else { piece.text.clone() }
+}
+
+/// Text that is not shown yet because it may be part of a stop string. Stop strings may be spelled with special tokens,
+/// so those are in it too, without ever being shown.
+#[derive(Default)]
+struct HeldText {
+    parts: VecDeque<(String, bool)>,
+}
+
+impl HeldText {
+    fn push(&mut self, text: &str, special: bool) {
+        if !text.is_empty() {
+            self.parts.push_back((text.to_owned(), special));
+        }
+    }
+
+    /// Takes `bytes` from the front, and returns what is visible of them.
+    fn release(&mut self, mut bytes: usize) -> String {
+        let mut text = String::new();
+        while bytes > 0 {
+            let Some((mut part, special)) = self.parts.pop_front() else { break };
+            if part.len() > bytes {
+                self.parts.push_front((part.split_off(bytes), special));
+            }
+            bytes -= part.len();
+            if !special {
+                text.push_str(&part);
+            }
+        }
+        text
+    }
+
+    fn release_all(&mut self) -> String {
+        self.release(usize::MAX)
+    }
+}

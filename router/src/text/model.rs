@@ -1,0 +1,130 @@
+//! The text side of a model: its tokenizer, its chat template and the tokens that end a sequence.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::Value;
+use tokenizers::Tokenizer;
+use tokio::sync::Semaphore;
+
+use super::detokenize::Detokenizer;
+pub use super::model_file::LoadError;
+use super::model_file::{TokenizerConfig, read_eos_token_ids};
+use super::template::{ChatTemplate, TemplateError};
+
+/// Texts up to this are tokenized where they are, in well under a millisecond; longer ones on a thread of their own.
+const MAX_INLINE_BYTES: usize = 1024;
+
+/// Cheap to clone.
+#[derive(Clone)]
+pub struct TextModel {
+    tokenizer: Arc<Tokenizer>,
+    /// Long texts that may be tokenized at the same time.
+    threads: Arc<Semaphore>,
+    template: Arc<Result<ChatTemplate, TemplateError>>,
+    eos_token_ids: Arc<[u32]>,
+}
+
+/// The tokenizer could not encode a text.
+#[derive(Debug, thiserror::Error)]
+#[error("tokenizer error {0}")]
+pub(crate) struct EncodeError(String);
+
+/// A token and where it stands in the text it was made from.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct TokenSpan {
+    pub(crate) id: u32,
+    /// Byte offsets; 0 and 0 for tokens that stand for no text.
+    pub(crate) start: usize,
+    pub(crate) stop: usize,
+}
+
+impl TextModel {
+    /// Reads a prepared model folder. A broken chat template is not an error here: it fails the chats only.
+    pub fn load(folder: &Path, num_threads: usize) -> Result<Self, LoadError> {
+        let path = folder.join("tokenizer.json");
+        if !path.exists() {
+            return Err(LoadError::NoTokenizer(folder.to_owned()));
+        }
+        let malformed =
+            |error: tokenizers::Error| LoadError::Malformed { path: path.clone(), reason: error.to_string() };
+        let mut tokenizer = Tokenizer::from_file(&path).map_err(malformed)?;
+        // Some checkpoints carry the lengths they were trained with; here they would cut prompts silently.
+        tokenizer.with_truncation(None).map_err(malformed)?;
+        tokenizer.with_padding(None);
+
+        let config = TokenizerConfig::read(folder)?;
+        let mut eos_token_ids = read_eos_token_ids(folder)?;
+        let eos_token_id = config.eos_token().and_then(|token| tokenizer.token_to_id(token));
+        if let Some(id) = eos_token_id.filter(|id| !eos_token_ids.contains(id)) {
+            eos_token_ids.push(id);
+        }
+        Ok(Self {
+            tokenizer: Arc::new(tokenizer),
+            threads: Arc::new(Semaphore::new(num_threads.max(1))),
+            template: Arc::new(ChatTemplate::new(config.chat_template, config.special_tokens)),
+            eos_token_ids: eos_token_ids.into(),
+        })
+    }
+
+    /// Tokens that end a sequence by the model's own decision.
+    pub(crate) fn eos_token_ids(&self) -> Arc<[u32]> {
+        Arc::clone(&self.eos_token_ids)
+    }
+
+    /// Ids are smaller than this.
+    pub(crate) fn vocabulary_size(&self) -> u32 {
+        u32::try_from(self.tokenizer.get_vocab_size(true)).unwrap_or(u32::MAX)
+    }
+
+    /// `add_special_tokens`: false for rendered chats, whose template has written them.
+    pub(crate) async fn encode(&self, text: Arc<str>, add_special_tokens: bool) -> Result<Vec<u32>, EncodeError> {
+        self.on_thread(text, move |tokenizer, text| {
+            let encoding = tokenizer.encode_fast(text, add_special_tokens)?;
+            Ok(encoding.get_ids().to_vec())
+        })
+        .await
+    }
+
+    /// As [`Self::encode`] with special tokens, and where each token came from.
+    pub(crate) async fn encode_spans(&self, text: Arc<str>) -> Result<Vec<TokenSpan>, EncodeError> {
+        self.on_thread(text, |tokenizer, text| {
+            let encoding = tokenizer.encode(text, true)?;
+            let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
+            Ok(spans.map(|(&id, &(start, stop))| TokenSpan { id, start, stop }).collect())
+        })
+        .await
+    }
+
+    async fn on_thread<T: Send + 'static>(
+        &self,
+        text: Arc<str>,
+        encode: impl FnOnce(&Tokenizer, &str) -> tokenizers::Result<T> + Send + 'static,
+    ) -> Result<T, EncodeError> {
+        let failed = |error: tokenizers::Error| EncodeError(error.to_string());
+        if text.len() <= MAX_INLINE_BYTES {
+            return encode(&self.tokenizer, &text).map_err(failed);
+        }
+        // The permit moves into the thread: a caller that gives up does not free the thread it has started.
+        let permit = Arc::clone(&self.threads).acquire_owned().await.map_err(|error| EncodeError(error.to_string()))?;
+        let tokenizer = Arc::clone(&self.tokenizer);
+        let task = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            encode(&tokenizer, &text)
+        });
+        task.await.map_err(|error| EncodeError(error.to_string()))?.map_err(failed)
+    }
+
+    /// The prompt for a conversation, ready for the assistant's answer.
+    pub(crate) fn render_chat(&self, messages: &[Value]) -> Result<String, TemplateError> {
+        match self.template.as_ref() {
+            Ok(template) => template.render(messages),
+            Err(error) => Err(error.clone()),
+        }
+    }
+
+    /// Decodes what follows `prompt_token_ids`.
+    pub(crate) fn detokenizer(&self, prompt_token_ids: &[u32]) -> Detokenizer {
+        Detokenizer::new(Arc::clone(&self.tokenizer), prompt_token_ids)
+    }
+}

@@ -1,0 +1,145 @@
+//! What the prepared model folder says about text, read from the files where checkpoints keep it.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+/// Why a model folder cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error("{} has no tokenizer.json; it is needed to serve text (a slow tokenizer has to be converted first)", .0.display())]
+    NoTokenizer(PathBuf),
+    #[error("cannot read {}: {source}", .path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{} is not what it should be: {reason}", .path.display())]
+    Malformed { path: PathBuf, reason: String },
+}
+
+/// Token ids that end a sequence, from generation_config.json, or else from config.json.
+pub(super) fn read_eos_token_ids(folder: &Path) -> Result<Vec<u32>, LoadError> {
+    for name in ["generation_config.json", "config.json"] {
+        let config = read_json::<EosConfig>(&folder.join(name))?.unwrap_or_default();
+        let ids = match config.eos_token_id {
+            Some(EosTokenId::One(id)) => vec![id],
+            Some(EosTokenId::Many(ids)) => ids,
+            None => config.text_config.and_then(|text| text.eos_token_id).map(EosTokenId::into_vec).unwrap_or_default(),
+        };
+        if !ids.is_empty() {
+            return Ok(ids);
+        }
+    }
+    Ok(Vec::new())
+}
+
+#[derive(Default, Deserialize)]
+struct EosConfig {
+    eos_token_id: Option<EosTokenId>,
+    text_config: Option<TextConfig>,
+}
+
+#[derive(Deserialize)]
+struct TextConfig {
+    eos_token_id: Option<EosTokenId>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum EosTokenId {
+    One(u32),
+    Many(Vec<u32>),
+}
+
+impl EosTokenId {
+    fn into_vec(self) -> Vec<u32> {
+        match self {
+            Self::One(id) => vec![id],
+            Self::Many(ids) => ids,
+        }
+    }
+}
+
+/// The parts of tokenizer_config.json that matter beside tokenizer.json.
+pub(super) struct TokenizerConfig {
+    /// `bos_token`, `eos_token`, … as templates see them.
+    pub(super) special_tokens: Map<String, Value>,
+    /// The template's source; `None`: the model has none.
+    pub(super) chat_template: Option<String>,
+}
+
+impl TokenizerConfig {
+    /// A template file of its own goes before the field in tokenizer_config.json, as in transformers.
+    pub(super) fn read(folder: &Path) -> Result<Self, LoadError> {
+        let config: Map<String, Value> = read_json(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
+        let special_tokens = config.iter().filter_map(|(name, value)| special_token(name, value)).collect();
+        let chat_template = match read_text(&folder.join("chat_template.jinja"))? {
+            Some(source) => Some(source),
+            None => read_json::<TemplateFile>(&folder.join("chat_template.json"))?
+                .and_then(|file| file.chat_template)
+                .or_else(|| config.get("chat_template").and_then(|value| TemplateField::deserialize(value).ok()))
+                .and_then(TemplateField::into_default),
+        };
+        Ok(Self { special_tokens, chat_template })
+    }
+
+    pub(super) fn eos_token(&self) -> Option<&str> {
+        self.special_tokens.get("eos_token").and_then(Value::as_str)
+    }
+}
+
+/// `"bos_token": "<s>"` or `"bos_token": {"content": "<s>", …}`.
+fn special_token(name: &str, value: &Value) -> Option<(String, Value)> {
+    if !name.ends_with("_token") {
+        return None;
+    }
+    let text = value.as_str().or_else(|| value.get("content").and_then(Value::as_str))?;
+    Some((name.to_owned(), text.into()))
+}
+
+#[derive(Deserialize)]
+struct TemplateFile {
+    chat_template: Option<TemplateField>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum TemplateField {
+    One(String),
+    Named(Vec<NamedTemplate>),
+}
+
+#[derive(Deserialize)]
+struct NamedTemplate {
+    name: String,
+    template: String,
+}
+
+impl TemplateField {
+    fn into_default(self) -> Option<String> {
+        match self {
+            Self::One(source) => Some(source),
+            Self::Named(templates) => {
+                templates.into_iter().find(|named| named.name == "default").map(|named| named.template)
+            }
+        }
+    }
+}
+
+/// `None` when there is no such file.
+fn read_text(path: &Path) -> Result<Option<String>, LoadError> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(LoadError::Read { path: path.to_owned(), source }),
+    }
+}
+
+fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, LoadError> {
+    let Some(text) = read_text(path)? else { return Ok(None) };
+    match serde_json::from_str(&text) {
+        Ok(value) => Ok(Some(value)),
+        Err(error) => Err(LoadError::Malformed { path: path.to_owned(), reason: error.to_string() }),
+    }
+}
