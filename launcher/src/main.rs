@@ -16,19 +16,24 @@ mod weights;
 mod workers;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::sys::signal::Signal;
-use penstock_router::Config;
 use penstock_router::config::RequestLimits;
+use penstock_router::engine::Engine;
+use penstock_router::telemetry::metrics::{self, Exporter};
+use penstock_router::text::TextModel;
 use penstock_router::worker::Phase;
+use penstock_router::{Config, Services};
 use tokio_util::sync::CancellationToken;
 
 use crate::args::{Args, Parsed};
 use crate::listener::ReservedPort;
-use crate::resolve::Settings;
+use crate::resolve::{BLOCK_TOKENS, Settings};
 use crate::start::{Started, log_choice};
+use crate::workers::Workers;
 
 /// How long workers may take to stop. They drop what they are doing, so they need none of it.
 const WORKER_GRACE: Duration = Duration::from_secs(10);
@@ -102,7 +107,7 @@ async fn serve(
         started = start::start(args, settings, python) => started?,
         () = stop.cancelled() => return Ok(()),
     };
-    let Started { engine, workers, prepared, model, limits, num_blocks, phases } = started;
+    let Started { engine, mut workers, prepared, model, limits, num_blocks, mut phases } = started;
     let config = Config {
         model_id: prepared.model_id,
         model_sha: prepared.sha,
@@ -123,15 +128,52 @@ async fn serve(
         compute_type: compute_type(settings.num_ranks, &model.device),
         graceful_termination_timeout: settings.graceful_termination_timeout,
     };
+    let exporter = Exporter::install(&config.limits)?;
+    metrics::batch_total_tokens(num_blocks as usize * BLOCK_TOKENS as usize);
+    let since = Instant::now();
+    let (folder, num_threads) = (config.model_folder.clone(), config.validation_workers);
+    let text = tokio::task::spawn_blocking(move || TextModel::load(&folder, num_threads)).await??;
+    phases.push(Phase { name: "load tokenizer".to_owned(), duration: since.elapsed() });
+
     let url = public_url(port.address);
     let listener = port.open()?;
     report_ready(&phases, began.elapsed(), &url);
-
-    stop.cancelled().await;
-    let _ = (config, listener, num_blocks);
+    // Without workers there is nothing to wait for: what is open has failed and is drained at once.
+    let drain = stop.child_token();
+    let services = Services { engine: Arc::new(engine.clone()), text, metrics: exporter };
+    let watch = async {
+        let reason = failure(&engine, &mut workers).await;
+        drain.cancel();
+        reason
+    };
+    let served = penstock_router::serve(config, services, listener, drain.clone());
+    let (served, failure) = join_until_served(served, watch).await;
     engine.shut_down().await;
     workers.stop(WORKER_GRACE).await;
-    Ok(())
+    served?;
+    failure.map_or(Ok(()), |reason| Err(anyhow::anyhow!(reason)))
+}
+
+/// Runs both until the server has ended; the reason, when the workers failed before.
+async fn join_until_served<T>(
+    served: impl Future<Output = T>,
+    failure: impl Future<Output = String>,
+) -> (T, Option<String>) {
+    let (mut served, mut failure) = (std::pin::pin!(served), std::pin::pin!(failure));
+    tokio::select! {
+        served = &mut served => (served, None),
+        reason = &mut failure => (served.await, Some(reason)),
+    }
+}
+
+/// Resolves when the workers cannot go on, with the best explanation there is.
+async fn failure(engine: &Engine, workers: &mut Workers) -> String {
+    let reason = tokio::select! {
+        reason = workers.death() => return reason,
+        reason = engine.failure() => reason,
+    };
+    // A process that died knows more about its end than its stream; one that hangs says nothing.
+    tokio::time::timeout(start::DEATH_PATIENCE, workers.death()).await.unwrap_or(reason)
 }
 
 /// COMPAT: `COMPUTE_TYPE` overrides what the `x-compute-type` header says.

@@ -15,7 +15,7 @@ use crate::workers::{WorkerOptions, Workers, WorkersError};
 /// How long Python may take until it listens. Its imports read hundreds of megabytes from a cold disk.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(300);
 /// After a lost connection: how long to wait for the process's own explanation.
-const DEATH_PATIENCE: Duration = Duration::from_secs(2);
+pub const DEATH_PATIENCE: Duration = Duration::from_secs(2);
 /// Plans that may be out without their result: the worker always has its next one.
 const MAX_STEPS_IN_FLIGHT: u32 = 2;
 
