@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.engine import nucleus
+from penstock_server.engine import head, nucleus
 from penstock_server.engine import sampler as sampler_module
 from penstock_server.engine.random import uniform
 from penstock_server.engine.sampler import BROKEN, Sampled, Sampler, SampleRequest
@@ -125,17 +125,26 @@ def test_tokens_and_logprobs_agree_with_transformers_processors(vocab: int, scal
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
-def test_looking_at_a_few_columns_chooses_as_a_full_sort_does(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_at_the_head_chooses_as_a_full_sort_does(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = (random_logits(200, 20_000, scale) * 8).round() / 8  # many equals
     rows: list[Row] = [
         {"do_sample": True, "seed": place, **SETTINGS[7 + place % 10], "repetition_penalty": 1.0}
         for place in range(200)
     ]
     quick = sample(logits, rows)
-    monkeypatch.setattr(nucleus, "_COLUMNS", ())
+    monkeypatch.setattr(nucleus, "finders", lambda probs: (head._everything,))
     full = sample(logits, rows)
     assert quick.ids.tolist() == full.ids.tolist()
     assert quick.logprobs.tolist() == full.logprobs.tolist()
+
+
+@pytest.mark.parametrize(
+    "row", [{"top_p": 0.97}, {"top_k": 3000}, {"min_p": 1e-3}, {"top_k": 500, "top_p": 0.9}, {"top_p": 0.1}], ids=str
+)
+def test_no_row_is_sorted_as_a_whole_even_when_flat(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nucleus, "finders", lambda probs: (head._columns, head._above_bound, pytest.fail))
+    logits = random_logits(8, 20_000, 0.3)
+    sample(logits, [{**row, "do_sample": True, "seed": place} for place in range(8)])
 
 
 def test_model_logprobs_are_of_the_untouched_distribution() -> None:

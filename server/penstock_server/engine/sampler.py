@@ -8,6 +8,7 @@ that moves with the number of rows. Rows with NaN or infinite logits come back a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock_server.engine.greedy import BLOCK, greatest, native_greedy
-from penstock_server.engine.nucleus import Truncation, choose_truncated, choose_whole
+from penstock_server.engine.head import Truncation
+from penstock_server.engine.nucleus import choose_truncated, choose_whole
 from penstock_server.engine.random import uniform
 
 BROKEN = -1  # in the place of a token id
@@ -25,6 +27,9 @@ BROKEN = -1  # in the place of a token id
 # Rows in work at a time: two float32 copies of so many rows are all that sampling ever allocates.
 # PERF: 8 to 32 rows of 49,152 are equally fast, 1 or 2 rows 15 % slower (EPYC, AVX-512, one thread).
 _CHUNK_ROWS = {"cpu": 16, "cuda": 128}
+
+# From so many rows on, processing them is worth all threads.
+_PARALLEL_ROWS = 8
 
 Places = npt.NDArray[np.int64]
 
@@ -147,6 +152,10 @@ class Sampler:
 
     def _choose_processed(self, logits: Tensor, request: SampleRequest, parameters: _Parameters) -> Sampled:
         """Every row through the processors; `logits` holds the processed places only."""
+        with self._threads(len(logits)):
+            return self._choose_processed_chunks(logits, request, parameters)
+
+    def _choose_processed_chunks(self, logits: Tensor, request: SampleRequest, parameters: _Parameters) -> Sampled:
         mine = parameters.processed
         draws = self._tensor(uniform(request.parameters["seed"][mine], request.positions[mine]))
         out = self._empty(len(logits))
@@ -158,10 +167,10 @@ class Sampler:
             _take_greatest(scores, probs, ids, chosen)
             broken = ~(chosen > 0)  # NaN is not above 0
             if (places := self._places(parameters.whole, rows)) is not None:
-                ids[places], chosen[places] = choose_whole(probs[places], draws[rows][places])
+                ids[places], chosen[places] = choose_whole(_at(probs, places), draws[rows][places])
             if (places := self._places(parameters.truncated, rows)) is not None:
-                cut = parameters.truncation.of(rows, places)
-                ids[places], chosen[places] = choose_truncated(probs[places], cut, draws[rows][places])
+                cut = parameters.truncation.at(rows).at(places)
+                ids[places], chosen[places] = choose_truncated(_at(probs, places), cut, draws[rows][places])
             chosen.log_()
             if (places := self._places(parameters.unprocessed, rows)) is not None:
                 scores, probs = self._buffers(logits, rows)
@@ -169,6 +178,19 @@ class Sampler:
                 chosen[places] = probs[places, ids[places]].double()
             ids.masked_fill_(broken, BROKEN)
         return out
+
+    @contextmanager
+    def _threads(self, num_rows: int) -> Iterator[None]:
+        """One thread for few rows: some ten small operators, each of which would wait for all threads at its end."""
+        threads = torch.get_num_threads()
+        if self._device.type != "cpu" or num_rows >= _PARALLEL_ROWS or threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def _process(self, words: Tensor, request: SampleRequest, parameters: _Parameters, rows: slice) -> None:
         """Penalties, then temperature, on scores [rows, vocab], in place."""
@@ -197,6 +219,11 @@ def _within(ascending: Places, rows: slice) -> Places:
     """Those of some ascending places that lie in a range of rows."""
     start, stop = np.searchsorted(ascending, (rows.start, rows.stop))
     return ascending[start:stop]
+
+
+def _at(probs: Tensor, places: Tensor) -> Tensor:
+    """Some rows, ascending; without a copy when they are all."""
+    return probs if len(places) == len(probs) else probs[places]
 
 
 def _take_greatest(scores: Tensor, probs: Tensor, ids: Tensor, chosen: Tensor) -> None:
