@@ -24,7 +24,6 @@ use nix::sys::signal::Signal;
 use penstock_router::config::RequestLimits;
 use penstock_router::engine::Engine;
 use penstock_router::telemetry::metrics::{self, Exporter};
-use penstock_router::text::TextModel;
 use penstock_router::worker::Phase;
 use penstock_router::{Config, Services};
 use tokio_util::sync::CancellationToken;
@@ -107,7 +106,7 @@ async fn serve(
         started = start::start(args, settings, python) => started?,
         () = stop.cancelled() => return Ok(()),
     };
-    let Started { engine, mut workers, prepared, model, limits, num_blocks, mut phases } = started;
+    let Started { engine, mut workers, prepared, text, model, limits, num_blocks, phases } = started;
     let config = Config {
         model_id: prepared.model_id,
         model_sha: prepared.sha,
@@ -130,11 +129,6 @@ async fn serve(
     };
     let exporter = Exporter::install(&config.limits)?;
     metrics::batch_total_tokens(num_blocks as usize * BLOCK_TOKENS as usize);
-    let since = Instant::now();
-    let (folder, num_threads) = (config.model_folder.clone(), config.validation_workers);
-    let text = tokio::task::spawn_blocking(move || TextModel::load(&folder, num_threads)).await??;
-    phases.push(Phase { name: "load tokenizer".to_owned(), duration: since.elapsed() });
-
     let url = public_url(port.address);
     let listener = port.open()?;
     report_ready(&phases, began.elapsed(), &url);

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use penstock_router::engine::{Engine, EngineOptions};
+use penstock_router::text::{LoadError, TextModel};
 use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions, WorkerError};
 use penstock_scheduler::Limits;
 
@@ -24,6 +25,7 @@ pub struct Started {
     pub engine: Engine,
     pub workers: Workers,
     pub prepared: Prepared,
+    pub text: TextModel,
     pub model: Description,
     pub limits: SequenceLimits,
     pub num_blocks: u32,
@@ -34,6 +36,10 @@ pub struct Started {
 pub enum StartError {
     #[error(transparent)]
     Prepare(#[from] PrepareError),
+    #[error(transparent)]
+    Tokenizer(LoadError),
+    #[error("loading the tokenizer broke: {0}")]
+    TokenizerBroke(#[from] tokio::task::JoinError),
     #[error(transparent)]
     Spawn(#[from] WorkersError),
     #[error(transparent)]
@@ -48,6 +54,7 @@ pub enum StartError {
 struct Loaded {
     group: Group,
     prepared: Prepared,
+    text: TextModel,
     model: Description,
     pool: Pool,
     step_tokens: u32,
@@ -91,6 +98,7 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         engine: Engine::start(loaded.group, options),
         workers,
         prepared: loaded.prepared,
+        text: loaded.text,
         model: loaded.model,
         limits: loaded.limits,
         num_blocks: loaded.pool.num_blocks,
@@ -110,16 +118,22 @@ async fn load(
     let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
     let prepare = async {
         let prepared = weights::prepare(python, args).await?;
-        let phase = timed("prepare model", began);
+        phases.push(timed("prepare model", began));
         tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
-        Ok::<_, StartError>((prepared, phase))
+        let since = Instant::now();
+        let (folder, num_threads) = (prepared.folder.clone(), args.validation_workers);
+        let text = tokio::task::spawn_blocking(move || TextModel::load(&folder, num_threads))
+            .await?
+            .map_err(StartError::Tokenizer)?;
+        phases.push(timed("load tokenizer", since));
+        Ok::<_, StartError>((prepared, text))
     };
     let connect = async {
         let group = Group::connect(sockets, CONNECT_PATIENCE).await?;
         Ok((group, timed("start workers", began)))
     };
-    let ((prepared, prepare_phase), (mut group, connect_phase)) = tokio::try_join!(prepare, connect)?;
-    phases.extend([prepare_phase, connect_phase]);
+    let ((prepared, text), (mut group, phase)) = tokio::try_join!(prepare, connect)?;
+    phases.push(phase);
 
     let since = Instant::now();
     let options = LoadOptions {
@@ -166,7 +180,7 @@ async fn load(
     );
     let limits = SequenceLimits::resolve(args, settings, &model, pool.num_blocks)?;
     limits.choices.iter().for_each(log_choice);
-    Ok(Loaded { group, prepared, model, pool, step_tokens, limits, phases })
+    Ok(Loaded { group, prepared, text, model, pool, step_tokens, limits, phases })
 }
 
 fn part_of(whole: &str, phase: &Phase) -> Phase {
