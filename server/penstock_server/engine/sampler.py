@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.engine.greedy import BLOCK, greatest, native_greedy
+from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, greatest, native_greedy
 from penstock_server.engine.head import Truncation
 from penstock_server.engine.nucleus import choose_truncated, choose_whole
 from penstock_server.engine.random import uniform
@@ -27,9 +27,6 @@ BROKEN = -1  # in the place of a token id
 # Rows in work at a time: two float32 copies of so many rows are all that sampling ever allocates.
 # PERF: 8 to 32 rows of 49,152 are equally fast, 1 or 2 rows 15 % slower (EPYC, AVX-512, one thread).
 _CHUNK_ROWS = {"cpu": 16, "cuda": 128}
-
-# From so many rows on, processing them is worth all threads.
-_PARALLEL_ROWS = 8
 
 Places = npt.NDArray[np.int64]
 
@@ -183,7 +180,7 @@ class Sampler:
     def _threads(self, num_rows: int) -> Iterator[None]:
         """One thread for few rows: some ten small operators, each of which would wait for all threads at its end."""
         threads = torch.get_num_threads()
-        if self._device.type != "cpu" or num_rows >= _PARALLEL_ROWS or threads == 1:
+        if self._device.type != "cpu" or num_rows >= PARALLEL_ROWS or threads == 1:
             yield
             return
         torch.set_num_threads(1)
