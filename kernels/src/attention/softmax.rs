@@ -6,7 +6,7 @@ use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
 /// Below every score, yet a number: differences of maxima are never NaN.
-pub const NO_MAXIMUM: f32 = -1e30;
+const NO_MAXIMUM: f32 = -1e30;
 
 /// The state of some rows, in memory that the caller owns: maxima, sums (16 lanes each, to be added up at the end), then
 /// `head_dim` weighted values each.
@@ -52,19 +52,16 @@ impl State {
         }
     }
 
-    /// Let a later segment's state in.
+    /// Let a later segment's state in, for the rows from `first_row` on, which see it.
     ///
     /// # Safety
     /// Both must be states of the same rows, and the CPU `supported()`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub unsafe fn merge(self, later: State) {
-        for row in 0..self.num_rows {
+    pub unsafe fn merge(self, later: State, first_row: usize) {
+        for row in first_row..self.num_rows {
             // SAFETY: the caller's word.
             unsafe {
                 let (mine, other) = (*self.maximum(row), *later.maximum(row));
-                if other == NO_MAXIMUM {
-                    continue; // the row does not see that segment
-                }
                 let maximum = if mine > other { mine } else { other };
                 let keep = simd::exp2(_mm512_set1_ps(mine - maximum));
                 let take = simd::exp2(_mm512_set1_ps(other - maximum));

@@ -45,7 +45,7 @@ pub unsafe fn run(call: &Call<'_>, unit: &Unit, following: &Unit, partials: Targ
             rows.attend_segment(0, total);
             for segment in 1..unit.end_segment {
                 rows.attend_segment(segment, segment_state);
-                total.merge(segment_state);
+                total.merge(segment_state, rows.first_that_sees(segment));
             }
             rows.finish(total);
         });
@@ -65,7 +65,8 @@ pub unsafe fn merge_partials(call: &Call<'_>, unit: &Unit, partials: Target<f32>
     // SAFETY: passed on.
     unsafe {
         for segment in 1..unit.num_segments() {
-            total.merge(State::new(partials.at(offset + segment * size), rows.count, layout.head_dim));
+            let state = State::new(partials.at(offset + segment * size), rows.count, layout.head_dim);
+            total.merge(state, rows.first_that_sees(segment));
         }
         rows.finish(total);
     }
@@ -84,6 +85,11 @@ impl Rows<'_> {
     /// Tokens that a row sees.
     fn context(&self, row: usize) -> usize {
         self.unit.first_position + row / self.call.layout.group() + 1
+    }
+
+    /// The first row that sees anything of a segment.
+    fn first_that_sees(&self, segment: usize) -> usize {
+        (segment * SEGMENT).saturating_sub(self.unit.first_position) * self.call.layout.group()
     }
 
     /// Offset of a row's head inside its token.
