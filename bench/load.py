@@ -31,7 +31,10 @@ class Dialect:
 
 PENSTOCK = Dialect(
     path="/generate_stream",
-    body=lambda prompt, num: {"inputs": prompt, "parameters": {"max_new_tokens": num, "do_sample": False}},
+    body=lambda prompt, num: {
+        "inputs": prompt,
+        "parameters": {"max_new_tokens": num, "do_sample": False, "details": True},
+    },
     counts=lambda last: (last["details"]["input_length"], last["details"]["generated_tokens"]),
 )
 LLAMA_CPP = Dialect(

@@ -23,6 +23,7 @@ from load import prompt_of
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".peers"
 LLAMA_SOURCE = "llama-cpp-python==0.3.36"
+ACCELERATE = ("accelerate==1.15.0", "psutil==7.2.2")
 LLAMA_SERVER = PEERS / "llama.cpp" / "build" / "bin" / "llama-server"
 LLAMA_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
@@ -66,6 +67,15 @@ def build_llama_server() -> Path:
     return LLAMA_SERVER
 
 
+def install_accelerate() -> None:
+    """Transformers reads GGUF files only with accelerate, which nothing else needs: kept beside the other peers."""
+    folder = PEERS / "python"
+    if not (folder / "accelerate").exists():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*install, *ACCELERATE], check=True)
+    sys.path.append(str(folder))
+
+
 def bf16_gguf() -> Path:
     """The embedded model with its matrices dequantized to bf16 (norms stay f32), written once."""
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
@@ -101,12 +111,19 @@ def bf16_gguf() -> Path:
 
 
 def model_shape() -> dict[str, int]:
-    """What a decode step must read and compute: parameters of the layers, and of the (tied) output matrix."""
+    """What a decode step must read and compute: parameters of the layers, of the (tied) output matrix, KV bytes."""
     from gguf import GGUFReader
 
-    sizes = {tensor.name: int(tensor.n_elements) for tensor in GGUFReader(embedded_gguf()).tensors}
+    reader = GGUFReader(embedded_gguf())
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     head = sizes["token_embd.weight"]
-    return {"layer_parameters": sum(sizes.values()) - head, "head_parameters": head, "bytes_per_parameter": 2}
+    key_elements = sum(int(tensor.shape[1]) for tensor in reader.tensors if tensor.name.endswith("attn_k.weight"))
+    return {
+        "layer_parameters": sum(sizes.values()) - head,
+        "head_parameters": head,
+        "bytes_per_parameter": 2,
+        "kv_bytes_per_token": 2 * 2 * key_elements,
+    }
 
 
 def prompt_words() -> list[str]:
@@ -128,6 +145,7 @@ def prompt_words() -> list[str]:
 
 def run_transformers(streams: list[int], num_input: int, num_output: int, seed: str) -> dict[str, Any]:
     """Static batches through `generate` in bf16: no HTTP, no joining or leaving, so a bound in its favour."""
+    install_accelerate()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -10,6 +10,17 @@ from load import percentile
 
 BASE = "llama.cpp"
 LONG_PROMPT_TOKENS = 512
+STEP_PARTS = (
+    "overhead",
+    "interval",
+    "round_trip",
+    "schedule",
+    "apply",
+    "worker_prepare",
+    "worker_forward",
+    "worker_sample",
+    "worker_idle",
+)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -95,6 +106,21 @@ def _latencies(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _steps(record: dict[str, Any]) -> list[list[str]]:
+    """Mean milliseconds of each part of a step, from the histograms' sums and counts over each load."""
+    rows = []
+    for repeat in record["repeats"]:
+        for load, measured in repeat.get("penstock", {}).get("loads", {}).items():
+            deltas = measured["metrics"]
+            for method in ("prefill", "decode"):
+                names = [f'penstock_step_{part}_seconds_%s{{method="{method}"}}' for part in STEP_PARTS]
+                count = deltas.get(names[0] % "count", 0)
+                if count:
+                    means = [f"{deltas.get(name % 'sum', 0) / count * 1000:.2f}" for name in names]
+                    rows.append([load, method, f"{count:.0f}", *means])
+    return rows
+
+
 def _memory(record: dict[str, Any]) -> list[list[str]]:
     rows = []
     for name in record["servers"]:
@@ -102,6 +128,14 @@ def _memory(record: dict[str, Any]) -> list[list[str]]:
         for process in results[-1]["memory"] if results else ():
             sizes = [f"{process[key] / 1e6:.0f} MB" for key in ("rss_bytes", "pss_bytes")]
             rows.append([name, process["command"][:60], *sizes])
+        pool_tokens = results[-1]["metrics"].get("tgi_batch_max_total_tokens") if results else None
+        if pool_tokens:
+            model = record["model"]
+            weights = (model["layer_parameters"] + model["head_parameters"]) * model["bytes_per_parameter"]
+            pool = pool_tokens * model["kv_bytes_per_token"]
+            budget = record["torch_rss_bytes"] + 1.3 * weights + pool
+            parts = f"a worker's budget: torch + 1.3 × {weights / 1e6:.0f} MB + KV {pool / 1e6:.0f} MB"
+            rows.append([name, parts, f"{budget / 1e6:.0f} MB", ""])
     rows.append(["(torch)", "python, torch imported, idle", f"{record['torch_rss_bytes'] / 1e6:.0f} MB", ""])
     return rows
 
@@ -132,5 +166,8 @@ def report(record: dict[str, Any]) -> str:
     parts += ["Share of the machine's limit reached:\n", markdown(header, _ratios(rows, floor))]
     latency = ["server", "load", "TTFT p50 ms", "p99", "gap p50 ms", "p99", "ended early", "client CPU"]
     parts += ["Latencies:\n", markdown(latency, _latencies(record))]
+    if steps := _steps(record):
+        names = [part.replace("_", " ") for part in STEP_PARTS]
+        parts += ["Penstock's steps, means in ms:\n", markdown(["load", "method", "steps", *names], steps)]
     parts += ["Memory after the loads:\n", markdown(["server", "process", "RSS", "PSS"], _memory(record))]
     return "\n".join(parts)

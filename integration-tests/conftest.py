@@ -1,87 +1,15 @@
-"""The real binary with the real embedded model: started once for each set of arguments, found by its ready line."""
+"""One running server for all tests that leave it as they found it."""
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
-
-PENSTOCK = Path(sys.executable).parent / "penstock"
-START_TIMEOUT_S = 180
-
-
-@dataclass
-class Server:
-    """A running server. `lines` is everything it has logged so far."""
-
-    process: subprocess.Popen[str]
-    url: str
-    lines: list[str] = field(default_factory=list)
-
-    def stop(self, signal_number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
-        """Ask it to stop; its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal_number)
-        return self.process.wait(timeout_s)
-
-    def worker_pids(self) -> list[int]:
-        """Its child processes: one a rank."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        own = {int(pid) for pid in children.read_text().split()}
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            own |= {int(pid) for pid in (task / "children").read_text().split()}
-        return sorted(own)
-
-
-def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """The binary with JSON logs on stdout and stderr together."""
-    return subprocess.Popen(
-        [PENSTOCK, "--json-output", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
-    )
-
-
-def start(*arguments: str) -> Server:
-    """Start on a free port and wait for the line that says where it listens."""
-    process = launch("--port", "0", "--hostname", "127.0.0.1", *arguments)
-    server = Server(process, "")
-    ready: queue.Queue[str | None] = queue.Queue()
-
-    def follow() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            server.lines.append(line.rstrip())
-            try:
-                fields = json.loads(line).get("fields", {})
-            except ValueError:
-                continue
-            if "url" in fields:
-                ready.put(fields["url"])
-        ready.put(None)
-
-    threading.Thread(target=follow, daemon=True).start()
-    url = ready.get(timeout=START_TIMEOUT_S)
-    if url is None:
-        pytest.fail("the server did not become ready:\n" + "\n".join(server.lines[-30:]))
-    server.url = url
-    return server
+from binary import Server, start
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """One server for all tests that leave it as they found it."""
     running = start("--max-concurrent-requests", "96")
     yield running
     assert running.stop() == 0

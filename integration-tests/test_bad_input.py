@@ -8,7 +8,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from conftest import Server
+from binary import Server
 
 
 def post(server: Server, path: str, body: Any, content_type: str = "application/json") -> tuple[int, str, str]:
@@ -63,7 +63,7 @@ def test_validation_names_what_is_wrong(server: Server, path: str, body: Any, na
         (b'{"inputs": "a", "parameters": null}', "application/json", 422),
         (b'{"inputs": "a"}', "text/plain", 415),
         (b'{"inputs": "' + b"a" * 2_100_000 + b'"}', "application/json", 413),
-        (b"[" * 100_000, "application/json", 400),
+        (b'{"inputs": "a", "unknown": ' + b"[" * 100_000, "application/json", 400),
     ],
     ids=["syntax", "not utf-8", "missing", "type", "negative", "null", "content type", "too large", "deep"],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conftest import Server
+from binary import Server
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from openai import BadRequestError, OpenAI, UnprocessableEntityError
 

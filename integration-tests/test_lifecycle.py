@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from conftest import PENSTOCK, Server, launch, start
+from binary import PENSTOCK, Server, launch, start
 
 
 def stream(server: Server, tokens: int) -> list[dict]:

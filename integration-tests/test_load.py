@@ -11,7 +11,7 @@ import urllib.parse
 import urllib.request
 
 import pytest
-from conftest import Server, start
+from binary import Server, start
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 
 PROMPTS = [f"Fact number {n}: the" for n in range(64)]

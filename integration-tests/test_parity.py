@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Server
+from binary import Server
 from huggingface_hub import AsyncInferenceClient
 
 TOKENS = 64

@@ -17,8 +17,14 @@ LOAD = {"input_tokens": 128, "output_tokens": 64, "streams": [1, 32]}
 def served(rate: float, ttft_s: float) -> dict[str, Any]:
     part = {"gaps_us": [[1000, 2000]], "num_ended_early": 0, "client_cpu_share": 0.01, "tokens_per_s": rate}
     part |= {"decode_tokens_per_s": rate * 2, "ttft_s": [ttft_s, ttft_s, 9.0]}
+    steps = {"count": 4, "sum": 0.002}
+    part["metrics"] = {f'penstock_step_overhead_seconds_{kind}{{method="decode"}}': n for kind, n in steps.items()}
     process = {"command": "server", "rss_bytes": 2_000_000, "pss_bytes": 1_000_000}
-    return {"loads": dict.fromkeys(("1 streams", "32 streams", "ttft 512", "decode"), part), "memory": [process]}
+    return {
+        "loads": dict.fromkeys(("1 streams", "32 streams", "ttft 512", "decode"), part),
+        "memory": [process],
+        "metrics": {},
+    }
 
 
 RECORD = {
@@ -55,6 +61,12 @@ def test_ratios_above_one_are_faster_for_rates_and_for_times() -> None:
     ratios = report(RECORD).split("Speed relative")[1].splitlines()
     row = next(line for line in ratios if line.startswith("| penstock"))
     assert row.split("|")[2:6] == [" 4.00            ", " 4.00             ", " 1.00            ", " 4.00         "]
+
+
+def test_step_parts_are_means_over_a_load() -> None:
+    steps = report(RECORD).split("Penstock's steps")[1].splitlines()
+    row = next(line for line in steps if "decode | 4" in line)
+    assert [cell.strip() for cell in row.split("|")[1:5]] == ["1 streams", "decode", "4", "0.50"]
 
 
 def test_every_line_of_a_table_is_as_wide_as_the_widest() -> None:

@@ -90,18 +90,33 @@ pub fn dot_pairs(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
 }
 
 /// 2 to the power of each lane, to about 1e-7; 0 below -150 and exactly 1 at 0. NaN stays NaN.
-/// The polynomial is Cephes' `exp2f` over [-0.5, 0.5].
+/// The polynomial is the minimax one over [-0.5, 0.5] that is 1 at 0.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub fn exp2(x: __m512) -> __m512 {
+    power(x, [1.326_471_4e-3, 9.671_513e-3, 5.550_734e-2, 2.402_224_2e-1, std::f32::consts::LN_2])
+}
+
+/// The same to about 3e-6: what is rounded to bf16 afterwards needs no more.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub fn exp2_coarse(x: __m512) -> __m512 {
+    power(x, [9.582_836e-3, 5.590_641e-2, 2.402_41e-1, 6.931_242e-1])
+}
+
+/// 2^x through a polynomial without its constant 1, highest power first.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn power<const N: usize>(x: __m512, coefficients: [f32; N]) -> __m512 {
     // `max` returns its second operand when one is NaN.
     let x = _mm512_max_ps(_mm512_set1_ps(-160.0), x);
     let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
     let fraction = _mm512_sub_ps(x, whole);
-    let mut y = _mm512_set1_ps(1.535_336_2e-4);
-    for coefficient in [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1, 1.0] {
-        y = _mm512_fmadd_ps(y, fraction, _mm512_set1_ps(coefficient));
+    let mut y = _mm512_set1_ps(coefficients[0]);
+    for coefficient in &coefficients[1..] {
+        y = _mm512_fmadd_ps(y, fraction, _mm512_set1_ps(*coefficient));
     }
+    y = _mm512_fmadd_ps(y, fraction, _mm512_set1_ps(1.0));
     _mm512_scalef_ps(y, whole)
 }
 

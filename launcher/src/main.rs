@@ -1,1 +1,205 @@
-fn main() {}
+//! The `penstock` binary: settings, the port, the workers, the router, signals, in that order; and the exit status.
+//!
+//! 0: stopped by a signal. 1: could not start, or its workers died. 2: its settings are wrong. 128 + n: ended at once by
+//! a second signal n.
+
+mod args;
+mod compat;
+mod environment;
+mod listener;
+mod log;
+mod process;
+mod resolve;
+mod signals;
+mod start;
+mod weights;
+mod workers;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use nix::sys::signal::Signal;
+use penstock_router::config::RequestLimits;
+use penstock_router::engine::Engine;
+use penstock_router::telemetry::metrics::{self, Exporter};
+use penstock_router::worker::Phase;
+use penstock_router::{Config, Services};
+use tokio_util::sync::CancellationToken;
+
+use crate::args::{Args, Parsed};
+use crate::listener::ReservedPort;
+use crate::resolve::{BLOCK_TOKENS, Settings};
+use crate::start::{Started, log_choice};
+use crate::workers::Workers;
+
+/// How long workers may take to stop. They drop what they are doing, so they need none of it.
+const WORKER_GRACE: Duration = Duration::from_secs(10);
+
+/// How the server came to its end.
+enum End {
+    Drained,
+    AtOnce(Signal),
+}
+
+fn main() -> ExitCode {
+    let parsed = match args::parse(std::env::args_os()) {
+        Ok(parsed) => parsed,
+        Err(error) => error.exit(),
+    };
+    log::start(parsed.args.json_output, std::env::var("LOG_LEVEL").ok().as_deref());
+    match run(&parsed) {
+        Ok(End::Drained) => ExitCode::SUCCESS,
+        Ok(End::AtOnce(signal)) => ExitCode::from(128_u8.saturating_add(signal as u8)),
+        Err(error) => {
+            tracing::error!("{error:#}");
+            let is_setting = error.is::<resolve::ResolveError>();
+            ExitCode::from(if is_setting { 2 } else { 1 })
+        }
+    }
+}
+
+fn run(parsed: &Parsed) -> anyhow::Result<End> {
+    let machine = environment::machine();
+    let settings = Settings::resolve(&parsed.args, machine)?;
+    report_settings(parsed, &settings);
+    let binary = std::env::current_exe().ok();
+    let python = process::find_python(|name| std::env::var_os(name), binary.as_deref());
+    if parsed.args.env {
+        environment::report(&python, machine).iter().for_each(|line| tracing::info!("environment: {line}"));
+    }
+    let port = ReservedPort::bind(settings.address)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start threads")?;
+    // The main thread runs this future: what it spawns lives as long as the process (see `process::python_module`).
+    let end = runtime.block_on(async {
+        let (stop, second_signal) = signals::listen().context("cannot listen for signals")?;
+        tokio::select! {
+            result = serve(&parsed.args, &settings, &python, port, stop) => result.map(|()| End::Drained),
+            signal = second_signal => Ok(End::AtOnce(signal)),
+        }
+    });
+    // Tokenizing threads may be in the middle of a long input that nobody waits for.
+    runtime.shutdown_background();
+    end
+}
+
+fn report_settings(parsed: &Parsed, settings: &Settings) {
+    for given in &parsed.given {
+        tracing::info!("{} is {} ({})", given.name, given.value, given.origin);
+    }
+    settings.choices.iter().for_each(log_choice);
+    parsed.notes.iter().for_each(|note| tracing::info!("{note}"));
+    settings.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+}
+
+/// Starts, serves until `stop`, drains, and stops the workers.
+async fn serve(
+    args: &Args,
+    settings: &Settings,
+    python: &std::path::Path,
+    port: ReservedPort,
+    stop: CancellationToken,
+) -> anyhow::Result<()> {
+    let began = Instant::now();
+    let started = tokio::select! {
+        started = start::start(args, settings, python) => started?,
+        () = stop.cancelled() => return Ok(()),
+    };
+    let Started { engine, mut workers, prepared, text, model, limits, num_blocks, phases } = started;
+    let config = Config {
+        model_id: prepared.model_id,
+        model_sha: prepared.sha,
+        pipeline_tag: prepared.pipeline_tag,
+        model_folder: prepared.folder,
+        limits: RequestLimits {
+            max_concurrent_requests: args.max_concurrent_requests,
+            max_best_of: args.max_best_of,
+            max_stop_sequences: args.max_stop_sequences,
+            max_top_n_tokens: args.max_top_n_tokens,
+            max_input_tokens: limits.max_input_tokens as usize,
+            max_total_tokens: limits.max_total_tokens as usize,
+            max_client_batch_size: args.max_client_batch_size,
+        },
+        validation_workers: args.validation_workers,
+        payload_limit_bytes: args.payload_limit,
+        cors_allow_origins: args.cors_allow_origin.clone(),
+        compute_type: compute_type(settings.num_ranks, &model.device),
+        graceful_termination_timeout: settings.graceful_termination_timeout,
+    };
+    let exporter = Exporter::install(&config.limits)?;
+    metrics::batch_total_tokens(num_blocks as usize * BLOCK_TOKENS as usize);
+    let url = public_url(port.address);
+    let listener = port.open()?;
+    report_ready(&phases, began.elapsed(), &url);
+    // Without workers there is nothing to wait for: what is open has failed and is drained at once.
+    let drain = stop.child_token();
+    let services = Services { engine: Arc::new(engine.clone()), text, metrics: exporter };
+    let watch = async {
+        let reason = failure(&engine, &mut workers).await;
+        drain.cancel();
+        reason
+    };
+    let served = penstock_router::serve(config, services, listener, drain.clone());
+    let (served, failure) = join_until_served(served, watch).await;
+    engine.shut_down().await;
+    workers.stop(WORKER_GRACE).await;
+    served?;
+    failure.map_or(Ok(()), |reason| Err(anyhow::anyhow!(reason)))
+}
+
+/// Runs both until the server has ended; the reason, when the workers failed before.
+async fn join_until_served<T>(
+    served: impl Future<Output = T>,
+    failure: impl Future<Output = String>,
+) -> (T, Option<String>) {
+    let (mut served, mut failure) = (std::pin::pin!(served), std::pin::pin!(failure));
+    tokio::select! {
+        served = &mut served => (served, None),
+        reason = &mut failure => (served.await, Some(reason)),
+    }
+}
+
+/// Resolves when the workers cannot go on, with the best explanation there is.
+async fn failure(engine: &Engine, workers: &mut Workers) -> String {
+    let reason = tokio::select! {
+        reason = workers.death() => return reason,
+        reason = engine.failure() => reason,
+    };
+    // A process that died knows more about its end than its stream; one that hangs says nothing.
+    tokio::time::timeout(start::DEATH_PATIENCE, workers.death()).await.unwrap_or(reason)
+}
+
+/// COMPAT: `COMPUTE_TYPE` overrides what the `x-compute-type` header says.
+fn compute_type(num_ranks: usize, device: &str) -> String {
+    let device = device.split(':').next().unwrap_or(device);
+    std::env::var("COMPUTE_TYPE").unwrap_or_else(|_| format!("{num_ranks}-{device}"))
+}
+
+/// Where a person on this machine reaches the server.
+fn public_url(mut address: std::net::SocketAddr) -> String {
+    if address.ip().is_unspecified() {
+        address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
+    }
+    format!("http://{address}")
+}
+
+fn report_ready(phases: &[Phase], total: Duration, url: &str) {
+    for phase in phases {
+        tracing::info!(seconds = rounded(phase.duration), "phase {}", phase.name);
+    }
+    tracing::info!(url, seconds = rounded(total), "ready");
+    tracing::info!("try:\n{}", example(url));
+}
+
+/// Seconds, to the millisecond.
+fn rounded(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1000.0).round() / 1000.0
+}
+
+fn example(url: &str) -> String {
+    format!(
+        "curl {url}/v1/chat/completions -H 'content-type: application/json' \
+         -d '{{\"messages\":[{{\"role\":\"user\",\"content\":\"What is the capital of France?\"}}],\"max_tokens\":40}}'"
+    )
+}

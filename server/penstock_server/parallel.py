@@ -37,18 +37,23 @@ class RankGroup:
             dist.broadcast(x, src=0)
         return x
 
-    def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor | None:
+    def gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor | None:
         """[rows, widths[rank]] of every rank → [rows, sum(widths)] on rank 0, None on the others."""
         if self.size == 1:
             return x
-        # Collectives want equal shapes: narrower shards travel padded.
-        widest = max(widths)
-        padded = x if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
+        padded = _widened(x, max(widths))
         parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
-        dist.gather(padded.contiguous(), parts, dst=0)
-        if parts is None:
-            return None
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        dist.gather(padded, parts, dst=0)
+        return None if parts is None else _joined(parts, widths)
+
+    def all_gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """[rows, widths[rank]] of every rank → [rows, sum(widths)] on all of them."""
+        if self.size == 1:
+            return x
+        padded = _widened(x, max(widths))
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.all_gather(parts, padded)
+        return _joined(parts, widths)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values."""
@@ -59,6 +64,31 @@ class RankGroup:
         x = torch.tensor([value], dtype=torch.int64, device=device)
         dist.all_reduce(x, op=dist.ReduceOp.MIN)
         return int(x.item())
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A dimension dealt out to the ranks, in order."""
+
+    rank: int
+    parts: tuple[range, ...]
+
+    @property
+    def mine(self) -> range:
+        return self.parts[self.rank]
+
+    def widths(self, unit: int = 1) -> tuple[int, ...]:
+        """How many each rank has, times a unit."""
+        return tuple(len(part) * unit for part in self.parts)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Collectives want equal shapes: what is narrower travels padded."""
+    return x.contiguous() if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+
+def _joined(parts: list[Tensor], widths: tuple[int, ...]) -> Tensor:
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
 
 def split_evenly(total: int, rank: int, size: int, unit: int = 1) -> range:

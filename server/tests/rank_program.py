@@ -1,4 +1,4 @@
-"""One rank of a model as a process: `rank_program.py FOLDER DTYPE RANK SIZE RENDEZVOUS OUT TEXTS NUM_TOKENS`.
+"""One rank of a model as a process: `rank_program.py FOLDER DTYPE RANK SIZE RENDEZVOUS OUT TEXTS NUM_TOKENS EXACT`.
 
 Rank 0 writes what `run` found for the texts (JSON lists of ids) to OUT.
 """
@@ -17,9 +17,11 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 
 
-def run(folder: Path, dtype: str, group: RankGroup, texts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+def run(
+    folder: Path, dtype: str, group: RankGroup, texts: list[list[int]], num_tokens: int, exact: bool = True
+) -> dict[str, Any]:
     """The logits of a mixed batch and the greedy tokens of the texts; without logits on ranks other than 0."""
-    model = load_model(LoadOptions(folder, getattr(torch, dtype), torch.device("cpu"), 16), group)
+    model = load_model(LoadOptions(folder, getattr(torch, dtype), torch.device("cpu"), 16), group, exact)
     driver = ModelDriver(model, block_tokens=16, num_blocks=256)
     sequences = [driver.sequence(text) for text in texts]
     driver.step([(sequence, len(sequence.token_ids) // 2) for sequence in sequences if len(sequence.token_ids) > 1])
@@ -36,10 +38,10 @@ def run(folder: Path, dtype: str, group: RankGroup, texts: list[list[int]], num_
 
 
 def main() -> None:
-    folder, dtype, rank, size, rendezvous, out, texts, num_tokens = sys.argv[1:]
+    folder, dtype, rank, size, rendezvous, out, texts, num_tokens, exact = sys.argv[1:]
     torch.set_num_threads(1)
     group = RankGroup.join(int(rank), int(size), rendezvous, "gloo")
-    result = run(Path(folder), dtype, group, json.loads(texts), int(num_tokens))
+    result = run(Path(folder), dtype, group, json.loads(texts), int(num_tokens), exact == "exact")
     if group.rank == 0:
         torch.save(result, out)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.prepare import prepare
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 CORPUS = [
     "",
@@ -67,9 +69,17 @@ def tokenizer(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> transformers.PreTrainedModel:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file="model.gguf", dtype=torch.bfloat16, attn_implementation="eager"
-    ).eval()
+    """Built by transformers, from weights that transformers dequantized and put in order itself."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    missing, unexpected = model.load_state_dict(dequantized(folder, model), strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    return model.eval()
+
+
+def dequantized(folder: Path, model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    # `from_pretrained` would do this, but only with accelerate installed.
+    return load_gguf_checkpoint(str(folder / "model.gguf"), return_tensors=True, model_to_load=model)["tensors"]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +148,7 @@ def test_the_folder_is_one_that_transformers_understands(folder: Path) -> None:
 
 
 @torch.inference_mode()
-def test_logits_are_those_of_transformers_with_the_same_weights(
+def test_logits_are_as_exact_as_those_of_transformers(
     driver: ModelDriver, reference: transformers.PreTrainedModel, tokenizer: Any
 ) -> None:
     ids = chat(tokenizer, PROMPTS[0])
@@ -146,12 +156,10 @@ def test_logits_are_those_of_transformers_with_the_same_weights(
     parts = [driver.step([(sequence, count)], every_row=True) for count in (20, 1, len(ids) - 21)]
     logits = torch.cat([part for part in parts if part is not None]).float()
     rounded = reference(torch.tensor([ids])).logits[0].float()
-    exact = reference.float()(torch.tensor([ids])).logits[0]
-    reference.to(torch.bfloat16)
-    ours, theirs = (logits - exact).norm(), (rounded - exact).norm()
-    # Both round to bfloat16 at other places; ours must not be farther from the exact result.
-    assert ours < 1.1 * theirs
-    assert theirs < 0.02 * exact.norm()
+    exact = copy.deepcopy(reference).float()(torch.tensor([ids])).logits[0]
+    # Both round to bfloat16, at other places: 3 % of the logits' norm for this small model.
+    assert (rounded - exact).norm() < 0.05 * exact.norm()
+    assert (logits - exact).norm() < 1.1 * (rounded - exact).norm()
 
 
 def test_it_knows_the_capital_of_france(driver: ModelDriver, tokenizer: Any) -> None:
@@ -159,16 +167,41 @@ def test_it_knows_the_capital_of_france(driver: ModelDriver, tokenizer: Any) -> 
     assert tokenizer.decode(tokens).startswith("The capital of France is Paris.<|im_end|>")
 
 
-def test_greedy_tokens_are_those_of_transformers(
+@torch.inference_mode()
+def theirs_after(reference: transformers.PreTrainedModel, text: list[int], tokens: list[int]) -> torch.Tensor:
+    """transformers' logits where each of the tokens was chosen [tokens, vocab]."""
+    return reference(torch.tensor([text + tokens])).logits[0, len(text) - 1 : -1].float()
+
+
+def test_greedy_tokens_are_those_of_transformers_but_for_ties(
     driver: ModelDriver, reference: transformers.PreTrainedModel, tokenizer: Any
 ) -> None:
+    """A token that transformers would not choose is one that it rounds to nearly the same logit as its own.
+
+    The logits lie between 16 and 64, where a unit of bfloat16 is 0.125 or 0.25. Rounding all along the way moves them
+    by two to four units, in transformers as here: of the 480 tokens of ten prompts 9 differ; compared with the
+    float32 result 6 of ours do, and 10 of transformers'.
+    """
     texts = [chat(tokenizer, prompt) for prompt in PROMPTS]
-    together = driver.greedy(texts, 12, chunk_tokens=24)
-    for text, tokens in zip(texts, together, strict=True):
-        ids = reference.generate(
-            torch.tensor([text]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=2
-        )
-        assert tokens == ids[0, len(text) :].tolist()
+    num_same = 0
+    for text, tokens in zip(texts, driver.greedy(texts, 24, chunk_tokens=24), strict=True):
+        logits = theirs_after(reference, text, tokens)
+        behind = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert behind.max() <= 0.5
+        num_same += int((behind == 0).sum())
+    assert num_same >= 0.95 * 24 * len(texts)
+
+
+def test_in_float32_greedy_tokens_are_exactly_those_of_transformers(
+    folder: Path, reference: transformers.PreTrainedModel, tokenizer: Any
+) -> None:
+    exact = copy.deepcopy(reference).float()
+    exact.load_state_dict(dequantized(folder, exact), strict=False)
+    model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
+    driver = ModelDriver(model, block_tokens=16, num_blocks=64)
+    texts = [chat(tokenizer, prompt) for prompt in PROMPTS]
+    for text, tokens in zip(texts, driver.greedy(texts, 12, chunk_tokens=24), strict=True):
+        assert tokens == theirs_after(exact, text, tokens).argmax(-1).tolist()
 
 
 def test_loading_takes_little_more_than_the_weights(model: CausalModel) -> None:

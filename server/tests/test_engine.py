@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -139,10 +140,10 @@ def test_a_recomputed_sequence_goes_on_with_the_same_tokens() -> None:
 def test_a_fork_shares_computed_blocks_and_copies_the_last() -> None:
     driver = Driver(ready_engine())
     prompt = prompt_of(1, 6)
-    driver.run([Advance(1, 6, [0, 1], sample=False)], [NewSequence(1, prompt + [5], 6)])
-    fork = NewSequence(2, prompt + [6], 6, num_computed_tokens=6, block_ids=[0, 9])
+    driver.run([Advance(1, 6, [0, 1], sample=False)], [NewSequence(1, [*prompt, 5], 6)])
+    fork = NewSequence(2, [*prompt, 6], 6, num_computed_tokens=6, block_ids=[0, 9])
     driver.run([Advance(1, 1, sample=True), Advance(2, 1, sample=True)], [fork], copies=[(1, 9)])
-    assert driver.tokens == {1: continuation(prompt + [5], 1), 2: continuation(prompt + [6], 1)}
+    assert driver.tokens == {1: continuation([*prompt, 5], 1), 2: continuation([*prompt, 6], 1)}
 
 
 def test_a_row_with_nan_ends_its_sequence_and_no_other() -> None:
@@ -205,7 +206,7 @@ def test_a_broken_plan_is_refused_as_a_whole(plan: Plan, message: str) -> None:
 class PairedGroup(RankGroup):
     """Rank 0 and rank 1 in one thread: what the first broadcasts waits for the second."""
 
-    sent: list[torch.Tensor] = []
+    sent: ClassVar[list[torch.Tensor]] = []
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         if self.rank == 0:

@@ -15,7 +15,7 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
-from penstock_server.models.spec import Shard
+from penstock_server.models.shard import Shard
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.checkpoint import Part, open_checkpoint
 from penstock_server.weights.loader import Loader, Parameter
@@ -176,14 +176,14 @@ def test_asking_for_a_parameter_twice_or_never_is_a_fault_of_ours(folder: Path) 
 
 
 @pytest.mark.parametrize("variant", ["llama-nine-heads", "llama-biases", "llama-mqa"])
-@given(size=st.integers(1, 4))
+@given(size=st.integers(1, 4), exact=st.booleans())
 @settings(max_examples=8, deadline=None)
 def test_the_parts_of_all_ranks_make_the_whole(
-    variant: str, size: int, tmp_path_factory: pytest.TempPathFactory
+    variant: str, size: int, exact: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = save_model(make_model(variant), tmp_path_factory.mktemp("model"))
     spec, names = read_spec(folder)
-    tables = [parameters(spec, Shard.of(spec, RankGroup(rank, size))) for rank in range(size)]
+    tables = [parameters(spec, Shard.of(spec, RankGroup(rank, size), exact)) for rank in range(size)]
     whole = load_file(folder / "model.safetensors")
     loaders = [Loader(open_checkpoint(folder), table, names, torch.float32, CPU) for table in tables]
     for name in tables[0]:

@@ -86,7 +86,12 @@ def test_greedy_tokens_are_those_of_transformers(variant: str, tmp_path: Path) -
     expected = []
     for text in texts:
         ids = reference.generate(
-            torch.tensor([text]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([text]),
+            attention_mask=torch.ones(1, len(text), dtype=torch.int64),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         expected.append(ids[0, len(text) :].tolist())
     assert driver.greedy(texts, 24) == expected

@@ -1,4 +1,4 @@
-"""Sampling against a per-row oracle made of transformers' processors, against the distribution, and against neighbours."""
+"""Sampling against a per-row oracle of transformers' processors, against the distribution, and against neighbours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.engine import nucleus
+from penstock_server.engine import head, nucleus
 from penstock_server.engine import sampler as sampler_module
 from penstock_server.engine.random import uniform
 from penstock_server.engine.sampler import BROKEN, Sampled, Sampler, SampleRequest
@@ -125,17 +125,26 @@ def test_tokens_and_logprobs_agree_with_transformers_processors(vocab: int, scal
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
-def test_looking_at_a_few_columns_chooses_as_a_full_sort_does(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_at_the_head_chooses_as_a_full_sort_does(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = (random_logits(200, 20_000, scale) * 8).round() / 8  # many equals
     rows: list[Row] = [
         {"do_sample": True, "seed": place, **SETTINGS[7 + place % 10], "repetition_penalty": 1.0}
         for place in range(200)
     ]
     quick = sample(logits, rows)
-    monkeypatch.setattr(nucleus, "_COLUMNS", ())
+    monkeypatch.setattr(nucleus, "finders", lambda probs: (head._everything,))
     full = sample(logits, rows)
     assert quick.ids.tolist() == full.ids.tolist()
     assert quick.logprobs.tolist() == full.logprobs.tolist()
+
+
+@pytest.mark.parametrize(
+    "row", [{"top_p": 0.97}, {"top_k": 3000}, {"min_p": 1e-3}, {"top_k": 500, "top_p": 0.9}, {"top_p": 0.1}], ids=str
+)
+def test_no_row_is_sorted_as_a_whole_even_when_flat(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nucleus, "finders", lambda probs: (head._columns, head._above_bound, pytest.fail))
+    logits = random_logits(8, 20_000, 0.3)
+    sample(logits, [{**row, "do_sample": True, "seed": place} for place in range(8)])
 
 
 def test_model_logprobs_are_of_the_untouched_distribution() -> None:
@@ -243,8 +252,11 @@ def test_a_large_vocabulary_gives_the_same_bits_for_any_number_of_rows_and_threa
 
 @pytest.mark.parametrize("row", SETTINGS, ids=str)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, "all -inf"])
-def test_a_broken_row_is_reported_and_its_neighbours_do_not_notice(row: Row, poison: float | str) -> None:
-    logits = random_logits(5, 100, 2.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_broken_row_is_reported_and_its_neighbours_do_not_notice(
+    row: Row, poison: float | str, dtype: torch.dtype
+) -> None:
+    logits = random_logits(5, 100, 2.0).to(dtype)
     rows: list[Row] = [{**row, "seed": seed} for seed in range(5)]
     clean = sample(logits, rows)
     poisoned = logits.clone()
@@ -280,6 +292,14 @@ def test_top_k_keeps_equals_of_the_last_one() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]]).expand(400, -1)
     sampled = sample(logits, [{"do_sample": True, "top_k": 2, "seed": 1}] * 400, positions=list(range(400)))
     assert set(sampled.ids.tolist()) == {0, 1, 2, 3}
+
+
+def test_bf16_greedy_agrees_with_float32() -> None:
+    logits = random_logits(33, 5001, 2.0).bfloat16()
+    rows: list[Row] = [{}] * 33
+    short, long = sample(logits, rows), sample(logits.float(), rows)
+    assert short.ids.tolist() == long.ids.tolist()
+    torch.testing.assert_close(short.logprobs.double(), long.logprobs, atol=1e-5, rtol=0)
 
 
 def test_seed_and_position_alone_decide() -> None:

@@ -14,6 +14,7 @@ pub use cache::{BLOCK, Layout, NewTokens};
 
 use crate::pool::{Executor, Source, Target};
 use plan::{Plan, Unit};
+use unit::Call;
 
 /// Context tokens that are scored before the softmax state is updated once.
 const TILE: usize = 64;
@@ -80,15 +81,17 @@ impl Layout {
         operands: &Operands,
         room: Target<f32>,
     ) {
-        let units = &work.plan.units;
+        let call = Call { layout: self, batch, operands };
+        let (units, num_threads) = (&work.plan.units, executor.num_threads());
         executor.for_each(units.len(), |index| {
+            let following = &units[(index + num_threads).min(units.len() - 1)];
             // SAFETY: the caller's word; units are disjoint in output rows or in their partial results.
-            unsafe { unit::run(self, batch, operands, &units[index], room) };
+            unsafe { unit::run(&call, &units[index], following, room) };
         });
         if !work.merges.is_empty() {
             executor.for_each(work.merges.len(), |index| {
                 // SAFETY: all partial results of the unit's rows were written by the work above.
-                unsafe { unit::merge_partials(self, batch, operands, &work.merges[index], room) };
+                unsafe { unit::merge_partials(&call, &work.merges[index], room) };
             });
         }
     }

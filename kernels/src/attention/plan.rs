@@ -1,5 +1,6 @@
 //! How a batch's attention is cut into units of work.
 
+use super::softmax::state_floats;
 use super::{Batch, Layout, SEGMENT};
 
 /// Query rows (token and head) that share loads of keys and values.
@@ -31,11 +32,6 @@ impl Unit {
 pub struct Plan {
     pub units: Vec<Unit>,
     pub partial_floats: usize,
-}
-
-/// Floats that the softmax state of so many rows takes: maximum, sum, and the weighted values.
-pub fn state_floats(layout: &Layout, num_rows: usize) -> usize {
-    num_rows * (layout.head_dim + 2)
 }
 
 impl Plan {
@@ -91,7 +87,6 @@ impl Plan {
                 split.push(unit);
                 continue;
             }
-            let start = self.partial_floats;
             for segment in 0..unit.end_segment {
                 split.push(Unit {
                     first_segment: segment,
@@ -99,12 +94,8 @@ impl Plan {
                     partial: Some(self.partial_floats),
                     ..unit
                 });
-                self.partial_floats += state_floats(layout, unit.num_tokens * layout.group());
+                self.partial_floats += state_floats(unit.num_tokens * layout.group(), layout.head_dim);
             }
-            debug_assert_eq!(
-                self.partial_floats - start,
-                unit.end_segment * state_floats(layout, unit.num_tokens * layout.group())
-            );
         }
         self.units = split;
     }

@@ -1,13 +1,15 @@
 //! The online softmax: for each row a running maximum, sum and weighted values, and how new scores or another segment enter.
 
 use super::TILE;
+use super::tile::ROWS;
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
 /// Below every score, yet a number: differences of maxima are never NaN.
-pub const NO_MAXIMUM: f32 = -1e30;
+const NO_MAXIMUM: f32 = -1e30;
 
-/// The state of some rows, in memory that the caller owns: maxima, sums, then `head_dim` weighted values each.
+/// The state of some rows, in memory that the caller owns: maxima, sums (16 lanes each, to be added up at the end), then
+/// `head_dim` weighted values each.
 #[derive(Clone, Copy)]
 pub struct State {
     address: *mut f32,
@@ -15,8 +17,13 @@ pub struct State {
     head_dim: usize,
 }
 
+/// Floats that the state of so many rows takes.
+pub fn state_floats(num_rows: usize, head_dim: usize) -> usize {
+    num_rows * (1 + LANES + head_dim)
+}
+
 impl State {
-    /// `address` must have `plan::state_floats` floats.
+    /// `address` must have `state_floats` floats.
     pub fn new(address: *mut f32, num_rows: usize, head_dim: usize) -> State {
         State { address, num_rows, head_dim }
     }
@@ -25,12 +32,12 @@ impl State {
         self.address.wrapping_add(row)
     }
 
-    pub fn sum(self, row: usize) -> *mut f32 {
-        self.address.wrapping_add(self.num_rows + row)
+    pub fn sums(self, row: usize) -> *mut f32 {
+        self.address.wrapping_add(self.num_rows + row * LANES)
     }
 
     pub fn values(self, row: usize) -> *mut f32 {
-        self.address.wrapping_add(2 * self.num_rows + row * self.head_dim)
+        self.address.wrapping_add(self.num_rows * (1 + LANES) + row * self.head_dim)
     }
 
     /// Nothing seen yet.
@@ -41,33 +48,31 @@ impl State {
         // SAFETY: the caller's word.
         unsafe {
             std::slice::from_raw_parts_mut(self.address, self.num_rows).fill(NO_MAXIMUM);
-            std::slice::from_raw_parts_mut(self.sum(0), self.num_rows * (self.head_dim + 1)).fill(0.0);
+            std::slice::from_raw_parts_mut(self.sums(0), self.num_rows * (LANES + self.head_dim)).fill(0.0);
         }
     }
 
-    /// Let a later segment's state in.
+    /// Let a later segment's state in, for the rows from `first_row` on, which see it.
     ///
     /// # Safety
     /// Both must be states of the same rows, and the CPU `supported()`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub unsafe fn merge(self, later: State) {
-        for row in 0..self.num_rows {
+    pub unsafe fn merge(self, later: State, first_row: usize) {
+        for row in first_row..self.num_rows {
             // SAFETY: the caller's word.
             unsafe {
                 let (mine, other) = (*self.maximum(row), *later.maximum(row));
-                if other == NO_MAXIMUM {
-                    continue; // the row does not see that segment
-                }
                 let maximum = if mine > other { mine } else { other };
-                let keep = exp2_of(mine - maximum);
-                let take = exp2_of(other - maximum);
+                let keep = simd::exp2(_mm512_set1_ps(mine - maximum));
+                let take = simd::exp2(_mm512_set1_ps(other - maximum));
                 self.maximum(row).write(maximum);
-                self.sum(row).write((*self.sum(row)).mul_add(keep, *later.sum(row) * take));
-                let (keep, take) = (_mm512_set1_ps(keep), _mm512_set1_ps(take));
-                for dim in (0..self.head_dim).step_by(LANES) {
-                    let (target, source) = (self.values(row).add(dim), later.values(row).add(dim));
+                let combine = |target: *mut f32, source: *const f32| {
                     let scaled = _mm512_mul_ps(_mm512_loadu_ps(source), take);
                     _mm512_storeu_ps(target, _mm512_fmadd_ps(_mm512_loadu_ps(target), keep, scaled));
+                };
+                combine(self.sums(row), later.sums(row));
+                for dim in (0..self.head_dim).step_by(LANES) {
+                    combine(self.values(row).add(dim), later.values(row).add(dim));
                 }
             }
         }
@@ -81,7 +86,8 @@ impl State {
     pub unsafe fn finish(self, row: usize, output: *mut u16) {
         // SAFETY: the caller's word.
         unsafe {
-            let factor = _mm512_set1_ps(1.0 / *self.sum(row));
+            let sum = _mm512_reduce_add_ps(_mm512_loadu_ps(self.sums(row)));
+            let factor = _mm512_set1_ps(1.0 / sum);
             for dim in (0..self.head_dim).step_by(LANES) {
                 let value = _mm512_mul_ps(_mm512_loadu_ps(self.values(row).add(dim)), factor);
                 simd::store_bf16(output.add(dim), value);
@@ -89,55 +95,110 @@ impl State {
         }
     }
 
-    /// Turn a row's scores of one tile into weights (in bf16, neighbouring tokens in pairs), and update maximum and sum.
-    /// Returns what the values so far are to be multiplied by. Only the first `num_visible` tokens count.
+    /// Turn the scores of one tile into weights, and update maxima and sums.
     ///
     /// # Safety
-    /// `scores` must hold TILE floats, `weights` have room for TILE / 2 pairs, and the CPU be `supported()`.
+    /// The tile's rows must be rows of the state, and the CPU `supported()`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub unsafe fn weigh(
-        self,
-        row: usize,
-        scores: *const f32,
-        num_visible: usize,
-        scale: f32,
-        weights: *mut u32,
-    ) -> f32 {
-        const VECTORS: usize = TILE / LANES;
-        let hidden = _mm512_set1_ps(f32::NEG_INFINITY);
-        let scale = _mm512_set1_ps(scale);
-        // SAFETY: the caller's word.
+    pub unsafe fn weigh(self, tile: &mut TileRows, scale: f32) {
+        let rows = simd::first_lanes(tile.count);
+        let mut highest = [0.0f32; LANES];
+        for row in 0..tile.count {
+            // SAFETY: every row of a tile has TILE scores.
+            highest[row] = unsafe { hide(&mut tile.scores[row], tile.num_visible[row]) };
+        }
+        // SAFETY: the caller vouches for the state's rows; the arrays have a lane for each row.
         unsafe {
-            let mut x = [hidden; VECTORS];
-            for vector in 0..VECTORS {
-                let mask = simd::first_lanes(num_visible.saturating_sub(vector * LANES));
-                let score = _mm512_maskz_loadu_ps(mask, scores.add(vector * LANES));
-                x[vector] = _mm512_mask_mul_ps(hidden, mask, score, scale);
+            let maxima = self.maximum(tile.first);
+            let before = _mm512_maskz_loadu_ps(rows, maxima);
+            let scaled = _mm512_mul_ps(_mm512_loadu_ps(highest.as_ptr()), _mm512_set1_ps(scale));
+            // `max` returns its second operand when one is NaN.
+            let after = _mm512_max_ps(scaled, before);
+            _mm512_mask_storeu_ps(maxima, rows, after);
+            _mm512_storeu_ps(tile.factors.as_mut_ptr(), simd::exp2(_mm512_sub_ps(before, after)));
+        }
+        for row in 0..tile.count {
+            // SAFETY: as above.
+            unsafe {
+                let shift = _mm512_set1_ps(*self.maximum(tile.first + row));
+                let factor = _mm512_set1_ps(tile.factors[row]);
+                let added = weights_of(&tile.scores[row], &mut tile.weights[row], _mm512_set1_ps(scale), shift);
+                let sums = self.sums(tile.first + row);
+                _mm512_storeu_ps(sums, _mm512_fmadd_ps(_mm512_loadu_ps(sums), factor, added));
             }
-            let highest = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
-            let before = *self.maximum(row);
-            let maximum = before.max(_mm512_reduce_max_ps(highest));
-            let shift = _mm512_set1_ps(maximum);
-            let factor = exp2_of(before - maximum);
-            for vector in 0..VECTORS {
-                x[vector] = simd::exp2(_mm512_sub_ps(x[vector], shift));
-            }
-            for half in 0..VECTORS / 2 {
-                let pairs = _mm512_cvtne2ps_pbh(x[2 * half + 1], x[2 * half]);
-                let pairs = std::mem::transmute::<__m512bh, __m512i>(pairs);
-                _mm512_storeu_si512(weights.add(half * LANES).cast(), pairs);
-            }
-            let sum = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3])));
-            self.maximum(row).write(maximum);
-            self.sum(row).write((*self.sum(row)).mul_add(factor, sum));
-            factor
         }
     }
 }
 
+/// Some neighbouring rows at one tile of the context.
+#[repr(align(64))]
+pub struct TileRows {
+    /// Rows of the unit: the first, and how many.
+    pub first: usize,
+    pub count: usize,
+    /// How many of the tile's tokens each row sees.
+    pub num_visible: [usize; ROWS],
+    pub scores: [[f32; TILE]; ROWS],
+    /// bf16, neighbouring tokens in pairs.
+    pub weights: [[u32; TILE / 2]; ROWS],
+    /// What each row's values so far are to be multiplied by.
+    pub factors: [f32; LANES],
+}
+
+impl TileRows {
+    pub fn new(first: usize, count: usize) -> TileRows {
+        TileRows {
+            first,
+            count,
+            num_visible: [0; ROWS],
+            scores: [[0.0; TILE]; ROWS],
+            weights: [[0; TILE / 2]; ROWS],
+            factors: [0.0; LANES],
+        }
+    }
+}
+
+const VECTORS: usize = TILE / LANES;
+
+/// Put -∞ where a row does not see; the highest score of the rest.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn exp2_of(x: f32) -> f32 {
-    _mm512_cvtss_f32(simd::exp2(_mm512_set1_ps(x)))
+unsafe fn hide(scores: &mut [f32; TILE], num_visible: usize) -> f32 {
+    let mut x = [_mm512_set1_ps(f32::NEG_INFINITY); VECTORS];
+    // SAFETY: the array holds VECTORS vectors.
+    unsafe {
+        if num_visible >= TILE {
+            for vector in 0..VECTORS {
+                x[vector] = _mm512_loadu_ps(scores.as_ptr().add(vector * LANES));
+            }
+        } else {
+            for vector in 0..VECTORS {
+                let mask = simd::first_lanes(num_visible.saturating_sub(vector * LANES));
+                x[vector] = _mm512_mask_loadu_ps(x[vector], mask, scores.as_ptr().add(vector * LANES));
+                _mm512_storeu_ps(scores.as_mut_ptr().add(vector * LANES), x[vector]);
+            }
+        }
+    }
+    _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])))
+}
+
+/// 2^(score · scale - shift), as bf16; returns their sums by lane.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn weights_of(scores: &[f32; TILE], weights: &mut [u32; TILE / 2], scale: __m512, shift: __m512) -> __m512 {
+    let mut x = [shift; VECTORS];
+    // SAFETY: the arrays hold VECTORS vectors, and half as many of pairs.
+    unsafe {
+        for vector in 0..VECTORS {
+            let score = _mm512_loadu_ps(scores.as_ptr().add(vector * LANES));
+            x[vector] = simd::exp2_coarse(_mm512_fmsub_ps(score, scale, shift));
+        }
+        for half in 0..VECTORS / 2 {
+            let pairs = _mm512_cvtne2ps_pbh(x[2 * half + 1], x[2 * half]);
+            let pairs = std::mem::transmute::<__m512bh, __m512i>(pairs);
+            _mm512_storeu_si512(weights.as_mut_ptr().add(half * LANES).cast(), pairs);
+        }
+    }
+    _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]))
 }

@@ -175,6 +175,28 @@ fn a_row_has_the_same_bits_alone_chunked_and_split() {
 }
 
 #[test]
+fn what_is_not_a_number_reaches_exactly_the_rows_that_see_it() {
+    if !crate::supported() {
+        return;
+    }
+    let layout = layout(4, 2, 32);
+    for (first, end) in [(300, 301), (256, 512)] {
+        let mut world = World::new(layout, &[600, 40], false);
+        let before = world.attend(&Pool::single(), &[(0, 0, 600), (1, 0, 40)]);
+        world.keys[0][first * 64..end * 64].fill(0x7fc0);
+        world.write(0, 600);
+        let after = world.attend(&Pool::single(), &[(0, 0, 600), (1, 0, 40)]);
+        let sees_it = |index: usize| (first..600).contains(&(index / 128));
+        for index in 0..after.len() {
+            assert_eq!(to_f32(after[index]).is_nan(), sees_it(index), "{index}");
+            assert!(sees_it(index) || after[index] == before[index]);
+        }
+        let split = world.attend(&spawning_pool(64), &[(0, 599, 1)]);
+        assert!(split.iter().all(|&number| to_f32(number).is_nan()));
+    }
+}
+
+#[test]
 fn tokens_land_in_their_slots_and_nowhere_else() {
     if !crate::supported() {
         return;

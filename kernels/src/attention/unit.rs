@@ -1,12 +1,11 @@
 //! One unit of work: its rows' softmax state over their segments, then the result.
 
 use super::cache::BLOCK;
-use super::plan::{Unit, state_floats};
-use super::softmax::State;
+use super::plan::Unit;
+use super::softmax::{State, TileRows, state_floats};
 use super::tile::{self, BLOCKS, Blocks, ROWS, Weighted};
 use super::{Batch, Layout, Operands, SEGMENT, TILE};
 use crate::pool::Target;
-use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::cell::RefCell;
 
 thread_local! {
@@ -14,12 +13,21 @@ thread_local! {
     static STATES: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
+/// What all units of a call share.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    pub layout: &'a Layout,
+    pub batch: &'a Batch,
+    pub operands: &'a Operands,
+}
+
 /// Compute a unit: its output rows, or its partial state.
 ///
 /// # Safety
 /// As for `Layout::attend`; `partials` must have the room that the plan asked for.
-pub unsafe fn run(layout: &Layout, batch: &Batch, operands: &Operands, unit: &Unit, partials: Target<f32>) {
-    let rows = Rows { layout, batch, operands, unit, count: unit.num_tokens * layout.group() };
+pub unsafe fn run(call: &Call<'_>, unit: &Unit, following: &Unit, partials: Target<f32>) {
+    let layout = call.layout;
+    let rows = Rows { call, unit, following, count: unit.num_tokens * layout.group() };
     // SAFETY: passed on.
     unsafe {
         if let Some(offset) = unit.partial {
@@ -27,7 +35,7 @@ pub unsafe fn run(layout: &Layout, batch: &Batch, operands: &Operands, unit: &Un
             return;
         }
         STATES.with_borrow_mut(|memory| {
-            let size = state_floats(layout, rows.count);
+            let size = state_floats(rows.count, layout.head_dim);
             if memory.len() < 2 * size {
                 memory.resize(2 * size, 0.0);
             }
@@ -37,7 +45,7 @@ pub unsafe fn run(layout: &Layout, batch: &Batch, operands: &Operands, unit: &Un
             rows.attend_segment(0, total);
             for segment in 1..unit.end_segment {
                 rows.attend_segment(segment, segment_state);
-                total.merge(segment_state);
+                total.merge(segment_state, rows.first_that_sees(segment));
             }
             rows.finish(total);
         });
@@ -48,15 +56,17 @@ pub unsafe fn run(layout: &Layout, batch: &Batch, operands: &Operands, unit: &Un
 ///
 /// # Safety
 /// As for `run`; all segments must have been computed.
-pub unsafe fn merge_partials(layout: &Layout, batch: &Batch, operands: &Operands, unit: &Unit, partials: Target<f32>) {
+pub unsafe fn merge_partials(call: &Call<'_>, unit: &Unit, partials: Target<f32>) {
     let Some(offset) = unit.partial else { return };
-    let rows = Rows { layout, batch, operands, unit, count: unit.num_tokens * layout.group() };
-    let size = state_floats(layout, rows.count);
+    let layout = call.layout;
+    let rows = Rows { call, unit, following: unit, count: unit.num_tokens * layout.group() };
+    let size = state_floats(rows.count, layout.head_dim);
     let total = State::new(partials.at(offset), rows.count, layout.head_dim);
     // SAFETY: passed on.
     unsafe {
         for segment in 1..unit.num_segments() {
-            total.merge(State::new(partials.at(offset + segment * size), rows.count, layout.head_dim));
+            let state = State::new(partials.at(offset + segment * size), rows.count, layout.head_dim);
+            total.merge(state, rows.first_that_sees(segment));
         }
         rows.finish(total);
     }
@@ -64,36 +74,41 @@ pub unsafe fn merge_partials(layout: &Layout, batch: &Batch, operands: &Operands
 
 /// The query rows of a unit, token after token and within a token head after head.
 struct Rows<'a> {
-    layout: &'a Layout,
-    batch: &'a Batch,
-    operands: &'a Operands,
+    call: &'a Call<'a>,
     unit: &'a Unit,
+    /// What this thread probably does next.
+    following: &'a Unit,
     count: usize,
 }
 
 impl Rows<'_> {
     /// Tokens that a row sees.
     fn context(&self, row: usize) -> usize {
-        self.unit.first_position + row / self.layout.group() + 1
+        self.unit.first_position + row / self.call.layout.group() + 1
+    }
+
+    /// The first row that sees anything of a segment.
+    fn first_that_sees(&self, segment: usize) -> usize {
+        (segment * SEGMENT).saturating_sub(self.unit.first_position) * self.call.layout.group()
     }
 
     /// Offset of a row's head inside its token.
     fn head_offset(&self, row: usize) -> usize {
-        let group = self.layout.group();
-        (self.unit.kv_head * group + row % group) * self.layout.head_dim
+        let group = self.call.layout.group();
+        (self.unit.kv_head * group + row % group) * self.call.layout.head_dim
     }
 
     fn query(&self, row: usize) -> *const u16 {
-        let token = self.unit.first_token + row / self.layout.group();
-        self.operands.queries.at(token * self.operands.stride + self.head_offset(row))
+        let token = self.unit.first_token + row / self.call.layout.group();
+        self.call.operands.queries.at(token * self.call.operands.stride + self.head_offset(row))
     }
 
     unsafe fn finish(&self, state: State) {
-        let token_size = self.layout.num_heads * self.layout.head_dim;
+        let token_size = self.call.layout.num_heads * self.call.layout.head_dim;
         for row in 0..self.count {
-            let token = self.unit.first_token + row / self.layout.group();
+            let token = self.unit.first_token + row / self.call.layout.group();
             // SAFETY: the caller of `run` vouches for the output.
-            unsafe { state.finish(row, self.operands.output.at(token * token_size + self.head_offset(row))) };
+            unsafe { state.finish(row, self.call.operands.output.at(token * token_size + self.head_offset(row))) };
         }
     }
 
@@ -104,20 +119,25 @@ impl Rows<'_> {
         // SAFETY: the caller of `run` vouches for all addresses; blocks up to the last context exist.
         unsafe {
             state.clear();
-            let mut next = self.block_addresses(segment * SEGMENT, last_context);
+            let mut tile_rows = TileRows::new(0, 0);
+            let mut next = self.block_addresses(self.unit, segment * SEGMENT);
             for start in (segment * SEGMENT..end).step_by(TILE) {
                 let keys = next;
-                if start + TILE < last_context {
-                    next = self.block_addresses(start + TILE, last_context);
-                    self.prefetch(&next);
-                }
+                next = if start + TILE < end {
+                    self.block_addresses(self.unit, start + TILE)
+                } else if segment + 1 < self.unit.end_segment {
+                    self.block_addresses(self.unit, end)
+                } else {
+                    self.block_addresses(self.following, self.following.first_segment * SEGMENT)
+                };
                 for first in (0..self.count).step_by(ROWS) {
                     let count = ROWS.min(self.count - first);
                     let context = self.context(first + count - 1);
                     if context > start {
                         let num_tokens = TILE.min(context - start);
-                        let blocks = Blocks { keys, num_tokens, head_dim: self.layout.head_dim };
-                        self.attend_tile(start, first..first + count, &blocks, state);
+                        let blocks = Blocks { keys, next, num_tokens, head_dim: self.call.layout.head_dim };
+                        (tile_rows.first, tile_rows.count) = (first, count);
+                        self.attend_tile(start, &mut tile_rows, &blocks, state);
                     }
                 }
             }
@@ -125,47 +145,38 @@ impl Rows<'_> {
     }
 
     /// Where the keys of a tile's blocks begin; past the context the last block is repeated and never looked at.
-    unsafe fn block_addresses(&self, start: usize, context: usize) -> [*const u16; BLOCKS] {
-        let last_block = (context - 1) / BLOCK;
+    unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const u16; BLOCKS] {
+        let last_block = (unit.first_position + unit.num_tokens - 1) / BLOCK;
         std::array::from_fn(|index| {
             let column = (start / BLOCK + index).min(last_block);
             // SAFETY: the caller of `run` vouches for block tables that cover the context.
-            let block = unsafe { *self.batch.block_tables.at(self.unit.sequence * self.batch.max_blocks + column) };
-            self.operands.cache.at(self.layout.offset(block as usize, self.unit.kv_head))
+            let block =
+                unsafe { *self.call.batch.block_tables.at(unit.sequence * self.call.batch.max_blocks + column) };
+            self.call.operands.cache.at(self.call.layout.offset(block as usize, unit.kv_head))
         })
     }
 
-    /// PERF: blocks lie apart, too short for the hardware's stream detection.
-    fn prefetch(&self, keys: &[*const u16; BLOCKS]) {
-        let lines = self.layout.block_half() * 2 * 2 / 64;
-        for block in keys {
-            for line in 0..lines {
-                // SAFETY: prefetching touches nothing.
-                unsafe { _mm_prefetch::<_MM_HINT_T1>(block.cast::<i8>().wrapping_add(line * 64)) };
-            }
-        }
-    }
-
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    unsafe fn attend_tile(&self, start: usize, rows: std::ops::Range<usize>, blocks: &Blocks, state: State) {
-        let mut scores = [0.0f32; ROWS * TILE];
-        let mut weights = [0u32; ROWS * TILE / 2];
+    unsafe fn attend_tile(&self, start: usize, rows: &mut TileRows, blocks: &Blocks, state: State) {
         let mut queries = [std::ptr::null(); ROWS];
-        let mut weighted = [Weighted { sums: std::ptr::null_mut(), factor: 0.0, weights: weights.as_ptr() }; ROWS];
-        for (index, row) in rows.clone().enumerate() {
-            queries[index] = self.query(row);
+        for index in 0..rows.count {
+            queries[index] = self.query(rows.first + index);
+            rows.num_visible[index] = self.context(rows.first + index).saturating_sub(start).min(TILE);
         }
-        let scale = self.layout.scale * std::f32::consts::LOG2_E;
-        // SAFETY: the caller of `run` vouches for queries and cache; the arrays have room for ROWS rows.
+        let scale = self.call.layout.scale * std::f32::consts::LOG2_E;
+        // SAFETY: the caller of `run` vouches for queries and cache; tiles have room for ROWS rows.
         unsafe {
-            tile::score(&queries[..rows.len()], blocks, scores.as_mut_ptr());
-            for (index, row) in rows.clone().enumerate() {
-                let num_visible = self.context(row).saturating_sub(start).min(TILE);
-                let row_weights = weights.as_mut_ptr().add(index * TILE / 2);
-                let factor = state.weigh(row, scores.as_ptr().add(index * TILE), num_visible, scale, row_weights);
-                weighted[index] = Weighted { sums: state.values(row), factor, weights: row_weights };
+            tile::score(&queries[..rows.count], blocks, rows.scores.as_mut_ptr().cast());
+            state.weigh(rows, scale);
+            let mut weighted = [Weighted::default(); ROWS];
+            for index in 0..rows.count {
+                weighted[index] = Weighted {
+                    sums: state.values(rows.first + index),
+                    factor: rows.factors[index],
+                    weights: rows.weights[index].as_ptr(),
+                };
             }
-            tile::weigh(&weighted[..rows.len()], blocks);
+            tile::weigh(&weighted[..rows.count], blocks);
         }
     }
 }

@@ -187,6 +187,8 @@ impl StepLoop {
         };
         let result = scheduler::StepResult { step: report.step, outputs: report.outputs.iter().map(output).collect() };
         let events = self.scheduler.apply(&result).map_err(|error| error.to_string())?;
+        // Before the events: whoever reads that its sequence has ended finds its blocks free.
+        self.publish_load();
         for event in events {
             match event {
                 Event::Advanced { id, output_index, num_tokens, finished } => {

@@ -242,7 +242,7 @@ def _request(table: SequenceTable, rows: npt.NDArray[np.int64]) -> SampleRequest
     def history(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return table.known_ids(rows[places])
 
-    return SampleRequest(table.sampling[rows], table.known[rows], history)
+    return SampleRequest(table.sampling_of(rows), table.known[rows], history)
 
 
 def _check_limits(config: WarmUpConfig, max_position_tokens: int) -> None:

@@ -1,37 +1,18 @@
-"""Choosing by a random number from probabilities, whole or truncated by top-k, top-p and min-p, without a full sort.
+"""Choosing by a random number from probabilities, whole or truncated by top-k, top-p and min-p.
 
 Whole: the inverse of the cumulative probability in the order of ids, first by blocks and then inside one. Truncated:
 the same in the order of descending probability (ties: lower id first), for which only the head of that order is
-needed. A few columns with the greatest maxima give it: everything above the maximum of the columns left out is certain
-to be there. Rows whose cut lies deeper are done again with more columns. INVARIANT: the head is the same whatever the
-number of columns, so no row's result depends on how deep it or its neighbours had to look.
+needed. INVARIANT: where the head is certain it is the same however it was found, so no row's result depends on how
+deep it or its neighbours had to look.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK = 64  # probabilities in one block or column; rows are padded to a multiple of it
-
-# How many columns to look at, in this order, before all of them. A GPU sorts whole rows at once.
-_COLUMNS = (64, 256)
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Where each row's distribution is cut; a token must pass all three. top_p counts what top_k left."""
-
-    top_k: Tensor  # [rows] int64; 0: all; equals of the last one stay
-    top_p: Tensor  # [rows] float64 in (0, 1]
-    min_p: Tensor  # [rows] float32 in [0, 1], of the greatest probability
-
-    def of(self, rows: slice, places: Tensor) -> Truncation:
-        """Of some places in a range of rows."""
-        return Truncation(self.top_k[rows][places], self.top_p[rows][places], self.min_p[rows][places])
+from penstock_server.engine.greedy import BLOCK
+from penstock_server.engine.head import Head, Truncation, finders
 
 
 def choose_whole(probs: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,71 +33,22 @@ def choose_whole(probs: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
 
 def choose_truncated(probs: Tensor, cut: Truncation, draws: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, vocab] float32 and [rows] in [0, 1) → ids and their probabilities (float64) among what is left."""
-    num_columns = probs.shape[1] // BLOCK
     ids = torch.empty(probs.shape[0], dtype=torch.int64, device=probs.device)
     chosen = torch.empty(probs.shape[0], dtype=torch.float64, device=probs.device)
-    tiers = [size for size in _COLUMNS if size < num_columns] if probs.device.type == "cpu" else []
     left = torch.arange(probs.shape[0], device=probs.device)
-    for columns in (*tiers, num_columns):
-        everything = columns == num_columns
-        values, head_ids, floor = _head(probs if len(left) == probs.shape[0] else probs[left], columns)
-        some_ids, some_chosen, certain = _choose_from_head(
-            values, head_ids, floor, Truncation(cut.top_k[left], cut.top_p[left], cut.min_p[left]), draws[left]
-        )
-        ids[left] = some_ids
-        chosen[left] = some_chosen
-        if everything or bool(certain.all()):
-            break
+    for find in finders(probs):
+        mine = probs if len(left) == len(probs) else probs[left]
+        my_cut = cut.at(left)
+        ids[left], chosen[left], certain = _choose_from_head(find(mine, my_cut), my_cut, draws[left])
         left = left[~certain]
+        if not len(left):
+            break
     return ids, chosen
 
 
-def _head(probs: Tensor, num_columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The probabilities of some columns in descending order, their ids, and what every probability left out is below.
-
-    Only probabilities above that floor are sure to be complete and in their place.
-    """
-    num_rows, width = probs.shape
-    all_columns = width // BLOCK
-    ids = torch.arange(width, device=probs.device)
-    if num_columns == all_columns:
-        keys = _sorted(_descending_keys(probs, ids.expand(num_rows, -1)))
-        floor = torch.full((num_rows,), -1.0, device=probs.device)
-    else:
-        # A column is every all_columns-th probability: the maximum over them is vectorized across columns.
-        by_column = probs.view(num_rows, BLOCK, all_columns)
-        maxima, columns = by_column.amax(1).topk(num_columns + 1, -1)
-        floor = maxima[:, -1]
-        columns = columns[:, None, :-1].expand(-1, BLOCK, -1)  # [rows, BLOCK, columns]
-        head_ids = columns + torch.arange(0, width, all_columns, device=probs.device)[None, :, None]
-        values = by_column.gather(2, columns).flatten(1)
-        depth = int((values > floor[:, None]).sum(-1).max())
-        # PERF: 0.7 ms for 32 × 4,096 of which 100 are wanted; sorting all of them takes 2.5 ms (EPYC, one thread).
-        keys = _descending_keys(values, head_ids.flatten(1)).topk(max(depth, 1), -1, largest=False).values
-    head_ids = keys & 0xFFFFFFFF
-    values = ((head_ids - keys) >> 32).to(torch.int32).view(torch.float32)
-    return values, head_ids, floor
-
-
-def _descending_keys(probs: Tensor, ids: Tensor) -> Tensor:
-    """Unique int64 keys that ascend where probabilities descend, and with the id among equals.
-
-    The bits of non-negative floats are ordered as the floats are; the id stands in the lower half of the key.
-    """
-    return ids - (probs.contiguous().view(torch.int32).long() << 32)
-
-
-def _sorted(keys: Tensor) -> Tensor:
-    if keys.device.type != "cpu":
-        return keys.sort(-1).values
-    # PERF: numpy sorts int64 by AVX-512, twice as fast as torch (1.6 against 3.4 ms for 49,152, EPYC).
-    return torch.from_numpy(np.sort(keys.numpy(), axis=-1))
-
-
-def _choose_from_head(
-    values: Tensor, ids: Tensor, floor: Tensor, cut: Truncation, draws: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _choose_from_head(head: Head, cut: Truncation, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, probabilities among what is left, and for which rows the head was deep enough to be sure."""
+    values, floor = head.values, head.floor
     width = values.shape[1]
     rows = torch.arange(values.shape[0], device=values.device)
     depth = (values > floor[:, None]).sum(-1)  # so many are certain
@@ -133,4 +65,4 @@ def _choose_from_head(
     certain = torch.where(has_top_k, cut.top_k <= depth, (after_top_p <= depth) | (least > floor))
     mass = cumulative[rows, kept - 1]
     place = torch.minimum((cumulative <= (draws * mass)[:, None]).sum(-1), kept - 1)
-    return ids[rows, place], values[rows, place].double() / mass, certain
+    return head.ids[rows, place], values[rows, place].double() / mass, certain

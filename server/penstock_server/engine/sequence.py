@@ -46,7 +46,7 @@ class SequenceTable:
 
     def __init__(self, limits: TableLimits) -> None:
         self.limits = limits
-        self.version = 0  # changes whenever a row gets another owner
+        self._composition: tuple[bytes, npt.NDArray[np.void]] | None = None
         self._row_of: dict[int, int] = {}
         self._broken: dict[int, str] = {}
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
@@ -90,7 +90,7 @@ class SequenceTable:
             self._grow()
         row = self._free_rows.pop()
         self._row_of[sequence_id] = row
-        self.version += 1
+        self._composition = None
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.known[row] = len(new.token_ids)
         self.computed[row] = new.num_computed_tokens
@@ -134,6 +134,13 @@ class SequenceTable:
         self.token_ids[rows, self.known[rows]] = token_ids
         self.known[rows] += 1
 
+    def sampling_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        """[rows] records of SAMPLING_FIELDS; the very same array as last time when nothing has changed since."""
+        key = rows.tobytes()
+        if self._composition is None or self._composition[0] != key:
+            self._composition = (key, self.sampling[rows])
+        return self._composition[1]
+
     def known_ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[rows, longest]: every token known, the shorter rows filled up with their own first token."""
         known = self.known[rows]
@@ -146,7 +153,6 @@ class SequenceTable:
             return False
         self.block_ids[row, : self.num_blocks[row]] = 0
         self._free_rows.append(row)
-        self.version += 1
         return True
 
     def _refusal(self, new: NewSequence) -> str:

@@ -60,7 +60,7 @@ def run(
     step: tuple[list[int], list[int]],
     device: torch.device,
 ) -> None:
-    """One step over the temporary cache, sampled with every option on."""
+    """One step over the temporary cache, sampled with every option on and with none."""
     num_tokens, contexts = step
     logits = model.forward(_batch(limits, num_tokens, contexts, device))
     if logits is None:
@@ -78,6 +78,10 @@ def run(
 
     request = SampleRequest(parameters, np.array(contexts), history)
     sampler.sample(logits, request).ids.cpu()
+    plain = np.zeros(num, SAMPLING_FIELDS)
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        plain[name] = 1
+    sampler.sample(logits, SampleRequest(plain, np.array(contexts), history)).ids.cpu()
 
 
 def _batch(limits: WorstStep, num_tokens: list[int], contexts: list[int], device: torch.device) -> StepBatch:

@@ -1,6 +1,6 @@
 """The attention block of one layer: fused query, key and value projection, rope, paged attention, output projection.
 
-Sharded by heads: the projections in are split by rows, the projection out by columns, and its results are summed.
+Sharded by heads.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from torch import Tensor
 
 from penstock_server.attention.interface import Attention, AttentionShape, StepBatch
 from penstock_server.kernels.ops import Ops, PackedLinear
-from penstock_server.layers.linear import load_input_split, read_fused
-from penstock_server.parallel import RankGroup
+from penstock_server.layers.linear import Layout, LinearOut, read_fused
 from penstock_server.weights.loader import Loader
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
     qkv: PackedLinear
-    output: PackedLinear
+    output: LinearOut
     shape: AttentionShape
     ops: Ops
     attention: Attention
     cos: Tensor  # [max positions, rotary_dim / 2] float32
     sin: Tensor
-    group: RankGroup
 
     @classmethod
     def load(
@@ -36,12 +34,12 @@ class AttentionBlock:
         ops: Ops,
         attention: Attention,
         rope: tuple[Tensor, Tensor],
-        group: RankGroup,
+        layout: Layout,
     ) -> AttentionBlock:
         """Fuses and packs the projections; the originals are free when it returns."""
         qkv = ops.pack_linear(*read_fused(loader, [f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"]))
-        output = load_input_split(loader, ops, f"{prefix}.output", group)
-        return cls(qkv, output, shape, ops, attention, *rope, group)
+        output = LinearOut.load(loader, ops, f"{prefix}.output", layout)
+        return cls(qkv, output, shape, ops, attention, *rope)
 
     def store(self, x: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
         """Writes the new tokens' keys and values into the cache; the rotated queries [tokens, heads, head_dim]."""
@@ -57,5 +55,5 @@ class AttentionBlock:
         return self.attention.attend(queries, cache, batch).reshape(queries.shape[0], -1)
 
     def project(self, attended: Tensor) -> Tensor:
-        """[rows, hidden], summed over the ranks."""
-        return self.group.all_reduce(self.output(attended))
+        """[rows, hidden], the same on all ranks."""
+        return self.output(attended)

@@ -1,6 +1,8 @@
-"""Loads linear layers: projections fused into one matrix, and projections that are split over the ranks by input."""
+"""Linear layers over the ranks: projections fused into one matrix, and projections out of a dimension that is split."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,7 +17,34 @@ def read_fused(loader: Loader, names: list[str]) -> tuple[Tensor, Tensor | None]
     return loader.read(*weights), loader.read_if_there(*biases)
 
 
-def load_input_split(loader: Loader, ops: Ops, name: str, group: RankGroup) -> PackedLinear:
-    """A projection whose results are summed over the ranks. Only rank 0 adds the bias, so the sum holds it once."""
-    bias = loader.read_if_there(f"{name}.bias")
-    return ops.pack_linear(loader.read(f"{name}.weight"), bias if group.rank == 0 else None)
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the input and the output of a projection are dealt out to the ranks."""
+
+    group: RankGroup
+    exact: bool  # split by results over gathered inputs; otherwise by inputs, and results summed
+    in_widths: tuple[int, ...]
+    out_widths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearOut:
+    """A projection from a split dimension to one that all ranks have."""
+
+    linear: PackedLinear
+    layout: Layout
+
+    @classmethod
+    def load(cls, loader: Loader, ops: Ops, name: str, layout: Layout) -> LinearOut:
+        weight, bias = loader.read(f"{name}.weight"), loader.read_if_there(f"{name}.bias")
+        # Of a sum only one summand may hold the bias.
+        adds_bias = layout.exact or layout.group.rank == 0
+        return cls(ops.pack_linear(weight, bias if adds_bias else None), layout)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, this rank's part of the input] → [rows, output], the same on all ranks."""
+        layout = self.layout
+        if not layout.exact:
+            return layout.group.all_reduce(self.linear(x))
+        gathered = layout.group.all_gather_columns(x, layout.in_widths)
+        return layout.group.all_gather_columns(self.linear(gathered), layout.out_widths)

@@ -31,7 +31,7 @@ class VocabularyEmbedding:
 @dataclass(frozen=True, slots=True)
 class VocabularyHead:
     linear: PackedLinear
-    widths: list[int]  # each rank's part of the vocabulary
+    widths: tuple[int, ...]  # each rank's part of the vocabulary
     group: RankGroup
 
     def __call__(self, x: Tensor) -> Tensor | None:

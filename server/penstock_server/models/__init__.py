@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from penstock_server.parallel import RankGroup
 
 
-def load_model(options: LoadOptions, group: RankGroup) -> CausalModel:
+def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None) -> CausalModel:
     """This rank's share of the model in a prepared folder, ready but for its KV pool.
 
-    Raises ConfigError when the folder does not hold a model that can be served on so many ranks.
+    exact: whether several ranks compute the very numbers that one does (`Shard.exact`); None: on a CPU, and where the
+    options ask for it. Raises ConfigError when the folder does not hold a model that can be served on so many ranks.
     """
     from penstock_server.attention import choose_attention
     from penstock_server.attention.interface import AttentionShape
@@ -21,15 +22,17 @@ def load_model(options: LoadOptions, group: RankGroup) -> CausalModel:
     from penstock_server.models.decoder import Decoder
     from penstock_server.models.parameters import parameters
     from penstock_server.models.registry import read_spec
-    from penstock_server.models.spec import Shard
+    from penstock_server.models.shard import Shard
     from penstock_server.weights.checkpoint import open_checkpoint
     from penstock_server.weights.loader import Loader
 
     begin = time.perf_counter()
     spec, names = read_spec(options.folder)
-    shard = Shard.of(spec, group)
+    if exact is None:
+        exact = options.device.type == "cpu" or options.deterministic
+    shard = Shard.of(spec, group, exact)
     shape = AttentionShape(
-        num_heads=len(shard.heads),
+        num_heads=len(shard.heads.mine),
         num_kv_heads=len(shard.kv_heads),
         head_dim=spec.head_dim,
         scale=spec.attention_scale,

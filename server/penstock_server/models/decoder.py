@@ -9,11 +9,13 @@ from torch import Tensor
 from penstock_server.attention.interface import Attention, AttentionShape, StepBatch
 from penstock_server.kernels.ops import Ops
 from penstock_server.layers.attention import AttentionBlock
+from penstock_server.layers.linear import Layout
 from penstock_server.layers.mlp import GatedMlp
 from penstock_server.layers.native_stack import NativeStack, StackLayer
 from penstock_server.layers.rope import rope_tables
 from penstock_server.layers.vocabulary import VocabularyEmbedding, VocabularyHead
-from penstock_server.models.spec import ModelSpec, Shard
+from penstock_server.models.shard import Shard
+from penstock_server.models.spec import ModelSpec
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
 from penstock_server.weights.memory import return_freed_memory
@@ -30,10 +32,10 @@ class Layer:
         return StackLayer(
             attention_norm=self.attention_norm,
             qkv=self.attention.qkv,
-            output=self.attention.output,
+            output=self.attention.output.linear,
             mlp_norm=self.mlp_norm,
             gate_up=self.mlp.gate_up,
-            down=self.mlp.down,
+            down=self.mlp.down.linear,
         )
 
 
@@ -65,17 +67,20 @@ class Decoder:
         # The largest tensors first: what their packing frees is there for the small ones.
         embedding = loader.read("embedding.weight")
         head = embedding if spec.tied_head else loader.read("head.weight")
-        self.head = VocabularyHead(ops.pack_linear(head, None), shard.vocab_widths, group)
-        self.embedding = VocabularyEmbedding(embedding, shard.vocab, group)
+        self.head = VocabularyHead(ops.pack_linear(head, None), shard.vocab.widths(), group)
+        self.embedding = VocabularyEmbedding(embedding, shard.vocab.mine, group)
         del head
         rope = rope_tables(spec.rope, spec.max_position_tokens, loader.device)
+        hidden_widths = shard.hidden.widths()
+        from_heads = Layout(group, shard.exact, shard.heads.widths(spec.head_dim), hidden_widths)
+        from_mlp = Layout(group, shard.exact, shard.intermediate.widths(), hidden_widths)
         self.layers: list[Layer] = []
         for i in range(spec.num_layers):
             layer = Layer(
                 attention_norm=loader.read(f"layers.{i}.attention_norm.weight"),
-                attention=AttentionBlock.load(loader, f"layers.{i}.attention", shape, ops, attention, rope, group),
+                attention=AttentionBlock.load(loader, f"layers.{i}.attention", shape, ops, attention, rope, from_heads),
                 mlp_norm=loader.read(f"layers.{i}.mlp_norm.weight"),
-                mlp=GatedMlp.load(loader, f"layers.{i}.mlp", ops, group),
+                mlp=GatedMlp.load(loader, f"layers.{i}.mlp", ops, from_mlp),
             )
             self.layers.append(layer)
             return_freed_memory()

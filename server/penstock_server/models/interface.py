@@ -21,6 +21,7 @@ class LoadOptions:
     device: torch.device
     block_tokens: int
     trust_remote_code: bool = False
+    deterministic: bool = False  # the same numbers on any number of ranks, also where it costs speed; on a CPU always
 
 
 class CausalModel(Protocol):

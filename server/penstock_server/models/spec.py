@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from penstock_server.errors import ConfigError
 from penstock_server.layers.rope import RopeSpec
-from penstock_server.parallel import RankGroup, split_evenly, split_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +71,3 @@ def split_layer(parameter: str) -> tuple[int | None, str]:
     if parts[0] != "layers":
         return None, parameter
     return int(parts[1]), ".".join(["layers", "{i}", *parts[2:]])
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What one rank holds of a model's dimensions. Everything else is on every rank."""
-
-    heads: range
-    kv_heads: range
-    intermediate: range
-    vocab: range
-    vocab_widths: list[int]  # of all ranks
-
-    @classmethod
-    def of(cls, spec: ModelSpec, group: RankGroup) -> Shard:
-        """Raises ConfigError when the model cannot be split over so many ranks."""
-        heads, kv_heads = split_heads(spec.num_heads, spec.num_kv_heads, group.rank, group.size)
-        widths = [len(_split(spec.vocab_size, rank, group.size, "vocabulary")) for rank in range(group.size)]
-        return cls(
-            heads=heads,
-            kv_heads=kv_heads,
-            intermediate=_split(spec.intermediate_size, group.rank, group.size, "intermediate size"),
-            vocab=_split(spec.vocab_size, group.rank, group.size, "vocabulary"),
-            vocab_widths=widths,
-        )
-
-
-def _split(total: int, rank: int, size: int, what: str) -> range:
-    if total < size:
-        raise ConfigError(f"a model with {what} {total} cannot be split over {size} ranks")
-    # PERF: matrix kernels work in tiles of 32 columns; parts that are whole tiles waste none.
-    unit = next(unit for unit in (32, 16, 8, 4, 2, 1) if -(-total // unit) >= size)
-    return split_evenly(total, rank, size, unit)

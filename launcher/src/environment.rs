@@ -1,0 +1,54 @@
+//! What this machine is, and what the environment around the server says: devices, cores, versions for `--env`.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::resolve::{Machine, visible_devices};
+
+const PACKAGES: &str = "\
+import importlib.metadata as m, platform
+found = []
+for name in ('penstock', 'penstock-kernels', 'torch', 'transformers', 'safetensors', 'grpcio', 'protobuf', 'huggingface_hub'):
+    try: found.append(f'{name} {m.version(name)}')
+    except m.PackageNotFoundError: found.append(f'{name} not installed')
+print('Python ' + platform.python_version() + ', ' + ', '.join(found))
+";
+
+pub fn machine() -> Machine {
+    Machine {
+        num_cores: std::thread::available_parallelism().map_or(1, usize::from),
+        num_visible_devices: visible_devices(
+            |name| std::env::var(name).ok(),
+            || Some(output("nvidia-smi", &["-L"])?.lines().count()),
+        ),
+    }
+}
+
+/// Lines for `--env`. Values of environment variables are left out: some are secrets.
+pub fn report(python: &Path, machine: Machine) -> Vec<String> {
+    let mut lines = vec![
+        format!("penstock {} for {} {}", env!("CARGO_PKG_VERSION"), std::env::consts::OS, std::env::consts::ARCH),
+        format!("{} cores", machine.num_cores),
+    ];
+    let kernel = std::fs::read_to_string("/proc/version").ok();
+    lines.extend(kernel.map(|version| version.trim().to_owned()));
+    let memory = std::fs::read_to_string("/proc/meminfo").ok();
+    lines.extend(
+        memory.and_then(|memory| {
+            memory.lines().next().map(|total| total.split_whitespace().collect::<Vec<_>>().join(" "))
+        }),
+    );
+    let packages = output(&python.to_string_lossy(), &["-c", PACKAGES]);
+    lines.push(packages.unwrap_or_else(|| format!("{} does not run", python.display())));
+    match output("nvidia-smi", &["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]) {
+        Some(devices) => lines.extend(devices.lines().map(str::to_owned)),
+        None => lines.push("no NVIDIA device".to_owned()),
+    }
+    lines
+}
+
+fn output(program: &str, arguments: &[&str]) -> Option<String> {
+    let output = Command::new(program).args(arguments).output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    (output.status.success() && !text.is_empty()).then_some(text)
+}

@@ -1,0 +1,307 @@
+//! What was asked for → what it means on this machine and for this model. Pure: the machine is an argument.
+//!
+//! Three moments: `Settings` before anything is started, `step_tokens` when the device is known, `SequenceLimits` when
+//! the model and its memory are known. Every value that was not simply given carries its reason, for the log.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use penstock_router::worker::Description;
+
+use crate::args::Args;
+
+/// Tokens in one KV block.
+pub const BLOCK_TOKENS: u32 = 16;
+
+/// Most sequences in a step unless the user says so.
+const DEFAULT_MAX_STEP_SEQUENCES: u32 = 256;
+/// A CPU computes some thousand prompt tokens of a small model a second: more than this in a step would stall running
+/// streams for seconds with a larger one.
+const DEFAULT_STEP_TOKENS_CPU: u32 = 512;
+const DEFAULT_STEP_TOKENS_GPU: u32 = 4096;
+
+/// What this machine has.
+#[derive(Clone, Copy, Debug)]
+pub struct Machine {
+    pub num_cores: usize,
+    /// Accelerators that the environment makes visible, where it says so.
+    pub num_visible_devices: Option<usize>,
+}
+
+/// A value and why it is that.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    pub name: &'static str,
+    pub value: String,
+    pub reason: String,
+}
+
+impl Choice {
+    fn new(name: &'static str, value: impl ToString, reason: impl Into<String>) -> Self {
+        Self { name, value: value.to_string(), reason: reason.into() }
+    }
+}
+
+/// What is known before anything is started.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub address: SocketAddr,
+    pub num_ranks: usize,
+    /// CPU threads of each rank.
+    pub num_threads: usize,
+    pub max_step_sequences: u32,
+    /// `--max-input-tokens` or its older name.
+    pub max_input_tokens: Option<u32>,
+    /// KV blocks asked for by `--max-batch-total-tokens`.
+    pub num_blocks: Option<u32>,
+    pub memory_fraction: f64,
+    pub graceful_termination_timeout: Duration,
+    pub choices: Vec<Choice>,
+    /// What was given and cannot be taken as it is.
+    pub warnings: Vec<String>,
+}
+
+/// How long one sequence may be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SequenceLimits {
+    pub max_input_tokens: u32,
+    pub max_total_tokens: u32,
+    pub choices: Vec<Choice>,
+}
+
+/// Settings that contradict each other, the model or the machine.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ResolveError {
+    #[error("--{name} is {value}, must be {allowed}")]
+    OutOfRange { name: &'static str, value: String, allowed: &'static str },
+    #[error("--{small} is {small_value} and --{large} is {large_value}; {small} must be {relation} {large}")]
+    Contradiction {
+        small: &'static str,
+        small_value: u32,
+        relation: &'static str,
+        large: &'static str,
+        large_value: u32,
+    },
+    #[error("--sharded needs more than one device, {found}; say how many ranks with --num-shard")]
+    NothingToShardOver { found: String },
+    #[error("--max-total-tokens is {given}, but the model was made for sequences of at most {allowed} tokens")]
+    BeyondModel { given: u32, allowed: u32 },
+    #[error(
+        "--{name} is {given}, but the memory holds a KV cache of only {capacity} tokens; \
+         lower it, or give the server more memory (--cuda-memory-fraction, --max-batch-total-tokens)"
+    )]
+    BeyondMemory { name: &'static str, given: u32, capacity: u64 },
+    #[error("--max-input-tokens is {given}, but sequences can have at most {max_total_tokens} tokens ({reason})")]
+    InputBeyondTotal { given: u32, max_total_tokens: u32, reason: String },
+}
+
+impl Settings {
+    pub fn resolve(args: &Args, machine: Machine) -> Result<Self, ResolveError> {
+        check_ranges(args)?;
+        let (mut choices, mut warnings) = (Vec::new(), Vec::new());
+        let num_ranks = num_ranks(args, machine, &mut choices)?;
+        let num_threads = (machine.num_cores / num_ranks).max(1);
+        choices.push(Choice::new(
+            "threads per rank",
+            num_threads,
+            format!("{} cores, {num_ranks} rank(s)", machine.num_cores),
+        ));
+        let max_step_sequences = max_step_sequences(args, &mut choices);
+        let max_input_tokens = args.max_input_tokens.or(args.max_input_length);
+        check_contradictions(args, max_input_tokens, max_step_sequences)?;
+        Ok(Self {
+            address: SocketAddr::new(listen_ip(&args.hostname, &mut warnings), args.port),
+            num_ranks,
+            num_threads,
+            max_step_sequences,
+            max_input_tokens,
+            num_blocks: args.max_batch_total_tokens.map(|tokens| tokens.div_ceil(BLOCK_TOKENS)),
+            memory_fraction: args.cuda_memory_fraction,
+            graceful_termination_timeout: Duration::from_secs(args.graceful_termination_timeout),
+            choices,
+            warnings,
+        })
+    }
+
+    /// Tokens that one step may compute, on the device that the model was loaded to.
+    pub fn step_tokens(&self, args: &Args, model: &Description) -> (u32, Option<Choice>) {
+        if let Some(tokens) = args.max_batch_prefill_tokens {
+            return (tokens, None);
+        }
+        let (wanted, device) = if model.device.starts_with("cpu") {
+            (DEFAULT_STEP_TOKENS_CPU, "CPU")
+        } else {
+            (DEFAULT_STEP_TOKENS_GPU, "GPU")
+        };
+        // Every running sequence advances in every step, so each needs its token.
+        let tokens = wanted.min(model.max_position_tokens).max(self.max_step_sequences);
+        let reason = format!("the default on a {device}, within what the model and max-batch-size need");
+        (tokens, Some(Choice::new("max-batch-prefill-tokens", tokens, reason)))
+    }
+}
+
+impl SequenceLimits {
+    pub fn resolve(
+        args: &Args,
+        settings: &Settings,
+        model: &Description,
+        num_blocks: u32,
+    ) -> Result<Self, ResolveError> {
+        let mut choices = Vec::new();
+        let capacity = u64::from(num_blocks) * u64::from(BLOCK_TOKENS);
+        let model_limit = model.max_position_tokens;
+        let (max_total_tokens, reason) = match args.max_total_tokens {
+            Some(given) if given > model_limit => {
+                return Err(ResolveError::BeyondModel { given, allowed: model_limit });
+            }
+            Some(given) if u64::from(given) > capacity => {
+                return Err(ResolveError::BeyondMemory { name: "max-total-tokens", given, capacity });
+            }
+            Some(given) => (given, "as given".to_owned()),
+            None => {
+                let tokens = u32::try_from(capacity).map_or(model_limit, |capacity| capacity.min(model_limit));
+                let reason = if tokens == model_limit {
+                    format!("the model's limit; the KV cache holds {capacity} tokens")
+                } else {
+                    format!("what the KV cache holds; the model's limit is {model_limit}")
+                };
+                choices.push(Choice::new("max-total-tokens", tokens, reason.clone()));
+                (tokens, reason)
+            }
+        };
+        let max_input_tokens = match settings.max_input_tokens {
+            Some(given) if given >= max_total_tokens => {
+                return Err(ResolveError::InputBeyondTotal { given, max_total_tokens, reason });
+            }
+            Some(given) => given,
+            None => {
+                let tokens = max_total_tokens.saturating_sub(1);
+                choices.push(Choice::new("max-input-tokens", tokens, "max-total-tokens - 1"));
+                tokens
+            }
+        };
+        Ok(Self { max_input_tokens, max_total_tokens, choices })
+    }
+}
+
+fn check_ranges(args: &Args) -> Result<(), ResolveError> {
+    let positive = [
+        ("max-concurrent-requests", Some(args.max_concurrent_requests)),
+        ("max-best-of", Some(args.max_best_of)),
+        ("max-client-batch-size", Some(args.max_client_batch_size)),
+        ("validation-workers", Some(args.validation_workers)),
+        ("payload-limit", Some(args.payload_limit)),
+        ("num-shard", args.num_shard),
+        ("max-input-tokens", args.max_input_tokens.map(|tokens| tokens as usize)),
+        ("max-input-length", args.max_input_length.map(|tokens| tokens as usize)),
+        ("max-batch-prefill-tokens", args.max_batch_prefill_tokens.map(|tokens| tokens as usize)),
+        ("max-batch-total-tokens", args.max_batch_total_tokens.map(|tokens| tokens as usize)),
+        ("max-batch-size", args.max_batch_size.map(|size| size as usize)),
+    ];
+    for (name, value) in positive {
+        if value == Some(0) {
+            return Err(ResolveError::OutOfRange { name, value: "0".to_owned(), allowed: "at least 1" });
+        }
+    }
+    if let Some(tokens @ 0..2) = args.max_total_tokens {
+        let allowed = "at least 2: a token of prompt and one to generate";
+        return Err(ResolveError::OutOfRange { name: "max-total-tokens", value: tokens.to_string(), allowed });
+    }
+    let fraction = args.cuda_memory_fraction;
+    if !(fraction > 0.0 && fraction <= 1.0) {
+        let allowed = "over 0 and at most 1";
+        return Err(ResolveError::OutOfRange { name: "cuda-memory-fraction", value: fraction.to_string(), allowed });
+    }
+    Ok(())
+}
+
+/// What no model and no machine can make true (spec §5.3).
+fn check_contradictions(
+    args: &Args,
+    max_input_tokens: Option<u32>,
+    max_step_sequences: u32,
+) -> Result<(), ResolveError> {
+    let below = |small: (&'static str, Option<u32>), or_equal: bool, large: (&'static str, Option<u32>)| {
+        let ((small, Some(small_value)), (large, Some(large_value))) = (small, large) else { return Ok(()) };
+        if small_value < large_value || (or_equal && small_value == large_value) {
+            return Ok(());
+        }
+        let relation = if or_equal { "at most" } else { "less than" };
+        Err(ResolveError::Contradiction { small, small_value, relation, large, large_value })
+    };
+    let total = ("max-total-tokens", args.max_total_tokens);
+    let prefill = ("max-batch-prefill-tokens", args.max_batch_prefill_tokens);
+    let pool = ("max-batch-total-tokens", args.max_batch_total_tokens);
+    below(("max-input-tokens", max_input_tokens), false, total)?;
+    below(total, true, pool)?;
+    below(prefill, true, pool)?;
+    // Every running sequence advances in every step, so each needs its token.
+    below(("max-batch-size", Some(max_step_sequences)), true, prefill)
+}
+
+fn num_ranks(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result<usize, ResolveError> {
+    match (args.sharded, args.num_shard, machine.num_visible_devices) {
+        (Some(true), Some(1), _) => Err(ResolveError::NothingToShardOver { found: "--num-shard is 1".to_owned() }),
+        (Some(false), Some(2..), _) => Err(ResolveError::OutOfRange {
+            name: "num-shard",
+            value: args.num_shard.unwrap_or_default().to_string(),
+            allowed: "1 with --sharded false",
+        }),
+        (_, Some(num_shard), _) => Ok(num_shard),
+        (Some(true), None, Some(devices @ 2..)) => {
+            choices.push(Choice::new("num-shard", devices, "--sharded, over the visible devices"));
+            Ok(devices)
+        }
+        (Some(true), None, devices) => {
+            Err(ResolveError::NothingToShardOver { found: format!("{} are visible", devices.unwrap_or(0)) })
+        }
+        (None, None, Some(devices @ 2..)) => {
+            choices.push(Choice::new("num-shard", devices, "the visible devices"));
+            Ok(devices)
+        }
+        (_, None, _) => Ok(1),
+    }
+}
+
+fn max_step_sequences(args: &Args, choices: &mut Vec<Choice>) -> u32 {
+    if let Some(size) = args.max_batch_size {
+        return size;
+    }
+    let requests = u32::try_from(args.max_concurrent_requests).unwrap_or(u32::MAX);
+    let most = DEFAULT_MAX_STEP_SEQUENCES.min(args.max_batch_prefill_tokens.unwrap_or(u32::MAX));
+    let size = requests.min(most);
+    choices.push(Choice::new("max-batch-size", size, "max-concurrent-requests, within what a step can hold"));
+    size
+}
+
+/// COMPAT: containers set `HOSTNAME` to the machine's name; TGI then listens everywhere, with a warning.
+fn listen_ip(hostname: &str, warnings: &mut Vec<String>) -> IpAddr {
+    if hostname == "localhost" {
+        return Ipv4Addr::LOCALHOST.into();
+    }
+    hostname.trim_matches(['[', ']']).parse().unwrap_or_else(|_| {
+        warnings.push(format!("hostname {hostname:?} is not an IP address; listening on 0.0.0.0"));
+        Ipv4Addr::UNSPECIFIED.into()
+    })
+}
+
+/// How many accelerators the environment makes visible; `list_all` counts those of the machine.
+pub fn visible_devices(
+    get_env: impl Fn(&str) -> Option<String>,
+    list_all: impl FnOnce() -> Option<usize>,
+) -> Option<usize> {
+    let count = |list: &str| list.split(',').filter(|device| !device.trim().is_empty()).count();
+    if let Some(list) = get_env("CUDA_VISIBLE_DEVICES") {
+        return Some(count(&list));
+    }
+    match get_env("NVIDIA_VISIBLE_DEVICES").as_deref() {
+        None => get_env("ZE_AFFINITY_MASK").map(|list| count(&list)),
+        Some("all" | "") => list_all(),
+        Some("void" | "none") => Some(0),
+        Some(list) => Some(count(list)),
+    }
+}
+
+#[cfg(test)]
+#[path = "resolve_tests.rs"]
+mod tests;

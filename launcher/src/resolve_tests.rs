@@ -1,0 +1,150 @@
+//! Settings, limits and what they refuse.
+
+use clap::Parser;
+
+use super::*;
+
+const MACHINE: Machine = Machine { num_cores: 8, num_visible_devices: None };
+
+fn args(flags: &str) -> Args {
+    Args::try_parse_from(std::iter::once("penstock").chain(flags.split_whitespace())).unwrap()
+}
+
+fn settings(flags: &str) -> Result<Settings, ResolveError> {
+    Settings::resolve(&args(flags), MACHINE)
+}
+
+fn refusal(flags: &str) -> String {
+    settings(flags).unwrap_err().to_string()
+}
+
+fn model(device: &str) -> Description {
+    Description {
+        worker_version: String::new(),
+        architecture: "llama".to_owned(),
+        dtype: "bfloat16".to_owned(),
+        device: device.to_owned(),
+        attention: "reference".to_owned(),
+        vocab_size: 100,
+        max_position_tokens: 8192,
+        weight_bytes: 0,
+        kv_bytes_per_block: 0,
+        phases: Vec::new(),
+    }
+}
+
+fn limits(flags: &str, num_blocks: u32) -> Result<SequenceLimits, ResolveError> {
+    SequenceLimits::resolve(&args(flags), &settings(flags).unwrap(), &model("cpu"), num_blocks)
+}
+
+#[test]
+fn contradictions_are_refused_naming_both_settings() {
+    for (flags, words) in [
+        ("--max-input-tokens 100 --max-total-tokens 100", "max-input-tokens must be less than max-total-tokens"),
+        ("--max-input-length 101 --max-total-tokens 100", "--max-input-tokens is 101"),
+        (
+            "--max-total-tokens 200 --max-batch-total-tokens 199",
+            "max-total-tokens must be at most max-batch-total-tokens",
+        ),
+        ("--max-batch-prefill-tokens 64 --max-batch-total-tokens 32", "must be at most max-batch-total-tokens"),
+        ("--max-batch-size 65 --max-batch-prefill-tokens 64", "max-batch-size must be at most"),
+        ("--max-batch-size 0", "--max-batch-size is 0, must be at least 1"),
+        ("--validation-workers 0", "--validation-workers is 0"),
+        ("--num-shard 0", "--num-shard is 0"),
+        ("--cuda-memory-fraction 1.5", "--cuda-memory-fraction is 1.5, must be over 0 and at most 1"),
+        ("--cuda-memory-fraction NaN", "--cuda-memory-fraction is NaN"),
+        ("--max-total-tokens 1", "--max-total-tokens is 1, must be at least 2"),
+        ("--sharded true", "more than one device, 0 are visible"),
+        ("--sharded true --num-shard 1", "--num-shard is 1"),
+        ("--sharded false --num-shard 2", "--num-shard is 2, must be 1 with --sharded false"),
+    ] {
+        assert!(refusal(flags).contains(words), "{flags}: {}", refusal(flags));
+    }
+}
+
+#[test]
+fn a_prompt_longer_than_a_step_is_no_contradiction() {
+    assert!(settings("--max-input-tokens 4000 --max-batch-prefill-tokens 512").is_ok());
+}
+
+#[test]
+fn the_ranks_are_the_visible_devices_unless_told() {
+    let ranks = |flags: &str, num_visible_devices| {
+        Settings::resolve(&args(flags), Machine { num_visible_devices, ..MACHINE }).unwrap().num_ranks
+    };
+    assert_eq!(ranks("", None), 1);
+    assert_eq!(ranks("", Some(0)), 1);
+    assert_eq!(ranks("", Some(4)), 4);
+    assert_eq!(ranks("--num-shard 2", Some(4)), 2);
+    assert_eq!(ranks("--sharded true", Some(4)), 4);
+    assert_eq!(ranks("--sharded false", Some(4)), 1);
+}
+
+#[test]
+fn cores_are_divided_among_the_ranks() {
+    assert_eq!(settings("").unwrap().num_threads, 8);
+    assert_eq!(settings("--num-shard 3").unwrap().num_threads, 2);
+    assert_eq!(settings("--num-shard 100").unwrap().num_threads, 1);
+}
+
+#[test]
+fn the_size_of_a_step_follows_what_it_must_hold() {
+    assert_eq!(settings("").unwrap().max_step_sequences, 128);
+    assert_eq!(settings("--max-concurrent-requests 5000").unwrap().max_step_sequences, 256);
+    assert_eq!(settings("--max-batch-prefill-tokens 64").unwrap().max_step_sequences, 64);
+    let tokens = |flags: &str, device: &str| settings(flags).unwrap().step_tokens(&args(flags), &model(device)).0;
+    assert_eq!(tokens("", "cpu"), 512);
+    assert_eq!(tokens("", "cuda:0"), 4096);
+    assert_eq!(tokens("--max-batch-prefill-tokens 300", "cuda:0"), 300);
+    assert_eq!(tokens("--max-batch-size 1000", "cpu"), 1000);
+}
+
+#[test]
+fn the_longest_sequence_is_what_model_and_memory_allow() {
+    let pair = |limits: SequenceLimits| (limits.max_input_tokens, limits.max_total_tokens);
+    assert_eq!(pair(limits("", 10_000).unwrap()), (8191, 8192));
+    assert_eq!(pair(limits("", 10).unwrap()), (159, 160));
+    assert_eq!(pair(limits("--max-input-tokens 7 --max-total-tokens 20", 10).unwrap()), (7, 20));
+    let reason = &limits("", 10).unwrap().choices[0].reason;
+    assert_eq!(reason, "what the KV cache holds; the model's limit is 8192");
+}
+
+#[test]
+fn limits_beyond_the_model_or_the_memory_are_refused() {
+    let refusal = |flags: &str| limits(flags, 10).unwrap_err().to_string();
+    assert!(refusal("--max-total-tokens 8193").contains("sequences of at most 8192 tokens"));
+    assert!(refusal("--max-total-tokens 161").contains("a KV cache of only 160 tokens"));
+    assert!(refusal("--max-input-tokens 160").contains("at most 160 tokens (what the KV cache holds"));
+}
+
+#[test]
+fn a_pool_size_in_tokens_becomes_whole_blocks() {
+    assert_eq!(settings("--max-batch-total-tokens 33").unwrap().num_blocks, Some(3));
+    assert_eq!(settings("").unwrap().num_blocks, None);
+}
+
+#[test]
+fn a_hostname_that_is_no_address_is_tolerated_with_a_warning() {
+    let container = settings("--hostname 3f2a9c").unwrap();
+    assert_eq!(container.address.to_string(), "0.0.0.0:3000");
+    assert!(container.warnings[0].contains("3f2a9c"));
+    for (hostname, address) in [("127.0.0.1", "127.0.0.1:80"), ("localhost", "127.0.0.1:80"), ("::1", "[::1]:80")] {
+        let settings = settings(&format!("--hostname {hostname} --port 80")).unwrap();
+        assert_eq!((settings.address.to_string().as_str(), settings.warnings.len()), (address, 0));
+    }
+}
+
+#[test]
+fn visible_devices_are_counted_as_tgi_did() {
+    let count = |variables: &[(&str, &str)]| {
+        let get = |name: &str| variables.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_owned());
+        visible_devices(get, || Some(8))
+    };
+    assert_eq!(count(&[]), None);
+    assert_eq!(count(&[("CUDA_VISIBLE_DEVICES", "0,3")]), Some(2));
+    assert_eq!(count(&[("CUDA_VISIBLE_DEVICES", "")]), Some(0));
+    assert_eq!(count(&[("NVIDIA_VISIBLE_DEVICES", "all")]), Some(8));
+    assert_eq!(count(&[("NVIDIA_VISIBLE_DEVICES", "void")]), Some(0));
+    assert_eq!(count(&[("CUDA_VISIBLE_DEVICES", "1"), ("NVIDIA_VISIBLE_DEVICES", "all")]), Some(1));
+    assert_eq!(count(&[("ZE_AFFINITY_MASK", "0,1")]), Some(2));
+}

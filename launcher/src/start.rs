@@ -1,0 +1,192 @@
+//! From settings to a running engine: worker processes, the prepared model, load, warm-up; each with its time.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use penstock_router::engine::{Engine, EngineOptions};
+use penstock_router::text::{LoadError, TextModel};
+use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions, WorkerError};
+use penstock_scheduler::Limits;
+
+use crate::args::Args;
+use crate::resolve::{BLOCK_TOKENS, Choice, ResolveError, SequenceLimits, Settings};
+use crate::weights::{self, PrepareError, Prepared};
+use crate::workers::{WorkerOptions, Workers, WorkersError};
+
+/// How long Python may take until it listens. Its imports read hundreds of megabytes from a cold disk.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(300);
+/// After a lost connection: how long to wait for the process's own explanation.
+pub const DEATH_PATIENCE: Duration = Duration::from_secs(2);
+/// Plans that may be out without their result: the worker always has its next one.
+const MAX_STEPS_IN_FLIGHT: u32 = 2;
+
+/// A model that is ready to serve.
+pub struct Started {
+    pub engine: Engine,
+    pub workers: Workers,
+    pub prepared: Prepared,
+    pub text: TextModel,
+    pub model: Description,
+    pub limits: SequenceLimits,
+    pub num_blocks: u32,
+    pub phases: Vec<Phase>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    #[error(transparent)]
+    Prepare(#[from] PrepareError),
+    #[error(transparent)]
+    Tokenizer(LoadError),
+    #[error("loading the tokenizer broke: {0}")]
+    TokenizerBroke(#[from] tokio::task::JoinError),
+    #[error(transparent)]
+    Spawn(#[from] WorkersError),
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+    #[error("{0}")]
+    Died(String),
+    #[error(transparent)]
+    Limits(#[from] ResolveError),
+}
+
+/// What comes out of the workers before the engine is started.
+struct Loaded {
+    group: Group,
+    prepared: Prepared,
+    text: TextModel,
+    model: Description,
+    pool: Pool,
+    step_tokens: u32,
+    limits: SequenceLimits,
+    phases: Vec<Phase>,
+}
+
+/// Call it on the main thread (see `process::python_module`). Dropping the future ends every process.
+pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<Started, StartError> {
+    let mut workers = Workers::spawn(&WorkerOptions {
+        python,
+        num_ranks: settings.num_ranks,
+        num_threads: settings.num_threads,
+        socket_prefix: args.shard_uds_path.as_deref(),
+        hub_cache: args.huggingface_hub_cache.as_deref(),
+    })?;
+    let sockets = workers.sockets().to_vec();
+    let rendezvous = workers.rendezvous();
+    let loaded = tokio::select! {
+        loaded = load(args, settings, python, &sockets, rendezvous) => loaded,
+        reason = workers.death() => Err(StartError::Died(reason)),
+    };
+    let loaded = match loaded {
+        Err(StartError::Worker(error)) if error.is_loss() => {
+            // The process knows more about its end than the socket.
+            let reason = tokio::time::timeout(DEATH_PATIENCE, workers.death()).await;
+            return Err(reason.map_or(StartError::Worker(error), StartError::Died));
+        }
+        loaded => loaded?,
+    };
+    let limits = Limits {
+        max_step_tokens: loaded.step_tokens,
+        max_step_sequences: settings.max_step_sequences,
+        max_sequence_tokens: loaded.limits.max_total_tokens,
+        num_blocks: loaded.pool.num_blocks,
+        block_tokens: BLOCK_TOKENS,
+        max_steps_in_flight: MAX_STEPS_IN_FLIGHT,
+    };
+    let options = EngineOptions { limits, step_deadline: EngineOptions::DEFAULT_STEP_DEADLINE };
+    Ok(Started {
+        engine: Engine::start(loaded.group, options),
+        workers,
+        prepared: loaded.prepared,
+        text: loaded.text,
+        model: loaded.model,
+        limits: loaded.limits,
+        num_blocks: loaded.pool.num_blocks,
+        phases: loaded.phases,
+    })
+}
+
+async fn load(
+    args: &Args,
+    settings: &Settings,
+    python: &Path,
+    sockets: &[std::path::PathBuf],
+    rendezvous: String,
+) -> Result<Loaded, StartError> {
+    let mut phases = Vec::new();
+    let began = Instant::now();
+    let timed = |name: &str, since: Instant| Phase { name: name.to_owned(), duration: since.elapsed() };
+    let prepare = async {
+        let prepared = weights::prepare(python, args).await?;
+        phases.push(timed("prepare model", began));
+        tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
+        let since = Instant::now();
+        let (folder, num_threads) = (prepared.folder.clone(), args.validation_workers);
+        let text = tokio::task::spawn_blocking(move || TextModel::load(&folder, num_threads))
+            .await?
+            .map_err(StartError::Tokenizer)?;
+        phases.push(timed("load tokenizer", since));
+        Ok::<_, StartError>((prepared, text))
+    };
+    let connect = async {
+        let group = Group::connect(sockets, CONNECT_PATIENCE).await?;
+        Ok((group, timed("start workers", began)))
+    };
+    let ((prepared, text), (mut group, phase)) = tokio::try_join!(prepare, connect)?;
+    phases.push(phase);
+
+    let since = Instant::now();
+    let options = LoadOptions {
+        model_folder: prepared.folder.clone(),
+        dtype: args.dtype.map(|dtype| dtype.name().to_owned()),
+        block_tokens: BLOCK_TOKENS,
+        rendezvous,
+        trust_remote_code: args.trust_remote_code,
+        num_threads: u32::try_from(settings.num_threads).ok(),
+    };
+    let model = group.load(&options).await?;
+    phases.push(timed("load", since));
+    phases.extend(model.phases.iter().map(|phase| part_of("load", phase)));
+    tracing::info!(
+        "loaded {} as {} on {} with {} attention: {} MiB of weights",
+        model.architecture,
+        model.dtype,
+        model.device,
+        model.attention,
+        model.weight_bytes >> 20,
+    );
+
+    let since = Instant::now();
+    let (step_tokens, choice) = settings.step_tokens(args, &model);
+    choice.iter().for_each(log_choice);
+    if let Some(given) = args.max_total_tokens.filter(|given| *given > model.max_position_tokens) {
+        return Err(ResolveError::BeyondModel { given, allowed: model.max_position_tokens }.into());
+    }
+    let options = WarmUpOptions {
+        max_step_tokens: step_tokens,
+        max_step_sequences: settings.max_step_sequences,
+        max_sequence_tokens: args.max_total_tokens,
+        num_blocks: settings.num_blocks.map(u64::from),
+        memory_fraction: settings.memory_fraction,
+    };
+    let pool = group.warm_up(&options).await?;
+    phases.push(timed("warm up", since));
+    phases.extend(pool.phases.iter().map(|phase| part_of("warm up", phase)));
+    let capacity_tokens = u64::from(pool.num_blocks) * u64::from(BLOCK_TOKENS);
+    tracing::info!(
+        "the KV cache holds {capacity_tokens} tokens in {} blocks: {} MiB",
+        pool.num_blocks,
+        (u64::from(pool.num_blocks) * model.kv_bytes_per_block) >> 20,
+    );
+    let limits = SequenceLimits::resolve(args, settings, &model, pool.num_blocks)?;
+    limits.choices.iter().for_each(log_choice);
+    Ok(Loaded { group, prepared, text, model, pool, step_tokens, limits, phases })
+}
+
+fn part_of(whole: &str, phase: &Phase) -> Phase {
+    Phase { name: format!("{whole}: {}", phase.name), duration: phase.duration }
+}
+
+pub fn log_choice(choice: &Choice) {
+    tracing::info!("{} is {} ({})", choice.name, choice.value, choice.reason);
+}

@@ -1,0 +1,51 @@
+"""The greatest logit of each row and its logprob: the whole of sampling for sequences that ask for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock_server.kernels import may_be_native
+
+BLOCK = 64  # rows are padded to a multiple of it
+
+# From so many rows on, sampling is worth all threads. For fewer, waiting for the others costs more than they bring, by
+# far where something else runs beside: a barrier then lasts as long as the scheduler's time slice.
+# PERF: 1 row of 49,152 takes 0.024 ms on one thread of an EPYC; on two, with both cores busy otherwise, 8 ms.
+PARALLEL_ROWS = 8
+
+# Logits [rows, vocab] → ids [rows] int64 and logprobs [rows] float32, not finite where the row is not.
+Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def native_greedy(device: torch.device) -> Greedy | None:
+    """The native kernel for bf16 logits, where there is one.
+
+    PERF: 32 × 49,152 on one thread of an EPYC: 0.55 ms; by torch's operators 1.2 ms.
+    """
+    if not may_be_native(device, torch.bfloat16):
+        return None
+    from penstock_server.kernels import native_ops
+
+    if not native_ops.available():
+        return None
+    few, many = native_ops.NativeOps(1), native_ops.NativeOps()
+
+    def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return (many if len(logits) >= PARALLEL_ROWS else few).argmax_logprob(logits)
+
+    return greedy
+
+
+def greatest(scores: Tensor) -> Tensor:
+    """[rows, a multiple of BLOCK] float32 → [rows]: where each row is greatest, the lowest id of several.
+
+    PERF: torch's argmax is not vectorized; a maximum by blocks and a search in one block is 8 times as fast
+    (0.16 against 1.3 ms for 32 × 49,152 float32, EPYC, one thread).
+    """
+    blocks = scores.view(scores.shape[0], -1, BLOCK)
+    best = blocks.amax(-1).argmax(-1)
+    inside = blocks[torch.arange(len(best), device=best.device), best].argmax(-1)
+    return best * BLOCK + inside
