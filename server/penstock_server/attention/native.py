@@ -105,4 +105,5 @@ def batch_addresses(batch: StepBatch) -> tuple[int, int, int, int, int]:
     """What the kernels need to know of a batch."""
     starts, context_lens, tables = batch.query_starts, batch.context_lens, batch.block_tables
     num_sequences, max_blocks = tables.shape
+    assert tables.is_contiguous()
     return starts.data_ptr(), context_lens.data_ptr(), tables.data_ptr(), max_blocks, num_sequences

@@ -5,6 +5,7 @@ Bit for bit what the layers give one after the other; it saves what calling them
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from penstock_server.attention.native import NativeAttention, batch_addresses
 from penstock_server.kernels.native_ops import NativeLinear
 from penstock_server.kernels.ops import PackedLinear
 from penstock_server.parallel import RankGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,9 @@ class NativeStack:
         linears = [linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         is_native = all(isinstance(linear, NativeLinear) for linear in linears)
         if group.size > 1 or not is_native or not isinstance(attention, NativeAttention):
+            logger.info("layers: one by one")
             return None
+        logger.info("layers: one native call")
         return cls(attention, layers, final_norm, rope, eps)
 
     def __init__(
