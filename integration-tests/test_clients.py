@@ -36,7 +36,7 @@ def test_newcomers_question_is_answered(hub: InferenceClient) -> None:
 
 def test_text_generation_folds_to_the_same_text(server: Server) -> None:
     client = generation(server)
-    plain = client.text_generation("The three primary colours are", max_new_tokens=24)
+    plain = client.text_generation("The three primary colours are", max_new_tokens=24, return_full_text=False)
     pieces = list(client.text_generation("The three primary colours are", max_new_tokens=24, stream=True))
     assert plain
     assert "".join(pieces) == plain
@@ -45,7 +45,9 @@ def test_text_generation_folds_to_the_same_text(server: Server) -> None:
 def test_details_agree_between_plain_and_stream(server: Server) -> None:
     client = generation(server)
     plain = client.text_generation("Water boils at", max_new_tokens=12, details=True, return_full_text=False)
-    events = list(client.text_generation("Water boils at", max_new_tokens=12, details=True, stream=True))
+    events = list(
+        client.text_generation("Water boils at", max_new_tokens=12, details=True, stream=True, return_full_text=False)
+    )
     assert plain.details.finish_reason == "length"
     assert plain.details.generated_tokens == 12 == len(plain.details.tokens) == len(events)
     assert [token.id for token in plain.details.tokens] == [event.token.id for event in events]

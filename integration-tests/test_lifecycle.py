@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -102,10 +104,37 @@ def test_folder_without_weights_is_named(tmp_path: Path) -> None:
     assert "safetensors" in refused("--model-id", str(tmp_path), "--port", "0")
 
 
-def test_more_ranks_than_the_model_can_be_split_into() -> None:
-    output = refused("--num-shard", "4", "--port", "0")
-    assert "4" in output
-    assert "head" in output
+def tiny_model(folder: Path) -> None:
+    """A random model of two attention heads, with the embedded model's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    prepare = [sys.executable, "-m", "penstock_server.prepare"]
+    prepared = json.loads(subprocess.run(prepare, capture_output=True, text=True, check=True).stdout)["folder"]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(prepared) / name, folder)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_more_ranks_than_the_model_can_be_split_into(tmp_path: Path) -> None:
+    tiny_model(tmp_path)
+    output = refused("--model-id", str(tmp_path), "--num-shard", "3", "--port", "0")
+    assert "3 ranks" in output
+    assert "2 attention heads" in output
+
+
+def test_truncated_weights_are_named(tmp_path: Path) -> None:
+    tiny_model(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "model.safetensors" in refused("--model-id", str(tmp_path), "--port", "0")
 
 
 def test_unsupported_flags_are_refused_by_name() -> None:

@@ -72,8 +72,8 @@ def generate_all(url: str, limit: int) -> list[list[int]]:
     return asyncio.run(run())
 
 
-def assert_follows_the_reference(prompt: str, ours: list[int]) -> bool:
-    """Every token is the reference's arg-max given the same past, or within a tie of it. Whether all were arg-max."""
+def count_ties(prompt: str, ours: list[int]) -> int:
+    """Every token is the reference's arg-max given the same past, or within a tie of it; how many are the latter."""
     import torch
 
     model, tokenizer = reference()
@@ -83,10 +83,13 @@ def assert_follows_the_reference(prompt: str, ours: list[int]) -> bool:
     best = logits.max(-1).values
     chosen = logits.gather(-1, torch.tensor(ours)[:, None])[:, 0]
     assert (best - chosen).max().item() <= TIE, f"{prompt[:40]!r} leaves the reference at {(best - chosen).argmax()}"
-    return bool((best == chosen).all())
+    return int((best != chosen).sum())
 
 
 @pytest.mark.parametrize("limit", [1, len(PROMPTS)], ids=["alone", "mixed"])
 def test_greedy_tokens_follow_transformers(server: Server, limit: int) -> None:
-    exact = [assert_follows_the_reference(p, o) for p, o in zip(PROMPTS, generate_all(server.url, limit), strict=True)]
-    assert sum(exact) >= len(PROMPTS) * 0.7, f"only {sum(exact)} of {len(PROMPTS)} without a tie"
+    answers = generate_all(server.url, limit)
+    ties = sum(count_ties(prompt, ours) for prompt, ours in zip(PROMPTS, answers, strict=True))
+    total = sum(map(len, answers))
+    # Measured: 1 to 2 % of the tokens. Against float32 both implementations differ equally often.
+    assert ties <= total * 0.03, f"{ties} of {total} tokens are not the reference's arg-max"

@@ -36,4 +36,6 @@ pub struct Load {
     pub running_sequences: usize,
     pub free_blocks: usize,
     pub num_blocks: usize,
+    /// Tokens, prompt and generated, that the running sequences can grow to.
+    pub max_running_tokens: u64,
 }

@@ -6,7 +6,6 @@ use std::time::Duration;
 use penstock_scheduler::Plan;
 use tokio::time::Instant;
 
-use super::Load;
 use crate::telemetry::metrics::{self, StepPart};
 use crate::worker::WorkerTiming;
 
@@ -109,13 +108,6 @@ impl StepRecord {
             metrics::step_duration(part, self.method, duration);
         }
     }
-}
-
-/// Gauges of the engine as it is now.
-pub(super) fn load(load: Load, max_running_tokens: u64) {
-    metrics::queue_size(load.queued_sequences);
-    metrics::batch_size(load.running_sequences);
-    metrics::batch_max_tokens(max_running_tokens);
 }
 
 /// Counts the steps that were lost with their workers.

@@ -279,15 +279,9 @@ impl StepLoop {
             running_sequences: stats.num_running,
             free_blocks: stats.num_free_blocks,
             num_blocks: stats.num_blocks,
+            max_running_tokens: stats.max_running_tokens,
         };
-        let changed = self.load.send_if_modified(|published| {
-            let changed = *published != load;
-            *published = load;
-            changed
-        });
-        if changed {
-            super::record::load(load, stats.max_running_tokens);
-        }
+        self.load.send_replace(load);
     }
 }
 

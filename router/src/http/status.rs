@@ -12,6 +12,7 @@ use super::service::Service;
 use crate::api::error::ApiError;
 use crate::api::openai::{Model, ModelList};
 use crate::api::tgi::{GenerateRequest, Info, SimpleToken};
+use crate::telemetry::metrics;
 
 /// COMPAT: what TGI calls itself here; scripts look for it.
 const ROUTER: &str = "text-generation-router";
@@ -24,6 +25,7 @@ pub(super) async fn health(State(service): State<Service>) -> Result<StatusCode,
 }
 
 pub(super) async fn metrics(State(service): State<Service>) -> Response {
+    metrics::load(service.generator().load());
     ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], service.metrics().render()).into_response()
 }
 

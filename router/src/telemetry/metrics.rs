@@ -9,6 +9,7 @@ use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gau
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
 use crate::config::RequestLimits;
+use crate::engine::Load;
 
 enum Kind {
     Counter,
@@ -65,6 +66,8 @@ const BATCH_CONCAT_DURATION: &str = "tgi_batch_concat_duration";
 const BATCH_CONCAT: &str = "tgi_batch_concat";
 const BATCH_MAX_TOTAL_TOKENS: &str = "tgi_batch_max_total_tokens";
 const BATCH_TOTAL_TOKENS: &str = "tgi_batch_total_tokens";
+const KV_BLOCKS: &str = "penstock_kv_blocks";
+const KV_FREE_BLOCKS: &str = "penstock_kv_free_blocks";
 const STEP_OVERHEAD: &str = "penstock_step_overhead_seconds";
 const STEP_INTERVAL: &str = "penstock_step_interval_seconds";
 const STEP_ROUND_TRIP: &str = "penstock_step_round_trip_seconds";
@@ -115,6 +118,8 @@ const METRICS: &[Metric] = &[
     counter_of(BATCH_CONCAT, "Batches joined, by reason"),
     gauge_of(BATCH_MAX_TOTAL_TOKENS, "Tokens that the KV pool can hold"),
     gauge_of(BATCH_TOTAL_TOKENS, "Tokens that the KV pool can hold"),
+    gauge_of(KV_BLOCKS, "Blocks of the KV pool"),
+    gauge_of(KV_FREE_BLOCKS, "Blocks of the KV pool that nobody uses"),
     histogram_of(
         STEP_OVERHEAD,
         Buckets::Step,
@@ -257,19 +262,13 @@ pub(crate) fn prompt_accepted(num_input_tokens: usize, max_new_tokens: u32) {
     histogram!(REQUEST_MAX_NEW_TOKENS).record(f64::from(max_new_tokens));
 }
 
-/// Sequences waiting for their first step.
-pub(crate) fn queue_size(num_sequences: usize) {
-    gauge!(QUEUE_SIZE).set(num_sequences as f64);
-}
-
-/// Sequences that are running.
-pub(crate) fn batch_size(num_sequences: usize) {
-    gauge!(BATCH_CURRENT_SIZE).set(num_sequences as f64);
-}
-
-/// Tokens that the blocks of the running sequences can hold.
-pub(crate) fn batch_max_tokens(num_tokens: u64) {
-    gauge!(BATCH_CURRENT_MAX_TOKENS).set(num_tokens as f64);
+/// How full the engine is, at this moment.
+pub(crate) fn load(load: Load) {
+    gauge!(QUEUE_SIZE).set(load.queued_sequences as f64);
+    gauge!(BATCH_CURRENT_SIZE).set(load.running_sequences as f64);
+    gauge!(BATCH_CURRENT_MAX_TOKENS).set(load.max_running_tokens as f64);
+    gauge!(KV_BLOCKS).set(load.num_blocks as f64);
+    gauge!(KV_FREE_BLOCKS).set(load.free_blocks as f64);
 }
 
 /// Sequences in a step that starts new ones.
