@@ -112,7 +112,14 @@ impl TextModel {
             let _permit = permit;
             encode(&tokenizer, &text)
         });
-        task.await.map_err(|error| EncodeError(error.to_string()))?.map_err(failed)
+        match task.await {
+            Ok(encoded) => encoded.map_err(failed),
+            // A bug in there is this request's, as it is for short texts.
+            Err(error) => match error.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                Err(error) => Err(EncodeError(error.to_string())),
+            },
+        }
     }
 
     /// The prompt for a conversation, ready for the assistant's answer.

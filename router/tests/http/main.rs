@@ -1,4 +1,5 @@
 //! The router over real HTTP, with an engine that the test scripts.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod admission;
 mod chat;
