@@ -81,8 +81,8 @@ def test_overload_is_429_and_named() -> None:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, ""
         except urllib.error.HTTPError as error:
-            assert int(error.headers["retry-after"]) > 0
-            return error.code, json.load(error)["error_type"]
+            retry_after_s = int(error.headers["retry-after"])
+            return error.code if retry_after_s > 0 else 0, json.load(error)["error_type"]
 
     try:
         with ThreadPoolExecutor(8) as clients:

@@ -73,6 +73,8 @@ pub(crate) enum ValidationError {
     TopNTokens { max: u32, given: u32 },
     #[error("`inputs` cannot be empty")]
     EmptyInput,
+    #[error("`messages` cannot be empty")]
+    NoMessages,
     #[error("`truncate` must be strictly positive and less than or equal to {max}. Given: {given}")]
     Truncate { max: usize, given: usize },
     #[error("{0}")]
@@ -112,7 +114,7 @@ impl ValidationError {
             Self::StopCount { .. } | Self::EmptyStop => Some("stop"),
             Self::TopNTokens { .. } | Self::TopLogprobs => Some("top_logprobs"),
             Self::Unsupported(name) => Some(name),
-            Self::ContentPart { .. } => Some("messages"),
+            Self::NoMessages | Self::ContentPart { .. } => Some("messages"),
             Self::TokenId { .. } => Some("prompt"),
             Self::PrefillDetailsStream
             | Self::EmptyInput

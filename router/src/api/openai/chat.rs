@@ -57,6 +57,9 @@ struct Part {
 impl ChatRequest {
     /// The messages as templates see them: a content of several texts becomes one.
     pub(crate) fn template_messages(&mut self) -> Result<Vec<Value>, ValidationError> {
+        if self.messages.is_empty() {
+            return Err(ValidationError::NoMessages);
+        }
         std::mem::take(&mut self.messages).into_iter().map(Message::into_template_value).collect()
     }
 
