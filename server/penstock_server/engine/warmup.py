@@ -93,7 +93,7 @@ def _batch(limits: WorstStep, num_tokens: list[int], contexts: list[int], device
     slots = np.arange(starts[-1]) % (limits.num_blocks() * limits.block_tokens)
 
     def tensor(array: npt.NDArray[np.int64], dtype: type[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.array(array, dtype)).to(device)
+        return torch.from_numpy(np.array(array, dtype, order="C")).to(device)
 
     return StepBatch(
         token_ids=tensor(np.zeros_like(positions), np.int64),
