@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--llama-args", default="", help="more flags for llama-server, as one string")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that no server is left behind
 
     most = max(options.streams)
     llama_args = shlex.split(options.llama_args)
@@ -249,9 +250,12 @@ def main() -> None:
         if "transformers" in options.only:
             print(f"transformers, repeat {repeat + 1}", flush=True)
             streams = [str(count) for count in options.streams]
-            measured["transformers"] = in_own_process(
-                "peers.py", "transformers", "--seed", str(repeat), "--streams", *streams
-            )
+            try:
+                measured["transformers"] = in_own_process(
+                    "peers.py", "transformers", "--seed", str(repeat), "--streams", *streams
+                )
+            except subprocess.CalledProcessError as error:
+                measured["transformers"] = {"error": str(error)}
     record["limits_after"] = in_own_process("limits.py")
     options.out.mkdir(exist_ok=True)
     machine = record["limits"]["machine"]
