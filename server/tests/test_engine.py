@@ -253,7 +253,8 @@ def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
     assert isinstance(engine.model, FakeModel)
     engine.model.kv_bytes_per_block = 1 << 24
     capacity = engine.warm_up(WarmUpConfig(16, 4))
-    assert 1 <= capacity.num_blocks <= (2 << 30) >> 24
+    longest_bytes = engine.model.max_position_tokens // BLOCK_TOKENS << 24
+    assert 1 <= capacity.num_blocks <= memory.default_cap_bytes(longest_bytes) >> 24
     assert len(engine.model.cache) == capacity.num_blocks
     assert [phase.name for phase in capacity.phases] == ["worst prefill", "worst decode", "allocate KV pool"]
     assert description.vocab_size == VOCAB
@@ -300,12 +301,18 @@ def test_several_ranks_need_a_rendezvous() -> None:
 def test_the_pool_shares_what_is_left() -> None:
     gib = 1 << 30
     left = memory.Memory(total=100 * gib, available=50 * gib, transient=gib)
-    assert memory.usable_bytes(left, memory.Share(1.0, 1, default_cap=False)) == 49 * gib
-    assert memory.usable_bytes(left, memory.Share(0.9, 2, default_cap=False)) == pytest.approx(19 * gib, abs=2)
-    assert memory.usable_bytes(left, memory.Share(1.0, 1, default_cap=True)) == 2 * gib
-    assert memory.usable_bytes(left, memory.Share(0.4, 1, default_cap=False)) == 0
+    assert memory.usable_bytes(left, memory.Share(1.0, 1)) == 49 * gib
+    assert memory.usable_bytes(left, memory.Share(0.9, 2)) == pytest.approx(19 * gib, abs=2)
+    assert memory.usable_bytes(left, memory.Share(1.0, 1, cap_bytes=2 * gib)) == 2 * gib
+    assert memory.usable_bytes(left, memory.Share(0.4, 1)) == 0
     scarce = memory.Memory(total=4 * gib, available=2 * gib, transient=0)
-    assert memory.usable_bytes(scarce, memory.Share(1.0, 2, default_cap=True)) == gib // 2
+    assert memory.usable_bytes(scarce, memory.Share(1.0, 2, cap_bytes=2 * gib)) == gib // 2
+
+
+def test_the_default_pool_has_room_for_some_of_the_longest_sequences() -> None:
+    gib = 1 << 30
+    assert memory.default_cap_bytes(1 << 20) == gib
+    assert memory.default_cap_bytes(gib) == 4 * gib
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

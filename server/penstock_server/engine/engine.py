@@ -83,7 +83,14 @@ class Engine:
         with clock.phase("meet ranks"):
             backend = "nccl" if device.type == "cuda" else "gloo"
             group = RankGroup.join(rank, world_size, config.rendezvous, backend)
-        options = LoadOptions(config.model_path, dtype, device, config.block_tokens, config.trust_remote_code)
+        options = LoadOptions(
+            config.model_path,
+            dtype,
+            device,
+            config.block_tokens,
+            trust_remote_code=config.trust_remote_code,
+            deterministic=config.deterministic,
+        )
         with clock.phase("load model"), torch.inference_mode():
             model = load_model(options, group)
         description = Description(
@@ -105,13 +112,15 @@ class Engine:
         _check_limits(config, self.model.max_position_tokens)
         clock = PhaseClock()
         longest = config.max_sequence_tokens or self.model.max_position_tokens
+        per_block = self.model.kv_bytes_per_block
+        on_cpu = self._device.type == "cpu"
+        longest_bytes = -(-longest // self._block_tokens) * per_block
         share = memory.Share(
             config.memory_fraction,
-            self._group.size if self._device.type == "cpu" else 1,
-            default_cap=self._device.type == "cpu" and not config.num_blocks,
+            self._group.size if on_cpu else 1,
+            cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
         )
         meter = memory.MemoryMeter(self._device)
-        per_block = self.model.kv_bytes_per_block
         hoped_blocks = config.num_blocks or memory.usable_bytes(meter.measure(), share) // per_block
         worst = warmup.WorstStep(
             config.max_step_tokens,

@@ -14,8 +14,10 @@ import torch
 
 from penstock_server.errors import ConfigError
 
-# A server on a plain CPU shares the machine with others: without a word from the user it takes no more than this.
-DEFAULT_CPU_POOL_BYTES = 2 << 30
+# A server on a plain CPU shares the machine with others, and touching a page costs start-up time: without a word from
+# the user a rank takes this, or room for so many of the longest sequences where that is more.
+DEFAULT_CPU_POOL_BYTES = 1 << 30
+DEFAULT_CPU_POOL_SEQUENCES = 4
 _UNLIMITED = 1 << 60  # control groups of version 1 say "no limit" by a huge number
 
 
@@ -34,7 +36,7 @@ class Share:
 
     fraction: float  # of the total, that may be used in all
     num_ranks: int  # that share it
-    default_cap: bool  # leave half of what is available and stay below DEFAULT_CPU_POOL_BYTES
+    cap_bytes: int | None = None  # at most this, and at most half of what is available; None: no cap
 
 
 class MemoryMeter:
@@ -69,9 +71,14 @@ def usable_bytes(memory: Memory, share: Share) -> int:
     """What one rank may allocate for good."""
     free = memory.available - (1 - share.fraction) * memory.total
     usable = free / share.num_ranks - memory.transient
-    if share.default_cap:
-        usable = min(usable, memory.available / 2 / share.num_ranks, DEFAULT_CPU_POOL_BYTES)
+    if share.cap_bytes is not None:
+        usable = min(usable, memory.available / 2 / share.num_ranks, share.cap_bytes)
     return max(0, int(usable))
+
+
+def default_cap_bytes(longest_sequence_bytes: int) -> int:
+    """What one rank takes on a CPU when nobody says how much."""
+    return max(DEFAULT_CPU_POOL_BYTES, DEFAULT_CPU_POOL_SEQUENCES * longest_sequence_bytes)
 
 
 def check_blocks(num_blocks: int, fitting: int, bytes_per_block: int) -> None:
