@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import shlex
@@ -260,7 +261,8 @@ def main() -> None:
     options.out.mkdir(exist_ok=True)
     machine = record["limits"]["machine"]
     stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-compare"
-    path = options.out / f"{stem}.json"
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
     text = report(record)
     path.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(text, encoding="utf-8")

@@ -107,17 +107,17 @@ def _latencies(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _steps(record: dict[str, Any]) -> list[list[str]]:
-    """Mean milliseconds of each part of a step, from the histograms' sums and counts over each load."""
+    """Mean milliseconds of each part of a step, from the histograms' sums and counts over each load of all repeats."""
+    results = [repeat["penstock"] for repeat in record["repeats"] if "loads" in repeat.get("penstock", {})]
     rows = []
-    for repeat in record["repeats"]:
-        for load, measured in repeat.get("penstock", {}).get("loads", {}).items():
-            deltas = measured["metrics"]
-            for method in ("prefill", "decode"):
-                names = [f'penstock_step_{part}_seconds_%s{{method="{method}"}}' for part in STEP_PARTS]
-                count = deltas.get(names[0] % "count", 0)
-                if count:
-                    means = [f"{deltas.get(name % 'sum', 0) / count * 1000:.2f}" for name in names]
-                    rows.append([load, method, f"{count:.0f}", *means])
+    for load in results[0]["loads"] if results else ():
+        for method in ("prefill", "decode"):
+            names = [f'penstock_step_{part}_seconds_%s{{method="{method}"}}' for part in STEP_PARTS]
+            deltas = [result["loads"][load]["metrics"] for result in results]
+            count = sum(delta.get(names[0] % "count", 0) for delta in deltas)
+            if count:
+                sums = [sum(delta.get(name % "sum", 0) for delta in deltas) for name in names]
+                rows.append([load, method, f"{count:.0f}", *(f"{total / count * 1000:.2f}" for total in sums)])
     return rows
 
 

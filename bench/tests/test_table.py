@@ -65,8 +65,8 @@ def test_ratios_above_one_are_faster_for_rates_and_for_times() -> None:
 
 def test_step_parts_are_means_over_a_load() -> None:
     steps = report(RECORD).split("Penstock's steps")[1].splitlines()
-    row = next(line for line in steps if "decode | 4" in line)
-    assert [cell.strip() for cell in row.split("|")[1:5]] == ["1 streams", "decode", "4", "0.50"]
+    row = next(line for line in steps if "decode | 8" in line)
+    assert [cell.strip() for cell in row.split("|")[1:5]] == ["1 streams", "decode", "8", "0.50"]
 
 
 def test_every_line_of_a_table_is_as_wide_as_the_widest() -> None:
