@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -50,6 +51,10 @@ def build_llama_server() -> Path:
     """Builds llama.cpp's server unless it is there; several minutes the first time."""
     if LLAMA_SERVER.exists():
         return LLAMA_SERVER
+    if missing := [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]:
+        raise SystemExit(
+            f"error: {' and '.join(missing)} needed to build llama.cpp; or leave it out with --only penstock"
+        )
     PEERS.mkdir(exist_ok=True)
     source = LLAMA_SERVER.parents[2]
     if not (source / "CMakeLists.txt").exists():
