@@ -81,7 +81,10 @@ def test_dead_worker_ends_streams_with_an_error_and_the_server_nonzero() -> None
 def refused(*arguments: str, env: dict[str, str] | None = None) -> str:
     """What a start that must fail prints."""
     process = launch(*arguments, env=env)
-    output, _ = process.communicate(timeout=120)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode not in (0, None)
     assert "panicked" not in output
     return output

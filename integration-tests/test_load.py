@@ -98,5 +98,6 @@ def test_tokenize_agrees_with_usage(server: Server, prompt_words: int) -> None:
     body = json.dumps({"inputs": prompt}).encode()
     request = urllib.request.Request(server.url + "/tokenize", body, {"content-type": "application/json"})
     tokens = json.loads(urllib.request.urlopen(request).read())
-    output = InferenceClient(server.url).text_generation(prompt, max_new_tokens=1, details=True, stream=True)
-    assert list(output)[-1].details.input_length == len(tokens)
+    client = InferenceClient(server.url)
+    events = list(client.text_generation(prompt, max_new_tokens=1, details=True, stream=True))
+    assert events[-1].details.input_length == len(tokens)

@@ -182,6 +182,12 @@ impl PackedLinear {
         self.run(py, x, stride, num_rows, Output::Store(target(output)));
     }
 
+    /// output[i] = the weight's row `rows[i]` (int64, each below its number of rows). Not for gated layers.
+    fn copy_rows(&self, rows: usize, num_rows: usize, output: usize) {
+        // SAFETY: the caller vouches for the addresses and the row numbers.
+        unsafe { self.packed.copy_rows(&self.pool, source(rows), num_rows, target(output)) };
+    }
+
     /// residual += x·Wᵀ + bias. Not for gated layers.
     fn add_to(&self, py: Python<'_>, x: usize, stride: usize, num_rows: usize, residual: usize) {
         self.run(py, x, stride, num_rows, Output::Add(target(residual)));

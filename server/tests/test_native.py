@@ -70,6 +70,17 @@ def test_linear_takes_strided_and_no_rows(ops: native_ops.NativeOps) -> None:
     assert packed(wide[:0, :64]).shape == (0, 50)
 
 
+@pytest.mark.parametrize(("vocabulary", "hidden"), [(1, 1), (48, 64), (50, 33), (500, 576)])
+def test_a_tied_head_gives_back_its_rows(ops: native_ops.NativeOps, vocabulary: int, hidden: int) -> None:
+    weight = random(vocabulary, hidden)
+    head, lookup = ops.pack_tied(weight)
+    ids = torch.cat([torch.arange(vocabulary), torch.tensor([vocabulary - 1, 0])])
+    assert torch.equal(lookup(ids), weight[ids])
+    assert lookup(ids[:0]).shape == (0, hidden)
+    x = random(2, hidden)
+    assert torch.equal(head(x), ops.pack_linear(weight, None)(x))
+
+
 def test_fused_ends_equal_separate_operators(ops: native_ops.NativeOps) -> None:
     weight, bias = random(2 * 200, 96, scale=0.1), random(2 * 200)
     for rows in ROWS:

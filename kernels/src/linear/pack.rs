@@ -95,6 +95,27 @@ impl PackedLinear {
         Ok(PackedLinear { panels, bias, num_panels, out_features, in_features, gated })
     }
 
+    /// Write the weight's own rows: an embedding whose table is also the head. Not if gated.
+    ///
+    /// # Safety
+    /// `rows` must hold `num_rows` numbers, each below `out_features`, and `output` room for as many rows.
+    pub unsafe fn copy_rows(&self, executor: &impl Executor, rows: Source<i64>, num_rows: usize, output: Target<u16>) {
+        debug_assert!(!self.gated);
+        let pairs = self.in_features.div_ceil(2);
+        let panels = Source::new(self.panels.as_ptr().cast::<u16>().cast_const());
+        executor.for_each(num_rows, |index| {
+            // SAFETY: the caller vouches for `rows` and `output`; a row below `out_features` is a column of a panel.
+            unsafe {
+                let row = rows.at(index).read() as usize;
+                let source = panels.at(row / PANEL * pairs * PAIR + row % PANEL * 2);
+                let target = output.at(index * self.in_features);
+                for feature in 0..self.in_features {
+                    target.add(feature).write(source.add(feature / 2 * PAIR + feature % 2).read());
+                }
+            }
+        });
+    }
+
     pub fn out_features(&self) -> usize {
         self.out_features
     }

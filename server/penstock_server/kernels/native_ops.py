@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from penstock_kernels import Kernels
     from torch import Tensor
 
+    from penstock_server.kernels.ops import Lookup
+
 
 def available() -> bool:
     """Whether the package is installed and this CPU has what it needs."""
@@ -67,6 +69,15 @@ class NativeLinear:
         self._apply(x.data_ptr(), stride, rows, y.data_ptr())
         return y
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """The weight's own rows [ids] int64 → [ids, in_features]. Not if gated."""
+        assert ids.is_contiguous()
+        import torch
+
+        rows = torch.empty((ids.shape[0], self.in_features), dtype=torch.bfloat16)
+        self.packed.copy_rows(ids.data_ptr(), ids.shape[0], rows.data_ptr())
+        return rows
+
     def add_to(self, x: Tensor, residual: Tensor) -> None:
         """residual [rows, out_features] += self(x), rounded in between as separate operators would. Not if gated."""
         rows, features = x.shape
@@ -87,6 +98,11 @@ class NativeOps:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         return NativeLinear(self._kernels, weight, bias, gated=False)
+
+    def pack_tied(self, weight: Tensor) -> tuple[NativeLinear, Lookup]:
+        """The packed weight serves both; nothing refers to the original."""
+        linear = self.pack_linear(weight, None)
+        return linear, linear.rows
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         """weight [2 * dim, in_features], gate first; the layer returns silu(gate) * up [rows, dim]."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -23,11 +24,19 @@ class PackedLinear(Protocol):
         ...
 
 
+Lookup = Callable[[Tensor], Tensor]
+"""Row numbers [rows] int64 → those rows of a table [rows, features]."""
+
+
 class Ops(Protocol):
     name: str
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """weight [out_features, in_features], bias [out_features] or None."""
+        ...
+
+    def pack_tied(self, weight: Tensor) -> tuple[PackedLinear, Lookup]:
+        """A head without bias, and the embedding whose table is the same weight; held once where that is possible."""
         ...
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:

@@ -6,12 +6,13 @@ Results of a row may depend on how many rows there are: matrix libraries choose 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.kernels.ops import PackedLinear
+from penstock_server.kernels.ops import Lookup, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,9 @@ class TorchOps:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             return OneDnnLinear(packed, bias, out_features, in_features)
         return PlainLinear(weight, bias, out_features, in_features)
+
+    def pack_tied(self, weight: Tensor) -> tuple[PackedLinear, Lookup]:
+        return self.pack_linear(weight, None), partial(F.embedding, weight=weight)
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return GateUp(self.pack_linear(weight, bias), weight.shape[0] // 2, weight.shape[1])

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from penstock_server.kernels.ops import PackedLinear
+from penstock_server.kernels.ops import Lookup, PackedLinear
 from penstock_server.parallel import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyEmbedding:
-    weight: Tensor  # [this rank's part of the vocabulary, hidden]
+    lookup: Lookup  # rows of this rank's part of the vocabulary [rows, hidden]
     part: range
     group: RankGroup
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[tokens] → [tokens, hidden]"""
         if self.group.size == 1:
-            return torch.nn.functional.embedding(token_ids, self.weight)
+            return self.lookup(token_ids)
         rows = token_ids - self.part.start
         elsewhere = (rows < 0) | (rows >= len(self.part))
-        embedded = torch.nn.functional.embedding(rows.masked_fill_(elsewhere, 0), self.weight)
+        embedded = self.lookup(rows.masked_fill_(elsewhere, 0))
         embedded.masked_fill_(elsewhere[:, None], 0.0)
         return self.group.all_reduce(embedded)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from penstock_server.attention.interface import Attention, AttentionShape, StepBatch
 from penstock_server.kernels.ops import Ops
@@ -65,11 +67,13 @@ class Decoder:
         self.caches: list[Tensor] = []
 
         # The largest tensors first: what their packing frees is there for the small ones.
-        embedding = loader.read("embedding.weight")
-        head = embedding if spec.tied_head else loader.read("head.weight")
-        self.head = VocabularyHead(ops.pack_linear(head, None), shard.vocab.widths(), group)
-        self.embedding = VocabularyEmbedding(embedding, shard.vocab.mine, group)
-        del head
+        if spec.tied_head:
+            head, lookup = ops.pack_tied(loader.read("embedding.weight"))
+        else:
+            head = ops.pack_linear(loader.read("head.weight"), None)
+            lookup = partial(embedding, weight=loader.read("embedding.weight"))
+        self.head = VocabularyHead(head, shard.vocab.widths(), group)
+        self.embedding = VocabularyEmbedding(lookup, shard.vocab.mine, group)
         rope = rope_tables(spec.rope, spec.max_position_tokens, loader.device)
         hidden_widths = shard.hidden.widths()
         from_heads = Layout(group, shard.exact, shard.heads.widths(spec.head_dim), hidden_widths)
