@@ -71,6 +71,11 @@ def llama_server(name: str, gguf: Path, max_streams: int, extra: Sequence[str]) 
     return Server(name, weights, lambda port: [*fixed, "--port", str(port)], LLAMA_CPP)
 
 
+def from_root(command: Sequence[str]) -> str:
+    """A command as one would type it in the project's folder."""
+    return shlex.join(argument.removeprefix(f"{peers.ROOT}/") for argument in command)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -127,8 +132,8 @@ def memory_of(root: int) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError):
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
             sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in rollup}
-            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-            rows.append({"command": command, "rss_bytes": sizes["Rss"], "pss_bytes": sizes["Pss"]})
+            command = Path(f"/proc/{pid}/cmdline").read_text().strip("\0").split("\0")
+            rows.append({"command": from_root(command), "rss_bytes": sizes["Rss"], "pss_bytes": sizes["Pss"]})
     return rows
 
 
@@ -225,7 +230,7 @@ def main() -> None:
     started = datetime.datetime.now(datetime.timezone.utc)
     print("limits", flush=True)
     record: dict[str, Any] = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": from_root([Path(sys.executable).name, *sys.argv]),
         "started": started.isoformat(timespec="seconds"),
         "revision": revision(),
         "python": sys.version.split()[0],
@@ -233,7 +238,9 @@ def main() -> None:
         "torch_rss_bytes": torch_rss_bytes(),
         "model": {"name": peers.embedded_gguf().name, **peers.model_shape()},
         "load": {"input_tokens": INPUT_TOKENS, "output_tokens": OUTPUT_TOKENS, "streams": options.streams},
-        "servers": {server.name: {"weights": server.weights, "command": server.command(0)} for server in servers},
+        "servers": {
+            server.name: {"weights": server.weights, "command": from_root(server.command(0))} for server in servers
+        },
         "repeats": [],
     }
     if "llama.cpp" in options.only:
