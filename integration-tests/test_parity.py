@@ -93,7 +93,7 @@ def test_greedy_tokens_follow_transformers(server: Server, limit: int) -> None:
     answers = generate_all(server.url, limit)
     ties = sum(count_ties(prompt, ours) for prompt, ours in zip(PROMPTS, answers, strict=True))
     total = sum(map(len, answers))
-    # Measured: 1 to 2 % of the tokens. Against float32 both implementations differ equally often.
+    # Measured: 9 of 1183. Against float32 both implementations differ about equally often.
     assert ties <= total * 0.03, f"{ties} of {total} tokens are not the reference's arg-max"
 
 
