@@ -27,7 +27,7 @@ pub struct Args {
     #[arg(long, env)]
     pub dtype: Option<Dtype>,
 
-    /// Allow the checkpoint's own Python code
+    /// Allow the checkpoint's own Python code; none is run in this version
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub trust_remote_code: bool,
 

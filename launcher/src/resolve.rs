@@ -106,6 +106,11 @@ impl Settings {
             num_threads,
             format!("{} cores, {num_ranks} rank(s)", machine.num_cores),
         ));
+        if args.trust_remote_code {
+            // COMPAT: many deployments set it for models that need none of it, so it is not refused.
+            let warning = "trust-remote-code has no effect: no checkpoint's own code is run in this version";
+            warnings.push(warning.to_owned());
+        }
         let max_step_sequences = max_step_sequences(args, &mut choices);
         let max_input_tokens = args.max_input_tokens.or(args.max_input_length);
         check_contradictions(args, max_input_tokens, max_step_sequences)?;

@@ -148,3 +148,8 @@ fn visible_devices_are_counted_as_tgi_did() {
     assert_eq!(count(&[("CUDA_VISIBLE_DEVICES", "1"), ("NVIDIA_VISIBLE_DEVICES", "all")]), Some(1));
     assert_eq!(count(&[("ZE_AFFINITY_MASK", "0,1")]), Some(2));
 }
+
+#[test]
+fn trusting_remote_code_is_said_to_have_no_effect() {
+    assert!(settings("--trust-remote-code").unwrap().warnings[0].contains("trust-remote-code"));
+}
