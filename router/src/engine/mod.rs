@@ -10,7 +10,7 @@ mod step_loop;
 mod stream;
 
 pub use handle::{Engine, EngineOptions};
-pub use sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, Token};
+pub use sequence::{FinishReason, Grammar, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, Token};
 pub use stream::SequenceStream;
 
 /// What the text room needs of an engine; tests script their own.

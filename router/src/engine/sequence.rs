@@ -32,6 +32,16 @@ impl Default for Sampling {
     }
 }
 
+/// What a generation must match as a whole.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Grammar {
+    /// The schema as JSON text.
+    JsonSchema(String),
+    Regex(String),
+    /// Lark as llguidance reads it: `%json {…}`, `<special_token>` and the rest.
+    Lark(String),
+}
+
 #[derive(Clone, Debug, PartialEq)]
 pub enum SequenceEvent {
     /// The sequence left the queue: it is in a step for the first time.
