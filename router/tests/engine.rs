@@ -40,8 +40,9 @@ fn request(prompt_token_ids: &[u32], max_new_tokens: u32) -> SequenceRequest {
     SequenceRequest {
         prompt_token_ids: prompt_token_ids.to_vec(),
         max_new_tokens,
-        stop_token_ids: [].into(),
         sampling: Sampling::default(),
+        priority: 0,
+        group: None,
     }
 }
 
@@ -85,7 +86,7 @@ async fn concurrent_sequences_get_their_own_tokens_and_end_once() {
 async fn the_first_event_says_that_the_sequence_left_the_queue() {
     let group = FakeGroup::start(vec![Script::default()]);
     let mut stream = engine(&group).await.submit(request(&[5, 6], 2));
-    assert_eq!(stream.next().await, Some(SequenceEvent::Started));
+    assert_eq!(stream.next().await, Some(SequenceEvent::Started { num_cached_tokens: 0 }));
     let Some(SequenceEvent::Token(token)) = stream.next().await else { panic!("no token after the start") };
     assert_eq!((token.id, token.logprob), (expected_tokens(&[5, 6], 1)[0], -0.5));
 }
@@ -95,7 +96,10 @@ async fn a_stop_token_ends_the_sequence_and_is_reported() {
     let group = FakeGroup::start(vec![Script::default()]);
     let tokens = expected_tokens(&[7, 7], 10);
     let stop_token_ids = [tokens[4]].into();
-    let stream = engine(&group).await.submit(SequenceRequest { stop_token_ids, ..request(&[7, 7], 100) });
+    let stream = engine(&group).await.submit(SequenceRequest {
+        sampling: Sampling { stop_token_ids, ..Sampling::default() },
+        ..request(&[7, 7], 100)
+    });
     assert_eq!(collect(stream).await, (tokens[..5].to_vec(), SequenceEvent::Finished(FinishReason::StopToken)));
 }
 
@@ -147,7 +151,7 @@ async fn a_result_waits_for_the_slowest_rank() {
     let group = FakeGroup::start(vec![Script::default(), slow]);
     let engine = engine(&group).await;
     let mut stream = engine.submit(request(&[9], 3));
-    assert_eq!(stream.next().await, Some(SequenceEvent::Started));
+    assert_eq!(stream.next().await, Some(SequenceEvent::Started { num_cached_tokens: 0 }));
     assert!(matches!(stream.next().await, Some(SequenceEvent::Token(_))));
     // Rank 0 has done step 2, rank 1 has not: nothing may come.
     group.ranks[0].wait_until(|seen| seen.plans.len() >= 2).await;

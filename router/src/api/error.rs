@@ -4,7 +4,7 @@ use axum::http::StatusCode;
 use serde::Serialize;
 
 use super::parameter::ValidationError;
-use crate::engine::SequenceFailure;
+use crate::engine::{GrammarError, SequenceFailure};
 use crate::telemetry::metrics::Failure;
 use crate::text::{EncodeError, GenerationError, TemplateError};
 
@@ -18,8 +18,13 @@ pub(crate) enum ApiError {
     Validation(#[from] ValidationError),
     #[error("Template error: {0}")]
     Template(#[from] TemplateError),
+    #[error("Tool error: {0}")]
+    Tool(String),
     #[error("Request failed during generation: {0}")]
     Generation(String),
+    /// The client's own `timeout`.
+    #[error("the request's timeout is over")]
+    Timeout,
     #[error("Incomplete generation")]
     Incomplete,
     #[error("Incomplete generation")]
@@ -46,6 +51,16 @@ impl From<GenerationError> for ApiError {
             GenerationError::Failed(SequenceFailure::ShuttingDown) => Self::ShuttingDown,
             GenerationError::Failed(failure) => Self::Generation(failure.to_string()),
             GenerationError::Incomplete => Self::Incomplete,
+            GenerationError::Timeout => Self::Timeout,
+        }
+    }
+}
+
+impl From<GrammarError> for ApiError {
+    fn from(error: GrammarError) -> Self {
+        match error {
+            GrammarError::Invalid(reason) => Self::Validation(ValidationError::Grammar(reason)),
+            GrammarError::Worker(_) => Self::Generation(error.to_string()),
         }
     }
 }
@@ -89,7 +104,9 @@ impl ApiError {
             Self::ShuttingDown => "shutting_down",
             Self::Validation(_) => "validation",
             Self::Template(_) => "template_error",
+            Self::Tool(_) => "tool_error",
             Self::Generation(_) => "generation",
+            Self::Timeout => "timeout",
             Self::Incomplete => "incomplete_generation",
             Self::IncompleteStream => "incomplete_generation_stream",
             Self::Unhealthy => "healthcheck",
@@ -105,9 +122,10 @@ impl ApiError {
         match self {
             Self::Overloaded => StatusCode::TOO_MANY_REQUESTS,
             Self::ShuttingDown | Self::Unhealthy => StatusCode::SERVICE_UNAVAILABLE,
-            Self::Validation(_) | Self::Template(_) | Self::Suffix | Self::BatchSize { .. } => {
+            Self::Validation(_) | Self::Template(_) | Self::Tool(_) | Self::Suffix | Self::BatchSize { .. } => {
                 StatusCode::UNPROCESSABLE_ENTITY
             }
+            Self::Timeout => StatusCode::GATEWAY_TIMEOUT,
             Self::Generation(_) => StatusCode::FAILED_DEPENDENCY,
             Self::Incomplete | Self::IncompleteStream | Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Malformed { status, .. } => *status,
@@ -133,9 +151,9 @@ impl ApiError {
     pub(crate) fn failure(&self) -> Option<Failure> {
         match self {
             Self::Overloaded | Self::ShuttingDown => Some(Failure::Overloaded),
-            Self::Validation(_) | Self::Suffix | Self::BatchSize { .. } => Some(Failure::Validation),
+            Self::Validation(_) | Self::Tool(_) | Self::Suffix | Self::BatchSize { .. } => Some(Failure::Validation),
             Self::Template(_) => Some(Failure::Template),
-            Self::Generation(_) | Self::Internal(_) => Some(Failure::Generation),
+            Self::Generation(_) | Self::Timeout | Self::Internal(_) => Some(Failure::Generation),
             Self::Incomplete | Self::IncompleteStream => Some(Failure::Incomplete),
             Self::Unhealthy | Self::Malformed { .. } | Self::NotFound(_) => None,
         }
@@ -157,6 +175,7 @@ impl ApiError {
             Self::Validation(error) => error.param(),
             Self::Suffix => Some("suffix"),
             Self::BatchSize { .. } => Some("prompt"),
+            Self::Tool(_) => Some("tools"),
             _ => None,
         };
         let fields = OpenAiErrorFields {

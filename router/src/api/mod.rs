@@ -3,6 +3,8 @@
 //! Both dialects become the same [`parameter::Parameters`], which are checked in one place.
 
 pub(crate) mod error;
+pub(crate) mod extension;
+pub(crate) mod grammar;
 pub(crate) mod openai;
 pub(crate) mod parameter;
 pub(crate) mod tgi;

@@ -1,12 +1,21 @@
 //! What a generation can be asked for, whatever the dialect, and the bounds it must keep.
 //!
-//! The checks and their order are TGI's. What the engine cannot do yet is refused by name, never ignored.
+//! The checks and their order are TGI's, then come those of what TGI did not have.
+
+use std::time::Duration;
 
 use crate::config::RequestLimits;
-use crate::engine::Sampling;
+use crate::engine::{Grammar, LogprobSource, Sampling};
+
+pub(crate) const MAX_GENERATIONS: usize = 128;
+const MAX_STOP_TOKENS: usize = 128;
+const MAX_LOGIT_BIASES: usize = 1024;
+const MAX_LOGIT_BIAS: f32 = 100.0;
+const MAX_PRIORITY: i32 = 100;
+const MAX_TIMEOUT_S: f64 = 86_400.0;
 
 /// As the client sent them.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Parameters {
     pub(crate) best_of: Option<usize>,
     pub(crate) temperature: Option<f32>,
@@ -19,22 +28,50 @@ pub(crate) struct Parameters {
     pub(crate) max_new_tokens: Option<u32>,
     pub(crate) stop: Vec<String>,
     pub(crate) truncate: Option<usize>,
+    pub(crate) watermark: bool,
+    /// Logprobs of the prompt.
     pub(crate) decoder_input_details: bool,
     pub(crate) seed: Option<u64>,
     pub(crate) top_n_tokens: Option<u32>,
-    /// Asked for under this name, but not there yet.
-    pub(crate) unsupported: Option<&'static str>,
+    /// What this dialect allows of the one above.
+    pub(crate) max_top_n_tokens: u32,
+    pub(crate) grammar: Option<Grammar>,
+    pub(crate) adapter_id: Option<String>,
+    pub(crate) logprob_source: LogprobSource,
+    pub(crate) extension: Extension,
+}
+
+/// What TGI did not have.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Extension {
+    pub(crate) min_p: Option<f32>,
+    pub(crate) presence_penalty: Option<f32>,
+    /// As given: a token may be named twice.
+    pub(crate) logit_bias: Vec<(u32, f32)>,
+    pub(crate) min_tokens: Option<u32>,
+    pub(crate) ignore_eos: bool,
+    pub(crate) stop_token_ids: Vec<u32>,
+    pub(crate) n: Option<usize>,
+    pub(crate) priority: Option<i32>,
+    /// Seconds.
+    pub(crate) timeout: Option<f64>,
 }
 
 /// Parameters that passed every check that needs no tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Checked {
+    /// Without a seed for each generation (`seed_of`); stop tokens are the client's.
     pub(crate) sampling: Sampling,
     /// What made the randomness; `None` when there is none.
     pub(crate) seed: Option<u64>,
+    /// At least 1.
+    pub(crate) num_generations: usize,
     pub(crate) max_new_tokens: Option<u32>,
     pub(crate) stops: Vec<String>,
     pub(crate) truncate: Option<usize>,
+    pub(crate) ignore_eos: bool,
+    pub(crate) priority: i32,
+    pub(crate) timeout: Option<Duration>,
 }
 
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -87,8 +124,32 @@ pub(crate) enum ValidationError {
     TotalTokens { max: usize, input: usize, new: u32 },
     #[error("`inputs` must have at most {max} tokens. Given: {given}")]
     InputTokens { max: usize, given: usize },
-    #[error("`{0}` is not supported yet")]
-    Unsupported(&'static str),
+    #[error("`adapter_id` {0} is unknown: no adapters are served")]
+    Adapter(String),
+    #[error("`grammar` is not a grammar: {0}")]
+    Grammar(String),
+    #[error("`grammar` is not supported: the server runs with --disable-grammar-support")]
+    GrammarDisabled,
+    #[error("`min_p` must be >= 0.0 and <= 1.0")]
+    MinP,
+    #[error("`n` must be >= 1 and <= {max}. Given: {given}")]
+    Generations { max: usize, given: usize },
+    #[error("`best_of` must be >= `n`. Given: {best_of} and {n}")]
+    BestOfBelowN { best_of: usize, n: usize },
+    #[error("`min_tokens` must be <= `max_tokens`. Given: {min} and {max}")]
+    MinTokens { min: u32, max: u32 },
+    #[error("`stop_token_ids` supports up to {max} tokens. Given: {given}")]
+    StopTokenCount { max: usize, given: usize },
+    #[error("`logit_bias` supports up to {max} tokens. Given: {given}")]
+    LogitBiasCount { max: usize, given: usize },
+    #[error("`logit_bias` must be >= -100 and <= 100. Given: {bias} for token {token_id}")]
+    LogitBias { token_id: u32, bias: f32 },
+    #[error("`priority` must be >= -{max} and <= {max}. Given: {given}")]
+    Priority { max: i32, given: i32 },
+    #[error("`timeout` must be > 0 and <= {max} seconds. Given: {given}")]
+    Timeout { max: f64, given: f64 },
+    #[error("`ignore_eos` cannot be combined with a grammar, whose end is the end of the answer")]
+    IgnoreEosWithGrammar,
     #[error("`max_tokens` and `max_completion_tokens` are the same thing; send one of them")]
     TwoLengths,
     #[error("`top_logprobs` needs `logprobs` to be true")]
@@ -113,7 +174,17 @@ impl ValidationError {
             Self::NoNewTokens | Self::TotalTokens { .. } | Self::TwoLengths => Some("max_tokens"),
             Self::StopCount { .. } | Self::EmptyStop => Some("stop"),
             Self::TopNTokens { .. } | Self::TopLogprobs => Some("top_logprobs"),
-            Self::Unsupported(name) => Some(name),
+            Self::Adapter(_) => Some("model"),
+            Self::Grammar(_) | Self::GrammarDisabled => Some("response_format"),
+            Self::MinP => Some("min_p"),
+            Self::Generations { .. } => Some("n"),
+            Self::BestOfBelowN { .. } => Some("best_of"),
+            Self::MinTokens { .. } => Some("min_tokens"),
+            Self::StopTokenCount { .. } => Some("stop_token_ids"),
+            Self::LogitBiasCount { .. } | Self::LogitBias { .. } => Some("logit_bias"),
+            Self::Priority { .. } => Some("priority"),
+            Self::Timeout { .. } => Some("timeout"),
+            Self::IgnoreEosWithGrammar => Some("ignore_eos"),
             Self::NoMessages | Self::ContentPart { .. } => Some("messages"),
             Self::TokenId { .. } => Some("prompt"),
             Self::PrefillDetailsStream
@@ -163,27 +234,62 @@ impl Parameters {
         if best_of > 1 && self.seed.is_some() {
             return Err(ValidationError::BestOfSeed);
         }
-        if let Some(given) = self.top_n_tokens.filter(|&given| given > limits.max_top_n_tokens) {
-            return Err(ValidationError::TopNTokens { max: limits.max_top_n_tokens, given });
-        }
-        if let Some(name) = self.first_unsupported() {
-            return Err(ValidationError::Unsupported(name));
+        if let Some(given) = self.top_n_tokens.filter(|&given| given > self.max_top_n_tokens) {
+            return Err(ValidationError::TopNTokens { max: self.max_top_n_tokens, given });
         }
         if let Some(given) = self.truncate.filter(|&given| given == 0 || given > limits.max_input_tokens) {
             return Err(ValidationError::Truncate { max: limits.max_input_tokens, given });
         }
 
+        if let Some(adapter_id) = self.adapter_id {
+            return Err(ValidationError::Adapter(adapter_id));
+        }
+        self.extension.check(self.max_new_tokens)?;
+        if self.extension.ignore_eos && self.grammar.is_some() {
+            return Err(ValidationError::IgnoreEosWithGrammar);
+        }
+        let num_generations = self.extension.n.unwrap_or(1).max(best_of);
+        let max_generations = MAX_GENERATIONS.min(limits.max_concurrent_requests);
+        if num_generations > max_generations {
+            return Err(ValidationError::Generations { max: max_generations, given: num_generations });
+        }
         let seed = samples.then(|| self.seed.unwrap_or_else(rand::random));
+        Ok(self.into_checked(samples, seed, num_generations))
+    }
+
+    fn into_checked(self, do_sample: bool, seed: Option<u64>, num_generations: usize) -> Checked {
+        let Self { extension, .. } = self;
         let sampling = Sampling {
-            do_sample: samples,
+            do_sample,
             seed: seed.unwrap_or(0),
             temperature: self.temperature.unwrap_or(1.0),
             top_k: self.top_k.and_then(|top_k| u32::try_from(top_k).ok()).unwrap_or(0),
             top_p: self.top_p.unwrap_or(1.0),
+            typical_p: self.typical_p.unwrap_or(1.0),
+            min_p: extension.min_p.unwrap_or(0.0),
             repetition_penalty: self.repetition_penalty.unwrap_or(1.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            presence_penalty: extension.presence_penalty.unwrap_or(0.0),
+            logit_bias: extension.logit_bias,
+            stop_token_ids: extension.stop_token_ids.into(),
+            min_new_tokens: extension.min_tokens.unwrap_or(0),
+            watermark: self.watermark,
+            top_n: self.top_n_tokens.unwrap_or(0),
+            prompt_logprobs: self.decoder_input_details,
+            logprob_source: self.logprob_source,
+            grammar: self.grammar,
         };
-        let Self { max_new_tokens, stop, truncate, .. } = self;
-        Ok(Checked { sampling, seed, max_new_tokens, stops: stop, truncate })
+        Checked {
+            sampling,
+            seed,
+            num_generations,
+            max_new_tokens: self.max_new_tokens,
+            stops: self.stop,
+            truncate: self.truncate,
+            ignore_eos: extension.ignore_eos,
+            priority: extension.priority.unwrap_or(0),
+            timeout: extension.timeout.map(Duration::from_secs_f64),
+        }
     }
 
     /// Whatever only makes sense with sampling turns it on.
@@ -221,21 +327,88 @@ impl Parameters {
         }
         Ok(())
     }
+}
 
-    fn first_unsupported(&self) -> Option<&'static str> {
-        let asked = [
-            (self.best_of.is_some_and(|best_of| best_of > 1), "best_of"),
-            (self.frequency_penalty.is_some_and(|penalty| penalty != 0.0), "frequency_penalty"),
-            (self.typical_p.is_some(), "typical_p"),
-            (self.decoder_input_details, "decoder_input_details"),
-            (self.top_n_tokens.is_some_and(|number| number > 0), "top_n_tokens"),
-        ];
-        let first = asked.into_iter().find_map(|(is_asked, name)| is_asked.then_some(name));
-        first.or(self.unsupported)
+impl Default for Parameters {
+    fn default() -> Self {
+        Self {
+            best_of: None,
+            temperature: None,
+            repetition_penalty: None,
+            frequency_penalty: None,
+            top_k: None,
+            top_p: None,
+            typical_p: None,
+            do_sample: false,
+            max_new_tokens: None,
+            stop: Vec::new(),
+            truncate: None,
+            watermark: false,
+            decoder_input_details: false,
+            seed: None,
+            top_n_tokens: None,
+            max_top_n_tokens: u32::MAX,
+            grammar: None,
+            adapter_id: None,
+            logprob_source: LogprobSource::Processed,
+            extension: Extension::default(),
+        }
+    }
+}
+
+impl Extension {
+    fn check(&self, max_new_tokens: Option<u32>) -> Result<(), ValidationError> {
+        if self.min_p.is_some_and(|min_p| !(0.0..=1.0).contains(&min_p)) {
+            return Err(ValidationError::MinP);
+        }
+        if self.presence_penalty.is_some_and(|penalty| !(-2.0..=2.0).contains(&penalty)) {
+            return Err(ValidationError::PresencePenalty);
+        }
+        if self.logit_bias.len() > MAX_LOGIT_BIASES {
+            return Err(ValidationError::LogitBiasCount { max: MAX_LOGIT_BIASES, given: self.logit_bias.len() });
+        }
+        let beyond = |(_, bias): &&(u32, f32)| !(-MAX_LOGIT_BIAS..=MAX_LOGIT_BIAS).contains(bias);
+        if let Some(&(token_id, bias)) = self.logit_bias.iter().find(beyond) {
+            return Err(ValidationError::LogitBias { token_id, bias });
+        }
+        if let (Some(min), Some(max)) = (self.min_tokens, max_new_tokens)
+            && min > max
+        {
+            return Err(ValidationError::MinTokens { min, max });
+        }
+        if self.stop_token_ids.len() > MAX_STOP_TOKENS {
+            return Err(ValidationError::StopTokenCount { max: MAX_STOP_TOKENS, given: self.stop_token_ids.len() });
+        }
+        if self.n == Some(0) {
+            return Err(ValidationError::Generations { max: MAX_GENERATIONS, given: 0 });
+        }
+        if let Some(given) = self.priority.filter(|priority| !(-MAX_PRIORITY..=MAX_PRIORITY).contains(priority)) {
+            return Err(ValidationError::Priority { max: MAX_PRIORITY, given });
+        }
+        if let Some(given) = self.timeout.filter(|&timeout| !(timeout > 0.0 && timeout <= MAX_TIMEOUT_S)) {
+            return Err(ValidationError::Timeout { max: MAX_TIMEOUT_S, given });
+        }
+        Ok(())
     }
 }
 
 impl Checked {
+    /// The seed of each of a request's generations. That of the first is the request's, so that one alone is as it was.
+    pub(crate) fn seed_of(&self, index: usize) -> u64 {
+        // The golden ratio's bits: generation i + 1 of one seed is no generation of the next seed.
+        self.sampling.seed.wrapping_add((index as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15))
+    }
+
+    /// Every token that the client names must exist.
+    pub(crate) fn check_token_ids(&self, vocabulary: u32) -> Result<(), ValidationError> {
+        let biased = self.sampling.logit_bias.iter().map(|(token_id, _)| token_id);
+        let mut named = self.sampling.stop_token_ids.iter().chain(biased);
+        match named.find(|&&id| id >= vocabulary) {
+            Some(&given) => Err(ValidationError::TokenId { vocabulary, given }),
+            None => Ok(()),
+        }
+    }
+
     /// Cuts and measures the prompt; returns how many tokens may be generated.
     pub(crate) fn fit(&self, prompt_token_ids: &mut Vec<u32>, limits: &RequestLimits) -> Result<u32, ValidationError> {
         if let Some(truncate) = self.truncate {

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
+use super::extension::ExtensionFields;
 use super::parameter::Parameters;
 use crate::text::{Ending, TextToken};
 
@@ -44,6 +45,8 @@ pub(crate) struct GenerateParameters {
     pub(crate) top_n_tokens: Option<u32>,
     pub(crate) grammar: Option<Value>,
     pub(crate) adapter_id: Option<String>,
+    #[serde(flatten)]
+    pub(crate) extension: ExtensionFields,
 }
 
 impl GenerateParameters {
@@ -62,11 +65,6 @@ pub(super) fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de
 
 impl From<GenerateParameters> for Parameters {
     fn from(given: GenerateParameters) -> Self {
-        let unsupported = [
-            (given.watermark, "watermark"),
-            (given.grammar.is_some(), "grammar"),
-            (given.adapter_id.is_some(), "adapter_id"),
-        ];
         Self {
             best_of: given.best_of,
             temperature: given.temperature,
@@ -82,7 +80,10 @@ impl From<GenerateParameters> for Parameters {
             decoder_input_details: given.decoder_input_details,
             seed: given.seed,
             top_n_tokens: given.top_n_tokens,
-            unsupported: unsupported.into_iter().find_map(|(is_asked, name)| is_asked.then_some(name)),
+            watermark: given.watermark,
+            adapter_id: given.adapter_id,
+            extension: given.extension.into(),
+            ..Self::default()
         }
     }
 }

@@ -4,13 +4,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use penstock_scheduler::{Limits, SequenceId};
 use tokio::sync::mpsc::{self, UnboundedSender};
 use tokio::sync::{oneshot, watch};
 
 use super::step_loop::{Command, StepLoop};
-use super::{Generator, Health, Load, SequenceEvent, SequenceFailure, SequenceRequest, SequenceStream};
-use crate::worker::Group;
+use super::{
+    Generator, Grammar, GrammarError, Health, Load, SequenceEvent, SequenceFailure, SequenceRequest, SequenceStream,
+};
+use crate::worker::{GrammarCompiler, Group};
 
 /// The running engine. Clones share it; it ends with `shut_down`, or when the last clone and stream are dropped.
 #[derive(Clone)]
@@ -19,6 +22,7 @@ pub struct Engine {
     next_id: Arc<AtomicU64>,
     state: watch::Receiver<State>,
     load: watch::Receiver<Load>,
+    grammars: GrammarCompiler,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -48,9 +52,10 @@ impl Engine {
         let (commands, receiver) = mpsc::unbounded_channel();
         let (state_sender, state) = watch::channel(State::Serving);
         let (load_sender, load) = watch::channel(Load::default());
+        let grammars = group.grammars();
         let step_loop = StepLoop::new(options, receiver, state_sender, load_sender);
         tokio::spawn(step_loop.run(group));
-        Self { commands, next_id: Arc::new(AtomicU64::new(1)), state, load }
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), state, load, grammars }
     }
 
     /// Resolves with the reason when the workers are gone; never, when the engine was shut down before.
@@ -90,6 +95,10 @@ impl Generator for Engine {
         SequenceStream::new(receiver, move || {
             let _ = commands.send(Command::Abort { id });
         })
+    }
+
+    fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
+        Box::pin(self.grammars.clone().compile(grammar.clone()))
     }
 
     fn health(&self) -> Health {

@@ -10,13 +10,20 @@ mod step_loop;
 mod stream;
 
 pub use handle::{Engine, EngineOptions};
-pub use sequence::{FinishReason, Grammar, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, Token};
+pub use sequence::{
+    FinishReason, Grammar, GrammarError, LogprobSource, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
+    Token, TopToken,
+};
 pub use stream::SequenceStream;
+
+use futures::future::BoxFuture;
 
 /// What the text room needs of an engine; tests script their own.
 pub trait Generator: Send + Sync + 'static {
     /// Never blocks; whatever goes wrong arrives as the stream's terminal event.
     fn submit(&self, request: SequenceRequest) -> SequenceStream;
+    /// To be awaited before a sequence with this grammar is submitted.
+    fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>>;
     fn health(&self) -> Health;
     fn load(&self) -> Load;
 }

@@ -9,9 +9,11 @@ pub struct SequenceRequest {
     pub prompt_token_ids: Vec<u32>,
     /// At least 1.
     pub max_new_tokens: u32,
-    /// The sequence ends after one of these: the model's end-of-sequence tokens, and the client's.
-    pub stop_token_ids: Arc<[u32]>,
     pub sampling: Sampling,
+    /// Who is served first among those that wait: the higher; 0 is everybody's.
+    pub priority: i32,
+    /// Sequences of one group have the same prompt and share its computation, also where nobody else shares.
+    pub group: Option<u64>,
 }
 
 /// How tokens are chosen; same meaning and neutral values as `Sampling` in proto/worker.proto.
@@ -22,13 +24,59 @@ pub struct Sampling {
     pub temperature: f32,
     pub top_k: u32,
     pub top_p: f32,
+    pub typical_p: f32,
+    pub min_p: f32,
     pub repetition_penalty: f32,
+    pub frequency_penalty: f32,
+    pub presence_penalty: f32,
+    /// Each token once, and what is added to its logit.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// The sequence ends after one of these: the model's end-of-sequence tokens, and the client's.
+    pub stop_token_ids: Arc<[u32]>,
+    /// None of `stop_token_ids` is sampled before so many tokens were.
+    pub min_new_tokens: u32,
+    pub watermark: bool,
+    /// Alternatives with every token.
+    pub top_n: u32,
+    /// Logprobs of the prompt's tokens are wanted too.
+    pub prompt_logprobs: bool,
+    pub logprob_source: LogprobSource,
+    /// Compiled before (`Generator::compile_grammar`).
+    pub grammar: Option<Grammar>,
+}
+
+/// Of which distribution logprobs tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogprobSource {
+    /// What was sampled from: after penalties, masks, temperature and truncation (TGI).
+    Processed,
+    /// The model's own (OpenAI).
+    Model,
 }
 
 impl Default for Sampling {
     /// Greedy, everything off.
     fn default() -> Self {
-        Self { do_sample: false, seed: 0, temperature: 1.0, top_k: 0, top_p: 1.0, repetition_penalty: 1.0 }
+        Self {
+            do_sample: false,
+            seed: 0,
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            typical_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            logit_bias: Vec::new(),
+            stop_token_ids: Arc::new([]),
+            min_new_tokens: 0,
+            watermark: false,
+            top_n: 0,
+            prompt_logprobs: false,
+            logprob_source: LogprobSource::Processed,
+            grammar: None,
+        }
     }
 }
 
@@ -45,7 +93,12 @@ pub enum Grammar {
 #[derive(Clone, Debug, PartialEq)]
 pub enum SequenceEvent {
     /// The sequence left the queue: it is in a step for the first time.
-    Started,
+    Started {
+        /// How much of the prompt was there already.
+        num_cached_tokens: usize,
+    },
+    /// The next tokens of the prompt after its first, when their logprobs were asked for; all come before any `Token`.
+    PromptTokens(Vec<Token>),
     Token(Token),
     /// Terminal.
     Finished(FinishReason),
@@ -58,6 +111,25 @@ pub struct Token {
     pub id: u32,
     /// Natural logarithm.
     pub logprob: f32,
+    /// The most probable instead of it, best first.
+    pub top: Vec<TopToken>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TopToken {
+    pub id: u32,
+    pub logprob: f32,
+}
+
+/// Why a grammar cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GrammarError {
+    /// The client's fault.
+    #[error("{0}")]
+    Invalid(String),
+    /// The workers are gone, or do not answer.
+    #[error("the model workers stopped: {0}")]
+    Worker(String),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,6 +4,7 @@
 //! takes it out sends that event. All state lives here and in the scheduler, none only in the workers.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 
 use penstock_scheduler::{self as scheduler, Event, Plan, Scheduler, SequenceId, Submission};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
@@ -38,6 +39,10 @@ struct OpenSequence {
     sampling: Sampling,
     events: UnboundedSender<SequenceEvent>,
     started: bool,
+    /// Prompt logprobs handed on, and how many of them came in the present stay in the worker: after a preemption they
+    /// come again from the first.
+    num_prompt_tokens_sent: usize,
+    num_prompt_tokens_seen: usize,
 }
 
 /// Why the loop stopped taking steps.
@@ -135,11 +140,18 @@ impl StepLoop {
             id,
             prompt_token_ids: request.prompt_token_ids,
             max_new_tokens: request.max_new_tokens,
-            stop_token_ids: request.stop_token_ids,
+            stop_token_ids: Arc::clone(&request.sampling.stop_token_ids),
         };
         match self.scheduler.submit(submission) {
             Ok(()) => {
-                self.open.insert(id, OpenSequence { sampling: request.sampling, events, started: false });
+                let sequence = OpenSequence {
+                    sampling: request.sampling,
+                    events,
+                    started: false,
+                    num_prompt_tokens_sent: 0,
+                    num_prompt_tokens_seen: 0,
+                };
+                self.open.insert(id, sequence);
             }
             Err(error) => {
                 let _ = events.send(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string())));
@@ -168,12 +180,12 @@ impl StepLoop {
 
     fn announce_starts(&mut self, plan: &Plan) {
         for start in &plan.started {
-            if let Some(sequence) = self.open.get_mut(&start.id)
-                && !sequence.started
-            {
-                // A sequence that starts again after a preemption has been announced.
-                sequence.started = true;
-                let _ = sequence.events.send(SequenceEvent::Started);
+            let Some(sequence) = self.open.get_mut(&start.id) else { continue };
+            sequence.num_prompt_tokens_seen = 0;
+            // A sequence that starts again after a preemption has been announced.
+            if !std::mem::replace(&mut sequence.started, true) {
+                let num_cached_tokens = start.num_computed_tokens as usize;
+                let _ = sequence.events.send(SequenceEvent::Started { num_cached_tokens });
             }
         }
     }
@@ -192,7 +204,9 @@ impl StepLoop {
         for event in events {
             match event {
                 Event::Advanced { id, output_index, num_tokens, finished } => {
-                    let tokens = report.outputs[output_index].tokens.as_deref().unwrap_or_default();
+                    let output = &report.outputs[output_index];
+                    self.hand_on_prompt(id, &output.prompt_tokens);
+                    let tokens = output.tokens.as_deref().unwrap_or_default();
                     self.advance(id, &tokens[..num_tokens], finished);
                 }
                 Event::Failed { id, output_index } => {
@@ -204,6 +218,16 @@ impl StepLoop {
         let previous_report_at = std::mem::replace(&mut self.last_report_at, arrived_at);
         StepRecord::new(&in_flight, report.timing, previous_report_at, arrived_at, Instant::now()).export();
         Ok(())
+    }
+
+    fn hand_on_prompt(&mut self, id: SequenceId, tokens: &[Token]) {
+        let Some(sequence) = self.open.get_mut(&id).filter(|_| !tokens.is_empty()) else { return };
+        let num_known = sequence.num_prompt_tokens_sent.saturating_sub(sequence.num_prompt_tokens_seen);
+        sequence.num_prompt_tokens_seen += tokens.len();
+        if let Some(new) = tokens.get(num_known..).filter(|new| !new.is_empty()) {
+            sequence.num_prompt_tokens_sent = sequence.num_prompt_tokens_seen;
+            let _ = sequence.events.send(SequenceEvent::PromptTokens(new.to_vec()));
+        }
     }
 
     fn advance(&mut self, id: SequenceId, tokens: &[Token], finished: Option<scheduler::FinishReason>) {

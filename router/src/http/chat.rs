@@ -11,7 +11,7 @@ use super::admission::Permit;
 use super::dialect::{OpenAiError, OpenAiJson};
 use super::envelope;
 use super::header;
-use super::running::{Prompt, Running};
+use super::running::{Prepared, Prompt, Running};
 use super::service::Service;
 use super::sse::{self, Frame};
 use crate::api::error::ApiError;
@@ -77,8 +77,8 @@ async fn start(
     let messages = request.template_messages()?;
     let text: Arc<str> = service.text().render_chat(&messages)?.into();
     let num_characters = text.chars().count();
-    let running = Running::start(service, record, Prompt::Rendered(text), checked, StopText::Cut).await?;
-    Ok((running, permit, num_characters))
+    let prepared = Prepared::new(service, Prompt::Rendered(text), checked, StopText::Cut).await?;
+    Ok((prepared.start(service, record, 0), permit, num_characters))
 }
 
 /// One chunk for each token.

@@ -10,7 +10,7 @@ use super::admission::Permit;
 use super::dialect::{OpenAiError, OpenAiJson};
 use super::envelope;
 use super::header;
-use super::running::{Prompt, Running};
+use super::running::{Prepared, Prompt, Running};
 use super::service::Service;
 use super::sse::{self, Frame};
 use crate::api::error::ApiError;
@@ -75,7 +75,8 @@ async fn start(service: &Service, record: &RequestRecord, mut request: Completio
             openai::Prompt::Text(text) => Prompt::Text(text.into()),
             openai::Prompt::TokenIds(ids) => Prompt::TokenIds(ids),
         };
-        running.push(Running::start(service, record, prompt, checked.clone(), StopText::Cut).await?);
+        let prepared = Prepared::new(service, prompt, checked.clone(), StopText::Cut).await?;
+        running.push(prepared.start(service, record, 0));
     }
     Ok(Started { running, permit, num_characters })
 }

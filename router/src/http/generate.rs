@@ -11,7 +11,7 @@ use futures::Stream;
 use super::admission::Permit;
 use super::dialect::TgiError;
 use super::header;
-use super::running::{Prompt, Running};
+use super::running::{Prepared, Prompt, Running};
 use super::service::Service;
 use super::sse::{self, Frame};
 use crate::api::error::ApiError;
@@ -95,9 +95,9 @@ async fn start(
     parameters.check_best_of(limits)?;
     let permit = service.admission().admit(1)?;
     let checked = parameters.check(limits)?;
-    let running =
-        Running::start(service, record, Prompt::Text(Arc::clone(&shape.inputs)), checked, StopText::Kept).await?;
-    Ok((running, permit, shape))
+    let prompt = Prompt::Text(Arc::clone(&shape.inputs));
+    let prepared = Prepared::new(service, prompt, checked, StopText::Kept).await?;
+    Ok((prepared.start(service, record, 0), permit, shape))
 }
 
 async fn answer(

@@ -5,8 +5,11 @@ use std::sync::Arc;
 use super::service::Service;
 use crate::api::error::ApiError;
 use crate::api::parameter::{Checked, ValidationError};
+use crate::engine::Sampling;
 use crate::telemetry::{RequestRecord, RequestSummary, metrics};
-use crate::text::{Finish, Generation, GenerationError, GenerationOptions, Step, StopText, TextModel, TextToken};
+use crate::text::{
+    Finish, Generation, GenerationError, GenerationOptions, PromptToken, Step, StopText, TextModel, TextToken,
+};
 
 /// What to go on from.
 pub(super) enum Prompt {
@@ -37,6 +40,71 @@ impl Prompt {
     }
 }
 
+/// A request that passed every check, as tokens; each of its generations starts from here.
+pub(super) struct Prepared {
+    prompt_token_ids: Vec<u32>,
+    max_new_tokens: u32,
+    checked: Checked,
+    stop_text: StopText,
+    shown_token_ids: Arc<[u32]>,
+    /// Where the generations of one request share the prompt.
+    group: Option<u64>,
+}
+
+impl Prepared {
+    /// Tokenizes, checks the lengths, and has the grammar compiled.
+    pub(super) async fn new(
+        service: &Service,
+        prompt: Prompt,
+        checked: Checked,
+        stop_text: StopText,
+    ) -> Result<Self, ApiError> {
+        let mut prompt_token_ids = prompt.encode(service.text()).await?;
+        let max_new_tokens = checked.fit(&mut prompt_token_ids, &service.config().limits)?;
+        checked.check_token_ids(service.text().vocabulary_size())?;
+        if let Some(grammar) = &checked.sampling.grammar {
+            service.generator().compile_grammar(grammar).await?;
+        }
+        let group = (checked.num_generations > 1).then(rand::random);
+        Ok(Self { prompt_token_ids, max_new_tokens, checked, stop_text, shown_token_ids: Arc::new([]), group })
+    }
+
+    /// These special tokens are part of the answer's text.
+    pub(super) fn showing(self, shown_token_ids: Arc<[u32]>) -> Self {
+        Self { shown_token_ids, ..self }
+    }
+
+    pub(super) fn num_generations(&self) -> usize {
+        self.checked.num_generations
+    }
+
+    /// All of the request's generations, in their order.
+    pub(super) fn start_all(&self, service: &Service, record: &RequestRecord) -> Vec<Running> {
+        (0..self.checked.num_generations).map(|index| self.start(service, record, index)).collect()
+    }
+
+    pub(super) fn start(&self, service: &Service, record: &RequestRecord, index: usize) -> Running {
+        let checked = &self.checked;
+        metrics::prompt_accepted(self.prompt_token_ids.len(), self.max_new_tokens);
+        let options = GenerationOptions {
+            prompt_token_ids: self.prompt_token_ids.clone(),
+            max_new_tokens: self.max_new_tokens,
+            sampling: Sampling { seed: checked.seed_of(index), ..checked.sampling.clone() },
+            ignore_eos: checked.ignore_eos,
+            stops: checked.stops.clone(),
+            stop_text: self.stop_text,
+            shown_token_ids: Arc::clone(&self.shown_token_ids),
+            priority: checked.priority,
+            group: self.group,
+            deadline: checked.timeout.map(|timeout| record.received() + timeout),
+        };
+        let (received, abandoned) = (record.received(), service.abandoned());
+        let generation = Generation::start(service.generator(), service.text(), options, received, abandoned);
+        let seed = checked.seed.map(|_| checked.seed_of(index));
+        Running { generation, seed, num_prompt_tokens: self.prompt_token_ids.len() }
+    }
+}
+
 /// A generation on its way, and what answers say about its input.
 pub(super) struct Running {
     generation: Generation,
@@ -49,38 +117,21 @@ pub(super) struct Running {
 pub(super) struct Finished {
     pub(super) text: String,
     pub(super) tokens: Vec<TextToken>,
+    /// Empty unless their logprobs were asked for.
+    pub(super) prompt_tokens: Vec<PromptToken>,
     pub(super) finish: Finish,
     pub(super) seed: Option<u64>,
     pub(super) num_prompt_tokens: usize,
 }
 
 impl Running {
-    /// Tokenizes, checks the lengths and submits.
-    pub(super) async fn start(
-        service: &Service,
-        record: &RequestRecord,
-        prompt: Prompt,
-        parameters: Checked,
-        stop_text: StopText,
-    ) -> Result<Self, ApiError> {
-        let mut prompt_token_ids = prompt.encode(service.text()).await?;
-        let max_new_tokens = parameters.fit(&mut prompt_token_ids, &service.config().limits)?;
-        let num_prompt_tokens = prompt_token_ids.len();
-        metrics::prompt_accepted(num_prompt_tokens, max_new_tokens);
-        let options = GenerationOptions {
-            prompt_token_ids,
-            max_new_tokens,
-            sampling: parameters.sampling,
-            stops: parameters.stops,
-            stop_text,
-        };
-        let (received, abandoned) = (record.received(), service.abandoned());
-        let generation = Generation::start(service.generator(), service.text(), options, received, abandoned);
-        Ok(Self { generation, seed: parameters.seed, num_prompt_tokens })
-    }
-
     pub(super) async fn next(&mut self) -> Result<Step, GenerationError> {
         self.generation.next().await
+    }
+
+    /// Complete when the first token is here.
+    pub(super) fn take_prompt_tokens(&mut self) -> Vec<PromptToken> {
+        self.generation.take_prompt_tokens()
     }
 
     pub(super) async fn finish(mut self) -> Result<Finished, ApiError> {
@@ -90,8 +141,9 @@ impl Running {
             text.push_str(&step.text);
             tokens.push(step.token);
             if let Some(finish) = step.finish {
+                let prompt_tokens = self.take_prompt_tokens();
                 let Self { seed, num_prompt_tokens, .. } = self;
-                return Ok(Finished { text, tokens, finish, seed, num_prompt_tokens });
+                return Ok(Finished { text, tokens, prompt_tokens, finish, seed, num_prompt_tokens });
             }
         }
     }
@@ -111,6 +163,7 @@ fn summary(num_prompt_tokens: usize, finish: &Finish) -> RequestSummary {
     RequestSummary {
         num_prompt_tokens,
         num_generated_tokens: finish.num_generated_tokens as usize,
+        num_cached_tokens: finish.num_cached_tokens,
         validation: finish.timings.validation,
         queue: finish.timings.queue,
         inference: finish.timings.inference,

@@ -31,6 +31,8 @@ enum Outcome {
 pub(crate) struct RequestSummary {
     pub(crate) num_prompt_tokens: usize,
     pub(crate) num_generated_tokens: usize,
+    /// Of the prompt tokens.
+    pub(crate) num_cached_tokens: usize,
     pub(crate) validation: Duration,
     pub(crate) queue: Duration,
     pub(crate) inference: Duration,
@@ -40,6 +42,7 @@ impl RequestSummary {
     pub(crate) fn add(&mut self, other: &Self) {
         self.num_prompt_tokens += other.num_prompt_tokens;
         self.num_generated_tokens += other.num_generated_tokens;
+        self.num_cached_tokens += other.num_cached_tokens;
         self.validation = self.validation.max(other.validation);
         self.queue = self.queue.max(other.queue);
         self.inference = self.inference.max(other.inference);

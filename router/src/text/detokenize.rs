@@ -75,6 +75,11 @@ impl Detokenizer {
         self.special_text(token_id).unwrap_or_else(|| self.tokenizer_text(&[token_id]))
     }
 
+    /// Whether the token is no part of a visible text.
+    pub(super) fn is_special(&self, token_id: u32) -> bool {
+        self.special_text(token_id).is_some()
+    }
+
     /// What is left when no more tokens come: characters that stayed unfinished.
     pub(super) fn finish(&mut self) -> String {
         let text = self.decode_window();

@@ -11,7 +11,7 @@ use super::TextModel;
 use super::detokenize::{Detokenizer, Piece};
 use super::stop::{Outcome, StopMatcher};
 use crate::engine::{
-    FinishReason, Generator, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, SequenceStream, Token,
+    FinishReason, Generator, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, SequenceStream, Token, TopToken,
 };
 
 /// What happens to the stop string that ended a text.
@@ -28,10 +28,18 @@ pub(crate) enum StopText {
 pub(crate) struct GenerationOptions {
     pub(crate) prompt_token_ids: Vec<u32>,
     pub(crate) max_new_tokens: u32,
+    /// Its stop tokens are the client's; the model's own join them here, unless they are to be ignored.
     pub(crate) sampling: Sampling,
+    pub(crate) ignore_eos: bool,
     /// No empty one.
     pub(crate) stops: Vec<String>,
     pub(crate) stop_text: StopText,
+    /// Special tokens that are part of the visible text all the same: the marks of tool calls and thoughts.
+    pub(crate) shown_token_ids: Arc<[u32]>,
+    pub(crate) priority: i32,
+    pub(crate) group: Option<u64>,
+    /// The generation fails then.
+    pub(crate) deadline: Option<Instant>,
 }
 
 /// A token and what it settled.
@@ -51,12 +59,34 @@ pub(crate) struct TextToken {
     pub(crate) text: String,
     pub(crate) logprob: f32,
     pub(crate) special: bool,
+    /// The most probable instead of it, best first.
+    pub(crate) top: Vec<TopText>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct TopText {
+    pub(crate) id: u32,
+    pub(crate) text: String,
+    pub(crate) logprob: f32,
+    pub(crate) special: bool,
+}
+
+/// A token of the prompt.
+#[derive(Clone, Debug)]
+pub(crate) struct PromptToken {
+    pub(crate) id: u32,
+    pub(crate) text: String,
+    /// `None`: the first one, which nothing precedes.
+    pub(crate) logprob: Option<f32>,
+    pub(crate) top: Vec<TopText>,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Finish {
     pub(crate) ending: Ending,
     pub(crate) num_generated_tokens: u32,
+    /// Prompt tokens that did not have to be computed.
+    pub(crate) num_cached_tokens: usize,
     pub(crate) timings: Timings,
 }
 
@@ -85,6 +115,9 @@ pub(crate) enum GenerationError {
     /// The engine's stream ended before the sequence did.
     #[error("incomplete generation")]
     Incomplete,
+    /// The time that the client gave is over.
+    #[error("the request's timeout is over")]
+    Timeout,
 }
 
 /// A running generation. Dropping it aborts the sequence.
@@ -96,9 +129,15 @@ pub(crate) struct Generation {
     stops: StopMatcher,
     stop_text: StopText,
     held: HeldText,
-    eos_token_ids: Arc<[u32]>,
+    /// A sequence ends with one of these; their text is nobody's.
+    stop_token_ids: Arc<[u32]>,
+    shown_token_ids: Arc<[u32]>,
+    /// Empty unless their logprobs were asked for.
+    prompt_tokens: Vec<PromptToken>,
     max_new_tokens: u32,
     num_generated_tokens: u32,
+    num_cached_tokens: usize,
+    deadline: Option<Instant>,
     received: Instant,
     submitted: Instant,
     started: Option<Instant>,
@@ -113,14 +152,22 @@ impl Generation {
         received: Instant,
         abandoned: CancellationToken,
     ) -> Self {
-        let eos_token_ids = model.eos_token_ids();
+        let mut sampling = options.sampling;
+        if !options.ignore_eos {
+            sampling.stop_token_ids = union(&model.eos_token_ids(), &sampling.stop_token_ids);
+        }
+        let stop_token_ids = Arc::clone(&sampling.stop_token_ids);
         let detokenizer = model.detokenizer(&options.prompt_token_ids);
+        let first = options.prompt_token_ids.first().filter(|_| sampling.prompt_logprobs);
+        let first =
+            first.map(|&id| PromptToken { id, text: detokenizer.token_text(id), logprob: None, top: Vec::new() });
         let submitted = Instant::now();
         let events = generator.submit(SequenceRequest {
             prompt_token_ids: options.prompt_token_ids,
             max_new_tokens: options.max_new_tokens,
-            stop_token_ids: Arc::clone(&eos_token_ids),
-            sampling: options.sampling,
+            sampling,
+            priority: options.priority,
+            group: options.group,
         });
         Self {
             events,
@@ -129,20 +176,33 @@ impl Generation {
             stops: StopMatcher::new(options.stops),
             stop_text: options.stop_text,
             held: HeldText::default(),
-            eos_token_ids,
+            stop_token_ids,
+            shown_token_ids: options.shown_token_ids,
+            prompt_tokens: first.into_iter().collect(),
             max_new_tokens: options.max_new_tokens,
             num_generated_tokens: 0,
+            num_cached_tokens: 0,
+            deadline: options.deadline,
             received,
             submitted,
             started: None,
         }
     }
 
+    /// The prompt's tokens; complete when the first generated token is here, empty when they were not asked for.
+    pub(crate) fn take_prompt_tokens(&mut self) -> Vec<PromptToken> {
+        std::mem::take(&mut self.prompt_tokens)
+    }
+
     /// The next token. Not to be called after a step with `finish`, or an error.
     pub(crate) async fn next(&mut self) -> Result<Step, GenerationError> {
         loop {
             match self.next_event().await? {
-                SequenceEvent::Started => self.started = Some(Instant::now()),
+                SequenceEvent::Started { num_cached_tokens } => {
+                    self.started = Some(Instant::now());
+                    self.num_cached_tokens = num_cached_tokens;
+                }
+                SequenceEvent::PromptTokens(tokens) => self.accept_prompt(tokens),
                 SequenceEvent::Token(token) => return self.accept(token).await,
                 SequenceEvent::Finished(_) => return Err(GenerationError::Incomplete),
                 SequenceEvent::Failed(failure) => return Err(GenerationError::Failed(failure)),
@@ -155,21 +215,41 @@ impl Generation {
             biased;
             event = self.events.next() => event.ok_or(GenerationError::Incomplete),
             () = self.abandoned.cancelled() => Err(GenerationError::Failed(SequenceFailure::ShuttingDown)),
+            () = until(self.deadline), if self.deadline.is_some() => Err(GenerationError::Timeout),
         }
+    }
+
+    fn accept_prompt(&mut self, tokens: Vec<Token>) {
+        for token in tokens {
+            let (text, top) = (self.detokenizer.token_text(token.id), self.top_texts(&token.top));
+            self.prompt_tokens.push(PromptToken { id: token.id, text, logprob: Some(token.logprob), top });
+        }
+    }
+
+    fn top_texts(&self, top: &[TopToken]) -> Vec<TopText> {
+        let text = |token: &TopToken| TopText {
+            id: token.id,
+            text: self.detokenizer.token_text(token.id),
+            logprob: token.logprob,
+            special: self.detokenizer.is_special(token.id),
+        };
+        top.iter().map(text).collect()
     }
 
     async fn accept(&mut self, token: Token) -> Result<Step, GenerationError> {
         self.num_generated_tokens += 1;
-        let is_eos = self.eos_token_ids.contains(&token.id);
-        let mut piece = if is_eos {
+        let ends_it = self.stop_token_ids.contains(&token.id);
+        let mut piece = if ends_it {
             // Whatever the tokenizer thinks of it, it is not part of the text.
             Piece { text: self.detokenizer.token_text(token.id), special: true }
         } else {
             self.detokenizer.push(token.id)
         };
+        let special = piece.special;
+        piece.special &= ends_it || !self.shown_token_ids.contains(&token.id);
         let (mut text, stopped) = self.find_stop(&mut piece);
 
-        let ends_in_engine = is_eos || self.num_generated_tokens >= self.max_new_tokens;
+        let ends_in_engine = ends_it || self.num_generated_tokens >= self.max_new_tokens;
         let ending = match (ends_in_engine, stopped, self.stop_text) {
             (false, false, _) => None,
             (false, true, _) | (true, true, StopText::Cut) => Some(Ending::StopString),
@@ -187,9 +267,11 @@ impl Generation {
         let finish = ending.map(|ending| Finish {
             ending,
             num_generated_tokens: self.num_generated_tokens,
+            num_cached_tokens: self.num_cached_tokens,
             timings: self.timings(),
         });
-        let token = TextToken { id: token.id, text: piece.text, logprob: token.logprob, special: piece.special };
+        let top = self.top_texts(&token.top);
+        let token = TextToken { id: token.id, text: piece.text, logprob: token.logprob, special, top };
         Ok(Step { token, text, finish })
     }
 
@@ -220,7 +302,9 @@ impl Generation {
             SequenceEvent::Finished(FinishReason::Length) => Ok(Ending::Length),
             SequenceEvent::Finished(FinishReason::StopToken) => Ok(Ending::EosToken),
             SequenceEvent::Failed(failure) => Err(GenerationError::Failed(failure)),
-            SequenceEvent::Started | SequenceEvent::Token(_) => Err(GenerationError::Incomplete),
+            SequenceEvent::Started { .. } | SequenceEvent::PromptTokens(_) | SequenceEvent::Token(_) => {
+                Err(GenerationError::Incomplete)
+            }
         }
     }
 
@@ -232,6 +316,20 @@ impl Generation {
             inference: started.elapsed(),
         }
     }
+}
+
+async fn until(deadline: Option<Instant>) {
+    if let Some(deadline) = deadline {
+        tokio::time::sleep_until(deadline.into()).await;
+    }
+}
+
+fn union(ours: &Arc<[u32]>, theirs: &[u32]) -> Arc<[u32]> {
+    if theirs.is_empty() {
+        return Arc::clone(ours);
+    }
+    let new = theirs.iter().filter(|id| !ours.contains(id));
+    ours.iter().chain(new).copied().collect()
 }
 
 fn visible(piece: &Piece) -> String {

@@ -13,7 +13,7 @@ mod template;
 pub use model::{LoadError, TextModel};
 
 pub(crate) use generation::{
-    Ending, Finish, Generation, GenerationError, GenerationOptions, Step, StopText, TextToken,
+    Ending, Finish, Generation, GenerationError, GenerationOptions, PromptToken, Step, StopText, TextToken, TopText,
 };
 pub(crate) use model::{EncodeError, TokenSpan};
 pub(crate) use template::TemplateError;

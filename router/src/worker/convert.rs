@@ -7,7 +7,7 @@ use penstock_scheduler::{Advance, Plan, SequenceId, Start};
 
 use super::step::{Output, StepReport};
 use super::{WorkerError, WorkerTiming};
-use crate::engine::{Sampling, Token};
+use crate::engine::{Grammar, LogprobSource, Sampling, Token, TopToken};
 
 pub(super) fn plan<'a>(plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling) -> proto::Plan {
     proto::Plan {
@@ -26,18 +26,46 @@ fn new_sequence(sampling: &Sampling, start: Start) -> proto::NewSequence {
         num_prompt_tokens: start.num_prompt_tokens,
         num_computed_tokens: start.num_computed_tokens,
         block_ids: start.block_ids,
-        sampling: Some(proto::Sampling {
-            do_sample: sampling.do_sample,
-            seed: sampling.seed,
-            temperature: sampling.temperature,
-            top_k: sampling.top_k,
-            top_p: sampling.top_p,
-            typical_p: 1.0,
-            repetition_penalty: sampling.repetition_penalty,
-            ..Default::default()
-        }),
+        sampling: Some(message(sampling)),
         adapter_id: String::new(),
     }
+}
+
+fn message(sampling: &Sampling) -> proto::Sampling {
+    let bias = |&(token_id, bias): &(u32, f32)| proto::LogitBias { token_id, bias };
+    let source = match sampling.logprob_source {
+        LogprobSource::Processed => proto::LogprobSource::Processed,
+        LogprobSource::Model => proto::LogprobSource::Model,
+    };
+    proto::Sampling {
+        do_sample: sampling.do_sample,
+        seed: sampling.seed,
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        typical_p: sampling.typical_p,
+        min_p: sampling.min_p,
+        repetition_penalty: sampling.repetition_penalty,
+        frequency_penalty: sampling.frequency_penalty,
+        presence_penalty: sampling.presence_penalty,
+        logit_bias: sampling.logit_bias.iter().map(bias).collect(),
+        min_new_tokens: sampling.min_new_tokens,
+        stop_token_ids: sampling.stop_token_ids.to_vec(),
+        watermark: sampling.watermark,
+        top_n: sampling.top_n,
+        prompt_logprobs: sampling.prompt_logprobs,
+        logprob_source: source.into(),
+        grammar: sampling.grammar.as_ref().map(grammar),
+    }
+}
+
+pub(super) fn grammar(grammar: &Grammar) -> proto::Grammar {
+    let kind = match grammar {
+        Grammar::JsonSchema(schema) => proto::grammar::Kind::JsonSchema(schema.clone()),
+        Grammar::Regex(regex) => proto::grammar::Kind::Regex(regex.clone()),
+        Grammar::Lark(lark) => proto::grammar::Kind::Lark(lark.clone()),
+    };
+    proto::Grammar { kind: Some(kind) }
 }
 
 fn advance(advance: Advance) -> proto::Advance {
@@ -66,14 +94,19 @@ pub(super) fn report(result: proto::StepResult) -> Result<StepReport, WorkerErro
 
 fn output(output: proto::SequenceOutput) -> Result<Output, WorkerError> {
     let id = SequenceId(output.sequence_id);
+    let prompt_tokens = output.prompt_tokens.into_iter().map(token).collect::<Vec<_>>();
     if !output.error.is_empty() {
-        return Ok(Output { id, tokens: Err(output.error) });
+        return Ok(Output { id, tokens: Err(output.error), prompt_tokens });
     }
-    if output.tokens.is_empty() {
+    if output.tokens.is_empty() && prompt_tokens.is_empty() {
         return Err(garbled(format!("sequence {} has neither a token nor an error", id.0)));
     }
-    let tokens = output.tokens.iter().map(|token| Token { id: token.id, logprob: token.logprob }).collect();
-    Ok(Output { id, tokens: Ok(tokens) })
+    Ok(Output { id, tokens: Ok(output.tokens.into_iter().map(token).collect()), prompt_tokens })
+}
+
+fn token(token: proto::Token) -> Token {
+    let top = token.top.into_iter().map(|top| TopToken { id: top.id, logprob: top.logprob }).collect();
+    Token { id: token.id, logprob: token.logprob, top }
 }
 
 fn duration(seconds: f64) -> Result<Duration, WorkerError> {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use futures::future::{join_all, try_join_all};
 use penstock_proto as proto;
 
+use super::grammar::GrammarCompiler;
 use super::rank::{Rank, RankHealth};
 use super::step::Steps;
 use super::{PROTOCOL_VERSION, WorkerError};
@@ -142,6 +143,11 @@ impl Group {
     /// What each rank says about itself, in their order.
     pub async fn health(&mut self) -> Vec<Result<RankHealth, WorkerError>> {
         join_all(self.ranks.iter_mut().map(Rank::health)).await
+    }
+
+    /// Grammars are compiled where tokens are sampled.
+    pub fn grammars(&self) -> GrammarCompiler {
+        GrammarCompiler::new(self.ranks.first().expect("invariant: a group has at least one rank").clone())
     }
 
     /// Opens the stream of steps on all ranks; they forget every sequence of an earlier one.

@@ -4,11 +4,13 @@
 
 mod convert;
 mod error;
+mod grammar;
 mod group;
 mod rank;
 mod step;
 
 pub use error::WorkerError;
+pub use grammar::GrammarCompiler;
 pub use group::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions};
 pub use rank::RankHealth;
 pub use step::{Steps, WorkerTiming};

@@ -97,6 +97,14 @@ impl Rank {
         Ok(answer.into_inner())
     }
 
+    pub async fn compile_grammar(
+        &mut self,
+        request: proto::CompileGrammarRequest,
+    ) -> Result<proto::CompileGrammarResponse, WorkerError> {
+        let answer = self.client.compile_grammar(request).await.map_err(|status| self.error(&status))?;
+        Ok(answer.into_inner())
+    }
+
     /// Opens the stream of steps: plans go into the sender, their results come out of the stream in the same order.
     pub fn steps(&self) -> (UnboundedSender<proto::Plan>, BoxStream<'static, Result<proto::StepResult, WorkerError>>) {
         let (plans, receiver) = mpsc::unbounded_channel();

@@ -43,6 +43,7 @@ pub(crate) struct Output {
     pub id: SequenceId,
     /// `Err`: the worker could not go on with this sequence.
     pub tokens: Result<Vec<Token>, String>,
+    pub prompt_tokens: Vec<Token>,
 }
 
 /// Rank 0's own account of a step.

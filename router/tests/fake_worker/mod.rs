@@ -174,6 +174,21 @@ impl Worker for Service {
         Ok(Response::new(proto::WarmUpResponse { num_blocks: self.script.num_blocks, phases: Vec::new() }))
     }
 
+    /// Whatever says that it is broken is refused.
+    async fn compile_grammar(
+        &self,
+        request: Request<proto::CompileGrammarRequest>,
+    ) -> Result<Response<proto::CompileGrammarResponse>, Status> {
+        use proto::grammar::Kind;
+        let grammar = request.into_inner().grammar.and_then(|grammar| grammar.kind);
+        let is_broken = match &grammar {
+            Some(Kind::JsonSchema(text) | Kind::Regex(text) | Kind::Lark(text)) => text.contains("broken"),
+            None => true,
+        };
+        let error = if is_broken { "it is broken".to_owned() } else { String::new() };
+        Ok(Response::new(proto::CompileGrammarResponse { error, seconds: 0.001 }))
+    }
+
     async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {
         let last_step = self.updates.borrow().lock().unwrap().plans.last().map_or(0, |plan| plan.step);
         Ok(Response::new(proto::HealthResponse { last_step, stepping: false, stepping_seconds: 0.0 }))

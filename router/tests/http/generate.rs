@@ -60,9 +60,17 @@ async fn parameters_reach_the_engine() {
     let request = server.last_request();
     assert_eq!(request.prompt_token_ids, bytes("Hi"));
     assert_eq!(request.max_new_tokens, 3);
-    assert_eq!(*request.stop_token_ids, [IM_END]);
-    let sampling =
-        Sampling { do_sample: true, seed: 42, temperature: 0.5, top_k: 7, top_p: 0.75, repetition_penalty: 1.5 };
+    assert_eq!(*request.sampling.stop_token_ids, [IM_END]);
+    let sampling = Sampling {
+        do_sample: true,
+        seed: 42,
+        temperature: 0.5,
+        top_k: 7,
+        top_p: 0.75,
+        repetition_penalty: 1.5,
+        stop_token_ids: [IM_END].into(),
+        ..Sampling::default()
+    };
     assert_eq!(request.sampling, sampling);
 }
 

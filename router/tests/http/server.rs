@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::http::{HeaderMap, Request, Response, StatusCode};
+use futures::future::BoxFuture;
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use penstock_router::config::RequestLimits;
 use penstock_router::engine::{
-    FinishReason, Generator, Health, Load, SequenceEvent, SequenceRequest, SequenceStream, Token,
+    FinishReason, Generator, Grammar, GrammarError, Health, Load, SequenceEvent, SequenceRequest, SequenceStream, Token,
 };
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
@@ -49,18 +50,18 @@ impl Sequence {
     }
 
     pub fn send_token(&self, id: u32) {
-        self.send(SequenceEvent::Token(Token { id, logprob: -0.5 }));
+        self.send(SequenceEvent::Token(Token { id, logprob: -0.5, top: Vec::new() }));
     }
 
     /// What the real engine does with a model that says this.
     pub fn answer(self, token_ids: &[u32]) {
-        self.send(SequenceEvent::Started);
+        self.send(SequenceEvent::Started { num_cached_tokens: 0 });
         for (index, &id) in token_ids.iter().enumerate() {
             self.send_token(id);
             if index + 1 == self.request.max_new_tokens as usize {
                 return self.send(SequenceEvent::Finished(FinishReason::Length));
             }
-            if self.request.stop_token_ids.contains(&id) {
+            if self.request.sampling.stop_token_ids.contains(&id) {
                 return self.send(SequenceEvent::Finished(FinishReason::StopToken));
             }
         }
@@ -85,6 +86,14 @@ impl Generator for Engine {
         SequenceStream::new(receiver, move || {
             let _ = abort.send(());
         })
+    }
+
+    /// Whatever says that it is broken is refused.
+    fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
+        let (Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text)) = grammar;
+        let is_broken = text.contains("broken");
+        let answer = if is_broken { Err(GrammarError::Invalid("it is broken".to_owned())) } else { Ok(()) };
+        Box::pin(std::future::ready(answer))
     }
 
     fn health(&self) -> Health {

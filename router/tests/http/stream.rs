@@ -41,7 +41,7 @@ async fn events_come_as_tokens_do() {
     let (server, mut sequences) = Server::manual().await;
     let mut response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
     let sequence = sequences.recv().await.unwrap();
-    sequence.send(SequenceEvent::Started);
+    sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
     for _ in 0..3 {
         sequence.send_token(word("Hello"));
         let frame = response.body_mut().frame().await.unwrap().unwrap();

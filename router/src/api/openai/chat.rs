@@ -7,7 +7,11 @@ use super::value::{OneOrMany, SamplingFields, StreamOptions, says_something};
 use super::{Envelope, FinishReason, Usage};
 use crate::api::parameter::{Parameters, ValidationError};
 use crate::api::tgi::or_default;
+use crate::engine::LogprobSource;
 use crate::text::TextToken;
+
+/// OpenAI's limit.
+const MAX_TOP_LOGPROBS: u32 = 20;
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct ChatRequest {
@@ -68,13 +72,6 @@ impl ChatRequest {
         if top_logprobs > 0 && !self.logprobs {
             return Err(ValidationError::TopLogprobs);
         }
-        let unsupported = [
-            (says_something(self.tools.as_ref()), "tools"),
-            (says_something(self.functions.as_ref()), "functions"),
-            (self.forces_a_tool(), "tool_choice"),
-            (self.constrains_the_answer(), "response_format"),
-            (top_logprobs > 0, "top_logprobs"),
-        ];
         let max_tokens = match (self.max_tokens, self.max_completion_tokens) {
             (Some(one), Some(other)) if one != other => return Err(ValidationError::TwoLengths),
             (one, other) => one.or(other),
@@ -82,8 +79,6 @@ impl ChatRequest {
         let mut parameters = self.sampling.parameters()?;
         parameters.max_new_tokens = max_tokens;
         parameters.stop = self.stop.take().map(OneOrMany::into_vec).unwrap_or_default();
-        let first = unsupported.into_iter().find_map(|(is_asked, name)| is_asked.then_some(name));
-        parameters.unsupported = first.or(parameters.unsupported);
         Ok(parameters)
     }
 
@@ -132,14 +127,6 @@ impl Part {
 impl SamplingFields {
     /// OpenAI's rules: sampling unless the temperature is 0, and neutral values mean nothing.
     pub(super) fn parameters(&self) -> Result<Parameters, ValidationError> {
-        if self.presence_penalty.is_some_and(|penalty| !(-2.0..=2.0).contains(&penalty)) {
-            return Err(ValidationError::PresencePenalty);
-        }
-        let unsupported = [
-            (self.n.is_some_and(|n| n != 1), "n"),
-            (self.presence_penalty.is_some_and(|penalty| penalty != 0.0), "presence_penalty"),
-            (says_something(self.logit_bias.as_ref()), "logit_bias"),
-        ];
         let greedy = self.temperature == Some(0.0);
         Ok(Parameters {
             do_sample: !greedy,
@@ -149,7 +136,10 @@ impl SamplingFields {
             repetition_penalty: self.repetition_penalty,
             frequency_penalty: self.frequency_penalty,
             seed: self.seed,
-            unsupported: unsupported.into_iter().find_map(|(is_asked, name)| is_asked.then_some(name)),
+            typical_p: self.typical_p.filter(|_| !greedy),
+            logprob_source: LogprobSource::Model,
+            max_top_n_tokens: MAX_TOP_LOGPROBS,
+            extension: self.extension.clone().into(),
             ..Parameters::default()
         })
     }

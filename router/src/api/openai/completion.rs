@@ -57,20 +57,9 @@ impl CompletionRequest {
     }
 
     pub(crate) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
-        let unsupported = [
-            (self.best_of.is_some_and(|best_of| best_of != 1), "best_of"),
-            (says_something(self.echo.as_ref()), "echo"),
-            // Unlike elsewhere 0 says something: the chosen token's.
-            (
-                self.logprobs.as_ref().is_some_and(|value| !matches!(value, Value::Null | Value::Bool(false))),
-                "logprobs",
-            ),
-        ];
         let mut parameters = self.sampling.parameters()?;
         parameters.max_new_tokens = self.max_tokens;
         parameters.stop = self.stop.take().map(OneOrMany::into_vec).unwrap_or_default();
-        let first = unsupported.into_iter().find_map(|(is_asked, name)| is_asked.then_some(name));
-        parameters.unsupported = first.or(parameters.unsupported);
         Ok(parameters)
     }
 }

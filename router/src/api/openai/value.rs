@@ -3,6 +3,8 @@
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
+use crate::api::extension::ExtensionFields;
+
 /// `"stop"` or `["stop", …]`.
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "a string or a list of strings")]
@@ -59,11 +61,11 @@ pub(crate) struct SamplingFields {
     #[serde(default, deserialize_with = "seed")]
     pub(super) seed: Option<u64>,
     pub(super) frequency_penalty: Option<f32>,
-    pub(super) presence_penalty: Option<f32>,
-    pub(super) logit_bias: Option<Value>,
-    pub(super) n: Option<u32>,
     /// TGI's and everybody's extension.
     pub(super) top_k: Option<i32>,
     /// TGI's extension.
     pub(super) repetition_penalty: Option<f32>,
+    pub(super) typical_p: Option<f32>,
+    #[serde(flatten)]
+    pub(super) extension: ExtensionFields,
 }

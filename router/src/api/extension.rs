@@ -1,0 +1,70 @@
+//! What TGI did not have: ordinary fields, under the same names on every route.
+
+use std::collections::BTreeMap;
+
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
+
+use super::parameter::Extension;
+use super::tgi::or_default;
+
+#[derive(Clone, Debug, Default, Deserialize)]
+pub(crate) struct ExtensionFields {
+    /// Tokens less probable than this part of the most probable one's probability are not sampled.
+    min_p: Option<f32>,
+    /// Subtracted once from the logit of every token that was generated already.
+    presence_penalty: Option<f32>,
+    /// Token id → what is added to its logit, from -100 to 100.
+    #[serde(default, deserialize_with = "logit_bias")]
+    logit_bias: Vec<(u32, f32)>,
+    /// The answer does not end by a token before so many were generated.
+    min_tokens: Option<u32>,
+    /// Go on after the model's end-of-sequence tokens.
+    #[serde(default, deserialize_with = "or_default")]
+    ignore_eos: bool,
+    /// The answer ends with one of these too.
+    #[serde(default, deserialize_with = "or_default")]
+    stop_token_ids: Vec<u32>,
+    /// So many answers to the same prompt.
+    n: Option<usize>,
+    /// From -100 to 100: the higher is served first.
+    priority: Option<i32>,
+    /// Seconds, from arrival: the request fails when it has not ended by then.
+    timeout: Option<f64>,
+}
+
+impl From<ExtensionFields> for Extension {
+    fn from(given: ExtensionFields) -> Self {
+        Self {
+            min_p: given.min_p,
+            presence_penalty: given.presence_penalty,
+            logit_bias: given.logit_bias,
+            min_tokens: given.min_tokens,
+            ignore_eos: given.ignore_eos,
+            stop_token_ids: given.stop_token_ids,
+            n: given.n,
+            priority: given.priority,
+            timeout: given.timeout,
+        }
+    }
+}
+
+/// OpenAI's object from token ids, as JSON's keys, to numbers. COMPAT: TGI wanted a list and ignored it; an empty one
+/// says nothing.
+fn logit_bias<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(u32, f32)>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "an object from token ids to numbers")]
+    enum Given {
+        ByToken(BTreeMap<String, f32>),
+        List([(); 0]),
+    }
+    let by_token = match Option::deserialize(deserializer)? {
+        Some(Given::ByToken(by_token)) => by_token,
+        Some(Given::List([])) | None => return Ok(Vec::new()),
+    };
+    let entry = |(id, bias): (String, f32)| match id.parse() {
+        Ok(id) => Ok((id, bias)),
+        Err(_) => Err(D::Error::custom(format!("logit_bias: `{id}` is not a token id"))),
+    };
+    by_token.into_iter().map(entry).collect()
+}

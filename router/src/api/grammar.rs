@@ -1,0 +1,135 @@
+//! What an answer must match, in TGI's shape `{"type", "value"}` and in OpenAI's `response_format`; both on every route.
+
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
+use serde_json::{Value, json};
+
+use crate::engine::Grammar;
+
+const KINDS: &str = "`text`, `json`, `json_object`, `json_schema`, `regex`, `choice`, `lark`, `ebnf`";
+
+/// `None`: `{"type": "text"}`, no constraint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct GrammarField(pub(crate) Option<Grammar>);
+
+impl<'de> Deserialize<'de> for GrammarField {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        struct Given {
+            #[serde(rename = "type")]
+            kind: String,
+            value: Option<Value>,
+            json_schema: Option<NamedSchema>,
+        }
+        let Given { kind, value, json_schema } = Given::deserialize(deserializer)?;
+        grammar(&kind, value, json_schema).map(Self).map_err(D::Error::custom)
+    }
+}
+
+/// OpenAI names its schemas; `strict` and `description` have no effect here: every schema is kept strictly.
+#[derive(Deserialize)]
+struct NamedSchema {
+    schema: Option<Value>,
+}
+
+fn grammar(kind: &str, value: Option<Value>, json_schema: Option<NamedSchema>) -> Result<Option<Grammar>, String> {
+    let missing = || format!("grammar: `value` is missing for type `{kind}`");
+    let grammar = match kind {
+        "text" => return Ok(None),
+        "json" => schema(value.ok_or_else(missing)?)?,
+        "json_object" => schema(value.unwrap_or_else(|| json!({"type": "object"})))?,
+        "json_schema" => {
+            let given = match json_schema {
+                Some(named) => named.schema,
+                None => value.map(|mut named| named["schema"].take()).filter(|schema| !schema.is_null()),
+            };
+            schema(given.ok_or("grammar: type `json_schema` needs a `schema` in `json_schema`")?)?
+        }
+        "regex" => Grammar::Regex(text(kind, value.ok_or_else(missing)?)?),
+        "lark" | "ebnf" => Grammar::Lark(text(kind, value.ok_or_else(missing)?)?),
+        "choice" => choice(value.ok_or_else(missing)?)?,
+        _ => return Err(format!("grammar: type `{kind}` is unknown, the types are {KINDS}")),
+    };
+    Ok(Some(grammar))
+}
+
+/// A schema, or a string that holds one.
+fn schema(value: Value) -> Result<Grammar, String> {
+    let value = match value {
+        Value::String(text) => serde_json::from_str(&text).map_err(|error| format!("grammar: not JSON: {error}"))?,
+        value => value,
+    };
+    match value {
+        Value::Object(_) | Value::Bool(_) => Ok(Grammar::JsonSchema(value.to_string())),
+        _ => Err("grammar: a JSON schema is an object".to_owned()),
+    }
+}
+
+fn text(kind: &str, value: Value) -> Result<String, String> {
+    match value {
+        Value::String(text) => Ok(text),
+        _ => Err(format!("grammar: `value` must be a string for type `{kind}`")),
+    }
+}
+
+fn choice(value: Value) -> Result<Grammar, String> {
+    let choices: Vec<String> = serde_json::from_value(value)
+        .map_err(|_| "grammar: `value` must be a list of strings for type `choice`".to_owned())?;
+    if choices.is_empty() || choices.iter().any(String::is_empty) {
+        return Err("grammar: `choice` needs at least one string, and none that is empty".to_owned());
+    }
+    // Lark's strings are written as JSON's.
+    let choices: Vec<String> = choices.into_iter().map(|choice| Value::String(choice).to_string()).collect();
+    Ok(Grammar::Lark(format!("start: {}", choices.join(" | "))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(value: Value) -> Result<Option<Grammar>, String> {
+        serde_json::from_value::<GrammarField>(value).map(|field| field.0).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn both_dialects_mean_the_same_schema() {
+        let expected = Some(Grammar::JsonSchema(r#"{"type":"integer"}"#.to_owned()));
+        let schema = json!({"type": "integer"});
+        for given in [
+            json!({"type": "json", "value": schema}),
+            json!({"type": "json", "value": schema.to_string()}),
+            json!({"type": "json_object", "value": schema}),
+            json!({"type": "json_schema", "value": {"name": "n", "schema": schema}}),
+            json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": true}}),
+        ] {
+            assert_eq!(parse(given.clone()).unwrap(), expected, "{given}");
+        }
+        assert_eq!(
+            parse(json!({"type": "json_object"})).unwrap(),
+            Some(Grammar::JsonSchema(r#"{"type":"object"}"#.into()))
+        );
+        assert_eq!(parse(json!({"type": "text"})).unwrap(), None);
+    }
+
+    #[test]
+    fn choices_are_quoted() {
+        let grammar = parse(json!({"type": "choice", "value": ["a\"b", "c"]})).unwrap();
+        assert_eq!(grammar, Some(Grammar::Lark(r#"start: "a\"b" | "c""#.to_owned())));
+    }
+
+    #[test]
+    fn what_is_no_grammar_is_refused_with_its_reason() {
+        for (given, reason) in [
+            (json!({"type": "xml", "value": ""}), "unknown"),
+            (json!({"type": "regex"}), "missing"),
+            (json!({"type": "regex", "value": 5}), "must be a string"),
+            (json!({"type": "json", "value": "{"}), "not JSON"),
+            (json!({"type": "json", "value": [1]}), "is an object"),
+            (json!({"type": "json_schema"}), "needs a `schema`"),
+            (json!({"type": "choice", "value": []}), "at least one"),
+        ] {
+            let error = parse(given.clone()).unwrap_err();
+            assert!(error.contains(reason), "{given}: {error}");
+        }
+    }
+}
