@@ -1,0 +1,29 @@
+// Hugging Face's own client for JavaScript, unchanged but for its address.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { InferenceClient } from "@huggingface/inference";
+
+const client = new InferenceClient().endpoint(process.env.PENSTOCK_URL);
+const messages = [{ role: "user", content: "What is the capital of France?" }];
+
+test("text is generated, plain and streamed alike", async () => {
+  const request = { inputs: "The three primary colours are", parameters: { max_new_tokens: 16, return_full_text: false } };
+  const plain = await client.textGeneration(request);
+  assert.ok(plain.generated_text.length > 0);
+  let text = "";
+  for await (const event of client.textGenerationStream(request)) {
+    if (!event.token.special) text += event.token.text;
+  }
+  assert.equal(text, plain.generated_text);
+});
+
+test("a chat is answered, plain and streamed alike", async () => {
+  const request = { messages, max_tokens: 40, temperature: 0 };
+  const plain = await client.chatCompletion(request);
+  assert.match(plain.choices[0].message.content, /Paris/);
+  let text = "";
+  for await (const chunk of client.chatCompletionStream(request)) {
+    text += chunk.choices[0]?.delta.content ?? "";
+  }
+  assert.equal(text, plain.choices[0].message.content);
+});
