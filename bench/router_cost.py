@@ -1,0 +1,248 @@
+"""What the router costs: the real binary over a worker without a model.
+
+CPU time of the penstock process alone (from /proc), per request and per token, for plain and chat streams; then how
+long other streams' events are delayed when a prompt of 32,000 tokens arrives. The worker is bench/worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peers
+from compare import Server, free_port, from_root, in_own_process, penstock_server, revision, running
+from load import PENSTOCK, Dialect, Load, percentile, run
+from load import _run as run_async
+from table import markdown
+from tokenizers import Tokenizer
+
+CHAT = Dialect(
+    path="/v1/chat/completions",
+    body=lambda prompt, num: {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": num,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+    counts=lambda last: (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]),
+)
+DIALECTS = {"generate": PENSTOCK, "chat": CHAT}
+SHORT_TOKENS, LONG_TOKENS = 2, 130
+PROMPT_TOKENS = 64
+LONG_PROMPT_TOKENS = 32_000
+STEP_MICROSECONDS = 2000
+
+
+def build_worker() -> Path:
+    """The worker without a model, built for release."""
+    command = ["cargo", "build", "--release", "--locked", "--quiet", "--package", "penstock-bench-worker"]
+    subprocess.run(command, cwd=peers.ROOT, check=True)
+    return peers.ROOT / "target" / "release" / "penstock-bench-worker"
+
+
+def scripted(server: Server, worker: Path, folder: Path, token_ids: Sequence[int]) -> Server:
+    """The same server, whose Python is a script that starts our worker wherever it was to start its own."""
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$2" = penstock_server ]; then shift 2; exec {shlex.quote(str(worker))} "$@"; fi\n'
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    python.chmod(0o755)
+    environment = {
+        **server.environment,
+        "PENSTOCK_PYTHON": str(python),
+        "SCRIPT_STEP_MICROSECONDS": str(STEP_MICROSECONDS),
+        "SCRIPT_TOKEN_IDS": ",".join(map(str, token_ids)),
+        "LOG_LEVEL": "warn",
+    }
+    return Server("penstock", "none", server.command, PENSTOCK, environment)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of one process, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rename(dialect: Dialect, overhead: int) -> Dialect:
+    """The template's own tokens are no part of the prompt that was sent."""
+    return Dialect(
+        dialect.path, dialect.body, lambda last: (dialect.counts(last)[0] - overhead, dialect.counts(last)[1])
+    )
+
+
+def measure_cost(port: int, pid: int, words: Sequence[str], streams: Sequence[int], seed: str) -> list[dict[str, Any]]:
+    """One row for each dialect and number of streams: CPU per request and per token, by two lengths of answer."""
+    rows = []
+    for (name, dialect), num_streams in itertools.product(DIALECTS.items(), streams):
+        if name == "chat":
+            dialect = rename(dialect, template_tokens(port, words))
+        num_requests = max(2, 256 // num_streams)
+        costs, last = [], None
+        for num_tokens in (SHORT_TOKENS, LONG_TOKENS):
+            load = Load(f"{name} {num_streams} {num_tokens}", num_streams, num_requests, PROMPT_TOKENS, num_tokens)
+            before = cpu_s(pid)
+            last = run(port, dialect, load, words, seed)
+            costs.append((cpu_s(pid) - before) / (num_streams * num_requests))
+        per_token = (costs[1] - costs[0]) / (LONG_TOKENS - SHORT_TOKENS)
+        row = {
+            "route": name,
+            "streams": num_streams,
+            "requests": num_streams * num_requests,
+            "cpu_us_per_token": per_token * 1e6,
+            "cpu_us_per_request": (costs[0] - SHORT_TOKENS * per_token) * 1e6,
+            "tokens_per_s_per_core": 1 / per_token if per_token > 0 else None,
+            "served_tokens_per_s": last.tokens_per_s,
+            "client_cpu_share": last.client_cpu_s / last.wall_s,
+        }
+        print(
+            "  {route:>8} {streams:4d} streams: {cpu_us_per_token:6.1f} µs/token, "
+            "{cpu_us_per_request:7.0f} µs/request".format(**row),
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def template_tokens(port: int, words: Sequence[str]) -> int:
+    """How many tokens the chat template adds to a prompt of one token."""
+    import urllib.request
+
+    body = json.dumps({"messages": [{"role": "user", "content": f" {words[0]}"}], "max_tokens": 1}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as response:
+        return int(json.load(response)["usage"]["prompt_tokens"]) - 1
+
+
+async def _gaps(port: int, words: Sequence[str], seed: str, with_prompt: bool) -> list[float]:
+    """Pauses between the events of 64 streams, while long prompts arrive one after the other or not."""
+    others = asyncio.create_task(run_async(port, PENSTOCK, Load("others", 64, 1, 16, 600), words, seed))
+    await asyncio.sleep(0.3)
+    if with_prompt:
+        await run_async(port, PENSTOCK, Load("long", 1, 3, LONG_PROMPT_TOKENS, 2), words, seed)
+    return [gap for sample in (await others).samples for gap in sample.gaps_s]
+
+
+def measure_delay(port: int, words: Sequence[str], repeats: int) -> dict[str, Any]:
+    """The longest and the 99.9th percentile gap without and with the long prompts, in turn."""
+    result: dict[str, Any] = {"without": [], "with": []}
+    for repeat in range(repeats):
+        for name in ("without", "with"):
+            gaps = asyncio.run(_gaps(port, words, f"{name}{repeat}", name == "with"))
+            result[name].append(
+                {
+                    "num": len(gaps),
+                    "p50_us": percentile(gaps, 0.5) * 1e6,
+                    "p999_us": percentile(gaps, 0.999) * 1e6,
+                    "max_us": max(gaps) * 1e6,
+                }
+            )
+            print(f"  {name} a long prompt: {result[name][-1]}", flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 512])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
+    options = parser.parse_args()
+
+    words = peers.prompt_words()
+    folder = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "penstock_server.prepare"], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+    )["folder"]
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    token_ids = [tokenizer.encode(f" {word}").ids[0] for word in words[:64]]
+    most = max(options.streams)
+    flags = [
+        "--max-concurrent-requests",
+        str(most + 8),
+        "--max-batch-size",
+        str(most + 8),
+        "--max-batch-prefill-tokens",
+        "4096",
+        "--max-total-tokens",
+        "40000",
+    ]
+    started = datetime.datetime.now(datetime.timezone.utc)
+    record: dict[str, Any] = {
+        "command": from_root([Path(sys.executable).name, *sys.argv]),
+        "started": started.isoformat(timespec="seconds"),
+        "revision": revision(),
+        "machine": in_own_process("limits.py")["machine"],
+        "step_microseconds": STEP_MICROSECONDS,
+        "costs": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        server = scripted(penstock_server(flags), build_worker(), Path(scratch), token_ids)
+        port = free_port()
+        with running(server, port) as (pid, _):
+            run(port, PENSTOCK, Load("warm-up", most, 1, PROMPT_TOKENS, 16), words, "warm-up")
+            for repeat in range(options.repeats):
+                print(f"repeat {repeat + 1}", flush=True)
+                record["costs"].append(measure_cost(port, pid, words, options.streams, str(repeat)))
+            record["delay"] = measure_delay(port, words, options.repeats)
+    options.out.mkdir(exist_ok=True)
+    machine = record["machine"]
+    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-router"
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    text = report(record)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nraw: {path}")
+
+
+def report(record: dict[str, Any]) -> str:
+    """Medians over the repeats."""
+    rows = []
+    for cells in zip(*record["costs"], strict=True):
+
+        def median(key: str, cells: Sequence[dict[str, Any]] = cells) -> float:
+            return percentile([cell[key] for cell in cells if cell[key] is not None], 0.5)
+
+        rows.append(
+            [
+                cells[0]["route"],
+                str(cells[0]["streams"]),
+                f"{median('cpu_us_per_token'):.1f}",
+                f"{median('cpu_us_per_request'):.0f}",
+                f"{median('tokens_per_s_per_core'):.0f}",
+            ]
+        )
+    table = markdown(["route", "streams", "CPU µs a token", "CPU µs a request", "tokens/s a core"], rows)
+    delay = record["delay"]
+    delays = [
+        [
+            name,
+            *(f"{percentile([one[key] for one in delay[name]], 0.5):.0f}" for key in ("p50_us", "p999_us", "max_us")),
+        ]
+        for name in ("without", "with")
+    ]
+    return (
+        f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
+        f"`{record['command']}`, {record['revision']}\n\n{table}\n"
+        f"Gaps of 64 streams at steps of {record['step_microseconds']} µs, without and with prompts of "
+        f"{LONG_PROMPT_TOKENS} tokens:\n\n" + markdown(["long prompts", "p50 µs", "p99.9 µs", "max µs"], delays)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+//! A worker without a model: it speaks the protocol, takes a given time for each step, and answers every sample with the
+//! next of the tokens it was given. So all that is left to measure is the router.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Parser;
+use futures::StreamExt;
+use futures::stream::BoxStream;
+use penstock_proto as proto;
+use penstock_proto::worker_server::{Worker, WorkerServer};
+use tokio::net::UnixListener;
+use tokio::time::Instant;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Request, Response, Status, Streaming};
+
+const MAX_MESSAGE_BYTES: usize = 1 << 30;
+
+/// Takes the place of `python -m penstock_server`; its own settings come from the environment.
+#[derive(Clone, Debug, Parser)]
+struct Args {
+    #[arg(long)]
+    socket: PathBuf,
+    #[arg(long)]
+    rank: u32,
+    #[arg(long)]
+    world_size: u32,
+    /// What a step costs, whatever is in it
+    #[arg(long, env = "SCRIPT_STEP_MICROSECONDS", default_value_t = 1000)]
+    step_microseconds: u64,
+    /// What each prompt token of a step costs beyond that
+    #[arg(long, env = "SCRIPT_PROMPT_TOKEN_NANOSECONDS", default_value_t = 0)]
+    prompt_token_nanoseconds: u64,
+    /// The tokens to answer with, in turn
+    #[arg(long, env = "SCRIPT_TOKEN_IDS", value_delimiter = ',', required = true)]
+    token_ids: Vec<u32>,
+    #[arg(long, env = "SCRIPT_VOCABULARY", default_value_t = 49152)]
+    vocabulary: u32,
+    #[arg(long, env = "SCRIPT_MAX_POSITION_TOKENS", default_value_t = 65536)]
+    max_position_tokens: u32,
+    #[arg(long, env = "SCRIPT_NUM_BLOCKS", default_value_t = 65536)]
+    num_blocks: u64,
+}
+
+struct Script {
+    args: Args,
+}
+
+#[tonic::async_trait]
+impl Worker for Script {
+    async fn load(&self, _: Request<proto::LoadRequest>) -> Result<Response<proto::LoadResponse>, Status> {
+        Ok(Response::new(proto::LoadResponse {
+            protocol_version: proto::ProtocolVersion::Current as u32,
+            worker_version: "script".to_owned(),
+            architecture: "script".to_owned(),
+            dtype: "bfloat16".to_owned(),
+            device: "cpu".to_owned(),
+            attention: "none".to_owned(),
+            vocab_size: self.args.vocabulary,
+            max_position_tokens: self.args.max_position_tokens,
+            kv_bytes_per_block: 1,
+            ..Default::default()
+        }))
+    }
+
+    async fn warm_up(&self, _: Request<proto::WarmUpRequest>) -> Result<Response<proto::WarmUpResponse>, Status> {
+        Ok(Response::new(proto::WarmUpResponse { num_blocks: self.args.num_blocks, phases: Vec::new() }))
+    }
+
+    async fn compile_grammar(
+        &self,
+        _: Request<proto::CompileGrammarRequest>,
+    ) -> Result<Response<proto::CompileGrammarResponse>, Status> {
+        Ok(Response::new(Default::default()))
+    }
+
+    async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {
+        Ok(Response::new(Default::default()))
+    }
+
+    type StepsStream = BoxStream<'static, Result<proto::StepResult, Status>>;
+
+    async fn steps(&self, plans: Request<Streaming<proto::Plan>>) -> Result<Response<Self::StepsStream>, Status> {
+        let state = (plans.into_inner(), self.args.clone(), HashMap::new(), Instant::now());
+        let results = futures::stream::unfold(state, |(mut plans, args, mut turns, free_at)| async move {
+            let plan: proto::Plan = plans.next().await?.ok()?;
+            // As a device: steps follow each other without a pause when the next plan is already there.
+            let ends_at = free_at.max(Instant::now()) + duration(&args, &plan);
+            tokio::time::sleep_until(ends_at).await;
+            let result = execute(&args, &mut turns, &plan);
+            Some((Ok(result), (plans, args, turns, ends_at)))
+        });
+        Ok(Response::new(results.boxed()))
+    }
+}
+
+fn duration(args: &Args, plan: &proto::Plan) -> Duration {
+    let num_tokens: u64 = plan.advances.iter().map(|advance| u64::from(advance.num_tokens)).sum();
+    let num_prompt_tokens = num_tokens - plan.advances.len() as u64;
+    Duration::from_micros(args.step_microseconds)
+        + Duration::from_nanos(args.prompt_token_nanoseconds * num_prompt_tokens)
+}
+
+/// `turns`: how many tokens each sequence has had.
+fn execute(args: &Args, turns: &mut HashMap<u64, usize>, plan: &proto::Plan) -> proto::StepResult {
+    for id in &plan.freed_sequence_ids {
+        turns.remove(id);
+    }
+    let sampled = plan.advances.iter().filter(|advance| advance.sample).map(|advance| {
+        let turn = turns.entry(advance.sequence_id).or_default();
+        let id = args.token_ids[*turn % args.token_ids.len()];
+        *turn += 1;
+        let token = proto::Token { id, logprob: -0.5, top: Vec::new() };
+        proto::SequenceOutput { sequence_id: advance.sequence_id, tokens: vec![token], ..Default::default() }
+    });
+    proto::StepResult { step: plan.step, outputs: sampled.collect(), timing: Some(proto::StepTiming::default()) }
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let listener = UnixListenerStream::new(UnixListener::bind(&args.socket)?);
+    let service = WorkerServer::new(Script { args })
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES);
+    tonic::transport::Server::builder().add_service(service).serve_with_incoming(listener).await?;
+    Ok(())
+}
