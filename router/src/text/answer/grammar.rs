@@ -1,0 +1,284 @@
+//! Grammars of answers, in Lark as llguidance reads it: thoughts first, then text, calls, or what a client asked for.
+
+use std::collections::HashSet;
+use std::fmt::Write;
+
+use super::format::{Shape, ToolFormat, marks};
+use super::item::{Item, is_plain};
+use super::reasoning::{ReasoningFormat, Thinking};
+use super::tool::{Tool, ToolChoice, ToolError};
+use crate::engine::Grammar;
+
+/// Between any two items of a call; bounded, for a model may prefer whitespace to an end.
+const TERMINALS: &str = "TEXT: /(?s:.*)/\nWS: /[ \\n]{0,2}/\nSPACE: /[ \\n]{1,2}/\n";
+
+/// Writes the grammars of one model's answers.
+pub(crate) struct AnswerGrammar<'a> {
+    pub(crate) format: ToolFormat,
+    pub(crate) thinking: Thinking,
+    /// The id of an added token with this text. A mark that is none is written as text.
+    pub(crate) token_id: &'a dyn Fn(&str) -> Option<u32>,
+}
+
+impl AnswerGrammar<'_> {
+    /// What the choice allows. `None`: anything.
+    pub(crate) fn tools(
+        &self,
+        tools: &[Tool],
+        choice: &ToolChoice,
+        parallel: bool,
+    ) -> Result<Option<Grammar>, ToolError> {
+        let named: Vec<_>;
+        let (tools, parallel) = match choice {
+            ToolChoice::None => return Ok(None),
+            ToolChoice::Auto if tools.is_empty() => return Ok(None),
+            ToolChoice::Required if tools.is_empty() => return Err(ToolError::NoTools),
+            ToolChoice::Auto | ToolChoice::Required => (tools, parallel),
+            ToolChoice::Named(name) => {
+                named = tools.iter().filter(|tool| tool.name == *name).cloned().collect();
+                (named.as_slice(), false)
+            }
+        };
+        if let (ToolChoice::Named(name), []) = (choice, tools) {
+            return Err(ToolError::Unknown { name: name.clone() });
+        }
+        let mut names = HashSet::new();
+        if let Some(tool) = tools.iter().find(|tool| !names.insert(&tool.name)) {
+            return Err(ToolError::Duplicate { name: tool.name.clone() });
+        }
+
+        let mut lark = Lark { rules: String::new(), token_id: self.token_id };
+        lark.run(self.format.shape(), tools, parallel)?;
+        if *choice == ToolChoice::Auto {
+            self.text_or_run(&mut lark);
+        } else {
+            lark.rule("answer", "run");
+        }
+        Ok(Some(self.after_thoughts(lark)))
+    }
+
+    /// The grammar with the thoughts before it that the model may have, or must end.
+    pub(crate) fn wrapped(&self, grammar: Grammar) -> Grammar {
+        if self.thinking == Thinking::Off {
+            return grammar;
+        }
+        let mut lark = Lark { rules: String::new(), token_id: self.token_id };
+        let answer = match grammar {
+            Grammar::JsonSchema(schema) => format!("%json {schema}"),
+            Grammar::Regex(pattern) => format!("/{}/", regex_literal(&pattern)),
+            Grammar::Lark(text) => format!("%lark {{\n{text}\n}}"),
+        };
+        lark.rule("answer", &answer);
+        self.after_thoughts(lark)
+    }
+
+    fn after_thoughts(&self, mut lark: Lark<'_>) -> Grammar {
+        let start = match self.thinking {
+            Thinking::Off => "answer",
+            Thinking::Possible(_) => "(thoughts SPACE?)? answer",
+            Thinking::Started(_) => "thoughts SPACE? answer",
+        };
+        if let Some(format) = self.thinking.format() {
+            let end = match (self.token_id)(format.close) {
+                Some(id) => format!("TEXT? <[{id}]>"),
+                None => {
+                    lark.rule("thoughts_end[lazy]", &format!("TEXT {}", literal(format.close)));
+                    "thoughts_end".to_owned()
+                }
+            };
+            let is_started = matches!(self.thinking, Thinking::Started(_));
+            let thoughts = if is_started { end } else { format!("{} {end}", lark.mark(format.open)) };
+            lark.rule("thoughts", &thoughts);
+        }
+        Grammar::Lark(format!("start: {start}\n{TERMINALS}{}", lark.rules))
+    }
+
+    /// Text up to what begins a run of calls, and then the run.
+    fn text_or_run(&self, lark: &mut Lark<'_>) {
+        let shape = self.format.shape();
+        let thoughts = match self.thinking {
+            Thinking::Possible(format) if (self.token_id)(format.open).is_none() => not_thoughts(format),
+            _ => String::new(),
+        };
+        if shape.is_bare() {
+            lark.rule("PLAIN", &format!("/[ \\t\\r\\n]*[^{{ \\t\\r\\n](?s:.*)/{thoughts}"));
+            return lark.rule("answer", "PLAIN? | run");
+        }
+        lark.rule("PLAIN", &format!("/(?s:.*)/{thoughts}"));
+        match shape.trigger().map(|trigger| ((self.token_id)(trigger), trigger)) {
+            Some((None, trigger)) => {
+                // Lazy: as soon as the trigger is written it is no longer text.
+                lark.rule("trigger[lazy]", &format!("PLAIN {}", literal(trigger)));
+                lark.rule("answer", "PLAIN? | trigger run_rest");
+            }
+            _ => lark.rule("answer", "PLAIN? run?"),
+        }
+    }
+}
+
+struct Lark<'a> {
+    rules: String,
+    token_id: &'a dyn Fn(&str) -> Option<u32>,
+}
+
+impl Lark<'_> {
+    fn rule(&mut self, name: &str, body: &str) {
+        // Writing to a string does not fail.
+        let _ = writeln!(self.rules, "{name}: {body}");
+    }
+
+    /// `run`, one call or more; `run_rest`, the same without its first mark.
+    fn run(&mut self, shape: &Shape, tools: &[Tool], parallel: bool) -> Result<(), ToolError> {
+        let items = shape.call_items();
+        let first = match items.first() {
+            Some(Item::Mark(mark)) => self.mark(mark),
+            _ => String::new(),
+        };
+        for (index, tool) in tools.iter().enumerate() {
+            let body = self.call_rest(&items[1..], index, tool)?;
+            self.rule(&format!("call_{index}"), &body);
+        }
+        let calls: Vec<_> = (0..tools.len()).map(|index| format!("call_{index}")).collect();
+        self.rule("call_rest", &calls.join(" | "));
+        self.rule("call", &format!("{first} call_rest"));
+
+        let separator: Vec<_> = marks(shape.separator).collect();
+        let between = if separator.is_empty() { "SPACE?".to_owned() } else { self.spaced(&separator, "separator") };
+        let more = if parallel { format!(" ({between} call)*") } else { String::new() };
+        let close = self.spaced_before(&marks(shape.close).collect::<Vec<_>>(), "close");
+        match shape.open.split_first() {
+            None => {
+                self.rule("run_rest", &format!("call_rest{more}{close}"));
+                let hint = shape.hint.and_then(|hint| (self.token_id)(hint));
+                let hint = hint.map(|id| format!("(<[{id}]> SPACE?)? ")).unwrap_or_default();
+                self.rule("run", &format!("{hint}{first} run_rest"));
+            }
+            Some((open, others)) => {
+                let others: Vec<_> = others.iter().map(|mark| Item::Mark(mark)).collect();
+                let others = self.spaced(&others, "open");
+                self.rule("run_rest", &format!("{others} call{more}{close}"));
+                let open = self.mark(open);
+                self.rule("run", &format!("{open} run_rest"));
+            }
+        }
+        Ok(())
+    }
+
+    /// A call without its first mark.
+    fn call_rest(&mut self, items: &[Item], index: usize, tool: &Tool) -> Result<String, ToolError> {
+        if items.contains(&Item::BareName) && !(tool.name.starts_with(is_plain) && tool.name.chars().all(is_plain)) {
+            return Err(ToolError::Name { name: tool.name.clone() });
+        }
+        let mut phrase = Phrase::new(format!("T_{index}"));
+        for item in items {
+            match *item {
+                Item::Mark(mark) | Item::Hint(mark) => phrase.push_mark(self, mark),
+                Item::QuotedName => phrase.push_text(&literal(&literal(&tool.name))),
+                Item::BareName => phrase.push_text(&literal(&tool.name)),
+                Item::Arguments => phrase.push_rule(self, &format!("arguments_{index}")),
+            }
+        }
+        self.rule(&format!("arguments_{index}"), &format!("%json {}", tool.arguments_schema()?));
+        Ok(phrase.finish(self))
+    }
+
+    /// Marks with whitespace before each, and after the last.
+    fn spaced(&mut self, items: &[Item], name: &str) -> String {
+        let before = self.spaced_before(items, name);
+        format!("{before} SPACE?")
+    }
+
+    fn spaced_before(&mut self, items: &[Item], name: &str) -> String {
+        let mut phrase = Phrase::new(name.to_uppercase());
+        for item in items {
+            if let Item::Mark(mark) = item {
+                phrase.push_mark(self, mark);
+            }
+        }
+        let text = phrase.finish(self);
+        if text.is_empty() { text } else { format!(" {text}") }
+    }
+
+    fn mark(&self, mark: &str) -> String {
+        (self.token_id)(mark).map_or_else(|| literal(mark), |id| format!("<[{id}]>"))
+    }
+}
+
+/// A sequence of items, whitespace before each. Neighbouring texts become one terminal: fewer for the parser to hold.
+struct Phrase {
+    name: String,
+    num_terminals: usize,
+    text: Vec<String>,
+    sequence: Vec<String>,
+}
+
+impl Phrase {
+    fn new(name: String) -> Self {
+        Self { name, num_terminals: 0, text: Vec::new(), sequence: Vec::new() }
+    }
+
+    fn push_mark(&mut self, lark: &mut Lark<'_>, mark: &str) {
+        match (lark.token_id)(mark) {
+            Some(id) => self.push_rule(lark, &format!("<[{id}]>")),
+            None => self.push_text(&literal(mark)),
+        }
+    }
+
+    fn push_text(&mut self, literal: &str) {
+        self.text.push(format!("WS {literal}"));
+    }
+
+    fn push_rule(&mut self, lark: &mut Lark<'_>, rule: &str) {
+        if self.text.is_empty() {
+            self.sequence.push("SPACE?".to_owned());
+        } else {
+            self.text.push("WS".to_owned());
+            self.flush(lark);
+        }
+        self.sequence.push(rule.to_owned());
+    }
+
+    fn flush(&mut self, lark: &mut Lark<'_>) {
+        if !self.text.is_empty() {
+            let terminal = format!("{}_{}", self.name, self.num_terminals);
+            self.num_terminals += 1;
+            lark.rule(&terminal, &std::mem::take(&mut self.text).join(" "));
+            self.sequence.push(terminal);
+        }
+    }
+
+    fn finish(mut self, lark: &mut Lark<'_>) -> String {
+        self.flush(lark);
+        self.sequence.join(" ")
+    }
+}
+
+/// A Lark string, which is written as JSON's are.
+fn literal(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}
+
+/// Text that begins with thoughts is not text.
+fn not_thoughts(format: ReasoningFormat) -> String {
+    format!(" & ~/(?s:[ \\t\\r\\n]*{}.*)/", regex::escape(format.open))
+}
+
+/// A pattern as it stands between slashes.
+fn regex_literal(pattern: &str) -> String {
+    let mut literal = String::new();
+    let mut escaped = false;
+    for c in pattern.chars() {
+        match c {
+            '/' if !escaped => literal.push_str("\\/"),
+            '\n' if escaped => literal.push('n'),
+            '\n' => literal.push_str("\\n"),
+            c => literal.push(c),
+        }
+        escaped = c == '\\' && !escaped;
+    }
+    literal
+}
+
+#[cfg(test)]
+#[path = "grammar_tests.rs"]
+mod tests;

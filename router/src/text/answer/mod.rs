@@ -1,0 +1,21 @@
+//! What an answer is made of: text, thoughts and tool calls, in the formats in which models write them.
+//!
+//! A format is data (`format.rs`, `reasoning.rs`); one grammar writer and one parser read it, so what the grammar lets a
+//! model write is what the parser takes apart. Knows no HTTP, no wire dialect and no tokens but the ids it is given.
+//! INVARIANT: however a text is cut into pieces, the parts of the pieces add up to the parts of the whole.
+
+mod format;
+mod grammar;
+mod item;
+mod json_scan;
+mod parser;
+mod prompt;
+mod reasoning;
+mod tool;
+
+pub(crate) use format::ToolFormat;
+pub(crate) use grammar::AnswerGrammar;
+pub(crate) use parser::{Answer, AnswerParser, Part, Rest, ToolCall, parse_whole};
+pub(crate) use prompt::tool_prompt;
+pub(crate) use reasoning::{ReasoningFormat, Thinking};
+pub(crate) use tool::{Tool, ToolChoice, ToolError};

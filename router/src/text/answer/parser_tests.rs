@@ -1,0 +1,358 @@
+//! The parser on what models write, and the property that pieces do not matter.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const FORMATS: [ToolFormat; 8] = [
+    ToolFormat::Hermes,
+    ToolFormat::Llama,
+    ToolFormat::MistralList,
+    ToolFormat::MistralNamed,
+    ToolFormat::Gemma,
+    ToolFormat::DeepSeekFenced,
+    ToolFormat::DeepSeek,
+    ToolFormat::Generic,
+];
+
+fn think() -> ReasoningFormat {
+    ReasoningFormat::detect("{{ message.content.split('</think>')[-1] }}").unwrap()
+}
+
+fn calls_of(answer: &Answer) -> Vec<(&str, &str)> {
+    answer.tool_calls.iter().map(|call| (call.name.as_str(), call.arguments.as_str())).collect()
+}
+
+/// A run of calls as the format's models write it.
+fn written(format: ToolFormat, calls: &[(&str, &str)]) -> String {
+    let object = |key: &str, (name, arguments): &(&str, &str)| {
+        format!("{{\"name\": {}, \"{key}\": {arguments}}}", serde_json::Value::from(*name))
+    };
+    let each = |write: &dyn Fn(&(&str, &str)) -> String, separator: &str| {
+        calls.iter().map(write).collect::<Vec<_>>().join(separator)
+    };
+    match format {
+        ToolFormat::Hermes => each(&|call| format!("<tool_call>\n{}\n</tool_call>", object("arguments", call)), "\n"),
+        ToolFormat::Llama => each(&|call| object("parameters", call), "; "),
+        ToolFormat::MistralList => {
+            format!("[TOOL_CALLS] [{}]", each(&|call| object("arguments", call), ", "))
+        }
+        ToolFormat::MistralNamed => each(&|(name, arguments)| format!("[TOOL_CALLS]{name}[ARGS]{arguments}"), ""),
+        ToolFormat::Gemma => each(&|call| format!("```tool_code\n{}\n```", object("parameters", call)), "\n"),
+        ToolFormat::DeepSeekFenced => {
+            let call = |(name, arguments): &(&str, &str)| {
+                format!(
+                    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+                )
+            };
+            format!("<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>", each(&call, "\n"))
+        }
+        ToolFormat::DeepSeek => {
+            let call = |(name, arguments): &(&str, &str)| {
+                format!("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>")
+            };
+            format!("<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>", each(&call, ""))
+        }
+        ToolFormat::Generic => each(&|call| object("arguments", call), "\n"),
+    }
+}
+
+#[test]
+fn calls_are_found_in_every_format() {
+    let calls = [("get_weather", r#"{"city": "a \" } </tool_call> ] [TOOL_CALLS]"}"#), ("now", "{}")];
+    for format in FORMATS {
+        let answer = parse_whole(&written(format, &calls), Some(format), Thinking::Off);
+        let expected = Answer {
+            tool_calls: calls
+                .map(|(name, arguments)| ToolCall { name: name.to_owned(), arguments: arguments.to_owned() })
+                .to_vec(),
+            ..Answer::default()
+        };
+        assert_eq!(answer, expected, "{format:?}");
+    }
+}
+
+#[test]
+fn text_before_a_call_is_content_without_the_space_between() {
+    for format in FORMATS.into_iter().filter(|format| !format.shape().is_bare()) {
+        let text = format!("Let me see.\n\n{}\n", written(format, &[("f", r#"{"a": [1, {"b": 2}]}"#)]));
+        let answer = parse_whole(&text, Some(format), Thinking::Off);
+        assert_eq!(answer.content, "Let me see.", "{format:?}");
+        assert_eq!(calls_of(&answer), [("f", r#"{"a": [1, {"b": 2}]}"#)], "{format:?}");
+    }
+}
+
+#[test]
+fn a_python_tag_may_stand_before_llama_s_call() {
+    let text = r#"<|python_tag|>{"name": "f", "parameters": {}}"#;
+    assert_eq!(calls_of(&parse_whole(text, Some(ToolFormat::Llama), Thinking::Off)), [("f", "{}")]);
+    let text = format!("Well. {text}");
+    assert_eq!(parse_whole(&text, Some(ToolFormat::Llama), Thinking::Off).content, "Well.");
+}
+
+#[test]
+fn names_are_unescaped() {
+    let text = r#"<tool_call>{"name": "a\"\u00e9", "arguments": {}}</tool_call>"#;
+    assert_eq!(calls_of(&parse_whole(text, Some(ToolFormat::Hermes), Thinking::Off)), [("a\"é", "{}")]);
+}
+
+#[test]
+fn the_name_comes_once_and_arguments_as_they_are_written() {
+    let mut parser = AnswerParser::new(Some(ToolFormat::Hermes), Thinking::Off);
+    assert_eq!(parser.push("Hi <tool", false), [Part::Content("Hi".to_owned())]);
+    assert_eq!(parser.push("_call>\n{\"name\": \"f\", \"argu", false), []);
+    let start = Part::ToolCallStart { index: 0, name: "f".to_owned() };
+    let fragment = |text: &str| Part::ToolCallArguments { index: 0, fragment: text.to_owned() };
+    assert_eq!(parser.push("ments\": {\"a\"", false), [start, fragment("{\"a\"")]);
+    assert_eq!(parser.push(": 1}}", false), [fragment(": 1}")]);
+    assert_eq!(parser.push("\n</tool_call>", false), []);
+    assert_eq!(parser.finish(), Rest { parts: vec![], is_cut: false });
+}
+
+#[test]
+fn what_is_not_a_call_is_content() {
+    let not_calls = [
+        (ToolFormat::Hermes, "<tool_call> tags hold calls, like <tool_call>[]</tool_call>."),
+        (ToolFormat::Hermes, r#"<tool_call>{"name": "f", "arguments": 1}</tool_call>"#),
+        (ToolFormat::Hermes, r#"<tool_call>{"name": "\x", "arguments": {}}</tool_call>"#),
+        (ToolFormat::Llama, r#"{"a": {"name": 1}}"#),
+        (ToolFormat::Generic, r#" {"name": "f", "other": {}}"#),
+        (ToolFormat::Generic, r#"No: {"name": "f", "arguments": {}}"#),
+        (ToolFormat::MistralList, "[TOOL_CALLS]"),
+        (ToolFormat::DeepSeek, "<｜tool▁calls▁begin｜><｜tool▁calls▁begin｜>"),
+        (ToolFormat::MistralNamed, "[TOOL_CALLS][ARGS]{}"),
+    ];
+    for (format, text) in not_calls {
+        let answer = parse_whole(text, Some(format), Thinking::Off);
+        assert_eq!(answer, Answer { content: text.to_owned(), ..Answer::default() }, "{format:?}");
+    }
+}
+
+#[test]
+fn what_breaks_off_after_a_call_is_content() {
+    let call = r#"<tool_call>{"name": "f", "arguments": {}}</tool_call>"#;
+    for (after, content) in [(" \n", ""), ("\nDone. ", "\nDone. "), ("\n<tool_call>{", "\n<tool_call>{")] {
+        let answer = parse_whole(&format!("{call}{after}"), Some(ToolFormat::Hermes), Thinking::Off);
+        assert_eq!((answer.content.as_str(), calls_of(&answer)), (content, vec![("f", "{}")]), "{after:?}");
+    }
+}
+
+#[test]
+fn an_answer_that_ends_within_arguments_says_so() {
+    let text = r#"<tool_call>{"name": "f", "arguments": {"a": "b"#;
+    let answer = parse_whole(text, Some(ToolFormat::Hermes), Thinking::Off);
+    assert_eq!((answer.is_cut, calls_of(&answer)), (true, vec![("f", r#"{"a": "b"#)]));
+    let answer = parse_whole(&format!("{text}\"}}}}</tool"), Some(ToolFormat::Hermes), Thinking::Off);
+    assert_eq!((answer.is_cut, calls_of(&answer)), (false, vec![("f", r#"{"a": "b"}"#)]));
+    assert_eq!(answer.content, "");
+}
+
+#[test]
+fn thoughts_are_a_part_of_their_own() {
+    let expected = |reasoning: &str, content: &str| Answer {
+        reasoning: reasoning.to_owned(),
+        content: content.to_owned(),
+        ..Answer::default()
+    };
+    let possible = Thinking::Possible(think());
+    let started = Thinking::Started(think());
+    let cases = [
+        (possible, "<think>\nHm.\n\nSo.\n</think>\n\nYes.\n", expected("Hm.\n\nSo.", "Yes.\n")),
+        (possible, "\n<think></think>Yes", expected("", "Yes")),
+        (possible, "Yes <think> no", expected("", "Yes <think> no")),
+        (possible, "<thin", expected("", "<thin")),
+        (started, "Hm.</thin </think>\n", expected("Hm.</thin", "")),
+        (started, "Hm.</think", expected("Hm.</think", "")),
+        (Thinking::Off, "<think>a</think> b", expected("", "<think>a</think> b")),
+    ];
+    for (thinking, text, answer) in cases {
+        assert_eq!(parse_whole(text, None, thinking), answer, "{text:?}");
+        assert_eq!(parse_whole(text, Some(ToolFormat::Hermes), thinking), answer, "{text:?}");
+    }
+}
+
+#[test]
+fn calls_after_thoughts_are_found_and_within_them_are_not() {
+    for format in FORMATS {
+        let call = written(format, &[("f", "{}")]);
+        let answer = parse_whole(&format!("I do {call}\n</think>\n\n{call}"), Some(format), Thinking::Started(think()));
+        assert_eq!((answer.reasoning, answer.tool_calls.len()), (format!("I do {call}"), 1), "{format:?}");
+    }
+}
+
+#[test]
+fn special_tokens_are_marks_or_nothing() {
+    let mut parser = AnswerParser::new(Some(ToolFormat::MistralNamed), Thinking::Off);
+    let mut answer = Answer::default();
+    let pieces = [("[TOOL_CALLS]", true), ("f", false), ("[ARGS]", true), ("{}", false), ("</s>", true)];
+    for (text, special) in pieces {
+        answer.extend(parser.push(text, special));
+    }
+    answer.end(parser.finish());
+    assert_eq!((calls_of(&answer), answer.content.as_str()), (vec![("f", "{}")], ""));
+}
+
+#[test]
+fn without_tools_and_thoughts_every_piece_goes_through_at_once() {
+    let mut parser = AnswerParser::new(None, Thinking::Off);
+    for text in ["a", "b \n", "\n", " <tool_call>"] {
+        assert_eq!(parser.push(text, false), [Part::Content(text.to_owned())]);
+    }
+}
+
+#[test]
+fn a_head_that_never_ends_is_content() {
+    let text = format!("<tool_call>{{\"name\": \"{}", "x".repeat(10_000));
+    let mut parser = AnswerParser::new(Some(ToolFormat::Hermes), Thinking::Off);
+    assert_eq!(parser.push(&text, false).iter().filter(|part| matches!(part, Part::Content(_))).count(), 2);
+    assert!(parser.pending.is_empty());
+}
+
+fn any_format() -> impl Strategy<Value = ToolFormat> {
+    prop::sample::select(FORMATS.to_vec())
+}
+
+fn any_thinking() -> impl Strategy<Value = Thinking> {
+    prop::sample::select(vec![Thinking::Off, Thinking::Possible(think()), Thinking::Started(think())])
+}
+
+/// JSON whose strings are the worst there are.
+fn arguments() -> impl Strategy<Value = String> {
+    let mark = prop::sample::select(vec![
+        "</tool_call>",
+        "```",
+        "}",
+        "\"",
+        "\\",
+        "[TOOL_CALLS]",
+        "<｜tool▁call▁end｜>",
+        "é😀",
+        "]",
+    ]);
+    let string = prop_oneof![mark.prop_map(str::to_owned), "\\PC{0,6}"];
+    let leaf = prop_oneof![
+        string.clone().prop_map(serde_json::Value::from),
+        any::<i32>().prop_map(serde_json::Value::from),
+        Just(serde_json::Value::Null)
+    ];
+    let value = leaf.prop_recursive(3, 12, 3, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..3).prop_map(serde_json::Value::from),
+            prop::collection::vec(("\\PC{0,3}", inner), 0..3).prop_map(|fields| fields.into_iter().collect()),
+        ]
+    });
+    prop::collection::vec((string, value), 0..3)
+        .prop_map(|fields| fields.into_iter().collect::<serde_json::Value>().to_string())
+}
+
+fn name() -> impl Strategy<Value = String> {
+    "[a-zA-Z0-9_-]{1,8}"
+}
+
+/// What a model may write: text, thoughts and calls of this or another format, in any order, and fragments of them.
+fn any_answer(format: ToolFormat) -> impl Strategy<Value = String> {
+    let call = (prop::collection::vec((name(), arguments()), 1..3), any_format(), prop::bool::weighted(0.8)).prop_map(
+        move |(calls, other, own)| {
+            let calls: Vec<_> = calls.iter().map(|(name, arguments)| (name.as_str(), arguments.as_str())).collect();
+            written(if own { format } else { other }, &calls)
+        },
+    );
+    let marks: Vec<_> =
+        format.shape().marks().chain(["<think>", "</think>", "{", "\n", " ", "{\"name\": \"f\""]).collect();
+    let fragment = prop_oneof![
+        4 => call,
+        3 => "[a-z ]{0,6}",
+        2 => "\\PC{0,6}",
+        2 => prop::sample::select(marks).prop_map(str::to_owned),
+        1 => Just("<think>hm</think>".to_owned()),
+    ];
+    (prop::collection::vec(fragment, 0..6), any::<prop::sample::Index>(), prop::bool::weighted(0.5)).prop_map(
+        |(fragments, end, is_truncated)| {
+            let mut text = fragments.concat();
+            if is_truncated && !text.is_empty() {
+                let end = (0..=end.index(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+                text.truncate(end);
+            }
+            text
+        },
+    )
+}
+
+fn fold(pieces: &[&str], format: ToolFormat, thinking: Thinking) -> Answer {
+    let mut parser = AnswerParser::new(Some(format), thinking);
+    let mut answer = Answer::default();
+    for piece in pieces {
+        answer.extend(parser.push(piece, false));
+    }
+    answer.end(parser.finish());
+    answer
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    #[test]
+    fn the_fold_over_any_pieces_is_the_parse_of_the_whole(
+        (format, text) in any_format().prop_flat_map(|format| (Just(format), any_answer(format))),
+        thinking in any_thinking(),
+        cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
+    ) {
+        let whole = parse_whole(&text, Some(format), thinking);
+        let characters: Vec<_> = text.split_inclusive(|_| true).collect();
+        prop_assert_eq!(&fold(&characters, format, thinking), &whole);
+
+        let mut cuts: Vec<_> = cuts.iter().map(|cut| cut.index(characters.len() + 1)).chain([0, characters.len()]).collect();
+        cuts.sort_unstable();
+        let pieces: Vec<_> = cuts.windows(2).map(|cut| characters[cut[0]..cut[1]].concat()).collect();
+        let pieces: Vec<_> = pieces.iter().map(String::as_str).collect();
+        prop_assert_eq!(&fold(&pieces, format, thinking), &whole);
+    }
+
+    #[test]
+    fn text_without_marks_is_its_own_content(format in any_format(), text in "[a-zé😀 \n]{0,20}") {
+        let answer = parse_whole(&text, Some(format), Thinking::Possible(think()));
+        prop_assert_eq!(answer, Answer { content: text, ..Answer::default() });
+    }
+
+    #[test]
+    fn calls_and_arguments_are_byte_for_byte_what_was_written(
+        format in any_format(),
+        calls in prop::collection::vec((name(), arguments()), 1..4),
+        end in any::<prop::sample::Index>(),
+    ) {
+        let calls: Vec<_> = calls.iter().map(|(name, arguments)| (name.as_str(), arguments.as_str())).collect();
+        let mut text = written(format, &calls);
+        let answer = parse_whole(&text, Some(format), Thinking::Off);
+        prop_assert_eq!(calls_of(&answer), calls.clone());
+        prop_assert_eq!((answer.content.as_str(), answer.is_cut), ("", false));
+
+        // Cut anywhere, what was sent is a beginning of that.
+        let end = (0..=end.index(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+        text.truncate(end);
+        let answer = parse_whole(&text, Some(format), Thinking::Off);
+        for (index, (found, written)) in calls_of(&answer).into_iter().zip(&calls).enumerate() {
+            let is_last = index + 1 == answer.tool_calls.len();
+            prop_assert_eq!(found.0, written.0);
+            prop_assert!(written.1.starts_with(found.1));
+            prop_assert_eq!(found.1.len() < written.1.len(), is_last && answer.is_cut);
+        }
+    }
+
+    #[test]
+    fn nothing_visible_is_lost(
+        (format, text) in any_format().prop_flat_map(|format| (Just(format), any_answer(format))),
+    ) {
+        // What the parser leaves out is the format's: its marks, names, JSON around them.
+        let answer = parse_whole(&text, Some(format), Thinking::Off);
+        if answer.tool_calls.is_empty() {
+            prop_assert_eq!(&answer.content, &text);
+        }
+        for part in answer.tool_calls.iter().map(|call| &call.arguments) {
+            prop_assert!(text.contains(part.as_str()));
+        }
+        let kept: usize = answer.tool_calls.iter().map(|call| call.arguments.len()).sum::<usize>() + answer.content.len();
+        let most: usize = answer.tool_calls.iter().map(|call| call.name.len() * 6 + 200).sum();
+        let spaces = text.chars().filter(|&c| is_space(c)).count();
+        prop_assert!(text.len() <= kept + most + spaces);
+    }
+}

@@ -1,0 +1,78 @@
+//! The tools of a request, and what may be asked of them.
+
+use serde_json::{Map, Value, json};
+
+/// A function that the model may call.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Tool {
+    pub(crate) name: String,
+    /// A JSON schema of its own root: `#/$defs/…` is meant within it. `None`: it takes none.
+    pub(crate) parameters: Option<Value>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum ToolChoice {
+    /// Text or calls, as the model decides.
+    #[default]
+    Auto,
+    /// Text only.
+    None,
+    /// At least one call.
+    Required,
+    /// One call of this function.
+    Named(String),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ToolError {
+    #[error("tool_choice asks for a tool call, and no tools are given")]
+    NoTools,
+    #[error("tool_choice names the function {name:?}, which is not one of the tools")]
+    Unknown { name: String },
+    #[error("the function name {name:?} is used twice")]
+    Duplicate { name: String },
+    #[error(
+        "the function name {name:?} cannot be written in this model's tool calls: letters, digits and _-.:/ are allowed"
+    )]
+    Name { name: String },
+    #[error("the parameters of the function {name:?} are not a JSON schema of an object")]
+    Parameters { name: String },
+}
+
+impl Tool {
+    /// What a call's arguments must match, as JSON text with the grammar's own options.
+    pub(super) fn arguments_schema(&self) -> Result<String, ToolError> {
+        let invalid = || ToolError::Parameters { name: self.name.clone() };
+        let mut schema = match &self.parameters {
+            None | Some(Value::Null) => Map::new(),
+            Some(Value::Object(schema)) => schema.clone(),
+            Some(_) => return Err(invalid()),
+        };
+        let is_object = match schema.get("type") {
+            None => true,
+            Some(Value::Array(types)) => types.iter().any(|of| of == "object"),
+            Some(of) => of == "object",
+        };
+        if !is_object {
+            return Err(invalid());
+        }
+        schema.insert("type".to_owned(), "object".into());
+        // A name the tool does not know helps nobody, and a model that may go on inventing them might not stop.
+        let says_what_else = ["additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"]
+            .iter()
+            .chain(&["$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "minProperties"])
+            .any(|&keyword| schema.contains_key(keyword));
+        let knows = |name: &Value| {
+            name.as_str().is_some_and(|name| schema.get("properties").is_some_and(|known| known.get(name).is_some()))
+        };
+        let knows_required =
+            schema.get("required").and_then(Value::as_array).is_none_or(|names| names.iter().all(knows));
+        if !says_what_else && knows_required {
+            schema.insert("additionalProperties".to_owned(), false.into());
+        }
+        // One line, as templates show it to the model; free whitespace is where small models lose themselves.
+        let layout = json!({"whitespace_flexible": false, "item_separator": ", ?", "key_separator": ": ?"});
+        schema.insert("x-guidance".to_owned(), layout);
+        Ok(Value::Object(schema).to_string())
+    }
+}
