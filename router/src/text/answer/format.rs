@@ -115,13 +115,10 @@ static GENERIC: Shape = Shape {
 };
 
 impl ToolFormat {
-    /// From the chat template's source: a template that shows tools to the model also shows how it writes calls.
+    /// From the chat template's source, which writes earlier calls as the model writes its own, or says how.
     /// `is_token`: whether a text is one token of the vocabulary.
     pub(crate) fn detect(template: &str, is_token: impl Fn(&str) -> bool) -> Self {
         let has = |mark: &str| template.contains(mark);
-        if !has("tools") {
-            return if has("<start_of_turn>") { Self::Gemma } else { Self::Generic };
-        }
         if has("<｜tool▁calls▁begin｜>") {
             return if has("```json") { Self::DeepSeekFenced } else { Self::DeepSeek };
         }
@@ -198,3 +195,7 @@ impl Shape {
 pub(super) fn marks(texts: &'static [&'static str]) -> impl Iterator<Item = Item> {
     texts.iter().map(|text| Item::Mark(text))
 }
+
+#[cfg(test)]
+#[path = "format_tests.rs"]
+mod tests;

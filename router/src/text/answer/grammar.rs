@@ -225,7 +225,13 @@ impl Phrase {
     }
 
     fn push_text(&mut self, literal: &str) {
-        self.text.push(format!("WS {literal}"));
+        if self.sequence.is_empty() && self.text.is_empty() {
+            // A lexeme of its own: what follows may begin like another phrase that is possible here.
+            self.sequence.push("SPACE?".to_owned());
+            self.text.push(literal.to_owned());
+        } else {
+            self.text.push(format!("WS {literal}"));
+        }
     }
 
     fn push_rule(&mut self, lark: &mut Lark<'_>, rule: &str) {

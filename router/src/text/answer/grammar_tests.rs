@@ -1,1 +1,329 @@
+//! The grammars, and that what they let a model write is what the parser takes apart.
+//!
+//! `fixture/grammar.json` holds the grammars and texts that they must accept and refuse. `fixture/walk.py` checks those
+//! with llguidance and walks the grammars at random; `fixture/walk.json` holds what it wrote. Both are made anew by
+//! `UPDATE_FIXTURE=1 cargo test -p penstock-router --lib text::answer::grammar`, then `walk.py`, then the test again.
 
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::super::parser::{Answer, parse_whole};
+use super::super::sample::{FORMATS, written};
+use super::*;
+
+const WEATHER: (&str, &str) = ("get_weather", r#"{"place": {"city": "Rome"}, "unit": "C"}"#);
+const NOW: (&str, &str) = ("now", "{}");
+
+/// One grammar, and what is known about it.
+#[derive(Debug, Serialize)]
+struct Case {
+    name: String,
+    lark: String,
+    /// Whether its marks are tokens.
+    with_tokens: bool,
+    accepted: Vec<String>,
+    refused: Vec<String>,
+}
+
+/// What is asked of one format.
+struct Setting {
+    choice: ToolChoice,
+    parallel: bool,
+    thinking: Thinking,
+    with_tokens: bool,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[expect(dead_code, reason = "deserializing is the check")]
+struct Weather {
+    place: Place,
+    unit: Option<Unit>,
+    days: Option<Vec<u8>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[expect(dead_code, reason = "deserializing is the check")]
+struct Place {
+    city: String,
+    within: Option<Box<Place>>,
+}
+
+#[derive(Debug, Deserialize)]
+enum Unit {
+    C,
+    F,
+}
+
+fn tools() -> Vec<Tool> {
+    let place = json!({
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 5}, "within": {"$ref": "#/$defs/place"}},
+        "required": ["city"],
+        "additionalProperties": false,
+    });
+    let weather = json!({
+        "type": "object",
+        "properties": {
+            "place": {"$ref": "#/$defs/place"},
+            "unit": {"enum": ["C", "F"]},
+            "days": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 2},
+        },
+        "required": ["place"],
+        "$defs": {"place": place},
+    });
+    let tool = |name: &str, parameters| Tool { name: name.to_owned(), parameters };
+    vec![tool("get_weather", Some(weather)), tool("now", None)]
+}
+
+fn think() -> ReasoningFormat {
+    ReasoningFormat::detect("</think>").unwrap()
+}
+
+/// Ids as `walk.py` gives them: after the 256 bytes and the end of the text.
+fn token_id(mark: &str) -> Option<u32> {
+    let mut marks = vec!["<think>", "</think>"];
+    for mark in FORMATS.iter().flat_map(|format| format.shape().marks()) {
+        let is_token = mark.len() > 1 && (mark.starts_with('<') || mark.starts_with('['));
+        if is_token && !marks.contains(&mark) {
+            marks.push(mark);
+        }
+    }
+    marks.iter().position(|known| *known == mark).map(|at| 257 + u32::try_from(at).unwrap())
+}
+
+fn tokens() -> Value {
+    let marks = FORMATS.iter().flat_map(|format| format.shape().marks()).chain(["<think>", "</think>"]);
+    marks.filter_map(|mark| Some((mark, token_id(mark)?))).collect()
+}
+
+fn grammar_of(format: ToolFormat, thinking: Thinking, with_tokens: bool) -> AnswerGrammar<'static> {
+    AnswerGrammar { format, thinking, token_id: if with_tokens { &token_id } else { &|_| None } }
+}
+
+fn lark(grammar: Grammar) -> String {
+    match grammar {
+        Grammar::Lark(text) => text,
+        other => panic!("not Lark: {other:?}"),
+    }
+}
+
+fn settings() -> [Setting; 6] {
+    let (possible, started) = (Thinking::Possible(think()), Thinking::Started(think()));
+    let named = ToolChoice::Named("now".to_owned());
+    let setting = |choice, parallel, thinking, with_tokens| Setting { choice, parallel, thinking, with_tokens };
+    [
+        setting(ToolChoice::Auto, true, Thinking::Off, false),
+        setting(ToolChoice::Required, true, possible, false),
+        setting(ToolChoice::Auto, false, started, false),
+        setting(ToolChoice::Auto, true, possible, true),
+        setting(ToolChoice::Required, false, Thinking::Off, true),
+        setting(named, true, started, true),
+    ]
+}
+
+/// The texts of a setting, without thoughts: accepted and refused.
+fn texts(format: ToolFormat, setting: &Setting) -> (Vec<String>, Vec<String>) {
+    let run = |calls: &[(&str, &str)]| written(format, calls);
+    let mut accepted = vec![run(&[NOW])];
+    let mut refused = vec![
+        run(&[("get_weather", r#"{"place": 1}"#)]),
+        run(&[("get_weather", "{}")]),
+        run(&[("now", r#"{"a": 1}"#)]),
+        run(&[("other", "{}")]),
+    ];
+    let is_named = matches!(setting.choice, ToolChoice::Named(_));
+    let to = |yes: bool, text: String, accepted: &mut Vec<String>, refused: &mut Vec<String>| {
+        if yes { accepted.push(text) } else { refused.push(text) }
+    };
+    to(!is_named, run(&[WEATHER]), &mut accepted, &mut refused);
+    to(setting.parallel && !is_named, run(&[WEATHER, NOW]), &mut accepted, &mut refused);
+    let is_auto = setting.choice == ToolChoice::Auto;
+    to(is_auto, "Hello.\n".to_owned(), &mut accepted, &mut refused);
+    to(is_auto, String::new(), &mut accepted, &mut refused);
+    if !format.shape().is_bare() {
+        to(is_auto, format!("Let me see.\n\n{}", run(&[NOW])), &mut accepted, &mut refused);
+    }
+    (accepted, refused)
+}
+
+fn with_thoughts(thinking: Thinking, (accepted, refused): (Vec<String>, Vec<String>)) -> (Vec<String>, Vec<String>) {
+    let before = |thoughts: &str, texts: &[String]| texts.iter().map(|text| format!("{thoughts}{text}")).collect();
+    match thinking {
+        Thinking::Off => (accepted, refused),
+        Thinking::Started(_) => (before("\nHm, {.\n</think>\n\n", &accepted), before("Hm.</think>", &refused)),
+        Thinking::Possible(_) => {
+            let thoughtful: Vec<String> = before("<think>\nHm, {.\n</think>\n\n", &accepted);
+            ([accepted, thoughtful].concat(), [before("<think></think>", &refused), refused].concat())
+        }
+    }
+}
+
+fn tool_cases() -> Vec<Case> {
+    let case = |format: ToolFormat, setting: &Setting| {
+        let grammar = grammar_of(format, setting.thinking, setting.with_tokens);
+        let grammar = grammar.tools(&tools(), &setting.choice, setting.parallel).unwrap().unwrap();
+        let (accepted, refused) = with_thoughts(setting.thinking, texts(format, setting));
+        let marks = if setting.with_tokens { "token" } else { "text" };
+        let thinking = match setting.thinking {
+            Thinking::Off => "off",
+            Thinking::Possible(_) => "possible",
+            Thinking::Started(_) => "started",
+        };
+        Case {
+            name: format!("{format:?} {:?} parallel={} thinking={thinking} {marks}", setting.choice, setting.parallel),
+            lark: lark(grammar),
+            with_tokens: setting.with_tokens,
+            accepted,
+            refused,
+        }
+    };
+    FORMATS.iter().flat_map(|&format| settings().map(|setting| case(format, &setting))).collect()
+}
+
+/// What a client asked for, behind thoughts.
+fn wrapped_cases() -> Vec<Case> {
+    let schema =
+        Grammar::JsonSchema(r#"{"type":"object","properties":{"a":{"enum":["}",1]}},"required":["a"]}"#.to_owned());
+    let regex = Grammar::Regex("[a-c]+/\\/\n[0-9]".to_owned());
+    let nested = Grammar::Lark("start: \"{\" inner \"}\"\ninner: /[0-9]+/ | start // braces {\n".to_owned());
+    let of = [(schema, r#"{"a":"}"}"#), (regex, "ab//\n1"), (nested, "{{12}}")];
+    let thinkings = [("possible", Thinking::Possible(think())), ("started", Thinking::Started(think()))];
+    let mut cases = Vec::new();
+    for ((name, thinking), with_tokens) in thinkings.into_iter().flat_map(|of| [(of, false), (of, true)]) {
+        for (index, (grammar, text)) in of.iter().enumerate() {
+            let (accepted, refused) = with_thoughts(thinking, (vec![(*text).to_owned()], vec!["no".to_owned()]));
+            cases.push(Case {
+                name: format!("wrapped {index} thinking={name} {}", if with_tokens { "token" } else { "text" }),
+                lark: lark(grammar_of(ToolFormat::Generic, thinking, with_tokens).wrapped(grammar.clone())),
+                with_tokens,
+                accepted,
+                refused,
+            });
+        }
+    }
+    cases
+}
+
+/// A name that must be escaped, twice.
+fn name_cases() -> Vec<Case> {
+    let name = "say \"\\é/\n\u{1}\"";
+    let case = |format| {
+        let grammar = grammar_of(format, Thinking::Off, false);
+        let tool = Tool { name: name.to_owned(), parameters: None };
+        let accepted = written(format, &[(name, "{}")]);
+        assert_eq!(parse_whole(&accepted, Some(format), Thinking::Off).tool_calls[0].name, name);
+        Case {
+            name: format!("{format:?} name"),
+            lark: lark(grammar.tools(&[tool], &ToolChoice::Required, true).unwrap().unwrap()),
+            with_tokens: false,
+            accepted: vec![accepted],
+            refused: vec![written(format, &[("say", "{}")])],
+        }
+    };
+    [ToolFormat::Hermes, ToolFormat::Llama, ToolFormat::MistralList].map(case).into()
+}
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("src/text/answer/fixture").join(name)
+}
+
+fn check(name: &str, answer: &Answer, setting: &Setting, text: &str) {
+    assert!(!answer.is_cut, "{name}: {text:?}");
+    for call in &answer.tool_calls {
+        match call.name.as_str() {
+            "get_weather" => drop(serde_json::from_str::<Weather>(&call.arguments).expect(text)),
+            "now" => assert_eq!(call.arguments, "{}", "{name}: {text:?}"),
+            other => panic!("{name}: {other:?} is no tool, in {text:?}"),
+        }
+    }
+    let num_calls = answer.tool_calls.len();
+    assert!(setting.parallel || num_calls <= 1, "{name}: {text:?}");
+    if setting.choice != ToolChoice::Auto {
+        assert!(num_calls >= 1 && answer.content.is_empty(), "{name}: {text:?} gives {answer:?}");
+    }
+    if matches!(setting.choice, ToolChoice::Named(_)) {
+        assert_eq!((num_calls, answer.tool_calls[0].name.as_str()), (1, "now"), "{name}: {text:?}");
+    }
+}
+
+#[test]
+fn the_fixture_holds_these_grammars() {
+    let cases: Vec<_> = [tool_cases(), wrapped_cases(), name_cases()].into_iter().flatten().collect();
+    let now = serde_json::to_string_pretty(&json!({"tokens": tokens(), "cases": cases})).unwrap() + "\n";
+    if std::env::var_os("UPDATE_FIXTURE").is_some() {
+        std::fs::write(fixture("grammar.json"), &now).unwrap();
+    }
+    let then = std::fs::read_to_string(fixture("grammar.json")).unwrap();
+    assert!(now == then, "the grammars have changed: see the head of grammar_tests.rs");
+}
+
+#[test]
+fn what_a_grammar_writes_is_what_the_parser_reads() {
+    let walks: Value = serde_json::from_str(&std::fs::read_to_string(fixture("walk.json")).unwrap()).unwrap();
+    let settings = settings();
+    let pairs = FORMATS.iter().flat_map(|&format| settings.iter().map(move |setting| (format, setting)));
+    let mut num_calls = 0;
+    for ((format, setting), case) in pairs.zip(tool_cases()) {
+        let texts = walks[&case.name].as_array().expect("every grammar was walked");
+        for text in texts.iter().filter_map(Value::as_str).chain(case.accepted.iter().map(String::as_str)) {
+            let answer = parse_whole(text, Some(format), setting.thinking);
+            check(&case.name, &answer, setting, text);
+            num_calls += answer.tool_calls.len();
+        }
+    }
+    assert!(num_calls > 300, "only {num_calls} calls were walked");
+}
+
+#[test]
+fn no_tools_and_no_choice_are_no_grammar() {
+    let grammar = grammar_of(ToolFormat::Hermes, Thinking::Off, false);
+    assert_eq!(grammar.tools(&[], &ToolChoice::Auto, true), Ok(None));
+    assert_eq!(grammar.tools(&tools(), &ToolChoice::None, true), Ok(None));
+    assert_eq!(grammar.wrapped(Grammar::Regex("a".to_owned())), Grammar::Regex("a".to_owned()));
+}
+
+#[test]
+fn what_cannot_be_called_is_refused_by_name() {
+    let grammar = grammar_of(ToolFormat::DeepSeek, Thinking::Off, false);
+    let tool = |name: &str, parameters| Tool { name: name.to_owned(), parameters };
+    let refusal = |tools: &[Tool], choice: &ToolChoice| grammar.tools(tools, choice, true).unwrap_err();
+    assert_eq!(refusal(&[], &ToolChoice::Required), ToolError::NoTools);
+    let other = "other".to_owned();
+    assert_eq!(refusal(&tools(), &ToolChoice::Named(other.clone())), ToolError::Unknown { name: other });
+    let twice = [tool("a", None), tool("a", None)];
+    assert_eq!(refusal(&twice, &ToolChoice::Auto), ToolError::Duplicate { name: "a".to_owned() });
+    for name in ["a b", "", "a<｜tool▁sep｜>"] {
+        assert_eq!(refusal(&[tool(name, None)], &ToolChoice::Auto), ToolError::Name { name: name.to_owned() });
+    }
+    for schema in [json!({"type": "string"}), json!([]), json!(true), json!({"type": ["null"]})] {
+        let error = refusal(&[tool("a", Some(schema))], &ToolChoice::Auto);
+        assert_eq!(error, ToolError::Parameters { name: "a".to_owned() });
+    }
+}
+
+#[test]
+fn arguments_are_closed_where_the_schema_leaves_that_open() {
+    let schema = |parameters| -> Value {
+        let tool = Tool { name: "a".to_owned(), parameters: Some(parameters) };
+        serde_json::from_str(&tool.arguments_schema().unwrap()).unwrap()
+    };
+    assert_eq!(schema(json!({"properties": {"a": {}}, "required": ["a"]}))["additionalProperties"], false);
+    assert_eq!(schema(json!({}))["additionalProperties"], false);
+    for open in [json!({"required": ["a"]}), json!({"$ref": "#/$defs/a", "$defs": {"a": {}}}), json!({"anyOf": []})] {
+        assert_eq!(schema(open)["additionalProperties"], Value::Null);
+    }
+    assert_eq!(schema(json!({"additionalProperties": true}))["additionalProperties"], true);
+    assert_eq!(schema(json!({"type": ["object", "null"]}))["type"], "object");
+}
+
+#[test]
+fn a_grammar_reads_as_it_is_meant() {
+    let tools = [Tool { name: "f\"/é".to_owned(), parameters: None }];
+    let grammar = grammar_of(ToolFormat::Hermes, Thinking::Possible(think()), true);
+    let text = lark(grammar.tools(&tools, &ToolChoice::Auto, true).unwrap().unwrap());
+    insta::assert_snapshot!(text, @"");
+}

@@ -11,6 +11,8 @@ mod json_scan;
 mod parser;
 mod prompt;
 mod reasoning;
+#[cfg(test)]
+mod sample;
 mod tool;
 
 pub(crate) use format::ToolFormat;
