@@ -2,7 +2,7 @@
 //!
 //! Knows no HTTP and no dialect. INVARIANT: the pieces of a generation, put together, are its text.
 
-#[expect(dead_code, unused_imports, reason = "the chat route does not use it yet")]
+#[allow(dead_code, unused_imports, reason = "the chat route does not use it yet")]
 mod answer;
 mod detokenize;
 mod generation;

@@ -6,7 +6,7 @@ use super::*;
 #[test]
 fn formats_are_known_by_their_templates() {
     let cases = [
-        (r"{%- if tools %}<tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}", ToolFormat::Hermes),
+        (r#"{%- if tools %}<tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}"#, ToolFormat::Hermes),
         (r"{%- if tools %}{{ '<tool_call>\n<function=' + name }}", ToolFormat::Generic),
         (
             r#"{%- if tools is not none %}{{- 'Respond in the format {"name": function name, "parameters": dictionary of' }}"#,
@@ -16,7 +16,10 @@ fn formats_are_known_by_their_templates() {
         (r#"{{- "[TOOL_CALLS] [" }}{{ tool_call.function|tojson }}"#, ToolFormat::MistralList),
         (r#"{{- "[TOOL_CALLS]" + name + "[ARGS]" + arguments }}"#, ToolFormat::MistralNamed),
         (r"{{ '<start_of_turn>' + role + '\n' }}", ToolFormat::Gemma),
-        (r"{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\n```json\n'", ToolFormat::DeepSeekFenced),
+        (
+            r"{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\n```json\n'",
+            ToolFormat::DeepSeekFenced,
+        ),
         (r"{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'}}", ToolFormat::DeepSeek),
         (r"{{ '<|im_start|>' + message['role'] }}", ToolFormat::Generic),
     ];

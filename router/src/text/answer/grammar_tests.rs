@@ -9,7 +9,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::super::parser::{Answer, parse_whole};
+use super::super::parser::parse_whole;
+use super::super::part::Answer;
 use super::super::sample::{FORMATS, written};
 use super::*;
 
@@ -325,5 +326,21 @@ fn a_grammar_reads_as_it_is_meant() {
     let tools = [Tool { name: "f\"/é".to_owned(), parameters: None }];
     let grammar = grammar_of(ToolFormat::Hermes, Thinking::Possible(think()), true);
     let text = lark(grammar.tools(&tools, &ToolChoice::Auto, true).unwrap().unwrap());
-    insta::assert_snapshot!(text, @"");
+    insta::assert_snapshot!(text, @r##"
+    start: (thoughts SPACE?)? answer
+    TEXT: /(?s:.*)/
+    WS: /[ \n]{0,2}/
+    SPACE: /[ \n]{1,2}/
+    T_0_0: "{" WS "\"name\"" WS ":" WS "\"f\\\"/é\"" WS "," WS "\"arguments\"" WS ":" WS
+    T_0_1: WS "}" WS
+    arguments_0: %json {"type":"object","additionalProperties":false,"x-guidance":{"whitespace_flexible":false,"item_separator":", ?","key_separator":": ?"}}
+    call_0: SPACE? T_0_0 arguments_0 T_0_1 <[260]>
+    call_rest: call_0
+    call: <[259]> call_rest
+    run_rest: call_rest (SPACE? call)*
+    run: <[259]> run_rest
+    PLAIN: /(?s:.*)/
+    answer: PLAIN? run?
+    thoughts: <[257]> TEXT? <[258]>
+    "##);
 }

@@ -9,6 +9,7 @@ mod grammar;
 mod item;
 mod json_scan;
 mod parser;
+mod part;
 mod prompt;
 mod reasoning;
 #[cfg(test)]
@@ -17,7 +18,8 @@ mod tool;
 
 pub(crate) use format::ToolFormat;
 pub(crate) use grammar::AnswerGrammar;
-pub(crate) use parser::{Answer, AnswerParser, Part, Rest, ToolCall, parse_whole};
+pub(crate) use parser::{AnswerParser, parse_whole};
+pub(crate) use part::{Answer, Part, Rest, ToolCall};
 pub(crate) use prompt::tool_prompt;
 pub(crate) use reasoning::{ReasoningFormat, Thinking};
 pub(crate) use tool::{Tool, ToolChoice, ToolError};

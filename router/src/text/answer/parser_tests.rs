@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::super::part::ToolCall;
 use super::super::sample::{FORMATS, written};
 use super::*;
 

@@ -73,7 +73,13 @@ mod tests {
     #[test]
     fn a_template_without_tools_gets_them_with_the_instruction() {
         let prompt = tool_prompt(ToolFormat::Generic, "{{ messages }}", &[json!({"name": "f"})], None).unwrap();
-        insta::assert_snapshot!(prompt, @"");
+        insta::assert_snapshot!(prompt.trim_start(), @r#"
+        ---
+        [{"name":"f"}]
+        You can call the functions described above. To call one, answer with nothing but the following, where NAME is the function's name and ARGUMENTS a JSON object that fits its parameters:
+        {"name": "NAME", "arguments": ARGUMENTS}
+        If no function helps, answer in plain words and without JSON.
+        "#);
         let own = tool_prompt(ToolFormat::Gemma, "{{ messages }}", &[json!({"name": "f"})], Some("Call!"));
         assert_eq!(own.as_deref(), Some("\n---\n[{\"name\":\"f\"}]\nCall!"));
     }
