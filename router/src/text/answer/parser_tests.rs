@@ -165,6 +165,16 @@ fn a_head_that_never_ends_is_content() {
     assert!(parser.pending.is_empty());
 }
 
+#[test]
+fn the_longest_head_does_not_depend_on_the_pieces() {
+    for spaces in 4000..4100 {
+        let text = format!("<tool_call>{{\"name\": {}\"f\", \"arguments\": {{}}}}</tool_call>", " ".repeat(spaces));
+        let pieces: Vec<_> = text.as_bytes().chunks(97).map(|piece| std::str::from_utf8(piece).unwrap()).collect();
+        let whole = parse_whole(&text, Some(ToolFormat::Hermes), Thinking::Off);
+        assert_eq!(fold(&pieces, ToolFormat::Hermes, Thinking::Off), whole, "{spaces}");
+    }
+}
+
 fn any_format() -> impl Strategy<Value = ToolFormat> {
     prop::sample::select(FORMATS.to_vec())
 }
