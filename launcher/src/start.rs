@@ -122,7 +122,7 @@ async fn load(
         tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
         let since = Instant::now();
         let (folder, num_threads) = (prepared.folder.clone(), args.validation_workers);
-        let text = tokio::task::spawn_blocking(move || TextModel::load(&folder, num_threads))
+        let text = tokio::task::spawn_blocking(move || TextModel::load(&folder, num_threads, None))
             .await?
             .map_err(StartError::Tokenizer)?;
         phases.push(timed("load tokenizer", since));

@@ -20,7 +20,7 @@ use crate::api::openai::{
     Usage,
 };
 use crate::telemetry::RequestRecord;
-use crate::text::{Step, StopText};
+use crate::text::{ChatInputs, Step, StopText};
 
 const ROLE: &str = "assistant";
 
@@ -74,8 +74,8 @@ async fn start(
 ) -> Result<(Running, Permit, usize), ApiError> {
     let permit = service.admission().admit(1)?;
     let checked = request.parameters()?.check(&service.config().limits)?;
-    let messages = request.template_messages()?;
-    let text: Arc<str> = service.text().render_chat(&messages)?.into();
+    let inputs = ChatInputs { messages: request.template_messages()?, ..ChatInputs::default() };
+    let text: Arc<str> = service.text().render_chat(inputs)?.into();
     let num_characters = text.chars().count();
     let prepared = Prepared::new(service, Prompt::Rendered(text), checked, StopText::Cut).await?;
     Ok((prepared.start(service, record, 0), permit, num_characters))

@@ -18,4 +18,4 @@ pub(crate) use generation::{
     Ending, Finish, Generation, GenerationError, GenerationOptions, PromptToken, Step, StopText, TextToken, TopText,
 };
 pub(crate) use model::{EncodeError, TokenSpan};
-pub(crate) use template::TemplateError;
+pub(crate) use template::{ChatInputs, TemplateError};

@@ -3,14 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use serde_json::Value;
 use tokenizers::Tokenizer;
 use tokio::sync::Semaphore;
 
 use super::detokenize::Detokenizer;
 pub use super::model_file::LoadError;
 use super::model_file::{TokenizerConfig, read_eos_token_ids};
-use super::template::{ChatTemplate, TemplateError};
+use super::template::{ChatInputs, ChatTemplate, TemplateError, TemplateSources};
 
 /// Texts up to this are tokenized where they are, in well under a millisecond; longer ones on a thread of their own.
 const MAX_INLINE_BYTES: usize = 1024;
@@ -21,7 +20,7 @@ pub struct TextModel {
     tokenizer: Arc<Tokenizer>,
     /// Long texts that may be tokenized at the same time.
     threads: Arc<Semaphore>,
-    template: Arc<Result<ChatTemplate, TemplateError>>,
+    template: Arc<ChatTemplate>,
     eos_token_ids: Arc<[u32]>,
 }
 
@@ -40,8 +39,9 @@ pub(crate) struct TokenSpan {
 }
 
 impl TextModel {
-    /// Reads a prepared model folder. A broken chat template is not an error here: it fails the chats only.
-    pub fn load(folder: &Path, num_threads: usize) -> Result<Self, LoadError> {
+    /// Reads a prepared model folder. `chat_template`: the source of one that goes before the folder's.
+    /// A broken chat template is not an error here: it fails the chats only.
+    pub fn load(folder: &Path, num_threads: usize, chat_template: Option<String>) -> Result<Self, LoadError> {
         let path = folder.join("tokenizer.json");
         if !path.exists() {
             return Err(LoadError::NoTokenizer(folder.to_owned()));
@@ -59,10 +59,14 @@ impl TextModel {
         if let Some(id) = eos_token_id.filter(|id| !eos_token_ids.contains(id)) {
             eos_token_ids.push(id);
         }
+        let sources = match chat_template {
+            Some(source) => TemplateSources::only(source),
+            None => config.chat_templates(folder)?,
+        };
         Ok(Self {
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
-            template: Arc::new(ChatTemplate::new(config.chat_template, config.special_tokens)),
+            template: Arc::new(ChatTemplate::new(sources, &config.special_tokens)),
             eos_token_ids: eos_token_ids.into(),
         })
     }
@@ -123,11 +127,13 @@ impl TextModel {
     }
 
     /// The prompt for a conversation, ready for the assistant's answer.
-    pub(crate) fn render_chat(&self, messages: &[Value]) -> Result<String, TemplateError> {
-        match self.template.as_ref() {
-            Ok(template) => template.render(messages),
-            Err(error) => Err(error.clone()),
-        }
+    pub(crate) fn render_chat(&self, inputs: ChatInputs) -> Result<String, TemplateError> {
+        self.template.render(inputs)
+    }
+
+    /// Whether the chat template shows offered tools to the model; if not, a message has to.
+    pub(crate) fn shows_tools(&self) -> bool {
+        self.template.uses_tools()
     }
 
     /// Decodes what follows `prompt_token_ids`.

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use super::template::TemplateSources;
+
 /// Why a model folder cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -65,27 +67,35 @@ impl EosTokenId {
 pub(super) struct TokenizerConfig {
     /// `bos_token`, `eos_token`, … as templates see them.
     pub(super) special_tokens: Map<String, Value>,
-    /// The template's source; `None`: the model has none.
-    pub(super) chat_template: Option<String>,
+    fields: Map<String, Value>,
 }
 
 impl TokenizerConfig {
-    /// A template file of its own goes before the field in tokenizer_config.json, as in transformers.
     pub(super) fn read(folder: &Path) -> Result<Self, LoadError> {
-        let config: Map<String, Value> = read_json(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
-        let special_tokens = config.iter().filter_map(|(name, value)| special_token(name, value)).collect();
-        let chat_template = match read_text(&folder.join("chat_template.jinja"))? {
-            Some(source) => Some(source),
-            None => read_json::<TemplateFile>(&folder.join("chat_template.json"))?
-                .and_then(|file| file.chat_template)
-                .or_else(|| config.get("chat_template").and_then(|value| TemplateField::deserialize(value).ok()))
-                .and_then(TemplateField::into_default),
-        };
-        Ok(Self { special_tokens, chat_template })
+        let fields: Map<String, Value> = read_json(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
+        let named = fields.get("extra_special_tokens").and_then(Value::as_object).into_iter().flatten();
+        let special_tokens = named.chain(&fields).filter_map(|(name, value)| special_token(name, value)).collect();
+        Ok(Self { special_tokens, fields })
     }
 
     pub(super) fn eos_token(&self) -> Option<&str> {
         self.special_tokens.get("eos_token").and_then(Value::as_str)
+    }
+
+    /// The first place that holds any: files of their own, chat_template.json, tokenizer_config.json, and
+    /// processor_config.json, as in transformers.
+    pub(super) fn chat_templates(&self, folder: &Path) -> Result<TemplateSources, LoadError> {
+        let files = template_files(folder)?;
+        if files != TemplateSources::default() {
+            return Ok(files);
+        }
+        if let Some(sources) = read_field(&folder.join("chat_template.json"))? {
+            return Ok(sources);
+        }
+        if let Some(sources) = self.fields.get("chat_template").and_then(template_field) {
+            return Ok(sources);
+        }
+        Ok(read_field(&folder.join("processor_config.json"))?.unwrap_or_default())
     }
 }
 
@@ -98,32 +108,35 @@ fn special_token(name: &str, value: &Value) -> Option<(String, Value)> {
     Some((name.to_owned(), text.into()))
 }
 
-#[derive(Deserialize)]
-struct TemplateFile {
-    chat_template: Option<TemplateField>,
+fn template_files(folder: &Path) -> Result<TemplateSources, LoadError> {
+    let named = |name: &str| read_text(&folder.join("additional_chat_templates").join(name));
+    let default = match read_text(&folder.join("chat_template.jinja"))? {
+        Some(source) => Some(source),
+        None => named("default.jinja")?,
+    };
+    Ok(TemplateSources { default, tool_use: named("tool_use.jinja")? })
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum TemplateField {
-    One(String),
-    Named(Vec<NamedTemplate>),
+fn read_field(path: &Path) -> Result<Option<TemplateSources>, LoadError> {
+    let config: Option<Map<String, Value>> = read_json(path)?;
+    Ok(config.and_then(|config| template_field(config.get("chat_template")?)))
 }
 
-#[derive(Deserialize)]
-struct NamedTemplate {
-    name: String,
-    template: String,
-}
-
-impl TemplateField {
-    fn into_default(self) -> Option<String> {
-        match self {
-            Self::One(source) => Some(source),
-            Self::Named(templates) => {
-                templates.into_iter().find(|named| named.name == "default").map(|named| named.template)
-            }
+/// One template, or several as a list of `{"name", "template"}` or as an object by name.
+fn template_field(value: &Value) -> Option<TemplateSources> {
+    let named = |wanted: &str| {
+        let entry = match value {
+            Value::Array(entries) => entries.iter().find(|entry| entry["name"] == wanted)?.get("template"),
+            _ => value.get(wanted),
+        };
+        entry.and_then(Value::as_str).map(str::to_owned)
+    };
+    match value {
+        Value::String(source) => Some(TemplateSources::only(source.clone())),
+        Value::Array(_) | Value::Object(_) => {
+            Some(TemplateSources { default: named("default"), tool_use: named("tool_use") })
         }
+        _ => None,
     }
 }
 

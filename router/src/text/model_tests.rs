@@ -1,6 +1,6 @@
 use std::fs;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::*;
 
@@ -18,11 +18,15 @@ fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 fn load(files: &[(&str, &str)]) -> Result<TextModel, LoadError> {
-    TextModel::load(folder(files).path(), 1)
+    TextModel::load(folder(files).path(), 1, None)
+}
+
+fn chat(messages: Value) -> ChatInputs {
+    ChatInputs { messages: messages.as_array().unwrap().clone(), ..ChatInputs::default() }
 }
 
 fn hello(model: &TextModel) -> Result<String, TemplateError> {
-    model.render_chat(&[json!({"role": "user", "content": "Hi"})])
+    model.render_chat(chat(json!([{"role": "user", "content": "Hi"}])))
 }
 
 #[test]

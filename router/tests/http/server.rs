@@ -178,7 +178,7 @@ impl Server {
             requests: Mutex::default(),
             health: Mutex::new(Health { live: true, message: None }),
         });
-        let text = TextModel::load(&config.model_folder, 1).unwrap();
+        let text = TextModel::load(&config.model_folder, 1, None).unwrap();
         let services = Services { engine: Arc::clone(&engine) as Arc<dyn Generator>, text, metrics: exporter() };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

@@ -1,0 +1,147 @@
+//! One template, ready to render: the environment that transformers gives it, and what to render it with.
+
+use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
+use serde_json::Map;
+
+use super::content::Habits;
+use super::continuation::Ending;
+use super::{ChatInputs, TemplateError, continuation, filter, method, python_str, source, trial};
+
+const NAME: &str = "chat_template";
+
+/// What a rendering may cost. A long conversation (1,000 messages) takes some 100,000 operations.
+pub(super) const MAX_OPERATIONS: u64 = 10_000_000;
+
+/// `range` of jinja's sandbox: more is an error there.
+const MAX_RANGE: i64 = 100_000;
+
+/// Set by us; a value for them in `chat_template_kwargs` would be lost or would contradict the request.
+const RESERVED: [&str; 5] = ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"];
+
+pub(super) struct Compiled {
+    environment: Environment<'static>,
+    special_tokens: Map<String, serde_json::Value>,
+    uses_tools: bool,
+    writes_content: bool,
+    habits: Habits,
+}
+
+impl Compiled {
+    /// `clock`: the time that `strftime_now` formats.
+    pub(super) fn new(
+        source: &str,
+        special_tokens: Map<String, serde_json::Value>,
+        clock: fn() -> jiff::Zoned,
+    ) -> Result<Self, TemplateError> {
+        let mut environment = environment(clock);
+        environment.add_template_owned(NAME, source::adapted(source))?;
+        let uses_tools = environment.get_template(NAME)?.undeclared_variables(false).contains("tools");
+        let writes_content = source.contains("content");
+        let habits = Habits::default();
+        let mut compiled = Self { environment, special_tokens, uses_tools, writes_content, habits };
+        compiled.habits = trial::habits(&compiled);
+        Ok(compiled)
+    }
+
+    pub(super) fn uses_tools(&self) -> bool {
+        self.uses_tools
+    }
+
+    pub(super) fn habits(&self) -> Habits {
+        self.habits
+    }
+
+    /// As transformers does with these inputs: messages are rendered as they are given.
+    pub(super) fn render(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
+        if let Some(name) = RESERVED.into_iter().find(|name| inputs.kwargs.contains_key(*name)) {
+            return Err(TemplateError::ReservedKwarg(name.to_owned()));
+        }
+        if inputs.documents.as_ref().is_some_and(|documents| !is_list_of_objects(documents)) {
+            return Err(TemplateError::Documents);
+        }
+        inputs.messages = inputs.messages.into_iter().map(normalised).collect();
+        let ending = Ending::of(&inputs)?;
+        match ending {
+            Ending::Plain { .. } => self.write(&inputs, &ending),
+            Ending::Implicit => continuation::cut_after_last(self.write(&inputs, &ending)?, &inputs.messages),
+            Ending::Explicit if !self.writes_content => Err(TemplateError::NotContinuable),
+            Ending::Explicit => {
+                let text = continuation::mark(&mut inputs.messages)?;
+                continuation::cut_at_mark(self.write(&inputs, &ending)?, &text)
+            }
+        }
+    }
+
+    fn write(&self, inputs: &ChatInputs, ending: &Ending) -> Result<String, TemplateError> {
+        let mut context = self.special_tokens.clone();
+        context.extend(inputs.kwargs.clone());
+        context.insert("messages".to_owned(), inputs.messages.clone().into());
+        context.insert("tools".to_owned(), inputs.tools.clone().into());
+        context.insert("documents".to_owned(), inputs.documents.clone().unwrap_or_default());
+        context.insert("add_generation_prompt".to_owned(), ending.adds_generation_prompt().into());
+        Ok(self.environment.get_template(NAME)?.render(context)?)
+    }
+}
+
+fn is_list_of_objects(documents: &serde_json::Value) -> bool {
+    documents.as_array().is_some_and(|documents| documents.iter().all(serde_json::Value::is_object))
+}
+
+/// As transformers hands messages to templates: without the keys that are null, and with reasoning under each of the
+/// names that templates read.
+fn normalised(message: serde_json::Value) -> serde_json::Value {
+    let serde_json::Value::Object(fields) = message else { return message };
+    let mut fields: Map<_, _> = fields.into_iter().filter(|(_, value)| !value.is_null()).collect();
+    let reasoning = ["reasoning_content", "thinking", "reasoning"].into_iter().find_map(|name| fields.get(name)).cloned();
+    if let Some(reasoning) = reasoning {
+        // In transformers' order, which shows where a template writes a whole message.
+        if !fields.contains_key("thinking") {
+            fields.shift_insert(0, "thinking".to_owned(), reasoning.clone());
+        }
+        fields.insert("reasoning_content".to_owned(), reasoning);
+    }
+    fields.into()
+}
+
+fn environment(clock: fn() -> jiff::Zoned) -> Environment<'static> {
+    let mut environment = Environment::new();
+    environment.set_fuel(Some(MAX_OPERATIONS));
+    environment.set_trim_blocks(true);
+    environment.set_lstrip_blocks(true);
+    environment.set_unknown_method_callback(method::call);
+    environment.set_formatter(format_as_python);
+    filter::add_to(&mut environment);
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_function("range", range);
+    environment.add_function("strftime_now", move |format: &str| strftime(format, &clock()));
+    environment
+}
+
+fn format_as_python(out: &mut Output<'_>, _: &State<'_, '_>, value: &Value) -> Result<(), Error> {
+    out.write_str(&python_str::str(value)).map_err(Error::from)
+}
+
+fn raise_exception(message: &Value) -> Result<Value, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, python_str::str(message)))
+}
+
+fn range(first: i64, second: Option<i64>, step: Option<i64>) -> Result<Value, Error> {
+    let (start, stop) = second.map_or((0, first), |stop| (first, stop));
+    let step = step.unwrap_or(1);
+    if step == 0 {
+        return Err(Error::new(ErrorKind::InvalidOperation, "range() arg 3 must not be zero"));
+    }
+    let distance = if step > 0 { stop.saturating_sub(start) } else { start.saturating_sub(stop) };
+    let stride = i64::try_from(step.unsigned_abs()).unwrap_or(i64::MAX);
+    let len = distance.max(0).saturating_add(stride - 1) / stride;
+    if len > MAX_RANGE {
+        let message = format!("range too big: {len} numbers, at most {MAX_RANGE} are allowed");
+        return Err(Error::new(ErrorKind::InvalidOperation, message));
+    }
+    Ok((0..len).map(|index| Value::from(start + index * step)).collect())
+}
+
+fn strftime(format: &str, now: &jiff::Zoned) -> Result<String, Error> {
+    jiff::fmt::strtime::format(format, now)
+        .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}")))
+}
