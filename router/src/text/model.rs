@@ -132,7 +132,7 @@ impl TextModel {
     }
 
     /// Whether the chat template shows offered tools to the model; if not, a message has to.
-    pub(crate) fn shows_tools(&self) -> bool {
+    pub fn shows_tools(&self) -> bool {
         self.template.uses_tools()
     }
 

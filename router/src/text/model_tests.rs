@@ -12,7 +12,9 @@ const TOKENIZER: &str = r#"{"version": "1.0", "truncation": {"direction": "Right
 fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (name, content) in files {
-        fs::write(folder.path().join(name), content).unwrap();
+        let path = folder.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
     }
     folder
 }
@@ -70,7 +72,33 @@ fn a_template_is_found_wherever_models_keep_it() {
     let json = ("chat_template.json", r#"{"chat_template": "3"}"#);
     assert_eq!(rendered(&[string, json]).unwrap(), "3");
     assert_eq!(rendered(&[string, json, ("chat_template.jinja", "4")]).unwrap(), "4");
+    let processor = ("processor_config.json", r#"{"chat_template": "5"}"#);
+    assert_eq!(rendered(&[processor]).unwrap(), "5");
+    assert_eq!(rendered(&[processor, json]).unwrap(), "3");
     assert_eq!(rendered(&[]).unwrap_err(), TemplateError::Missing);
+}
+
+#[test]
+fn templates_for_tools_are_found_beside_the_default() {
+    let shows = |files: &[(&str, &str)]| {
+        let model = load(&[&[("tokenizer.json", TOKENIZER)], files].concat()).unwrap();
+        let tools = Some(vec![json!({})]);
+        (model.render_chat(ChatInputs { tools, ..ChatInputs::default() }).unwrap(), hello(&model).unwrap())
+    };
+    let both = ("x".to_owned(), "2".to_owned());
+    let list = r#"{"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "2"}]}"#;
+    assert_eq!(shows(&[("tokenizer_config.json", list)]), both);
+    let object = r#"{"chat_template": {"tool_use": "x", "default": "2"}}"#;
+    assert_eq!(shows(&[("chat_template.json", object)]), both);
+    let files = [("chat_template.jinja", "2"), ("additional_chat_templates/tool_use.jinja", "x")];
+    assert_eq!(shows(&files), both);
+}
+
+#[test]
+fn a_template_of_the_user_goes_before_the_folder_s() {
+    let folder = folder(&[("tokenizer.json", TOKENIZER), ("chat_template.jinja", "4")]);
+    let model = TextModel::load(folder.path(), 1, Some("mine {{ messages[0].content }}".to_owned())).unwrap();
+    assert_eq!(hello(&model).unwrap(), "mine Hi");
 }
 
 #[tokio::test]

@@ -92,7 +92,8 @@ fn is_list_of_objects(documents: &serde_json::Value) -> bool {
 fn normalised(message: serde_json::Value) -> serde_json::Value {
     let serde_json::Value::Object(fields) = message else { return message };
     let mut fields: Map<_, _> = fields.into_iter().filter(|(_, value)| !value.is_null()).collect();
-    let reasoning = ["reasoning_content", "thinking", "reasoning"].into_iter().find_map(|name| fields.get(name)).cloned();
+    let reasoning =
+        ["reasoning_content", "thinking", "reasoning"].into_iter().find_map(|name| fields.get(name)).cloned();
     if let Some(reasoning) = reasoning {
         // In transformers' order, which shows where a template writes a whole message.
         if !fields.contains_key("thinking") {

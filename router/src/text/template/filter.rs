@@ -1,8 +1,9 @@
 //! Jinja's filters and tests, where minijinja's differ or are missing.
 
 use minijinja::value::{Kwargs, Rest, ValueKind, ViaDeserialize};
-use minijinja::{Environment, Error, ErrorKind, Value};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
 
+use super::python_str::Pair;
 use super::{method, python_str};
 use crate::text::python_json::{self, Style};
 
@@ -17,10 +18,18 @@ pub(super) fn add_to(environment: &mut Environment<'_>) {
     environment.add_filter("d", default);
     environment.add_filter("int", int);
     environment.add_filter("float", float);
+    environment.add_filter("round", round);
+    environment.add_filter("sum", sum);
+    environment.add_filter("length", length);
+    environment.add_filter("count", length);
+    environment.add_filter("items", items);
+    environment.add_filter("dictsort", dictsort);
+    environment.add_filter("wordcount", |value: &Value| python_str::str(value).split_whitespace().count());
     environment.add_filter("upper", |value: &Value| python_str::str(value).to_uppercase());
     environment.add_filter("lower", |value: &Value| python_str::str(value).to_lowercase());
     environment.add_test("sequence", |value: &Value| has_items(value) || value.is_undefined());
     environment.add_test("iterable", |value: &Value| has_items(value) || value.is_undefined());
+    environment.add_test("callable", |value: &Value| value.kind() == ValueKind::Plain);
     environment.add_test("number", |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool));
 }
 
@@ -98,4 +107,47 @@ fn float(value: &Value, default: Option<f64>) -> f64 {
         None => f64::try_from(value.clone()).ok(),
     };
     number.or(default).unwrap_or(0.0)
+}
+
+/// Halves go to the even neighbour.
+fn round(value: &Value, precision: Option<i32>) -> Result<Value, Error> {
+    if value.is_integer() {
+        return Ok(value.clone());
+    }
+    let scale = 10_f64.powi(precision.unwrap_or(0));
+    Ok(Value::from((f64::try_from(value.clone())? * scale).round_ties_even() / scale))
+}
+
+fn sum(state: &State<'_, '_>, values: &Value, options: Kwargs) -> Result<Value, Error> {
+    let attribute = options.get::<Option<&str>>("attribute")?;
+    options.assert_all_used()?;
+    let Some(name) = attribute else { return minijinja::filters::sum(state, values.try_iter()?.collect()) };
+    let numbers = values.try_iter()?.map(|item| item.get_attr(name)).collect::<Result<Vec<_>, _>>()?;
+    minijinja::filters::sum(state, numbers.into())
+}
+
+fn length(value: &Value) -> Result<usize, Error> {
+    match value.len() {
+        Some(len) => Ok(len),
+        None if value.is_undefined() => Ok(0),
+        None if value.kind() == ValueKind::Iterable => Ok(value.try_iter()?.count()),
+        None => Err(Error::new(ErrorKind::InvalidOperation, format!("a {} has no length", value.kind()))),
+    }
+}
+
+fn items(value: &Value) -> Result<Value, Error> {
+    match value.kind() {
+        ValueKind::Map => Ok(method::items(value)),
+        ValueKind::Undefined => Ok(Value::from(Vec::<Value>::new())),
+        kind => Err(Error::new(ErrorKind::InvalidOperation, format!("a {kind} has no items"))),
+    }
+}
+
+fn dictsort(value: &Value, options: Kwargs) -> Result<Value, Error> {
+    let sorted = minijinja::filters::dictsort(value, options)?;
+    let pairs = sorted.try_iter()?.map(|pair| {
+        let at = |index| pair.get_item_by_index(index);
+        Ok(Value::from_object(Pair(at(0)?, at(1)?)))
+    });
+    pairs.collect::<Result<Vec<_>, Error>>().map(Value::from)
 }

@@ -3,7 +3,7 @@
 use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 
-use super::python_str;
+use super::python_str::{self, Pair};
 
 pub(super) fn call(_: &State<'_, '_>, value: &Value, method: &str, arguments: &[Value]) -> Result<Value, Error> {
     match value.kind() {
@@ -76,7 +76,10 @@ fn change_case(text: &str, method: &str, arguments: &[Value]) -> Result<Value, E
         "lower" | "casefold" => text.to_lowercase(),
         "capitalize" => {
             let mut chars = text.chars();
-            chars.next().map(|first| first.to_uppercase().chain(chars.as_str().to_lowercase().chars()).collect()).unwrap_or_default()
+            chars
+                .next()
+                .map(|first| first.to_uppercase().chain(chars.as_str().to_lowercase().chars()).collect())
+                .unwrap_or_default()
         }
         "swapcase" => text
             .chars()
@@ -151,7 +154,7 @@ fn split(text: &str, arguments: &[Value], from_the_end: bool) -> Result<Value, E
 /// Runs of whitespace separate; there are no empty words.
 fn split_words(text: &str, num_pieces: usize, from_the_end: bool) -> Vec<&str> {
     let mut words = Vec::new();
-    let mut rest = text.trim_matches(is_space);
+    let mut rest = if from_the_end { text.trim_end_matches(is_space) } else { text.trim_start_matches(is_space) };
     while !rest.is_empty() {
         let found = if from_the_end { rest.rfind(is_space) } else { rest.find(is_space) };
         match found.filter(|_| words.len() + 1 < num_pieces) {
@@ -236,8 +239,15 @@ fn predicate(text: &str, method: &str, arguments: &[Value]) -> Result<Value, Err
     Ok(Value::from(answer))
 }
 
+fn pairs(map: &Value) -> impl Iterator<Item = (Value, Value)> {
+    map.as_object().and_then(|object| object.try_iter_pairs()).into_iter().flatten()
+}
+
+pub(super) fn items(map: &Value) -> Value {
+    pairs(map).map(|(key, value)| Value::from_object(Pair(key, value))).collect()
+}
+
 fn of_map(value: &Value, method: &str, arguments: &[Value]) -> Result<Value, Error> {
-    let pairs = || value.as_object().and_then(|object| object.try_iter_pairs()).into_iter().flatten();
     match method {
         "get" => {
             let (key, default): (&Value, Option<Value>) = from_args(arguments)?;
@@ -247,9 +257,9 @@ fn of_map(value: &Value, method: &str, arguments: &[Value]) -> Result<Value, Err
         "keys" | "values" | "items" | "copy" => {
             let () = from_args(arguments)?;
             Ok(match method {
-                "keys" => pairs().map(|(key, _)| key).collect(),
-                "values" => pairs().map(|(_, value)| value).collect(),
-                "items" => pairs().map(|(key, value)| Value::from(vec![key, value])).collect(),
+                "keys" => pairs(value).map(|(key, _)| key).collect(),
+                "values" => pairs(value).map(|(_, value)| value).collect(),
+                "items" => items(value),
                 _ => value.clone(),
             })
         }

@@ -1,7 +1,9 @@
 //! Values as Python's `str` and `repr` write them.
 
+use std::sync::Arc;
+
 use minijinja::Value;
-use minijinja::value::ValueKind;
+use minijinja::value::{Enumerator, Object, ObjectRepr, ValueKind};
 
 use crate::text::python_json::python_float;
 
@@ -38,14 +40,15 @@ fn write(value: &Value, out: &mut String) {
 }
 
 fn sequence(value: &Value, out: &mut String) {
-    out.push('[');
+    let (open, close) = if value.downcast_object_ref::<Pair>().is_some() { ('(', ')') } else { ('[', ']') };
+    out.push(open);
     for (index, item) in value.try_iter().into_iter().flatten().enumerate() {
         if index > 0 {
             out.push_str(", ");
         }
         repr(&item, out);
     }
-    out.push(']');
+    out.push(close);
 }
 
 fn map(value: &Value, out: &mut String) {
@@ -84,5 +87,27 @@ fn quote(text: &str, out: &mut String) {
 
 /// `str.isprintable`: Rust's `Debug` has the same rule, but would escape combining marks at the start of a text.
 fn is_printable(c: char) -> bool {
-    c.is_ascii_graphic() || c == ' ' || !format!("a{c}").escape_debug().skip(1).eq(c.escape_unicode())
+    c.is_ascii_graphic() || c == ' ' || format!("a{c}").escape_debug().skip(1).eq([c])
+}
+
+/// Pairs of `items()` and its like, which Python writes in round brackets.
+#[derive(Debug)]
+pub(super) struct Pair(pub(super) Value, pub(super) Value);
+
+impl Object for Pair {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        match key.as_usize()? {
+            0 => Some(self.0.clone()),
+            1 => Some(self.1.clone()),
+            _ => None,
+        }
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Seq(2)
+    }
 }

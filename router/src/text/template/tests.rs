@@ -1,1 +1,208 @@
+use proptest::prelude::*;
+use serde_json::json;
+
 use super::*;
+
+fn template(source: &str) -> ChatTemplate {
+    let tokens = json!({"bos_token": "<s>", "eos_token": "</s>"});
+    ChatTemplate::new(TemplateSources::only(source.to_owned()), tokens.as_object().unwrap())
+}
+
+fn inputs(messages: Value) -> ChatInputs {
+    ChatInputs { messages: messages.as_array().unwrap().clone(), ..ChatInputs::default() }
+}
+
+fn render(source: &str, messages: Value) -> Result<String, TemplateError> {
+    template(source).render(inputs(messages))
+}
+
+fn hello() -> Value {
+    json!([{"role": "user", "content": "Hello <&> \"you\""}])
+}
+
+fn half_an_answer() -> Value {
+    json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}])
+}
+
+const STRINGS: &str = "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>\n{% endfor %}{{ '[assistant]' if add_generation_prompt }}";
+const PARTS: &str =
+    "{% for m in messages %}{% for part in m.content %}<{{ part.type }}>{{ part.text }}{% endfor %}{% endfor %}";
+const EITHER: &str = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}\
+    {% for part in m['content'] %}<{{ part['type'] }}>{{ part.text }}{% endfor %}{% endif %}{% endfor %}";
+
+#[test]
+fn blocks_are_trimmed_as_transformers_does() {
+    let source = "{{ bos_token }}\n{% for m in messages %}\n    {% if true %}\n{{ m.content | trim }}\n    {% endif %}\n{% endfor %}\nend\n";
+    assert_eq!(render(source, hello()).unwrap(), "<s>\nHello <&> \"you\"\nend");
+}
+
+#[test]
+fn a_template_refuses_a_conversation_with_its_own_words() {
+    let error = render("{{ raise_exception('roles must alternate') }}", hello()).unwrap_err();
+    assert!(error.to_string().contains("roles must alternate"), "{error}");
+    assert!(matches!(render("{% if %}", hello()), Err(TemplateError::Invalid(_))));
+}
+
+#[test]
+fn a_trailing_assistant_message_is_continued_unless_the_request_says_otherwise() {
+    let continued = "[user] Hi</s>\n[assistant] Well,";
+    assert_eq!(render(STRINGS, half_an_answer()).unwrap(), continued);
+    let with = |adds, continues| {
+        let endings =
+            ChatInputs { add_generation_prompt: adds, continue_final_message: continues, ..inputs(half_an_answer()) };
+        template(STRINGS).render(endings)
+    };
+    assert_eq!(with(None, Some(true)).unwrap(), format!("{continued} "));
+    assert_eq!(with(Some(false), Some(true)).unwrap(), format!("{continued} "));
+    assert_eq!(with(Some(true), None).unwrap(), format!("{continued} </s>\n[assistant]"));
+    assert_eq!(with(None, Some(false)).unwrap(), format!("{continued} </s>\n[assistant]"));
+    assert_eq!(with(Some(false), None).unwrap(), format!("{continued} </s>\n"));
+    assert_eq!(with(Some(true), Some(true)).unwrap_err(), TemplateError::TwoEndings);
+}
+
+#[test]
+fn what_cannot_be_continued_is_refused() {
+    let without_content = "{% for m in messages %}{{ m.role }}{% endfor %}";
+    assert_eq!(render(without_content, half_an_answer()).unwrap_err(), TemplateError::NotContinuable);
+    let explicit = |source, messages| {
+        template(source).render(ChatInputs { continue_final_message: Some(true), ..inputs(messages) }).unwrap_err()
+    };
+    assert_eq!(explicit(without_content, half_an_answer()), TemplateError::NotContinuable);
+    assert_eq!(explicit("{{ messages[0].content }}", half_an_answer()), TemplateError::NotContinuable);
+    assert_eq!(explicit(STRINGS, json!([{"role": "assistant"}])), TemplateError::NothingToContinue);
+    assert_eq!(explicit(STRINGS, json!([])), TemplateError::NothingToContinue);
+}
+
+#[test]
+fn contents_become_what_the_template_writes() {
+    let string = json!([{"role": "user", "content": "ab"}]);
+    let parts = json!([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]);
+    let rendered = |source, messages: &Value| render(source, messages.clone()).unwrap();
+    assert_eq!(rendered(STRINGS, &parts), rendered(STRINGS, &string));
+    assert_eq!(rendered(STRINGS, &string), "[user] ab</s>\n[assistant]");
+    assert_eq!(
+        (rendered(PARTS, &parts), rendered(PARTS, &string)),
+        ("<text>a<text>b".to_owned(), "<text>ab".to_owned())
+    );
+    assert_eq!((rendered(EITHER, &parts), rendered(EITHER, &string)), ("<text>a<text>b".to_owned(), "ab".to_owned()));
+}
+
+#[test]
+fn arguments_of_calls_are_objects_unless_the_template_puts_strings_together() {
+    let calls = |arguments: Value| json!([{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}]);
+    let generation = |source, messages| {
+        template(source).render(ChatInputs { add_generation_prompt: Some(true), ..inputs(messages) }).unwrap()
+    };
+    let loops = "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}";
+    let object = format!("{loops}{{{{ call.function.arguments | tojson }}}}{{% endfor %}}{{% endfor %}}");
+    let string = format!("{loops}{{{{ 'json: ' + call.function.arguments }}}}{{% endfor %}}{{% endfor %}}");
+    let text = json!("{\"z\": 1,\"a\": \"é\"}");
+    assert_eq!(generation(&object, calls(text.clone())), "{\"z\": 1, \"a\": \"é\"}");
+    assert_eq!(generation(&object, calls(json!({"z": 1}))), "{\"z\": 1}");
+    assert_eq!(generation(&object, calls(json!("not json"))), "\"not json\"");
+    assert_eq!(generation(&object, calls(json!("[1]"))), "\"[1]\"");
+    assert_eq!(generation(&string, calls(text)), "json: {\"z\": 1,\"a\": \"é\"}");
+}
+
+#[test]
+fn tools_choose_their_template_and_a_broken_one_fails_only_them() {
+    let sources = |tool_use: &str| TemplateSources {
+        default: Some("default {{ tools }}".to_owned()),
+        tool_use: Some(tool_use.to_owned()),
+    };
+    let with_tools = || ChatInputs { tools: Some(vec![json!({"type": "function"})]), ..inputs(hello()) };
+    let template = ChatTemplate::new(sources("tool_use {{ tools | length }}"), &Map::new());
+    assert_eq!(template.render(inputs(hello())).unwrap(), "default None");
+    assert_eq!(template.render(with_tools()).unwrap(), "tool_use 1");
+    let broken = ChatTemplate::new(sources("{{"), &Map::new());
+    assert_eq!(broken.render(inputs(hello())).unwrap(), "default None");
+    assert!(broken.render(with_tools()).is_err());
+    assert!(!broken.uses_tools());
+}
+
+#[test]
+fn whether_a_template_uses_tools_is_known() {
+    assert!(template("{% if tools %}{% endif %}").uses_tools());
+    assert!(template("{%- if not tools is defined %}{%- set tools = none %}{% endif %}{{ tools }}").uses_tools());
+    assert!(template("{% for m in messages %}{{ m.content ~ (tools | tojson) }}{% endfor %}").uses_tools());
+    assert!(!template(STRINGS).uses_tools());
+    assert!(!template("{% set tools = [] %}{{ tools }}{{ messages[0].tools }} tools").uses_tools());
+}
+
+#[test]
+fn kwargs_are_variables_but_replace_no_field_of_the_request() {
+    let with = |kwargs: Value| {
+        let kwargs = kwargs.as_object().unwrap().clone();
+        template("{{ bos_token }}{{ mode }}").render(ChatInputs { kwargs, ..inputs(hello()) })
+    };
+    assert_eq!(with(json!({"mode": "x", "bos_token": "<B>"})).unwrap(), "<B>x");
+    for name in ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"] {
+        assert_eq!(with(json!({name: 1})).unwrap_err(), TemplateError::ReservedKwarg(name.to_owned()));
+    }
+}
+
+#[test]
+fn a_template_without_end_is_stopped() {
+    let numbers = "range(100000)";
+    let endless = format!("{{% for a in {numbers} %}}{{% for b in {numbers} %}}{{% endfor %}}{{% endfor %}}");
+    assert_eq!(render(&endless, hello()).unwrap_err(), TemplateError::TooExpensive);
+    let recursive = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}";
+    assert!(render(recursive, hello()).is_err());
+}
+
+#[test]
+fn a_long_conversation_is_within_the_limit() {
+    let messages: Vec<Value> = (0..3000).map(|_| json!({"role": "user", "content": "Hi"})).collect();
+    assert!(render(STRINGS, messages.into()).is_ok());
+}
+
+#[test]
+fn dates_are_formatted() {
+    assert_eq!(render("{{ strftime_now('%d %b %Y') | length }}", hello()).unwrap(), "11");
+}
+
+fn any_json() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        "(role|content|user|assistant|text|[\\PC\\n{%}]{0,6})".prop_map(Value::from),
+    ];
+    let name = "(role|content|tool_calls|function|arguments|type|text|name|id|items|.)";
+    leaf.prop_recursive(4, 24, 4, move |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::vec((name, inner), 0..5).prop_map(|fields| Value::Object(fields.into_iter().collect())),
+        ]
+    })
+}
+
+fn families() -> Vec<ChatTemplate> {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/templates/family");
+    let files = std::fs::read_dir(folder).unwrap();
+    files.map(|file| template(&std::fs::read_to_string(file.unwrap().path()).unwrap())).collect()
+}
+
+thread_local! {
+    static FAMILIES: Vec<ChatTemplate> = families();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn rendering_never_panics(
+        messages in prop::collection::vec(any_json(), 0..4),
+        tools in prop::option::of(prop::collection::vec(any_json(), 0..3)),
+        documents in prop::option::of(any_json()),
+        continue_final_message in prop::option::of(any::<bool>()),
+    ) {
+        let inputs = ChatInputs { messages, tools, documents, continue_final_message, ..ChatInputs::default() };
+        FAMILIES.with(|families| {
+            for family in families {
+                let _either = family.render(inputs.clone());
+            }
+        });
+    }
+}

@@ -20,7 +20,8 @@ pub(super) fn habits(template: &Compiled) -> Habits {
     Habits {
         writes_strings: written(user(NEEDLE.into())).is_none_or(|text| text.contains(NEEDLE)),
         // A template for strings would write the list itself, as Python or as JSON.
-        writes_parts: part.is_some_and(|text| text.contains(NEEDLE) && !text.contains("\"type\"") && !text.contains("'type'")),
+        writes_parts: part
+            .is_some_and(|text| text.contains(NEEDLE) && !text.contains("\"type\"") && !text.contains("'type'")),
         writes_argument_objects: call(json!({NEEDLE: 1})) || !call(format!("{{\"{NEEDLE}\": 1}}").into()),
     }
 }
