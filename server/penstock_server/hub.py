@@ -64,7 +64,9 @@ def download(model_id: str, revision: str | None = None) -> Snapshot:
 
 def wanted_files(model_id: str, names: Iterable[str]) -> list[str]:
     """Of all files of a repository: configuration, tokenizer, and one copy of the weights."""
+    names = list(names)
     top = [name for name in names if "/" not in name]
+    templates = [name for name in names if name.startswith("additional_chat_templates/") and name.endswith(".jinja")]
     weights = [name for name in top if is_weight_name(name)]
     ggufs = [name for name in top if name.endswith(".gguf")]
     if not weights and len(ggufs) > 1:
@@ -75,7 +77,8 @@ def wanted_files(model_id: str, names: Iterable[str]) -> list[str]:
         if any(name.endswith((".bin", ".pt", ".pth")) for name in top):
             raise ConfigError(f"{model_id} holds its weights only {UNSUPPORTED_BIN}")
         raise ConfigError(f"{model_id} holds no weights: no *.safetensors and no *.gguf file")
-    return sorted([name for name in top if name.endswith(SMALL_FILE_SUFFIXES)] + (weights or ggufs))
+    small = [name for name in top if name.endswith(SMALL_FILE_SUFFIXES)]
+    return sorted(small + templates + (weights or ggufs))
 
 
 def _cached(model_id: str, revision: str | None, why: str) -> Snapshot:

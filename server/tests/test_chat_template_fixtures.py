@@ -29,7 +29,12 @@ def test_every_family_and_every_case_is_rendered_by_some(generate: ModuleType) -
     families = generate.read("expectation.json")["families"]
     assert len(families) >= 12
     for name in generate.read("conversation.json")["cases"]:
-        refused_on_purpose = name in ("malformed_documents", "continued_image", "continued_nothing", "continued_with_prompt")
+        refused_on_purpose = name in (
+            "malformed_documents",
+            "continued_image",
+            "continued_nothing",
+            "continued_with_prompt",
+        )
         assert any(family[name] is not None for family in families.values()) != refused_on_purpose, name
     for name, family in families.items():
         assert sum(rendering is not None for rendering in family.values()) > 15, name

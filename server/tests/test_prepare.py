@@ -185,6 +185,8 @@ def test_only_what_serving_needs_is_downloaded() -> None:
         "tokenizer.model",
     ]
     assert wanted_files("x/y", ["a.gguf", "README.md"]) == ["a.gguf"]
+    named = ["additional_chat_templates/tool_use.jinja", "onnx/tool_use.jinja", "a.gguf"]
+    assert wanted_files("x/y", named) == ["a.gguf", "additional_chat_templates/tool_use.jinja"]
     with pytest.raises(ConfigError, match="several GGUF files"):
         wanted_files("x/y", ["a.gguf", "b.gguf"])
     with pytest.raises(ConfigError, match=r"\.bin files, which are not supported yet"):

@@ -9,8 +9,8 @@ use super::{ChatInputs, TemplateError, continuation, filter, method, python_str,
 
 const NAME: &str = "chat_template";
 
-/// What a rendering may cost. A long conversation (1,000 messages) takes some 100,000 operations.
-pub(super) const MAX_OPERATIONS: u64 = 10_000_000;
+/// What a rendering may cost, in minijinja's instructions. Conversations of 3,000 messages are within it.
+pub(super) const MAX_OPERATIONS: u64 = 5_000_000;
 
 /// `range` of jinja's sandbox: more is an error there.
 const MAX_RANGE: i64 = 100_000;
