@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use crate::http::auth::ApiKeys;
+
 #[derive(Clone, Debug)]
 pub struct Config {
     /// As the user wrote it (or the embedded model's name); what `/info` and `/v1/models` say.
@@ -20,8 +22,19 @@ pub struct Config {
     pub payload_limit_bytes: usize,
     /// Empty: any origin.
     pub cors_allow_origins: Vec<String>,
+    /// Any of them opens the protected routes; none: every route is open.
+    pub api_keys: ApiKeys,
     /// Value of the `x-compute-type` header.
     pub compute_type: String,
+    /// Whether requests may constrain their answer by a grammar.
+    pub grammar_support: bool,
+    /// Whether requests may ask for the logprobs of their prompt.
+    pub prefill_logprobs: bool,
+    /// Whether prompts that begin alike share their KV blocks.
+    pub prefix_caching: bool,
+    /// Where Vertex AI sends its requests.
+    pub vertex_routes: VertexRoutes,
+    pub connections: ConnectionLimits,
     /// How long running requests may take to finish after SIGTERM.
     pub graceful_termination_timeout: Duration,
 }
@@ -36,4 +49,41 @@ pub struct RequestLimits {
     pub max_input_tokens: usize,
     pub max_total_tokens: usize,
     pub max_client_batch_size: usize,
+}
+
+/// Paths that Vertex AI chooses for a container; requests there are those of `/vertex` and `/health`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VertexRoutes {
+    pub predict: Option<String>,
+    pub health: Option<String>,
+}
+
+/// What one client's connection may take.
+#[derive(Clone, Copy, Debug)]
+pub struct ConnectionLimits {
+    /// How long a connection may take to say its first bytes, to send a request's head, or to stay without a request.
+    pub head_timeout: Duration,
+    /// How long a request's body may take to arrive.
+    pub body_timeout: Duration,
+    /// Of a request's line and headers together.
+    pub max_head_bytes: usize,
+    /// Requests that are open on one HTTP/2 connection.
+    pub max_streams: u32,
+    /// How often a quiet HTTP/2 client is asked whether it is still there, and how long it may take to answer.
+    pub keep_alive: Duration,
+}
+
+impl ConnectionLimits {
+    /// `max_streams` leaves room for answers that say that the server is full.
+    pub fn new(limits: &RequestLimits) -> Self {
+        let max_streams = limits.max_concurrent_requests.saturating_add(64);
+        Self {
+            // Longer than the minute after which common proxies close an idle connection: they must be first.
+            head_timeout: Duration::from_secs(75),
+            body_timeout: Duration::from_secs(60),
+            max_head_bytes: 64 << 10,
+            max_streams: u32::try_from(max_streams).unwrap_or(u32::MAX),
+            keep_alive: Duration::from_secs(20),
+        }
+    }
 }

@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::engine::Generator;
+use crate::http::connection::{self, App};
 use crate::http::{self, OriginError, Service};
 use crate::telemetry::metrics::Exporter;
 use crate::text::TextModel;
@@ -26,8 +27,6 @@ pub struct Services {
 
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    #[error("cannot serve: {0}")]
-    Io(#[from] std::io::Error),
     #[error(transparent)]
     Origin(#[from] OriginError),
 }
@@ -43,10 +42,11 @@ pub async fn serve(
     let grace = config.graceful_termination_timeout;
     let abandoned = CancellationToken::new();
     let closing = CancellationToken::new();
+    let (vertex_routes, limits) = (config.vertex_routes.clone(), config.connections);
     let service = Service::new(config, services, shutdown.clone(), abandoned.clone());
-    let app = http::router(service.clone())?.into_make_service();
+    let app = App { router: http::router(service.clone())?, vertex_routes, limits };
     let upkeep = tokio::spawn(run_upkeep(service.clone(), closing.clone()));
-    let served = axum::serve(listener, app).with_graceful_shutdown(closing.clone().cancelled_owned());
+    let served = connection::serve(listener, app, closing.clone());
 
     let drain = async {
         shutdown.cancelled().await;
@@ -59,14 +59,14 @@ pub async fn serve(
         closing.cancel();
         tokio::time::sleep(FLUSH_PATIENCE).await;
     };
-    let result = tokio::select! {
-        result = served.into_future() => result.map_err(ServeError::from),
-        () = drain => Ok(()),
-    };
+    tokio::select! {
+        () = served => {}
+        () = drain => {}
+    }
     closing.cancel();
     // Ends at once: it waits for nothing but `closing`.
     let _ = upkeep.await;
-    result
+    Ok(())
 }
 
 async fn run_upkeep(service: Service, closing: CancellationToken) {

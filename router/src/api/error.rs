@@ -40,6 +40,9 @@ pub(crate) enum ApiError {
     Malformed { status: StatusCode, message: String },
     #[error("{0}")]
     NotFound(String),
+    /// No API key, or a wrong one.
+    #[error("{0}")]
+    Unauthorized(&'static str),
     /// A bug of ours; the log has the details under this id.
     #[error("internal error {0}")]
     Internal(String),
@@ -114,6 +117,7 @@ impl ApiError {
             Self::BatchSize { .. } => "batch size exceeded",
             Self::Malformed { .. } => "malformed_request",
             Self::NotFound(_) => "not_found",
+            Self::Unauthorized(_) => "invalid_api_key",
             Self::Internal(_) => "internal",
         }
     }
@@ -130,6 +134,7 @@ impl ApiError {
             Self::Incomplete | Self::IncompleteStream | Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Malformed { status, .. } => *status,
             Self::NotFound(_) => StatusCode::NOT_FOUND,
+            Self::Unauthorized(_) => StatusCode::UNAUTHORIZED,
         }
     }
 
@@ -155,7 +160,7 @@ impl ApiError {
             Self::Template(_) => Some(Failure::Template),
             Self::Generation(_) | Self::Timeout | Self::Internal(_) => Some(Failure::Generation),
             Self::Incomplete | Self::IncompleteStream => Some(Failure::Incomplete),
-            Self::Unhealthy | Self::Malformed { .. } | Self::NotFound(_) => None,
+            Self::Unhealthy | Self::Malformed { .. } | Self::NotFound(_) | Self::Unauthorized(_) => None,
         }
     }
 

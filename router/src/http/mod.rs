@@ -1,21 +1,26 @@
 //! HTTP: routes, headers, event streams and admission. What requests mean is decided in `api`, what they do in `text`.
 
 mod admission;
+pub(crate) mod auth;
 mod chat;
 mod completion;
+pub(crate) mod connection;
 mod dialect;
 mod envelope;
 mod generate;
 mod header;
 mod observe;
+mod request_id;
 mod running;
 mod service;
+mod slow_body;
 mod sse;
 mod status;
+mod vertex_route;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, Request};
-use axum::http::{HeaderValue, Method, StatusCode};
+use axum::http::{HeaderName, HeaderValue, Method, StatusCode};
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -34,6 +39,8 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
     let config = service.config();
     let cors = cors(&config.cors_allow_origins)?;
     let max_body_bytes = config.payload_limit_bytes;
+    let body_timeout = config.connections.body_timeout;
+    let api_keys = config.api_keys.clone();
     let router = Router::new()
         .route("/", post(generate::compat).get(status::health))
         .route("/generate", post(generate::generate))
@@ -50,8 +57,11 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
         .fallback(unknown_route)
         .with_state(service)
         .layer(DefaultBodyLimit::max(max_body_bytes))
+        .layer(middleware::from_fn_with_state(body_timeout, slow_body::limit))
+        .layer(middleware::from_fn_with_state(api_keys, auth::require_key))
         .layer(middleware::from_fn(observe::observe))
-        .layer(cors);
+        .layer(cors)
+        .layer(middleware::from_fn(request_id::identify));
     Ok(router)
 }
 
@@ -63,6 +73,22 @@ async fn unknown_route(request: Request) -> Response {
     }
     StatusCode::NOT_FOUND.into_response()
 }
+
+/// What scripts in a browser may read of an answer beside its body.
+const EXPOSED_HEADERS: [HeaderName; 12] = [
+    request_id::REQUEST_ID,
+    axum::http::header::RETRY_AFTER,
+    HeaderName::from_static("x-compute-type"),
+    HeaderName::from_static("x-compute-time"),
+    HeaderName::from_static("x-compute-characters"),
+    HeaderName::from_static("x-total-time"),
+    HeaderName::from_static("x-validation-time"),
+    HeaderName::from_static("x-queue-time"),
+    HeaderName::from_static("x-inference-time"),
+    HeaderName::from_static("x-time-per-token"),
+    HeaderName::from_static("x-prompt-tokens"),
+    HeaderName::from_static("x-generated-tokens"),
+];
 
 /// Any request header is allowed: browsers' SDKs send `Authorization` and some of their own.
 fn cors(origins: &[String]) -> Result<CorsLayer, OriginError> {
@@ -79,5 +105,6 @@ fn cors(origins: &[String]) -> Result<CorsLayer, OriginError> {
     Ok(CorsLayer::new()
         .allow_methods([Method::GET, Method::POST])
         .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers(EXPOSED_HEADERS)
         .allow_origin(allowed))
 }

@@ -14,11 +14,12 @@ use http_body::{Frame, SizeHint};
 
 use super::dialect::{OpenAiError, TgiError, is_openai};
 use crate::api::error::ApiError;
-use crate::telemetry::RequestRecord;
+use crate::telemetry::{RequestIdentity, RequestRecord};
 
 /// Makes the request's record, and closes it when the answer's body has ended, or was dropped.
 pub(super) async fn observe(mut request: Request, next: Next) -> Response {
-    let record = RequestRecord::new();
+    let identity = request.extensions().get::<RequestIdentity>().cloned();
+    let record = RequestRecord::new(identity.unwrap_or_else(|| RequestIdentity::of(request.headers())));
     request.extensions_mut().insert(record.clone());
     let mut closing =
         Closing { record, method: request.method().clone(), path: request.uri().path().to_owned(), status: None };

@@ -1,6 +1,8 @@
 //! What the server says about itself: metrics, and one log line per request. Never the content of a request.
 
+mod identity;
 pub mod metrics;
 mod record;
 
+pub(crate) use identity::RequestIdentity;
 pub(crate) use record::{RequestRecord, RequestSummary};

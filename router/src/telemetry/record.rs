@@ -5,12 +5,14 @@ use std::time::{Duration, Instant};
 
 use axum::http::{Method, StatusCode};
 
+use super::identity::RequestIdentity;
 use super::metrics::{self, Failure, RequestDurations};
 
 /// Handle to a request's record; clones are the same record.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestRecord {
     received: Instant,
+    identity: Arc<RequestIdentity>,
     state: Arc<Mutex<State>>,
 }
 
@@ -58,8 +60,8 @@ impl RequestSummary {
 }
 
 impl RequestRecord {
-    pub(crate) fn new() -> Self {
-        Self { received: Instant::now(), state: Arc::default() }
+    pub(crate) fn new(identity: RequestIdentity) -> Self {
+        Self { received: Instant::now(), identity: Arc::new(identity), state: Arc::default() }
     }
 
     pub(crate) fn received(&self) -> Instant {
@@ -89,11 +91,12 @@ impl RequestRecord {
         };
         let status = status.map_or(0, |status| status.as_u16());
         let duration_ms = self.received.elapsed().as_secs_f64() * 1000.0;
+        let (request_id, trace_id) = (self.identity.request_id_text(), self.identity.trace_id());
         match outcome {
             Some(Outcome::Answered(summary)) => {
                 summary.count();
                 tracing::info!(
-                    %method, path, status, duration_ms,
+                    %method, path, status, duration_ms, request_id, trace_id,
                     prompt_tokens = summary.num_prompt_tokens,
                     generated_tokens = summary.num_generated_tokens,
                     validation_ms = summary.validation.as_secs_f64() * 1000.0,
@@ -108,16 +111,22 @@ impl RequestRecord {
                 }
                 match detail {
                     Some(detail) => {
-                        tracing::error!(%method, path, status, duration_ms, error_type, detail, "request failed");
+                        tracing::error!(
+                            %method, path, status, duration_ms, request_id, trace_id, error_type, detail,
+                            "request failed"
+                        );
                     }
-                    None => tracing::info!(%method, path, status, duration_ms, error_type, "request refused"),
+                    None => tracing::info!(
+                        %method, path, status, duration_ms, request_id, trace_id, error_type,
+                        "request refused"
+                    ),
                 }
             }
             None if generates && status < 400 => {
                 metrics::request_failed(Failure::Dropped);
-                tracing::info!(%method, path, status, duration_ms, "client left");
+                tracing::info!(%method, path, status, duration_ms, request_id, trace_id, "client left");
             }
-            None => tracing::debug!(%method, path, status, duration_ms, "request"),
+            None => tracing::debug!(%method, path, status, duration_ms, request_id, trace_id, "request"),
         }
     }
 

@@ -2,12 +2,15 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod admission;
+mod auth;
 mod chat;
 mod completion;
+mod connection;
 mod drain;
 mod error;
 mod generate;
 mod model;
+mod request_id;
 mod server;
 mod status;
 mod stream;

@@ -10,7 +10,7 @@ use futures::future::BoxFuture;
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use penstock_router::config::RequestLimits;
+use penstock_router::config::{ApiKeys, ConnectionLimits, RequestLimits, VertexRoutes};
 use penstock_router::engine::{
     FinishReason, Generator, Grammar, GrammarError, Health, Load, SequenceEvent, SequenceRequest, SequenceStream, Token,
 };
@@ -169,7 +169,13 @@ impl Server {
             validation_workers: 1,
             payload_limit_bytes: 10_000,
             cors_allow_origins: Vec::new(),
+            api_keys: ApiKeys::default(),
             compute_type: "1-cpu".to_owned(),
+            grammar_support: true,
+            prefill_logprobs: true,
+            prefix_caching: true,
+            vertex_routes: VertexRoutes::default(),
+            connections: ConnectionLimits::new(&LIMITS),
             graceful_termination_timeout: Duration::from_secs(10),
         };
         adjust(&mut config);

@@ -62,6 +62,7 @@ async fn browsers_may_send_their_key() {
     assert_eq!(answer.status, StatusCode::OK);
     assert_eq!(answer.header("access-control-allow-origin"), "*");
     assert_eq!(answer.header("access-control-allow-headers"), "authorization,content-type,x-stainless-os");
+    assert_eq!(answer.header("access-control-allow-methods"), "GET,POST");
 
     let origins = |config: &mut Config| config.cors_allow_origins = vec!["https://a.example".to_owned()];
     let server = Server::start(|sequence| sequence.answer(&[IM_END]), origins).await;
@@ -69,6 +70,19 @@ async fn browsers_may_send_their_key() {
     assert_eq!(answer.header("access-control-allow-origin"), "https://a.example");
     let answer = whole(server.send(ask(&server, "https://b.example"), "").await).await;
     assert!(!answer.headers.contains_key("access-control-allow-origin"));
+}
+
+#[tokio::test]
+async fn browsers_may_read_what_tgi_says_in_headers() {
+    let server = Server::answering(&[IM_END]).await;
+    let request = server.request("POST", "/generate").header("origin", "https://a.example");
+    let body = json!({"inputs": "Hi"}).to_string();
+    let answer = whole(server.send(request.header("content-type", "application/json"), &body).await).await;
+    let exposed: Vec<&str> = answer.header("access-control-expose-headers").split(',').collect();
+    let own = answer.headers.keys().map(|name| name.as_str()).filter(|name| name.starts_with("x-"));
+    for name in own.chain(["retry-after"]) {
+        assert!(exposed.contains(&name), "{name} is not in {exposed:?}");
+    }
 }
 
 #[tokio::test]

@@ -1,0 +1,19 @@
+//! `x-request-id`: taken over from the client or made, and on every answer. Outermost, so that nothing escapes it.
+
+use axum::extract::Request;
+use axum::http::HeaderName;
+use axum::middleware::Next;
+use axum::response::Response;
+
+use crate::telemetry::RequestIdentity;
+
+pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// W3C Trace Context defines no header for answers, so a trace goes into the log and the request's id comes back.
+pub(super) async fn identify(mut request: Request, next: Next) -> Response {
+    let identity = RequestIdentity::of(request.headers());
+    request.extensions_mut().insert(identity.clone());
+    let mut response = next.run(request).await;
+    response.headers_mut().insert(REQUEST_ID, identity.request_id().clone());
+    response
+}

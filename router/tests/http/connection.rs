@@ -1,0 +1,146 @@
+//! Both versions of HTTP on one port, and what one connection may take.
+
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::http::{Request, Response, StatusCode, Version};
+use http_body_util::{BodyExt, Full};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use penstock_router::Config;
+use penstock_router::config::VertexRoutes;
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::model::{IM_END, word};
+use crate::server::{Server, whole};
+
+fn http2() -> Client<HttpConnector, Full<Bytes>> {
+    Client::builder(TokioExecutor::new()).http2_only(true).build_http()
+}
+
+async fn stream(client: &Client<HttpConnector, Full<Bytes>>, server: &Server) -> Response<hyper::body::Incoming> {
+    let body = Full::new(Bytes::from_static(br#"{"inputs": "Hi"}"#));
+    let uri = format!("http://{}/generate_stream", server.address);
+    let request = Request::post(uri).header("content-type", "application/json").body(body).unwrap();
+    client.request(request).await.unwrap()
+}
+
+#[tokio::test]
+async fn http2_with_prior_knowledge_is_served_beside_http1() {
+    let (server, mut sequences) = Server::manual().await;
+    let client = http2();
+    // Three streams of one connection, answered in the opposite order.
+    let mut streams = Vec::new();
+    let mut waiting = Vec::new();
+    for _ in 0..3 {
+        let response = stream(&client, &server).await;
+        assert_eq!((response.status(), response.version()), (StatusCode::OK, Version::HTTP_2));
+        streams.push(response);
+        waiting.push(sequences.recv().await.unwrap());
+    }
+    while let (Some(sequence), Some(response)) = (waiting.pop(), streams.pop()) {
+        sequence.answer(&[word("Hello"), IM_END]);
+        assert!(whole(response).await.body.contains(r#""generated_text":"Hello""#));
+    }
+    let answer = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
+    assert_eq!(answer.version(), Version::HTTP_11);
+}
+
+#[tokio::test]
+async fn an_http2_stream_that_is_left_aborts_its_sequence() {
+    let (server, mut sequences) = Server::manual().await;
+    let client = http2();
+    let mut left = stream(&client, &server).await;
+    let kept = stream(&client, &server).await;
+    let (first, second) = (sequences.recv().await.unwrap(), sequences.recv().await.unwrap());
+    first.send_token(word("Hello"));
+    left.body_mut().frame().await.unwrap().unwrap();
+    drop(left);
+    first.aborted.await.unwrap();
+    second.answer(&[word("Hello"), IM_END]);
+    assert!(whole(kept).await.body.contains(r#""generated_text":"Hello""#));
+}
+
+#[tokio::test]
+async fn draining_lets_both_versions_finish_and_leaves_no_connection() {
+    let (mut server, mut sequences) = Server::manual().await;
+    let client = http2();
+    let new = stream(&client, &server).await;
+    let old = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
+    // One that has asked for nothing must not hold the end up.
+    let mut idle = TcpStream::connect(server.address).await.unwrap();
+    let running = [sequences.recv().await.unwrap(), sequences.recv().await.unwrap()];
+    server.shutdown.cancel();
+    assert_eq!(server.get("/health").await.status, StatusCode::SERVICE_UNAVAILABLE);
+    for sequence in running {
+        sequence.answer(&[word("Hello"), IM_END]);
+    }
+    for response in [new, old] {
+        assert!(whole(response).await.body.contains(r#""generated_text":"Hello""#));
+    }
+    (&mut server.served).await.unwrap().unwrap();
+    assert_eq!(idle.read(&mut [0]).await.unwrap(), 0);
+    assert!(TcpStream::connect(server.address).await.is_err());
+}
+
+/// What the server says until it closes the connection.
+async fn until_closed(server: &Server, sent: &str) -> String {
+    let mut connection = TcpStream::connect(server.address).await.unwrap();
+    connection.write_all(sent.as_bytes()).await.unwrap();
+    let mut said = Vec::new();
+    // A connection that is closed over unread bytes ends in a reset.
+    let _ = connection.read_to_end(&mut said).await;
+    String::from_utf8(said).unwrap()
+}
+
+async fn hurried() -> Server {
+    let adjust = |config: &mut Config| {
+        config.connections.head_timeout = Duration::from_millis(30);
+        config.connections.body_timeout = Duration::from_millis(30);
+        config.connections.max_head_bytes = 2000;
+    };
+    Server::start(|sequence| sequence.answer(&[IM_END]), adjust).await
+}
+
+#[tokio::test]
+async fn a_head_that_does_not_come_ends_the_connection() {
+    let server = hurried().await;
+    for sent in ["", "P", "PR", "PRI * HTTP/2.0\r\n", "GET /heal", "GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "] {
+        let said = until_closed(&server, sent).await;
+        assert!(!said.contains("200 OK"), "{sent:?}: {said}");
+    }
+    // Kept alive, and not longer than that.
+    let said = until_closed(&server, "GET /health HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    assert!(said.starts_with("HTTP/1.1 200 OK"), "{said}");
+}
+
+#[tokio::test]
+async fn a_body_that_does_not_come_is_told_so() {
+    let server = hurried().await;
+    let head = "HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{";
+    let said = until_closed(&server, &format!("POST /generate {head}")).await;
+    assert!(said.starts_with("HTTP/1.1 408"), "{said}");
+    assert!(said.contains("the request's body was not complete after 0.03 s"), "{said}");
+    let said = until_closed(&server, &format!("POST /v1/completions {head}")).await;
+    assert!(said.starts_with("HTTP/1.1 408") && said.contains(r#""code":"malformed_request""#), "{said}");
+    assert!(server.engine.requests.lock().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_head_that_is_too_large_is_refused() {
+    let server = hurried().await;
+    let said = until_closed(&server, &format!("GET /health HTTP/1.1\r\nx-large: {}\r\n\r\n", "x".repeat(3000))).await;
+    assert!(said.starts_with("HTTP/1.1 431"), "{said}");
+}
+
+#[tokio::test]
+async fn health_is_where_vertex_asks_for_it() {
+    let adjust = |config: &mut Config| {
+        config.vertex_routes = VertexRoutes { predict: None, health: Some("/a/health".to_owned()) };
+    };
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), adjust).await;
+    assert_eq!(server.get("/a/health").await.status, StatusCode::OK);
+}
