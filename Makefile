@@ -45,7 +45,8 @@ bench: setup ## compare with peers in one run; raw result and table under bench/
 	$(BIN)/python bench/compare.py $(ARGS)
 
 docs: setup ## regenerate the reference pages under docs/ from the code
-	$(BIN)/penstock --help > docs/flags.txt
+	$(BIN)/penstock --reference flags > docs/flags.md
+	$(BIN)/penstock --reference metrics > docs/metrics.md
 
 wheel: setup ## both wheels into dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist . ./kernels

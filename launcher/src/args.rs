@@ -2,14 +2,13 @@
 //!
 //! Names and defaults are text-generation-inference's. What it had and this server has not is in `compat.rs`.
 
-use std::ffi::OsString;
+use std::convert::Infallible;
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::builder::{BoolishValueParser, NonEmptyStringValueParser};
-use clap::parser::ValueSource;
-use clap::{ArgAction, ArgMatches, CommandFactory, FromArgMatches, Parser, ValueEnum};
-
-use crate::compat;
+use clap::{ArgAction, Parser, ValueEnum};
 
 /// Serves a large language model over HTTP: TGI's routes and OpenAI's.
 #[derive(Clone, Debug, Parser)]
@@ -92,6 +91,42 @@ pub struct Args {
     #[arg(long, env, default_value_t = 0.9)]
     pub cuda_memory_fraction: f64,
 
+    /// Share the KV cache of prompts that begin alike
+    #[arg(long, env, default_value_t = true, action = ArgAction::Set, value_parser = BoolishValueParser::new())]
+    pub prefix_caching: bool,
+
+    /// Refuse requests that constrain their answer by a grammar, a schema or tools
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub disable_grammar_support: bool,
+
+    /// Let requests ask for the logprobs of their prompt (decoder_input_details)
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub enable_prefill_logprobs: bool,
+
+    /// Part of the vocabulary that a watermark prefers, between 0 and 1 [default: 0.5]
+    #[arg(long, env)]
+    pub watermark_gamma: Option<f32>,
+
+    /// What a watermark adds to the logits of the preferred part [default: 2.0]
+    #[arg(long, env)]
+    pub watermark_delta: Option<f32>,
+
+    /// A tokenizer_config.json in place of the model's own, its chat template included
+    #[arg(long, env, value_name = "FILE")]
+    pub tokenizer_config_path: Option<PathBuf>,
+
+    /// Chat template in place of the model's own: a file, or the template itself
+    #[arg(long, env, value_name = "FILE_OR_TEMPLATE", value_parser = NonEmptyStringValueParser::new())]
+    pub chat_template: Option<String>,
+
+    /// How to stretch the model's positions beyond those it was trained for: linear [default with a factor: linear]
+    #[arg(long, env)]
+    pub rope_scaling: Option<RopeScaling>,
+
+    /// By how much to stretch them, at least 1; the longest sequence grows as much [default with a scaling: 1.0]
+    #[arg(long, env)]
+    pub rope_factor: Option<f64>,
+
     /// IP address to listen on
     #[arg(long, env, default_value = "0.0.0.0")]
     pub hostname: String,
@@ -103,6 +138,15 @@ pub struct Args {
     /// Origin that browsers may call from; repeat for several [default: any]
     #[arg(long, env, value_delimiter = ',')]
     pub cors_allow_origin: Vec<String>,
+
+    /// Key that requests must bring as `Authorization: Bearer KEY`; repeat, or separate by commas, for several. Other
+    /// users of the machine can read a process's arguments: prefer --api-key-file, or the variable
+    #[arg(long, env, value_delimiter = ',', value_name = "KEY")]
+    pub api_key: Vec<Secret>,
+
+    /// File of keys, one a line, `#` before a comment; read once, at the start
+    #[arg(long, env, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
 
     /// Largest request body, in bytes
     #[arg(long, env, default_value_t = 2_000_000)]
@@ -127,6 +171,41 @@ pub struct Args {
     /// Log the versions and the machine at start
     #[arg(long, short, action = ArgAction::SetTrue)]
     pub env: bool,
+
+    /// Print a page of the reference under docs/ and exit
+    #[arg(long, hide = true)]
+    pub reference: Option<Page>,
+}
+
+/// A page that is generated from the code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Page {
+    Flags,
+    Metrics,
+}
+
+/// Something that is never printed.
+#[derive(Clone)]
+pub struct Secret(pub String);
+
+impl FromStr for Secret {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(Self(text.to_owned()))
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("(hidden)")
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum RopeScaling {
+    Linear,
+    Dynamic,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -144,70 +223,4 @@ impl Dtype {
             Self::Float32 => "float32",
         }
     }
-}
-
-/// A setting that somebody chose, and where.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Given {
-    pub name: String,
-    pub value: String,
-    pub origin: Origin,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Origin {
-    Flag,
-    Environment,
-}
-
-impl std::fmt::Display for Origin {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str(match self {
-            Self::Flag => "given as a flag",
-            Self::Environment => "from the environment",
-        })
-    }
-}
-
-#[derive(Debug)]
-pub struct Parsed {
-    pub args: Args,
-    /// What was not left to its default; nothing secret can be among it.
-    pub given: Vec<Given>,
-    /// What was asked for and makes no difference here, with the reason.
-    pub notes: Vec<String>,
-}
-
-/// The whole command line, with what is known from TGI.
-pub fn command() -> clap::Command {
-    let mut command = Args::command().next_help_heading("Known from TGI, without effect here");
-    for flag in compat::FLAGS {
-        command = command.arg(flag.arg());
-    }
-    // Help is printed into documentation; what this machine's environment holds has no place there.
-    command.mut_args(|arg| arg.hide_env_values(true))
-}
-
-/// Flag over environment over default. Refuses what this server does not do.
-pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Parsed, clap::Error> {
-    let mut command = command();
-    let matches = command.try_get_matches_from_mut(arguments)?;
-    let notes = compat::check(&matches)
-        .map_err(|refusals| command.error(clap::error::ErrorKind::UnknownArgument, refusals.join("\n       ")))?;
-    let args = Args::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
-    Ok(Parsed { args, given: given(&command, &matches), notes })
-}
-
-fn given(command: &clap::Command, matches: &ArgMatches) -> Vec<Given> {
-    let given = |arg: &clap::Arg| {
-        let id = arg.get_id().as_str();
-        let origin = match matches.value_source(id)? {
-            ValueSource::CommandLine => Origin::Flag,
-            ValueSource::EnvVariable => Origin::Environment,
-            _ => return None,
-        };
-        let values: Vec<_> = matches.get_raw(id)?.map(|value| value.to_string_lossy()).collect();
-        Some(Given { name: arg.get_long()?.to_owned(), value: values.join(","), origin })
-    };
-    command.get_arguments().filter(|arg| !compat::is_known(arg.get_id().as_str())).filter_map(given).collect()
 }

@@ -5,9 +5,9 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches};
 
 pub struct CompatFlag {
-    name: &'static str,
+    pub name: &'static str,
     kind: Kind,
-    verdict: Verdict,
+    pub verdict: Verdict,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -16,7 +16,7 @@ enum Kind {
     Switch,
 }
 
-enum Verdict {
+pub enum Verdict {
     /// Why, and what to do instead.
     Refused(&'static str),
     /// Why it makes no difference.
@@ -37,32 +37,23 @@ pub const FLAGS: &[CompatFlag] = &[
     refused("quantize", Value, "quantized computation is not supported yet; serve the model as it is, with --dtype"),
     refused("speculate", Value, "speculation is not supported yet; leave it out"),
     refused("kv-cache-dtype", Value, "the KV cache has the model's dtype; leave it out"),
-    refused("weights-cache-override", Value, "give the folder with the weights as --model-id"),
-    refused("rope-scaling", Value, "write rope_scaling into the model's config.json"),
-    refused("rope-factor", Value, "write rope_scaling into the model's config.json"),
-    refused("otlp-endpoint", Value, "traces are not exported yet; leave it out, metrics are at /metrics"),
     refused(
-        "api-key",
+        "weights-cache-override",
         Value,
-        "keys are not checked yet, and serving without the check would be dangerous; \
-        leave it out and let a proxy check them",
+        "put config, tokenizer and weights into one folder and give that as --model-id",
     ),
-    refused("watermark-gamma", Value, "watermarks are not supported yet; leave it out"),
-    refused("watermark-delta", Value, "watermarks are not supported yet; leave it out"),
+    refused("otlp-endpoint", Value, "traces are not exported yet; leave it out, metrics are at /metrics"),
     refused("ngrok", Switch, "tunnels are not supported; run a tunnel beside the server"),
     refused("ngrok-authtoken", Value, "tunnels are not supported; run a tunnel beside the server"),
     refused("ngrok-edge", Value, "tunnels are not supported; run a tunnel beside the server"),
-    refused("tokenizer-config-path", Value, "put the file into the model's folder as tokenizer_config.json"),
     refused("lora-adapters", Value, "adapters are not supported yet; merge the adapter into the weights"),
-    refused("enable-prefill-logprobs", Switch, "prompt logprobs are not supported yet; leave it out"),
     neutral("waiting-served-ratio", Value, "waiting requests join the running ones at every step"),
     neutral("max-waiting-tokens", Value, "waiting requests join the running ones at every step"),
     neutral("cuda-graphs", Value, "no CUDA graphs are captured"),
     neutral("disable-custom-kernels", Switch, "kernels are chosen by what the machine has"),
-    neutral("disable-grammar-support", Switch, "grammars are refused anyway"),
     neutral("prometheus-port", Value, "metrics are at /metrics of the main port"),
-    neutral("master-addr", Value, "ranks meet in a private folder"),
-    neutral("master-port", Value, "ranks meet in a private folder"),
+    neutral("master-addr", Value, "the ranks of one machine meet in a private folder, not on a port"),
+    neutral("master-port", Value, "the ranks of one machine meet in a private folder, not on a port"),
     neutral("otlp-service-name", Value, "traces are not exported"),
     neutral("usage-stats", Value, "nothing is ever sent anywhere"),
 ];

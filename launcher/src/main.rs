@@ -4,31 +4,38 @@
 //! a second signal n.
 
 mod args;
+mod command_line;
 mod compat;
 mod environment;
+mod keys;
 mod listener;
 mod log;
+mod model_folder;
+mod platform;
 mod process;
+mod reference;
 mod resolve;
 mod signals;
 mod start;
+mod variable;
 mod weights;
 mod workers;
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::sys::signal::Signal;
-use penstock_router::config::RequestLimits;
+use penstock_router::config::{ApiKeys, ConnectionLimits, RequestLimits};
 use penstock_router::engine::Engine;
 use penstock_router::telemetry::metrics::{self, Exporter};
 use penstock_router::worker::Phase;
 use penstock_router::{Config, Services};
 use tokio_util::sync::CancellationToken;
 
-use crate::args::{Args, Parsed};
+use crate::command_line::Parsed;
 use crate::listener::ReservedPort;
 use crate::resolve::{BLOCK_TOKENS, Settings};
 use crate::start::{Started, log_choice};
@@ -44,17 +51,21 @@ enum End {
 }
 
 fn main() -> ExitCode {
-    let parsed = match args::parse(std::env::args_os()) {
+    let parsed = match command_line::parse(std::env::args_os(), |name| std::env::var(name).ok()) {
         Ok(parsed) => parsed,
         Err(error) => error.exit(),
     };
+    if let Some(page) = parsed.args.reference {
+        print!("{}", reference::render(page));
+        return ExitCode::SUCCESS;
+    }
     log::start(parsed.args.json_output, std::env::var("LOG_LEVEL").ok().as_deref());
     match run(&parsed) {
         Ok(End::Drained) => ExitCode::SUCCESS,
         Ok(End::AtOnce(signal)) => ExitCode::from(128_u8.saturating_add(signal as u8)),
         Err(error) => {
             tracing::error!("{error:#}");
-            let is_setting = error.is::<resolve::ResolveError>();
+            let is_setting = error.is::<resolve::ResolveError>() || error.is::<keys::KeyError>();
             ExitCode::from(if is_setting { 2 } else { 1 })
         }
     }
@@ -63,6 +74,7 @@ fn main() -> ExitCode {
 fn run(parsed: &Parsed) -> anyhow::Result<End> {
     let machine = environment::machine();
     let settings = Settings::resolve(&parsed.args, machine)?;
+    let api_keys = keys::read(&parsed.args)?;
     report_settings(parsed, &settings);
     let binary = std::env::current_exe().ok();
     let python = process::find_python(|name| std::env::var_os(name), binary.as_deref());
@@ -75,7 +87,9 @@ fn run(parsed: &Parsed) -> anyhow::Result<End> {
     let end = runtime.block_on(async {
         let (stop, second_signal) = signals::listen().context("cannot listen for signals")?;
         tokio::select! {
-            result = serve(&parsed.args, &settings, &python, port, stop) => result.map(|()| End::Drained),
+            result = serve(Setup { parsed, settings: &settings, api_keys, python: &python }, port, stop) => {
+                result.map(|()| End::Drained)
+            }
             signal = second_signal => Ok(End::AtOnce(signal)),
         }
     });
@@ -93,38 +107,49 @@ fn report_settings(parsed: &Parsed, settings: &Settings) {
     settings.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
 }
 
+/// What is known before anything is started.
+struct Setup<'a> {
+    parsed: &'a Parsed,
+    settings: &'a Settings,
+    api_keys: ApiKeys,
+    python: &'a Path,
+}
+
 /// Starts, serves until `stop`, drains, and stops the workers.
-async fn serve(
-    args: &Args,
-    settings: &Settings,
-    python: &std::path::Path,
-    port: ReservedPort,
-    stop: CancellationToken,
-) -> anyhow::Result<()> {
+async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) -> anyhow::Result<()> {
+    let Setup { parsed: Parsed { args, vertex_routes, .. }, settings, api_keys, python } = setup;
     let began = Instant::now();
     let started = tokio::select! {
         started = start::start(args, settings, python) => started?,
         () = stop.cancelled() => return Ok(()),
     };
-    let Started { engine, mut workers, prepared, text, model, limits, num_blocks, phases } = started;
+    // The folder's links are there until the end.
+    let Started { engine, mut workers, prepared, folder, text, model, limits, num_blocks, phases } = started;
+    let limits = RequestLimits {
+        max_concurrent_requests: args.max_concurrent_requests,
+        max_best_of: args.max_best_of,
+        max_stop_sequences: args.max_stop_sequences,
+        max_top_n_tokens: args.max_top_n_tokens,
+        max_input_tokens: limits.max_input_tokens as usize,
+        max_total_tokens: limits.max_total_tokens as usize,
+        max_client_batch_size: args.max_client_batch_size,
+    };
     let config = Config {
         model_id: prepared.model_id,
         model_sha: prepared.sha,
         pipeline_tag: prepared.pipeline_tag,
-        model_folder: prepared.folder,
-        limits: RequestLimits {
-            max_concurrent_requests: args.max_concurrent_requests,
-            max_best_of: args.max_best_of,
-            max_stop_sequences: args.max_stop_sequences,
-            max_top_n_tokens: args.max_top_n_tokens,
-            max_input_tokens: limits.max_input_tokens as usize,
-            max_total_tokens: limits.max_total_tokens as usize,
-            max_client_batch_size: args.max_client_batch_size,
-        },
+        model_folder: folder.path.clone(),
+        limits,
         validation_workers: args.validation_workers,
         payload_limit_bytes: args.payload_limit,
         cors_allow_origins: args.cors_allow_origin.clone(),
+        api_keys,
         compute_type: compute_type(settings.num_ranks, &model.device),
+        grammar_support: !args.disable_grammar_support,
+        prefill_logprobs: args.enable_prefill_logprobs,
+        prefix_caching: args.prefix_caching,
+        vertex_routes: vertex_routes.clone(),
+        connections: ConnectionLimits::new(&limits),
         graceful_termination_timeout: settings.graceful_termination_timeout,
     };
     let exporter = Exporter::install(&config.limits)?;

@@ -29,6 +29,12 @@ pub fn find_python(get_env: impl Fn(&str) -> Option<OsString>, binary: Option<&P
 pub fn python_module(python: &Path, module: &str) -> Command {
     let mut command = Command::new(python);
     command.arg("-m").arg(module).env_remove("LOG_LEVEL").env("HF_HUB_DISABLE_PROGRESS_BARS", "1");
+    // Nobody but the router checks keys.
+    command.env_remove("API_KEY").env_remove("API_KEY_FILE");
+    // COMPAT: a third name of the hub's token, which the hub's own library does not know.
+    if let (None, Some(token)) = (std::env::var_os("HF_TOKEN"), std::env::var_os("HF_API_TOKEN")) {
+        command.env("HF_TOKEN", token);
+    }
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).kill_on_drop(true);
     let parent = Pid::this();
     let bind_to_parent = move || {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use penstock_router::worker::Description;
 
-use crate::args::Args;
+use crate::args::{Args, RopeScaling};
 
 /// Tokens in one KV block.
 pub const BLOCK_TOKENS: u32 = 16;
@@ -213,11 +213,25 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         return Err(ResolveError::OutOfRange { name: "max-total-tokens", value: tokens.to_string(), allowed });
     }
     let fraction = args.cuda_memory_fraction;
-    if !(fraction > 0.0 && fraction <= 1.0) {
-        let allowed = "over 0 and at most 1";
-        return Err(ResolveError::OutOfRange { name: "cuda-memory-fraction", value: fraction.to_string(), allowed });
-    }
-    Ok(())
+    in_range("cuda-memory-fraction", fraction, fraction > 0.0 && fraction <= 1.0, "over 0 and at most 1")?;
+    let gamma = args.watermark_gamma.unwrap_or(0.5);
+    in_range("watermark-gamma", gamma, gamma > 0.0 && gamma < 1.0, "over 0 and under 1")?;
+    let delta = args.watermark_delta.unwrap_or(2.0);
+    in_range("watermark-delta", delta, delta > 0.0 && delta.is_finite(), "over 0")?;
+    let factor = args.rope_factor.unwrap_or(1.0);
+    in_range("rope-factor", factor, factor >= 1.0 && factor.is_finite(), "at least 1")?;
+    // The angles of cached keys would have to change as their sequence grows.
+    let is_linear = args.rope_scaling != Some(RopeScaling::Dynamic);
+    in_range(
+        "rope-scaling",
+        "dynamic",
+        is_linear,
+        "linear; for others, write rope_scaling into the model's config.json",
+    )
+}
+
+fn in_range(name: &'static str, value: impl ToString, holds: bool, allowed: &'static str) -> Result<(), ResolveError> {
+    if holds { Ok(()) } else { Err(ResolveError::OutOfRange { name, value: value.to_string(), allowed }) }
 }
 
 /// What no model and no machine can make true (spec §5.3).

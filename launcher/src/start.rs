@@ -9,6 +9,7 @@ use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, Warm
 use penstock_scheduler::Limits;
 
 use crate::args::Args;
+use crate::model_folder::{FolderError, ModelFolder};
 use crate::resolve::{BLOCK_TOKENS, Choice, ResolveError, SequenceLimits, Settings};
 use crate::weights::{self, PrepareError, Prepared};
 use crate::workers::{WorkerOptions, Workers, WorkersError};
@@ -25,6 +26,7 @@ pub struct Started {
     pub engine: Engine,
     pub workers: Workers,
     pub prepared: Prepared,
+    pub folder: ModelFolder,
     pub text: TextModel,
     pub model: Description,
     pub limits: SequenceLimits,
@@ -36,6 +38,8 @@ pub struct Started {
 pub enum StartError {
     #[error(transparent)]
     Prepare(#[from] PrepareError),
+    #[error(transparent)]
+    Folder(#[from] FolderError),
     #[error(transparent)]
     Tokenizer(LoadError),
     #[error("loading the tokenizer broke: {0}")]
@@ -54,6 +58,7 @@ pub enum StartError {
 struct Loaded {
     group: Group,
     prepared: Prepared,
+    folder: ModelFolder,
     text: TextModel,
     model: Description,
     pool: Pool,
@@ -98,6 +103,7 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         engine: Engine::start(loaded.group, options),
         workers,
         prepared: loaded.prepared,
+        folder: loaded.folder,
         text: loaded.text,
         model: loaded.model,
         limits: loaded.limits,
@@ -120,29 +126,35 @@ async fn load(
         let prepared = weights::prepare(python, args).await?;
         phases.push(timed("prepare model", began));
         tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
+        let folder = ModelFolder::new(&prepared.folder, args)?;
         let since = Instant::now();
-        let (folder, num_threads) = (prepared.folder.clone(), args.validation_workers);
-        let text = tokio::task::spawn_blocking(move || TextModel::load(&folder, num_threads, None))
+        let folder = ModelFolder::new(&prepared.folder, args)?;
+        let since = Instant::now();
+        let (path, chat_template, num_threads) =
+            (folder.path.clone(), folder.chat_template.clone(), args.validation_workers);
+        let text = tokio::task::spawn_blocking(move || TextModel::load(&path, num_threads, chat_template))
             .await?
             .map_err(StartError::Tokenizer)?;
         phases.push(timed("load tokenizer", since));
-        Ok::<_, StartError>((prepared, text))
+        Ok::<_, StartError>((prepared, folder, text))
     };
     let connect = async {
         let group = Group::connect(sockets, CONNECT_PATIENCE).await?;
         Ok((group, timed("start workers", began)))
     };
-    let ((prepared, text), (mut group, phase)) = tokio::try_join!(prepare, connect)?;
+    let ((prepared, folder, text), (mut group, phase)) = tokio::try_join!(prepare, connect)?;
     phases.push(phase);
 
     let since = Instant::now();
     let options = LoadOptions {
-        model_folder: prepared.folder.clone(),
+        model_folder: folder.path.clone(),
         dtype: args.dtype.map(|dtype| dtype.name().to_owned()),
         block_tokens: BLOCK_TOKENS,
         rendezvous,
         trust_remote_code: args.trust_remote_code,
         num_threads: u32::try_from(settings.num_threads).ok(),
+        watermark_gamma: args.watermark_gamma,
+        watermark_delta: args.watermark_delta,
     };
     let model = group.load(&options).await?;
     phases.push(timed("load", since));
@@ -180,7 +192,7 @@ async fn load(
     );
     let limits = SequenceLimits::resolve(args, settings, &model, pool.num_blocks)?;
     limits.choices.iter().for_each(log_choice);
-    Ok(Loaded { group, prepared, text, model, pool, step_tokens, limits, phases })
+    Ok(Loaded { group, prepared, folder, text, model, pool, step_tokens, limits, phases })
 }
 
 fn part_of(whole: &str, phase: &Phase) -> Phase {

@@ -60,6 +60,50 @@ const TGI_FLAGS: [&str; 54] = [
     "graceful-termination-timeout",
 ];
 
+/// TGI's environment variables that are no flag's (spec §5.2), but for those of flags.
+const TGI_VARIABLES: [&str; 40] = [
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "HF_API_TOKEN",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "HF_HUB_USER_AGENT_ORIGIN",
+    "HF_HUB_ENABLE_HF_TRANSFER",
+    "LOG_LEVEL",
+    "LOG_COLORIZE",
+    "COMPUTE_TYPE",
+    "ATTENTION",
+    "PREFILL_CHUNKING",
+    "USE_FLASH_ATTENTION",
+    "TGI_WIGGLE_ROOM",
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "DISABLE_EXLLAMA",
+    "EXLLAMA_VERSION",
+    "USE_CUTLASS_W8A8",
+    "XPU_MEMORY_FRACTION",
+    "OMP_NUM_THREADS",
+    "ROCM_USE_FLASH_ATTN_V2_TRITON",
+    "ROCM_USE_CUSTOM_PAGED_ATTN",
+    "ROCM_USE_SKINNY_GEMM",
+    "PYTORCH_TUNABLEOP_ENABLED",
+    "PYTORCH_TUNABLEOP_TUNING",
+    "PYTORCH_TUNABLEOP_SEQLENS",
+    "PYTORCH_TUNABLEOP_TUNING_AFTER_WARMUP",
+    "DEBUG",
+    "AIP_HTTP_PORT",
+    "AIP_PREDICT_ROUTE",
+    "AIP_HEALTH_ROUTE",
+    "DOCKER_LABEL",
+    "GIT_SHA",
+    "MAX_IMAGE_FETCH_SIZE",
+    "HF_MODEL_ID",
+    "HF_MODEL_REVISION",
+    "SM_NUM_GPUS",
+    "HF_MODEL_QUANTIZE",
+];
+
 /// Runs the binary with these arguments and no environment but this.
 fn penstock(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
@@ -85,6 +129,38 @@ fn every_flag_of_tgi_is_known() {
     }
 }
 
+/// The rows of a page's tables, by the flag or variable that they begin with.
+fn rows<'a>(page: &'a str, name: &str) -> Vec<&'a str> {
+    page.lines().filter(|line| line.starts_with(&format!("| `{name}`"))).collect()
+}
+
+#[test]
+fn the_pages_under_docs_are_what_the_code_says() {
+    for (page, written) in
+        [("flags", include_str!("../../docs/flags.md")), ("metrics", include_str!("../../docs/metrics.md"))]
+    {
+        let output = penstock(&["--reference", page], &[("PORT", "7"), ("SM_NUM_GPUS", "2")]);
+        let printed = String::from_utf8(output.stdout).expect("text");
+        assert_eq!(printed, written, "docs/{page}.md is stale: run `make docs`");
+    }
+}
+
+#[test]
+fn every_flag_and_variable_of_tgi_is_in_the_reference_once() {
+    let page = include_str!("../../docs/flags.md");
+    for flag in TGI_FLAGS {
+        let rows = rows(page, &format!("--{flag}"));
+        assert_eq!(rows.len(), 1, "--{flag}: {rows:?}");
+        let is_ours = rows[0].ends_with("| ours |");
+        assert!(!is_ours, "--{flag} is TGI's: {rows:?}");
+        let reason = rows[0].trim_end_matches(" |").rsplit(" | ").next().unwrap_or_default();
+        assert!(!reason.is_empty(), "--{flag} has no verdict: {rows:?}");
+    }
+    for variable in TGI_VARIABLES {
+        assert_eq!(rows(page, variable).len(), 1, "{variable}");
+    }
+}
+
 #[test]
 fn an_unknown_flag_is_refused_by_name() {
     let output = penstock(&["--no-such-flag"], &[]);
@@ -97,9 +173,8 @@ fn an_unsupported_flag_is_refused_with_what_to_do_instead() {
     for (flag, value, advice) in [
         ("quantize", "awq", "not supported yet"),
         ("speculate", "3", "not supported yet"),
-        ("api-key", "secret", "let a proxy check them"),
         ("lora-adapters", "a/b", "merge the adapter"),
-        ("rope-factor", "2.0", "config.json"),
+        ("ngrok-authtoken", "secret", "run a tunnel"),
     ] {
         let output = penstock(&[&format!("--{flag}"), value], &[]);
         assert_eq!(output.status.code(), Some(2));
@@ -114,7 +189,7 @@ fn an_unsupported_flag_is_refused_with_what_to_do_instead() {
 
 #[test]
 fn a_switch_that_the_environment_turns_off_is_not_asked_for() {
-    let output = penstock(&CONTRADICTION, &[("NGROK", "false"), ("ENABLE_PREFILL_LOGPROBS", "0"), ("QUANTIZE", "")]);
+    let output = penstock(&CONTRADICTION, &[("NGROK", "false"), ("DISABLE_CUSTOM_KERNELS", "0"), ("QUANTIZE", "")]);
     assert!(said(&output).contains("max-input-tokens must be less than max-total-tokens"), "{}", said(&output));
 }
 
@@ -163,20 +238,21 @@ fn a_python_that_is_not_there_is_named() {
 }
 
 /// Python's part is played by a shell script.
-fn with_python(script: &str) -> Output {
+fn with_python(script: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().expect("a temporary folder");
     let python = folder.path().join("python");
     std::fs::write(&python, format!("#!/bin/sh\n{script}\n")).expect("a writable folder");
     std::fs::set_permissions(&python, std::fs::Permissions::from_mode(0o755)).expect("our own file");
     let python = python.to_string_lossy().into_owned();
-    let environment = [("PENSTOCK_PYTHON", python.as_str()), ("PATH", "/usr/bin:/bin")];
-    penstock(&["--hostname", "127.0.0.1", "--port", "0", "--json-output"], &environment)
+    let environment = [&[("PENSTOCK_PYTHON", python.as_str()), ("PATH", "/usr/bin:/bin")], environment].concat();
+    penstock(&[&["--hostname", "127.0.0.1", "--port", "0", "--json-output"], arguments].concat(), &environment)
 }
 
 #[test]
 fn a_worker_that_ends_at_start_ends_the_start_with_its_words() {
-    let output = with_python("case $2 in *prepare) sleep 60;; *) echo 'error: no such device' >&2; exit 3;; esac");
+    let output =
+        with_python("case $2 in *prepare) sleep 60;; *) echo 'error: no such device' >&2; exit 3;; esac", &[], &[]);
     assert_eq!(output.status.code(), Some(1));
     let expected = "the worker of rank 0 ended with exit status 3: no such device";
     assert!(said(&output).contains(expected), "{}", said(&output));
@@ -184,11 +260,76 @@ fn a_worker_that_ends_at_start_ends_the_start_with_its_words() {
 
 #[test]
 fn a_model_that_cannot_be_prepared_ends_the_start_with_its_reason() {
-    let output =
-        with_python("case $2 in *prepare) echo 'error: there is no such model' >&2; exit 1;; *) sleep 60;; esac");
+    let output = with_python(
+        "case $2 in *prepare) echo 'error: there is no such model' >&2; exit 1;; *) sleep 60;; esac",
+        &[],
+        &[],
+    );
     assert_eq!(output.status.code(), Some(1));
     let message = said(&output);
     assert!(message.contains("the model cannot be prepared: there is no such model"), "{message}");
+}
+
+#[test]
+fn keys_are_in_no_line_and_in_no_workers_environment() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("keys");
+    std::fs::write(&file, "hidden-in-file\n").expect("a writable folder");
+    let file = file.to_string_lossy().into_owned();
+    let script = "tr '\\0' '\\n' < /proc/self/environ >&2; tr '\\0' ' ' < /proc/self/cmdline >&2; exit 3";
+    let environment = [("API_KEY", "hidden-one,hidden-two"), ("API_KEY_FILE", file.as_str()), ("SEEN", "yes")];
+    let message = said(&with_python(script, &["--env"], &environment));
+    assert!(message.contains("SEEN=yes") && message.contains("api-key is (hidden)"), "{message}");
+    assert!(!message.contains("hidden-"), "{message}");
+    let message = said(&with_python(script, &["--api-key", "hidden-three"], &[]));
+    assert!(message.contains("api-key is (hidden)") && !message.contains("hidden-three"), "{message}");
+}
+
+#[test]
+fn keys_that_would_open_the_server_are_refused() {
+    for (arguments, environment, words) in [
+        (&["--api-key", ""][..], &[][..], "is empty; leave it out"),
+        (&[], &[("API_KEY", "")], "is empty; leave it out"),
+        (&["--api-key-file", "/nonexistent"], &[], "cannot read --api-key-file /nonexistent"),
+        (&["--api-key", "two words"], &[], "key 1 of --api-key cannot be sent"),
+    ] {
+        let output = penstock(arguments, environment);
+        assert_eq!(output.status.code(), Some(2));
+        let message = said(&output);
+        assert!(message.contains(words) && !message.contains("two words"), "{message}");
+    }
+}
+
+#[test]
+fn a_platform_says_what_nobody_else_said() {
+    let settings = |arguments: &[&str], environment: &[(&str, &str)]| {
+        said(&penstock(&[arguments, &["--hostname", "127.0.0.1"]].concat(), environment))
+    };
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = taken.local_addr().expect("a bound socket").port().to_string();
+    let busy = format!("port {port} on 127.0.0.1 is in use");
+
+    let sagemaker = [("HF_MODEL_ID", "a/b"), ("SM_NUM_GPUS", "3"), ("PORT", "1"), ("SAGEMAKER_BIND_TO_PORT", &port)];
+    let message = settings(&["--json-output"], &sagemaker);
+    for words in ["model-id is a/b (from HF_MODEL_ID)", "num-shard is 3 (from SM_NUM_GPUS)", &busy] {
+        assert!(message.contains(words), "{words}: {message}");
+    }
+    let message = settings(&["--model-id", "c/d", "--port", &port], &[("HF_MODEL_ID", "a/b"), ("SM_NUM_GPUS", "1")]);
+    assert!(message.contains("c/d") && !message.contains("a/b") && message.contains(&busy), "{message}");
+
+    let message = settings(&[], &[("AIP_HTTP_PORT", &port), ("PORT", "1")]);
+    assert!(message.contains(&busy), "{message}");
+    let message = settings(&[], &[("HF_MODEL_QUANTIZE", "awq")]);
+    assert!(message.contains("quantize is refused"), "{message}");
+}
+
+#[test]
+fn a_variable_without_effect_is_said_to_have_none() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = taken.local_addr().expect("a bound socket").port().to_string();
+    let environment = [("ATTENTION", "flashinfer"), ("HOSTNAME", "127.0.0.1"), ("PORT", port.as_str())];
+    let message = said(&penstock(&[], &environment));
+    assert!(message.contains("environment variable ATTENTION has no effect: "), "{message}");
 }
 
 #[test]

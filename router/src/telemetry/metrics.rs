@@ -135,6 +135,11 @@ const METRICS: &[Metric] = &[
     histogram_of(STEP_WORKER_IDLE, Buckets::Step, "Seconds the worker waited for the step"),
 ];
 
+/// docs/metrics.md.
+pub fn reference() -> String {
+    String::new()
+}
+
 /// Renders what was recorded since [`Exporter::install`].
 #[derive(Clone, Debug)]
 pub struct Exporter {

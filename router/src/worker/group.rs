@@ -30,6 +30,10 @@ pub struct LoadOptions {
     pub trust_remote_code: bool,
     /// CPU threads of each rank; `None`: the worker chooses.
     pub num_threads: Option<u32>,
+    /// Part of the vocabulary that a watermark prefers, in (0, 1); `None`: the worker's default.
+    pub watermark_gamma: Option<f32>,
+    /// What a watermark adds to the logits of that part; `None`: the worker's default.
+    pub watermark_delta: Option<f32>,
 }
 
 /// What was loaded.
@@ -100,6 +104,8 @@ impl Group {
             trust_remote_code: options.trust_remote_code,
             deterministic: false,
             num_threads: options.num_threads.unwrap_or(0),
+            watermark_gamma: options.watermark_gamma.unwrap_or(0.0),
+            watermark_delta: options.watermark_delta.unwrap_or(0.0),
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
         agree("the vocabulary size", answers.iter().map(|answer| answer.vocab_size))?;

@@ -1,0 +1,198 @@
+//! The model's folder as the flags change it: links to what is in it, and in their place the files that are different.
+//!
+//! The router and the workers read one folder and need not know that anything was changed.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+use tempfile::TempDir;
+
+use crate::args::Args;
+
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+/// Where a template goes before the one in the tokenizer's configuration.
+const TEMPLATES: [&str; 3] = ["chat_template.jinja", "chat_template.json", "additional_chat_templates"];
+
+/// Gone when dropped; the model that was prepared stays.
+pub struct ModelFolder {
+    pub path: PathBuf,
+    /// The source of one that goes before every other.
+    pub chat_template: Option<String>,
+    _links: Option<TempDir>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum FolderError {
+    #[error("cannot read {}: {source}", .path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{} is not a JSON object: {reason}", .path.display())]
+    Malformed { path: PathBuf, reason: String },
+    #[error("--chat-template is neither a file nor a template: {0}")]
+    NoTemplate(String),
+    #[error("cannot make a folder of links to the model: {0}")]
+    Link(io::Error),
+}
+
+/// What is different: a file's name and its content, or `None` where it must not be.
+type Changes = Vec<(&'static str, Option<String>)>;
+
+impl ModelFolder {
+    pub fn new(prepared: &Path, args: &Args) -> Result<Self, FolderError> {
+        let chat_template = args.chat_template.as_deref().map(read_template).transpose()?;
+        let changes = changes(prepared, args)?;
+        if changes.is_empty() {
+            return Ok(Self { path: prepared.to_owned(), chat_template, _links: None });
+        }
+        let links = link(prepared, &changes).map_err(FolderError::Link)?;
+        Ok(Self { path: links.path().to_owned(), chat_template, _links: Some(links) })
+    }
+}
+
+fn changes(prepared: &Path, args: &Args) -> Result<Changes, FolderError> {
+    let mut changes = Changes::new();
+    if let Some(path) = &args.tokenizer_config_path {
+        let text = read(path)?;
+        if parse(path, &text)?.contains_key("chat_template") {
+            changes.extend(TEMPLATES.map(|name| (name, None)));
+        }
+        changes.push((TOKENIZER_CONFIG, Some(text)));
+    }
+    if args.rope_scaling.is_some() || args.rope_factor.is_some() {
+        let path = prepared.join("config.json");
+        let mut config = parse(&path, &read(&path)?)?;
+        stretch(&mut config, args.rope_factor.unwrap_or(1.0));
+        changes.push(("config.json", Some(Value::Object(config).to_string())));
+    }
+    Ok(changes)
+}
+
+/// COMPAT: a factor alone is linear, which is the only kind there is. The model's longest sequence grows with it.
+fn stretch(config: &mut Map<String, Value>, factor: f64) {
+    // Newer checkpoints keep the base in `rope_parameters` too, which go before `rope_scaling`.
+    let name = if config.contains_key("rope_parameters") { "rope_parameters" } else { "rope_scaling" };
+    let rope = config.entry(name).or_insert(Value::Null);
+    if !rope.is_object() {
+        *rope = json!({});
+    }
+    // The older name of the kind would contradict the newer one.
+    rope.as_object_mut().map(|rope| rope.remove("type"));
+    rope["rope_type"] = "linear".into();
+    rope["factor"] = factor.into();
+    if let Some(positions) = config.get("max_position_embeddings").and_then(Value::as_f64) {
+        config.insert("max_position_embeddings".to_owned(), ((positions * factor) as u64).into());
+    }
+}
+
+fn read_template(given: &str) -> Result<String, FolderError> {
+    // What has a brace is a template; a path with one is somebody's joke.
+    if given.contains('{') {
+        Ok(given.to_owned())
+    } else if Path::new(given).is_file() {
+        read(Path::new(given))
+    } else {
+        Err(FolderError::NoTemplate(given.to_owned()))
+    }
+}
+
+fn read(path: &Path) -> Result<String, FolderError> {
+    std::fs::read_to_string(path).map_err(|source| FolderError::Read { path: path.to_owned(), source })
+}
+
+fn parse(path: &Path, text: &str) -> Result<Map<String, Value>, FolderError> {
+    serde_json::from_str(text)
+        .map_err(|error| FolderError::Malformed { path: path.to_owned(), reason: error.to_string() })
+}
+
+fn link(prepared: &Path, changes: &Changes) -> io::Result<TempDir> {
+    let folder = tempfile::Builder::new().prefix("penstock-model-").tempdir()?;
+    // A link's target counts from where the link is.
+    for entry in std::fs::read_dir(prepared.canonicalize()?)? {
+        let entry = entry?;
+        if !changes.iter().any(|(name, _)| entry.file_name() == *name) {
+            std::os::unix::fs::symlink(entry.path(), folder.path().join(entry.file_name()))?;
+        }
+    }
+    for (name, content) in changes {
+        if let Some(content) = content {
+            std::fs::write(folder.path().join(name), content)?;
+        }
+    }
+    Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    fn prepared() -> TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, content) in [
+            ("config.json", r#"{"max_position_embeddings": 100, "rope_scaling": {"type": "yarn"}}"#),
+            (TOKENIZER_CONFIG, r#"{"own": true}"#),
+            ("chat_template.jinja", "own"),
+            ("model.safetensors", "weights"),
+        ] {
+            std::fs::write(folder.path().join(name), content).unwrap();
+        }
+        folder
+    }
+
+    fn with(prepared: &TempDir, flags: &[&str]) -> Result<ModelFolder, FolderError> {
+        let args = Args::try_parse_from([&["penstock"], flags].concat()).unwrap();
+        ModelFolder::new(prepared.path(), &args)
+    }
+
+    fn text(folder: &ModelFolder, name: &str) -> Option<String> {
+        std::fs::read_to_string(folder.path.join(name)).ok()
+    }
+
+    #[test]
+    fn without_changes_it_is_the_prepared_folder() {
+        let prepared = prepared();
+        assert_eq!(with(&prepared, &[]).unwrap().path, prepared.path());
+    }
+
+    #[test]
+    fn a_given_tokenizer_configuration_takes_the_place_of_the_models_own() {
+        let (prepared, given) = (prepared(), tempfile::tempdir().unwrap());
+        let path = given.path().join("given.json");
+        let flags = ["--tokenizer-config-path", &path.to_string_lossy()].map(str::to_owned);
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        std::fs::write(&path, r#"{"bos_token": "<s>"}"#).unwrap();
+        let folder = with(&prepared, &flags).unwrap();
+        assert_eq!(text(&folder, TOKENIZER_CONFIG).unwrap(), r#"{"bos_token": "<s>"}"#);
+        assert_eq!(text(&folder, "chat_template.jinja").as_deref(), Some("own"));
+        assert_eq!(text(&folder, "model.safetensors").as_deref(), Some("weights"));
+        std::fs::write(&path, r#"{"chat_template": "given"}"#).unwrap();
+        assert_eq!(
+            text(&with(&prepared, &flags).unwrap(), "chat_template.jinja"),
+            None,
+            "the given template is not hidden"
+        );
+        std::fs::write(&path, "[]").unwrap();
+        assert!(with(&prepared, &flags).err().unwrap().to_string().contains("is not a JSON object"));
+    }
+
+    #[test]
+    fn a_template_is_a_file_or_itself() {
+        let prepared = prepared();
+        let folder = with(&prepared, &["--chat-template", "{{ messages }}"]).unwrap();
+        assert_eq!(folder.chat_template.as_deref(), Some("{{ messages }}"));
+        let path = prepared.path().join("model.safetensors");
+        let folder = with(&prepared, &["--chat-template", &path.to_string_lossy()]).unwrap();
+        assert_eq!(folder.chat_template.as_deref(), Some("weights"));
+        let error = with(&prepared, &["--chat-template", "/nonexistent"]).err().unwrap().to_string();
+        assert_eq!(error, "--chat-template is neither a file nor a template: /nonexistent");
+    }
+
+    #[test]
+    fn stretched_positions_are_written_into_the_configuration() {
+        let folder = with(&prepared(), &["--rope-factor", "2.5"]).unwrap();
+        let config: Value = serde_json::from_str(&text(&folder, "config.json").unwrap()).unwrap();
+        let expected = json!({"max_position_embeddings": 250, "rope_scaling": {"rope_type": "linear", "factor": 2.5}});
+        assert_eq!(config, expected);
+    }
+}

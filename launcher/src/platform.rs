@@ -1,0 +1,96 @@
+//! What SageMaker and Vertex AI tell a container in variables of their own, as defaults of our settings.
+
+use clap::Command;
+use penstock_router::config::VertexRoutes;
+
+/// SageMaker's variable → the setting's id and its own variable (spec §9.2).
+const SAGEMAKER: [(&str, &str); 5] = [
+    ("HF_MODEL_ID", "model_id"),
+    ("HF_MODEL_REVISION", "revision"),
+    ("SM_NUM_GPUS", "num_shard"),
+    ("HF_MODEL_QUANTIZE", "quantize"),
+    ("HF_MODEL_TRUST_REMOTE_CODE", "trust_remote_code"),
+];
+/// Any of them means that this is a SageMaker container, which must listen on 8080.
+const SAGEMAKER_MARKS: [&str; 5] =
+    ["SM_NUM_GPUS", "SM_HOSTS", "SM_CURRENT_HOST", "SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_REGION"];
+const SAGEMAKER_PORT: &str = "8080";
+
+/// A default that a platform gives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Default {
+    id: &'static str,
+    value: String,
+    origin: &'static str,
+}
+
+#[derive(Clone, Debug, std::default::Default, PartialEq, Eq)]
+pub struct Platform {
+    defaults: Vec<Default>,
+    /// The variable that says which port it must be; it goes before `PORT`, which images set for everybody.
+    port_variable: Option<&'static str>,
+    pub vertex_routes: VertexRoutes,
+}
+
+impl Platform {
+    pub fn detect(get_env: impl Fn(&str) -> Option<String>) -> Self {
+        let get = |name: &str| get_env(name).filter(|value| !value.is_empty());
+        let given = |(origin, id): (&'static str, &'static str)| Some(Default { id, value: get(origin)?, origin });
+        let mut platform = Self {
+            defaults: SAGEMAKER.into_iter().filter_map(given).collect(),
+            port_variable: None,
+            vertex_routes: VertexRoutes { predict: get("AIP_PREDICT_ROUTE"), health: get("AIP_HEALTH_ROUTE") },
+        };
+        if get("AIP_HTTP_PORT").is_some() {
+            platform.port_variable = Some("AIP_HTTP_PORT");
+        } else if SAGEMAKER_MARKS.into_iter().any(|name| get(name).is_some()) {
+            platform.port_variable = Some("SAGEMAKER_BIND_TO_PORT");
+            let default = Default { id: "port", value: SAGEMAKER_PORT.to_owned(), origin: "SageMaker's convention" };
+            platform.defaults.push(default);
+        }
+        platform
+    }
+
+    pub fn apply(&self, mut command: Command) -> Command {
+        if let Some(variable) = self.port_variable {
+            command = command.mut_arg("port", |arg| arg.env(variable));
+        }
+        for Default { id, value, .. } in &self.defaults {
+            command = command.mut_arg(*id, |arg| arg.default_value(value.clone()));
+        }
+        command
+    }
+
+    /// Where the default of a setting comes from, when a platform gave it.
+    pub fn origin(&self, id: &str) -> Option<&'static str> {
+        self.defaults.iter().find(|default| default.id == id).map(|default| default.origin)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn detect(variables: &[(&str, &str)]) -> Platform {
+        Platform::detect(|name| variables.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_owned()))
+    }
+
+    #[test]
+    fn an_ordinary_machine_is_no_platform() {
+        assert_eq!(detect(&[("MODEL_ID", "a/b"), ("HF_MODEL_ID", "")]), Platform::default());
+    }
+
+    #[test]
+    fn the_port_is_sagemakers_only_there() {
+        assert_eq!(detect(&[("HF_MODEL_ID", "a/b")]).origin("port"), None);
+        assert_eq!(detect(&[("SM_NUM_GPUS", "1")]).origin("port"), Some("SageMaker's convention"));
+    }
+
+    #[test]
+    fn vertex_says_its_port_and_routes() {
+        let platform = detect(&[("AIP_HTTP_PORT", "9000"), ("AIP_PREDICT_ROUTE", "/predict"), ("SM_HOSTS", "a")]);
+        assert_eq!(platform.port_variable, Some("AIP_HTTP_PORT"));
+        let routes = VertexRoutes { predict: Some("/predict".to_owned()), health: None };
+        assert_eq!(platform.vertex_routes, routes);
+    }
+}
