@@ -15,6 +15,8 @@ pub(super) struct StepInFlight {
     method: &'static str,
     num_sequences: usize,
     starts: bool,
+    /// New sequences and others are in it together.
+    joins: bool,
     /// What led to this plan: the arrival of a report or of a command.
     woken_at: Instant,
     sent_at: Instant,
@@ -28,6 +30,7 @@ pub(super) struct StepRecord {
     method: &'static str,
     num_sequences: usize,
     starts: bool,
+    joins: bool,
     schedule: Duration,
     round_trip: Duration,
     apply: Duration,
@@ -44,6 +47,7 @@ impl StepInFlight {
             method: if is_decode { "decode" } else { "prefill" },
             num_sequences: plan.advances.len(),
             starts: !plan.started.is_empty(),
+            joins: !plan.started.is_empty() && plan.started.len() < plan.advances.len(),
             woken_at,
             sent_at: woken_at,
             schedule: Duration::ZERO,
@@ -73,6 +77,7 @@ impl StepRecord {
             method: step.method,
             num_sequences: step.num_sequences,
             starts: step.starts,
+            joins: step.joins,
             schedule: step.schedule,
             round_trip: arrived_at - step.sent_at,
             apply: applied_at - arrived_at,
@@ -91,6 +96,7 @@ impl StepRecord {
             return; // A plan that only frees is not a step of the model.
         }
         metrics::batch_inference(self.method, self.worker.forward, self.interval);
+        metrics::batch_changed(self.method, self.schedule, self.joins, self.apply);
         if self.starts {
             metrics::batch_next_size(self.num_sequences);
         }

@@ -14,6 +14,7 @@ use tokio::time::Instant;
 use super::handle::{EngineOptions, State};
 use super::record::{StepInFlight, StepRecord};
 use super::{FinishReason, Load, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, Token};
+use crate::telemetry::metrics;
 use crate::worker::{Group, StepReport, Steps};
 
 pub(super) enum Command {
@@ -199,6 +200,7 @@ impl StepLoop {
         };
         let result = scheduler::StepResult { step: report.step, outputs: report.outputs.iter().map(output).collect() };
         let events = self.scheduler.apply(&result).map_err(|error| error.to_string())?;
+        metrics::tokens_accepted(report.outputs.iter().map(|output| output.tokens.as_ref().map_or(0, Vec::len)));
         // Before the events: whoever reads that its sequence has ended finds its blocks free.
         self.publish_load();
         for event in events {

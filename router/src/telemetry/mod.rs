@@ -3,6 +3,7 @@
 mod identity;
 pub mod metrics;
 mod record;
+mod table;
 
 pub(crate) use identity::RequestIdentity;
 pub(crate) use record::{RequestRecord, RequestSummary};

@@ -1,6 +1,7 @@
 //! A server on a free port over an engine that a test scripts, and a client to talk to it.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -160,24 +161,7 @@ impl Server {
     pub async fn start(script: impl Fn(Sequence) + Send + Sync + 'static, adjust: impl FnOnce(&mut Config)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         model::write(folder.path());
-        let mut config = Config {
-            model_id: "test/model".to_owned(),
-            model_sha: None,
-            pipeline_tag: None,
-            model_folder: folder.path().to_owned(),
-            limits: LIMITS,
-            validation_workers: 1,
-            payload_limit_bytes: 10_000,
-            cors_allow_origins: Vec::new(),
-            api_keys: ApiKeys::default(),
-            compute_type: "1-cpu".to_owned(),
-            grammar_support: true,
-            prefill_logprobs: true,
-            prefix_caching: true,
-            vertex_routes: VertexRoutes::default(),
-            connections: ConnectionLimits::new(&LIMITS),
-            graceful_termination_timeout: Duration::from_secs(10),
-        };
+        let mut config = config(folder.path());
         adjust(&mut config);
         let engine = Arc::new(Engine {
             script: Box::new(script),
@@ -232,8 +216,30 @@ pub async fn whole(response: Response<hyper::body::Incoming>) -> Answer {
     Answer { status: parts.status, headers: parts.headers, body: String::from_utf8(body.to_vec()).unwrap() }
 }
 
+/// For a model in this folder.
+pub fn config(folder: &Path) -> Config {
+    Config {
+        model_id: "test/model".to_owned(),
+        model_sha: None,
+        pipeline_tag: None,
+        model_folder: folder.to_owned(),
+        limits: LIMITS,
+        validation_workers: 1,
+        payload_limit_bytes: 10_000,
+        cors_allow_origins: Vec::new(),
+        api_keys: ApiKeys::default(),
+        compute_type: "1-cpu".to_owned(),
+        grammar_support: true,
+        prefill_logprobs: true,
+        prefix_caching: true,
+        vertex_routes: VertexRoutes::default(),
+        connections: ConnectionLimits::new(&LIMITS),
+        graceful_termination_timeout: Duration::from_secs(10),
+    }
+}
+
 /// The process's recorder: tests of one process share it.
-fn exporter() -> Exporter {
+pub fn exporter() -> Exporter {
     static EXPORTER: OnceLock<Exporter> = OnceLock::new();
     EXPORTER.get_or_init(|| Exporter::install(&LIMITS).unwrap()).clone()
 }

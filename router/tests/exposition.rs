@@ -1,0 +1,224 @@
+//! What a scrape of a whole router shows after every kind of traffic: all of TGI's metrics, under TGI's labels.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+#[allow(dead_code, reason = "shared with tests/engine.rs")]
+mod fake_worker;
+#[allow(dead_code, reason = "shared with tests/http")]
+#[path = "http/model.rs"]
+mod model;
+#[allow(dead_code, reason = "shared with tests/http")]
+#[path = "http/server.rs"]
+mod server;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::http::{Request, Response, StatusCode};
+use fake_worker::{FakeGroup, Script};
+use http_body_util::{BodyExt, Full};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use penstock_router::engine::{Engine, EngineOptions};
+use penstock_router::telemetry::metrics::batch_total_tokens;
+use penstock_router::text::TextModel;
+use penstock_router::worker::Group;
+use penstock_router::{Services, serve};
+use penstock_scheduler::Limits;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::server::whole;
+
+/// Spec §4. A summary there, and a histogram here because TGI's own dashboard asks for its buckets: skipped_tokens.
+const TGI: [(&str, &str, &str); 27] = [
+    ("tgi_request_count", "counter", ""),
+    ("tgi_request_success", "counter", ""),
+    ("tgi_request_failure", "counter", "err"),
+    ("tgi_request_duration", "histogram", ""),
+    ("tgi_request_validation_duration", "histogram", ""),
+    ("tgi_request_queue_duration", "histogram", ""),
+    ("tgi_request_inference_duration", "histogram", ""),
+    ("tgi_request_mean_time_per_token_duration", "histogram", ""),
+    ("tgi_request_generated_tokens", "histogram", ""),
+    ("tgi_request_input_length", "histogram", ""),
+    ("tgi_request_max_new_tokens", "histogram", ""),
+    ("tgi_request_skipped_tokens", "histogram", ""),
+    ("tgi_queue_size", "gauge", ""),
+    ("tgi_batch_current_size", "gauge", ""),
+    ("tgi_batch_current_max_tokens", "gauge", ""),
+    ("tgi_batch_next_size", "histogram", ""),
+    ("tgi_batch_inference_count", "counter", "method"),
+    ("tgi_batch_inference_success", "counter", "method"),
+    ("tgi_batch_inference_failure", "counter", "method"),
+    ("tgi_batch_inference_duration", "histogram", "method"),
+    ("tgi_batch_forward_duration", "histogram", "method"),
+    ("tgi_batch_decode_duration", "histogram", "method"),
+    ("tgi_batch_filter_duration", "histogram", "method"),
+    ("tgi_batch_concat_duration", "histogram", "method"),
+    ("tgi_batch_concat", "counter", "reason"),
+    ("tgi_batch_max_total_tokens", "gauge", ""),
+    ("tgi_batch_total_tokens", "gauge", ""),
+];
+
+/// A prompt that begins with it breaks in the worker.
+const BROKEN: u8 = b'!';
+const PATIENCE: Duration = Duration::from_secs(30);
+
+struct Router {
+    address: SocketAddr,
+    client: Client<HttpConnector, Full<Bytes>>,
+    group: FakeGroup,
+    open_gate: watch::Sender<u64>,
+    _folder: tempfile::TempDir,
+}
+
+impl Router {
+    async fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        model::write_with_template(folder.path(), &json!("{{ raise_exception('no chat') }}"));
+        let mut config = server::config(folder.path());
+        config.limits.max_concurrent_requests = 2;
+        let (open_gate, gate) = watch::channel(u64::MAX);
+        let script = Script { gate: Some(gate), broken_first_token: Some(BROKEN.into()), ..Script::default() };
+        let group = FakeGroup::start(vec![script]);
+        let limits = Limits {
+            max_step_tokens: 64,
+            max_step_sequences: 16,
+            max_sequence_tokens: 256,
+            num_blocks: 256,
+            block_tokens: 16,
+            max_steps_in_flight: 2,
+        };
+        let metrics = server::exporter();
+        batch_total_tokens(256 * 16);
+        let ranks = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+        let engine = Arc::new(Engine::start(ranks, EngineOptions { limits, step_deadline: PATIENCE }));
+        let text = TextModel::load(folder.path(), 1).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(serve(config, Services { engine, text, metrics }, listener, CancellationToken::new()));
+        let client = Client::builder(TokioExecutor::new()).build_http();
+        Self { address, client, group, open_gate, _folder: folder }
+    }
+
+    async fn open(&self, path: &str, body: Value) -> Response<hyper::body::Incoming> {
+        let request = Request::post(format!("http://{}{path}", self.address));
+        let body = Full::new(Bytes::from(body.to_string()));
+        self.client.request(request.header("content-type", "application/json").body(body).unwrap()).await.unwrap()
+    }
+
+    async fn status(&self, path: &str, body: Value) -> StatusCode {
+        let response = self.open(path, body).await;
+        let status = response.status();
+        response.into_body().collect().await.unwrap();
+        status
+    }
+
+    async fn scrape(&self) -> String {
+        let request = Request::get(format!("http://{}/metrics", self.address)).body(Full::default()).unwrap();
+        whole(self.client.request(request).await.unwrap()).await.body
+    }
+
+    /// Scrapes until the last of the traffic has been counted: a record is closed just after its answer's end.
+    async fn scrape_until(&self, line: &str) -> String {
+        let wait = async {
+            loop {
+                let text = self.scrape().await;
+                if text.lines().any(|found| found == line) {
+                    return text;
+                }
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, wait).await.unwrap_or_else(|_| panic!("{line} never came"))
+    }
+
+    fn last_step(&self) -> u64 {
+        self.group.ranks[0].look(|seen| seen.plans.last().map_or(0, |plan| plan.step))
+    }
+}
+
+fn generate(inputs: &str, max_new_tokens: u32) -> Value {
+    json!({"inputs": inputs, "parameters": {"max_new_tokens": max_new_tokens}})
+}
+
+/// Everything that can happen to requests and steps.
+async fn traffic(router: &Router) -> String {
+    assert_eq!(router.status("/generate", generate("Hi", 5)).await, StatusCode::OK);
+    assert_eq!(router.status("/generate", generate("", 5)).await, StatusCode::UNPROCESSABLE_ENTITY);
+    assert_eq!(router.status("/generate", generate("!", 5)).await, StatusCode::FAILED_DEPENDENCY);
+    let chat = json!({"messages": [{"role": "user", "content": "Hi"}]});
+    assert_eq!(router.status("/v1/chat/completions", chat).await, StatusCode::BAD_REQUEST);
+
+    // One runs, held by the worker; another joins it; a third finds the server full.
+    let before = router.last_step();
+    router.open_gate.send_replace(before);
+    let first = router.open("/generate_stream", generate("Hi", 100)).await;
+    router.group.ranks[0].wait_until(|seen| seen.plans.last().is_some_and(|plan| plan.step > before)).await;
+    let second = router.open("/generate_stream", generate("Ho", 100)).await;
+    assert_eq!(router.status("/generate", generate("Hi", 5)).await, StatusCode::TOO_MANY_REQUESTS);
+    router.open_gate.send_replace(u64::MAX);
+    for response in [first, second] {
+        response.into_body().collect().await.unwrap();
+    }
+
+    let mut left = router.open("/generate_stream", generate("Hi", 200)).await;
+    left.body_mut().frame().await.unwrap().unwrap();
+    drop(left);
+    router.scrape_until(r#"tgi_request_failure{err="dropped"} 1"#).await;
+
+    // The worker dies in the middle of a step.
+    router.open_gate.send_replace(router.last_step() + 4);
+    let cut = router.open("/generate_stream", generate("Hi", 200)).await;
+    router.group.ranks[0].kill();
+    cut.into_body().collect().await.unwrap();
+    router.scrape_until(r#"tgi_request_failure{err="generation"} 2"#).await
+}
+
+#[tokio::test]
+async fn every_metric_of_tgi_appears_with_its_type_and_labels() {
+    let router = Router::start().await;
+    let text = traffic(&router).await;
+    for (name, kind, label) in TGI {
+        assert!(text.contains(&format!("# TYPE {name} {kind}\n")), "{name} is no {kind} in\n{text}");
+        let labels = labels(&text, name, kind);
+        let expected: Vec<&str> = [label].into_iter().filter(|label| !label.is_empty()).collect();
+        assert_eq!(labels.keys().collect::<Vec<_>>(), expected, "the labels of {name}");
+    }
+    for err in ["overloaded", "validation", "template", "generation", "dropped"] {
+        assert!(text.contains(&format!("tgi_request_failure{{err=\"{err}\"}}")), "{err}");
+    }
+    for line in [r#"tgi_batch_concat{reason="chunking"} 1"#, "tgi_batch_max_total_tokens 4096"] {
+        assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+    }
+
+    // The page of the documentation says the same of every series, ours among them.
+    let page = include_str!("../../docs/metrics.md");
+    for (name, kind) in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' ')) {
+        let row = page.lines().find(|row| row.starts_with(&format!("| `{name}` | {kind}")));
+        let row = row.unwrap_or_else(|| panic!("{name}, a {kind}, is not in docs/metrics.md"));
+        for (label, values) in labels(&text, name, kind) {
+            assert!(row.contains(&format!("`{label}`: ")), "{row} does not name {label}");
+            assert!(values.iter().all(|value| row.contains(value)), "{row} does not name all of {values:?}");
+        }
+    }
+}
+
+/// The labels that a metric's series have, and their values; without those of its format.
+fn labels(text: &str, name: &str, kind: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let series = if kind == "histogram" { format!("{name}_count") } else { name.to_owned() };
+    let mut labels: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for line in text.lines().filter_map(|line| line.strip_prefix(&series)?.strip_prefix('{')) {
+        let inside = line.split_once('}').unwrap().0;
+        for (label, value) in inside.split(',').map(|pair| pair.split_once('=').unwrap()) {
+            labels.entry(label.to_owned()).or_default().insert(value.trim_matches('"').to_owned());
+        }
+    }
+    labels
+}
