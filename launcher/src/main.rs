@@ -152,11 +152,12 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
         connections: ConnectionLimits::new(&limits),
         graceful_termination_timeout: settings.graceful_termination_timeout,
     };
+    let has_keys = !config.api_keys.is_empty();
     let exporter = Exporter::install(&config.limits)?;
     metrics::batch_total_tokens(num_blocks as usize * BLOCK_TOKENS as usize);
     let url = public_url(port.address);
     let listener = port.open()?;
-    report_ready(&phases, began.elapsed(), &url);
+    report_ready(&phases, began.elapsed(), &url, has_keys);
     // Without workers there is nothing to wait for: what is open has failed and is drained at once.
     let drain = stop.child_token();
     let services = Services { engine: Arc::new(engine.clone()), text, metrics: exporter };
@@ -209,12 +210,12 @@ fn public_url(mut address: std::net::SocketAddr) -> String {
     format!("http://{address}")
 }
 
-fn report_ready(phases: &[Phase], total: Duration, url: &str) {
+fn report_ready(phases: &[Phase], total: Duration, url: &str, has_keys: bool) {
     for phase in phases {
         tracing::info!(seconds = rounded(phase.duration), "phase {}", phase.name);
     }
     tracing::info!(url, seconds = rounded(total), "ready");
-    tracing::info!("try:\n{}", example(url));
+    tracing::info!("try:\n{}", example(url, has_keys));
 }
 
 /// Seconds, to the millisecond.
@@ -222,9 +223,10 @@ fn rounded(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1000.0).round() / 1000.0
 }
 
-fn example(url: &str) -> String {
+fn example(url: &str, has_keys: bool) -> String {
+    let key = if has_keys { "-H 'authorization: Bearer KEY' " } else { "" };
     format!(
-        "curl {url}/v1/chat/completions -H 'content-type: application/json' \
+        "curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \
          -d '{{\"messages\":[{{\"role\":\"user\",\"content\":\"What is the capital of France?\"}}],\"max_tokens\":40}}'"
     )
 }

@@ -259,6 +259,8 @@ fn load_options() -> LoadOptions {
         rendezvous: "file:///meet".to_owned(),
         trust_remote_code: false,
         num_threads: Some(2),
+        watermark_gamma: Some(0.25),
+        watermark_delta: None,
     }
 }
 
@@ -281,6 +283,7 @@ async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
     for rank in &group.ranks {
         rank.look(|seen| {
             assert_eq!(seen.loads[0].rendezvous, "file:///meet");
+            assert_eq!((seen.loads[0].watermark_gamma, seen.loads[0].watermark_delta), (0.25, 0.0));
             assert_eq!(seen.warm_ups[0].num_blocks, 77);
         });
     }
