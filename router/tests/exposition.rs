@@ -99,7 +99,7 @@ impl Router {
         batch_total_tokens(256 * 16);
         let ranks = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
         let engine = Arc::new(Engine::start(ranks, EngineOptions { limits, step_deadline: PATIENCE }));
-        let text = TextModel::load(folder.path(), 1).unwrap();
+        let text = TextModel::load(folder.path(), 1, None).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(serve(config, Services { engine, text, metrics }, listener, CancellationToken::new()));
