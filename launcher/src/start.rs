@@ -128,8 +128,6 @@ async fn load(
         tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
         let folder = ModelFolder::new(&prepared.folder, args)?;
         let since = Instant::now();
-        let folder = ModelFolder::new(&prepared.folder, args)?;
-        let since = Instant::now();
         let (path, chat_template, num_threads) =
             (folder.path.clone(), folder.chat_template.clone(), args.validation_workers);
         let text = tokio::task::spawn_blocking(move || TextModel::load(&path, num_threads, chat_template))
