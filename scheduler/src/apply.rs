@@ -3,10 +3,10 @@
 //! A result is checked whole before anything changes. Outputs for a stay that is over (ended, aborted, preempted) are
 //! discarded, and need not be there.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::error::ApplyError;
-use crate::flight::InFlight;
+use crate::flight::{InFlight, Stay};
 use crate::plan::{Event, SequenceId, StepResult};
 use crate::scheduler::Scheduler;
 
@@ -14,9 +14,11 @@ impl Scheduler {
     /// Takes the result of the oldest step in flight. Events are in the order of the plan's advances.
     pub fn apply(&mut self, result: &StepResult) -> Result<Vec<Event>, ApplyError> {
         let matched = self.match_outputs(result)?;
+        self.void_what_relied_on(self.failed_stays(result));
         self.flights.pop_front();
-        self.pool.retire(result.step);
-        Ok(matched.into_iter().map(|(id, output_index)| self.take_output(result, id, output_index)).collect())
+        let events = matched.into_iter().map(|(id, output_index)| self.take_output(result, id, output_index)).collect();
+        self.cache.pool.retire(result.step);
+        Ok(events)
     }
 
     /// The outputs that count, with the index of each in the result.
@@ -55,6 +57,14 @@ impl Scheduler {
         self.sequences.get(&in_flight.id).is_some_and(|sequence| sequence.stay() == Some(in_flight.stay))
     }
 
+    /// Also those of sequences that have ended or started again since.
+    fn failed_stays(&self, result: &StepResult) -> Vec<Stay> {
+        let failed = result.outputs.iter().filter(|output| output.token_ids.is_none());
+        let failed: HashSet<_> = failed.map(|output| output.id).collect();
+        let advances = self.flights.front().map_or(&[][..], |flight| &flight.advances);
+        advances.iter().filter(|in_flight| failed.contains(&in_flight.id)).map(|in_flight| in_flight.stay).collect()
+    }
+
     fn take_output(&mut self, result: &StepResult, id: SequenceId, output_index: usize) -> Event {
         let Some(token_ids) = &result.outputs[output_index].token_ids else {
             self.end(id);
@@ -62,6 +72,7 @@ impl Scheduler {
         };
         let sequence = self.sequences.get_mut(&id).expect("invariant: a matched output's sequence is known");
         let finished = token_ids.iter().find_map(|token_id| sequence.accept(*token_id));
+        self.share(id);
         if finished.is_some() {
             self.end(id);
         }

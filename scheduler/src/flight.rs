@@ -1,12 +1,12 @@
 //! What a step that is out contains, to match its result with.
 
-use crate::plan::SequenceId;
+use crate::plan::{BlockId, SequenceId};
 
 /// One stay of a sequence in the worker, from `started` to `freed`. Never reused.
 ///
 /// INVARIANT: outputs of an earlier stay are discarded. So a preempted sequence loses what was being sampled for it, and
 /// samples it again: the token at a position is a function of the sequence, its seed and the position only.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Stay(pub u64);
 
 /// A plan that was handed out, and whose result is not back.
@@ -17,9 +17,13 @@ pub(crate) struct Flight {
     pub advances: Vec<InFlight>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct InFlight {
     pub id: SequenceId,
     pub stay: Stay,
     pub sample: bool,
+    /// Blocks that it writes to their end, and that may so be shared.
+    pub filled: Vec<BlockId>,
+    /// Shared blocks that it starts with and that were not written yet.
+    pub relied_on: Vec<BlockId>,
 }

@@ -5,20 +5,27 @@
 //! its end. `apply`, `submit` and `abort` may each make a new plan possible, so call `plan` until it answers `None` after
 //! any of them.
 
+mod admission;
 mod apply;
+mod audit;
+mod cache;
 mod error;
+mod fault;
 mod flight;
 mod order;
 mod plan;
 mod pool;
+mod prefix;
 mod scheduler;
 mod sequence;
+mod sharing;
 mod step;
 #[cfg(test)]
 mod tests;
 
 pub use error::{ApplyError, SubmitError};
 pub use plan::{
-    Advance, BlockId, Event, FinishReason, Limits, Output, Plan, SequenceId, Start, StepResult, Submission, TokenId,
+    Advance, BlockId, Event, FinishReason, Limits, LinkHash, Output, Plan, SequenceId, Start, StepResult, Submission,
+    TokenId,
 };
 pub use scheduler::{Scheduler, Stats};

@@ -1,12 +1,33 @@
 //! Sequences in the order in which they are served: the queue, and those that run.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use crate::plan::SequenceId;
 
 /// Who is served first and preempted last: the smaller. Unique, given at submission and kept through preemption.
+///
+/// Ageing is in it, although it never changes: since all that wait age alike, a priority is worth the same head start for
+/// ever, namely having arrived so much earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Precedence(pub u64);
+pub(crate) struct Precedence {
+    /// With ageing the arrival less the head start, in ns; without it the priority, reversed.
+    rank: i128,
+    arrived_at: Duration,
+    number: u64,
+}
+
+impl Precedence {
+    /// `number` is unique.
+    pub fn new(priority: i32, ageing: Option<Duration>, arrived_at: Duration, number: u64) -> Self {
+        // No overflow: a duration has less than 95 bits of ns, a priority 31.
+        let rank = match ageing {
+            Some(ageing) => arrived_at.as_nanos() as i128 - ageing.as_nanos() as i128 * i128::from(priority),
+            None => -i128::from(priority),
+        };
+        Self { rank, arrived_at, number }
+    }
+}
 
 /// A set of sequences, by precedence.
 #[derive(Debug, Default)]

@@ -1,6 +1,7 @@
 //! What goes in and out of the scheduler. Plain data, the same terms as proto/worker.proto.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 /// One generation. Chosen by the caller, never reused while known to the scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -8,6 +9,10 @@ pub struct SequenceId(pub u64);
 
 pub type TokenId = u32;
 pub type BlockId = u32;
+
+/// Hash of a block of token ids that follow a prefix with the hash `parent`. Equal arguments, equal results; that is all
+/// that correctness needs, a poor one only shares less.
+pub type LinkHash = fn(parent: u64, token_ids: &[TokenId]) -> u64;
 
 /// The bounds every plan keeps.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +29,11 @@ pub struct Limits {
     pub block_tokens: u32,
     /// Plans that may be out without their result (run-ahead depth), at least 1.
     pub max_steps_in_flight: u32,
+    /// Whether blocks are kept and shared between all sequences. Without, only those of one `Submission::group` share.
+    pub prefix_caching: bool,
+    /// Waiting this long counts like one priority more, so that everyone is served some day; zero makes arrival alone
+    /// decide. `None`: a lower priority waits as long as there is a higher one.
+    pub priority_ageing: Option<Duration>,
 }
 
 /// A sequence to generate.
@@ -36,6 +46,17 @@ pub struct Submission {
     pub max_new_tokens: u32,
     /// The sequence ends after one of these (it is still reported as a token).
     pub stop_token_ids: Arc<[TokenId]>,
+    /// The higher one is served first and preempted last; 0 is the usual one.
+    pub priority: i32,
+    /// What besides the token ids the keys and values depend on (adapter, images). Only equal salts share blocks.
+    pub salt: u64,
+    /// Whether this one takes part in prefix caching, where `Limits` allow it.
+    pub prefix_caching: bool,
+    /// Sequences of one group (`n`, `best_of`) share blocks with each other also where they take no part in prefix
+    /// caching. Never reused while one of the group is known.
+    pub group: Option<u64>,
+    /// All of the prompt is computed, whatever is cached, until a token has come back.
+    pub needs_prompt_logprobs: bool,
 }
 
 /// What one step does; only differences to what the worker already knows.
@@ -55,7 +76,8 @@ pub struct Start {
     /// Every token known: the prompt, and what was generated before a preemption.
     pub token_ids: Vec<TokenId>,
     pub num_prompt_tokens: u32,
-    /// How many stand in `block_ids` already.
+    /// How many stand in `block_ids` already, shared: in whole blocks, and never all. In a sequence's first start these
+    /// are the cached tokens of its prompt.
     pub num_computed_tokens: u32,
     pub block_ids: Vec<BlockId>,
 }
@@ -70,7 +92,7 @@ pub struct Advance {
     pub sample: bool,
 }
 
-/// What came back for one step: one output for each advance that sampled or failed.
+/// What came back for one step: one output for each advance that sampled or failed; others may have one without tokens.
 #[derive(Clone, Debug)]
 pub struct StepResult {
     pub step: u64,

@@ -2,24 +2,31 @@
 //!
 //! INVARIANT: every known sequence is in exactly one state:
 //! - queued: the worker does not know it, it has no blocks;
+//! - waiting: like queued, but another one is computing what it needs, and it is not in line until that is done;
 //! - running: the worker knows it, it has blocks and is advanced further;
-//! - planned out: the worker knows it, its last token is in flight; its blocks are the pool's again, retiring with that step.
+//! - planned out: the worker knows it, its last token is in flight; it keeps its blocks until that is back.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::time::Duration;
 
+use crate::cache::Cache;
 use crate::error::SubmitError;
 use crate::flight::Flight;
 use crate::order::{Line, Precedence};
-use crate::plan::{Limits, SequenceId, Submission};
-use crate::pool::BlockPool;
+use crate::plan::{Limits, LinkHash, SequenceId, Submission, TokenId};
+use crate::prefix::{NodeId, Root};
 use crate::sequence::Sequence;
 
 pub struct Scheduler {
     pub(crate) limits: Limits,
-    pub(crate) pool: BlockPool,
+    pub(crate) cache: Cache,
     pub(crate) sequences: HashMap<SequenceId, Sequence>,
     pub(crate) queue: Line,
     pub(crate) running: Line,
+    /// By what they wait for.
+    pub(crate) waiting: HashMap<NodeId, BTreeSet<SequenceId>>,
+    pub(crate) num_waiting: usize,
     /// Oldest first.
     pub(crate) flights: VecDeque<Flight>,
     /// Known to the worker, and to be forgotten with the next plan.
@@ -27,21 +34,29 @@ pub struct Scheduler {
     pub(crate) num_stays: u64,
     pub(crate) num_steps: u64,
     pub(crate) max_running_tokens: u64,
+    pub(crate) num_queried_tokens: u64,
+    pub(crate) num_hit_tokens: u64,
     num_submissions: u64,
 }
 
 /// How full the scheduler is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Sequences that wait, preempted ones included.
+    /// Sequences that wait to be started, preempted ones included.
     pub num_queued: usize,
     /// Sequences that the worker knows and that have not ended.
     pub num_running: usize,
     pub num_blocks: usize,
-    /// Blocks that can be handed out now.
+    /// Blocks that can be handed out now, cached ones included.
     pub num_free_blocks: usize,
-    /// Blocks that nobody owns, but that steps in flight may still write.
+    /// Blocks that can be handed out when the steps in flight are over.
     pub num_retiring_blocks: usize,
+    /// Blocks that can be shared, in use or not.
+    pub num_cached_blocks: usize,
+    /// Tokens that were looked for in the prefix cache, in all starts so far.
+    pub num_queried_tokens: u64,
+    /// Those of them that were found.
+    pub num_hit_tokens: u64,
     pub num_steps_in_flight: usize,
     /// Tokens, prompt and generated, that the running sequences can grow to.
     pub max_running_tokens: u64,
@@ -50,6 +65,11 @@ pub struct Stats {
 impl Scheduler {
     /// A limit that must be at least 1 counts as 1 when it is 0. With no blocks every submission is refused.
     pub fn new(limits: Limits) -> Self {
+        Self::with_hash(limits, hash_link)
+    }
+
+    /// With another hash for the prefix cache.
+    pub fn with_hash(limits: Limits, hash: LinkHash) -> Self {
         let limits = Limits {
             max_step_tokens: limits.max_step_tokens.max(1),
             max_step_sequences: limits.max_step_sequences.max(1),
@@ -59,15 +79,19 @@ impl Scheduler {
         };
         Self {
             limits,
-            pool: BlockPool::new(limits.num_blocks),
+            cache: Cache::new(limits.num_blocks, limits.block_tokens, hash),
             sequences: HashMap::new(),
             queue: Line::default(),
             running: Line::default(),
+            waiting: HashMap::new(),
+            num_waiting: 0,
             flights: VecDeque::new(),
             freed: Vec::new(),
             num_stays: 0,
             num_steps: 0,
             max_running_tokens: 0,
+            num_queried_tokens: 0,
+            num_hit_tokens: 0,
             num_submissions: 0,
         }
     }
@@ -76,14 +100,26 @@ impl Scheduler {
         &self.limits
     }
 
-    /// Puts a sequence at the end of the queue. It will end in exactly one terminal event, unless it is aborted.
-    pub fn submit(&mut self, submission: Submission) -> Result<(), SubmitError> {
+    /// Puts a sequence into the queue. It will end in exactly one terminal event, unless it is aborted.
+    ///
+    /// `arrived_at`, on any clock that only moves forward, and the priority give its place in line.
+    pub fn submit(&mut self, submission: Submission, arrived_at: Duration) -> Result<(), SubmitError> {
         self.check(&submission)?;
-        let precedence = Precedence(self.num_submissions);
+        let ageing = self.limits.priority_ageing;
+        let precedence = Precedence::new(submission.priority, ageing, arrived_at, self.num_submissions);
         self.num_submissions += 1;
+        let root = self.root(&submission);
         self.queue.insert(precedence, submission.id);
-        self.sequences.insert(submission.id, Sequence::new(submission, precedence));
+        self.sequences.insert(submission.id, Sequence::new(submission, precedence, root));
         Ok(())
+    }
+
+    fn root(&self, submission: &Submission) -> Option<Root> {
+        if self.limits.prefix_caching && submission.prefix_caching {
+            Some(Root { salt: submission.salt, group: None })
+        } else {
+            submission.group.map(|group| Root { salt: submission.salt, group: Some(group) })
+        }
     }
 
     fn check(&self, submission: &Submission) -> Result<(), SubmitError> {
@@ -102,7 +138,7 @@ impl Scheduler {
         };
         // The last token is never computed.
         let needed_blocks = (max_tokens - 1).div_ceil(self.limits.block_tokens);
-        let num_blocks = self.pool.num_blocks();
+        let num_blocks = self.cache.pool.num_blocks();
         if needed_blocks > num_blocks {
             return Err(SubmitError::TooManyBlocks { needed_blocks, num_blocks });
         }
@@ -119,11 +155,14 @@ impl Scheduler {
 
     pub fn stats(&self) -> Stats {
         Stats {
-            num_queued: self.queue.len(),
-            num_running: self.sequences.len() - self.queue.len(),
-            num_blocks: self.pool.num_blocks() as usize,
-            num_free_blocks: self.pool.num_free(),
-            num_retiring_blocks: self.pool.num_retiring(),
+            num_queued: self.num_queued(),
+            num_running: self.sequences.len() - self.num_queued(),
+            num_blocks: self.cache.pool.num_blocks() as usize,
+            num_free_blocks: self.cache.pool.num_available(),
+            num_retiring_blocks: self.cache.pool.num_retiring(),
+            num_cached_blocks: self.cache.pool.num_cached(),
+            num_queried_tokens: self.num_queried_tokens,
+            num_hit_tokens: self.num_hit_tokens,
             num_steps_in_flight: self.flights.len(),
             max_running_tokens: self.max_running_tokens,
         }
@@ -136,13 +175,15 @@ impl Scheduler {
         };
         if sequence.stay().is_some() {
             self.evict(&mut sequence);
+        } else if let Some(node) = sequence.awaits() {
+            self.stop_waiting(node, id);
         } else {
             self.queue.remove(sequence.precedence());
         }
         true
     }
 
-    /// Puts a running sequence back to the front of the queue; it will compute again all that is known by then.
+    /// Puts a sequence from the worker back to its place in the queue; it will compute again all that is known by then.
     pub(crate) fn preempt(&mut self, id: SequenceId) {
         if let Some(mut sequence) = self.sequences.remove(&id) {
             self.evict(&mut sequence);
@@ -153,11 +194,23 @@ impl Scheduler {
 
     /// Takes a running or planned out sequence from the worker.
     fn evict(&mut self, sequence: &mut Sequence) {
-        let (block_ids, last_step) = sequence.give_up_blocks();
-        self.pool.release(block_ids, last_step);
+        let is_planned_out = sequence.is_planned_out();
+        let table = sequence.leave();
+        self.end_promises(sequence.id(), &table);
+        self.cache.release(&table, is_planned_out);
         self.running.remove(sequence.precedence());
         self.freed.push(sequence.id());
         self.max_running_tokens -= u64::from(sequence.max_tokens());
-        sequence.leave();
     }
+
+    fn num_queued(&self) -> usize {
+        self.queue.len() + self.num_waiting
+    }
+}
+
+fn hash_link(parent: u64, token_ids: &[TokenId]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    parent.hash(&mut hasher);
+    token_ids.hash(&mut hasher);
+    hasher.finish()
 }

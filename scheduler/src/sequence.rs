@@ -5,9 +5,11 @@
 
 use std::sync::Arc;
 
+use crate::cache::Table;
 use crate::flight::Stay;
 use crate::order::Precedence;
 use crate::plan::{Advance, BlockId, FinishReason, SequenceId, Start, Submission, TokenId};
+use crate::prefix::{NodeId, Promise, Root};
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
@@ -24,14 +26,19 @@ pub(crate) struct Sequence {
     /// Sampled in steps in flight: known by count, not by id.
     num_unseen_tokens: u32,
     num_computed_tokens: u32,
-    block_ids: Vec<BlockId>,
-    /// The last step that advances it.
-    last_step: u64,
+    table: Table,
+    /// `None`: shares its blocks with nobody.
+    root: Option<Root>,
+    needs_prompt_logprobs: bool,
+    /// Where another one is computing what it needs; it is out of the queue until then.
+    awaits: Option<NodeId>,
+    /// Blocks that had to be available when it was last found to have too few.
+    num_wanted_blocks: usize,
 }
 
 impl Sequence {
     /// `submission` has been checked: its token counts fit in `u32` together.
-    pub fn new(submission: Submission, precedence: Precedence) -> Self {
+    pub fn new(submission: Submission, precedence: Precedence, root: Option<Root>) -> Self {
         let num_prompt_tokens = submission.prompt_token_ids.len() as u32;
         Self {
             id: submission.id,
@@ -43,8 +50,11 @@ impl Sequence {
             stay: None,
             num_unseen_tokens: 0,
             num_computed_tokens: 0,
-            block_ids: Vec::new(),
-            last_step: 0,
+            table: Table::default(),
+            root,
+            needs_prompt_logprobs: submission.needs_prompt_logprobs,
+            awaits: None,
+            num_wanted_blocks: 0,
         }
     }
 
@@ -86,47 +96,98 @@ impl Sequence {
     /// Blocks it lacks to advance by `num_tokens`.
     pub fn num_missing_blocks(&self, num_tokens: u32, block_tokens: u32) -> usize {
         let needed = (self.num_computed_tokens + num_tokens).div_ceil(block_tokens) as usize;
-        needed.saturating_sub(self.block_ids.len())
+        needed.saturating_sub(self.table.block_ids.len())
     }
 
     /// Tokens it can advance by with `num_free` more blocks.
     pub fn max_advance_tokens(&self, num_free: usize, block_tokens: u32) -> u32 {
-        let slots = (self.block_ids.len() + num_free) as u64 * u64::from(block_tokens);
+        let slots = (self.table.block_ids.len() + num_free) as u64 * u64::from(block_tokens);
         (slots - u64::from(self.num_computed_tokens)).min(u64::from(self.num_pending_tokens())) as u32
     }
 
-    /// Makes it known to the worker, with everything still to compute.
-    pub fn start(&mut self, stay: Stay) -> Start {
+    /// Makes it known to the worker, with what stands in the blocks of `table`.
+    pub fn start(&mut self, stay: Stay, table: Table, block_tokens: u32) -> Start {
         self.stay = Some(stay);
+        self.num_computed_tokens = table.block_ids.len() as u32 * block_tokens;
+        self.num_wanted_blocks = 0;
+        self.table = table;
         Start {
             id: self.id,
             token_ids: self.token_ids.clone(),
             num_prompt_tokens: self.num_prompt_tokens,
-            num_computed_tokens: 0,
-            block_ids: Vec::new(),
+            num_computed_tokens: self.num_computed_tokens,
+            block_ids: self.table.block_ids.clone(),
         }
     }
 
-    /// Plans the next `num_tokens` pending tokens into `step`.
-    pub fn advance(&mut self, num_tokens: u32, new_block_ids: Vec<BlockId>, step: u64) -> Advance {
+    /// Plans the next `num_tokens` pending tokens.
+    pub fn advance(&mut self, num_tokens: u32, new_block_ids: Vec<BlockId>) -> Advance {
         let sample = num_tokens == self.num_pending_tokens();
         self.num_computed_tokens += num_tokens;
         self.num_unseen_tokens += u32::from(sample);
-        self.block_ids.extend_from_slice(&new_block_ids);
-        self.last_step = step;
+        self.table.block_ids.extend_from_slice(&new_block_ids);
         Advance { id: self.id, num_tokens, new_block_ids, sample }
     }
 
-    /// Gives its blocks away, and the last step that writes them.
-    pub fn give_up_blocks(&mut self) -> (Vec<BlockId>, u64) {
-        (std::mem::take(&mut self.block_ids), self.last_step)
+    /// The blocks that the last `num_tokens` computed tokens are written to; and how many of them, from the first, those fill.
+    pub fn written_blocks(&self, num_tokens: u32, block_tokens: u32) -> (&[BlockId], usize) {
+        let first = (self.num_computed_tokens - num_tokens) / block_tokens;
+        let num_full = self.num_computed_tokens / block_tokens;
+        (&self.table.block_ids[first as usize..], (num_full - first) as usize)
     }
 
     /// Makes it unknown to the worker. What is in flight for it is void; only tokens that have come back count.
-    pub fn leave(&mut self) {
+    pub fn leave(&mut self) -> Table {
         self.stay = None;
         self.num_unseen_tokens = 0;
         self.num_computed_tokens = 0;
+        std::mem::take(&mut self.table)
+    }
+
+    pub fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// Its blocks; where their prefixes start, if it shares them; all ids known of it; and how many blocks are full.
+    pub fn shared_parts(&mut self, block_tokens: u32) -> Option<(&mut Table, Root, &[TokenId], usize)> {
+        let num_full = (self.num_computed_tokens / block_tokens) as usize;
+        self.root.map(|root| (&mut self.table, root, &*self.token_ids, num_full))
+    }
+
+    pub fn root(&self) -> Option<Root> {
+        self.root
+    }
+
+    pub fn token_ids(&self) -> &[TokenId] {
+        &self.token_ids
+    }
+
+    /// The ids that may come from the cache, and their root. The last one never does: what is sampled follows from it.
+    pub fn cacheable(&self) -> Option<(Root, &[TokenId])> {
+        let needs_all = self.needs_prompt_logprobs && self.token_ids.len() == self.num_prompt_tokens as usize;
+        let (_, token_ids) = self.token_ids.split_last()?;
+        self.root.filter(|_| !needs_all).map(|root| (root, token_ids))
+    }
+
+    pub fn promise(&self) -> Promise {
+        Promise { precedence: self.precedence, id: self.id }
+    }
+
+    pub fn awaits(&self) -> Option<NodeId> {
+        self.awaits
+    }
+
+    pub fn set_awaits(&mut self, node: Option<NodeId>) {
+        self.awaits = node;
+        self.num_wanted_blocks = 0;
+    }
+
+    pub fn num_wanted_blocks(&self) -> usize {
+        self.num_wanted_blocks
+    }
+
+    pub fn set_num_wanted_blocks(&mut self, num_blocks: usize) {
+        self.num_wanted_blocks = num_blocks;
     }
 
     /// Takes the oldest unseen token. A stop token counts as such also where it is the last one allowed.

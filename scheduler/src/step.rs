@@ -1,27 +1,34 @@
-//! Planning one step: running decodes, then unfinished prefills, then the queue; each in order of precedence.
+//! Planning one step: running decodes, then unfinished prefills, then the queue (`admission.rs`); each in order of precedence.
 //!
 //! Nobody deadlocks: `submit` took only what fits alone, and the first in line is preempted by nobody, so it always gets
-//! its blocks. Nobody livelocks: only a sequence with precedence takes blocks from another, never the reverse.
+//! its blocks. Nobody livelocks: precedence is a total order that never changes, and only a sequence ahead takes blocks from
+//! one behind, so of two the same one is preempted every time.
 
 use std::time::Duration;
 
-use crate::flight::{Flight, InFlight, Stay};
-use crate::plan::{Plan, SequenceId};
+use crate::flight::{Flight, InFlight};
+use crate::plan::{BlockId, Limits, Plan, SequenceId};
 use crate::scheduler::Scheduler;
 use crate::sequence::Sequence;
 
 /// A plan in the making.
-struct Draft {
-    plan: Plan,
+pub(crate) struct Draft {
+    pub plan: Plan,
     in_flight: Vec<InFlight>,
     /// What is left of `max_step_tokens`.
-    tokens_left: u32,
+    pub tokens_left: u32,
+}
+
+impl Draft {
+    pub fn has_room(&self, limits: &Limits) -> bool {
+        self.tokens_left > 0 && self.plan.advances.len() < limits.max_step_sequences as usize
+    }
 }
 
 impl Scheduler {
     /// The next step, or `None` when there is nothing to do before the next `submit`, `abort` or `apply`.
     ///
-    /// `now` is any monotonic time; arrival order alone decides so far.
+    /// `now` is the clock of `submit`. No rule needs it yet: ageing is part of a sequence's place in line.
     pub fn plan(&mut self, _now: Duration) -> Option<Plan> {
         if self.flights.len() >= self.limits.max_steps_in_flight as usize {
             return None;
@@ -40,6 +47,10 @@ impl Scheduler {
             return None;
         }
         self.num_steps = draft.plan.step;
+        // Only now: nobody reads in a step what another one writes in the same.
+        for in_flight in &draft.in_flight {
+            self.share(in_flight.id);
+        }
         draft.plan.freed = std::mem::take(&mut self.freed);
         self.flights.push_back(Flight { step: draft.plan.step, advances: draft.in_flight });
         Some(draft.plan)
@@ -53,13 +64,13 @@ impl Scheduler {
     fn make_room(&mut self) -> bool {
         let first = self.running.first();
         let mut needed: usize = self.running.iter().map(|id| self.needed_blocks(id, first)).sum();
-        while needed > self.pool.num_free() + self.pool.num_retiring()
+        while needed > self.cache.pool.num_available() + self.cache.pool.num_retiring()
             && let Some(last) = self.running.last()
         {
             needed -= self.needed_blocks(last, first);
             self.preempt(last);
         }
-        needed <= self.pool.num_free()
+        needed <= self.cache.pool.num_available()
     }
 
     fn needed_blocks(&self, id: SequenceId, first: Option<SequenceId>) -> usize {
@@ -76,73 +87,48 @@ impl Scheduler {
         let (decodes, prefills): (Vec<_>, Vec<_>) =
             self.running.iter().partition(|id| self.sequence(*id).is_decoding());
         for id in decodes {
-            self.advance(draft, id, 1);
+            self.advance(draft, id, 1, Vec::new());
         }
         for id in prefills {
-            let possible = self.sequence(id).max_advance_tokens(self.pool.num_free(), self.limits.block_tokens);
-            self.advance(draft, id, possible.min(draft.tokens_left));
+            let possible =
+                self.sequence(id).max_advance_tokens(self.cache.pool.num_available(), self.limits.block_tokens);
+            self.advance(draft, id, possible.min(draft.tokens_left), Vec::new());
         }
-    }
-
-    /// Starts sequences from the queue, strictly in order, while the step has room and the pool can hold all that is
-    /// known of them. One more block for each sequence that runs stays free, or the newcomer would soon be preempted; and
-    /// so one that was just preempted does not come back in the same step.
-    ///
-    /// INVARIANT: all that run fit into one step as decodes, for whoever runs has advanced in the step that starts
-    /// another: a prefill that could not has left no token or no block.
-    fn admit(&mut self, draft: &mut Draft) {
-        while draft.tokens_left > 0
-            && draft.plan.advances.len() < self.limits.max_step_sequences as usize
-            && let Some(id) = self.queue.first()
-        {
-            let sequence = self.sequence(id);
-            let num_tokens = sequence.num_pending_tokens();
-            let num_blocks = sequence.num_missing_blocks(num_tokens, self.limits.block_tokens);
-            if num_blocks + self.running.len() > self.pool.num_free() {
-                break;
-            }
-            self.start(draft, id);
-            self.advance(draft, id, num_tokens.min(draft.tokens_left));
-        }
-    }
-
-    fn start(&mut self, draft: &mut Draft, id: SequenceId) {
-        self.num_stays += 1;
-        let stay = Stay(self.num_stays);
-        let sequence = self.sequence_mut(id);
-        let (precedence, max_tokens) = (sequence.precedence(), sequence.max_tokens());
-        draft.plan.started.push(sequence.start(stay));
-        self.queue.remove(precedence);
-        self.running.insert(precedence, id);
-        self.max_running_tokens += u64::from(max_tokens);
     }
 
     /// Plans `num_tokens` of a running sequence, for which there is room in the step and in the pool.
-    fn advance(&mut self, draft: &mut Draft, id: SequenceId, num_tokens: u32) {
+    pub(crate) fn advance(&mut self, draft: &mut Draft, id: SequenceId, num_tokens: u32, relied_on: Vec<BlockId>) {
         if num_tokens == 0 {
             return;
         }
-        let num_blocks = self.sequence(id).num_missing_blocks(num_tokens, self.limits.block_tokens);
-        let new_block_ids = self.pool.take(num_blocks).expect("invariant: the caller made room in the pool");
-        let sequence = self.sequence_mut(id);
-        let advance = sequence.advance(num_tokens, new_block_ids, draft.plan.step);
+        let block_tokens = self.limits.block_tokens;
+        let sequence = self.sequences.get_mut(&id).expect("invariant: who is in line is known");
+        let num_blocks = sequence.num_missing_blocks(num_tokens, block_tokens);
+        let take = || self.cache.take().expect("invariant: the caller made room in the pool");
+        let new_block_ids = std::iter::repeat_with(take).take(num_blocks).collect();
+        let advance = sequence.advance(num_tokens, new_block_ids);
+        let (written, num_filled) = sequence.written_blocks(num_tokens, block_tokens);
+        for block_id in written {
+            self.cache.pool.write(*block_id, draft.plan.step);
+        }
+        let filled = if sequence.root().is_some() { written[..num_filled].to_vec() } else { Vec::new() };
         let stay = sequence.stay().expect("invariant: a running sequence is known to the worker");
         if sequence.is_planned_out() {
-            let precedence = sequence.precedence();
-            let (block_ids, last_step) = sequence.give_up_blocks();
-            self.pool.release(block_ids, last_step);
-            self.running.remove(precedence);
+            for block_id in &sequence.table().block_ids {
+                self.cache.pool.leave(*block_id);
+            }
+            self.running.remove(sequence.precedence());
         }
         draft.tokens_left -= num_tokens;
-        draft.in_flight.push(InFlight { id, stay, sample: advance.sample });
+        draft.in_flight.push(InFlight { id, stay, sample: advance.sample, filled, relied_on });
         draft.plan.advances.push(advance);
     }
 
-    fn sequence(&self, id: SequenceId) -> &Sequence {
+    pub(crate) fn sequence(&self, id: SequenceId) -> &Sequence {
         self.sequences.get(&id).expect("invariant: who is in line is known")
     }
 
-    fn sequence_mut(&mut self, id: SequenceId) -> &mut Sequence {
+    pub(crate) fn sequence_mut(&mut self, id: SequenceId) -> &mut Sequence {
         self.sequences.get_mut(&id).expect("invariant: who is in line is known")
     }
 }

@@ -1,6 +1,8 @@
 //! The scheduler's rules, one by one, on the smallest example of each. Random traffic is in `tests/simulation`.
 
 mod end;
+mod priority;
+mod sharing;
 mod step;
 mod submission;
 
@@ -23,6 +25,8 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         num_blocks,
         block_tokens: 4,
         max_steps_in_flight,
+        prefix_caching: false,
+        priority_ageing: None,
     }
 }
 
@@ -32,19 +36,30 @@ fn submission(id: u64, num_prompt_tokens: usize, max_new_tokens: u32) -> Submiss
         prompt_token_ids: vec![TOKEN; num_prompt_tokens],
         max_new_tokens,
         stop_token_ids: [STOP].into(),
+        priority: 0,
+        salt: 0,
+        prefix_caching: true,
+        group: None,
+        needs_prompt_logprobs: false,
     }
 }
 
 fn scheduler(limits: Limits, submissions: &[(u64, usize, u32)]) -> Scheduler {
     let mut scheduler = Scheduler::new(limits);
     for (id, num_prompt_tokens, max_new_tokens) in submissions {
-        scheduler.submit(submission(*id, *num_prompt_tokens, *max_new_tokens)).unwrap();
+        submit(&mut scheduler, submission(*id, *num_prompt_tokens, *max_new_tokens));
     }
     scheduler
 }
 
+fn submit(scheduler: &mut Scheduler, submission: Submission) {
+    scheduler.submit(submission, Duration::ZERO).unwrap();
+}
+
 fn plan(scheduler: &mut Scheduler) -> Plan {
-    scheduler.plan(Duration::ZERO).expect("something to do")
+    let plan = scheduler.plan(Duration::ZERO).expect("something to do");
+    scheduler.audit();
+    plan
 }
 
 fn nothing_to_plan(scheduler: &mut Scheduler) -> bool {

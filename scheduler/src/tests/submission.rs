@@ -5,14 +5,14 @@ use super::*;
 #[test]
 fn what_can_never_run_is_refused() {
     let mut scheduler = Scheduler::new(limits(4, 1));
-    assert_eq!(scheduler.submit(submission(1, 0, 1)), Err(SubmitError::EmptyPrompt));
-    assert_eq!(scheduler.submit(submission(1, 1, 0)), Err(SubmitError::NoNewTokens));
+    assert_eq!(scheduler.submit(submission(1, 0, 1), Duration::ZERO), Err(SubmitError::EmptyPrompt));
+    assert_eq!(scheduler.submit(submission(1, 1, 0), Duration::ZERO), Err(SubmitError::NoNewTokens));
     let too_long = SubmitError::TooLong { num_prompt_tokens: 60, max_new_tokens: 41, max_sequence_tokens: 100 };
-    assert_eq!(scheduler.submit(submission(1, 60, 41)), Err(too_long));
-    let overflowing = scheduler.submit(submission(1, 2, u32::MAX));
+    assert_eq!(scheduler.submit(submission(1, 60, 41), Duration::ZERO), Err(too_long));
+    let overflowing = scheduler.submit(submission(1, 2, u32::MAX), Duration::ZERO);
     assert!(matches!(overflowing, Err(SubmitError::TooLong { .. })));
     let too_many = SubmitError::TooManyBlocks { needed_blocks: 5, num_blocks: 4 };
-    assert_eq!(scheduler.submit(submission(1, 16, 2)), Err(too_many));
+    assert_eq!(scheduler.submit(submission(1, 16, 2), Duration::ZERO), Err(too_many));
     assert_eq!(scheduler.stats().num_queued, 0);
 }
 
@@ -28,11 +28,11 @@ fn the_last_token_needs_no_slot() {
 fn a_known_id_is_refused_until_it_has_ended() {
     let mut scheduler = scheduler(limits(8, 1), &[(1, 1, 1)]);
     let known = Err(SubmitError::AlreadyKnown { id: SequenceId(1) });
-    assert_eq!(scheduler.submit(submission(1, 1, 1)), known);
+    assert_eq!(scheduler.submit(submission(1, 1, 1), Duration::ZERO), known);
     let plan = plan(&mut scheduler);
-    assert_eq!(scheduler.submit(submission(1, 1, 1)), known);
+    assert_eq!(scheduler.submit(submission(1, 1, 1), Duration::ZERO), known);
     scheduler.apply(&answer(&plan, TOKEN)).unwrap();
-    assert_eq!(scheduler.submit(submission(1, 1, 1)), Ok(()));
+    assert_eq!(scheduler.submit(submission(1, 1, 1), Duration::ZERO), Ok(()));
 }
 
 #[test]
@@ -44,6 +44,8 @@ fn limits_of_zero_count_as_one() {
         num_blocks: 2,
         block_tokens: 0,
         max_steps_in_flight: 0,
+        prefix_caching: true,
+        priority_ageing: Some(Duration::ZERO),
     };
     let mut scheduler = scheduler(zero, &[(1, 2, 1)]);
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)]);

@@ -1,25 +1,39 @@
-//! Keeps its own books of every plan, from the plans alone, and checks each against the promises: ownership, run-ahead,
-//! budgets, order, and that no decode is left out.
+//! Keeps its own books of every plan, from the plans alone, and checks each against the promises: ownership, who may share
+//! with whom, run-ahead, budgets, order, and that no decode is left out. What stands in the blocks is the worker's to check.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use penstock_scheduler::{Advance, BlockId, Limits, Plan, SequenceId, Start, Stats};
+use penstock_scheduler::{Advance, BlockId, Limits, Plan, SequenceId, Start, Stats, TokenId};
 
-use crate::world::Submitted;
+use crate::submitted::{Circle, Order, Submitted};
+
+pub type Live = HashMap<SequenceId, Submitted>;
 
 pub struct Ledger {
     limits: Limits,
     rows: HashMap<SequenceId, Row>,
-    owners: HashMap<BlockId, SequenceId>,
-    /// Blocks that each step in flight may write or read.
-    touched: VecDeque<HashSet<BlockId>>,
+    num_owners: HashMap<BlockId, usize>,
+    /// Among whom a block may be shared: the circle of the one who wrote it last.
+    circles: HashMap<BlockId, Circle>,
+    /// Blocks that each step in flight writes.
+    written: VecDeque<HashSet<BlockId>>,
     num_steps: u64,
+    /// The newest step that failed for somebody.
+    failed_step: u64,
+    num_hit_tokens: u64,
+    num_queried_tokens: u64,
+    /// Who had to start again because of another one's failure, by the step of its start.
+    pub voided: Vec<(SequenceId, u64)>,
     pub num_preemptions: usize,
+    pub num_overtaken: usize,
+    pub num_shared_unwritten: usize,
 }
 
 /// What the worker will know of a sequence when all plans are executed.
 struct Row {
     submission: usize,
+    start_step: u64,
+    order: Order,
     num_known_tokens: u32,
     num_computed_tokens: u32,
     max_tokens: u32,
@@ -41,27 +55,37 @@ impl Ledger {
         Self {
             limits,
             rows: HashMap::new(),
-            owners: HashMap::new(),
-            touched: VecDeque::new(),
+            num_owners: HashMap::new(),
+            circles: HashMap::new(),
+            written: VecDeque::new(),
             num_steps: 0,
+            failed_step: 0,
+            num_hit_tokens: 0,
+            num_queried_tokens: 0,
+            voided: Vec::new(),
             num_preemptions: 0,
+            num_overtaken: 0,
+            num_shared_unwritten: 0,
         }
     }
 
     pub fn is_empty(&self) -> bool {
-        self.rows.is_empty() && self.owners.is_empty() && self.touched.is_empty()
+        self.rows.is_empty() && self.num_owners.is_empty() && self.written.is_empty()
     }
 
     pub fn knows(&self, id: SequenceId) -> bool {
         self.rows.contains_key(&id)
     }
 
-    pub fn retire(&mut self) {
-        self.touched.pop_front().expect("a step in flight");
+    pub fn retire(&mut self, step: u64, failed: bool) {
+        self.written.pop_front().expect("a step in flight");
+        if failed {
+            self.failed_step = step;
+        }
     }
 
     /// `live`: what has been submitted and has not ended, by id.
-    pub fn enter(&mut self, plan: &Plan, live: &HashMap<SequenceId, Submitted>, stats: Stats) {
+    pub fn enter(&mut self, plan: &Plan, live: &Live, stats: Stats) {
         self.num_steps += 1;
         assert_eq!(plan.step, self.num_steps, "steps are numbered without a gap");
         assert!(
@@ -76,94 +100,150 @@ impl Ledger {
         }
         self.check_queue_order(plan, live);
         self.check_decodes(plan, &decodes);
-        let mut touched = HashSet::new();
+        self.written.push_back(HashSet::new());
         for advance in &plan.advances {
-            self.advance(advance);
-            touched.extend(self.rows[&advance.id].block_ids.iter().copied());
+            self.advance(advance, live);
         }
-        self.touched.push_back(touched);
         self.check_budget(plan);
         self.check_stats(stats, live);
     }
 
-    fn free(&mut self, plan: &Plan, live: &HashMap<SequenceId, Submitted>) {
-        let mut preempted = Vec::new();
+    fn free(&mut self, plan: &Plan, live: &Live) {
+        let mut gone = Vec::new();
         for id in &plan.freed {
             let row = self.rows.remove(id).unwrap_or_else(|| panic!("{id:?} is freed, the worker does not know it"));
             for block_id in &row.block_ids {
-                assert_eq!(self.owners.remove(block_id), Some(*id));
+                let num_owners = self.num_owners.get_mut(block_id).expect("an owner");
+                *num_owners -= 1;
+                if *num_owners == 0 {
+                    self.num_owners.remove(block_id);
+                }
             }
             if live.get(id).is_some_and(|submitted| submitted.submission == row.submission) {
-                preempted.push(row);
+                gone.push((*id, row));
             }
         }
-        self.num_preemptions += preempted.len();
         for (id, row) in &self.rows {
             let is_live = live.get(id).is_some_and(|submitted| submitted.submission == row.submission);
             assert!(is_live, "{id:?} has ended and is not freed with the next plan");
-            for gone in &preempted {
-                assert!(!gone.is_planned_out(), "a sequence whose last token is in flight was preempted");
-                assert!(row.is_planned_out() || row.submission < gone.submission, "an older sequence was preempted");
+        }
+        for (id, row) in gone {
+            let is_last = self.rows.values().all(|other| other.is_planned_out() || other.order < row.order);
+            if is_last && !row.is_planned_out() {
+                self.num_preemptions += 1;
+            } else {
+                assert!(row.start_step > self.failed_step && self.failed_step > 0, "{id:?} was taken out of turn");
+                self.voided.push((id, row.start_step));
             }
         }
     }
 
-    /// By arrival.
     fn decodes(&self) -> Vec<SequenceId> {
         let mut decodes: Vec<_> =
-            self.rows.iter().filter(|(_, row)| row.is_decoding()).map(|(id, row)| (row.submission, *id)).collect();
+            self.rows.iter().filter(|(_, row)| row.is_decoding()).map(|(id, row)| (row.order, *id)).collect();
         decodes.sort_unstable();
         decodes.into_iter().map(|(_, id)| id).collect()
     }
 
-    fn start(&mut self, start: &Start, live: &HashMap<SequenceId, Submitted>) {
+    fn start(&mut self, start: &Start, live: &Live) {
         let submitted = &live[&start.id];
-        let known: Vec<_> = submitted.prompt.iter().chain(&submitted.received).copied().collect();
-        assert_eq!(start.token_ids, known, "a sequence starts with all that is known of it");
+        assert_eq!(start.token_ids, submitted.known(), "a sequence starts with all that is known of it");
         assert_eq!(start.num_prompt_tokens as usize, submitted.prompt.len());
-        assert_eq!((start.num_computed_tokens, start.block_ids.len()), (0, 0));
+        self.check_hit(start, submitted);
+        for block_id in &start.block_ids {
+            *self.num_owners.entry(*block_id).or_default() += 1;
+        }
         let row = Row {
             submission: submitted.submission,
+            start_step: self.num_steps,
+            order: submitted.order,
             num_known_tokens: start.token_ids.len() as u32,
-            num_computed_tokens: 0,
+            num_computed_tokens: start.num_computed_tokens,
             max_tokens: submitted.prompt.len() as u32 + submitted.max_new_tokens,
-            block_ids: Vec::new(),
+            block_ids: start.block_ids.clone(),
         };
         assert!(self.rows.insert(start.id, row).is_none(), "{:?} is started twice", start.id);
     }
 
-    fn check_queue_order(&self, plan: &Plan, live: &HashMap<SequenceId, Submitted>) {
-        let last_started = plan.started.iter().map(|start| self.rows[&start.id].submission).max();
-        let first_queued =
-            live.iter().filter(|(id, _)| !self.knows(**id)).map(|(_, submitted)| submitted.submission).min();
-        if let (Some(started), Some(queued)) = (last_started, first_queued) {
-            assert!(started < queued, "the queue was not served in order");
+    fn check_hit(&mut self, start: &Start, submitted: &Submitted) {
+        let id = start.id;
+        assert_eq!(start.num_computed_tokens, start.block_ids.len() as u32 * self.limits.block_tokens);
+        assert!(start.num_computed_tokens < start.token_ids.len() as u32, "{id:?} has nothing to sample from");
+        if submitted.may_look_up() {
+            self.num_queried_tokens += start.token_ids.len() as u64 - 1;
+        } else {
+            assert_eq!(start.num_computed_tokens, 0, "{id:?} must compute all");
         }
+        self.num_hit_tokens += u64::from(start.num_computed_tokens);
+        for block_id in &start.block_ids {
+            assert_eq!(self.circles[block_id], submitted.circle, "block {block_id} is not shared with {id:?}");
+            if matches!(submitted.circle, Circle::Group(..)) {
+                assert!(self.num_owners.contains_key(block_id), "{id:?} finds a block that nobody has");
+            }
+            let unwritten = self.written.iter().any(|written| written.contains(block_id));
+            self.num_shared_unwritten += usize::from(unwritten);
+        }
+    }
+
+    fn check_queue_order(&mut self, plan: &Plan, live: &Live) {
+        let Some(last_started) = plan.started.iter().map(|start| self.rows[&start.id].order).max() else { return };
+        let is_overtaken = |id: &SequenceId, queued: &Submitted| !self.knows(*id) && queued.order < last_started;
+        let overtaken: Vec<_> = live.iter().filter(|(id, queued)| is_overtaken(id, queued)).collect();
+        for (id, queued) in &overtaken {
+            assert!(self.may_wait(queued, live), "{id:?} was not served in its turn");
+        }
+        self.num_overtaken += overtaken.len();
+    }
+
+    /// Whether one ahead in line is computing what it needs.
+    fn may_wait(&self, queued: &Submitted, live: &Live) -> bool {
+        let block_tokens = self.limits.block_tokens as usize;
+        let known = queued.known();
+        let is_common = |other: &[TokenId]| {
+            let num_common = known[..known.len() - 1].iter().zip(other).take_while(|(a, b)| a == b).count();
+            num_common / block_tokens
+        };
+        queued.may_look_up()
+            && self.rows.iter().any(|(id, row)| {
+                let num_full = row.num_computed_tokens as usize / block_tokens;
+                let computing = &live[id];
+                computing.circle == queued.circle
+                    && row.order < queued.order
+                    && is_common(&computing.known()) > num_full
+            })
     }
 
     fn check_decodes(&self, plan: &Plan, decodes: &[SequenceId]) {
         let first: Vec<_> = plan.advances.iter().take(decodes.len()).map(|advance| advance.id).collect();
-        assert_eq!(first, decodes, "every running decode advances in every step, first, in order of arrival");
+        assert_eq!(first, decodes, "every running decode advances in every step, first, in order");
     }
 
-    fn advance(&mut self, advance: &Advance) {
+    fn advance(&mut self, advance: &Advance, live: &Live) {
         let id = advance.id;
+        let block_tokens = self.limits.block_tokens;
         for block_id in &advance.new_block_ids {
             assert!(*block_id < self.limits.num_blocks);
-            assert_eq!(self.owners.insert(*block_id, id), None, "block {block_id} is owned twice");
-            let in_flight = self.touched.iter().any(|touched| touched.contains(block_id));
-            assert!(!in_flight, "block {block_id} is handed out while a step in flight may write it");
+            assert_eq!(self.num_owners.insert(*block_id, 1), None, "block {block_id} is taken from its owners");
+            let in_flight = self.written.iter().any(|written| written.contains(block_id));
+            assert!(!in_flight, "block {block_id} is handed out while a step in flight writes it");
+            self.circles.insert(*block_id, live[&id].circle);
         }
         let row = self.rows.get_mut(&id).unwrap_or_else(|| panic!("{id:?} advances, the worker does not know it"));
         assert!(!row.is_planned_out(), "{id:?} is planned past its last token");
         assert!(advance.num_tokens >= 1);
+        let first_written = row.num_computed_tokens / block_tokens;
         row.num_computed_tokens += advance.num_tokens;
         assert!(row.num_computed_tokens <= row.num_known_tokens, "{id:?} computes unknown tokens");
         assert_eq!(advance.sample, row.num_computed_tokens == row.num_known_tokens);
         row.num_known_tokens += u32::from(advance.sample);
         row.block_ids.extend_from_slice(&advance.new_block_ids);
-        let needed = row.num_computed_tokens.div_ceil(self.limits.block_tokens);
+        let needed = row.num_computed_tokens.div_ceil(block_tokens);
         assert_eq!(row.block_ids.len() as u32, needed, "blocks are taken as needed, no earlier");
+        let written = &row.block_ids[first_written as usize..];
+        for block_id in written {
+            assert_eq!(self.num_owners[block_id], 1, "{id:?} writes block {block_id}, which it shares");
+        }
+        self.written.back_mut().expect("this step").extend(written.iter().copied());
     }
 
     fn check_budget(&self, plan: &Plan) {
@@ -172,21 +252,23 @@ impl Ledger {
         assert!(plan.advances.len() <= self.limits.max_step_sequences as usize);
         let ids: HashSet<_> = plan.advances.iter().map(|advance| advance.id).collect();
         assert_eq!(ids.len(), plan.advances.len(), "a sequence advances twice in one step");
-        assert!(self.touched.len() <= self.limits.max_steps_in_flight as usize);
+        assert!(self.written.len() <= self.limits.max_steps_in_flight as usize);
         for start in &plan.started {
             assert!(ids.contains(&start.id), "{:?} is started and not advanced", start.id);
         }
     }
 
     /// No block leaks: each is free, retiring, or in the table of a sequence that will be advanced again.
-    fn check_stats(&self, stats: Stats, live: &HashMap<SequenceId, Submitted>) {
-        let num_owned: usize =
-            self.rows.values().filter(|row| !row.is_planned_out()).map(|row| row.block_ids.len()).sum();
-        assert_eq!(stats.num_free_blocks + stats.num_retiring_blocks + num_owned, self.limits.num_blocks as usize);
+    fn check_stats(&self, stats: Stats, live: &Live) {
+        let running = self.rows.values().filter(|row| !row.is_planned_out());
+        let owned: HashSet<_> = running.flat_map(|row| &row.block_ids).collect();
+        assert_eq!(stats.num_free_blocks + stats.num_retiring_blocks + owned.len(), self.limits.num_blocks as usize);
         assert_eq!(stats.num_running, self.rows.len());
         assert_eq!(stats.num_queued, live.len() - self.rows.len());
-        assert_eq!(stats.num_steps_in_flight, self.touched.len());
+        assert_eq!(stats.num_steps_in_flight, self.written.len());
         let max_running_tokens: u64 = self.rows.values().map(|row| u64::from(row.max_tokens)).sum();
         assert_eq!(stats.max_running_tokens, max_running_tokens);
+        assert_eq!(stats.num_hit_tokens, self.num_hit_tokens);
+        assert_eq!(stats.num_queried_tokens, self.num_queried_tokens);
     }
 }

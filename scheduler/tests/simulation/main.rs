@@ -1,11 +1,14 @@
-//! The scheduler against a simulated worker in virtual time: random arrivals, lengths, stop tokens, aborts, failures, pool
-//! sizes, budgets, run-ahead depths and late results. What is checked: `ledger.rs` (every plan) and `world.rs` (every
+//! The scheduler against a simulated worker in virtual time: random arrivals, lengths, common prefixes, salts, groups,
+//! priorities, stop tokens, aborts, failures, pool sizes, budgets, run-ahead depths and late results. What is checked: `ledger.rs` (every plan) and `world.rs` (every
 //! token, every end). More cases: `PROPTEST_CASES=100000 cargo test -p penstock-scheduler --test simulation`.
 
 mod ledger;
 mod model;
+mod submitted;
 mod worker;
 mod world;
+
+use std::time::Duration;
 
 use penstock_scheduler::Limits;
 use proptest::collection::vec;
@@ -15,8 +18,14 @@ use proptest::prelude::*;
 use world::{Arrival, Scenario, World};
 
 fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
-    (0..=last_tick, 0..10u64, 1..40usize, 1..24u32, any::<bool>(), weighted(0.3, 0..80u64), weighted(0.15, 0..50u32))
-        .prop_map(|(tick, id, num_prompt_tokens, max_new_tokens, stops, abort_after_ticks, fail_position)| Arrival {
+    let life = (0..=last_tick, 0..10u64, 1..40usize, 1..24u32, any::<bool>(), weighted(0.3, 0..80u64));
+    let prefix = (0..3u64, 0..40usize, weighted(0.3, 0..4usize), weighted(0.15, 0..50u32));
+    let kind = (-1..2i32, 0..4u64, weighted(0.5, 0..2u64), 0..8u32, 0..8u32);
+    (life, prefix, kind).prop_map(|(life, prefix, kind)| {
+        let (tick, id, num_prompt_tokens, max_new_tokens, stops, abort_after_ticks) = life;
+        let (text, num_text_tokens, continues, fail_position) = prefix;
+        let (priority, salt, group, caching, logprobs) = kind;
+        Arrival {
             tick,
             id,
             num_prompt_tokens,
@@ -24,33 +33,46 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
             stops,
             abort_after_ticks,
             fail_position,
-        })
+            text,
+            num_text_tokens,
+            continues,
+            priority,
+            salt: salt / 3,
+            group,
+            prefix_caching: caching != 0,
+            needs_prompt_logprobs: logprobs == 0,
+        }
+    })
 }
 
 fn limits() -> impl Strategy<Value = Limits> {
-    (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..4u32).prop_map(
-        |(max_step_tokens, max_step_sequences, max_sequence_tokens, num_blocks, block_tokens, max_steps_in_flight)| {
-            Limits {
-                max_step_tokens,
-                max_step_sequences,
-                max_sequence_tokens,
-                num_blocks,
-                block_tokens,
-                max_steps_in_flight,
-            }
-        },
-    )
+    let sizes = (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..4u32);
+    (sizes, 0..5u32, weighted(0.5, 0..60u64)).prop_map(|(sizes, caching, ageing_ticks)| {
+        let (max_step_tokens, max_step_sequences, max_sequence_tokens, num_blocks, block_tokens, max_steps_in_flight) =
+            sizes;
+        Limits {
+            max_step_tokens,
+            max_step_sequences,
+            max_sequence_tokens,
+            num_blocks,
+            block_tokens,
+            max_steps_in_flight,
+            prefix_caching: caching != 0,
+            priority_ageing: ageing_ticks.map(Duration::from_millis),
+        }
+    })
 }
 
 /// `last_tick` 0: everybody comes at once.
 fn scenario(last_tick: u64) -> impl Strategy<Value = Scenario> {
-    (limits(), vec(arrival(last_tick), 1..16), vec(1..8u64, 1..6), 1..4u64, any::<bool>()).prop_map(
-        |(limits, arrivals, latencies_ticks, ticks_per_plan, reports_dead)| Scenario {
+    (limits(), vec(arrival(last_tick), 1..16), vec(1..8u64, 1..6), 1..4u64, any::<(bool, bool)>()).prop_map(
+        |(limits, arrivals, latencies_ticks, ticks_per_plan, (reports_dead, has_poor_hash))| Scenario {
             limits,
             arrivals,
             latencies_ticks,
             ticks_per_plan,
             reports_dead,
+            has_poor_hash,
         },
     )
 }
@@ -108,4 +130,8 @@ fn the_simulation_reaches_the_hard_cases() {
     assert!(seen.num_aborts_on_worker > 100, "{seen:?}");
     assert!(seen.num_failures > 50, "{seen:?}");
     assert!(seen.num_reused_ids > 3, "{seen:?}");
+    assert!(seen.num_hit_tokens > 10_000, "{seen:?}");
+    assert!(seen.num_shared_unwritten > 300, "{seen:?}");
+    assert!(seen.num_overtaken > 30, "{seen:?}");
+    assert!(seen.num_voided > 10, "{seen:?}");
 }

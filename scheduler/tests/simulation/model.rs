@@ -1,5 +1,5 @@
-//! A fake language model: the next token is a function of every token before it, so one lost, repeated or foreign token
-//! changes all that follow.
+//! A fake language model: the next token is a function of the salt (an adapter, say) and of every token before it, so one
+//! lost, repeated or foreign token changes all that follow.
 
 use penstock_scheduler::{FinishReason, TokenId};
 
@@ -16,9 +16,14 @@ pub fn sample(digest: u64) -> TokenId {
     ((digest >> 7) % VOCAB_TOKENS) as TokenId
 }
 
-/// A prompt that no other submission has.
-pub fn prompt(nonce: u64, num_tokens: usize) -> Vec<TokenId> {
-    (0..num_tokens as u64).map(|i| sample(extend(nonce, i as TokenId)) + (nonce * VOCAB_TOKENS) as TokenId).collect()
+/// Digest of nothing.
+pub fn root(salt: u64) -> u64 {
+    salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// The first tokens of a text.
+pub fn text(nonce: u64, num_tokens: usize) -> impl Iterator<Item = TokenId> {
+    (0..num_tokens as TokenId).map(move |i| sample(extend(extend(1, nonce as TokenId), i)))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,12 +34,13 @@ pub enum End {
 
 /// What a sequence yields when it runs undisturbed. Computing position `fail_position` fails.
 pub fn expected(
+    salt: u64,
     prompt: &[TokenId],
     max_new_tokens: u32,
     stop_token_ids: &[TokenId],
     fail_position: Option<u32>,
 ) -> (Vec<TokenId>, End) {
-    let mut digest = prompt.iter().fold(0, |digest, token_id| extend(digest, *token_id));
+    let mut digest = prompt.iter().fold(root(salt), |digest, token_id| extend(digest, *token_id));
     let mut tokens = Vec::new();
     loop {
         let num_computed_tokens = prompt.len() + tokens.len();

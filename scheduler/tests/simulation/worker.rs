@@ -1,7 +1,11 @@
 //! A simulated worker: executes plans strictly in order, keeps the KV content of every slot, and samples from what it
-//! reads there. It trusts nothing: what the plan calls computed must really stand in the sequence's blocks.
+//! reads there. It trusts nothing: what the plan calls computed must really stand in the sequence's blocks, before the step,
+//! and be the chain of the sequence's own salt and ids.
+//!
+//! Where a sequence fails it writes nothing. Who reads that is poisoned, and so is what that one writes and samples: it may
+//! happen, but nobody may ever get it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use penstock_scheduler::{Advance, BlockId, Output, Plan, SequenceId, Start, StepResult, TokenId};
 
@@ -9,78 +13,135 @@ use crate::model;
 
 pub struct Worker {
     block_tokens: usize,
-    /// By slot: the digest of the prefix that was last computed into it.
-    kv: Vec<u64>,
+    kv: Vec<Slot>,
     sequences: HashMap<SequenceId, Known>,
     /// Whether a sequence that failed is reported again in the steps that were already planned.
     reports_dead: bool,
+    /// Who read what a failed one did not write, by the step of its start.
+    pub poisoned: HashSet<(SequenceId, u64)>,
+}
+
+/// What the worker is told of a sequence beside its plan.
+#[derive(Clone, Copy, Debug)]
+pub struct Nature {
+    pub salt: u64,
+    /// Computing this position fails.
+    pub fail_position: Option<u32>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Slot {
+    Empty,
+    /// Of the prefix that was last computed into it.
+    Digest(u64),
+    Poison,
 }
 
 struct Known {
+    start_step: u64,
+    nature: Nature,
     token_ids: Vec<TokenId>,
     num_computed_tokens: usize,
     block_ids: Vec<BlockId>,
-    fail_position: Option<u32>,
     dead: bool,
+    poisoned: bool,
+}
+
+impl Known {
+    fn slot(&self, position: usize, block_tokens: usize) -> usize {
+        self.block_ids[position / block_tokens] as usize * block_tokens + position % block_tokens
+    }
 }
 
 impl Worker {
     pub fn new(num_blocks: u32, block_tokens: u32, reports_dead: bool) -> Self {
-        let kv = vec![0; (num_blocks * block_tokens) as usize];
-        Self { block_tokens: block_tokens as usize, kv, sequences: HashMap::new(), reports_dead }
+        Self {
+            block_tokens: block_tokens as usize,
+            kv: vec![Slot::Empty; (num_blocks * block_tokens) as usize],
+            sequences: HashMap::new(),
+            reports_dead,
+            poisoned: HashSet::new(),
+        }
     }
 
-    /// `fail_positions` has one entry for each started sequence.
-    pub fn execute(&mut self, plan: &Plan, fail_positions: &[Option<u32>]) -> StepResult {
+    /// `natures` has one entry for each started sequence. Also says whose outputs are poisoned.
+    pub fn execute(&mut self, plan: &Plan, natures: &[Nature]) -> (StepResult, HashSet<SequenceId>) {
         for id in &plan.freed {
             self.sequences.remove(id).expect("only a known sequence is freed");
         }
-        for (start, fail_position) in plan.started.iter().zip(fail_positions) {
-            self.start(start, *fail_position);
+        for (start, nature) in plan.started.iter().zip(natures) {
+            self.start(plan.step, start, *nature);
         }
-        let outputs = plan.advances.iter().filter_map(|advance| self.advance(advance)).collect();
-        StepResult { step: plan.step, outputs }
+        // As one batch: nobody reads what another one writes in the same step.
+        for advance in &plan.advances {
+            self.read(advance);
+        }
+        let outputs: Vec<_> = plan.advances.iter().filter_map(|advance| self.write(advance)).collect();
+        let poisoned = outputs.iter().map(|output| output.id).filter(|id| self.sequences[id].poisoned).collect();
+        (StepResult { step: plan.step, outputs }, poisoned)
     }
 
-    fn start(&mut self, start: &Start, fail_position: Option<u32>) {
+    fn start(&mut self, step: u64, start: &Start, nature: Nature) {
         let known = Known {
+            start_step: step,
+            nature,
             token_ids: start.token_ids.clone(),
             num_computed_tokens: start.num_computed_tokens as usize,
             block_ids: start.block_ids.clone(),
-            fail_position,
             dead: false,
+            poisoned: false,
         };
         assert!(self.sequences.insert(start.id, known).is_none(), "{:?} is started while known", start.id);
     }
 
-    fn advance(&mut self, advance: &Advance) -> Option<Output> {
+    /// Reads all that is computed.
+    fn read(&mut self, advance: &Advance) {
         let sequence = self.sequences.get_mut(&advance.id).expect("only a known sequence is advanced");
-        if sequence.dead {
-            return self.reports_dead.then_some(Output { id: advance.id, token_ids: None });
+        let mut digest = model::root(sequence.nature.salt);
+        for position in 0..sequence.num_computed_tokens {
+            if sequence.dead || sequence.poisoned {
+                break;
+            }
+            digest = model::extend(digest, sequence.token_ids[position]);
+            match self.kv[sequence.slot(position, self.block_tokens)] {
+                Slot::Poison => sequence.poisoned = true,
+                slot => assert_eq!(slot, Slot::Digest(digest), "{:?}: position {position} is not its own", advance.id),
+            }
         }
+        if sequence.poisoned {
+            self.poisoned.insert((advance.id, sequence.start_step));
+        }
+    }
+
+    fn write(&mut self, advance: &Advance) -> Option<Output> {
+        let sequence = self.sequences.get_mut(&advance.id).expect("only a known sequence is advanced");
         sequence.block_ids.extend_from_slice(&advance.new_block_ids);
         let from = sequence.num_computed_tokens;
         let to = from + advance.num_tokens as usize;
         sequence.num_computed_tokens = to;
-        if sequence.fail_position.is_some_and(|position| (position as usize) < to) {
+        let fails = sequence.nature.fail_position.is_some_and(|position| (position as usize) < to);
+        if sequence.dead || fails {
+            let is_reported = !sequence.dead || self.reports_dead;
             sequence.dead = true;
-            return Some(Output { id: advance.id, token_ids: None });
+            for position in from..to {
+                self.kv[sequence.slot(position, self.block_tokens)] = Slot::Poison;
+            }
+            return is_reported.then_some(Output { id: advance.id, token_ids: None });
         }
-        let mut digest = 0;
+        let mut digest = model::root(sequence.nature.salt);
         for position in 0..to {
             digest = model::extend(digest, sequence.token_ids[position]);
-            let block_id = sequence.block_ids[position / self.block_tokens] as usize;
-            let slot = &mut self.kv[block_id * self.block_tokens + position % self.block_tokens];
             if position >= from {
-                *slot = digest;
+                let slot = if sequence.poisoned { Slot::Poison } else { Slot::Digest(digest) };
+                self.kv[sequence.slot(position, self.block_tokens)] = slot;
             }
-            assert_eq!(*slot, digest, "{:?}: slot of position {position} was overwritten", advance.id);
         }
         if !advance.sample {
-            return None;
+            // Like prompt logprobs: an output that carries no token.
+            return advance.num_tokens.is_multiple_of(2).then_some(Output { id: advance.id, token_ids: Some(vec![]) });
         }
         assert_eq!(to, sequence.token_ids.len(), "{:?} samples before its last known token", advance.id);
-        let token_id = model::sample(digest);
+        let token_id = model::sample(digest) + TokenId::from(sequence.poisoned);
         sequence.token_ids.push(token_id);
         Some(Output { id: advance.id, token_ids: Some(vec![token_id]) })
     }

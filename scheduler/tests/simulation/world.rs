@@ -1,16 +1,17 @@
 //! Runs one scenario to its end in virtual time: clients that come and leave, an engine that plans and applies, and the
 //! simulated worker. Checks that every sequence gets exactly its tokens and exactly one end, and that all comes to rest.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::AddAssign;
 use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_scheduler::{Event, Limits, Plan, Scheduler, SequenceId, StepResult, Submission, SubmitError, TokenId};
 
-use crate::ledger::Ledger;
+use crate::ledger::{Ledger, Live};
 use crate::model::{self, End};
-use crate::worker::Worker;
+use crate::submitted::{self, Submitted};
+use crate::worker::{Nature, Worker};
 
 /// Far beyond what any scenario needs; reached only by one that makes no progress.
 const MAX_STEPS: u64 = 20_000;
@@ -26,6 +27,8 @@ pub struct Scenario {
     pub ticks_per_plan: u64,
     /// See `Worker::reports_dead`.
     pub reports_dead: bool,
+    /// Whether links of prefixes often have the same hash.
+    pub has_poor_hash: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -39,23 +42,21 @@ pub struct Arrival {
     pub abort_after_ticks: Option<u64>,
     /// Computing this position fails.
     pub fail_position: Option<u32>,
-}
-
-/// A sequence that has not ended, as its client sees it.
-pub struct Submitted {
-    /// Counts up; the order of arrival.
-    pub submission: usize,
-    pub prompt: Vec<TokenId>,
-    pub max_new_tokens: u32,
-    pub received: Vec<TokenId>,
-    expected: (Vec<TokenId>, End),
-    abort_tick: Option<u64>,
-    fail_position: Option<u32>,
+    /// The prompt begins like one of so many texts, and then goes on alone.
+    pub text: u64,
+    pub num_text_tokens: usize,
+    /// It begins with an earlier sequence's prompt and answer instead: the last one, the one before, …
+    pub continues: Option<usize>,
+    pub priority: i32,
+    pub salt: u64,
+    pub group: Option<u64>,
+    pub prefix_caching: bool,
+    pub needs_prompt_logprobs: bool,
 }
 
 struct InFlight {
     plan: Plan,
-    fail_positions: Vec<Option<u32>>,
+    natures: Vec<Nature>,
     done_tick: u64,
 }
 
@@ -68,6 +69,13 @@ pub struct Tally {
     pub num_failures: usize,
     /// Submissions under an id that the worker still knew from an earlier one.
     pub num_reused_ids: usize,
+    pub num_hit_tokens: usize,
+    /// Shared blocks that a step in flight was still to write.
+    pub num_shared_unwritten: usize,
+    /// Times that one who waited was overtaken.
+    pub num_overtaken: usize,
+    /// Sequences that had relied on one that failed.
+    pub num_voided: usize,
 }
 
 impl AddAssign for Tally {
@@ -77,6 +85,10 @@ impl AddAssign for Tally {
         self.num_aborts_on_worker += other.num_aborts_on_worker;
         self.num_failures += other.num_failures;
         self.num_reused_ids += other.num_reused_ids;
+        self.num_hit_tokens += other.num_hit_tokens;
+        self.num_shared_unwritten += other.num_shared_unwritten;
+        self.num_overtaken += other.num_overtaken;
+        self.num_voided += other.num_voided;
     }
 }
 
@@ -85,7 +97,9 @@ pub struct World {
     scheduler: Scheduler,
     worker: Worker,
     ledger: Ledger,
-    live: HashMap<SequenceId, Submitted>,
+    live: Live,
+    /// Every prompt so far with its answer.
+    texts: Vec<Vec<TokenId>>,
     flights: VecDeque<InFlight>,
     tick: u64,
     num_steps: u64,
@@ -98,10 +112,15 @@ impl World {
         scenario.arrivals.sort_by_key(|arrival| arrival.tick);
         let limits = scenario.limits;
         Self {
-            scheduler: Scheduler::new(limits),
+            scheduler: if scenario.has_poor_hash {
+                Scheduler::with_hash(limits, poor_hash)
+            } else {
+                Scheduler::new(limits)
+            },
             worker: Worker::new(limits.num_blocks, limits.block_tokens, scenario.reports_dead),
             ledger: Ledger::new(limits),
             live: HashMap::new(),
+            texts: Vec::new(),
             flights: VecDeque::new(),
             tick: 0,
             num_steps: 0,
@@ -129,7 +148,14 @@ impl World {
         let stats = self.scheduler.stats();
         assert_eq!(stats.num_free_blocks, stats.num_blocks, "a block leaked");
         assert_eq!((stats.num_queued, stats.num_running, stats.max_running_tokens), (0, 0, 0));
+        for voided in &self.ledger.voided {
+            assert!(self.worker.poisoned.contains(voided), "{voided:?} lost its stay for nothing");
+        }
         self.tally.num_preemptions = self.ledger.num_preemptions;
+        self.tally.num_hit_tokens = stats.num_hit_tokens as usize;
+        self.tally.num_shared_unwritten = self.ledger.num_shared_unwritten;
+        self.tally.num_overtaken = self.ledger.num_overtaken;
+        self.tally.num_voided = self.ledger.voided.len();
         self.tally
     }
 
@@ -139,14 +165,12 @@ impl World {
 
     fn submit(&mut self, arrival: Arrival) {
         let id = SequenceId(arrival.id);
-        let prompt = model::prompt(self.num_submissions as u64 + 1, arrival.num_prompt_tokens);
-        let stop_token_ids: Arc<[TokenId]> = if arrival.stops { [model::STOP_TOKEN].into() } else { [].into() };
-        let expected = model::expected(&prompt, arrival.max_new_tokens, &stop_token_ids, arrival.fail_position);
-        let submission =
-            Submission { id, prompt_token_ids: prompt.clone(), max_new_tokens: arrival.max_new_tokens, stop_token_ids };
-        let Limits { max_sequence_tokens, num_blocks, block_tokens, .. } = self.scenario.limits;
+        let submission = self.submission(&arrival);
+        let prompt = submission.prompt_token_ids.clone();
+        let limits = self.scenario.limits;
+        let Limits { max_sequence_tokens, num_blocks, block_tokens, .. } = limits;
         let max_tokens = prompt.len() as u32 + arrival.max_new_tokens;
-        match self.scheduler.submit(submission) {
+        match self.scheduler.submit(submission.clone(), Duration::from_millis(self.tick)) {
             Ok(()) => assert!(!self.live.contains_key(&id), "an id was taken twice"),
             Err(SubmitError::AlreadyKnown { .. }) => return assert!(self.live.contains_key(&id)),
             Err(SubmitError::TooLong { .. }) => return assert!(max_tokens > max_sequence_tokens),
@@ -154,17 +178,49 @@ impl World {
             Err(error) => panic!("a good submission was refused: {error}"),
         }
         self.tally.num_reused_ids += usize::from(self.ledger.knows(id));
+        let Arrival { salt, max_new_tokens, fail_position, .. } = arrival;
+        let expected = model::expected(salt, &prompt, max_new_tokens, &submission.stop_token_ids, fail_position);
+        self.texts.push(prompt.iter().chain(&expected.0).copied().collect());
+        let number = self.num_submissions;
         let submitted = Submitted {
-            submission: self.num_submissions,
+            submission: number,
+            order: submitted::order(&limits, arrival.priority, self.tick, number),
+            circle: submitted::circle(&limits, &submission, number),
             prompt,
-            max_new_tokens: arrival.max_new_tokens,
+            max_new_tokens,
+            needs_prompt_logprobs: arrival.needs_prompt_logprobs,
             received: Vec::new(),
             expected,
             abort_tick: arrival.abort_after_ticks.map(|ticks| self.tick + ticks),
-            fail_position: arrival.fail_position,
+            nature: Nature { salt, fail_position },
         };
         self.num_submissions += 1;
         self.live.insert(id, submitted);
+    }
+
+    fn submission(&self, arrival: &Arrival) -> Submission {
+        let stop_token_ids: Arc<[TokenId]> = if arrival.stops { [model::STOP_TOKEN].into() } else { [].into() };
+        Submission {
+            id: SequenceId(arrival.id),
+            prompt_token_ids: self.prompt(arrival),
+            max_new_tokens: arrival.max_new_tokens,
+            stop_token_ids,
+            priority: arrival.priority,
+            salt: arrival.salt,
+            group: arrival.group,
+            prefix_caching: arrival.prefix_caching,
+            needs_prompt_logprobs: arrival.needs_prompt_logprobs,
+        }
+    }
+
+    fn prompt(&self, arrival: &Arrival) -> Vec<TokenId> {
+        let own = model::text(1000 + self.num_submissions as u64, arrival.num_prompt_tokens);
+        let continued = arrival.continues.and_then(|num_back| self.texts.iter().rev().nth(num_back));
+        let common: Vec<_> = match continued {
+            Some(text) => text.clone(),
+            None => model::text(arrival.text, arrival.num_text_tokens).collect(),
+        };
+        common.into_iter().chain(own).take(arrival.num_prompt_tokens).collect()
     }
 
     fn abort(&mut self) {
@@ -181,12 +237,13 @@ impl World {
 
     fn plan(&mut self) {
         while let Some(plan) = self.scheduler.plan(Duration::from_millis(self.tick)) {
+            self.scheduler.audit();
             self.ledger.enter(&plan, &self.live, self.scheduler.stats());
-            let fail_positions = plan.started.iter().map(|start| self.live[&start.id].fail_position).collect();
+            let natures = plan.started.iter().map(|start| self.live[&start.id].nature).collect();
             let latencies = &self.scenario.latencies_ticks;
             let latency = latencies[self.num_steps as usize % latencies.len()];
             let begin = self.flights.back().map_or(self.tick, |flight| flight.done_tick);
-            self.flights.push_back(InFlight { plan, fail_positions, done_tick: begin + latency });
+            self.flights.push_back(InFlight { plan, natures, done_tick: begin + latency });
             self.num_steps += 1;
             assert!(self.num_steps < MAX_STEPS, "no end in sight");
         }
@@ -197,20 +254,22 @@ impl World {
     fn receive(&mut self) {
         while self.flights.front().is_some_and(|flight| flight.done_tick <= self.tick) {
             let flight = self.flights.pop_front().expect("just seen");
-            let result = self.worker.execute(&flight.plan, &flight.fail_positions);
+            let (result, poisoned) = self.worker.execute(&flight.plan, &flight.natures);
             let events = self.scheduler.apply(&result).expect("a good result");
-            self.ledger.retire();
-            let num_sampled = result.outputs.iter().filter(|output| output.token_ids.is_some()).count();
-            let num_taken: usize = events.iter().map(|event| self.take(event, &result)).sum();
+            self.scheduler.audit();
+            self.ledger.retire(result.step, result.outputs.iter().any(|output| output.token_ids.is_none()));
+            let num_sampled = result.outputs.iter().flat_map(|output| &output.token_ids).flatten().count();
+            let num_taken: usize = events.iter().map(|event| self.take(event, &result, &poisoned)).sum();
             self.tally.num_discarded_tokens += num_sampled - num_taken;
         }
     }
 
     /// Gives an event to its client. Returns the tokens taken.
-    fn take(&mut self, event: &Event, result: &StepResult) -> usize {
+    fn take(&mut self, event: &Event, result: &StepResult, poisoned: &HashSet<SequenceId>) -> usize {
         let (Event::Advanced { id, output_index, .. } | Event::Failed { id, output_index }) = *event;
         let output = &result.outputs[output_index];
         assert_eq!(output.id, id);
+        assert!(!poisoned.contains(&id), "{id:?} gets what was computed from a block that was never written");
         let submitted = self.live.get_mut(&id).unwrap_or_else(|| panic!("an event for {id:?}, which has ended"));
         let (num_tokens, end) = match *event {
             Event::Advanced { num_tokens, finished, .. } => {
@@ -233,4 +292,8 @@ impl World {
         }
         num_tokens
     }
+}
+
+fn poor_hash(parent: u64, token_ids: &[TokenId]) -> u64 {
+    token_ids.iter().fold(parent, |hash, token_id| model::extend(hash, *token_id)) % 16
 }

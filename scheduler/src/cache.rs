@@ -1,0 +1,163 @@
+//! The prefix cache: the blocks of the pool, found again by the token ids in them.
+//!
+//! A block is offered to the tree when all its ids are known and every step that writes it has been planned. Whoever is
+//! planned later may then read it, although it may not be written yet: the worker executes plans strictly in order.
+//! That the step may fail for the sequence that writes is dealt with in `fault.rs`.
+
+use crate::order::Precedence;
+use crate::plan::{BlockId, LinkHash, SequenceId, TokenId};
+use crate::pool::BlockPool;
+use crate::prefix::{NodeId, Parent, PrefixTree, Promise, Root};
+
+#[derive(Debug)]
+pub(crate) struct Cache {
+    pub pool: BlockPool,
+    pub tree: PrefixTree,
+    block_tokens: usize,
+}
+
+/// What is known of a prefix.
+#[derive(Debug, Default)]
+pub(crate) struct Lookup {
+    /// The blocks that can be shared, in order, and their nodes.
+    pub block_ids: Vec<BlockId>,
+    pub nodes: Vec<NodeId>,
+    /// Those of them that are available to others as long as nobody holds them.
+    pub num_available: usize,
+    /// What follows is being computed up to and including this node, by one who is further ahead in line.
+    pub awaited: Option<NodeId>,
+    /// Nodes looked at: what it cost.
+    pub num_visited: usize,
+}
+
+/// What a sequence has on the worker.
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    pub block_ids: Vec<BlockId>,
+    /// The nodes of its first blocks: of all whose ids are known, as far as the tree remembers them.
+    pub path: Vec<NodeId>,
+    /// How much of the path has been offered to the tree.
+    pub num_offered: usize,
+}
+
+impl Cache {
+    pub fn new(num_blocks: u32, block_tokens: u32, hash: LinkHash) -> Self {
+        Self { pool: BlockPool::new(num_blocks), tree: PrefixTree::new(hash), block_tokens: block_tokens as usize }
+    }
+
+    /// The longest prefix of `token_ids` that is computed, or being computed by one further ahead than `precedence`.
+    pub fn look_up(&self, root: Root, token_ids: &[TokenId], precedence: Precedence) -> Lookup {
+        let mut lookup = Lookup::default();
+        let mut parent = Parent::Root(root);
+        let mut computing: Option<SequenceId> = None;
+        for token_ids in token_ids.chunks_exact(self.block_tokens) {
+            lookup.num_visited += 1;
+            let Some(node) = self.tree.find(parent, token_ids) else { break };
+            parent = Parent::Node(node);
+            match (computing, self.tree.block_id(node), self.tree.promise(node)) {
+                (None, Some(block_id), _) => {
+                    lookup.num_available += usize::from(self.pool.is_available(block_id));
+                    lookup.block_ids.push(block_id);
+                    lookup.nodes.push(node);
+                }
+                (None, None, Some(promise)) if promise.precedence < precedence => {
+                    computing = Some(promise.id);
+                    lookup.awaited = Some(node);
+                }
+                (Some(id), None, Some(promise)) if promise.id == id => lookup.awaited = Some(node),
+                _ => break,
+            }
+        }
+        lookup
+    }
+
+    /// Takes a block, evicting the least recently used if none is free.
+    pub fn take(&mut self) -> Option<BlockId> {
+        let (block_id, evicted) = self.pool.take()?;
+        if let Some(node) = evicted {
+            self.tree.clear_block_id(node);
+        }
+        Some(block_id)
+    }
+
+    /// The table of a sequence that starts with what was found.
+    pub fn hold(&mut self, root: Root, token_ids: &[TokenId], lookup: Lookup) -> Table {
+        let mut table = Table { num_offered: lookup.nodes.len(), block_ids: lookup.block_ids, path: Vec::new() };
+        for block_id in &table.block_ids {
+            self.pool.hold(*block_id);
+        }
+        self.extend_path(&mut table.path, root, token_ids);
+        debug_assert!(table.path.starts_with(&lookup.nodes));
+        table
+    }
+
+    /// Enters the nodes of all full blocks of known ids.
+    pub fn extend_path(&mut self, path: &mut Vec<NodeId>, root: Root, token_ids: &[TokenId]) {
+        for token_ids in token_ids.chunks_exact(self.block_tokens).skip(path.len()) {
+            let parent = path.last().map_or(Parent::Root(root), |node| Parent::Node(*node));
+            let Some(node) = self.tree.enter(parent, token_ids) else { break };
+            path.push(node);
+        }
+    }
+
+    pub fn promise(&mut self, table: &Table, promise: Promise) {
+        for node in &table.path[table.num_offered..] {
+            if self.tree.block_id(*node).is_none() {
+                self.tree.make_promise(*node, promise);
+            }
+        }
+    }
+
+    /// Gives `node` the block, unless it has one: then there are two with the same content, and this one is not shared.
+    pub fn offer(&mut self, node: NodeId, block_id: BlockId) {
+        if self.tree.block_id(node).is_none() {
+            self.tree.set_block_id(node, block_id);
+            self.pool.set_node(block_id, Some(node));
+        }
+    }
+
+    /// Nobody may share this block any more.
+    pub fn forget(&mut self, block_id: BlockId) {
+        if let Some(node) = self.pool.node(block_id) {
+            self.pool.set_node(block_id, None);
+            self.tree.clear_block_id(node);
+        }
+    }
+
+    /// Gives up what a sequence has. `left` if its blocks were told so.
+    ///
+    /// From the last to the first, and the whole path counts as used: so of a prefix the end is always evicted first, and
+    /// what is idle can be reached from its root.
+    pub fn release(&mut self, table: &Table, left: bool) {
+        for index in (0..table.block_ids.len()).rev() {
+            let block_id = table.block_ids[index];
+            if index < table.num_offered {
+                self.use_node(table.path[index], block_id);
+            }
+            self.pool.release(block_id, left);
+            self.drop_unkept(block_id);
+        }
+        for node in table.path.iter().rev() {
+            self.tree.exit(*node);
+        }
+    }
+
+    /// `block_id` has the content of `node`, but may not be the block that the tree knows.
+    fn use_node(&mut self, node: NodeId, block_id: BlockId) {
+        match self.tree.block_id(node) {
+            Some(known) if known != block_id => self.pool.touch(known),
+            // The known one was evicted, or is forgotten: then this one stands in, unless it may be part of the fault.
+            None if self.pool.is_written(block_id) => self.offer(node, block_id),
+            _ => {}
+        }
+    }
+
+    fn drop_unkept(&mut self, block_id: BlockId) {
+        if let Some(node) = self.pool.node(block_id)
+            && !self.pool.is_held(block_id)
+            && !self.tree.is_kept(node)
+        {
+            self.forget(block_id);
+        }
+    }
+}

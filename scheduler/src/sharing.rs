@@ -1,0 +1,78 @@
+//! Running sequences offer their blocks to the prefix cache, and wake who waits for them.
+//!
+//! A queued sequence whose next block is being computed waits for it instead of computing it too. It waits only for one
+//! that runs and is ahead of it in line, and that one waits for nobody: so nobody waits in a circle, and not for longer
+//! than those ahead take anyway. Out of the queue it is in nobody's way. It is woken when the last block that it shares with
+//! the other is planned, or when the other leaves the worker for whatever reason.
+
+use crate::cache::Table;
+use crate::plan::SequenceId;
+use crate::prefix::NodeId;
+use crate::scheduler::Scheduler;
+
+impl Scheduler {
+    /// Offers every block of a sequence that is planned to its end and whose ids are known.
+    pub(crate) fn share(&mut self, id: SequenceId) {
+        let block_tokens = self.limits.block_tokens;
+        let sequence = self.sequences.get_mut(&id).expect("invariant: who advances is known");
+        let Some((table, root, token_ids, num_full)) = sequence.shared_parts(block_tokens) else { return };
+        if table.path.len() < token_ids.len() / block_tokens as usize {
+            self.cache.extend_path(&mut table.path, root, token_ids);
+        }
+        let offered = table.num_offered..num_full.min(table.path.len()).max(table.num_offered);
+        table.num_offered = offered.end;
+        let mut done = Vec::new();
+        for index in offered {
+            let node = table.path[index];
+            self.cache.offer(node, table.block_ids[index]);
+            self.cache.tree.end_promise(node, id);
+            done.push(node);
+        }
+        for node in done {
+            self.wake(node);
+        }
+    }
+
+    /// What a sequence that leaves the worker has promised and not computed, nobody needs to wait for.
+    pub(crate) fn end_promises(&mut self, id: SequenceId, table: &Table) {
+        for node in &table.path[table.num_offered..] {
+            if self.cache.tree.end_promise(*node, id) {
+                self.wake(*node);
+            }
+        }
+    }
+
+    /// Takes a sequence out of the queue until `node` has been computed or is not promised any more.
+    pub(crate) fn wait(&mut self, id: SequenceId, node: NodeId) {
+        let sequence = self.sequence_mut(id);
+        sequence.set_awaits(Some(node));
+        let precedence = sequence.precedence();
+        self.queue.remove(precedence);
+        self.waiting.entry(node).or_default().insert(id);
+        self.num_waiting += 1;
+    }
+
+    fn wake(&mut self, node: NodeId) {
+        if self.num_waiting == 0 {
+            return;
+        }
+        for id in self.waiting.remove(&node).unwrap_or_default() {
+            self.num_waiting -= 1;
+            let sequence = self.sequence_mut(id);
+            sequence.set_awaits(None);
+            let precedence = sequence.precedence();
+            self.queue.insert(precedence, id);
+        }
+    }
+
+    pub(crate) fn stop_waiting(&mut self, node: NodeId, id: SequenceId) {
+        if let Some(ids) = self.waiting.get_mut(&node)
+            && ids.remove(&id)
+        {
+            self.num_waiting -= 1;
+            if ids.is_empty() {
+                self.waiting.remove(&node);
+            }
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! The prefix cache: what is shared, with whom, and what must not be.
+
+use super::*;
+
+fn caching(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
+    Limits { prefix_caching: true, max_step_tokens: 64, ..limits(num_blocks, max_steps_in_flight) }
+}
+
+/// `num_tokens` ids that differ from those of every other `text`.
+fn ids(text: u32, num_tokens: u32) -> Vec<TokenId> {
+    (0..num_tokens).map(|i| 1000 * text + i).collect()
+}
+
+fn with_prompt(id: u64, prompt_token_ids: Vec<TokenId>, max_new_tokens: u32) -> Submission {
+    Submission { prompt_token_ids, ..submission(id, 1, max_new_tokens) }
+}
+
+/// (id, cached tokens) of each start.
+fn hits(plan: &Plan) -> Vec<(u64, u32)> {
+    for start in &plan.started {
+        assert_eq!(start.block_ids.len() as u32 * 4, start.num_computed_tokens);
+    }
+    plan.started.iter().map(|start| (start.id.0, start.num_computed_tokens)).collect()
+}
+
+/// Runs until nothing is left to do.
+fn run(scheduler: &mut Scheduler) -> Vec<(u64, u32)> {
+    let mut all_hits = Vec::new();
+    while scheduler.stats().num_running + scheduler.stats().num_queued > 0 {
+        all_hits.extend(hits(&step(scheduler).0));
+    }
+    all_hits
+}
+
+/// What the second of two submissions finds, one run after the other.
+fn second_hit(limits: Limits, first: Submission, second: Submission) -> u32 {
+    let mut scheduler = Scheduler::new(limits);
+    submit(&mut scheduler, first);
+    run(&mut scheduler);
+    submit(&mut scheduler, second);
+    run(&mut scheduler)[0].1
+}
+
+#[test]
+fn a_prompt_is_found_again_in_full_blocks_and_the_last_token_is_always_computed() {
+    let cases = [(11, 8), (12, 8), (13, 12), (3, 0), (4, 0), (5, 4)];
+    for (num_tokens, hit) in cases {
+        let prompt = || ids(1, num_tokens);
+        assert_eq!(second_hit(caching(16, 1), with_prompt(1, prompt(), 1), with_prompt(2, prompt(), 1)), hit);
+    }
+}
+
+#[test]
+fn generated_tokens_are_found_again() {
+    let next_turn: Vec<_> = ids(1, 6).into_iter().chain([TOKEN; 6]).chain(ids(2, 3)).collect();
+    // 6 + 7 tokens are known in the end; the last one is not computed.
+    assert_eq!(second_hit(caching(16, 2), with_prompt(1, ids(1, 6), 7), with_prompt(2, next_turn, 1)), 12);
+}
+
+#[test]
+fn only_equal_prefixes_salts_and_permissions_share() {
+    let mut fork = ids(1, 12);
+    fork[5] = 7;
+    let first = || with_prompt(1, ids(1, 12), 1);
+    let second = || with_prompt(2, ids(1, 12), 1);
+    let on = caching(16, 1);
+    assert_eq!(second_hit(on, first(), with_prompt(2, fork, 1)), 4);
+    assert_eq!(second_hit(on, first(), with_prompt(2, ids(1, 12)[4..].to_vec(), 1)), 0);
+    assert_eq!(second_hit(on, first(), Submission { salt: 1, ..second() }), 0);
+    assert_eq!(second_hit(on, first(), Submission { prefix_caching: false, ..second() }), 0);
+    assert_eq!(second_hit(on, Submission { prefix_caching: false, ..first() }, second()), 0);
+    assert_eq!(second_hit(on, first(), Submission { needs_prompt_logprobs: true, ..second() }), 0);
+    assert_eq!(second_hit(on, Submission { needs_prompt_logprobs: true, ..first() }, second()), 8);
+    assert_eq!(second_hit(Limits { prefix_caching: false, ..on }, first(), second()), 0);
+}
+
+#[test]
+fn links_with_one_hash_are_told_apart_by_their_ids() {
+    let mut scheduler = Scheduler::with_hash(caching(32, 1), |_, _| 0);
+    for (id, text) in [(1, 1), (2, 2), (3, 1), (4, 3)] {
+        submit(&mut scheduler, with_prompt(id, ids(text, 12), 2));
+    }
+    submit(&mut scheduler, Submission { salt: 5, ..with_prompt(5, ids(1, 12), 2) });
+    // The first block of the first prompt has the only hash.
+    assert_eq!(run(&mut scheduler), [(1, 0), (2, 0), (4, 0), (5, 0), (3, 4)]);
+}
+
+#[test]
+fn of_several_with_one_prompt_one_computes_and_the_others_wait_for_its_blocks() {
+    let small = Limits { max_step_tokens: 16, ..caching(64, 3) };
+    let mut scheduler = Scheduler::new(small);
+    for id in 1..=3 {
+        submit(&mut scheduler, with_prompt(id, ids(1, 38), 4));
+    }
+    submit(&mut scheduler, with_prompt(4, ids(2, 5), 4));
+    // The one behind them that needs something else waits only for its turn.
+    let plans: Vec<_> = (0..3).map(|_| plan(&mut scheduler)).collect();
+    assert_eq!(plans.iter().map(advances).collect::<Vec<_>>(), [vec![(1, 16)], vec![(1, 16)], vec![(1, 6), (4, 5)]]);
+    assert_eq!(scheduler.stats().num_queued, 2);
+    scheduler.apply(&answer(&plans[0], TOKEN)).unwrap();
+    // The results of the steps that fill the blocks are not back; the worker executes in order.
+    let shared = plan(&mut scheduler);
+    assert_eq!(hits(&shared), [(2, 36), (3, 36)]);
+    assert_eq!(shared.started[0].block_ids, shared.started[1].block_ids);
+    assert_eq!(advances(&shared), [(1, 1), (4, 1), (2, 2), (3, 2)]);
+    assert_eq!((scheduler.stats().num_queried_tokens, scheduler.stats().num_hit_tokens), (37 + 4 + 37 + 37, 72));
+}
+
+#[test]
+fn who_waits_goes_on_alone_when_the_other_ends() {
+    for planned in [0, 1] {
+        let small = Limits { max_step_tokens: 16, ..caching(64, 1) };
+        let mut scheduler = Scheduler::new(small);
+        submit(&mut scheduler, with_prompt(1, ids(1, 60), 4));
+        submit(&mut scheduler, with_prompt(2, ids(1, 60), 4));
+        submit(&mut scheduler, with_prompt(3, ids(1, 60), 4));
+        step(&mut scheduler);
+        for _ in 0..planned {
+            step(&mut scheduler);
+        }
+        scheduler.abort(SequenceId(2));
+        scheduler.abort(SequenceId(1));
+        assert_eq!(hits(&step(&mut scheduler).0), [(3, 16 * (planned + 1))]);
+    }
+}
+
+#[test]
+fn nobody_waits_for_one_behind_in_line() {
+    let small = Limits { max_step_tokens: 16, ..caching(64, 1) };
+    let mut scheduler = Scheduler::new(small);
+    submit(&mut scheduler, with_prompt(1, ids(1, 24), 4));
+    step(&mut scheduler);
+    submit(&mut scheduler, Submission { priority: 1, ..with_prompt(2, ids(1, 40), 4) });
+    let (both, _) = step(&mut scheduler);
+    assert_eq!((hits(&both), advances(&both)), (vec![(2, 16)], vec![(1, 8), (2, 8)]));
+}
+
+#[test]
+fn a_group_shares_without_caching_while_one_of_it_is_on_the_worker() {
+    let mut scheduler = Scheduler::new(Limits { prefix_caching: false, ..caching(32, 1) });
+    let of_group = |id, group| Submission { group: Some(group), ..with_prompt(id, ids(1, 12), 3) };
+    for (id, group) in [(1, 1), (2, 1), (3, 2)] {
+        submit(&mut scheduler, of_group(id, group));
+    }
+    submit(&mut scheduler, with_prompt(4, ids(1, 12), 3));
+    assert_eq!(run(&mut scheduler), [(1, 0), (3, 0), (4, 0), (2, 8)]);
+    assert_eq!(scheduler.stats().num_cached_blocks, 0);
+    submit(&mut scheduler, of_group(5, 1));
+    assert_eq!(run(&mut scheduler), [(5, 0)]);
+}
+
+#[test]
+fn the_least_recently_used_blocks_are_evicted_from_the_end_of_their_prefix() {
+    let mut scheduler = Scheduler::new(caching(8, 1));
+    for text in [1, 2, 1] {
+        submit(&mut scheduler, with_prompt(u64::from(text), ids(text, 13), 1));
+        run(&mut scheduler);
+    }
+    assert_eq!((scheduler.stats().num_cached_blocks, scheduler.stats().num_free_blocks), (6, 8));
+    // Four blocks more: two are free, the other two are the last of the second text.
+    submit(&mut scheduler, with_prompt(3, ids(3, 13), 1));
+    run(&mut scheduler);
+    for (text, hit) in [(1, 12), (2, 4)] {
+        submit(&mut scheduler, with_prompt(9, ids(text, 13), 1));
+        assert_eq!(run(&mut scheduler), [(9, hit)], "text {text}");
+    }
+}
+
+#[test]
+fn cached_blocks_never_keep_a_sequence_from_running() {
+    let mut scheduler = Scheduler::new(caching(4, 1));
+    for text in 1..6 {
+        submit(&mut scheduler, with_prompt(u64::from(text), ids(text, 14), 3));
+        assert_eq!(run(&mut scheduler), [(u64::from(text), 0)]);
+    }
+}
+
+#[test]
+fn a_preempted_sequence_finds_its_own_blocks() {
+    let mut scheduler = Scheduler::new(caching(6, 1));
+    submit(&mut scheduler, with_prompt(1, ids(1, 4), 6));
+    submit(&mut scheduler, with_prompt(2, ids(2, 12), 9));
+    let all_hits = run(&mut scheduler);
+    assert_eq!(all_hits[..2], [(1, 0), (2, 0)]);
+    assert!(all_hits[2..].iter().all(|(id, hit)| (*id, *hit >= 8) == (2, true)), "{all_hits:?}");
+    assert_eq!(all_hits.len(), 3, "it is preempted once");
+}
+
+#[test]
+fn a_failure_sends_back_who_relied_on_its_blocks_and_nobody_finds_them() {
+    let mut scheduler = Scheduler::new(caching(32, 3));
+    submit(&mut scheduler, with_prompt(1, ids(1, 13), 4));
+    submit(&mut scheduler, with_prompt(2, ids(1, 21), 1));
+    submit(&mut scheduler, with_prompt(3, ids(3, 5), 9));
+    let failing = plan(&mut scheduler);
+    let relying = plan(&mut scheduler);
+    assert_eq!(hits(&relying), [(2, 12)]);
+    scheduler.abort(SequenceId(1));
+    let mut result = answer(&failing, TOKEN);
+    result.outputs[0].token_ids = None;
+    assert_eq!(scheduler.apply(&result).unwrap().len(), 1, "of the third sequence; the first one was aborted");
+    scheduler.audit();
+    let again = plan(&mut scheduler);
+    assert_eq!((&*again.freed, hits(&again)), (&[SequenceId(1), SequenceId(2)][..], vec![(2, 0)]));
+    // What it sampled from what was not there is not taken.
+    let events = scheduler.apply(&answer(&relying, TOKEN)).unwrap();
+    assert_eq!(events.len(), 1);
+    let events = scheduler.apply(&answer(&again, TOKEN)).unwrap();
+    assert_eq!(finished(&events), [None, Some(FinishReason::Length)]);
+}
+
+#[test]
+fn what_is_written_before_a_failure_stays() {
+    let small = Limits { max_step_tokens: 16, ..caching(32, 1) };
+    let mut scheduler = Scheduler::new(small);
+    submit(&mut scheduler, with_prompt(1, ids(1, 30), 4));
+    step(&mut scheduler);
+    let failing = plan(&mut scheduler);
+    scheduler
+        .apply(&StepResult { step: failing.step, outputs: vec![Output { id: SequenceId(1), token_ids: None }] })
+        .unwrap();
+    submit(&mut scheduler, with_prompt(2, ids(1, 30), 4));
+    assert_eq!(hits(&step(&mut scheduler).0), [(2, 16)]);
+}
+
+#[test]
+fn an_output_without_tokens_is_taken_for_an_advance_that_does_not_sample() {
+    let small = Limits { max_step_tokens: 16, ..caching(32, 1) };
+    let mut scheduler = Scheduler::new(small);
+    submit(&mut scheduler, Submission { needs_prompt_logprobs: true, ..with_prompt(1, ids(1, 30), 4) });
+    let chunk = plan(&mut scheduler);
+    let result = StepResult { step: chunk.step, outputs: vec![Output { id: SequenceId(1), token_ids: Some(vec![]) }] };
+    let event = Event::Advanced { id: SequenceId(1), output_index: 0, num_tokens: 0, finished: None };
+    assert_eq!(scheduler.apply(&result).unwrap(), [event]);
+    assert_eq!(advances(&plan(&mut scheduler)), [(1, 14)]);
+}
+
+#[test]
+fn the_end_of_a_prefix_is_found_although_another_copy_of_its_middle_was_evicted() {
+    // Both prompts end with a block, so each computes its own copy of the last one.
+    let mut scheduler = Scheduler::new(caching(9, 1));
+    submit(&mut scheduler, with_prompt(1, ids(1, 8), 1));
+    run(&mut scheduler);
+    submit(&mut scheduler, with_prompt(2, ids(1, 8), 5));
+    run(&mut scheduler);
+    submit(&mut scheduler, with_prompt(3, ids(3, 28), 1));
+    run(&mut scheduler);
+    let next_turn = ids(1, 8).into_iter().chain([TOKEN; 8]).collect();
+    submit(&mut scheduler, with_prompt(4, next_turn, 1));
+    assert_eq!(run(&mut scheduler), [(4, 8)]);
+}

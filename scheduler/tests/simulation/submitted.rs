@@ -1,0 +1,59 @@
+//! A sequence that has not ended, as its client sees it.
+
+use penstock_scheduler::{Limits, Submission, TokenId};
+
+use crate::model::End;
+use crate::worker::Nature;
+
+/// The smaller is served first. Worked out anew, in ticks.
+pub type Order = (i64, u64, usize);
+
+/// Sequences share blocks within a circle only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Circle {
+    All { salt: u64 },
+    Group(u64, u64),
+    Alone(usize),
+}
+
+pub struct Submitted {
+    /// Counts up.
+    pub submission: usize,
+    pub order: Order,
+    pub circle: Circle,
+    pub prompt: Vec<TokenId>,
+    pub max_new_tokens: u32,
+    pub needs_prompt_logprobs: bool,
+    pub received: Vec<TokenId>,
+    pub expected: (Vec<TokenId>, End),
+    pub abort_tick: Option<u64>,
+    pub nature: Nature,
+}
+
+impl Submitted {
+    pub fn known(&self) -> Vec<TokenId> {
+        self.prompt.iter().chain(&self.received).copied().collect()
+    }
+
+    pub fn may_look_up(&self) -> bool {
+        let needs_all = self.needs_prompt_logprobs && self.received.is_empty();
+        !needs_all && !matches!(self.circle, Circle::Alone(_))
+    }
+}
+
+pub fn order(limits: &Limits, priority: i32, tick: u64, submission: usize) -> Order {
+    let rank = match limits.priority_ageing {
+        Some(ageing) => tick as i64 - i64::from(priority) * ageing.as_millis() as i64,
+        None => -i64::from(priority),
+    };
+    (rank, tick, submission)
+}
+
+pub fn circle(limits: &Limits, submission: &Submission, number: usize) -> Circle {
+    let salt = submission.salt;
+    match submission.group {
+        _ if limits.prefix_caching && submission.prefix_caching => Circle::All { salt },
+        Some(group) => Circle::Group(salt, group),
+        None => Circle::Alone(number),
+    }
+}
