@@ -18,8 +18,8 @@ pub struct Ledger {
     /// Blocks that each step in flight writes.
     written: VecDeque<HashSet<BlockId>>,
     num_steps: u64,
-    /// The newest step that failed for somebody.
-    failed_step: u64,
+    /// The oldest step that was found to have failed for somebody since the last plan.
+    failed_step: Option<u64>,
     num_hit_tokens: u64,
     num_queried_tokens: u64,
     /// Who had to start again because of another one's failure, by the step of its start.
@@ -59,7 +59,7 @@ impl Ledger {
             circles: HashMap::new(),
             written: VecDeque::new(),
             num_steps: 0,
-            failed_step: 0,
+            failed_step: None,
             num_hit_tokens: 0,
             num_queried_tokens: 0,
             voided: Vec::new(),
@@ -80,7 +80,7 @@ impl Ledger {
     pub fn retire(&mut self, step: u64, failed: bool) {
         self.written.pop_front().expect("a step in flight");
         if failed {
-            self.failed_step = step;
+            self.failed_step.get_or_insert(step);
         }
     }
 
@@ -94,6 +94,7 @@ impl Ledger {
             plan.step
         );
         self.free(plan, live);
+        self.failed_step = None;
         let decodes = self.decodes();
         for start in &plan.started {
             self.start(start, live);
@@ -132,7 +133,8 @@ impl Ledger {
             if is_last && !row.is_planned_out() {
                 self.num_preemptions += 1;
             } else {
-                assert!(row.start_step > self.failed_step && self.failed_step > 0, "{id:?} was taken out of turn");
+                let relied = self.failed_step.is_some_and(|step| step < row.start_step);
+                assert!(relied, "{id:?} was taken out of turn");
                 self.voided.push((id, row.start_step));
             }
         }
