@@ -97,6 +97,8 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         num_blocks: loaded.pool.num_blocks,
         block_tokens: BLOCK_TOKENS,
         max_steps_in_flight: MAX_STEPS_IN_FLIGHT,
+        prefix_caching: true,
+        priority_ageing: None,
     };
     let options = EngineOptions { limits, step_deadline: EngineOptions::DEFAULT_STEP_DEADLINE };
     Ok(Started {

@@ -25,6 +25,8 @@ fn limits() -> Limits {
         num_blocks: 256,
         block_tokens: 16,
         max_steps_in_flight: 2,
+        prefix_caching: false,
+        priority_ageing: None,
     }
 }
 

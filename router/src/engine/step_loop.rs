@@ -142,8 +142,13 @@ impl StepLoop {
             prompt_token_ids: request.prompt_token_ids,
             max_new_tokens: request.max_new_tokens,
             stop_token_ids: Arc::clone(&request.sampling.stop_token_ids),
+            priority: 0,
+            salt: 0,
+            prefix_caching: true,
+            group: None,
+            needs_prompt_logprobs: false,
         };
-        match self.scheduler.submit(submission) {
+        match self.scheduler.submit(submission, self.epoch.elapsed()) {
             Ok(()) => {
                 let sequence = OpenSequence {
                     sampling: request.sampling,

@@ -107,20 +107,37 @@ fn of_several_with_one_prompt_one_computes_and_the_others_wait_for_its_blocks() 
 }
 
 #[test]
-fn who_waits_goes_on_alone_when_the_other_ends() {
-    for planned in [0, 1] {
+fn what_one_has_computed_before_it_ends_is_found_by_the_next() {
+    for num_chunks in [1, 2] {
         let small = Limits { max_step_tokens: 16, ..caching(64, 1) };
         let mut scheduler = Scheduler::new(small);
         submit(&mut scheduler, with_prompt(1, ids(1, 60), 4));
         submit(&mut scheduler, with_prompt(2, ids(1, 60), 4));
-        submit(&mut scheduler, with_prompt(3, ids(1, 60), 4));
-        step(&mut scheduler);
-        for _ in 0..planned {
+        for _ in 0..num_chunks {
+            step(&mut scheduler);
+        }
+        scheduler.abort(SequenceId(1));
+        assert_eq!(hits(&step(&mut scheduler).0), [(2, 16 * num_chunks)]);
+    }
+}
+
+#[test]
+fn who_waits_goes_on_when_the_other_ends_or_is_preempted() {
+    for is_preempted in [false, true] {
+        // The first one grows until the second lacks a block for the end of its prompt, which the third waits for.
+        let mut scheduler = Scheduler::new(Limits { max_step_tokens: 3, ..caching(9, 1) });
+        submit(&mut scheduler, with_prompt(1, ids(9, 3), 16));
+        submit(&mut scheduler, with_prompt(2, ids(1, 28), 4));
+        submit(&mut scheduler, with_prompt(3, ids(1, 28), 4));
+        while scheduler.num_waiting == 0 {
+            assert!(hits(&step(&mut scheduler).0).iter().all(|(id, _)| *id < 3), "the third has not waited");
+        }
+        while is_preempted && scheduler.num_waiting > 0 {
             step(&mut scheduler);
         }
         scheduler.abort(SequenceId(2));
-        scheduler.abort(SequenceId(1));
-        assert_eq!(hits(&step(&mut scheduler).0), [(3, 16 * (planned + 1))]);
+        scheduler.audit();
+        assert_eq!(run(&mut scheduler), [(3, 16)]);
     }
 }
 

@@ -94,24 +94,25 @@ fn crowded() -> impl Strategy<Value = Scenario> {
     })
 }
 
-/// Almost everybody has the same prompt, and many fail in it.
+/// Almost all who come at the same time have the same prompt, and many fail in it.
 fn kindred() -> impl Strategy<Value = Scenario> {
     scenario(30).prop_map(|mut scenario| {
         let limits = &mut scenario.limits;
         limits.max_steps_in_flight = limits.max_steps_in_flight.max(2);
-        limits.max_step_tokens = limits.max_step_tokens.max(12);
+        limits.max_step_tokens = limits.max_step_tokens.max(8);
         limits.max_step_sequences = limits.max_step_sequences.max(3);
         limits.block_tokens = limits.block_tokens.min(3);
-        limits.num_blocks += 16;
+        // Every other time the pool is dry too.
+        limits.num_blocks += if scenario.reports_dead { 16 } else { 4 };
         limits.max_sequence_tokens = 80;
         for arrival in &mut scenario.arrivals {
-            arrival.text = 0;
+            arrival.text = arrival.tick / 8;
             arrival.salt = 0;
             arrival.group = arrival.group.map(|_| 0);
-            arrival.num_text_tokens = arrival.num_text_tokens.max(15);
+            arrival.num_text_tokens = arrival.num_text_tokens.max(25);
             arrival.num_prompt_tokens = arrival.num_prompt_tokens.max(10);
             arrival.max_new_tokens = arrival.max_new_tokens.min(8);
-            arrival.fail_position = (arrival.id % 3 == 0).then_some(arrival.num_prompt_tokens as u32 / 2);
+            arrival.fail_position = (arrival.id.is_multiple_of(3)).then_some(arrival.num_prompt_tokens as u32 * 3 / 4);
         }
         scenario
     })
@@ -162,6 +163,6 @@ fn the_simulation_reaches_the_hard_cases() {
     assert!(seen.num_reused_ids > 3, "{seen:?}");
     assert!(seen.num_hit_tokens > 5_000, "{seen:?}");
     assert!(seen.num_shared_unwritten > 100, "{seen:?}");
-    assert!(seen.num_overtaken > 30, "{seen:?}");
-    assert!(seen.num_voided > 5, "{seen:?}");
+    assert!(seen.num_overtaken > 15, "{seen:?}");
+    assert!(seen.num_voided > 3, "{seen:?}");
 }
