@@ -142,11 +142,11 @@ impl StepLoop {
             prompt_token_ids: request.prompt_token_ids,
             max_new_tokens: request.max_new_tokens,
             stop_token_ids: Arc::clone(&request.sampling.stop_token_ids),
-            priority: 0,
+            priority: request.priority,
             salt: 0,
             prefix_caching: true,
-            group: None,
-            needs_prompt_logprobs: false,
+            group: request.group,
+            needs_prompt_logprobs: request.sampling.prompt_logprobs,
         };
         match self.scheduler.submit(submission, self.epoch.elapsed()) {
             Ok(()) => {

@@ -118,8 +118,17 @@ fn kindred() -> impl Strategy<Value = Scenario> {
     })
 }
 
+fn config() -> ProptestConfig {
+    // The environment counts only where a test sets nothing itself.
+    let default = ProptestConfig::default();
+    match std::env::var_os("PROPTEST_CASES") {
+        Some(_) => default,
+        None => ProptestConfig { cases: 1500, ..default },
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+    #![proptest_config(config())]
 
     #[test]
     fn every_promise_holds_under_random_traffic(scenario in scenario(150)) {
