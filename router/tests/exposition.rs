@@ -94,6 +94,8 @@ impl Router {
             num_blocks: 256,
             block_tokens: 16,
             max_steps_in_flight: 2,
+            prefix_caching: false,
+            priority_ageing: None,
         };
         let metrics = server::exporter();
         batch_total_tokens(256 * 16);
