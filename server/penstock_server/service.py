@@ -314,7 +314,9 @@ def _sampling(message: pb.Sampling) -> Sampling:
 
 def _token(token: Token) -> pb.Token:
     return pb.Token(
-        id=token.id, logprob=token.logprob, top=[pb.TopToken(id=top_id, logprob=logprob) for top_id, logprob in token.top]
+        id=token.id,
+        logprob=token.logprob,
+        top=[pb.TopToken(id=top_id, logprob=logprob) for top_id, logprob in token.top],
     )
 
 

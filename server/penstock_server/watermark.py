@@ -33,7 +33,7 @@ class GreenLists:
     """The green list behind each token id: those whose place, moved by (multiplier, offset), is below `num_green`.
 
     The places are one fixed shuffle of the vocabulary; x → (multiplier · x + offset) mod vocabulary is a bijection
-    because the multiplier has no factor in common with the vocabulary's size. So every list has exactly `num_green` tokens.
+    because the multiplier has no factor in common with the vocabulary's size, so every list has exactly `num_green`.
     """
 
     def __init__(self, vocab_size: int, gamma: float = DEFAULT_GAMMA) -> None:
@@ -130,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Tell whether a text was generated with a watermark by a Penstock server of the same model.",
         epilog="Exit status: 0 watermarked, 1 not, 2 it cannot be told (too short, unreadable).",
     )
-    parser.add_argument("model", type=Path, help="model folder: config.json for the vocabulary, tokenizer.json for text")
+    parser.add_argument(
+        "model", type=Path, help="model folder: config.json for the vocabulary, tokenizer.json for text"
+    )
     parser.add_argument("file", nargs="?", type=Path, help="what to examine; standard input when it is not given")
     parser.add_argument("--ids", action="store_true", help="the input is token ids (numbers, or JSON from /tokenize)")
     parser.add_argument(

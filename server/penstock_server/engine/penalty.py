@@ -5,6 +5,7 @@ All work in place on scores [rows, vocab] and touch only the logits that they na
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -13,7 +14,7 @@ def penalize_repetition(scores: Tensor, places: Tensor, seen: Tensor, penalty: T
     seen; penalty [places]."""
     rows, factor = places[:, None], penalty[:, None]
     before = scores[rows, seen]
-    scores[rows, seen] = before.where(before >= 0, before * factor).where(before < 0, before / factor)
+    scores[rows, seen] = torch.where(before < 0, before * factor, before / factor)
 
 
 def penalize_counts(

@@ -1,4 +1,4 @@
-"""How rows are sampled, as arrays: one record for each sequence, and lists of single logits for those that name some."""
+"""How rows are sampled, as arrays: a record for each sequence, and lists of single logits for those that name some."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.config import LoadConfig
 from penstock_server.errors import ConfigError
 from penstock_server.watermark import DEFAULT_DELTA, DEFAULT_GAMMA, GreenLists
 
@@ -16,12 +15,12 @@ class Watermark:
     """The green lists of one model on its device."""
 
     @classmethod
-    def of(cls, config: LoadConfig, vocab_size: int, device: torch.device) -> Watermark:
-        """As the load asks; raises ConfigError for a gamma or delta that is out of range."""
-        delta = config.watermark_delta or DEFAULT_DELTA
+    def of(cls, vocab_size: int, device: torch.device, gamma: float = 0.0, delta: float = 0.0) -> Watermark:
+        """0: the default. Raises ConfigError for a gamma or delta that is out of range."""
+        delta = delta or DEFAULT_DELTA
         if not 0 < delta < float("inf"):
             raise ConfigError(f"watermark delta is {delta}, must be above 0 and finite")
-        return cls(GreenLists(vocab_size, config.watermark_gamma or DEFAULT_GAMMA), delta, device)
+        return cls(GreenLists(vocab_size, gamma or DEFAULT_GAMMA), delta, device)
 
     def __init__(self, lists: GreenLists, delta: float, device: torch.device) -> None:
         self._lists = lists
