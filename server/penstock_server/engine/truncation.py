@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock_server.engine import cut, head
+from penstock_server.engine.cut import Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,11 @@ class Truncation:
         return Truncation(self.top_k[places], self.top_p[places], self.typical_p[places], self.min_p[places])
 
 
-def truncate(probs: Tensor, limits: Truncation) -> None:
-    """probs [rows, a multiple of BLOCK] float32, in place; every row a distribution."""
+def truncate(probs: Tensor, limits: Truncation, room: Room) -> None:
+    """probs [rows, a multiple of BLOCK] float32, in place; every row a distribution. The room has as many rows."""
     has_top_k, has_top_p = limits.top_k > 0, limits.top_p < 1
     if head.is_worth_it(probs):
-        found = _by_head(probs, limits, (has_top_k | has_top_p).nonzero().squeeze(1))
+        found = _by_head(probs, limits, (has_top_k | has_top_p).nonzero().squeeze(1), room)
         has_top_k, has_top_p = has_top_k & ~found, has_top_p & ~found
     for is_asked, step in (
         (has_top_k, _top_k),
@@ -42,20 +44,20 @@ def truncate(probs: Tensor, limits: Truncation) -> None:
     ):
         places = is_asked.nonzero().squeeze(1)
         if len(places):
-            _on_rows(probs, places, step, limits.at(places))
+            _on_rows(probs, places, partial(step, limits=limits.at(places), room=room))
 
 
-def _on_rows(probs: Tensor, places: Tensor, step: Callable[[Tensor, Truncation], None], limits: Truncation) -> None:
+def _on_rows(probs: Tensor, places: Tensor, step: Callable[[Tensor], None]) -> None:
     """A step on some rows; without a copy when they are all."""
     if len(places) == len(probs):
-        step(probs, limits)
+        step(probs)
         return
     mine = probs[places]
-    step(mine, limits)
+    step(mine)
     probs[places] = mine
 
 
-def _by_head(probs: Tensor, limits: Truncation, places: Tensor) -> Tensor:
+def _by_head(probs: Tensor, limits: Truncation, places: Tensor, room: Room) -> Tensor:
     """Top-k and top-p of the rows whose head shows the cut; which they were [rows]."""
     found = torch.zeros(len(probs), dtype=torch.bool, device=probs.device)
     if len(places):
@@ -63,42 +65,43 @@ def _by_head(probs: Tensor, limits: Truncation, places: Tensor) -> Tensor:
         limit, inside = head.cut_by_head(mine, limits.top_k[places], limits.top_p[places])
         found[places[inside]] = True
 
-        def apply(rows: Tensor, _: Truncation) -> None:
-            cut.keep(rows, cut.descending_keys(rows), limit, all_equals=False)
+        def apply(rows: Tensor) -> None:
+            cut.keep(rows, cut.descending_keys(rows, room), limit, room, all_equals=False)
 
         if len(inside):
-            _on_rows(probs, places[inside], apply, limits)
+            _on_rows(probs, places[inside], apply)
     return found
 
 
-def _top_k(probs: Tensor, limits: Truncation) -> None:
-    keys = cut.descending_keys(probs)
-    limit = cut.find_cut(keys, torch.ones_like(keys, dtype=torch.int64), limits.top_k.clamp(max=probs.shape[1]))
-    cut.keep(probs, keys, limit, all_equals=True)
+def _top_k(probs: Tensor, limits: Truncation, room: Room) -> None:
+    keys, ones = cut.descending_keys(probs, room), room.weights[: len(probs)].fill_(1)
+    limit = cut.find_cut(keys, ones, limits.top_k.clamp(max=probs.shape[1]), room)
+    cut.keep(probs, keys, limit, room, all_equals=True)
 
 
-def _top_p(probs: Tensor, limits: Truncation) -> None:
-    keys, weights = cut.descending_keys(probs), cut.weights_of(probs)
+def _top_p(probs: Tensor, limits: Truncation, room: Room) -> None:
+    keys, weights = cut.descending_keys(probs, room), cut.weights_of(probs, room)
     present = weights.sum(-1)
     # As the head does it: rounding apart, all of a row is 1 where top-k left all.
     total = torch.where(limits.top_k > 0, present, cut.ONE)
     mass = torch.minimum(cut.target_of(limits.top_p, total), present)
-    cut.keep(probs, keys, cut.find_cut(keys, weights, mass.clamp(min=1)), all_equals=False)
+    cut.keep(probs, keys, cut.find_cut(keys, weights, mass, room), room, all_equals=False)
 
 
-def _typical_p(probs: Tensor, limits: Truncation) -> None:
+def _typical_p(probs: Tensor, limits: Truncation, room: Room) -> None:
     """Locally typical sampling (Meister et al. 2022): the tokens whose information is nearest to the entropy."""
-    weights = cut.weights_of(probs)
+    weights = cut.weights_of(probs, room)
     total = weights.sum(-1)
-    information = -probs.log()
-    # In whole numbers too, so that the sum has no order: up to 104 nats, 37 bits behind the point.
-    expected = (probs * information * 2.0**37).nan_to_num_(0.0).long().sum(-1).double() * 2.0**-37
+    information = torch.log(probs, out=room.floats[: len(probs)]).neg_()  # infinite where nothing is left
+    # In whole numbers too, so that the sum has no order: 37 bits behind the point.
+    share = torch.mul(probs, information, out=room.upper[: len(probs)].view(torch.float32)).nan_to_num_(0.0)
+    expected = room.bins[: len(probs)].copy_(share.mul_(2.0**37)).sum(-1).double() * 2.0**-37
     entropy = expected * cut.ONE / total
-    keys = cut.ascending_keys((information - entropy.float()[:, None]).abs_())
+    keys = cut.ascending_keys(information.sub_(entropy.float()[:, None]).abs_(), room)
     mass = cut.target_of(limits.typical_p, total)
-    cut.keep(probs, keys, cut.find_cut(keys, weights, mass), all_equals=True)
+    cut.keep(probs, keys, cut.find_cut(keys, weights, mass, room), room, all_equals=True)
 
 
-def _min_p(probs: Tensor, limits: Truncation) -> None:
+def _min_p(probs: Tensor, limits: Truncation, room: Room) -> None:
     least = limits.min_p * probs.amax(-1)
-    probs.masked_fill_(probs < least[:, None], 0.0)
+    probs.masked_fill_(torch.lt(probs, least[:, None], out=room.mask[: len(probs)]), 0.0)

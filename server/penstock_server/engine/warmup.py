@@ -96,8 +96,8 @@ def run(
     step_batch = _batch(limits, num_tokens, contexts, device)
     hidden = model.forward(step_batch)
     num = len(num_tokens)
-    # Every row has an output, as if all were prompt tokens whose logprobs are wanted; one chunk of them takes the memory
-    # that all would take one after the other.
+    # Every row has an output, as if all were prompt tokens whose logprobs are wanted; one chunk of them takes as much
+    # memory as all one after the other.
     chunk = np.arange(min(len(hidden), CHUNK_ROWS[device.type]))
     prompt = PromptRows(chunk, np.zeros_like(chunk), chunk)
     score_prompt(model, sampler, hidden, prompt, np.full(len(chunk), _TOP_N))

@@ -27,12 +27,14 @@ class Watermark:
         self._delta = delta
         self._places = torch.from_numpy(lists.places).to(device)
 
-    def apply(self, scores: Tensor, places: Tensor, previous_ids: npt.NDArray[np.int64]) -> None:
-        """Rows `places` of scores [rows, vocab], in place; previous_ids [places] are the tokens before.
+    def apply(self, scores: Tensor, places: Tensor, previous_ids: npt.NDArray[np.int64], room: Tensor) -> None:
+        """Rows `places` of scores [rows, vocab], in place; previous_ids [places] are the tokens before;
+        room [≥ places, ≥ vocab] int64 is scribbled on.
 
         PERF: 32 × 49,152: 3 ms on two threads (EPYC).
         """
         moves = self._lists.moves(previous_ids)
         multipliers, offsets = (torch.from_numpy(move).to(scores.device)[:, None] for move in moves)
-        moved = (self._places * multipliers).add_(offsets).remainder_(self._lists.vocab_size)
+        moved = torch.mul(self._places, multipliers, out=room[: len(places), : len(self._places)])
+        moved.add_(offsets).remainder_(self._lists.vocab_size)
         scores[places] = torch.where(moved < self._lists.num_green, scores[places] + self._delta, scores[places])
