@@ -21,7 +21,7 @@ NO_TOP: Top = ()
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Where a row's scores stand: the greatest one and its logprob, both [rows] float64."""
+    """Where a row's scores stand: the greatest one [rows], and its logprob [rows] float64."""
 
     score: Tensor
     logprob: Tensor
@@ -32,12 +32,13 @@ class Level:
 
     def logprobs(self, scores: Tensor) -> Tensor:
         """Scores [rows, any] of those rows → logprobs float64."""
-        return scores.double() - self.score[:, None] + self.logprob[:, None]
+        # The distance in float32: the very bits that it has where the greatest score was subtracted before.
+        return (scores.float() - self.score[:, None]).double() + self.logprob[:, None]
 
 
 def level_of(scores: Tensor, greatest_ids: Tensor, logprobs: Tensor) -> Level:
     """From scores [rows, vocab], and the ids and logprobs [rows] of their greatest."""
-    return Level(scores.gather(1, greatest_ids[:, None]).squeeze(1).double(), logprobs.double())
+    return Level(scores.gather(1, greatest_ids[:, None]).squeeze(1).float(), logprobs.double())
 
 
 def logprobs_at(scores: Tensor, ids: Tensor, level: Level) -> Tensor:

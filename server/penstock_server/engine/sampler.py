@@ -177,7 +177,7 @@ class Sampler:
         broken = ~(logprobs > 0)  # NaN is not above 0
         if broken.any():
             probs[broken] = self._probs.new_zeros(probs.shape[1]).index_fill_(0, ids.new_zeros(1), 1.0)
-        level = level_of(scores, ids, logprobs.log_())
+        level = level_of(scores, ids, logprobs.log())
         if (places := self._places(parameters.drawn, rows)) is not None:
             all_mine = len(places) == len(probs)
             mine = probs if all_mine else probs[places]

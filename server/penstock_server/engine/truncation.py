@@ -104,4 +104,4 @@ def _typical_p(probs: Tensor, limits: Truncation, room: Room) -> None:
 
 def _min_p(probs: Tensor, limits: Truncation, room: Room) -> None:
     least = limits.min_p * probs.amax(-1)
-    probs.masked_fill_(torch.lt(probs, least[:, None], out=room.mask[: len(probs)]), 0.0)
+    probs.mul_(torch.ge(probs, least[:, None], out=room.floats[: len(probs)]))
