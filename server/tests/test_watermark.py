@@ -56,7 +56,9 @@ def green_text(lists: GreenLists, length: int) -> list[int]:
 
 def test_green_text_is_detected_and_random_text_is_not() -> None:
     lists = GreenLists(997)
-    assert detect(green_text(lists, 50), lists).z_score == pytest.approx(7.0)
+    found = detect(green_text(lists, 50), lists)
+    assert (found.green_fraction, found.z_score) == (1.0, pytest.approx(found.num_scored**0.5))
+    assert found.p_value < 1e-9
     scores = [detect(np.random.default_rng(seed).integers(0, 997, 400).tolist(), lists).z_score for seed in range(200)]
     assert max(scores) < 4
     assert abs(float(np.mean(scores))) < 0.3
