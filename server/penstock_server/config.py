@@ -30,6 +30,8 @@ class LoadConfig:
     trust_remote_code: bool = False
     deterministic: bool = False
     num_threads: int = 0
+    watermark_gamma: float = 0.0
+    watermark_delta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,17 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    typical_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Sequence[tuple[int, float]] = ()  # (token id, what is added); several of one id add up
+    min_new_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    watermark: bool = False
+    top_n: int = 0
+    prompt_logprobs: bool = False
     model_logprobs: bool = False  # logprobs of the model's own distribution instead of the processed one
     unsupported: tuple[str, ...] = ()  # fields that the plan sets and this worker does not implement
 
@@ -60,10 +69,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A sampled token and its natural logarithm of probability."""
+    """A sampled token or one of the prompt, and its natural logarithm of probability."""
 
     id: int
     logprob: float
+    top: Sequence[tuple[int, float]] = ()  # alternatives and their logprobs, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,7 @@ class SequenceOutput:
 
     sequence_id: int
     tokens: Sequence[Token] = ()
+    prompt_tokens: Sequence[Token] = ()
     error: str = ""
 
 

@@ -26,7 +26,7 @@ from penstock_server.errors import ConfigError, PlanError
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 from penstock_server.phase import Phase
-from penstock_server.plan import Advance, NewSequence, Plan, Sampling, StepResult
+from penstock_server.plan import Advance, NewSequence, Plan, Sampling, StepResult, Token
 
 if TYPE_CHECKING:
     from penstock_server.engine import Engine
@@ -88,6 +88,8 @@ class Worker(rpc.WorkerServicer):
             trust_remote_code=request.trust_remote_code,
             deterministic=request.deterministic,
             num_threads=request.num_threads,
+            watermark_gamma=request.watermark_gamma,
+            watermark_delta=request.watermark_delta,
         )
         try:
             description = self._compute.call(partial(self._load, config))
@@ -287,27 +289,34 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
 
 
 def _sampling(message: pb.Sampling) -> Sampling:
-    asked = {
-        "typical_p": message.typical_p not in (0, 1),
-        "frequency_penalty": message.frequency_penalty != 0,
-        "presence_penalty": message.presence_penalty != 0,
-        "logit_bias": len(message.logit_bias) > 0,
-        "min_new_tokens": message.min_new_tokens > 0 and len(message.stop_token_ids) > 0,
-        "watermark": message.watermark,
-        "top_n": message.top_n > 0,
-        "prompt_logprobs": message.prompt_logprobs,
-        "grammar": message.HasField("grammar"),
-    }
+    asked = {"grammar": message.HasField("grammar")}
     return Sampling(
         do_sample=message.do_sample,
         seed=message.seed,
         temperature=message.temperature,
         top_k=message.top_k,
         top_p=message.top_p,
+        typical_p=message.typical_p or 1.0,
         min_p=message.min_p,
         repetition_penalty=message.repetition_penalty,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        min_new_tokens=message.min_new_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        watermark=message.watermark,
+        top_n=message.top_n,
+        prompt_logprobs=message.prompt_logprobs,
         model_logprobs=message.logprob_source == pb.LOGPROB_SOURCE_MODEL,
         unsupported=tuple(name for name, is_asked in asked.items() if is_asked),
+    )
+
+
+def _token(token: Token) -> pb.Token:
+    return pb.Token(
+        id=token.id,
+        logprob=token.logprob,
+        top=[pb.TopToken(id=top_id, logprob=logprob) for top_id, logprob in token.top],
     )
 
 
@@ -318,7 +327,8 @@ def _result_message(result: StepResult) -> pb.StepResult:
         outputs=[
             pb.SequenceOutput(
                 sequence_id=output.sequence_id,
-                tokens=[pb.Token(id=token.id, logprob=token.logprob) for token in output.tokens],
+                tokens=[_token(token) for token in output.tokens],
+                prompt_tokens=[_token(token) for token in output.prompt_tokens],
                 error=output.error,
             )
             for output in result.outputs

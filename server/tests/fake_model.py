@@ -59,23 +59,26 @@ class FakeModel:
         for source, target in pairs:
             self.cache[target] = self.cache[source]
 
-    def forward(self, batch: StepBatch) -> Tensor | None:
+    def forward(self, batch: StepBatch) -> Tensor:
+        """[samples, 1]: the next token, or POISON."""
         self.num_steps += 1
         self.started.set()
         assert self.gate.wait(30)
         if (batch.token_ids == CRASH).any():
             raise RuntimeError("the model crashed")
         self.cache.view(-1)[batch.slots] = batch.token_ids
+        outputs = torch.zeros(len(batch.sample_rows), 1, dtype=torch.int64)
+        for place, row in enumerate(batch.sample_rows.tolist()):
+            sequence = int(torch.searchsorted(batch.query_starts, row, right=True)) - 1
+            context = self.cache[batch.block_tables[sequence].long()].view(-1)[: int(batch.positions[row]) + 1]
+            outputs[place] = POISON if context[-1] == POISON else next_token(context.tolist())
+        return outputs
+
+    def logits(self, outputs: Tensor) -> Tensor | None:
         if self.rank != 0:
             return None
-        logits = torch.zeros(len(batch.sample_rows), VOCAB)
-        ends = batch.query_starts[1:].tolist()
-        for place, row in enumerate(batch.sample_rows.tolist()):
-            sequence = ends.index(row + 1)
-            context = self.cache[batch.block_tables[sequence].long()].view(-1)[: int(batch.context_lens[sequence])]
-            logits[place, next_token(context.tolist())] = 20.0
-            if context[-1] == POISON:
-                logits[place] = float("nan")
+        logits = torch.zeros(len(outputs), VOCAB).scatter_(1, outputs, 20.0)
+        logits[outputs[:, 0] == POISON] = float("nan")
         return logits
 
 

@@ -70,7 +70,7 @@ class ModelDriver:
             max_query_tokens=max(num_tokens for _, num_tokens in advances),
             max_context_tokens=max(context_lens),
         )
-        return self.model.forward(batch)
+        return self.model.logits(self.model.forward(batch))
 
     def greedy(self, prompts: list[list[int]], num_tokens: int, chunk_tokens: int = 1 << 30) -> list[list[int]]:
         """The new tokens of each prompt: all run at once, each prefilled in chunks while others decode."""

@@ -25,7 +25,7 @@ def new_table(
 def step(table: SequenceTable, advances: list[Advance]) -> tuple[StepBatch | None, dict[int, str]]:
     """Select, build and account for a step, as the engine does; sampled tokens are all 7."""
     chosen = batch.select(table, advances)
-    built = batch.build(table, chosen, CPU) if len(chosen.rows) else None
+    built = batch.build(table, chosen, CPU).batch if len(chosen.rows) else None
     table.computed[chosen.rows] += chosen.num_tokens
     sampled = chosen.rows[chosen.sample]
     table.append_tokens(sampled, np.full(len(sampled), 7))
@@ -194,8 +194,8 @@ BROKEN_SEQUENCES = {
     "min_p": (NewSequence(1, [1], 1, sampling=Sampling(min_p=-1)), "min_p is -1, must be in [0, 1]"),
     "penalty": (NewSequence(1, [1], 1, sampling=Sampling(repetition_penalty=0)), "repetition_penalty is 0, must be"),
     "unsupported": (
-        NewSequence(1, [1], 1, sampling=Sampling(unsupported=("grammar", "top_n"))),
-        "sampling by grammar, top_n is not supported by this worker",
+        NewSequence(1, [1], 1, sampling=Sampling(unsupported=("grammar", "more"))),
+        "sampling by grammar, more is not supported by this worker",
     ),
 }
 

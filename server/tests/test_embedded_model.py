@@ -11,10 +11,15 @@ import pytest
 import torch
 import transformers
 from model_driver import ModelDriver
+from penstock_server import watermark
+from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.engine import Engine
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
+from penstock_server.plan import Advance, NewSequence, Plan, Sampling
 from penstock_server.prepare import prepare
+from penstock_server.watermark import GreenLists, detect
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 CORPUS = [
@@ -207,3 +212,30 @@ def test_in_float32_greedy_tokens_are_exactly_those_of_transformers(
 def test_loading_takes_little_more_than_the_weights(model: CausalModel) -> None:
     assert model.weight_bytes == 2 * 134_515_008
     assert (model.architecture, model.vocab_size, model.max_position_tokens) == ("llama", 49152, 8192)
+
+
+def test_a_watermark_is_found_in_what_was_generated_with_it_and_nowhere_else(folder: Path, tokenizer: Any) -> None:
+    engine, description = Engine.load(LoadConfig(folder, 16, num_threads=1))
+    engine.warm_up(WarmUpConfig(64, 2, max_sequence_tokens=256, num_blocks=32))
+    text = chat(tokenizer, "Write a long story about a fisherman, his daughter and a storm.")
+    samplings = [Sampling(do_sample=True, seed=7, temperature=0.9, watermark=marked) for marked in (True, False)]
+    blocks = [range(16), range(16, 32)]
+    new = [NewSequence(i, text, len(text), 0, blocks[i], sampling) for i, sampling in enumerate(samplings)]
+    generated: list[list[int]] = [[], []]
+    for step in range(1, 152):
+        num = len(text) if step == 1 else 1
+        if step == 1:  # the limit of a step is 64 tokens
+            plan = Plan(1, new_sequences=new, advances=[Advance(0, num, sample=True), Advance(1, 1)])
+        elif step == 2:
+            plan = Plan(2, advances=[Advance(0, 1, sample=True), Advance(1, len(text) - 1, sample=True)])
+        else:
+            plan = Plan(step, advances=[Advance(0, 1, sample=True), Advance(1, 1, sample=True)])
+        for output in engine.step(plan).outputs:
+            assert not output.error
+            generated[output.sequence_id] += [token.id for token in output.tokens]
+    lists = GreenLists(description.vocab_size)
+    assert detect(generated[0], lists).z_score > 4
+    assert abs(detect(generated[1], lists).z_score) < 3
+    # And from the text alone, as the command reads it.
+    (folder / "story").write_text(tokenizer.decode(generated[0]))
+    assert watermark.main([str(folder), str(folder / "story")]) == 0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -121,10 +121,20 @@ def test_a_sampled_token_is_known_in_the_next_step_without_being_sent() -> None:
     assert driver.tokens[1] == continuation(prompt, 10)
 
 
-def test_a_recomputed_sequence_goes_on_with_the_same_tokens() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"frequency_penalty": 300.0, "presence_penalty": 50.0},
+        {"repetition_penalty": 9.0, "watermark": True, "typical_p": 0.9},
+        {"min_new_tokens": 5, "stop_token_ids": tuple(range(20, 900))},
+    ],
+    ids=str,
+)
+def test_a_recomputed_sequence_goes_on_with_the_same_tokens(options: dict[str, Any]) -> None:
     driver = Driver(ready_engine())
     prompt = prompt_of(1, 6)
-    random = Sampling(do_sample=True, seed=5, temperature=50.0)
+    random = Sampling(do_sample=True, seed=5, temperature=50.0, **options)
     driver.run([Advance(1, 6, range(5), sample=True)], [NewSequence(1, prompt, 6, sampling=random)])
     for _ in range(7):
         driver.run([Advance(1, 1, sample=True)])
@@ -135,6 +145,22 @@ def test_a_recomputed_sequence_goes_on_with_the_same_tokens() -> None:
     for _ in range(4):
         driver.run([Advance(1, 1, sample=True)])
     assert driver.tokens[1] == expected[3:]
+
+
+def test_frequency_and_presence_count_what_was_generated_and_not_the_prompt() -> None:
+    for option in ("frequency_penalty", "presence_penalty"):
+        driver = Driver(ready_engine())
+        prompt = prompt_of(1, 6)
+        favourite = continuation(prompt, 1)[0]
+        # The biases are added behind the penalties, so a penalized token needs more than that to win.
+        liked = Sampling(logit_bias=((prompt[0], 21.0),), **{option: 30.0})
+        in_prompt = NewSequence(1, [*prompt, 5], 7, 0, [1, 2], liked)
+        driver.run([Advance(1, 7, sample=True)], [in_prompt])
+        assert driver.tokens[1] == [prompt[0]]
+        disliked = Sampling(logit_bias=((favourite, 21.0),), **{option: 30.0})
+        told = NewSequence(2, [*prompt[:5], favourite], 5, 0, [3, 4], disliked)
+        driver.run([Advance(2, 6, sample=True)], [told])
+        assert driver.tokens[2] != [favourite]
 
 
 def test_a_fork_shares_computed_blocks_and_copies_the_last() -> None:
@@ -229,7 +255,10 @@ def test_the_other_rank_follows_the_first_and_says_nothing() -> None:
     for driver in drivers:
         driver.run(
             [Advance(i, 5, [2 * i, 2 * i + 1], sample=True) for i in prompts],
-            [NewSequence(i, prompt, 5, sampling=Sampling(do_sample=i == 3)) for i, prompt in prompts.items()],
+            [
+                NewSequence(i, prompt, 5, sampling=Sampling(do_sample=i == 3, prompt_logprobs=i == 1))
+                for i, prompt in prompts.items()
+            ],
         )
     for _ in range(3):
         for driver in drivers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket as sockets
@@ -11,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
 from penstock_server.config import WorkerConfig
@@ -22,6 +25,7 @@ from penstock_server.parallel import RankGroup
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 from penstock_server.service import PROTOCOL_VERSION, Worker, start_server
+from penstock_server.watermark import GreenLists
 
 TIMEOUT_S = 60
 GREEDY = pb.Sampling(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
@@ -186,17 +190,23 @@ def test_the_load_and_warm_up_answers_describe_the_model(client: Client) -> None
     assert client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S).num_blocks == 40
 
 
-UNSUPPORTED = {
-    "typical_p": {"typical_p": 0.5},
-    "frequency_penalty": {"frequency_penalty": 0.5},
-    "presence_penalty": {"presence_penalty": -0.5},
-    "logit_bias": {"logit_bias": [pb.LogitBias(token_id=1, bias=1)]},
-    "min_new_tokens": {"min_new_tokens": 2, "stop_token_ids": [3]},
-    "watermark": {"watermark": True},
-    "top_n": {"top_n": 2},
-    "prompt_logprobs": {"prompt_logprobs": True},
-    "grammar": {"grammar": pb.Grammar(regex="a*")},
+UNACCEPTABLE = {
+    "typical_p is 1.5, must be in (0, 1]": {"typical_p": 1.5},
+    "frequency_penalty is inf, must be finite": {"frequency_penalty": math.inf},
+    "presence_penalty is nan, must be finite": {"presence_penalty": math.nan},
+    "logit_bias of token 1 is inf, must be finite": {"logit_bias": [pb.LogitBias(token_id=1, bias=math.inf)]},
+    "logit_bias or stop_token_ids name token 997, outside of the vocabulary of 997": {
+        "min_new_tokens": 2,
+        "stop_token_ids": [997],
+    },
+    "sampling by grammar is not supported by this worker": {"grammar": pb.Grammar(regex="a*")},
 }
+
+
+def sampling(**options: Any) -> pb.Sampling:
+    message = pb.Sampling(temperature=1, top_p=1, repetition_penalty=1)
+    message.MergeFrom(pb.Sampling(**options))
+    return message
 
 
 def test_a_broken_sequence_is_its_own_error_and_the_others_go_on(client: Client) -> None:
@@ -204,21 +214,61 @@ def test_a_broken_sequence_is_its_own_error_and_the_others_go_on(client: Client)
     steps = client.steps()
     fine, outside = new_sequence(1, [5, 6]), new_sequence(2, [5, 2000])
     asking = []
-    for sequence_id, options in enumerate(UNSUPPORTED.values(), 3):
-        sampling = pb.Sampling(temperature=1, top_p=1, repetition_penalty=1)
-        sampling.MergeFrom(pb.Sampling(**options))
-        asking.append(new_sequence(sequence_id, [7], sampling))
+    for sequence_id, options in enumerate(UNACCEPTABLE.values(), 3):
+        asking.append(new_sequence(sequence_id, [7], sampling(**options)))
     for sequence in asking:
         del sequence.block_ids[:]
     steps.send(advance(1, 2), advance(2, 2), new=[fine, outside, *asking])
-    steps.send(advance(1), *(advance(sequence.sequence_id) for sequence in asking[:7]))
-    steps.send(*(advance(sequence.sequence_id) for sequence in asking[7:]), advance(1))
+    steps.send(advance(1), *(advance(sequence.sequence_id) for sequence in asking[:4]))
+    steps.send(*(advance(sequence.sequence_id) for sequence in asking[4:]), advance(1))
     first, second, third = (next(steps.results) for _ in range(3))
     assert first.outputs[1].error == "token id 2000 is outside of the vocabulary of 997"
     errors = [output.error for output in (*second.outputs[1:], *third.outputs[:-1])]
-    assert errors == [f"sampling by {name} is not supported by this worker" for name in UNSUPPORTED]
+    assert errors == list(UNACCEPTABLE)
     tokens = [first.outputs[0].tokens[0].id, second.outputs[0].tokens[0].id, third.outputs[-1].tokens[0].id]
     assert tokens == continuation([5, 6], 3)
+
+
+def test_every_field_of_sampling_reaches_the_sampler(client: Client) -> None:
+    client.make_ready()
+    first = continuation([5, 6], 1)[0]
+    others = sampling(top_n=3, logit_bias=[pb.LogitBias(token_id=42, bias=30)], prompt_logprobs=True)
+    asked = {
+        1: (others, 42),
+        2: (sampling(min_new_tokens=1, stop_token_ids=[first]), 0),
+        3: (sampling(do_sample=True, seed=3, typical_p=0.5, watermark=True, top_p=0.01), first),
+        4: (sampling(frequency_penalty=1, presence_penalty=1), first),
+    }
+    steps = client.steps()
+    new = [new_sequence(sequence_id, [5, 6], message) for sequence_id, (message, _) in asked.items()]
+    steps.send(*(advance(sequence_id, 2) for sequence_id in asked), new=new)
+    outputs = next(steps.results).outputs
+    assert [output.tokens[0].id for output in outputs] == [wanted for _, wanted in asked.values()]
+    top = outputs[0].tokens[0].top
+    assert [entry.id for entry in top] == [42, first, 0]
+    assert top[0].logprob == outputs[0].tokens[0].logprob > top[1].logprob > top[2].logprob
+    (prompt_token,) = outputs[0].prompt_tokens
+    total = math.log(math.exp(20) + 996)
+    assert (prompt_token.id, len(prompt_token.top)) == (6, 3)
+    assert prompt_token.logprob == pytest.approx((20 if continuation([5], 1) == [6] else 0) - total, abs=1e-4)
+    assert prompt_token.top[0].id == continuation([5], 1)[0]
+    assert all(not output.prompt_tokens and not output.tokens[0].top for output in outputs[1:])
+
+
+def test_the_watermark_is_that_of_the_load_request(client: Client) -> None:
+    request = pb.LoadRequest()
+    request.CopyFrom(LOAD)
+    request.watermark_gamma = 1.5
+    with pytest.raises(grpc.RpcError) as caught:
+        client.stub.Load(request, timeout=TIMEOUT_S)
+    assert caught.value.details() == "watermark gamma is 1.5, must be in (0, 1)"
+    request.watermark_gamma, request.watermark_delta = 0.25, 60.0
+    client.stub.Load(request, timeout=TIMEOUT_S)
+    client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S)
+    steps = client.steps()
+    steps.send(advance(1, 2), new=[new_sequence(1, [5, 6], sampling(watermark=True))])
+    chosen = next(steps.results).outputs[0].tokens[0].id
+    assert GreenLists(997, 0.25).are_green(np.array([6]), np.array([chosen])).all()
 
 
 def test_a_new_stream_forgets_the_one_before(client: Client) -> None:

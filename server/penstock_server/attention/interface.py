@@ -21,7 +21,7 @@ class StepBatch:
     query_starts: Tensor  # [sequences + 1] int32: where each sequence's tokens begin in the batch
     context_lens: Tensor  # [sequences] int32: tokens of the sequence up to and including this step's
     block_tables: Tensor  # [sequences, max blocks] int32, padded with 0
-    sample_rows: Tensor  # [samples] int64: rows of the batch whose logits are wanted, ascending
+    sample_rows: Tensor  # [samples] int64: rows of the batch whose outputs are wanted, ascending
     max_query_tokens: int  # the most tokens one sequence advances
     max_context_tokens: int  # the longest context
 

@@ -119,7 +119,25 @@ def _without_broken(table: SequenceTable, advances: Sequence[Advance], chosen: S
     return Selection(chosen.indexes[keep], chosen.rows[keep], chosen.num_tokens[keep], chosen.sample[keep], errors)
 
 
-def build(table: SequenceTable, chosen: Selection, device: torch.device) -> StepBatch:
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The rows of a step's outputs that tell prompt tokens' logprobs, in the order of the advances."""
+
+    outputs: Rows  # [prompt tokens] row among the model's outputs
+    ids: Rows  # [prompt tokens] the token behind it
+    places: Rows  # [prompt tokens] which of the chosen advances it belongs to, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A step's tensors, and what the model's outputs are for, which are those of `StepBatch.sample_rows`."""
+
+    batch: StepBatch
+    samples: Rows  # [samples] row among the outputs, in the order of the advances
+    prompt: PromptRows | None
+
+
+def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Built:
     """The step's tensors. There must be at least one advance."""
     rows, counts = chosen.rows, chosen.num_tokens
     block_tokens = table.limits.block_tokens
@@ -134,19 +152,34 @@ def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Step
     else:
         token_rows = np.repeat(rows, counts)
         positions = np.arange(query_starts[-1]) + np.repeat(computed - query_starts[:-1], counts)
+    last = query_starts[1:][chosen.sample].astype(np.int64) - 1
+    outputs = np.zeros(query_starts[-1], np.bool_)
+    outputs[last] = True
+    asks = table.sampling["prompt_logprobs"][rows]
+    of_prompt: Rows | None = None
+    if asks.any():
+        is_prompt = np.repeat(asks, counts) & (positions + 1 < table.prompt[token_rows])
+        of_prompt = np.flatnonzero(is_prompt)
+        outputs |= is_prompt
+    output_of_row = np.cumsum(outputs) - 1
+    prompt = None
+    if of_prompt is not None and len(of_prompt):
+        ids = table.token_ids[token_rows[of_prompt], positions[of_prompt] + 1].astype(np.int64)
+        prompt = PromptRows(output_of_row[of_prompt], ids, np.repeat(np.arange(len(rows)), counts)[of_prompt])
     blocks = table.block_ids[token_rows, positions // block_tokens].astype(np.int64)
 
     def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    return StepBatch(
+    batch = StepBatch(
         token_ids=tensor(table.token_ids[token_rows, positions].astype(np.int64)),
         positions=tensor(positions),
         slots=tensor(blocks * block_tokens + positions % block_tokens),
         query_starts=tensor(query_starts),
         context_lens=tensor(contexts.astype(np.int32)),
         block_tables=tensor(table.block_ids[rows, : -(-max_context // block_tokens)]),
-        sample_rows=tensor(query_starts[1:][chosen.sample].astype(np.int64) - 1),
+        sample_rows=tensor(np.flatnonzero(outputs)),
         max_query_tokens=max_query,
         max_context_tokens=max_context,
     )
+    return Built(batch, output_of_row[last], prompt)

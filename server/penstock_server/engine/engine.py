@@ -15,8 +15,11 @@ import torch
 from penstock_server.config import Capacity, Description, LoadConfig, WarmUpConfig
 from penstock_server.engine import batch, memory, warmup
 from penstock_server.engine.device import DTYPES, choose_device, choose_dtype, choose_num_threads
+from penstock_server.engine.logprob import NO_TOP, Top
+from penstock_server.engine.prompt import score_prompt
 from penstock_server.engine.sampler import BROKEN, Sampler, SampleRequest
 from penstock_server.engine.sequence import SequenceTable, TableLimits
+from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, PlanError
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
@@ -52,11 +55,19 @@ class _Ready:
 class Engine:
     """One rank of a model. `load` makes it, `warm_up` makes it ready, then `step` executes plans in order."""
 
-    def __init__(self, model: CausalModel, group: RankGroup, device: torch.device, block_tokens: int) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        group: RankGroup,
+        device: torch.device,
+        block_tokens: int,
+        watermark: Watermark | None = None,
+    ) -> None:
         self.model = model
         self._group = group
         self._device = device
         self._block_tokens = block_tokens
+        self._watermark = watermark or Watermark.of(model.vocab_size, device)
         self._ready: _Ready | None = None
         self._last_step = 0
         self._ended = time.perf_counter()
@@ -93,6 +104,7 @@ class Engine:
         )
         with clock.phase("load model"), torch.inference_mode():
             model = load_model(options, group)
+        watermark = Watermark.of(model.vocab_size, device, config.watermark_gamma, config.watermark_delta)
         description = Description(
             architecture=model.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),
@@ -104,7 +116,7 @@ class Engine:
             kv_bytes_per_block=model.kv_bytes_per_block,
             phases=tuple(clock.phases),
         )
-        return cls(model, group, device, config.block_tokens), description
+        return cls(model, group, device, config.block_tokens, watermark), description
 
     @torch.inference_mode()
     def warm_up(self, config: WarmUpConfig) -> Capacity:
@@ -129,7 +141,7 @@ class Engine:
             self._group.minimum(max(1, hoped_blocks)) * self._block_tokens,
             self._block_tokens,
         )
-        sampler = Sampler(self.model.vocab_size, self._device, config.max_step_sequences)
+        sampler = Sampler(self.model.vocab_size, self._device, config.max_step_sequences, self._watermark)
         self.model.allocate_cache(worst.num_blocks())
         for name, step in (("worst prefill", warmup.prefill(worst)), ("worst decode", warmup.decode(worst))):
             with clock.phase(name):
@@ -180,11 +192,16 @@ class Engine:
             outputs[index] = SequenceOutput(error.sequence_id, error=error.reason)
         prepared = forwarded = time.perf_counter()
         if len(chosen.rows):
-            step_batch = batch.build(table, chosen, self._device)
+            built = batch.build(table, chosen, self._device)
             prepared = time.perf_counter()
-            logits = self.model.forward(step_batch)
+            hidden = self.model.forward(built.batch)
+            # Without prompt logprobs the outputs are the samples.
+            sampled = hidden if built.prompt is None else hidden[torch.from_numpy(built.samples).to(hidden.device)]
+            logits = self.model.logits(sampled) if len(built.samples) else None
             forwarded = time.perf_counter()
             table.computed[chosen.rows] += chosen.num_tokens
+            if built.prompt is not None:
+                self._score_prompt(plan, ready, chosen, built.prompt, hidden, outputs)
             if chosen.sample.any():
                 self._sample(plan, ready, chosen, logits, outputs)
         self._ended = time.perf_counter()
@@ -204,11 +221,12 @@ class Engine:
         """Choose the tokens (first rank) or hear which they are, append them, and write them into `outputs`."""
         rows, indexes = chosen.rows[chosen.sample], chosen.indexes[chosen.sample].tolist()
         logprobs: Sequence[float] = ()
+        tops: dict[int, Top] = {}
         if logits is None:
             ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         else:
             sampled = ready.sampler.sample(logits, _request(ready.table, rows))
-            ids, logprobs = sampled.ids, sampled.logprobs.tolist()
+            ids, logprobs, tops = sampled.ids, sampled.logprobs.tolist(), sampled.tops
         token_ids: npt.NDArray[np.int64] = self._group.broadcast(ids).cpu().numpy()
         healthy = token_ids != BROKEN
         ready.table.append_tokens(rows[healthy], token_ids[healthy])
@@ -216,9 +234,32 @@ class Engine:
             sequence_id = plan.advances[indexes[place]].sequence_id
             ready.table.fail(sequence_id, BROKEN_LOGITS)
             outputs[indexes[place]] = SequenceOutput(sequence_id, error=BROKEN_LOGITS)
-        for index, token_id, logprob in zip(indexes, token_ids.tolist(), logprobs, strict=False):
+        for place, (index, token_id, logprob) in enumerate(zip(indexes, token_ids.tolist(), logprobs, strict=False)):
             if token_id != BROKEN:
-                outputs[index] = SequenceOutput(plan.advances[index].sequence_id, (Token(token_id, logprob),))
+                token = Token(token_id, logprob, tops.get(place, NO_TOP))
+                before = outputs[index]
+                prompt_tokens = () if before is None else before.prompt_tokens
+                outputs[index] = SequenceOutput(plan.advances[index].sequence_id, (token,), prompt_tokens)
+
+    def _score_prompt(
+        self,
+        plan: Plan,
+        ready: _Ready,
+        chosen: batch.Selection,
+        prompt: batch.PromptRows,
+        hidden: torch.Tensor,
+        outputs: list[SequenceOutput | None],
+    ) -> None:
+        """Write prompt tokens' logprobs into `outputs`; every rank comes here, the first has the results."""
+        top_n = ready.table.sampling["top_n"][chosen.rows][prompt.places]
+        tokens = score_prompt(self.model, ready.sampler, hidden, prompt, top_n)
+        if not tokens:
+            return
+        starts = np.searchsorted(prompt.places, np.arange(len(chosen.rows) + 1)).tolist()
+        for place, index in enumerate(chosen.indexes.tolist()):
+            mine = tokens[starts[place] : starts[place + 1]]
+            if mine:
+                outputs[index] = SequenceOutput(plan.advances[index].sequence_id, prompt_tokens=mine)
 
     def _check(self, plan: Plan, ready: _Ready) -> None:
         limits, num_blocks = ready.limits, ready.table.limits.num_blocks
@@ -247,11 +288,29 @@ class Engine:
         return num_blocks
 
 
-def _request(table: SequenceTable, rows: npt.NDArray[np.int64]) -> SampleRequest:
-    def history(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return table.known_ids(rows[places])
+@dataclass(frozen=True, slots=True)
+class _History:
+    """The tokens of some of the table's rows, for the sampler."""
 
-    return SampleRequest(table.sampling_of(rows), table.known[rows], history)
+    table: SequenceTable
+    rows: npt.NDArray[np.int64]
+
+    def known(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return self.table.known_ids(self.rows[places])
+
+    def generated(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        return self.table.generated_ids(self.rows[places])
+
+
+def _request(table: SequenceTable, rows: npt.NDArray[np.int64]) -> SampleRequest:
+    known = table.known[rows]
+    return SampleRequest(
+        table.composition(rows),
+        known,
+        known - table.prompt[rows],
+        table.token_ids[rows, known - 1].astype(np.int64),
+        _History(table, rows),
+    )
 
 
 def _check_limits(config: WarmUpConfig, max_position_tokens: int) -> None:

@@ -1,45 +1,61 @@
-"""Logits to tokens, for a whole batch at once: repetition penalty, temperature, top-k, top-p, min-p, then the choice.
+"""Logits to tokens, for a whole batch at once: the processors in the order of proto/worker.proto, then the choice.
 
-A row's token and logprob depend on its own logits, history, parameters, seed and position only, bit for bit: every
-reduction used here works on one row at a time (softmax, max, and sorts of unique integer keys), never across a split
-that moves with the number of rows. Rows with NaN or infinite logits come back as BROKEN; the others do not notice.
+A row's token and logprobs depend on its own logits, history, parameters, seed and position only, bit for bit: every
+reduction used here works on one row at a time or on whole numbers, never across a split that moves with the number of
+rows. Rows with NaN or infinite logits come back as BROKEN; the others do not notice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock_server.engine import penalty
+from penstock_server.engine.choice import choose
+from penstock_server.engine.cut import Room
 from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, greatest, native_greedy
-from penstock_server.engine.head import Truncation
-from penstock_server.engine.nucleus import choose_truncated, choose_whole
+from penstock_server.engine.logprob import Level, Top, level_of, logprobs_at, tops_of
+from penstock_server.engine.parameter import Parameters, Places, of_composition, within
 from penstock_server.engine.random import uniform
+from penstock_server.engine.sampling import Composition
+from penstock_server.engine.truncation import truncate
+from penstock_server.engine.watermark import Watermark
 
 BROKEN = -1  # in the place of a token id
 
-# Rows in work at a time: two float32 copies of so many rows are all that sampling ever allocates.
+# Rows in work at a time. The buffers for so many rows, 8 numbers a logit, are all that is allocated for good.
 # PERF: 8 to 32 rows of 49,152 are equally fast, 1 or 2 rows 15 % slower (EPYC, AVX-512, one thread).
 _CHUNK_ROWS = {"cpu": 16, "cuda": 128}
 
-Places = npt.NDArray[np.int64]
+
+class History(Protocol):
+    """The tokens of the batch's rows; asked for by chunks."""
+
+    def known(self, places: Places) -> npt.NDArray[np.int64]:
+        """[places, longest]: every token known, padded with one of their own."""
+        ...
+
+    def generated(self, places: Places) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """[places, longest ≥ 1]: those behind the prompt, and which of them are real; the others are any id."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """What is asked of each row of the logits; host arrays [samples]."""
 
-    # Records of SAMPLING_FIELDS. The very same array again says that the batch's composition has not changed.
-    parameters: npt.NDArray[np.void]
+    composition: Composition
     positions: npt.NDArray[np.int64]  # of the token to be sampled in its sequence
-    # Places → [places, longest] int64: their tokens known, padded with one of their own. Asked for by chunks.
-    history: Callable[[Places], npt.NDArray[np.int64]]
+    num_generated: npt.NDArray[np.int64]  # tokens before it that are not the prompt's
+    previous_ids: npt.NDArray[np.int64]  # the token before it
+    history: History
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,75 +64,56 @@ class Sampled:
 
     ids: Tensor  # int64
     logprobs: Tensor  # float32 or float64
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """The parameters of one composition of the batch. Tensors are on the device; places count from row 0 of the logits
-    in `plain` and `processed`, and among the processed rows in everything after them. All ascend."""
-
-    records: npt.NDArray[np.void]  # as they came: to be recognized when they come again
-    plain: Places  # greedy, logits as they are
-    processed: Places  # all others
-    whole: Places  # draw from the whole distribution
-    truncated: Places  # draw from a truncated one
-    unprocessed: Places  # their logprob is the model's own
-    penalized: Places  # with a repetition penalty
-    temperature: Tensor | None  # [processed, 1]; None: 1 everywhere
-    repetition_penalty: Tensor  # [processed]
-    truncation: Truncation  # [processed]
+    tops: dict[int, Top] = field(default_factory=dict)  # of the rows that asked for alternatives
 
 
 class Sampler:
     """Samples one token for each row of the logits; keeps its buffers and the last batch's parameters."""
 
-    def __init__(self, vocab_size: int, device: torch.device, max_rows: int) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, max_rows: int, watermark: Watermark) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._watermark = watermark
         self._native_greedy = native_greedy(device)
         width = -(-vocab_size // BLOCK) * BLOCK
         rows = min(_CHUNK_ROWS[device.type], max_rows)
         # The columns beyond the vocabulary stay at -inf: probability 0.
         self._scores = torch.full((rows, width), float("-inf"), dtype=torch.float32, device=device)
         self._probs = torch.zeros((rows, width), dtype=torch.float32, device=device)
-        self._parameters: _Parameters | None = None
+        self._room = Room(rows, width, device)
+        self._parameters: Parameters | None = None
 
     def sample(self, logits: Tensor, request: SampleRequest) -> Sampled:
         """`logits` [samples, vocab] in any float type; they are not changed."""
-        parameters = self._of_batch(request.parameters)
+        parameters = self._of_batch(request.composition)
         if not len(parameters.processed):
             return self._choose_plain(logits)
         if not len(parameters.plain):
             return self._choose_processed(logits, request, parameters)
         out = self._empty(len(logits))
         plain, processed = self._tensor(parameters.plain), self._tensor(parameters.processed)
-        for places, sampled in (
-            (plain, self._choose_plain(logits[plain])),
-            (processed, self._choose_processed(logits[processed], request, parameters)),
-        ):
+        mine = self._choose_processed(logits[processed], request, parameters)
+        for places, sampled in ((plain, self._choose_plain(logits[plain])), (processed, mine)):
             out.ids[places] = sampled.ids
             out.logprobs[places] = sampled.logprobs.double()
+        out.tops.update((int(parameters.processed[place]), top) for place, top in mine.tops.items())
         return out
 
-    def _of_batch(self, records: npt.NDArray[np.void]) -> _Parameters:
-        last = self._parameters
-        if last is not None and last.records is records:
-            return last
-        is_processed = records["do_sample"] | (records["temperature"] != 1) | (records["repetition_penalty"] != 1)
-        mine = records[is_processed]
-        cut = (mine["top_k"] > 0) | (mine["top_p"] < 1) | (mine["min_p"] > 0)
-        self._parameters = _Parameters(
-            records=records,
-            plain=np.flatnonzero(~is_processed),
-            processed=np.flatnonzero(is_processed),
-            whole=np.flatnonzero(mine["do_sample"] & ~cut),
-            truncated=np.flatnonzero(mine["do_sample"] & cut),
-            unprocessed=np.flatnonzero(mine["model_logprobs"]),
-            penalized=np.flatnonzero(mine["repetition_penalty"] != 1),
-            temperature=self._tensor(mine["temperature"])[:, None] if (mine["temperature"] != 1).any() else None,
-            repetition_penalty=self._tensor(mine["repetition_penalty"]),
-            truncation=Truncation(*(self._tensor(mine[name]) for name in ("top_k", "top_p", "min_p"))),
-        )
+    def score(self, logits: Tensor, ids: Tensor, top_n: npt.NDArray[np.int64]) -> tuple[Tensor, dict[int, Top]]:
+        """Logprobs [rows] of given ids in the model's own distribution, and alternatives where rows ask for some."""
+        favourite = self._choose_plain(logits)
+        level = level_of(logits, favourite.ids.clamp(min=0), favourite.logprobs)
+        tops: dict[int, Top] = {}
+        asking = np.flatnonzero(top_n)
+        for part in (asking[rows] for rows in self._chunks(len(asking))):
+            places = self._tensor(part)
+            found = tops_of(logits[places].float(), self._tensor(top_n[part]), level.at(places))
+            tops.update(zip(part.tolist(), found, strict=True))
+        return logprobs_at(logits, ids, level), tops
+
+    def _of_batch(self, composition: Composition) -> Parameters:
+        if self._parameters is None or self._parameters.composition is not composition:
+            self._parameters = of_composition(composition, self._tensor)
         return self._parameters
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
@@ -125,7 +122,7 @@ class Sampler:
 
     def _places(self, ascending: Places, rows: slice) -> Tensor | None:
         """Those of some ascending places that lie in a range of rows, counted from its start."""
-        inside = _within(ascending, rows)
+        inside = within(ascending, rows)
         return self._tensor(inside - rows.start) if len(inside) else None
 
     def _chunks(self, num_rows: int) -> Iterator[slice]:
@@ -147,34 +144,68 @@ class Sampler:
             _take_greatest(scores, probs, out.ids[rows], out.logprobs[rows])
         return Sampled(out.ids.masked_fill_(~(out.logprobs > 0), BROKEN), out.logprobs.log_())
 
-    def _choose_processed(self, logits: Tensor, request: SampleRequest, parameters: _Parameters) -> Sampled:
+    def _choose_processed(self, logits: Tensor, request: SampleRequest, parameters: Parameters) -> Sampled:
         """Every row through the processors; `logits` holds the processed places only."""
-        with self._threads(len(logits)):
-            return self._choose_processed_chunks(logits, request, parameters)
-
-    def _choose_processed_chunks(self, logits: Tensor, request: SampleRequest, parameters: _Parameters) -> Sampled:
         mine = parameters.processed
-        draws = self._tensor(uniform(request.parameters["seed"][mine], request.positions[mine]))
-        out = self._empty(len(logits))
-        for rows in self._chunks(len(logits)):
-            scores, probs = self._buffers(logits, rows)
-            self._process(scores[:, : self._vocab_size], request, parameters, rows)
-            torch.softmax(scores, -1, out=probs)
-            ids, chosen = out.ids[rows], out.logprobs[rows]
-            _take_greatest(scores, probs, ids, chosen)
-            broken = ~(chosen > 0)  # NaN is not above 0
-            if (places := self._places(parameters.whole, rows)) is not None:
-                ids[places], chosen[places] = choose_whole(_at(probs, places), draws[rows][places])
-            if (places := self._places(parameters.truncated, rows)) is not None:
-                cut = parameters.truncation.at(rows).at(places)
-                ids[places], chosen[places] = choose_truncated(_at(probs, places), cut, draws[rows][places])
-            chosen.log_()
-            if (places := self._places(parameters.unprocessed, rows)) is not None:
-                scores, probs = self._buffers(logits, rows)
-                torch.log_softmax(scores, -1, out=probs)
-                chosen[places] = probs[places, ids[places]].double()
-            ids.masked_fill_(broken, BROKEN)
+        with self._threads(len(logits)):
+            draws = self._tensor(uniform(parameters.seeds, request.positions[mine]))
+            out = self._empty(len(logits))
+            for rows in self._chunks(len(logits)):
+                self._choose_chunk(logits, request, parameters, rows, draws[rows], out)
+            if len(parameters.unprocessed):
+                places = self._tensor(parameters.unprocessed)
+                own = logits if len(places) == len(logits) else logits[places]
+                top_n = parameters.top_n[parameters.unprocessed]
+                out.logprobs[places], tops = self.score(own, out.ids[places].clamp(min=0), top_n)
+                out.tops.update((int(parameters.unprocessed[place]), top) for place, top in tops.items())
         return out
+
+    def _choose_chunk(
+        self,
+        logits: Tensor,
+        request: SampleRequest,
+        parameters: Parameters,
+        rows: slice,
+        draws: Tensor,
+        out: Sampled,
+    ) -> None:
+        scores, probs = self._buffers(logits, rows)
+        self._process(scores, probs, request, parameters, rows)
+        torch.softmax(scores, -1, out=probs)
+        ids, logprobs = out.ids[rows], out.logprobs[rows]
+        _take_greatest(scores, probs, ids, logprobs)
+        broken = ~(logprobs > 0)  # NaN is not above 0
+        if broken.any():
+            probs[broken] = self._probs.new_zeros(probs.shape[1]).index_fill_(0, ids.new_zeros(1), 1.0)
+        level = level_of(scores, ids, logprobs.log())
+        if (places := self._places(parameters.drawn, rows)) is not None:
+            all_mine = len(places) == len(probs)
+            mine = probs if all_mine else probs[places]
+            truncated = self._places(parameters.truncated, rows)
+            if truncated is not None:
+                truncate(mine, parameters.truncation.at(rows).at(places), self._room)
+                if not all_mine:
+                    probs[places] = mine
+            ids[places], mass = choose(mine, draws[places])
+            if truncated is not None:
+                level.logprob[places] -= torch.where(parameters.is_truncated[rows][places], mass.log(), 0.0)
+        logprobs.copy_(logprobs_at(scores, ids, level))
+        self._take_tops(scores, probs, level, parameters, rows, out.tops)
+        ids.masked_fill_(broken, BROKEN)
+
+    def _take_tops(
+        self, scores: Tensor, probs: Tensor, level: Level, parameters: Parameters, rows: slice, tops: dict[int, Top]
+    ) -> None:
+        """Alternatives of the processed distribution: what was cut off is not among them."""
+        if (places := self._places(parameters.topped, rows)) is None:
+            return
+        mine = scores[places]
+        if len(within(parameters.truncated, rows)):
+            removed = (probs[places] == 0) & parameters.is_truncated[rows][places][:, None]
+            mine.masked_fill_(removed, float("-inf"))
+        mine_rows = within(parameters.topped, rows)
+        found = tops_of(mine, self._tensor(parameters.top_n[mine_rows]), level.at(places))
+        tops.update(zip(mine_rows.tolist(), found, strict=True))
 
     @contextmanager
     def _threads(self, num_rows: int) -> Iterator[None]:
@@ -189,14 +220,31 @@ class Sampler:
         finally:
             torch.set_num_threads(threads)
 
-    def _process(self, words: Tensor, request: SampleRequest, parameters: _Parameters, rows: slice) -> None:
-        """Penalties, then temperature, on scores [rows, vocab], in place."""
-        if (places := self._places(parameters.penalized, rows)) is not None:
-            seen = self._tensor(request.history(parameters.processed[_within(parameters.penalized, rows)]))
-            _penalize(words, places, seen, parameters.repetition_penalty[rows])
+    def _process(
+        self, padded: Tensor, room: Tensor, request: SampleRequest, parameters: Parameters, rows: slice
+    ) -> None:
+        """All that comes before truncation, in order, on scores [rows, padded vocab], in place; `room` is as large."""
+        scores, mine = padded[:, : self._vocab_size], parameters.processed
+        if (places := self._places(parameters.watermarked, rows)) is not None:
+            previous = request.previous_ids[mine[within(parameters.watermarked, rows)]]
+            self._watermark.apply(scores, places, previous, self._room.bins)
+        if (places := self._places(parameters.repeating, rows)) is not None:
+            seen = self._tensor(request.history.known(mine[within(parameters.repeating, rows)]))
+            penalty.penalize_repetition(scores, places, seen, parameters.repetition_penalty[rows][places])
+        if (places := self._places(parameters.counted, rows)) is not None:
+            ids, real = request.history.generated(mine[within(parameters.counted, rows)])
+            factors = (parameters.frequency_penalty[rows][places], parameters.presence_penalty[rows][places])
+            penalty.penalize_counts(scores, room, places, (self._tensor(ids), self._tensor(real)), factors)
+        if len((biases := parameters.biases.within(rows)).places):
+            entries = (self._tensor(column) for column in (biases.places, biases.ids, biases.values))
+            penalty.add_biases(scores, *entries)
+        if len((stops := parameters.stops.within(rows)).places):
+            early = request.num_generated[mine[rows]][stops.places] < stops.values
+            penalty.forbid(scores, self._tensor(stops.places[early]), self._tensor(stops.ids[early]))
+        # A grammar's mask belongs here.
         if parameters.temperature is not None:
             # From the maximum, so that a small temperature cannot overflow.
-            words.sub_(words.amax(-1, keepdim=True)).div_(parameters.temperature[rows])
+            scores.sub_(scores.amax(-1, keepdim=True)).div_(parameters.temperature[rows])
 
     def _buffers(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Some rows' logits as float32 scores, and room for their probabilities; both [rows, padded vocab]."""
@@ -212,25 +260,7 @@ class Sampler:
         )
 
 
-def _within(ascending: Places, rows: slice) -> Places:
-    """Those of some ascending places that lie in a range of rows."""
-    start, stop = np.searchsorted(ascending, (rows.start, rows.stop))
-    return ascending[start:stop]
-
-
-def _at(probs: Tensor, places: Tensor) -> Tensor:
-    """Some rows, ascending; without a copy when they are all."""
-    return probs if len(places) == len(probs) else probs[places]
-
-
 def _take_greatest(scores: Tensor, probs: Tensor, ids: Tensor, chosen: Tensor) -> None:
     """The greatest of each row into `ids`, its probability into `chosen`."""
     ids.copy_(greatest(scores))
     chosen.copy_(probs.gather(1, ids[:, None]).squeeze(1))
-
-
-def _penalize(scores: Tensor, places: Tensor, seen: Tensor, penalty: Tensor) -> None:
-    """Repetition penalty (Keskar et al. 2019, "CTRL") on every token seen, however often it was seen."""
-    rows, factor = places[:, None], penalty[places][:, None]
-    before = scores[rows, seen]
-    scores[rows, seen] = torch.where(before < 0, before * factor, before / factor)

@@ -13,21 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from penstock_server.engine.sampling import SAMPLING_FIELDS, Composition, compose, names_tokens, record, refusal
 from penstock_server.errors import SequenceError
 from penstock_server.plan import NewSequence, Sampling
-
-SAMPLING_FIELDS = np.dtype(
-    [
-        ("do_sample", np.bool_),
-        ("seed", np.uint64),
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("min_p", np.float32),
-        ("repetition_penalty", np.float32),
-        ("model_logprobs", np.bool_),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +34,8 @@ class SequenceTable:
 
     def __init__(self, limits: TableLimits) -> None:
         self.limits = limits
-        self._composition: tuple[bytes, npt.NDArray[np.void]] | None = None
+        self._composition: tuple[bytes, Composition] | None = None
+        self._naming: dict[int, Sampling] = {}  # by row: those that name single tokens
         self._row_of: dict[int, int] = {}
         self._broken: dict[int, str] = {}
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
@@ -56,6 +45,7 @@ class SequenceTable:
         self.token_ids = np.zeros((limits.num_rows, width), np.int32)
         self.block_ids = np.zeros((limits.num_rows, -(-width // limits.block_tokens)), np.int32)
         self.known = np.zeros(limits.num_rows, np.int64)
+        self.prompt = np.zeros(limits.num_rows, np.int64)  # how many of the known are the prompt
         self.computed = np.zeros(limits.num_rows, np.int64)
         self.num_blocks = np.zeros(limits.num_rows, np.int64)
         self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
@@ -96,17 +86,10 @@ class SequenceTable:
         self.computed[row] = new.num_computed_tokens
         self.num_blocks[row] = len(new.block_ids)
         self.block_ids[row, : len(new.block_ids)] = new.block_ids
-        s = new.sampling
-        self.sampling[row] = (
-            s.do_sample,
-            s.seed,
-            s.temperature,
-            s.top_k,
-            s.top_p,
-            s.min_p,
-            s.repetition_penalty,
-            s.model_logprobs,
-        )
+        self.prompt[row] = new.num_prompt_tokens
+        self.sampling[row] = record(new.sampling)
+        if names_tokens(new.sampling):
+            self._naming[row] = new.sampling
 
     def free(self, sequence_id: int) -> bool:
         """Forget a sequence, broken or not; false when there was none."""
@@ -134,11 +117,12 @@ class SequenceTable:
         self.token_ids[rows, self.known[rows]] = token_ids
         self.known[rows] += 1
 
-    def sampling_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
-        """[rows] records of SAMPLING_FIELDS; the very same array as last time when nothing has changed since."""
+    def composition(self, rows: npt.NDArray[np.int64]) -> Composition:
+        """How rows are sampled; the very same object as last time when nothing has changed since."""
         key = rows.tobytes()
         if self._composition is None or self._composition[0] != key:
-            self._composition = (key, self.sampling[rows])
+            naming = {place: self._naming[row] for place, row in enumerate(rows.tolist()) if row in self._naming}
+            self._composition = (key, compose(self.sampling[rows], naming))
         return self._composition[1]
 
     def known_ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -147,11 +131,20 @@ class SequenceTable:
         ids = self.token_ids[rows, : known.max()].astype(np.int64)
         return np.where(np.arange(ids.shape[1]) < known[:, None], ids, ids[:, :1])
 
+    def generated_ids(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """[rows, longest ≥ 1]: the tokens behind each prompt, and which of them are real."""
+        num = self.known[rows] - self.prompt[rows]
+        columns = np.arange(max(1, int(num.max())))
+        real = columns < num[:, None]
+        places = np.where(real, self.prompt[rows][:, None] + columns, 0)
+        return self.token_ids[rows[:, None], places].astype(np.int64), real
+
     def _release(self, sequence_id: int) -> bool:
         row = self._row_of.pop(sequence_id, None)
         if row is None:
             return False
         self.block_ids[row, : self.num_blocks[row]] = 0
+        self._naming.pop(row, None)
         self._free_rows.append(row)
         return True
 
@@ -171,7 +164,7 @@ class SequenceTable:
             return f"token id {max(new.token_ids)} is outside of the vocabulary of {limits.vocab_size}"
         if new.adapter_id:
             return f"unknown adapter {new.adapter_id!r}: this worker serves the base model only"
-        return self._block_refusal(new.block_ids, len(new.block_ids)) or _sampling_refusal(new.sampling)
+        return self._block_refusal(new.block_ids, len(new.block_ids)) or refusal(new.sampling, limits.vocab_size)
 
     def _block_refusal(self, block_ids: Sequence[int], num_blocks: int) -> str:
         if num_blocks > self.block_ids.shape[1]:
@@ -183,7 +176,7 @@ class SequenceTable:
     def _grow(self) -> None:
         old = len(self.known)
         width, blocks = int(self.known.max()), int(self.num_blocks.max())
-        for name in ("token_ids", "block_ids", "known", "computed", "num_blocks", "sampling"):
+        for name in ("token_ids", "block_ids", "known", "prompt", "computed", "num_blocks", "sampling"):
             before = getattr(self, name)
             after = np.zeros((2 * old, *before.shape[1:]), before.dtype)
             used = {"token_ids": width, "block_ids": blocks}.get(name)
@@ -193,17 +186,3 @@ class SequenceTable:
                 after[:old, :used] = before[:, :used]
             setattr(self, name, after)
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
-
-
-def _sampling_refusal(sampling: Sampling) -> str:
-    if sampling.unsupported:
-        return f"sampling by {', '.join(sampling.unsupported)} is not supported by this worker"
-    if not 0 < sampling.temperature < float("inf"):
-        return f"temperature is {sampling.temperature}, must be above 0 and finite"
-    if not 0 < sampling.top_p <= 1:
-        return f"top_p is {sampling.top_p}, must be in (0, 1]"
-    if not 0 <= sampling.min_p <= 1:
-        return f"min_p is {sampling.min_p}, must be in [0, 1]"
-    if not 0 < sampling.repetition_penalty < float("inf"):
-        return f"repetition_penalty is {sampling.repetition_penalty}, must be above 0 and finite"
-    return ""

@@ -13,11 +13,29 @@ import numpy.typing as npt
 import torch
 
 from penstock_server.attention.interface import StepBatch
+from penstock_server.engine.batch import PromptRows
+from penstock_server.engine.prompt import CHUNK_ROWS, score_prompt
 from penstock_server.engine.sampler import Sampler, SampleRequest
-from penstock_server.engine.sequence import SAMPLING_FIELDS
+from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.models.interface import CausalModel
+from penstock_server.plan import Sampling
 
 _MAX_BLOCKS = 256  # of the temporary cache
+_TOP_N = 20  # as many alternatives as OpenAI's interface allows
+_EVERYTHING = Sampling(
+    do_sample=True,
+    temperature=0.7,
+    top_k=1 << 62,  # no head shows where to cut
+    top_p=0.99,
+    typical_p=0.99,
+    min_p=1e-6,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    presence_penalty=0.1,
+    watermark=True,
+    top_n=_TOP_N,
+    model_logprobs=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +51,19 @@ class WorstStep:
     def num_blocks(self) -> int:
         """Blocks that the temporary cache needs."""
         return min(_MAX_BLOCKS, -(-self.max_step_tokens // self.block_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class _LongHistory:
+    """As many tokens as there may be, of the prompt and behind it."""
+
+    num_tokens: int
+
+    def known(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.zeros((len(places), self.num_tokens), np.int64)
+
+    def generated(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        return self.known(places), np.ones((len(places), self.num_tokens), np.bool_)
 
 
 def prefill(limits: WorstStep) -> tuple[list[int], list[int]]:
@@ -62,26 +93,24 @@ def run(
 ) -> None:
     """One step over the temporary cache, sampled with every option on and with none."""
     num_tokens, contexts = step
-    logits = model.forward(_batch(limits, num_tokens, contexts, device))
+    step_batch = _batch(limits, num_tokens, contexts, device)
+    hidden = model.forward(step_batch)
+    num = len(num_tokens)
+    # Every row has an output, as if all were prompt tokens whose logprobs are wanted; one chunk of them takes as much
+    # memory as all one after the other.
+    chunk = np.arange(min(len(hidden), CHUNK_ROWS[device.type]))
+    prompt = PromptRows(chunk, np.zeros_like(chunk), chunk)
+    score_prompt(model, sampler, hidden, prompt, np.full(len(chunk), _TOP_N))
+    logits = model.logits(hidden[torch.from_numpy(np.cumsum(num_tokens) - 1).to(device)])
     if logits is None:
         return
-    num = len(num_tokens)
-    parameters = np.zeros(num, SAMPLING_FIELDS)
-    parameters["do_sample"] = True
-    parameters["temperature"] = 0.7
-    parameters["top_k"] = model.vocab_size  # makes the sampler sort whole rows
-    parameters["repetition_penalty"] = 1.1
-    parameters["model_logprobs"] = True
-
-    def history(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.zeros((len(places), max(contexts)), np.int64)
-
-    request = SampleRequest(parameters, np.array(contexts), history)
-    sampler.sample(logits, request).ids.cpu()
-    plain = np.zeros(num, SAMPLING_FIELDS)
-    for name in ("temperature", "top_p", "repetition_penalty"):
-        plain[name] = 1
-    sampler.sample(logits, SampleRequest(plain, np.array(contexts), history)).ids.cpu()
+    history = _LongHistory(max(contexts))
+    lens = np.array(contexts)
+    for sampling in (_EVERYTHING, Sampling()):
+        records = np.array([record(sampling)] * num, SAMPLING_FIELDS)
+        composition = compose(records, dict.fromkeys(range(num), sampling))
+        request = SampleRequest(composition, lens, lens, np.zeros_like(lens), history)
+        sampler.sample(logits, request).ids.cpu()
 
 
 def _batch(limits: WorstStep, num_tokens: list[int], contexts: list[int], device: torch.device) -> StepBatch:
@@ -102,7 +131,7 @@ def _batch(limits: WorstStep, num_tokens: list[int], contexts: list[int], device
         query_starts=tensor(starts, np.int32),
         context_lens=tensor(lens, np.int32),
         block_tables=tensor(table, np.int32),
-        sample_rows=tensor(starts[1:] - 1, np.int64),
+        sample_rows=tensor(np.arange(starts[-1]), np.int64),
         max_query_tokens=max(num_tokens),
         max_context_tokens=max(contexts),
     )

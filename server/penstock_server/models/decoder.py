@@ -102,12 +102,11 @@ class Decoder:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self.attention.copy_blocks(self.caches, pairs)
 
-    def forward(self, batch: StepBatch) -> Tensor | None:
-        hidden = self._hidden(batch)
-        return self.head(hidden)
+    def logits(self, outputs: Tensor) -> Tensor | None:
+        return self.head(outputs)
 
-    def _hidden(self, batch: StepBatch) -> Tensor:
-        """The normed output of the last layer at the sampled rows [samples, hidden]."""
+    def forward(self, batch: StepBatch) -> Tensor:
+        """The normed output of the last layer at the wanted rows [samples, hidden]."""
         ops, eps = self.ops, self.spec.norm_eps
         residual = self.embedding(batch.token_ids)  # [tokens, hidden], updated in place from layer to layer
         if self.stack is not None:
@@ -120,7 +119,7 @@ class Decoder:
                 return x[:0]
             x = layer.attention.attend(queries, cache, batch)
             if is_last and batch.sample_rows.shape[0] < x.shape[0]:
-                # Behind the last layer's attention only the rows that are sampled matter.
+                # Behind the last layer's attention only the rows whose outputs are wanted matter.
                 x, residual = x[batch.sample_rows], residual[batch.sample_rows]
             x = layer.attention.project(x)
             x = layer.mlp(ops.add_rms_norm(x, residual, layer.mlp_norm, eps))

@@ -44,6 +44,11 @@ class CausalModel(Protocol):
         """Copy whole KV blocks (from, to)."""
         ...
 
-    def forward(self, batch: StepBatch) -> Tensor | None:
-        """One step: on rank 0 the logits [samples, vocab] of `batch.sample_rows`, in the model's dtype; else None."""
+    def forward(self, batch: StepBatch) -> Tensor:
+        """One step: the outputs [samples, hidden] of `batch.sample_rows`, in the model's dtype, for `logits`."""
+        ...
+
+    def logits(self, outputs: Tensor) -> Tensor | None:
+        """Outputs [rows, hidden] → on rank 0 their logits [rows, vocab], in the model's dtype; else None. The ranks
+        call it together, with the same rows; the memory is theirs to bound."""
         ...

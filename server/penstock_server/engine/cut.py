@@ -1,0 +1,127 @@
+"""Where the weights of a row's keys, in ascending order, first reach a mass: what top-k, top-p and typical-p all ask.
+
+Without sorting: a histogram by the keys' upper bits tells the bin, and only what lies in that bin is sorted. Weights
+are whole numbers, so sums are exact and depend on no order, no thread and no neighbour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ONE = 1 << 44  # the weight of probability 1; what is less likely than 1 / ONE weighs nothing
+_SHIFT = 16
+_HIGHEST = 128.0
+_NUM_BINS = 0x4300  # of the bits of floats below _HIGHEST
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What stays of each row: keys below `key`, and of its equals, in the order of ids, the first `num_equals`."""
+
+    key: Tensor  # [rows] int32
+    num_equals: Tensor  # [rows] int64
+
+
+class Room:
+    """Where rows are worked on; [rows, width] each. All of it is scribbled on.
+
+    PERF: fresh memory costs more than what is done in it: 32 rows of 49,152 take 4 times as long with temporaries.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.keys = torch.empty((rows, width), dtype=torch.int32, device=device)
+        self.upper = torch.empty((rows, width), dtype=torch.int32, device=device)
+        self.bins = torch.empty((rows, width), dtype=torch.int64, device=device)
+        self.weights = torch.empty((rows, width), dtype=torch.int64, device=device)
+        self.floats = torch.empty((rows, width), dtype=torch.float32, device=device)
+        self.mask = torch.empty((rows, width), dtype=torch.bool, device=device)
+        self.histogram = torch.empty((rows, _NUM_BINS), dtype=torch.int64, device=device)
+
+
+def weights_of(probs: Tensor, room: Room) -> Tensor:
+    """Probabilities as whole numbers, int64 [rows, width], in the room."""
+    scaled = torch.mul(probs, float(ONE), out=room.floats[: len(probs)])
+    return room.weights[: len(probs)].copy_(scaled)
+
+
+def ascending_keys(values: Tensor, room: Room) -> Tensor:
+    """Keys (int32), in the room, in the order of non-negative floats; infinity and all from 128 on are equals."""
+    keys = room.keys[: len(values)]
+    torch.clamp(values, max=_HIGHEST * (1 - 2.0**-24), out=keys.view(torch.float32))
+    return keys
+
+
+def descending_keys(probs: Tensor, room: Room) -> Tensor:
+    """Keys (int32), in the room, that ascend where probabilities descend."""
+    return torch.neg(probs.view(torch.int32), out=room.keys[: len(probs)]).add_(_ONE_BITS)
+
+
+def key_of(probs: Tensor) -> Tensor:
+    """The descending keys of single probabilities."""
+    return _ONE_BITS - probs.view(torch.int32)
+
+
+_ONE_BITS = 0x3F800000  # of 1.0f
+
+
+def target_of(share: Tensor, total: Tensor) -> Tensor:
+    """The mass that is a share [rows] float64 of a total [rows] int64: at least 1, at most the total."""
+    return torch.minimum((share * total).ceil().long(), total).clamp_(min=1)
+
+
+def find_cut(keys: Tensor, weights: Tensor, mass: Tensor, room: Room) -> Cut:
+    """The shortest beginning of each row, by keys and then ids, that weighs at least `mass`.
+
+    keys [rows, width] from here, weights [rows, width] int64 ≥ 0, equal for equal keys where `num_equals` matters, mass
+    [rows] int64 from 1 to the row's total.
+    """
+    num_rows, width = keys.shape
+    bins = room.bins[:num_rows].copy_(torch.bitwise_right_shift(keys, _SHIFT, out=room.upper[:num_rows]))
+    ends = room.histogram[:num_rows].zero_().scatter_add_(1, bins, weights).cumsum_(-1)
+    chosen = torch.searchsorted(ends, mass[:, None])
+    before = torch.where(chosen > 0, ends.gather(1, (chosen - 1).clamp(min=0)), 0).squeeze(1)
+    places = places_where_equal(room.upper[:num_rows], chosen.int(), room.mask[:num_rows])
+    rows = places // width
+    order_keys, order = ((rows << 32) + keys.view(-1)[places]).sort()
+    inside = weights.view(-1)[places][order]
+    sums = inside.cumsum(0)
+    starts = torch.searchsorted(order_keys, torch.arange(num_rows, device=keys.device) << 32)  # of each row's part
+    missing = mass - before + _sum_before(sums, inside, starts)
+    at = torch.searchsorted(sums, missing)
+    first_equal = torch.searchsorted(order_keys, order_keys[at])
+    weight = inside[at]
+    num_equals = (missing - _sum_before(sums, inside, first_equal) + weight - 1) // weight
+    return Cut((order_keys[at] & 0x7FFFFFFF).int(), num_equals)
+
+
+def keep(values: Tensor, keys: Tensor, cut: Cut, room: Room, *, all_equals: bool) -> None:
+    """Set what is cut off to 0, in place; `keys` are those of `values` [rows, width]."""
+    limit = cut.key[:, None]
+    # PERF: the bits times 1 or 0 are vectorized, 5 times as fast as masked_fill_.
+    values.view(torch.int32).mul_(torch.le(keys, limit, out=room.upper[: len(keys)]))
+    if all_equals:
+        return
+    places = places_where_equal(keys, limit, room.mask[: len(keys)])
+    rows = places // keys.shape[1]
+    first = torch.searchsorted(rows, torch.arange(len(keys), device=keys.device))
+    rank = torch.arange(len(rows), device=keys.device) - first[rows]
+    too_many = rank >= cut.num_equals[rows]
+    values.view(-1)[places[too_many]] = 0.0
+
+
+def places_where_equal(values: Tensor, wanted: Tensor, mask: Tensor) -> Tensor:
+    """Flat places, ascending, of values [rows, width] that are their row's wanted one [rows, 1].
+
+    PERF: numpy on a CPU: 0.1 ms for 16 × 49,152; torch's eq and nonzero take 1.1 ms (EPYC, one thread).
+    """
+    if values.device.type != "cpu":
+        return torch.eq(values, wanted, out=mask).view(-1).nonzero().squeeze(1)
+    return torch.from_numpy(np.flatnonzero(np.equal(values.numpy(), wanted.numpy(), out=mask.numpy())))
+
+
+def _sum_before(sums: Tensor, values: Tensor, places: Tensor) -> Tensor:
+    return sums[places] - values[places]
