@@ -20,6 +20,8 @@ const CONNECT_PATIENCE: Duration = Duration::from_secs(300);
 pub const DEATH_PATIENCE: Duration = Duration::from_secs(2);
 /// Plans that may be out without their result: the worker always has its next one.
 const MAX_STEPS_IN_FLIGHT: u32 = 2;
+/// Waiting so long outweighs one priority: nobody waits for ever, and a burst of urgent requests is still urgent.
+const PRIORITY_AGEING: Duration = Duration::from_secs(10);
 
 /// A model that is ready to serve.
 pub struct Started {
@@ -97,8 +99,8 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         num_blocks: loaded.pool.num_blocks,
         block_tokens: BLOCK_TOKENS,
         max_steps_in_flight: MAX_STEPS_IN_FLIGHT,
-        prefix_caching: true,
-        priority_ageing: None,
+        prefix_caching: args.prefix_caching,
+        priority_ageing: Some(PRIORITY_AGEING),
     };
     let options = EngineOptions { limits, step_deadline: EngineOptions::DEFAULT_STEP_DEADLINE };
     Ok(Started {

@@ -30,8 +30,6 @@ pub struct Config {
     pub grammar_support: bool,
     /// Whether requests may ask for the logprobs of their prompt.
     pub prefill_logprobs: bool,
-    /// Whether prompts that begin alike share their KV blocks.
-    pub prefix_caching: bool,
     /// Where Vertex AI sends its requests.
     pub vertex_routes: VertexRoutes,
     pub connections: ConnectionLimits,

@@ -42,6 +42,11 @@ pub struct Load {
     pub queued_sequences: usize,
     pub running_sequences: usize,
     pub free_blocks: usize,
+    /// Kept in case that a prompt begins like theirs; those that nobody uses are free as well.
+    pub cached_blocks: usize,
+    /// Since the start: tokens looked up when their sequence started, and those of them that were there.
+    pub prefix_queried_tokens: u64,
+    pub prefix_hit_tokens: u64,
     pub num_blocks: usize,
     /// Tokens, prompt and generated, that the running sequences can grow to.
     pub max_running_tokens: u64,

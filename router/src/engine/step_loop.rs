@@ -309,6 +309,9 @@ impl StepLoop {
             queued_sequences: stats.num_queued,
             running_sequences: stats.num_running,
             free_blocks: stats.num_free_blocks,
+            cached_blocks: stats.num_cached_blocks,
+            prefix_queried_tokens: stats.num_queried_tokens,
+            prefix_hit_tokens: stats.num_hit_tokens,
             num_blocks: stats.num_blocks,
             max_running_tokens: stats.max_running_tokens,
         };

@@ -145,6 +145,9 @@ pub(crate) fn load(load: Load) {
     gauge!(name::BATCH_CURRENT_MAX_TOKENS).set(load.max_running_tokens as f64);
     gauge!(name::KV_BLOCKS).set(load.num_blocks as f64);
     gauge!(name::KV_FREE_BLOCKS).set(load.free_blocks as f64);
+    gauge!(name::KV_CACHED_BLOCKS).set(load.cached_blocks as f64);
+    counter!(name::PREFIX_QUERIED).absolute(load.prefix_queried_tokens);
+    counter!(name::PREFIX_HIT).absolute(load.prefix_hit_tokens);
 }
 
 /// Sequences in a step that starts new ones.

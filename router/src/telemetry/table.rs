@@ -73,6 +73,9 @@ pub(super) const BATCH_MAX_TOTAL_TOKENS: &str = "tgi_batch_max_total_tokens";
 pub(super) const BATCH_TOTAL_TOKENS: &str = "tgi_batch_total_tokens";
 pub(super) const KV_BLOCKS: &str = "penstock_kv_blocks";
 pub(super) const KV_FREE_BLOCKS: &str = "penstock_kv_free_blocks";
+pub(super) const KV_CACHED_BLOCKS: &str = "penstock_kv_cached_blocks";
+pub(super) const PREFIX_QUERIED: &str = "penstock_prefix_queried_tokens";
+pub(super) const PREFIX_HIT: &str = "penstock_prefix_hit_tokens";
 pub(super) const STEP_OVERHEAD: &str = "penstock_step_overhead_seconds";
 pub(super) const STEP_INTERVAL: &str = "penstock_step_interval_seconds";
 pub(super) const STEP_ROUND_TRIP: &str = "penstock_step_round_trip_seconds";
@@ -174,7 +177,10 @@ pub(super) const METRICS: &[Metric] = &[
     gauge_of(BATCH_MAX_TOTAL_TOKENS, "Tokens that the KV pool can hold").unlike("TGI set it too early to be seen"),
     gauge_of(BATCH_TOTAL_TOKENS, "Tokens that the KV pool can hold").unlike("TGI described it and never set it"),
     gauge_of(KV_BLOCKS, "Blocks of the KV pool"),
-    gauge_of(KV_FREE_BLOCKS, "Blocks of the KV pool that nobody uses"),
+    gauge_of(KV_FREE_BLOCKS, "Blocks of the KV pool that can be handed out now, those that are only kept included"),
+    gauge_of(KV_CACHED_BLOCKS, "Blocks of the KV pool that are kept, in case that a prompt begins like theirs"),
+    counter_of(PREFIX_QUERIED, "Tokens for which the KV pool was searched, when their sequence started"),
+    counter_of(PREFIX_HIT, "Tokens of those that were found, and not computed again"),
     histogram_of(
         STEP_OVERHEAD,
         Buckets::Step,

@@ -231,7 +231,6 @@ pub fn config(folder: &Path) -> Config {
         compute_type: "1-cpu".to_owned(),
         grammar_support: true,
         prefill_logprobs: true,
-        prefix_caching: true,
         vertex_routes: VertexRoutes::default(),
         connections: ConnectionLimits::new(&LIMITS),
         graceful_termination_timeout: Duration::from_secs(10),
