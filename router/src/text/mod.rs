@@ -9,6 +9,7 @@ mod generation;
 mod model;
 mod model_file;
 mod python_json;
+mod spelling;
 mod stop;
 mod template;
 

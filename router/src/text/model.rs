@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 use super::detokenize::Detokenizer;
 pub use super::model_file::LoadError;
 use super::model_file::{TokenizerConfig, read_eos_token_ids};
+use super::spelling::Spelling;
 use super::template::{ChatInputs, ChatTemplate, TemplateError, TemplateSources};
 
 /// Texts up to this are tokenized where they are, in well under a millisecond; longer ones on a thread of their own.
@@ -22,6 +23,7 @@ pub struct TextModel {
     threads: Arc<Semaphore>,
     template: Arc<ChatTemplate>,
     eos_token_ids: Arc<[u32]>,
+    spelling: Spelling,
 }
 
 /// The tokenizer could not encode a text.
@@ -64,6 +66,7 @@ impl TextModel {
             None => config.chat_templates(folder)?,
         };
         Ok(Self {
+            spelling: Spelling::of(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
             template: Arc::new(ChatTemplate::new(sources, &config.special_tokens)),
@@ -134,6 +137,26 @@ impl TextModel {
     /// Whether the chat template shows offered tools to the model; if not, a message has to.
     pub fn shows_tools(&self) -> bool {
         self.template.uses_tools()
+    }
+
+    /// What the token stands for by itself, also where that is part of a character. `None`: it depends on others.
+    pub(crate) fn token_bytes(&self, token_id: u32) -> Option<Vec<u8>> {
+        self.spelling.bytes(&self.tokenizer, token_id)
+    }
+
+    /// What each token adds to the text of all, and whether that is a special token's own text. Characters belong to the
+    /// token that ends them.
+    pub(crate) fn decode_pieces(&self, token_ids: &[u32]) -> Vec<(String, bool)> {
+        let mut detokenizer = self.detokenizer(&[]);
+        let mut piece = |&id: &u32| {
+            let piece = detokenizer.push(id);
+            (piece.text, piece.special)
+        };
+        let mut pieces: Vec<_> = token_ids.iter().map(&mut piece).collect();
+        if let Some((text, _)) = pieces.last_mut().filter(|(_, special)| !special) {
+            text.push_str(&detokenizer.finish());
+        }
+        pieces
     }
 
     /// Decodes what follows `prompt_token_ids`.
