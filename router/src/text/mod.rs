@@ -2,7 +2,6 @@
 //!
 //! Knows no HTTP and no dialect. INVARIANT: the pieces of a generation, put together, are its text.
 
-#[allow(dead_code, unused_imports, reason = "the chat route does not use it yet")]
 mod answer;
 mod detokenize;
 mod generation;
@@ -15,6 +14,7 @@ mod template;
 
 pub use model::{LoadError, TextModel};
 
+pub(crate) use answer::{AnswerParser, AnswerStyle, Part, Thinking, Tool, ToolChoice, ToolError, ToolFormat};
 pub(crate) use generation::{
     Ending, Finish, Generation, GenerationError, GenerationOptions, PromptToken, Step, StopText, TextToken, TopText,
 };

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use tokenizers::Tokenizer;
 use tokio::sync::Semaphore;
 
+use super::answer::AnswerStyle;
 use super::detokenize::Detokenizer;
 pub use super::model_file::LoadError;
 use super::model_file::{TokenizerConfig, read_eos_token_ids};
@@ -22,6 +23,9 @@ pub struct TextModel {
     /// Long texts that may be tokenized at the same time.
     threads: Arc<Semaphore>,
     template: Arc<ChatTemplate>,
+    style: Arc<AnswerStyle>,
+    /// Where tools are offered and the model has another template for that.
+    tool_style: Option<Arc<AnswerStyle>>,
     eos_token_ids: Arc<[u32]>,
     spelling: Spelling,
 }
@@ -65,7 +69,11 @@ impl TextModel {
             Some(source) => TemplateSources::only(source),
             None => config.chat_templates(folder)?,
         };
+        let added_token_id = |text: &str| tokenizer.get_added_vocabulary().get_vocab().get(text).copied();
+        let style = |source: &String| Arc::new(AnswerStyle::new(source.clone(), added_token_id));
         Ok(Self {
+            style: style(sources.default.as_ref().unwrap_or(&String::new())),
+            tool_style: sources.tool_use.as_ref().map(style),
             spelling: Spelling::of(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
@@ -137,6 +145,11 @@ impl TextModel {
     /// Whether the chat template shows offered tools to the model; if not, a message has to.
     pub fn shows_tools(&self) -> bool {
         self.template.uses_tools()
+    }
+
+    /// How the model answers where tools are offered, or are not.
+    pub(crate) fn answer_style(&self, with_tools: bool) -> &AnswerStyle {
+        self.tool_style.as_ref().filter(|_| with_tools).unwrap_or(&self.style)
     }
 
     /// What the token stands for by itself, also where that is part of a character. `None`: it depends on others.

@@ -1,12 +1,14 @@
 //! `/v1/chat/completions`: the request.
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::message::Message;
+use super::tool::{ToolChoiceField, ToolField, ToolSet};
 use super::value::{SamplingFields, StreamOptions, says_something};
 use crate::api::parameter::{Parameters, ValidationError};
 use crate::api::tgi::or_default;
+use crate::text::{ChatInputs, ToolChoice};
 
 /// OpenAI's limit.
 const MAX_TOP_LOGPROBS: u32 = 20;
@@ -26,6 +28,15 @@ pub(crate) struct ChatRequest {
     pub(crate) stream: bool,
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) stream_options: StreamOptions,
+    tools: Option<Vec<ToolField>>,
+    tool_choice: Option<ToolChoiceField>,
+    parallel_tool_calls: Option<bool>,
+    tool_prompt: Option<String>,
+    documents: Option<Value>,
+    add_generation_prompt: Option<bool>,
+    continue_final_message: Option<bool>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    reasoning_effort: Option<String>,
     functions: Option<Value>,
     function_call: Option<Value>,
     modalities: Option<Vec<String>>,
@@ -33,11 +44,43 @@ pub(crate) struct ChatRequest {
 }
 
 impl ChatRequest {
-    pub(crate) fn template_messages(&mut self) -> Result<Vec<Value>, ValidationError> {
+    /// What the template makes the prompt of, without tools.
+    pub(crate) fn template_inputs(&mut self) -> Result<ChatInputs, ValidationError> {
         if self.messages.is_empty() {
             return Err(ValidationError::NoMessages);
         }
-        std::mem::take(&mut self.messages).into_iter().map(Message::into_template_value).collect()
+        let messages = std::mem::take(&mut self.messages).into_iter().map(Message::into_template_value);
+        let mut kwargs = self.chat_template_kwargs.take().unwrap_or_default();
+        if let Some(effort) = self.reasoning_effort.take() {
+            // Templates know one of these, if any.
+            if effort == "none" {
+                kwargs.entry("enable_thinking").or_insert(false.into());
+            }
+            kwargs.entry("reasoning_effort").or_insert(effort.into());
+        }
+        Ok(ChatInputs {
+            messages: messages.collect::<Result<_, _>>()?,
+            tools: None,
+            documents: self.documents.take(),
+            add_generation_prompt: self.add_generation_prompt,
+            continue_final_message: self.continue_final_message,
+            kwargs,
+        })
+    }
+
+    /// `None`: a plain chat, in which the model is shown no tools.
+    pub(crate) fn tool_set(&mut self) -> Option<ToolSet> {
+        let (tools, values): (Vec<_>, Vec<_>) =
+            self.tools.take().into_iter().flatten().map(|field| (field.tool, field.value)).unzip();
+        let choice = self.tool_choice.take().map(|field| field.0).unwrap_or_default();
+        let is_plain = match choice {
+            ToolChoice::None => true,
+            ToolChoice::Auto => tools.is_empty(),
+            ToolChoice::Required | ToolChoice::Named(_) => false,
+        };
+        let parallel = self.parallel_tool_calls.unwrap_or(true);
+        let prompt = self.tool_prompt.take();
+        (!is_plain).then_some(ToolSet { tools, values, choice, parallel, prompt })
     }
 
     pub(crate) fn parameters(&mut self) -> Result<Parameters, ValidationError> {

@@ -6,6 +6,7 @@ mod completion;
 mod completion_answer;
 mod logprob;
 mod message;
+mod tool;
 mod value;
 
 use serde::Serialize;
@@ -19,6 +20,7 @@ pub(crate) use chat_answer::{
 pub(crate) use completion::{CompletionRequest, Prompt};
 pub(crate) use completion_answer::{Completion, CompletionChoice, CompletionChunk};
 pub(crate) use logprob::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
+pub(crate) use tool::ToolSet;
 
 /// Tokens read and written.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
