@@ -3,14 +3,15 @@
 use crate::api::openai::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
 use crate::text::{PromptToken, TextModel, TextToken, TopText};
 
-pub(super) fn of_chat(text_model: &TextModel, token: &TextToken) -> ChatLogprobs {
-    let entry = |id, text: &str, logprob| TopLogprob {
-        bytes: text_model.token_bytes(id).or_else(|| whole_bytes(text)),
-        token: text.to_owned(),
+pub(super) fn of_chat(text_model: &TextModel, token: TextToken) -> ChatLogprobs {
+    let entry = |id, text: String, logprob| TopLogprob {
+        bytes: text_model.token_bytes(id).or_else(|| whole_bytes(&text)),
+        token: text,
         logprob,
     };
-    let top_logprobs = token.top.iter().map(|top| entry(top.id, &top.text, top.logprob)).collect();
-    ChatLogprobs { content: vec![TokenLogprob { token: entry(token.id, &token.text, token.logprob), top_logprobs }] }
+    let top = |top: TopText| entry(top.id, top_text(text_model, &top, token.id, &token.text), top.logprob);
+    let top_logprobs = token.top.into_iter().map(top).collect();
+    ChatLogprobs { content: vec![TokenLogprob { token: entry(token.id, token.text, token.logprob), top_logprobs }] }
 }
 
 /// Where tokens are not spelled byte by byte their texts are whole.
@@ -19,48 +20,67 @@ fn whole_bytes(text: &str) -> Option<Vec<u8>> {
     is_whole.then(|| text.as_bytes().to_owned())
 }
 
+/// The chosen token is written as it is where it was chosen; others with the space that a text's first token loses.
+fn top_text(text_model: &TextModel, top: &TopText, chosen_id: u32, chosen_text: &str) -> String {
+    if top.id == chosen_id {
+        return chosen_text.to_owned();
+    }
+    let spelled = text_model.token_bytes(top.id).and_then(|bytes| String::from_utf8(bytes).ok());
+    spelled.unwrap_or_else(|| top.text.clone())
+}
+
 /// Writes the logprobs of one text, token by token.
-#[derive(Default)]
 pub(super) struct CompletionLogprobWriter {
+    text_model: TextModel,
     num_characters: usize,
 }
 
 impl CompletionLogprobWriter {
+    pub(super) fn new(text_model: TextModel) -> Self {
+        Self { text_model, num_characters: 0 }
+    }
+
     /// `pieces`: what each token adds to the text, and whether it is a special one, which adds nothing that is shown.
     pub(super) fn prompt(&mut self, tokens: Vec<PromptToken>, pieces: &[(String, bool)]) -> CompletionLogprobs {
         let mut logprobs = CompletionLogprobs::default();
         for (token, (text, special)) in tokens.into_iter().zip(pieces) {
-            let num_characters = if *special { 0 } else { text.chars().count() };
-            self.push(&mut logprobs, num_characters, text.clone(), token.logprob, token.top);
+            let PromptToken { id, logprob, top, .. } = token;
+            self.push(&mut logprobs, Entry { id, text: text.clone(), special: *special, logprob, top });
         }
         logprobs
     }
 
     pub(super) fn generated(&mut self, token: TextToken) -> CompletionLogprobs {
         let mut logprobs = CompletionLogprobs::default();
-        let num_characters = if token.special { 0 } else { token.text.chars().count() };
-        self.push(&mut logprobs, num_characters, token.text, Some(token.logprob), token.top);
+        let TextToken { id, text, logprob, special, top } = token;
+        self.push(&mut logprobs, Entry { id, text, special, logprob: Some(logprob), top });
         logprobs
     }
 
-    fn push(
-        &mut self,
-        logprobs: &mut CompletionLogprobs,
-        num_characters: usize,
-        text: String,
-        logprob: Option<f32>,
-        top: Vec<TopText>,
-    ) {
+    fn push(&mut self, logprobs: &mut CompletionLogprobs, entry: Entry) {
+        let Entry { id, text, special, logprob, top } = entry;
         let top_tokens = logprob.map(|logprob| {
-            let mut tokens: Vec<_> = top.into_iter().map(|top| (top.text, top.logprob)).collect();
+            let written = |top: &TopText| (top_text(&self.text_model, top, id, &text), top.logprob);
+            let mut tokens: Vec<_> = top.iter().map(written).collect();
             // The token itself is always among them, as the last if it was not one of the best.
-            tokens.push((text.clone(), logprob));
+            if !top.iter().any(|top| top.id == id) {
+                tokens.push((text.clone(), logprob));
+            }
             TopTokens(tokens)
         });
+        let num_characters = if special { 0 } else { text.chars().count() };
         logprobs.tokens.push(text);
         logprobs.token_logprobs.push(logprob);
         logprobs.top_logprobs.push(top_tokens);
         logprobs.text_offset.push(self.num_characters);
         self.num_characters += num_characters;
     }
+}
+
+struct Entry {
+    id: u32,
+    text: String,
+    special: bool,
+    logprob: Option<f32>,
+    top: Vec<TopText>,
 }

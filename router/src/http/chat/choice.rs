@@ -42,8 +42,8 @@ impl ChoiceReader {
     }
 
     pub(super) fn read(&mut self, step: Step) -> Vec<ChatChunkChoice> {
-        let mut logprobs = self.options.logprobs_of.as_ref().map(|model| logprob::of_chat(model, &step.token));
         let (parts, is_cut) = self.parts(&step);
+        let mut logprobs = self.options.logprobs_of.as_ref().map(|model| logprob::of_chat(model, step.token));
         let mut deltas: Vec<_> = parts.into_iter().map(|part| self.delta(part)).collect();
         self.complete(&mut deltas, step.finish.is_some(), logprobs.is_some());
         let num_deltas = deltas.len();

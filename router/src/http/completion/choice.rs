@@ -4,19 +4,20 @@ use std::sync::Arc;
 
 use crate::api::openai::{CompletionChoice, CompletionLogprobs, FinishReason};
 use crate::http::logprob::CompletionLogprobWriter;
-use crate::text::{PromptToken, Step};
+use crate::text::{PromptToken, Step, TextModel};
 
 /// The prompt, to be told before what follows it.
 #[derive(Clone)]
 pub(super) struct Echo {
     text: Arc<str>,
-    /// What each token adds to it, and whether it is a special one.
+    /// What each token adds to it, and whether it is a special one; empty where nobody asks for tokens.
     pieces: Arc<[(String, bool)]>,
 }
 
 impl Echo {
     /// `text`: as the client wrote it, unless in tokens.
-    pub(super) fn new(text: Option<Arc<str>>, pieces: Vec<(String, bool)>) -> Self {
+    pub(super) fn new(model: &TextModel, text: Option<Arc<str>>, token_ids: &[u32], with_tokens: bool) -> Self {
+        let pieces = if with_tokens || text.is_none() { model.decode_pieces(token_ids) } else { Vec::new() };
         let visible = || pieces.iter().filter(|(_, special)| !special).map(|(text, _)| text.as_str()).collect();
         Self { text: text.unwrap_or_else(|| String::into(visible())), pieces: pieces.into() }
     }
@@ -32,8 +33,12 @@ pub(super) struct ChoiceReader {
 }
 
 impl ChoiceReader {
-    pub(super) fn new(index: usize, echo: Option<Echo>, with_logprobs: bool, hides_generated: bool) -> Self {
-        let logprobs = with_logprobs.then(CompletionLogprobWriter::default);
+    pub(super) fn new(
+        index: usize,
+        echo: Option<Echo>,
+        logprobs: Option<CompletionLogprobWriter>,
+        hides_generated: bool,
+    ) -> Self {
         Self { index, echo, logprobs, hides_generated }
     }
 

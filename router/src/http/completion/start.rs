@@ -7,6 +7,7 @@ use crate::api::error::ApiError;
 use crate::api::openai::{self, CompletionRequest};
 use crate::api::parameter::{Checked, ValidationError};
 use crate::http::admission::Permit;
+use crate::http::logprob::CompletionLogprobWriter;
 use crate::http::running::{Prepared, Prompt, Running};
 use crate::http::service::Service;
 use crate::telemetry::RequestRecord;
@@ -51,13 +52,16 @@ pub(super) async fn start(
             openai::Prompt::TokenIds(ids) => (Prompt::TokenIds(ids), None),
         };
         let prepared = Prepared::new(service, prompt, checked.clone(), StopText::Cut).await?;
-        let echo = request.echo.then(|| Echo::new(text, service.text().decode_pieces(prepared.prompt_token_ids())));
+        let echo = request
+            .echo
+            .then(|| Echo::new(service.text(), text, prepared.prompt_token_ids(), request.logprobs.is_some()));
         all.push((prepared, echo));
     }
     let (mut running, mut readers) = (Vec::new(), Vec::new());
     for (prepared, echo) in all {
         for generation in prepared.start_all(service, record) {
-            readers.push(ChoiceReader::new(readers.len(), echo.clone(), request.logprobs.is_some(), hides_generated));
+            let logprobs = request.logprobs.map(|_| CompletionLogprobWriter::new(service.text().clone()));
+            readers.push(ChoiceReader::new(readers.len(), echo.clone(), logprobs, hides_generated));
             running.push(generation);
         }
     }
