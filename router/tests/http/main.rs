@@ -9,6 +9,7 @@ mod connection;
 mod drain;
 mod error;
 mod fold;
+mod fold_property;
 mod generate;
 mod model;
 mod request_id;

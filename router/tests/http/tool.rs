@@ -1,26 +1,24 @@
 //! Tools and thoughts on `/v1/chat/completions`.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
 
 use axum::http::StatusCode;
 use penstock_router::engine::Grammar;
-use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use crate::fold::{SEED, chat_fold, chunks, seed_index, with};
+use crate::fold::{chat_fold, chunks, with};
 use crate::model::{self, IM_END, bytes, word};
 use crate::server::{Sequence, Server};
 
 const PATH: &str = "/v1/chat/completions";
 /// Special tokens of the model here; thoughts are marked by ordinary ones.
-const TOOL_CALL: u32 = 264;
-const TOOL_CALL_END: u32 = 265;
+pub const TOOL_CALL: u32 = 264;
+pub const TOOL_CALL_END: u32 = 265;
 const TEMPLATE: &str = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if enable_thinking is false %}off{% endif %}\
     {% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\
     {{ m.tool_call_id }}{{ m.name }}\n{% endfor %}{# writes <tool_call> and removes </think> #}";
 
-async fn server(script: impl Fn(Sequence) + Send + Sync + 'static) -> Server {
+pub async fn server(script: impl Fn(Sequence) + Send + Sync + 'static) -> Server {
     let folder = tempfile::tempdir().unwrap();
     write_model(folder.path());
     Server::start(script, |config| {
@@ -53,11 +51,11 @@ fn tool(name: &str) -> Value {
     json!({"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}})
 }
 
-fn ask(fields: Value) -> Value {
+pub fn ask(fields: Value) -> Value {
     with(json!({"messages": [{"role": "user", "content": "Hi"}], "tools": [tool("f"), tool("g")]}), fields)
 }
 
-fn call(text: &str) -> Vec<u32> {
+pub fn call(text: &str) -> Vec<u32> {
     [vec![TOOL_CALL], bytes(text), vec![TOOL_CALL_END]].concat()
 }
 
@@ -74,7 +72,7 @@ fn grammar(server: &Server) -> Option<String> {
 }
 
 /// Ids of calls are made anew for each answer.
-fn without_ids(text: &str) -> String {
+pub fn without_ids(text: &str) -> String {
     regex::Regex::new("call_[0-9a-f]{24}").unwrap().replace_all(text, "call_ID").into_owned()
 }
 
@@ -267,59 +265,4 @@ async fn a_client_s_grammar_leaves_room_for_thoughts() {
     server.post(PATH, ask(json!({"tools": null, "response_format": format}))).await;
     let grammar = grammar(&server).unwrap();
     assert!(grammar.contains("</think>") && grammar.contains("/[0-9]+/"), "{grammar}");
-}
-
-/// Pieces of which models' answers are made, fitting or not.
-fn pieces() -> impl Strategy<Value = Vec<u32>> {
-    let piece = prop_oneof![
-        Just(vec![TOOL_CALL]),
-        Just(vec![TOOL_CALL_END]),
-        Just(bytes("<think>")),
-        Just(bytes("</think>")),
-        Just(bytes("<tool_call>")),
-        Just(call(r#"{"name": "f", "arguments": {"city": ["}", 1]}}"#)),
-        Just(bytes("{\"name\": \"g\", \"arguments\": {\"é")),
-        Just(vec![word("Hello")]),
-        Just(vec![word("!\n\nUser")]),
-        Just(vec![IM_END]),
-        "[ \n]{1,2}".prop_map(|text| bytes(&text)),
-        "\\PC{1,3}".prop_map(|text| bytes(&text)),
-        Just(vec![0xE2, 0x82]),
-    ];
-    proptest::collection::vec(piece, 0..8).prop_map(|pieces| [pieces.concat(), vec![IM_END]].concat())
-}
-
-#[test]
-fn a_stream_folds_to_the_plain_answer() {
-    let runtime = tokio::runtime::Runtime::new().unwrap();
-    let answers: Arc<Mutex<Vec<Vec<u32>>>> = Arc::default();
-    let script = Arc::clone(&answers);
-    let server = runtime.block_on(server(move |sequence| {
-        let tokens = script.lock().unwrap()[seed_index(&sequence.request)].clone();
-        sequence.answer(&tokens);
-    }));
-    let fields = (any::<bool>(), any::<bool>(), any::<bool>(), proptest::option::of(1..40_u32));
-    let case = (proptest::collection::vec(pieces(), 1..4), fields);
-    let config = ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() };
-    proptest!(config, |((tokens, (with_tools, logprobs, stops, max_tokens)) in case)| {
-        let n = tokens.len();
-        answers.lock().unwrap().clone_from(&tokens);
-        let mut body = ask(json!({"n": n, "seed": SEED, "logprobs": logprobs, "max_tokens": max_tokens}));
-        if !with_tools {
-            body["tools"] = Value::Null;
-        }
-        if stops {
-            body["stop"] = json!(["User", "}}"]);
-        }
-        let plain = runtime.block_on(server.post(PATH, body.clone()));
-        prop_assert_eq!(plain.status, StatusCode::OK);
-        let plain = plain.json();
-        let streaming = json!({"stream": true, "stream_options": {"include_usage": true}});
-        let streamed = runtime.block_on(server.post(PATH, with(body, streaming)));
-        let usage = chunks(&streamed).last().unwrap()["usage"].clone();
-        prop_assert_eq!(usage, plain["usage"].clone());
-        let (folded, plain) = (chat_fold(&streamed).to_string(), plain["choices"].to_string());
-        let ids = |text: &str| serde_json::from_str::<Value>(&without_ids(text)).unwrap();
-        prop_assert_eq!(ids(&folded), ids(&plain));
-    });
 }
