@@ -75,7 +75,7 @@ impl<'de> Deserialize<'de> for ToolChoiceField {
 }
 
 /// What a chat may call. Not empty, unless its choice cannot be met.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct ToolSet {
     pub(crate) tools: Vec<Tool>,
     pub(crate) values: Vec<Value>,
