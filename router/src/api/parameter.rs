@@ -152,8 +152,10 @@ pub(crate) enum ValidationError {
     IgnoreEosWithGrammar,
     #[error("`max_tokens` and `max_completion_tokens` are the same thing; send one of them")]
     TwoLengths,
-    #[error("`top_logprobs` needs `logprobs` to be true")]
-    TopLogprobs,
+    #[error("`{field}` must be >= 0 and <= {max}. Given: {given}")]
+    Logprobs { field: &'static str, max: u32, given: u32 },
+    #[error("`{field}` is not supported: {why}")]
+    Unsupported { field: &'static str, why: &'static str },
     #[error("`{part}` parts are not supported in a message's content by this model")]
     ContentPart { part: String },
 }
@@ -173,7 +175,8 @@ impl ValidationError {
             Self::TopK => Some("top_k"),
             Self::NoNewTokens | Self::TotalTokens { .. } | Self::TwoLengths => Some("max_tokens"),
             Self::StopCount { .. } | Self::EmptyStop => Some("stop"),
-            Self::TopNTokens { .. } | Self::TopLogprobs => Some("top_logprobs"),
+            Self::TopNTokens { .. } => Some("top_logprobs"),
+            Self::Logprobs { field, .. } | Self::Unsupported { field, .. } => Some(field),
             Self::Adapter(_) => Some("model"),
             Self::Grammar(_) | Self::GrammarDisabled => Some("response_format"),
             Self::MinP => Some("min_p"),

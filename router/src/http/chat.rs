@@ -1,28 +1,25 @@
 //! `/v1/chat/completions`.
+//!
+//! INVARIANT: a whole answer is the sum of the chunks that a stream would have had.
 
-use std::sync::Arc;
+mod choice;
+mod start;
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use futures::Stream;
+use futures::{Stream, StreamExt};
 
-use super::admission::Permit;
 use super::dialect::{OpenAiError, OpenAiJson};
 use super::envelope;
 use super::header;
-use super::running::{Prepared, Prompt, Running};
 use super::service::Service;
+use super::side_by_side::{self, Cost};
 use super::sse::{self, Frame};
-use crate::api::error::ApiError;
-use crate::api::openai::{
-    ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatRequest, Delta, Envelope, OutputMessage,
-    Usage,
-};
+use crate::api::openai::{ChatChunk, ChatCompletion, ChatRequest, Envelope, Usage};
 use crate::telemetry::RequestRecord;
-use crate::text::{ChatInputs, Step, StopText};
-
-const ROLE: &str = "assistant";
+use choice::{ChoiceReader, ChoiceSum};
+use start::Started;
 
 pub(super) async fn chat_completions(
     State(service): State<Service>,
@@ -30,95 +27,66 @@ pub(super) async fn chat_completions(
     OpenAiJson(request): OpenAiJson<ChatRequest>,
 ) -> Result<Response, OpenAiError> {
     record.generates();
-    let object = if request.stream { "chat.completion.chunk" } else { "chat.completion" };
+    let (streams, with_usage) = (request.stream, request.stream_options.include_usage);
+    let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
     // COMPAT: any model's name is welcome, and comes back; "tgi" means the one that is served.
     let model = request.model.as_ref().filter(|model| *model != "tgi").unwrap_or(&service.config().model_id).clone();
-    let shape = Shape {
-        envelope: envelope::new(object, "chatcmpl", model),
-        with_logprobs: request.logprobs,
-        with_usage: request.stream_options.include_usage,
-    };
-    let streams = request.stream;
-    let (running, permit, num_characters) = start(&service, &record, request).await?;
+    let envelope = envelope::new(object, "chatcmpl", model);
+    let Started { running, readers, permit, num_characters } = start::start(&service, &record, request).await?;
+    let steps = side_by_side::steps(running);
     if streams {
         let headers = header::of_stream(&service, num_characters);
-        let frames = frames(running, shape, record.clone());
+        let frames = frames(steps, readers, envelope, with_usage, record.clone());
         return Ok(sse::response(headers, permit, record, sse::openai_error, frames));
     }
-    let finished = running.finish().await.map_err(OpenAiError)?;
-    let summary = finished.summary();
+    let mut steps = std::pin::pin!(steps);
+    let mut choices: Vec<_> = readers.into_iter().map(|reader| (reader, ChoiceSum::default())).collect();
+    let mut cost = Cost::new(choices.len());
+    while let Some(step) = steps.next().await {
+        let step = step?;
+        if let Some((reader, sum)) = choices.get_mut(step.index) {
+            reader.read(step.step).into_iter().for_each(|chunk| sum.add(chunk));
+        }
+        step.summary.into_iter().for_each(|summary| cost.add(step.index, summary));
+    }
+    let summary = cost.total();
     record.answered(summary);
-    let choice = ChatChoice {
-        index: 0,
-        message: OutputMessage { role: ROLE, content: finished.text },
-        logprobs: shape.with_logprobs.then(|| ChatLogprobs::of(finished.tokens)),
-        finish_reason: finished.finish.ending.into(),
-    };
-    let usage = Usage::new(summary.num_prompt_tokens, summary.num_generated_tokens);
-    let completion = ChatCompletion { envelope: shape.envelope, choices: [choice], usage };
-    Ok((header::of_answer(&service, num_characters, &summary), Json(completion)).into_response())
+    let choices = choices.into_iter().enumerate().map(|(index, (_, sum))| sum.into_choice(index)).collect();
+    let headers = header::of_answer(&service, num_characters, &summary);
+    Ok((headers, Json(ChatCompletion { envelope, choices, usage: Usage::from(&summary) })).into_response())
 }
 
-/// What an answer must show.
-struct Shape {
+/// The chunks of all choices as they come; one at least for each token, unless it is held back.
+fn frames(
+    steps: impl Stream<Item = Result<side_by_side::IndexedStep, crate::text::GenerationError>> + Send,
+    mut readers: Vec<ChoiceReader>,
     envelope: Envelope,
-    with_logprobs: bool,
     with_usage: bool,
-}
-
-/// Whatever can be refused is refused here, before a stream starts. Also returns the rendered prompt's characters.
-async fn start(
-    service: &Service,
-    record: &RequestRecord,
-    mut request: ChatRequest,
-) -> Result<(Running, Permit, usize), ApiError> {
-    let permit = service.admission().admit(1)?;
-    let checked = request.parameters()?.check(&service.config().limits)?;
-    let inputs = ChatInputs { messages: request.template_messages()?, ..ChatInputs::default() };
-    let text: Arc<str> = service.text().render_chat(inputs)?.into();
-    let num_characters = text.chars().count();
-    let prepared = Prepared::new(service, Prompt::Rendered(text), checked, StopText::Cut).await?;
-    Ok((prepared.start(service, record, 0), permit, num_characters))
-}
-
-/// One chunk for each token.
-fn frames(mut running: Running, shape: Shape, record: RequestRecord) -> impl Stream<Item = Frame> + Send {
+    record: RequestRecord,
+) -> impl Stream<Item = Frame> + Send {
     async_stream::stream! {
-        let mut role = Some(ROLE);
-        loop {
-            let step = match running.next().await {
+        let mut cost = Cost::new(readers.len());
+        let mut steps = std::pin::pin!(steps);
+        while let Some(step) = steps.next().await {
+            let step = match step {
                 Ok(step) => step,
                 Err(error) => {
                     yield Frame::Error(error.into());
                     return;
                 }
             };
-            let finish = step.finish;
-            let usage = finish.map(|finish| {
-                let summary = running.summary(&finish);
-                record.answered(summary);
-                Usage::new(summary.num_prompt_tokens, summary.num_generated_tokens)
-            });
-            let choices = vec![shape.choice(step, role.take())];
-            yield Frame::json(&ChatChunk { envelope: &shape.envelope, choices, usage: None });
-            if usage.is_some() {
-                if shape.with_usage {
-                    yield Frame::json(&ChatChunk { envelope: &shape.envelope, choices: Vec::new(), usage });
-                }
-                yield Frame::done();
-                return;
+            step.summary.into_iter().for_each(|summary| cost.add(step.index, summary));
+            let Some(reader) = readers.get_mut(step.index) else { continue };
+            for choice in reader.read(step.step) {
+                yield Frame::json(&ChatChunk { envelope: &envelope, choices: vec![choice], usage: None });
             }
         }
-    }
-}
-
-impl Shape {
-    fn choice(&self, step: Step, role: Option<&'static str>) -> ChatChunkChoice {
-        ChatChunkChoice {
-            index: 0,
-            delta: Delta { role, content: step.text },
-            logprobs: self.with_logprobs.then(|| ChatLogprobs::of([step.token])),
-            finish_reason: step.finish.map(|finish| finish.ending.into()),
+        let summary = cost.total();
+        record.answered(summary);
+        if with_usage {
+            let usage = Some(Usage::from(&summary));
+            yield Frame::json(&ChatChunk { envelope: &envelope, choices: Vec::new(), usage });
         }
+        yield Frame::done();
     }
 }

@@ -1,22 +1,26 @@
-//! `/v1/completions`: one generation for each prompt, side by side.
+//! `/v1/completions`: some generations for each prompt, side by side.
+//!
+//! INVARIANT: a whole answer is the sum of the chunks that a stream would have had.
+
+mod choice;
+mod start;
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use futures::stream::{self, FuturesUnordered};
-use futures::{Stream, StreamExt, TryStreamExt};
+use futures::{Stream, StreamExt};
 
-use super::admission::Permit;
 use super::dialect::{OpenAiError, OpenAiJson};
 use super::envelope;
 use super::header;
-use super::running::{Prepared, Prompt, Running};
 use super::service::Service;
+use super::side_by_side::{self, Cost, IndexedStep};
 use super::sse::{self, Frame};
-use crate::api::error::ApiError;
-use crate::api::openai::{self, Completion, CompletionChoice, CompletionChunk, CompletionRequest, Envelope, Usage};
+use crate::api::openai::{Completion, CompletionChunk, CompletionRequest, Envelope, Usage};
 use crate::telemetry::{RequestRecord, RequestSummary};
-use crate::text::{GenerationError, Step, StopText};
+use crate::text::GenerationError;
+use choice::{ChoiceReader, ChoiceSum};
+use start::Started;
 
 pub(super) async fn completions(
     State(service): State<Service>,
@@ -26,121 +30,85 @@ pub(super) async fn completions(
     record.generates();
     let envelope = envelope::new("text_completion", "cmpl", service.config().model_id.clone());
     let (streams, with_usage) = (request.stream, request.stream_options.include_usage);
-    let Started { running, permit, num_characters } = start(&service, &record, request).await?;
+    let started = start::start(&service, &record, request).await?;
+    let Started { running, readers, num_per_prompt, num_choices, hides_generated, permit, num_characters } = started;
+    let steps = side_by_side::steps(running);
+    let mut tally = Tally { cost: Cost::new(num_per_prompt), hides_generated };
     if streams {
         let headers = header::of_stream(&service, num_characters);
-        let frames = frames(running, envelope, with_usage, record.clone());
+        let frames = frames(steps, readers, envelope, with_usage, tally, record.clone());
         return Ok(sse::response(headers, permit, record, sse::openai_error, frames));
     }
-
-    let answers = running.into_iter().enumerate().map(async |(index, running)| {
-        let finished = running.finish().await?;
-        let finish_reason = Some(finished.finish.ending.into());
-        let summary = finished.summary();
-        Ok::<_, ApiError>((CompletionChoice { index, text: finished.text, logprobs: None, finish_reason }, summary))
-    });
-    let answers: Vec<_> = answers.collect::<FuturesUnordered<_>>().try_collect().await?;
-    let (mut choices, summaries): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
-    choices.sort_by_key(|choice| choice.index);
-    let summary = sum(&summaries);
+    let mut steps = std::pin::pin!(steps);
+    let mut sums: Vec<_> = readers.into_iter().map(|reader| (reader, ChoiceSum::default())).collect();
+    while let Some(step) = steps.next().await {
+        let step = step?;
+        let index = step.index;
+        tally.add(&step);
+        if let Some((reader, sum)) = sums.get_mut(index) {
+            sum.add(step.step.token.logprob, reader.read(step.step, step.prompt_tokens));
+        }
+    }
+    let (usage, summary) = tally.total();
     record.answered(summary);
-    let usage = Usage::new(summary.num_prompt_tokens, summary.num_generated_tokens);
+    let sums = sums.into_iter().map(|(_, sum)| sum).collect();
+    let choices = choice::best(sums, num_per_prompt, num_choices);
     let headers = header::of_answer(&service, num_characters, &summary);
     Ok((headers, Json(Completion { envelope, choices, usage })).into_response())
 }
 
-struct Started {
-    /// In the order of the prompts.
-    running: Vec<Running>,
-    permit: Permit,
-    num_characters: usize,
+/// What the request costs, and what of it is told.
+struct Tally {
+    cost: Cost,
+    hides_generated: bool,
 }
 
-/// Whatever can be refused is refused here, before a stream starts.
-async fn start(service: &Service, record: &RequestRecord, mut request: CompletionRequest) -> Result<Started, ApiError> {
-    if request.has_suffix() {
-        return Err(ApiError::Suffix);
+impl Tally {
+    fn add(&mut self, step: &IndexedStep) {
+        step.summary.into_iter().for_each(|summary| self.cost.add(step.index, summary));
     }
-    let prompts = request.prompts()?;
-    let max = service.config().limits.max_client_batch_size;
-    if prompts.len() > max {
-        return Err(ApiError::BatchSize { given: prompts.len(), max });
-    }
-    let permit = service.admission().admit(prompts.len())?;
-    let checked = request.parameters()?.check(&service.config().limits)?;
-    let num_characters = prompts.iter().map(num_characters_of).sum();
-    let mut running = Vec::with_capacity(prompts.len());
-    for prompt in prompts {
-        let prompt = match prompt {
-            openai::Prompt::Text(text) => Prompt::Text(text.into()),
-            openai::Prompt::TokenIds(ids) => Prompt::TokenIds(ids),
-        };
-        let prepared = Prepared::new(service, prompt, checked.clone(), StopText::Cut).await?;
-        running.push(prepared.start(service, record, 0));
-    }
-    Ok(Started { running, permit, num_characters })
-}
 
-fn num_characters_of(prompt: &openai::Prompt) -> usize {
-    match prompt {
-        openai::Prompt::Text(text) => text.chars().count(),
-        openai::Prompt::TokenIds(_) => 0,
+    fn usage(&self, summary: &RequestSummary) -> Usage {
+        let num_generated_tokens = if self.hides_generated { 0 } else { summary.num_generated_tokens };
+        Usage::new(summary.num_prompt_tokens, summary.num_cached_tokens, num_generated_tokens)
+    }
+
+    fn total(&self) -> (Usage, RequestSummary) {
+        let summary = self.cost.total();
+        (self.usage(&summary), summary)
     }
 }
 
-fn sum(summaries: &[RequestSummary]) -> RequestSummary {
-    let mut all = RequestSummary::default();
-    summaries.iter().for_each(|summary| all.add(summary));
-    all
-}
-
-/// One chunk for each token of each prompt, as they come.
+/// One chunk for each token of each choice, as they come.
 fn frames(
-    running: Vec<Running>,
+    steps: impl Stream<Item = Result<IndexedStep, GenerationError>> + Send,
+    mut readers: Vec<ChoiceReader>,
     envelope: Envelope,
     with_usage: bool,
+    mut tally: Tally,
     record: RequestRecord,
 ) -> impl Stream<Item = Frame> + Send {
     async_stream::stream! {
-        let mut summaries = Vec::with_capacity(running.len());
-        let all = running.into_iter().enumerate().map(|(index, running)| steps(index, running).boxed());
-        let mut steps = stream::select_all(all);
-        while let Some((index, step)) = steps.next().await {
-            let (step, summary) = match step {
+        let mut steps = std::pin::pin!(steps);
+        while let Some(step) = steps.next().await {
+            let step = match step {
                 Ok(step) => step,
                 Err(error) => {
                     yield Frame::Error(error.into());
                     return;
                 }
             };
-            let finish_reason = step.finish.map(|finish| finish.ending.into());
-            let choices = vec![CompletionChoice { index, text: step.text, logprobs: None, finish_reason }];
-            let usage = summary.map(|summary| Usage::new(summary.num_prompt_tokens, summary.num_generated_tokens));
-            summaries.extend(summary);
+            tally.add(&step);
+            let usage = step.summary.filter(|_| !with_usage).map(|summary| tally.usage(&summary));
+            let Some(reader) = readers.get_mut(step.index) else { continue };
+            let choices = vec![reader.read(step.step, step.prompt_tokens)];
             yield Frame::json(&CompletionChunk { envelope: &envelope, choices, usage });
         }
-        let summary = sum(&summaries);
+        let (usage, summary) = tally.total();
         record.answered(summary);
         if with_usage {
-            let usage = Some(Usage::new(summary.num_prompt_tokens, summary.num_generated_tokens));
-            yield Frame::json(&CompletionChunk { envelope: &envelope, choices: Vec::new(), usage });
+            yield Frame::json(&CompletionChunk { envelope: &envelope, choices: Vec::new(), usage: Some(usage) });
         }
         yield Frame::done();
     }
-}
-
-type IndexedStep = (usize, Result<(Step, Option<RequestSummary>), GenerationError>);
-
-/// The last step comes with the summary.
-fn steps(index: usize, running: Running) -> impl Stream<Item = IndexedStep> + Send {
-    stream::unfold(Some(running), move |running| async move {
-        let mut running = running?;
-        let step = match running.next().await {
-            Ok(step) => step,
-            Err(error) => return Some(((index, Err(error)), None)),
-        };
-        let summary = step.finish.map(|finish| running.summary(&finish));
-        let rest = summary.is_none().then_some(running);
-        Some(((index, Ok((step, summary))), rest))
-    })
 }

@@ -74,6 +74,10 @@ impl Prepared {
         Self { shown_token_ids, ..self }
     }
 
+    pub(super) fn prompt_token_ids(&self) -> &[u32] {
+        &self.prompt_token_ids
+    }
+
     pub(super) fn num_generations(&self) -> usize {
         self.checked.num_generations
     }

@@ -2,18 +2,19 @@
 //!
 //! Knows no HTTP and no dialect. INVARIANT: the pieces of a generation, put together, are its text.
 
-#[allow(dead_code, unused_imports, reason = "the chat route does not use it yet")]
 mod answer;
 mod detokenize;
 mod generation;
 mod model;
 mod model_file;
 mod python_json;
+mod spelling;
 mod stop;
 mod template;
 
 pub use model::{LoadError, TextModel};
 
+pub(crate) use answer::{AnswerParser, AnswerStyle, Part, Thinking, Tool, ToolChoice, ToolError, ToolFormat};
 pub(crate) use generation::{
     Ending, Finish, Generation, GenerationError, GenerationOptions, PromptToken, Step, StopText, TextToken, TopText,
 };

@@ -6,9 +6,11 @@ use std::sync::Arc;
 use tokenizers::Tokenizer;
 use tokio::sync::Semaphore;
 
+use super::answer::AnswerStyle;
 use super::detokenize::Detokenizer;
 pub use super::model_file::LoadError;
 use super::model_file::{TokenizerConfig, read_eos_token_ids};
+use super::spelling::Spelling;
 use super::template::{ChatInputs, ChatTemplate, TemplateError, TemplateSources};
 
 /// Texts up to this are tokenized where they are, in well under a millisecond; longer ones on a thread of their own.
@@ -21,7 +23,11 @@ pub struct TextModel {
     /// Long texts that may be tokenized at the same time.
     threads: Arc<Semaphore>,
     template: Arc<ChatTemplate>,
+    style: Arc<AnswerStyle>,
+    /// Where tools are offered and the model has another template for that.
+    tool_style: Option<Arc<AnswerStyle>>,
     eos_token_ids: Arc<[u32]>,
+    spelling: Spelling,
 }
 
 /// The tokenizer could not encode a text.
@@ -63,7 +69,12 @@ impl TextModel {
             Some(source) => TemplateSources::only(source),
             None => config.chat_templates(folder)?,
         };
+        let added_token_id = |text: &str| tokenizer.get_added_vocabulary().get_vocab().get(text).copied();
+        let style = |source: &String| Arc::new(AnswerStyle::new(source.clone(), added_token_id));
         Ok(Self {
+            style: style(sources.default.as_ref().unwrap_or(&String::new())),
+            tool_style: sources.tool_use.as_ref().map(style),
+            spelling: Spelling::of(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
             template: Arc::new(ChatTemplate::new(sources, &config.special_tokens)),
@@ -134,6 +145,31 @@ impl TextModel {
     /// Whether the chat template shows offered tools to the model; if not, a message has to.
     pub fn shows_tools(&self) -> bool {
         self.template.uses_tools()
+    }
+
+    /// How the model answers where tools are offered, or are not.
+    pub(crate) fn answer_style(&self, with_tools: bool) -> &AnswerStyle {
+        self.tool_style.as_ref().filter(|_| with_tools).unwrap_or(&self.style)
+    }
+
+    /// What the token stands for by itself, also where that is part of a character. `None`: it depends on others.
+    pub(crate) fn token_bytes(&self, token_id: u32) -> Option<Vec<u8>> {
+        self.spelling.bytes(&self.tokenizer, token_id)
+    }
+
+    /// What each token adds to the text of all, and whether that is a special token's own text. Characters belong to the
+    /// token that ends them.
+    pub(crate) fn decode_pieces(&self, token_ids: &[u32]) -> Vec<(String, bool)> {
+        let mut detokenizer = self.detokenizer(&[]);
+        let mut piece = |&id: &u32| {
+            let piece = detokenizer.push(id);
+            (piece.text, piece.special)
+        };
+        let mut pieces: Vec<_> = token_ids.iter().map(&mut piece).collect();
+        if let Some((text, _)) = pieces.last_mut().filter(|(_, special)| !special) {
+            text.push_str(&detokenizer.finish());
+        }
+        pieces
     }
 
     /// Decodes what follows `prompt_token_ids`.

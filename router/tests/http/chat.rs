@@ -1,9 +1,10 @@
 //! `/v1/chat/completions`.
 
 use axum::http::StatusCode;
-use penstock_router::engine::{SequenceEvent, SequenceFailure};
+use penstock_router::engine::{FinishReason, Grammar, LogprobSource, SequenceEvent, SequenceFailure, Token, TopToken};
 use serde_json::{Value, json};
 
+use crate::fold::{SEED, seed_index};
 use crate::model::{IM_END, IM_START, bytes, word};
 use crate::server::{Answer, Server, whole};
 
@@ -35,7 +36,7 @@ fn content(answer: &Answer) -> String {
 async fn an_answer_has_openai_s_shape() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let answer = server.post(PATH, hello(json!({"logprobs": true}))).await;
-    insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello"},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}]},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23}}"#);
+    insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello"},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}]},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,"prompt_tokens_details":{"cached_tokens":0}}}"#);
     assert_eq!(answer.header("x-prompt-tokens"), "21");
 }
 
@@ -51,7 +52,7 @@ async fn a_stream_is_chunks_then_usage_then_done() {
 
     data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[{"index":0,"delta":{"content":""},"logprobs":null,"finish_reason":"stop"}],"usage":null}
 
-    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[],"usage":{"prompt_tokens":21,"completion_tokens":3,"total_tokens":24}}
+    data: {"object":"chat.completion.chunk","id":"chatcmpl-ID","created":SECONDS,"model":"mine","system_fingerprint":"0.1.0-native","choices":[],"usage":{"prompt_tokens":21,"completion_tokens":3,"total_tokens":24,"prompt_tokens_details":{"cached_tokens":0}}}
 
     data: [DONE]
     "#);
@@ -125,29 +126,115 @@ async fn lengths_have_two_names() {
 }
 
 #[tokio::test]
-async fn what_is_not_there_yet_is_refused_by_name() {
+async fn what_is_not_served_is_refused_by_name() {
     let server = Server::answering(&[IM_END]).await;
     let asked = [
-        ("n", json!(2)),
-        ("tools", json!([{"type": "function", "function": {"name": "f", "parameters": {}}}])),
-        ("tool_choice", json!("required")),
-        ("response_format", json!({"type": "json_object"})),
-        ("logit_bias", json!({"5": 1})),
-        ("presence_penalty", json!(0.5)),
-        ("frequency_penalty", json!(0.5)),
+        ("functions", json!([{"name": "f"}]), "`functions` is not supported: send `tools`"),
+        ("function_call", json!({"name": "f"}), "`function_call` is not supported: send `tool_choice`"),
+        ("modalities", json!(["text", "audio"]), "`modalities` is not supported: this model answers in text only"),
+        ("audio", json!({"voice": "x"}), "`audio` is not supported: this model answers in text only"),
+        ("n", json!(5), "`n` must be >= 1 and <= 4. Given: 5"),
+        ("n", json!(0), "`n` must be >= 1"),
+        ("top_logprobs", json!(21), "`top_logprobs` must be >= 0 and <= 20. Given: 21"),
+        ("logit_bias", json!({"5": 101}), "`logit_bias` must be >= -100 and <= 100"),
+        ("presence_penalty", json!(2.5), "`presence_penalty` must be >= -2.0 and <= 2.0"),
+        ("messages", json!([]), "`messages` cannot be empty"),
+        ("grammar", json!({"type": "regex", "value": "broken"}), "`grammar` is not a grammar: it is broken"),
     ];
-    for (name, value) in asked {
-        let answer = server.post(PATH, hello(json!({name: value}))).await;
-        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{name}");
-        let error = answer.json()["error"].clone();
-        assert_eq!(error["message"], format!("Input validation error: `{name}` is not supported yet"));
-        assert_eq!(error["param"], name);
+    for (name, value, message) in asked {
+        for stream in [false, true] {
+            let mut body = hello(json!({"stream": stream}));
+            body[name] = value.clone();
+            let answer = server.post(PATH, body).await;
+            assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{name}");
+            let error = answer.json()["error"].clone();
+            assert!(error["message"].as_str().unwrap().contains(message), "{error}");
+            assert_eq!(error["param"], if name == "grammar" { "response_format" } else { name });
+        }
     }
-    let answer = server.post(PATH, hello(json!({"logprobs": true, "top_logprobs": 2}))).await;
-    assert!(answer.body.contains("`top_logprobs` is not supported yet"), "{}", answer.body);
     let image = json!([{"type": "image_url", "image_url": {"url": "http://x/"}}]);
     let answer = server.post(PATH, json!({"messages": [{"role": "user", "content": image}]})).await;
     assert!(answer.body.contains("`image_url` parts are not supported"), "{}", answer.body);
+}
+
+#[tokio::test]
+async fn what_asks_for_nothing_that_matters_here_is_tolerated() {
+    let server = Server::answering(&[word("Hello"), IM_END]).await;
+    let fields = json!({
+        "user": "me", "metadata": {"a": "b"}, "store": true, "service_tier": "auto", "reasoning_effort": "low",
+        "functions": [], "function_call": "auto", "modalities": ["text"], "audio": null, "top_logprobs": 3, "top_k": -1,
+        "typical_p": 1, "parallel_tool_calls": true, "prediction": null, "prompt_cache_key": "k",
+    });
+    let answer = server.post(PATH, hello(fields)).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+    assert_eq!(answer.json()["choices"][0]["logprobs"], Value::Null);
+    assert_eq!(server.last_request().sampling.top_n, 0);
+}
+
+#[tokio::test]
+async fn parameters_reach_the_engine() {
+    let server = Server::answering(&[IM_END]).await;
+    let fields = json!({
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": 1.5}, "logprobs": true,
+        "top_logprobs": 20, "seed": 9, "temperature": 0.5, "top_p": 0.25, "stop_token_ids": [7],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}},
+    });
+    let answer = server.post(PATH, hello(fields)).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+    let sampling = server.last_request().sampling;
+    assert_eq!((sampling.presence_penalty, sampling.frequency_penalty, sampling.seed), (0.5, -0.5, 9));
+    assert_eq!((sampling.temperature, sampling.top_p, sampling.top_n), (0.5, 0.25, 20));
+    assert_eq!(sampling.logit_bias, [(5, 1.5)]);
+    assert_eq!(*sampling.stop_token_ids, [IM_END, 7]);
+    assert_eq!(sampling.logprob_source, LogprobSource::Model);
+    assert_eq!(sampling.grammar, Some(Grammar::JsonSchema(r#"{"type":"integer"}"#.to_owned())));
+}
+
+#[tokio::test]
+async fn logprobs_tell_each_token_s_own_bytes() {
+    let top = vec![TopToken { id: 0xC3, logprob: -0.25 }, TopToken { id: word("Hello"), logprob: f32::NEG_INFINITY }];
+    let server = Server::scripted(move |sequence| {
+        let tokens = [0xC3, 0xA9, IM_END];
+        for id in tokens {
+            sequence.send(SequenceEvent::Token(Token { id, logprob: -0.5, top: top.clone() }));
+        }
+        sequence.send(SequenceEvent::Finished(FinishReason::StopToken));
+    })
+    .await;
+    let answer = server.post(PATH, hello(json!({"logprobs": true, "top_logprobs": 2}))).await.json();
+    assert_eq!(answer["choices"][0]["message"]["content"], "é");
+    let tokens = answer["choices"][0]["logprobs"]["content"].as_array().unwrap();
+    let bytes: Vec<_> = tokens.iter().map(|token| (&token["token"], &token["bytes"])).collect();
+    assert_eq!(bytes[..2], [(&json!(""), &json!([0xC3])), (&json!("é"), &json!([0xA9]))]);
+    insta::assert_snapshot!(tokens[0]["top_logprobs"], @r#"[{"token":"","logprob":-0.25,"bytes":[195]},{"token":"Hello","logprob":-9999.0,"bytes":[72,101,108,108,111]}]"#);
+}
+
+#[tokio::test]
+async fn choices_share_the_prompt_and_have_seeds_of_their_own() {
+    let server = Server::scripted(|sequence| {
+        let index = u32::try_from(seed_index(&sequence.request)).unwrap();
+        sequence.answer(&[bytes(&index.to_string()), vec![IM_END]].concat());
+    })
+    .await;
+    let answer = server.post(PATH, hello(json!({"n": 3, "seed": SEED}))).await.json();
+    let choices = answer["choices"].as_array().unwrap();
+    let texts: Vec<_> = choices.iter().map(|choice| (&choice["index"], &choice["message"]["content"])).collect();
+    assert_eq!(texts, [(&json!(0), &json!("0")), (&json!(1), &json!("1")), (&json!(2), &json!("2"))]);
+    assert_eq!((&answer["usage"]["prompt_tokens"], &answer["usage"]["completion_tokens"]), (&json!(21), &json!(6)));
+    let requests = server.engine.requests.lock().unwrap().clone();
+    assert!(requests[0].group.is_some() && requests.iter().all(|request| request.group == requests[0].group));
+}
+
+#[tokio::test]
+async fn a_request_takes_a_permit_for_each_choice() {
+    let (server, mut sequences) = Server::manual().await;
+    let first = server.open(PATH, hello(json!({"n": 3, "stream": true}))).await;
+    let answer = server.post(PATH, hello(json!({"n": 2}))).await;
+    assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS);
+    for _ in 0..3 {
+        sequences.recv().await.unwrap().answer(&[IM_END]);
+    }
+    assert_eq!(whole(first).await.events().len(), 4);
 }
 
 #[tokio::test]

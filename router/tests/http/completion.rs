@@ -1,10 +1,12 @@
 //! `/v1/completions`.
 
 use axum::http::StatusCode;
+use penstock_router::engine::{FinishReason, LogprobSource, SequenceEvent, Token, TopToken};
 use serde_json::{Value, json};
 
+use crate::fold::{SEED, completion_fold, seed_index, with};
 use crate::model::{IM_END, bytes, word};
-use crate::server::Server;
+use crate::server::{Sequence, Server};
 
 const PATH: &str = "/v1/completions";
 
@@ -16,7 +18,7 @@ async fn a_text_is_completed() {
     assert!(body["id"].as_str().unwrap().starts_with("cmpl-"));
     body["id"] = "ID".into();
     body["created"] = 0.into();
-    insta::assert_snapshot!(body.to_string(), @r#"{"object":"text_completion","id":"ID","created":0,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"text":" world","logprobs":null,"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7}}"#);
+    insta::assert_snapshot!(body.to_string(), @r#"{"object":"text_completion","id":"ID","created":0,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"text":" world","logprobs":null,"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7,"prompt_tokens_details":{"cached_tokens":0}}}"#);
     assert_eq!(server.last_request().prompt_token_ids, bytes("Hello"));
 }
 
@@ -31,7 +33,8 @@ async fn several_prompts_are_answered_in_their_order() {
         let answer = server.post(PATH, json!({"prompt": prompt})).await.json();
         let texts: Vec<_> = answer["choices"].as_array().unwrap().iter().map(|choice| &choice["text"]).collect();
         assert_eq!(texts, ["ab", "c", "def"]);
-        assert_eq!(answer["usage"], json!({"prompt_tokens": 6, "completion_tokens": 9, "total_tokens": 15}));
+        assert_eq!(answer["usage"]["prompt_tokens"], 6);
+        assert_eq!(answer["usage"]["completion_tokens"], 9);
 
         let fields = json!({"prompt": prompt, "stream": true, "stream_options": {"include_usage": true}});
         let events = server.post(PATH, fields).await.events();
@@ -56,9 +59,15 @@ async fn refusals_are_openai_s_error_objects() {
         (json!({"prompt": []}), "validation", "`inputs` cannot be empty"),
         (json!({"prompt": ""}), "validation", "`inputs` cannot be empty"),
         (json!({"prompt": [5000]}), "validation", "token ids must be < 264. Given: 5000"),
-        (json!({"prompt": "a", "echo": true}), "validation", "`echo` is not supported yet"),
-        (json!({"prompt": "a", "logprobs": 0}), "validation", "`logprobs` is not supported yet"),
-        (json!({"prompt": "a", "best_of": 3}), "validation", "`best_of` is not supported yet"),
+        (json!({"prompt": "a", "logprobs": 6}), "validation", "`logprobs` must be >= 0 and <= 5. Given: 6"),
+        (json!({"prompt": "a", "best_of": 3}), "validation", "`best_of` must be > 0 and <= 2. Given: 3"),
+        (json!({"prompt": "a", "best_of": 1, "n": 2}), "validation", "`best_of` must be >= `n`. Given: 1 and 2"),
+        (json!({"prompt": "a", "best_of": 2, "stream": true}), "validation", "`best_of` != 1 is not supported when"),
+        (json!({"prompt": "a", "n": 5}), "validation", "`n` must be >= 1 and <= 4. Given: 5"),
+        (json!({"prompt": ["a", "b"], "n": 3}), "validation", "`n` must be >= 1 and <= 2. Given: 3"),
+        (json!({"prompt": "a", "max_tokens": 0}), "validation", "`max_new_tokens` must be strictly positive"),
+        (json!({"prompt": "a", "logit_bias": {"999": 1}}), "validation", "token ids must be < 264. Given: 999"),
+        (json!({"prompt": "a", "response_format": {"type": "xml"}}), "malformed_request", "`xml` is unknown"),
         (json!({"prompt": {"a": 1}}), "malformed_request", "a string, a list of strings"),
         (json!({}), "malformed_request", "missing field `prompt`"),
     ];
@@ -70,4 +79,120 @@ async fn refusals_are_openai_s_error_objects() {
         assert_eq!(error["type"], "invalid_request_error");
         assert!(error["message"].as_str().unwrap().contains(message), "{error}");
     }
+}
+
+/// Answers as many times as it is asked to: each with its tokens, all of this logprob.
+async fn choosing(answers: Vec<(Vec<u32>, f32)>) -> Server {
+    Server::scripted(move |sequence| {
+        let index = seed_index(&sequence.request);
+        let (tokens, logprob) = &answers[index];
+        sequence.send(SequenceEvent::Started { num_cached_tokens: index });
+        for &id in tokens {
+            sequence.send(SequenceEvent::Token(Token { id, logprob: *logprob, top: Vec::new() }));
+        }
+        sequence.send(SequenceEvent::Finished(FinishReason::StopToken));
+    })
+    .await
+}
+
+#[tokio::test]
+async fn best_of_shows_the_most_probable_per_token() {
+    let answers =
+        [("bad", -3.0), ("good", -0.1)].map(|(text, logprob)| ([bytes(text), vec![IM_END]].concat(), logprob));
+    let server = choosing(answers.to_vec()).await;
+    let answer = server.post(PATH, json!({"prompt": "Hi", "best_of": 2, "seed": SEED})).await.json();
+    let choices = answer["choices"].as_array().unwrap();
+    assert_eq!((choices.len(), &choices[0]["text"], &choices[0]["index"]), (1, &json!("good"), &json!(0)));
+    // All that was generated is counted, and the prompt once.
+    let details = json!({"cached_tokens": 0});
+    let usage =
+        json!({"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11, "prompt_tokens_details": details});
+    assert_eq!(answer["usage"], usage);
+    let group = |index: usize| server.engine.requests.lock().unwrap()[index].group;
+    assert!(group(0).is_some() && group(0) == group(1));
+}
+
+#[tokio::test]
+async fn every_prompt_has_its_choices_in_order() {
+    let server = Server::scripted(|sequence| {
+        let index = u32::try_from(seed_index(&sequence.request)).unwrap();
+        let prompt = sequence.request.prompt_token_ids.clone();
+        sequence.answer(&[prompt, bytes(&index.to_string()), vec![IM_END]].concat());
+    })
+    .await;
+    let body = json!({"prompt": ["a", "b"], "n": 2, "seed": SEED, "echo": true});
+    let plain = server.post(PATH, body.clone()).await.json();
+    let texts: Vec<_> = plain["choices"].as_array().unwrap().iter().map(|choice| &choice["text"]).collect();
+    assert_eq!(texts, ["aa0", "aa1", "bb0", "bb1"]);
+    let streamed = server.post(PATH, with(body, json!({"stream": true}))).await;
+    assert_eq!(completion_fold(&streamed), plain["choices"]);
+}
+
+/// Says the prompt's logprobs as a worker does, and then the answer.
+fn score(sequence: Sequence, answer: &[u32]) {
+    sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
+    let token = |id: u32| Token { id, logprob: -0.25, top: vec![TopToken { id: word("END"), logprob: -0.125 }] };
+    if sequence.request.sampling.prompt_logprobs {
+        let rest = sequence.request.prompt_token_ids[1..].iter().map(|&id| token(id)).collect();
+        sequence.send(SequenceEvent::PromptTokens(rest));
+    }
+    for (index, &id) in answer.iter().enumerate() {
+        sequence.send(SequenceEvent::Token(token(id)));
+        if index + 1 == sequence.request.max_new_tokens as usize {
+            return sequence.send(SequenceEvent::Finished(FinishReason::Length));
+        }
+    }
+    sequence.send(SequenceEvent::Finished(FinishReason::StopToken));
+}
+
+#[tokio::test]
+async fn logprobs_of_prompt_and_answer_have_openai_s_first_shape() {
+    let server =
+        Server::scripted(|sequence| score(sequence, &[bytes("é"), vec![word(" world"), IM_END]].concat())).await;
+    let body = json!({"prompt": "né", "echo": true, "logprobs": 1});
+    let plain = server.post(PATH, body.clone()).await.json();
+    let sampling = server.last_request().sampling;
+    assert!(sampling.prompt_logprobs && sampling.top_n == 1 && sampling.logprob_source == LogprobSource::Model);
+    insta::assert_snapshot!(plain["choices"], @r#"[{"index":0,"text":"néé world","logprobs":{"tokens":["n","","é","","é"," world","<|im_end|>"],"token_logprobs":[null,-0.25,-0.25,-0.25,-0.25,-0.25,-0.25],"top_logprobs":[null,{"END":-0.125,"":-0.25},{"END":-0.125,"é":-0.25},{"END":-0.125,"":-0.25},{"END":-0.125,"é":-0.25},{"END":-0.125," world":-0.25},{"END":-0.125,"<|im_end|>":-0.25}],"text_offset":[0,1,1,2,2,3,9]},"finish_reason":"stop"}]"#);
+    let streamed = server.post(PATH, with(body, json!({"stream": true}))).await;
+    assert_eq!(completion_fold(&streamed), plain["choices"]);
+    // Without the prompt.
+    let plain = server.post(PATH, json!({"prompt": "né", "logprobs": true, "max_tokens": 3})).await.json();
+    assert_eq!(plain["choices"][0]["logprobs"]["text_offset"], json!([0, 0, 1]));
+    assert!(!server.last_request().sampling.prompt_logprobs);
+}
+
+#[tokio::test]
+async fn a_prompt_is_scored_without_an_answer() {
+    let server = Server::scripted(|sequence| score(sequence, &[word(" world"), IM_END])).await;
+    let body = json!({"prompt": [[72, 105], [72]], "echo": true, "logprobs": 0, "max_tokens": 0});
+    let plain = server.post(PATH, body.clone()).await.json();
+    let choice = &plain["choices"][0];
+    assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!("Hi"), &json!("length")));
+    assert_eq!(choice["logprobs"]["token_logprobs"], json!([null, -0.25]));
+    assert_eq!(plain["usage"]["completion_tokens"], 0);
+    assert_eq!(server.last_request().max_new_tokens, 1);
+    let streamed = server.post(PATH, with(body, json!({"stream": true}))).await;
+    assert_eq!(completion_fold(&streamed), plain["choices"]);
+}
+
+#[tokio::test]
+async fn what_the_server_was_told_not_to_do_is_refused() {
+    let server = Server::start(
+        |sequence| sequence.answer(&[IM_END]),
+        |config| (config.grammar_support, config.prefill_logprobs) = (false, false),
+    )
+    .await;
+    let cases = [
+        (json!({"echo": true, "logprobs": 0}), "--enable-prefill-logprobs"),
+        (json!({"response_format": {"type": "json_object"}}), "--disable-grammar-support"),
+        (json!({"grammar": {"type": "regex", "value": "a"}}), "--disable-grammar-support"),
+    ];
+    for (fields, message) in cases {
+        let answer = server.post(PATH, with(json!({"prompt": "a"}), fields)).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        assert!(answer.body.contains(message), "{}", answer.body);
+    }
+    let answer = server.post(PATH, json!({"prompt": "a", "echo": true, "logprobs": null})).await.json();
+    assert_eq!(answer["choices"][0]["text"], "a");
 }

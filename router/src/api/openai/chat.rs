@@ -1,14 +1,14 @@
-//! `/v1/chat/completions`.
+//! `/v1/chat/completions`: the request.
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::value::{OneOrMany, SamplingFields, StreamOptions, says_something};
-use super::{Envelope, FinishReason, Usage};
+use super::message::Message;
+use super::tool::{ToolChoiceField, ToolField, ToolSet};
+use super::value::{SamplingFields, StreamOptions, says_something};
 use crate::api::parameter::{Parameters, ValidationError};
 use crate::api::tgi::or_default;
-use crate::engine::LogprobSource;
-use crate::text::TextToken;
+use crate::text::{ChatInputs, ToolChoice};
 
 /// OpenAI's limit.
 const MAX_TOP_LOGPROBS: u32 = 20;
@@ -21,7 +21,6 @@ pub(crate) struct ChatRequest {
     sampling: SamplingFields,
     max_tokens: Option<u32>,
     max_completion_tokens: Option<u32>,
-    stop: Option<OneOrMany>,
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) logprobs: bool,
     top_logprobs: Option<u32>,
@@ -29,191 +28,92 @@ pub(crate) struct ChatRequest {
     pub(crate) stream: bool,
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) stream_options: StreamOptions,
-    tools: Option<Value>,
-    tool_choice: Option<Value>,
+    tools: Option<Vec<ToolField>>,
+    tool_choice: Option<ToolChoiceField>,
+    parallel_tool_calls: Option<bool>,
+    tool_prompt: Option<String>,
+    documents: Option<Value>,
+    add_generation_prompt: Option<bool>,
+    continue_final_message: Option<bool>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    reasoning_effort: Option<String>,
     functions: Option<Value>,
-    response_format: Option<Value>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Message {
-    role: String,
-    content: Option<Content>,
-    /// Whatever else the template may know: `name`, `tool_calls`, `tool_call_id`, …
-    #[serde(flatten)]
-    other: Map<String, Value>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "a string or a list of parts")]
-enum Content {
-    Text(String),
-    Parts(Vec<Part>),
-}
-
-#[derive(Debug, Deserialize)]
-struct Part {
-    #[serde(rename = "type")]
-    kind: String,
-    text: Option<String>,
+    function_call: Option<Value>,
+    modalities: Option<Vec<String>>,
+    audio: Option<Value>,
 }
 
 impl ChatRequest {
-    /// The messages as templates see them: a content of several texts becomes one.
-    pub(crate) fn template_messages(&mut self) -> Result<Vec<Value>, ValidationError> {
+    /// What the template makes the prompt of, without tools.
+    pub(crate) fn template_inputs(&mut self) -> Result<ChatInputs, ValidationError> {
         if self.messages.is_empty() {
             return Err(ValidationError::NoMessages);
         }
-        std::mem::take(&mut self.messages).into_iter().map(Message::into_template_value).collect()
+        let messages = std::mem::take(&mut self.messages).into_iter().map(Message::into_template_value);
+        let mut kwargs = self.chat_template_kwargs.take().unwrap_or_default();
+        if let Some(effort) = self.reasoning_effort.take() {
+            // Templates know one of these, if any.
+            if effort == "none" {
+                kwargs.entry("enable_thinking").or_insert(false.into());
+            }
+            kwargs.entry("reasoning_effort").or_insert(effort.into());
+        }
+        Ok(ChatInputs {
+            messages: messages.collect::<Result<_, _>>()?,
+            tools: None,
+            documents: self.documents.take(),
+            add_generation_prompt: self.add_generation_prompt,
+            continue_final_message: self.continue_final_message,
+            kwargs,
+        })
+    }
+
+    /// `None`: a plain chat, in which the model is shown no tools.
+    pub(crate) fn tool_set(&mut self) -> Option<ToolSet> {
+        let (tools, values): (Vec<_>, Vec<_>) =
+            self.tools.take().into_iter().flatten().map(|field| (field.tool, field.value)).unzip();
+        let choice = self.tool_choice.take().map(|field| field.0).unwrap_or_default();
+        let is_plain = match choice {
+            ToolChoice::None => true,
+            ToolChoice::Auto => tools.is_empty(),
+            ToolChoice::Required | ToolChoice::Named(_) => false,
+        };
+        let parallel = self.parallel_tool_calls.unwrap_or(true);
+        let prompt = self.tool_prompt.take();
+        (!is_plain).then_some(ToolSet { tools, values, choice, parallel, prompt })
     }
 
     pub(crate) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
-        let top_logprobs = self.top_logprobs.unwrap_or(0);
-        if top_logprobs > 0 && !self.logprobs {
-            return Err(ValidationError::TopLogprobs);
-        }
+        self.refuse_what_is_not_served()?;
         let max_tokens = match (self.max_tokens, self.max_completion_tokens) {
             (Some(one), Some(other)) if one != other => return Err(ValidationError::TwoLengths),
             (one, other) => one.or(other),
         };
-        let mut parameters = self.sampling.parameters()?;
-        parameters.max_new_tokens = max_tokens;
-        parameters.stop = self.stop.take().map(OneOrMany::into_vec).unwrap_or_default();
-        Ok(parameters)
-    }
-
-    fn forces_a_tool(&self) -> bool {
-        match &self.tool_choice {
-            None | Some(Value::Null) => false,
-            Some(Value::String(choice)) => !matches!(choice.as_str(), "auto" | "none"),
-            Some(_) => true,
+        if let Some(given) = self.top_logprobs.filter(|&given| given > MAX_TOP_LOGPROBS) {
+            return Err(ValidationError::Logprobs { field: "top_logprobs", max: MAX_TOP_LOGPROBS, given });
         }
-    }
-
-    fn constrains_the_answer(&self) -> bool {
-        match &self.response_format {
-            None | Some(Value::Null) => false,
-            Some(format) => format["type"] != "text",
-        }
-    }
-}
-
-impl Message {
-    fn into_template_value(self) -> Result<Value, ValidationError> {
-        let content = match self.content {
-            None => String::new(),
-            Some(Content::Text(text)) => text,
-            Some(Content::Parts(parts)) => {
-                parts.into_iter().map(Part::into_text).collect::<Result<Vec<_>, _>>()?.concat()
-            }
-        };
-        let mut message = Map::new();
-        message.insert("role".to_owned(), self.role.into());
-        message.insert("content".to_owned(), content.into());
-        message.extend(self.other.into_iter().filter(|(_, value)| !value.is_null()));
-        Ok(message.into())
-    }
-}
-
-impl Part {
-    fn into_text(self) -> Result<String, ValidationError> {
-        match self.text {
-            Some(text) if self.kind == "text" => Ok(text),
-            _ => Err(ValidationError::ContentPart { part: self.kind }),
-        }
-    }
-}
-
-impl SamplingFields {
-    /// OpenAI's rules: sampling unless the temperature is 0, and neutral values mean nothing.
-    pub(super) fn parameters(&self) -> Result<Parameters, ValidationError> {
-        let greedy = self.temperature == Some(0.0);
         Ok(Parameters {
-            do_sample: !greedy,
-            temperature: self.temperature.filter(|_| !greedy),
-            top_p: self.top_p.filter(|&top_p| !(top_p == 1.0 || greedy && top_p > 0.0 && top_p < 1.0)),
-            top_k: self.top_k.filter(|&top_k| !(greedy && top_k > 0)),
-            repetition_penalty: self.repetition_penalty,
-            frequency_penalty: self.frequency_penalty,
-            seed: self.seed,
-            typical_p: self.typical_p.filter(|_| !greedy),
-            logprob_source: LogprobSource::Model,
-            max_top_n_tokens: MAX_TOP_LOGPROBS,
-            extension: self.extension.clone().into(),
-            ..Parameters::default()
+            max_new_tokens: max_tokens,
+            // COMPAT: as in TGI they may be asked for without `logprobs`, and are not shown then.
+            top_n_tokens: self.top_logprobs.filter(|_| self.logprobs),
+            ..self.sampling.parameters()?
         })
     }
-}
 
-#[derive(Debug, Serialize)]
-pub(crate) struct ChatCompletion {
-    #[serde(flatten)]
-    pub(crate) envelope: Envelope,
-    pub(crate) choices: [ChatChoice; 1],
-    pub(crate) usage: Usage,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct ChatChoice {
-    pub(crate) index: u32,
-    pub(crate) message: OutputMessage,
-    pub(crate) logprobs: Option<ChatLogprobs>,
-    pub(crate) finish_reason: FinishReason,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct OutputMessage {
-    pub(crate) role: &'static str,
-    pub(crate) content: String,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct ChatChunk<'a> {
-    #[serde(flatten)]
-    pub(crate) envelope: &'a Envelope,
-    /// Empty in the chunk that carries the usage.
-    pub(crate) choices: Vec<ChatChunkChoice>,
-    /// Always there, mostly null.
-    pub(crate) usage: Option<Usage>,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct ChatChunkChoice {
-    pub(crate) index: u32,
-    pub(crate) delta: Delta,
-    pub(crate) logprobs: Option<ChatLogprobs>,
-    pub(crate) finish_reason: Option<FinishReason>,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct Delta {
-    /// Only in the first chunk: clients that add deltas up would repeat it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) role: Option<&'static str>,
-    pub(crate) content: String,
-}
-
-#[derive(Debug, Default, Serialize)]
-pub(crate) struct ChatLogprobs {
-    pub(crate) content: Vec<TokenLogprob>,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct TokenLogprob {
-    token: String,
-    logprob: f32,
-    bytes: Vec<u8>,
-    top_logprobs: [(); 0],
-}
-
-impl ChatLogprobs {
-    pub(crate) fn of(tokens: impl IntoIterator<Item = TextToken>) -> Self {
-        let entry = |token: TextToken| TokenLogprob {
-            bytes: token.text.clone().into_bytes(),
-            token: token.text,
-            logprob: token.logprob,
-            top_logprobs: [],
-        };
-        Self { content: tokens.into_iter().map(entry).collect() }
+    fn refuse_what_is_not_served(&self) -> Result<(), ValidationError> {
+        let refuse = |field, why| Err(ValidationError::Unsupported { field, why });
+        if says_something(self.functions.as_ref()) {
+            return refuse("functions", "send `tools`");
+        }
+        if self.function_call.as_ref().is_some_and(|call| !(call.is_null() || call == "none" || call == "auto")) {
+            return refuse("function_call", "send `tool_choice`");
+        }
+        if self.modalities.iter().flatten().any(|modality| modality != "text") {
+            return refuse("modalities", "this model answers in text only");
+        }
+        if says_something(self.audio.as_ref()) {
+            return refuse("audio", "this model answers in text only");
+        }
+        Ok(())
     }
 }

@@ -1,12 +1,14 @@
-//! `/v1/completions`.
+//! `/v1/completions`: the request.
 
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde::{Deserialize, Deserializer};
 
-use super::value::{OneOrMany, SamplingFields, StreamOptions, says_something};
-use super::{Envelope, FinishReason, Usage};
+use super::value::{OneOrMany, SamplingFields, StreamOptions};
 use crate::api::parameter::{Parameters, ValidationError};
 use crate::api::tgi::or_default;
+use crate::config::RequestLimits;
+
+/// OpenAI's limit.
+const MAX_LOGPROBS: u32 = 5;
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct CompletionRequest {
@@ -14,15 +16,17 @@ pub(crate) struct CompletionRequest {
     #[serde(flatten)]
     sampling: SamplingFields,
     max_tokens: Option<u32>,
-    stop: Option<OneOrMany>,
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) stream: bool,
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) stream_options: StreamOptions,
     suffix: Option<String>,
-    best_of: Option<u32>,
-    echo: Option<Value>,
-    logprobs: Option<Value>,
+    best_of: Option<usize>,
+    #[serde(default, deserialize_with = "or_default")]
+    pub(crate) echo: bool,
+    /// Alternatives with every token; `None`: no logprobs at all.
+    #[serde(default, deserialize_with = "num_logprobs")]
+    pub(crate) logprobs: Option<u32>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -41,8 +45,9 @@ pub(crate) enum Prompt {
 }
 
 impl CompletionRequest {
+    /// An empty one, which some clients send always, is none.
     pub(crate) fn has_suffix(&self) -> bool {
-        self.suffix.is_some()
+        self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty())
     }
 
     /// At least one.
@@ -56,39 +61,52 @@ impl CompletionRequest {
         if prompts.is_empty() { Err(ValidationError::EmptyInput) } else { Ok(prompts) }
     }
 
-    pub(crate) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
+    /// Asks for nothing but the prompt back: whoever scores texts does. One token is generated all the same, for that
+    /// is what computes the prompt, and not shown.
+    pub(crate) fn hides_generated(&self) -> bool {
+        self.echo && self.max_tokens == Some(0)
+    }
+
+    /// Also returns how many choices there are for each prompt: `best_of` asks for more generations than are shown.
+    pub(crate) fn parameters(&mut self, limits: &RequestLimits) -> Result<(Parameters, usize), ValidationError> {
         let mut parameters = self.sampling.parameters()?;
-        parameters.max_new_tokens = self.max_tokens;
-        parameters.stop = self.stop.take().map(OneOrMany::into_vec).unwrap_or_default();
-        Ok(parameters)
+        let n = parameters.extension.n.unwrap_or(1);
+        let best_of = self.best_of.unwrap_or(n);
+        if best_of < n {
+            return Err(ValidationError::BestOfBelowN { best_of, n });
+        }
+        if best_of > n {
+            if self.stream {
+                return Err(ValidationError::BestOfStream);
+            }
+            if best_of > limits.max_best_of {
+                return Err(ValidationError::BestOf { max: limits.max_best_of, given: best_of });
+            }
+            if n > 0 {
+                parameters.extension.n = Some(best_of);
+            }
+        }
+        if let Some(given) = self.logprobs.filter(|&given| given > MAX_LOGPROBS) {
+            return Err(ValidationError::Logprobs { field: "logprobs", max: MAX_LOGPROBS, given });
+        }
+        parameters.max_new_tokens = if self.hides_generated() { Some(1) } else { self.max_tokens };
+        parameters.top_n_tokens = self.logprobs;
+        parameters.decoder_input_details = self.echo && self.logprobs.is_some();
+        Ok((parameters, n))
     }
 }
 
-#[derive(Debug, Serialize)]
-pub(crate) struct Completion {
-    #[serde(flatten)]
-    pub(crate) envelope: Envelope,
-    pub(crate) choices: Vec<CompletionChoice>,
-    pub(crate) usage: Usage,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct CompletionChoice {
-    /// Of the prompt.
-    pub(crate) index: usize,
-    pub(crate) text: String,
-    /// Always null: `logprobs` is refused.
-    pub(crate) logprobs: Option<()>,
-    pub(crate) finish_reason: Option<FinishReason>,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct CompletionChunk<'a> {
-    #[serde(flatten)]
-    pub(crate) envelope: &'a Envelope,
-    /// Empty in the chunk that carries the whole request's usage.
-    pub(crate) choices: Vec<CompletionChoice>,
-    /// COMPAT: as in TGI the last chunk of each prompt carries that prompt's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) usage: Option<Usage>,
+/// A number; also `true`, as chats have it, for none but the chosen ones.
+fn num_logprobs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "a number of tokens")]
+    enum Given {
+        Number(u32),
+        Bool(bool),
+    }
+    Ok(match Option::deserialize(deserializer)? {
+        None | Some(Given::Bool(false)) => None,
+        Some(Given::Bool(true)) => Some(0),
+        Some(Given::Number(number)) => Some(number),
+    })
 }

@@ -1,37 +1,59 @@
 //! OpenAI's requests and answers. Optional fields tolerate `null`; the order of an answer's fields is TGI's.
 
 mod chat;
+mod chat_answer;
 mod completion;
+mod completion_answer;
+mod logprob;
+mod message;
+mod tool;
 mod value;
 
 use serde::Serialize;
 
 use crate::text::Ending;
 
-pub(crate) use chat::{
-    ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatRequest, Delta, OutputMessage,
+pub(crate) use chat::ChatRequest;
+pub(crate) use chat_answer::{
+    ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, Delta, FunctionDelta, OutputMessage, ToolCallDelta,
 };
-pub(crate) use completion::{Completion, CompletionChoice, CompletionChunk, CompletionRequest, Prompt};
+pub(crate) use completion::{CompletionRequest, Prompt};
+pub(crate) use completion_answer::{Completion, CompletionChoice, CompletionChunk};
+pub(crate) use logprob::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
+pub(crate) use tool::ToolSet;
 
 /// Tokens read and written.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct Usage {
-    pub(crate) prompt_tokens: usize,
-    pub(crate) completion_tokens: usize,
-    pub(crate) total_tokens: usize,
+    prompt_tokens: usize,
+    completion_tokens: usize,
+    total_tokens: usize,
+    prompt_tokens_details: PromptTokensDetails,
+}
+
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct PromptTokensDetails {
+    /// Prompt tokens that did not have to be computed.
+    cached_tokens: usize,
 }
 
 impl Usage {
-    pub(crate) fn new(prompt_tokens: usize, completion_tokens: usize) -> Self {
-        Self { prompt_tokens, completion_tokens, total_tokens: prompt_tokens + completion_tokens }
+    pub(crate) fn new(prompt_tokens: usize, cached_tokens: usize, completion_tokens: usize) -> Self {
+        Self {
+            prompt_tokens,
+            completion_tokens,
+            total_tokens: prompt_tokens + completion_tokens,
+            prompt_tokens_details: PromptTokensDetails { cached_tokens },
+        }
     }
 }
 
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FinishReason {
     Stop,
     Length,
+    ToolCalls,
 }
 
 impl From<Ending> for FinishReason {

@@ -1,9 +1,12 @@
-//! Fields that OpenAI's clients send in more than one shape.
+//! Fields that both generation routes have, some of which clients send in more than one shape.
 
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use crate::api::extension::ExtensionFields;
+use crate::api::grammar::GrammarField;
+use crate::api::parameter::{Parameters, ValidationError};
+use crate::engine::{Grammar, LogprobSource};
 
 /// `"stop"` or `["stop", …]`.
 #[derive(Debug, Deserialize)]
@@ -23,7 +26,7 @@ impl OneOrMany {
 }
 
 /// OpenAI allows negative seeds; they are as good as any.
-pub(super) fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "an integer of 64 bits")]
     enum Seed {
@@ -36,7 +39,7 @@ pub(super) fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<
     }))
 }
 
-/// A field that is not there yet says nothing when it is null, empty, false or zero.
+/// Null, empty, false or zero: as if the field were not there.
 pub(super) fn says_something(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null | Value::Bool(false)) => false,
@@ -53,19 +56,59 @@ pub(crate) struct StreamOptions {
     pub(crate) include_usage: bool,
 }
 
-/// The fields of both generation routes that decide how tokens are chosen.
+/// What decides how tokens are chosen, and where they end.
 #[derive(Debug, Deserialize)]
 pub(crate) struct SamplingFields {
-    pub(super) temperature: Option<f32>,
-    pub(super) top_p: Option<f32>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
     #[serde(default, deserialize_with = "seed")]
-    pub(super) seed: Option<u64>,
-    pub(super) frequency_penalty: Option<f32>,
+    seed: Option<u64>,
+    frequency_penalty: Option<f32>,
+    stop: Option<OneOrMany>,
+    response_format: Option<GrammarField>,
+    /// TGI's name on its own routes.
+    grammar: Option<GrammarField>,
     /// TGI's and everybody's extension.
-    pub(super) top_k: Option<i32>,
+    top_k: Option<i32>,
     /// TGI's extension.
-    pub(super) repetition_penalty: Option<f32>,
-    pub(super) typical_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    typical_p: Option<f32>,
     #[serde(flatten)]
-    pub(super) extension: ExtensionFields,
+    extension: ExtensionFields,
+}
+
+impl SamplingFields {
+    /// OpenAI's rules: sampling unless the temperature is 0, and neutral values mean nothing.
+    pub(super) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
+        let greedy = self.temperature == Some(0.0);
+        let is_fraction = |value: f32| value > 0.0 && value < 1.0;
+        let counts = |value: &f32| *value != 1.0 && !(greedy && is_fraction(*value));
+        Ok(Parameters {
+            do_sample: !greedy,
+            temperature: self.temperature.filter(|_| !greedy),
+            top_p: self.top_p.filter(counts),
+            // Both -1 and 0 are "all tokens" where this field comes from.
+            top_k: self.top_k.filter(|&top_k| !(matches!(top_k, -1 | 0) || greedy && top_k > 0)),
+            typical_p: self.typical_p.filter(counts),
+            repetition_penalty: self.repetition_penalty,
+            frequency_penalty: self.frequency_penalty,
+            seed: self.seed,
+            stop: self.stop.take().map(OneOrMany::into_vec).unwrap_or_default(),
+            grammar: self.grammar()?,
+            logprob_source: LogprobSource::Model,
+            extension: self.extension.clone().into(),
+            ..Parameters::default()
+        })
+    }
+
+    fn grammar(&mut self) -> Result<Option<Grammar>, ValidationError> {
+        let grammars = [self.response_format.take(), self.grammar.take()].map(|field| field.and_then(|field| field.0));
+        match grammars {
+            [Some(one), Some(other)] if one != other => Err(ValidationError::Unsupported {
+                field: "grammar",
+                why: "`response_format` says something else; send one of them",
+            }),
+            [one, other] => Ok(one.or(other)),
+        }
+    }
 }

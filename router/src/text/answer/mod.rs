@@ -14,12 +14,12 @@ mod prompt;
 mod reasoning;
 #[cfg(test)]
 mod sample;
+mod style;
 mod tool;
 
 pub(crate) use format::ToolFormat;
-pub(crate) use grammar::AnswerGrammar;
-pub(crate) use parser::{AnswerParser, parse_whole};
-pub(crate) use part::{Answer, Part, Rest, ToolCall};
-pub(crate) use prompt::tool_prompt;
-pub(crate) use reasoning::{ReasoningFormat, Thinking};
+pub(crate) use parser::AnswerParser;
+pub(crate) use part::Part;
+pub(crate) use reasoning::Thinking;
+pub(crate) use style::AnswerStyle;
 pub(crate) use tool::{Tool, ToolChoice, ToolError};

@@ -5,7 +5,9 @@
 use super::format::{Shape, ToolFormat, marks};
 use super::item::{Item, Match, is_space, match_items};
 use super::json_scan::ObjectScan;
-use super::part::{Answer, Part, Rest};
+#[cfg(test)]
+use super::part::Answer;
+use super::part::{Part, Rest};
 use super::reasoning::{ReasoningFormat, Thinking};
 
 /// One answer's parser.
@@ -53,7 +55,8 @@ enum Stage {
 }
 
 /// The fold over one push.
-pub(crate) fn parse_whole(text: &str, format: Option<ToolFormat>, thinking: Thinking) -> Answer {
+#[cfg(test)]
+pub(super) fn parse_whole(text: &str, format: Option<ToolFormat>, thinking: Thinking) -> Answer {
     let mut parser = AnswerParser::new(format, thinking);
     let mut answer = Answer::default();
     answer.extend(parser.push(text, false));

@@ -26,6 +26,7 @@ pub(crate) struct Rest {
 }
 
 /// An answer's parts, added up.
+#[cfg(test)]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Answer {
     pub(crate) content: String,
@@ -35,12 +36,14 @@ pub(crate) struct Answer {
     pub(crate) is_cut: bool,
 }
 
+#[cfg(test)]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ToolCall {
     pub(crate) name: String,
     pub(crate) arguments: String,
 }
 
+#[cfg(test)]
 impl Answer {
     pub(crate) fn extend(&mut self, parts: impl IntoIterator<Item = Part>) {
         for part in parts {

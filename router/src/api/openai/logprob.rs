@@ -1,0 +1,75 @@
+//! Logprobs, in the shapes of both generation routes.
+
+use std::collections::HashSet;
+
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+
+/// What OpenAI says for "never": JSON has no infinity.
+const MIN_LOGPROB: f32 = -9999.0;
+
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct ChatLogprobs {
+    pub(crate) content: Vec<TokenLogprob>,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct TokenLogprob {
+    #[serde(flatten)]
+    pub(crate) token: TopLogprob,
+    pub(crate) top_logprobs: Vec<TopLogprob>,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct TopLogprob {
+    pub(crate) token: String,
+    #[serde(serialize_with = "finite")]
+    pub(crate) logprob: f32,
+    /// The token's own, also where it is part of a character; null where nobody knows.
+    pub(crate) bytes: Option<Vec<u8>>,
+}
+
+/// Lists of equal length, an entry for each token.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct CompletionLogprobs {
+    pub(crate) tokens: Vec<String>,
+    /// Null for a prompt's first token.
+    #[serde(serialize_with = "finite_list")]
+    pub(crate) token_logprobs: Vec<Option<f32>>,
+    pub(crate) top_logprobs: Vec<Option<TopTokens>>,
+    /// Characters of the choice's text before the token.
+    pub(crate) text_offset: Vec<usize>,
+}
+
+/// An object from tokens to logprobs, best first; of two tokens with the same text the better one.
+#[derive(Debug)]
+pub(crate) struct TopTokens(pub(crate) Vec<(String, f32)>);
+
+impl Serialize for TopTokens {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut seen = HashSet::new();
+        let mut map = serializer.serialize_map(None)?;
+        for (token, logprob) in self.0.iter().filter(|(token, _)| seen.insert(token)) {
+            map.serialize_entry(token, &logprob.max(MIN_LOGPROB))?;
+        }
+        map.end()
+    }
+}
+
+impl CompletionLogprobs {
+    pub(crate) fn extend(&mut self, more: Self) {
+        self.tokens.extend(more.tokens);
+        self.token_logprobs.extend(more.token_logprobs);
+        self.top_logprobs.extend(more.top_logprobs);
+        self.text_offset.extend(more.text_offset);
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn finite<S: Serializer>(logprob: &f32, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f32(logprob.max(MIN_LOGPROB))
+}
+
+fn finite_list<S: Serializer>(logprobs: &[Option<f32>], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(logprobs.iter().map(|logprob| logprob.map(|logprob| logprob.max(MIN_LOGPROB))))
+}

@@ -1,0 +1,56 @@
+//! A chat's messages, as clients send them and as templates see them.
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::api::parameter::ValidationError;
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Message {
+    role: String,
+    content: Option<Content>,
+    /// Whatever else the template may know: `name`, `tool_calls`, `tool_call_id`, …
+    #[serde(flatten)]
+    other: Map<String, Value>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "a string or a list of parts")]
+enum Content {
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+#[derive(Debug, Deserialize)]
+struct Part {
+    #[serde(rename = "type")]
+    kind: String,
+    text: Option<String>,
+    refusal: Option<String>,
+}
+
+impl Message {
+    pub(super) fn into_template_value(self) -> Result<Value, ValidationError> {
+        let content = match self.content {
+            None => String::new().into(),
+            Some(Content::Text(text)) => text.into(),
+            Some(Content::Parts(parts)) => {
+                parts.into_iter().map(Part::into_template_value).collect::<Result<_, _>>()?
+            }
+        };
+        let mut message = Map::new();
+        message.insert("role".to_owned(), self.role.into());
+        message.insert("content".to_owned(), content);
+        message.extend(self.other.into_iter().filter(|(_, value)| !value.is_null()));
+        Ok(message.into())
+    }
+}
+
+impl Part {
+    fn into_template_value(self) -> Result<Value, ValidationError> {
+        match (self.kind.as_str(), self.text, self.refusal) {
+            ("text", Some(text), _) | ("refusal", _, Some(text)) => Ok(json!({"type": "text", "text": text})),
+            _ => Err(ValidationError::ContentPart { part: self.kind }),
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Tokens with their logprobs, as OpenAI's routes write them.
+
+use crate::api::openai::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
+use crate::text::{PromptToken, TextModel, TextToken, TopText};
+
+pub(super) fn of_chat(text_model: &TextModel, token: TextToken) -> ChatLogprobs {
+    let entry = |id, text: String, logprob| TopLogprob {
+        bytes: text_model.token_bytes(id).or_else(|| whole_bytes(&text)),
+        token: text,
+        logprob,
+    };
+    let top = |top: TopText| entry(top.id, top_text(text_model, &top, token.id, &token.text), top.logprob);
+    let top_logprobs = token.top.into_iter().map(top).collect();
+    ChatLogprobs { content: vec![TokenLogprob { token: entry(token.id, token.text, token.logprob), top_logprobs }] }
+}
+
+/// Where tokens are not spelled byte by byte their texts are whole.
+fn whole_bytes(text: &str) -> Option<Vec<u8>> {
+    let is_whole = !text.is_empty() && !text.contains(char::REPLACEMENT_CHARACTER);
+    is_whole.then(|| text.as_bytes().to_owned())
+}
+
+/// The chosen token is written as it is where it was chosen; others with the space that a text's first token loses.
+fn top_text(text_model: &TextModel, top: &TopText, chosen_id: u32, chosen_text: &str) -> String {
+    if top.id == chosen_id {
+        return chosen_text.to_owned();
+    }
+    let spelled = text_model.token_bytes(top.id).and_then(|bytes| String::from_utf8(bytes).ok());
+    spelled.unwrap_or_else(|| top.text.clone())
+}
+
+/// Writes the logprobs of one text, token by token.
+pub(super) struct CompletionLogprobWriter {
+    text_model: TextModel,
+    num_characters: usize,
+}
+
+impl CompletionLogprobWriter {
+    pub(super) fn new(text_model: TextModel) -> Self {
+        Self { text_model, num_characters: 0 }
+    }
+
+    /// `pieces`: what each token adds to the text, and whether it is a special one, which adds nothing that is shown.
+    pub(super) fn prompt(&mut self, tokens: Vec<PromptToken>, pieces: &[(String, bool)]) -> CompletionLogprobs {
+        let mut logprobs = CompletionLogprobs::default();
+        for (token, (text, special)) in tokens.into_iter().zip(pieces) {
+            let PromptToken { id, logprob, top, .. } = token;
+            self.push(&mut logprobs, Entry { id, text: text.clone(), special: *special, logprob, top });
+        }
+        logprobs
+    }
+
+    pub(super) fn generated(&mut self, token: TextToken) -> CompletionLogprobs {
+        let mut logprobs = CompletionLogprobs::default();
+        let TextToken { id, text, logprob, special, top } = token;
+        self.push(&mut logprobs, Entry { id, text, special, logprob: Some(logprob), top });
+        logprobs
+    }
+
+    fn push(&mut self, logprobs: &mut CompletionLogprobs, entry: Entry) {
+        let Entry { id, text, special, logprob, top } = entry;
+        let top_tokens = logprob.map(|logprob| {
+            let written = |top: &TopText| (top_text(&self.text_model, top, id, &text), top.logprob);
+            let mut tokens: Vec<_> = top.iter().map(written).collect();
+            // The token itself is always among them, as the last if it was not one of the best.
+            if !top.iter().any(|top| top.id == id) {
+                tokens.push((text.clone(), logprob));
+            }
+            TopTokens(tokens)
+        });
+        let num_characters = if special { 0 } else { text.chars().count() };
+        logprobs.tokens.push(text);
+        logprobs.token_logprobs.push(logprob);
+        logprobs.top_logprobs.push(top_tokens);
+        logprobs.text_offset.push(self.num_characters);
+        self.num_characters += num_characters;
+    }
+}
+
+struct Entry {
+    id: u32,
+    text: String,
+    special: bool,
+    logprob: Option<f32>,
+    top: Vec<TopText>,
+}

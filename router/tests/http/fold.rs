@@ -1,0 +1,94 @@
+//! Streams of OpenAI's routes, added up as the openai package does it.
+
+use std::collections::BTreeMap;
+
+use penstock_router::engine::SequenceRequest;
+use serde_json::{Value, json};
+
+use crate::server::Answer;
+
+/// What tests send where they tell the choices of a request apart by their seeds.
+pub const SEED: u64 = 7;
+
+/// Which of a request's choices a sequence is; the request's seed is [`SEED`].
+pub fn seed_index(request: &SequenceRequest) -> usize {
+    let steps = |index: u64| SEED.wrapping_add(index.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    (0..128).position(|index| steps(index) == request.sampling.seed).unwrap()
+}
+
+pub fn with(mut body: Value, fields: Value) -> Value {
+    body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    body
+}
+
+/// The chunks of a stream that ended well.
+pub fn chunks(answer: &Answer) -> Vec<Value> {
+    let events = answer.events();
+    let (last, chunks) = events.split_last().unwrap();
+    assert_eq!(last, "[DONE]");
+    chunks.iter().map(|chunk| serde_json::from_str(chunk).unwrap()).collect()
+}
+
+/// The choices of a completion's stream.
+pub fn completion_fold(answer: &Answer) -> Value {
+    let mut choices: BTreeMap<u64, Value> = BTreeMap::new();
+    for chunk in chunks(answer) {
+        for choice in chunk["choices"].as_array().unwrap() {
+            let empty = json!({"index": choice["index"], "text": "", "logprobs": null, "finish_reason": null});
+            let sum = choices.entry(choice["index"].as_u64().unwrap()).or_insert(empty);
+            accumulate(sum, choice);
+        }
+    }
+    choices.into_values().collect()
+}
+
+/// The choices of a chat's stream, as its whole answer has them.
+pub fn chat_fold(answer: &Answer) -> Value {
+    let mut choices: BTreeMap<u64, Value> = BTreeMap::new();
+    for chunk in chunks(answer) {
+        assert_eq!(chunk["object"], "chat.completion.chunk");
+        for choice in chunk["choices"].as_array().unwrap() {
+            let calls = choice["delta"]["tool_calls"].as_array();
+            assert!(calls.is_none_or(|calls| calls.len() == 1), "{choice}");
+            let sum = choices.entry(choice["index"].as_u64().unwrap()).or_insert(json!({}));
+            accumulate(sum, choice);
+        }
+    }
+    choices.into_values().map(message).collect()
+}
+
+/// What was summed as a delta is a message, whose calls have no index.
+fn message(mut choice: Value) -> Value {
+    let mut message = choice["delta"].take();
+    if let Some(calls) = message.get_mut("tool_calls") {
+        for call in calls.as_array_mut().unwrap() {
+            call.as_object_mut().unwrap().remove("index");
+        }
+    }
+    message.as_object_mut().unwrap().entry("content").or_insert(Value::Null);
+    json!({"index": choice["index"], "message": message, "logprobs": choice["logprobs"],
+           "finish_reason": choice["finish_reason"]})
+}
+
+fn accumulate(sum: &mut Value, delta: &Value) {
+    for (key, more) in delta.as_object().unwrap() {
+        let is_new = sum.get(key).is_none_or(Value::is_null);
+        match (&mut sum[key], more) {
+            (sum, more) if is_new || key == "index" || key == "type" => *sum = more.clone(),
+            (_, Value::Null) => {}
+            (Value::String(text), Value::String(more)) => text.push_str(more),
+            (sum @ Value::Object(_), Value::Object(_)) => accumulate(sum, more),
+            (Value::Array(items), Value::Array(more)) => more.iter().for_each(|entry| add_entry(items, entry)),
+            (sum, more) => panic!("{key}: {more} after {sum}"),
+        }
+    }
+}
+
+/// Entries with an index are added up, others come one after the other.
+fn add_entry(items: &mut Vec<Value>, entry: &Value) {
+    let index = entry.get("index").and_then(Value::as_u64).map(|index| usize::try_from(index).unwrap());
+    match index.and_then(|index| items.get_mut(index)) {
+        Some(item) => accumulate(item, entry),
+        None => items.push(entry.clone()),
+    }
+}

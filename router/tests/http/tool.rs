@@ -1,0 +1,268 @@
+//! Tools and thoughts on `/v1/chat/completions`.
+
+use std::path::Path;
+
+use axum::http::StatusCode;
+use penstock_router::engine::Grammar;
+use serde_json::{Value, json};
+
+use crate::fold::{chat_fold, chunks, with};
+use crate::model::{self, IM_END, bytes, word};
+use crate::server::{Sequence, Server};
+
+const PATH: &str = "/v1/chat/completions";
+/// Special tokens of the model here; thoughts are marked by ordinary ones.
+pub const TOOL_CALL: u32 = 264;
+pub const TOOL_CALL_END: u32 = 265;
+const TEMPLATE: &str = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if enable_thinking is false %}off{% endif %}\
+    {% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\
+    {{ m.tool_call_id }}{{ m.name }}\n{% endfor %}{# writes <tool_call> and removes </think> #}";
+
+pub async fn server(script: impl Fn(Sequence) + Send + Sync + 'static) -> Server {
+    let folder = tempfile::tempdir().unwrap();
+    write_model(folder.path());
+    Server::start(script, |config| {
+        config.model_folder = folder.path().to_owned();
+        (config.limits.max_input_tokens, config.limits.max_total_tokens) = (8000, 9000);
+    })
+    .await
+}
+
+async fn answering(tokens: &[u32]) -> Server {
+    let tokens = tokens.to_vec();
+    server(move |sequence| sequence.answer(&tokens)).await
+}
+
+fn write_model(folder: &Path) {
+    model::write_with_template(folder, &json!(TEMPLATE));
+    let path = folder.join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    for (id, text) in [(TOOL_CALL, "<tool_call>"), (TOOL_CALL_END, "</tool_call>")] {
+        tokenizer["model"]["vocab"][text] = id.into();
+        let mut token = tokenizer["added_tokens"][0].clone();
+        (token["id"], token["content"]) = (id.into(), text.into());
+        tokenizer["added_tokens"].as_array_mut().unwrap().push(token);
+    }
+    std::fs::write(path, tokenizer.to_string()).unwrap();
+}
+
+fn tool(name: &str) -> Value {
+    let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}});
+    json!({"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}})
+}
+
+pub fn ask(fields: Value) -> Value {
+    with(json!({"messages": [{"role": "user", "content": "Hi"}], "tools": [tool("f"), tool("g")]}), fields)
+}
+
+pub fn call(text: &str) -> Vec<u32> {
+    [vec![TOOL_CALL], bytes(text), vec![TOOL_CALL_END]].concat()
+}
+
+fn prompt(server: &Server) -> String {
+    let ids = server.last_request().prompt_token_ids;
+    String::from_utf8(ids.into_iter().map(|id| u8::try_from(id).unwrap()).collect()).unwrap()
+}
+
+fn grammar(server: &Server) -> Option<String> {
+    server.last_request().sampling.grammar.map(|grammar| match grammar {
+        Grammar::Lark(text) => text,
+        other => panic!("{other:?}"),
+    })
+}
+
+/// Ids of calls are made anew for each answer.
+pub fn without_ids(text: &str) -> String {
+    regex::Regex::new("call_[0-9a-f]{24}").unwrap().replace_all(text, "call_ID").into_owned()
+}
+
+#[tokio::test]
+async fn calls_are_taken_out_of_the_answer() {
+    let first = call(r#"{"name": "f", "arguments": {"city": "né"}}"#);
+    let second = call("\n{\"name\": \"g\", \"arguments\": {}}\n");
+    let server = answering(&[first, bytes("\n"), second, vec![IM_END]].concat()).await;
+    let answer = server.post(PATH, ask(json!({}))).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+    let choice = &answer.json()["choices"][0];
+    insta::assert_snapshot!(without_ids(&choice.to_string()), @r#"{"index":0,"message":{"role":"assistant","content":null,"tool_calls":[{"id":"call_ID","type":"function","function":{"name":"f","arguments":"{\"city\": \"né\"}"}},{"id":"call_ID","type":"function","function":{"name":"g","arguments":"{}"}}]},"logprobs":null,"finish_reason":"tool_calls"}"#);
+    let calls = choice["message"]["tool_calls"].as_array().unwrap();
+    assert_ne!(calls[0]["id"], calls[1]["id"]);
+}
+
+#[tokio::test]
+async fn a_stream_names_a_call_once_and_then_tells_its_arguments() {
+    let text = bytes(r#"{"name": "f", "arguments": {"a""#);
+    let end = [vec![word(": hi")], bytes("\"}}"), vec![TOOL_CALL_END, IM_END]].concat();
+    let server = answering(&[vec![TOOL_CALL], text, end].concat()).await;
+    let answer = server.post(PATH, ask(json!({"stream": true, "stream_options": {"include_usage": true}}))).await;
+    let deltas: Vec<_> = chunks(&answer).iter().map(|chunk| chunk["choices"].to_string()).collect();
+    insta::assert_snapshot!(without_ids(&deltas.join("\n")), @r#"
+    [{"index":0,"delta":{"role":"assistant"},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"id":"call_ID","type":"function","function":{"name":"f","arguments":""}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{"}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\""}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"a"}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\""}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":": hi"}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\""}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"}"}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"}"}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"</tool_call>"}}]},"logprobs":null,"finish_reason":null}]
+    [{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}]
+    []
+    "#);
+}
+
+#[tokio::test]
+async fn thoughts_are_told_apart() {
+    let server = answering(&[bytes("<think>hm</think>\n\n"), vec![word("Hello"), IM_END]].concat()).await;
+    for fields in [json!({}), json!({"tools": null})] {
+        let plain = server.post(PATH, ask(fields.clone())).await.json();
+        let message = json!({"role": "assistant", "content": "Hello", "reasoning_content": "hm"});
+        assert_eq!(plain["choices"][0]["message"], message);
+        let streamed = server.post(PATH, ask(with(fields, json!({"stream": true})))).await;
+        assert_eq!(chat_fold(&streamed), plain["choices"]);
+    }
+}
+
+#[tokio::test]
+async fn the_template_sees_tools_calls_and_results() {
+    let server = answering(&[IM_END]).await;
+    let call = json!({"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{\"city\": \"x\"}"}});
+    let messages = json!([
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": null, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": [{"type": "text", "text": "rain"}]},
+    ]);
+    let body = json!({"messages": messages, "tools": [tool("f")], "reasoning_effort": "none"});
+    let answer = server.post(PATH, body).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+    insta::assert_snapshot!(prompt(&server), @r#"
+    [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]
+    offuser:Hi
+    assistant:[{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"city": "x"}}}]
+    tool:raincall_1f
+    "#);
+}
+
+#[tokio::test]
+async fn a_prompt_ends_where_the_request_says() {
+    let server = answering(&[IM_END]).await;
+    let messages = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]);
+    let ends = [
+        (json!({"continue_final_message": true, "add_generation_prompt": false}), "assistant:Well,"),
+        (json!({"add_generation_prompt": true}), "assistant:Well,\n"),
+    ];
+    for (fields, end) in ends {
+        let answer = server.post(PATH, with(json!({"messages": messages}), fields)).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+        assert!(prompt(&server).ends_with(end), "{:?}", prompt(&server));
+    }
+    let fields = json!({"continue_final_message": true, "add_generation_prompt": true});
+    let answer = server.post(PATH, with(json!({"messages": messages}), fields)).await;
+    assert_eq!((answer.status, &answer.json()["error"]["code"]), (StatusCode::BAD_REQUEST, &json!("template_error")));
+}
+
+#[tokio::test]
+async fn a_template_without_tools_gets_them_in_the_last_message() {
+    let folder = tempfile::tempdir().unwrap();
+    model::write(folder.path());
+    let answer = bytes(r#"{"name": "f", "arguments": {"city": "x"}}"#);
+    let tokens = [answer, vec![IM_END]].concat();
+    let adjust = |config: &mut penstock_router::Config| {
+        config.model_folder = folder.path().to_owned();
+        (config.limits.max_input_tokens, config.limits.max_total_tokens) = (8000, 9000);
+    };
+    let server = Server::start(move |sequence| sequence.answer(&tokens), adjust).await;
+    let parts = json!([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]);
+    for fields in [json!({"tool_prompt": "Call!"}), json!({"tool_prompt": "Call!", "messages": parts})] {
+        let plain = server.post(PATH, ask(fields)).await.json();
+        assert_eq!(plain["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "f");
+        let ids = server.last_request().prompt_token_ids;
+        let prompt: Vec<u8> = ids.into_iter().filter_map(|id| u8::try_from(id).ok()).collect();
+        let prompt = String::from_utf8(prompt).unwrap();
+        assert!(
+            prompt.starts_with("user\nHi\n---\n[{\"type\":\"function\"") && prompt.contains("]\nCall!\n"),
+            "{prompt}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn mistral_s_calls_have_ids_that_its_templates_take_back() {
+    let folder = tempfile::tempdir().unwrap();
+    model::write_with_template(folder.path(), &json!("{{ tools }}[TOOL_CALLS]"));
+    let tokens = [bytes(r#"[TOOL_CALLS][{"name": "f", "arguments": {}}]"#), vec![IM_END]].concat();
+    let adjust = |config: &mut penstock_router::Config| {
+        config.model_folder = folder.path().to_owned();
+        (config.limits.max_input_tokens, config.limits.max_total_tokens) = (8000, 9000);
+    };
+    let server = Server::start(move |sequence| sequence.answer(&tokens), adjust).await;
+    let plain = server.post(PATH, ask(json!({}))).await.json();
+    let id = plain["choices"][0]["message"]["tool_calls"][0]["id"].as_str().unwrap().to_owned();
+    assert!(id.len() == 9 && id.chars().all(|c| c.is_ascii_alphanumeric()), "{id}");
+}
+
+#[tokio::test]
+async fn the_choice_decides_the_grammar() {
+    let server = answering(&[IM_END]).await;
+    let mut grammars = Vec::new();
+    for choice in [json!("auto"), json!("required"), json!("g"), json!({"type": "function", "function": {"name": "g"}})]
+    {
+        let answer = server.post(PATH, ask(json!({"tool_choice": choice}))).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+        grammars.push(grammar(&server).unwrap());
+    }
+    assert!(grammars[0].contains("PLAIN") && !grammars[1].contains("PLAIN"));
+    assert!(grammars[1].contains("\\\"f\\\"") && !grammars[2].contains("\\\"f\\\""), "{}", grammars[2]);
+    assert_eq!(grammars[2], grammars[3]);
+    server.post(PATH, ask(json!({"tool_choice": "required", "parallel_tool_calls": false}))).await;
+    assert_ne!(grammar(&server).unwrap(), grammars[1]);
+
+    for fields in [json!({"tool_choice": "none"}), json!({"tools": []}), json!({"tools": [], "tool_choice": "auto"})] {
+        let answer = server.post(PATH, ask(fields)).await.json();
+        assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": ""}));
+        assert_eq!((grammar(&server), prompt(&server).contains("city")), (None, false));
+    }
+}
+
+#[tokio::test]
+async fn tools_that_cannot_be_are_refused() {
+    let server = answering(&[IM_END]).await;
+    let cases = [
+        (json!({"tool_choice": "h"}), "tool_error", "the function \"h\", which is not one of the tools"),
+        (json!({"tool_choice": "required", "tools": []}), "tool_error", "no tools are given"),
+        (json!({"tools": [tool("f"), tool("f")]}), "tool_error", "\"f\" is used twice"),
+        (json!({"response_format": {"type": "json_object"}}), "tool_error", "send one of them"),
+        (json!({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}), "malformed_request", "`retrieval`"),
+        (json!({"tools": [{"type": "function"}]}), "malformed_request", "missing field `function`"),
+        (json!({"tool_choice": 5}), "malformed_request", "tool_choice: "),
+        (json!({"ignore_eos": true}), "validation", "`ignore_eos` cannot be combined"),
+    ];
+    for (fields, code, message) in cases {
+        for stream in [false, true] {
+            let answer = server.post(PATH, ask(with(fields.clone(), json!({"stream": stream})))).await;
+            assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{fields}: {}", answer.body);
+            let error = &answer.json()["error"];
+            assert_eq!(error["code"], code);
+            assert!(error["message"].as_str().unwrap().contains(message), "{error}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_was_cut_is_not_passed_off_as_one() {
+    let server = answering(&call(r#"{"name": "f", "arguments": {"city": "x"}}"#)).await;
+    let answer = server.post(PATH, ask(json!({"max_tokens": 32}))).await.json();
+    let choice = &answer["choices"][0];
+    assert_eq!(choice["finish_reason"], "length");
+    assert_eq!(choice["message"]["tool_calls"][0]["function"]["arguments"], "{\"ci");
+}
+
+#[tokio::test]
+async fn a_client_s_grammar_leaves_room_for_thoughts() {
+    let server = answering(&[IM_END]).await;
+    let format = json!({"type": "regex", "value": "[0-9]+"});
+    server.post(PATH, ask(json!({"tools": null, "response_format": format}))).await;
+    let grammar = grammar(&server).unwrap();
+    assert!(grammar.contains("</think>") && grammar.contains("/[0-9]+/"), "{grammar}");
+}
