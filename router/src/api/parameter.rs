@@ -231,9 +231,11 @@ impl Parameters {
 
     fn num_generations(&self, limits: &RequestLimits) -> Result<usize, ValidationError> {
         let max = MAX_GENERATIONS.min(limits.max_concurrent_requests);
-        let n = self.extension.n.unwrap_or(1);
-        let given = n.max(self.best_of.unwrap_or(1));
-        if n == 0 || given > max { Err(ValidationError::Generations { max, given: n }) } else { Ok(given) }
+        let given = match self.extension.n {
+            Some(0) => 0,
+            n => n.unwrap_or(1).max(self.best_of.unwrap_or(1)),
+        };
+        if given == 0 || given > max { Err(ValidationError::Generations { max, given }) } else { Ok(given) }
     }
 
     pub(crate) fn check(self, limits: &RequestLimits) -> Result<Checked, ValidationError> {

@@ -14,3 +14,8 @@ mod request_id;
 mod server;
 mod status;
 mod stream;
+mod tgi_candidate;
+mod tgi_dispatch;
+mod tgi_fold;
+mod tgi_odd_input;
+mod tgi_order;
