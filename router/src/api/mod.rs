@@ -8,3 +8,4 @@ pub(crate) mod grammar;
 pub(crate) mod openai;
 pub(crate) mod parameter;
 pub(crate) mod tgi;
+pub(crate) mod vertex;

@@ -1,6 +1,6 @@
 //! What a generation can be asked for, whatever the dialect, and the bounds it must keep.
 //!
-//! The checks and their order are TGI's, then come those of what TGI did not have.
+//! The checks and their order are TGI's; those of what TGI did not have come last before the prompt's.
 
 use std::time::Duration;
 
@@ -84,6 +84,8 @@ pub(crate) enum ValidationError {
     BestOfSampling,
     #[error("`seed` must not be set when `best_of` > 1")]
     BestOfSeed,
+    #[error("`n` > 1 is not supported when streaming tokens")]
+    GenerationsStream,
     #[error("`decoder_input_details` == true is not supported when streaming tokens")]
     PrefillDetailsStream,
     #[error("`temperature` must be strictly positive")]
@@ -112,6 +114,8 @@ pub(crate) enum ValidationError {
     EmptyInput,
     #[error("`messages` cannot be empty")]
     NoMessages,
+    #[error("`instances` cannot be empty")]
+    NoInstances,
     #[error("`truncate` must be strictly positive and less than or equal to {max}. Given: {given}")]
     Truncate { max: usize, given: usize },
     #[error("{0}")]
@@ -128,6 +132,8 @@ pub(crate) enum ValidationError {
     Adapter(String),
     #[error("`grammar` is not a grammar: {0}")]
     Grammar(String),
+    #[error("`grammar` and `response_format` are the same thing; send one of them")]
+    TwoGrammars,
     #[error("`grammar` is not supported: the server runs with --disable-grammar-support")]
     GrammarDisabled,
     #[error("`min_p` must be >= 0.0 and <= 1.0")]
@@ -178,9 +184,9 @@ impl ValidationError {
             Self::TopNTokens { .. } => Some("top_logprobs"),
             Self::Logprobs { field, .. } | Self::Unsupported { field, .. } => Some(field),
             Self::Adapter(_) => Some("model"),
-            Self::Grammar(_) | Self::GrammarDisabled => Some("response_format"),
+            Self::Grammar(_) | Self::TwoGrammars | Self::GrammarDisabled => Some("response_format"),
             Self::MinP => Some("min_p"),
-            Self::Generations { .. } => Some("n"),
+            Self::Generations { .. } | Self::GenerationsStream => Some("n"),
             Self::BestOfBelowN { .. } => Some("best_of"),
             Self::MinTokens { .. } => Some("min_tokens"),
             Self::StopTokenCount { .. } => Some("stop_token_ids"),
@@ -192,6 +198,7 @@ impl ValidationError {
             Self::TokenId { .. } => Some("prompt"),
             Self::PrefillDetailsStream
             | Self::EmptyInput
+            | Self::NoInstances
             | Self::Truncate { .. }
             | Self::Tokenizer(_)
             | Self::InputTokens { .. } => None,
@@ -200,7 +207,7 @@ impl ValidationError {
 }
 
 impl Parameters {
-    /// What cannot be asked of a stream; checked before anything else.
+    /// What cannot be asked of TGI's streams, whose events name no generation; checked before anything else.
     pub(crate) fn check_stream(&self) -> Result<(), ValidationError> {
         if self.best_of.is_some_and(|best_of| best_of != 1) {
             return Err(ValidationError::BestOfStream);
@@ -208,17 +215,30 @@ impl Parameters {
         if self.decoder_input_details {
             return Err(ValidationError::PrefillDetailsStream);
         }
+        if self.extension.n.is_some_and(|n| n > 1) {
+            return Err(ValidationError::GenerationsStream);
+        }
         Ok(())
     }
 
-    /// Checked before the request is admitted.
-    pub(crate) fn check_best_of(&self, limits: &RequestLimits) -> Result<(), ValidationError> {
-        match self.best_of {
-            Some(given) if given > limits.max_best_of => {
-                Err(ValidationError::BestOf { max: limits.max_best_of, given })
-            }
-            _ => Ok(()),
+    /// How many generations are asked for; checked before the request is admitted.
+    pub(crate) fn check_best_of(&self, limits: &RequestLimits) -> Result<usize, ValidationError> {
+        if let Some(given) = self.best_of.filter(|&given| given > limits.max_best_of) {
+            return Err(ValidationError::BestOf { max: limits.max_best_of, given });
         }
+        match (self.extension.n, self.best_of) {
+            (Some(n), Some(best_of)) if best_of > 1 && n > best_of => Err(ValidationError::BestOfBelowN { best_of, n }),
+            _ => self.num_generations(limits),
+        }
+    }
+
+    fn num_generations(&self, limits: &RequestLimits) -> Result<usize, ValidationError> {
+        let max = MAX_GENERATIONS.min(limits.max_concurrent_requests);
+        let given = match self.extension.n {
+            Some(0) => 0,
+            n => n.unwrap_or(1).max(self.best_of.unwrap_or(1)),
+        };
+        if given == 0 || given > max { Err(ValidationError::Generations { max, given }) } else { Ok(given) }
     }
 
     pub(crate) fn check(self, limits: &RequestLimits) -> Result<Checked, ValidationError> {
@@ -240,10 +260,6 @@ impl Parameters {
         if let Some(given) = self.top_n_tokens.filter(|&given| given > self.max_top_n_tokens) {
             return Err(ValidationError::TopNTokens { max: self.max_top_n_tokens, given });
         }
-        if let Some(given) = self.truncate.filter(|&given| given == 0 || given > limits.max_input_tokens) {
-            return Err(ValidationError::Truncate { max: limits.max_input_tokens, given });
-        }
-
         if let Some(adapter_id) = self.adapter_id {
             return Err(ValidationError::Adapter(adapter_id));
         }
@@ -251,11 +267,7 @@ impl Parameters {
         if self.extension.ignore_eos && self.grammar.is_some() {
             return Err(ValidationError::IgnoreEosWithGrammar);
         }
-        let num_generations = self.extension.n.unwrap_or(1).max(best_of);
-        let max_generations = MAX_GENERATIONS.min(limits.max_concurrent_requests);
-        if num_generations > max_generations {
-            return Err(ValidationError::Generations { max: max_generations, given: num_generations });
-        }
+        let num_generations = self.num_generations(limits)?;
         let seed = samples.then(|| self.seed.unwrap_or_else(rand::random));
         Ok(self.into_checked(samples, seed, num_generations))
     }
@@ -382,9 +394,6 @@ impl Extension {
         if self.stop_token_ids.len() > MAX_STOP_TOKENS {
             return Err(ValidationError::StopTokenCount { max: MAX_STOP_TOKENS, given: self.stop_token_ids.len() });
         }
-        if self.n == Some(0) {
-            return Err(ValidationError::Generations { max: MAX_GENERATIONS, given: 0 });
-        }
         if let Some(given) = self.priority.filter(|priority| !(-MAX_PRIORITY..=MAX_PRIORITY).contains(priority)) {
             return Err(ValidationError::Priority { max: MAX_PRIORITY, given });
         }
@@ -409,6 +418,16 @@ impl Checked {
         match named.find(|&&id| id >= vocabulary) {
             Some(&given) => Err(ValidationError::TokenId { vocabulary, given }),
             None => Ok(()),
+        }
+    }
+
+    /// To be asked when the prompt is known not to be empty, and before it is tokenized.
+    pub(crate) fn check_truncate(&self, limits: &RequestLimits) -> Result<(), ValidationError> {
+        match self.truncate {
+            Some(given) if given == 0 || given > limits.max_input_tokens => {
+                Err(ValidationError::Truncate { max: limits.max_input_tokens, given })
+            }
+            _ => Ok(()),
         }
     }
 

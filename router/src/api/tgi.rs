@@ -1,11 +1,12 @@
 //! TGI's requests and answers, field by field. The order of an answer's fields is the order on the wire.
 
 use serde::{Deserialize, Deserializer, Serialize};
-use serde_json::Value;
 
 use super::extension::ExtensionFields;
-use super::parameter::Parameters;
-use crate::text::{Ending, TextToken};
+use super::grammar::GrammarField;
+use super::parameter::{Parameters, ValidationError};
+use crate::config::Config;
+use crate::text::{Ending, PromptToken, TextToken, TopText};
 
 /// `/generate`, `/generate_stream`, `/tokenize`, and (with `stream`) `/`.
 #[derive(Debug, Deserialize)]
@@ -14,7 +15,7 @@ pub(crate) struct GenerateRequest {
     #[serde(default = "GenerateParameters::when_absent")]
     pub(crate) parameters: GenerateParameters,
     /// Only `/` looks at it.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub(crate) stream: bool,
 }
 
@@ -28,8 +29,7 @@ pub(crate) struct GenerateParameters {
     pub(crate) top_k: Option<i32>,
     pub(crate) top_p: Option<f32>,
     pub(crate) typical_p: Option<f32>,
-    #[serde(deserialize_with = "or_default")]
-    pub(crate) do_sample: bool,
+    pub(crate) do_sample: Option<bool>,
     pub(crate) max_new_tokens: Option<u32>,
     pub(crate) return_full_text: Option<bool>,
     #[serde(deserialize_with = "or_default")]
@@ -43,7 +43,9 @@ pub(crate) struct GenerateParameters {
     pub(crate) decoder_input_details: bool,
     pub(crate) seed: Option<u64>,
     pub(crate) top_n_tokens: Option<u32>,
-    pub(crate) grammar: Option<Value>,
+    pub(crate) grammar: Option<GrammarField>,
+    /// OpenAI's name for it.
+    pub(crate) response_format: Option<GrammarField>,
     pub(crate) adapter_id: Option<String>,
     #[serde(flatten)]
     pub(crate) extension: ExtensionFields,
@@ -51,8 +53,36 @@ pub(crate) struct GenerateParameters {
 
 impl GenerateParameters {
     /// COMPAT: without the key `parameters` TGI samples; with it, even empty, a missing `do_sample` means greedy.
-    fn when_absent() -> Self {
-        Self { do_sample: true, ..Self::default() }
+    pub(crate) fn when_absent() -> Self {
+        Self { do_sample: Some(true), ..Self::default() }
+    }
+
+    pub(crate) fn into_parameters(self, config: &Config) -> Result<Parameters, ValidationError> {
+        if self.grammar.is_some() && self.response_format.is_some() {
+            return Err(ValidationError::TwoGrammars);
+        }
+        Ok(Parameters {
+            best_of: self.best_of,
+            temperature: self.temperature,
+            repetition_penalty: self.repetition_penalty,
+            frequency_penalty: self.frequency_penalty,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            typical_p: self.typical_p,
+            do_sample: self.do_sample.unwrap_or(false),
+            max_new_tokens: self.max_new_tokens,
+            stop: self.stop,
+            truncate: self.truncate,
+            watermark: self.watermark,
+            decoder_input_details: self.decoder_input_details,
+            seed: self.seed,
+            top_n_tokens: self.top_n_tokens,
+            max_top_n_tokens: config.limits.max_top_n_tokens,
+            grammar: self.grammar.or(self.response_format).and_then(|field| field.0),
+            adapter_id: self.adapter_id,
+            extension: self.extension.into(),
+            ..Parameters::default()
+        })
     }
 }
 
@@ -61,31 +91,6 @@ pub(super) fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de
     deserializer: D,
 ) -> Result<T, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
-}
-
-impl From<GenerateParameters> for Parameters {
-    fn from(given: GenerateParameters) -> Self {
-        Self {
-            best_of: given.best_of,
-            temperature: given.temperature,
-            repetition_penalty: given.repetition_penalty,
-            frequency_penalty: given.frequency_penalty,
-            top_k: given.top_k,
-            top_p: given.top_p,
-            typical_p: given.typical_p,
-            do_sample: given.do_sample,
-            max_new_tokens: given.max_new_tokens,
-            stop: given.stop,
-            truncate: given.truncate,
-            decoder_input_details: given.decoder_input_details,
-            seed: given.seed,
-            top_n_tokens: given.top_n_tokens,
-            watermark: given.watermark,
-            adapter_id: given.adapter_id,
-            extension: given.extension.into(),
-            ..Self::default()
-        }
-    }
 }
 
 #[derive(Debug, Serialize)]
@@ -100,9 +105,27 @@ pub(crate) struct Details {
     pub(crate) finish_reason: FinishReason,
     pub(crate) generated_tokens: u32,
     pub(crate) seed: Option<u64>,
-    /// Always empty: `decoder_input_details` is refused.
-    pub(crate) prefill: [(); 0],
+    pub(crate) prefill: Vec<PrefillToken>,
     pub(crate) tokens: Vec<Token>,
+    /// The generations that did not win.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) best_of_sequences: Option<Vec<BestOfSequence>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) top_tokens: Vec<Vec<Token>>,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct BestOfSequence {
+    pub(crate) generated_text: String,
+    pub(crate) finish_reason: FinishReason,
+    pub(crate) generated_tokens: u32,
+    pub(crate) seed: Option<u64>,
+    /// Empty unless it was asked for and the server allows it.
+    pub(crate) prefill: Vec<PrefillToken>,
+    pub(crate) tokens: Vec<Token>,
+    /// One list for each token, or none at all.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) top_tokens: Vec<Vec<Token>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -110,6 +133,8 @@ pub(crate) struct StreamResponse {
     /// From 1.
     pub(crate) index: u32,
     pub(crate) token: Token,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) top_tokens: Vec<Token>,
     pub(crate) generated_text: Option<String>,
     pub(crate) details: Option<StreamDetails>,
 }
@@ -122,6 +147,16 @@ pub(crate) struct StreamDetails {
     pub(crate) input_length: usize,
 }
 
+/// A token of the prompt.
+#[derive(Debug, Serialize)]
+pub(crate) struct PrefillToken {
+    id: u32,
+    text: String,
+    /// Null for the first one.
+    logprob: Option<f32>,
+}
+
+/// A logprob that is not a number is written as null.
 #[derive(Debug, Serialize)]
 pub(crate) struct Token {
     pub(crate) id: u32,
@@ -130,9 +165,23 @@ pub(crate) struct Token {
     pub(crate) special: bool,
 }
 
-impl From<TextToken> for Token {
-    fn from(token: TextToken) -> Self {
+impl Token {
+    /// A generated token, and the most probable ones in its place.
+    pub(crate) fn with_top(token: TextToken) -> (Self, Vec<Self>) {
+        let TextToken { id, text, logprob, special, top } = token;
+        (Self { id, text, logprob, special }, top.into_iter().map(Into::into).collect())
+    }
+}
+
+impl From<TopText> for Token {
+    fn from(token: TopText) -> Self {
         Self { id: token.id, text: token.text, logprob: token.logprob, special: token.special }
+    }
+}
+
+impl From<PromptToken> for PrefillToken {
+    fn from(token: PromptToken) -> Self {
+        Self { id: token.id, text: token.text, logprob: token.logprob }
     }
 }
 
@@ -159,8 +208,15 @@ impl From<Ending> for FinishReason {
 pub(crate) struct SimpleToken {
     pub(crate) id: u32,
     pub(crate) text: String,
+    /// Byte offsets.
     pub(crate) start: usize,
     pub(crate) stop: usize,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct ChatTokenizeResponse {
+    pub(crate) tokenize_response: Vec<SimpleToken>,
+    pub(crate) templated_text: String,
 }
 
 #[derive(Debug, Serialize)]

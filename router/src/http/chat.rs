@@ -21,6 +21,8 @@ use crate::telemetry::RequestRecord;
 use choice::{ChoiceReader, ChoiceSum};
 use start::Started;
 
+pub(super) use start::render;
+
 pub(super) async fn chat_completions(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,

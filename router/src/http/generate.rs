@@ -7,17 +7,20 @@ use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures::Stream;
+use futures::future::try_join_all;
 
 use super::admission::Permit;
+use super::candidate::{self, Choice};
 use super::dialect::TgiError;
 use super::header;
-use super::running::{Prepared, Prompt, Running};
+use super::running::{Finished, Prepared, Prompt, Running};
 use super::service::Service;
 use super::sse::{self, Frame};
 use crate::api::error::ApiError;
-use crate::api::parameter::Parameters;
-use crate::api::tgi::{Details, GenerateRequest, GenerateResponse, StreamDetails, StreamResponse};
-use crate::telemetry::RequestRecord;
+use crate::api::tgi::{
+    BestOfSequence, Details, GenerateRequest, GenerateResponse, StreamDetails, StreamResponse, Token,
+};
+use crate::telemetry::{RequestRecord, RequestSummary};
 use crate::text::{GenerationError, StopText};
 
 /// The hub's name for models that write on; their answers on `/` begin with the prompt.
@@ -29,8 +32,9 @@ pub(super) async fn generate(
     Json(request): Json<GenerateRequest>,
 ) -> Result<Response, TgiError> {
     record.generates();
-    let (headers, answer) = answer(&service, &record, request).await?;
-    Ok((headers, Json(answer)).into_response())
+    let answer = answer(&service, &record, request).await?;
+    record.answered(answer.summary);
+    Ok((answer.headers(&service), Json(answer.response)).into_response())
 }
 
 pub(super) async fn generate_stream(
@@ -54,8 +58,9 @@ pub(super) async fn compat(
     if request.stream {
         return Ok(stream(service, record, request).await?);
     }
-    let (headers, answer) = answer(&service, &record, request).await?;
-    Ok((headers, Json([answer])).into_response())
+    let answer = answer(&service, &record, request).await?;
+    record.answered(answer.summary);
+    Ok((answer.headers(&service), Json([answer.response])).into_response())
 }
 
 /// What an answer must show.
@@ -63,6 +68,7 @@ struct Shape {
     inputs: Arc<str>,
     return_full_text: bool,
     with_details: bool,
+    choice: Choice,
 }
 
 impl Shape {
@@ -73,57 +79,92 @@ impl Shape {
     fn num_characters(&self) -> usize {
         self.inputs.chars().count()
     }
+
+    /// `finished`: all generations of the request, in their order.
+    fn response(&self, finished: Vec<Finished>) -> GenerateResponse {
+        let is_choice = finished.len() > 1;
+        let mut chosen = candidate::choose(finished, self.choice).into_iter().map(|finished| self.sequence(finished));
+        let winner = chosen.next().expect("invariant: a request has at least one generation");
+        let BestOfSequence { generated_text, finish_reason, generated_tokens, seed, prefill, tokens, top_tokens } =
+            winner;
+        let details = self.with_details.then(|| {
+            let best_of_sequences = is_choice.then(|| chosen.collect());
+            Details { finish_reason, generated_tokens, seed, prefill, tokens, best_of_sequences, top_tokens }
+        });
+        GenerateResponse { generated_text, details }
+    }
+
+    fn sequence(&self, finished: Finished) -> BestOfSequence {
+        let (tokens, mut top_tokens): (Vec<_>, Vec<_>) = finished.tokens.into_iter().map(Token::with_top).unzip();
+        if top_tokens.iter().all(Vec::is_empty) {
+            top_tokens.clear();
+        }
+        BestOfSequence {
+            generated_text: self.generated_text(finished.text),
+            finish_reason: finished.finish.ending.into(),
+            generated_tokens: finished.finish.num_generated_tokens,
+            seed: finished.seed,
+            prefill: finished.prompt_tokens.into_iter().map(Into::into).collect(),
+            tokens,
+            top_tokens,
+        }
+    }
 }
 
 /// Whatever can be refused is refused here, with its status, before a stream starts.
 async fn start(
     service: &Service,
-    record: &RequestRecord,
     request: GenerateRequest,
     streams: bool,
-) -> Result<(Running, Permit, Shape), ApiError> {
-    let shape = Shape {
-        inputs: request.inputs.into(),
-        return_full_text: request.parameters.return_full_text.unwrap_or(false),
-        with_details: request.parameters.details,
-    };
-    let parameters = Parameters::from(request.parameters);
-    let limits = &service.config().limits;
+) -> Result<(Prepared, Permit, Shape), ApiError> {
+    let config = service.config();
+    let return_full_text = request.parameters.return_full_text.unwrap_or(false);
+    let with_details = request.parameters.details || request.parameters.decoder_input_details;
+    let mut parameters = request.parameters.into_parameters(config)?;
     if streams {
         parameters.check_stream()?;
     }
-    parameters.check_best_of(limits)?;
-    let permit = service.admission().admit(1)?;
-    let checked = parameters.check(limits)?;
+    let num_generations = parameters.check_best_of(&config.limits)?;
+    let permit = service.admission().admit(num_generations)?;
+    // COMPAT: without the flag `prefill` is empty; it is not an error to ask.
+    parameters.decoder_input_details &= config.prefill_logprobs;
+    let choice = Choice::new(parameters.best_of, parameters.extension.n);
+    let checked = parameters.check(&config.limits)?;
+    let shape = Shape { inputs: request.inputs.into(), return_full_text, with_details, choice };
     let prompt = Prompt::Text(Arc::clone(&shape.inputs));
-    let prepared = Prepared::new(service, prompt, checked, StopText::Kept).await?;
-    Ok((prepared.start(service, record, 0), permit, shape))
+    Ok((Prepared::new(service, prompt, checked, StopText::Kept).await?, permit, shape))
 }
 
-async fn answer(
+/// A whole answer, and what it cost.
+pub(super) struct Answer {
+    pub(super) response: GenerateResponse,
+    pub(super) summary: RequestSummary,
+    num_characters: usize,
+}
+
+impl Answer {
+    fn headers(&self, service: &Service) -> HeaderMap {
+        header::of_answer(service, self.num_characters, &self.summary)
+    }
+}
+
+pub(super) async fn answer(
     service: &Service,
     record: &RequestRecord,
     request: GenerateRequest,
-) -> Result<(HeaderMap, GenerateResponse), ApiError> {
-    let (running, _permit, shape) = start(service, record, request, false).await?;
-    let finished = running.finish().await?;
-    let summary = finished.summary();
-    record.answered(summary);
-    let headers = header::of_answer(service, shape.num_characters(), &summary);
-    let details = shape.with_details.then(|| Details {
-        finish_reason: finished.finish.ending.into(),
-        generated_tokens: finished.finish.num_generated_tokens,
-        seed: finished.seed,
-        prefill: [],
-        tokens: finished.tokens.into_iter().map(Into::into).collect(),
-    });
-    Ok((headers, GenerateResponse { generated_text: shape.generated_text(finished.text), details }))
+) -> Result<Answer, ApiError> {
+    let (prepared, _permit, shape) = start(service, request, false).await?;
+    let running = prepared.start_all(service, record);
+    // The first failure drops, and so aborts, the others.
+    let finished = try_join_all(running.into_iter().map(Running::finish)).await?;
+    let summary = candidate::cost(&finished);
+    Ok(Answer { summary, num_characters: shape.num_characters(), response: shape.response(finished) })
 }
 
 async fn stream(service: Service, record: RequestRecord, request: GenerateRequest) -> Result<Response, ApiError> {
-    let (running, permit, shape) = start(&service, &record, request, true).await?;
+    let (prepared, permit, shape) = start(&service, request, true).await?;
     let headers = header::of_stream(&service, shape.num_characters());
-    let frames = frames(running, shape, record.clone());
+    let frames = frames(prepared.start(&service, &record, 0), shape, record.clone());
     Ok(sse::response(headers, permit, record, sse::tgi_error, frames))
 }
 
@@ -141,9 +182,9 @@ fn frames(mut running: Running, shape: Shape, record: RequestRecord) -> impl Str
             };
             index += 1;
             text.push_str(&step.text);
+            let (token, top_tokens) = Token::with_top(step.token);
             let Some(finish) = step.finish else {
-                let token = step.token.into();
-                yield Frame::json(&StreamResponse { index, token, generated_text: None, details: None });
+                yield Frame::json(&StreamResponse { index, token, top_tokens, generated_text: None, details: None });
                 continue;
             };
             record.answered(running.summary(&finish));
@@ -154,7 +195,7 @@ fn frames(mut running: Running, shape: Shape, record: RequestRecord) -> impl Str
                 input_length: running.num_prompt_tokens,
             });
             let generated_text = Some(shape.generated_text(text));
-            yield Frame::json(&StreamResponse { index, token: step.token.into(), generated_text, details });
+            yield Frame::json(&StreamResponse { index, token, top_tokens, generated_text, details });
             return;
         }
     }

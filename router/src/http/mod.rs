@@ -2,6 +2,7 @@
 
 mod admission;
 pub(crate) mod auth;
+mod candidate;
 mod chat;
 mod completion;
 pub(crate) mod connection;
@@ -9,6 +10,7 @@ mod dialect;
 mod envelope;
 mod generate;
 mod header;
+mod invocations;
 mod logprob;
 mod observe;
 mod request_id;
@@ -18,6 +20,8 @@ mod side_by_side;
 mod slow_body;
 mod sse;
 mod status;
+mod tokenize;
+mod vertex;
 mod vertex_route;
 
 use axum::Router;
@@ -51,7 +55,10 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
         .route("/v1/completions", post(completion::completions))
         .route("/v1/models", get(status::models))
         .route("/v1/models/{*id}", get(status::model))
-        .route("/tokenize", post(status::tokenize))
+        .route("/invocations", post(invocations::invocations))
+        .route("/vertex", post(vertex::vertex))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/chat_tokenize", post(tokenize::chat_tokenize))
         .route("/info", get(status::info))
         .route("/health", get(status::health))
         .route("/ping", get(status::health))

@@ -21,6 +21,13 @@ pub(super) enum Prompt {
 }
 
 impl Prompt {
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Text(text) | Self::Rendered(text) => text.is_empty(),
+            Self::TokenIds(ids) => ids.is_empty(),
+        }
+    }
+
     async fn encode(self, text_model: &TextModel) -> Result<Vec<u32>, ApiError> {
         let (text, add_special_tokens) = match self {
             Self::Text(text) => (text, true),
@@ -33,9 +40,6 @@ impl Prompt {
                 };
             }
         };
-        if text.is_empty() {
-            return Err(ValidationError::EmptyInput.into());
-        }
         Ok(text_model.encode(text, add_special_tokens).await?)
     }
 }
@@ -52,17 +56,25 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
-    /// Tokenizes, checks the lengths, and has the grammar compiled.
+    /// Tokenizes, checks the lengths, and has the grammar compiled, in the order of TGI's checks.
     pub(super) async fn new(
         service: &Service,
         prompt: Prompt,
         checked: Checked,
         stop_text: StopText,
     ) -> Result<Self, ApiError> {
+        let limits = &service.config().limits;
+        if prompt.is_empty() {
+            return Err(ValidationError::EmptyInput.into());
+        }
+        checked.check_truncate(limits)?;
         let mut prompt_token_ids = prompt.encode(service.text()).await?;
-        let max_new_tokens = checked.fit(&mut prompt_token_ids, &service.config().limits)?;
+        let max_new_tokens = checked.fit(&mut prompt_token_ids, limits)?;
         checked.check_token_ids(service.text().vocabulary_size())?;
         if let Some(grammar) = &checked.sampling.grammar {
+            if !service.config().grammar_support {
+                return Err(ValidationError::GrammarDisabled.into());
+            }
             service.generator().compile_grammar(grammar).await?;
         }
         let group = (checked.num_generations > 1).then(rand::random);

@@ -1,6 +1,4 @@
-//! Routes that generate nothing: what is served, how it is, how it counts.
-
-use std::sync::Arc;
+//! Routes that say what is served and how it is.
 
 use axum::Json;
 use axum::extract::{Path, State};
@@ -11,7 +9,7 @@ use super::dialect::{OpenAiError, TgiError};
 use super::service::Service;
 use crate::api::error::ApiError;
 use crate::api::openai::{Model, ModelList};
-use crate::api::tgi::{GenerateRequest, Info, SimpleToken};
+use crate::api::tgi::Info;
 use crate::telemetry::metrics;
 
 /// COMPAT: what TGI calls itself here; scripts look for it.
@@ -66,19 +64,4 @@ fn served_model(service: &Service) -> Model {
     let id = service.config().model_id.clone();
     // COMPAT: TGI does not know when a model was made either.
     Model { id: id.clone(), object: "model", created: 0, owned_by: id }
-}
-
-pub(super) async fn tokenize(
-    State(service): State<Service>,
-    Json(request): Json<GenerateRequest>,
-) -> Result<Json<Vec<SimpleToken>>, TgiError> {
-    let inputs: Arc<str> = request.inputs.into();
-    let spans = service.text().encode_spans(Arc::clone(&inputs)).await?;
-    let token = |span: crate::text::TokenSpan| SimpleToken {
-        id: span.id,
-        text: inputs.get(span.start..span.stop).unwrap_or_default().to_owned(),
-        start: span.start,
-        stop: span.stop,
-    };
-    Ok(Json(spans.into_iter().map(token).collect()))
 }

@@ -101,10 +101,14 @@ impl TextModel {
         .await
     }
 
-    /// As [`Self::encode`] with special tokens, and where each token came from.
-    pub(crate) async fn encode_spans(&self, text: Arc<str>) -> Result<Vec<TokenSpan>, EncodeError> {
-        self.on_thread(text, |tokenizer, text| {
-            let encoding = tokenizer.encode(text, true)?;
+    /// As [`Self::encode`], and where each token came from.
+    pub(crate) async fn encode_spans(
+        &self,
+        text: Arc<str>,
+        add_special_tokens: bool,
+    ) -> Result<Vec<TokenSpan>, EncodeError> {
+        self.on_thread(text, move |tokenizer, text| {
+            let encoding = tokenizer.encode(text, add_special_tokens)?;
             let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
             Ok(spans.map(|(&id, &(start, stop))| TokenSpan { id, start, stop }).collect())
         })

@@ -1,6 +1,7 @@
 //! Refusals on TGI's routes: statuses, types and texts.
 
 use axum::http::StatusCode;
+use penstock_router::Config;
 use serde_json::{Value, json};
 
 use crate::model::IM_END;
@@ -52,21 +53,30 @@ async fn parameters_out_of_range_are_refused() {
 }
 
 #[tokio::test]
-async fn what_is_not_there_yet_is_refused_by_name() {
+async fn what_cannot_be_served_is_refused_by_name() {
     let server = Server::answering(&[IM_END]).await;
-    let asked = [
-        ("best_of", json!({"best_of": 2, "do_sample": true})),
-        ("frequency_penalty", json!({"frequency_penalty": 0.5})),
-        ("typical_p", json!({"typical_p": 0.5})),
-        ("decoder_input_details", json!({"decoder_input_details": true})),
-        ("top_n_tokens", json!({"top_n_tokens": 2})),
-        ("watermark", json!({"watermark": true})),
-        ("grammar", json!({"grammar": {"type": "regex", "value": "a"}})),
-        ("adapter_id", json!({"adapter_id": "mine"})),
+    let grammar = json!({"type": "regex", "value": "a"});
+    let cases = [
+        (json!({"adapter_id": "mine"}), "`adapter_id` mine is unknown: no adapters are served"),
+        (json!({"grammar": {"type": "regex", "value": "broken"}}), "`grammar` is not a grammar: it is broken"),
+        (
+            json!({"grammar": grammar, "response_format": grammar}),
+            "`grammar` and `response_format` are the same thing; send one of them",
+        ),
+        (json!({"n": 0}), "`n` must be >= 1 and <= 4. Given: 0"),
+        (json!({"n": 5}), "`n` must be >= 1 and <= 4. Given: 5"),
+        (json!({"n": 3, "best_of": 2, "do_sample": true}), "`best_of` must be >= `n`. Given: 2 and 3"),
     ];
-    for (name, parameters) in asked {
-        assert_eq!(validation_error(&server, "Hi", parameters).await, format!("`{name}` is not supported yet"));
+    for (parameters, message) in cases {
+        assert_eq!(validation_error(&server, "Hi", parameters).await, message);
     }
+    let without = |config: &mut Config| config.grammar_support = false;
+    let server = Server::start(|sequence| sequence.answer(&[IM_END]), without).await;
+    for field in ["grammar", "response_format"] {
+        let message = "`grammar` is not supported: the server runs with --disable-grammar-support";
+        assert_eq!(validation_error(&server, "Hi", json!({field: grammar})).await, message);
+    }
+    assert!(server.engine.requests.lock().unwrap().is_empty());
 }
 
 #[tokio::test]

@@ -186,6 +186,13 @@ impl Server {
         whole(self.send(self.request("POST", path).header("content-type", content_type), body).await).await
     }
 
+    /// For bodies that are no text.
+    pub async fn post_bytes(&self, path: &str, body: &[u8]) -> Answer {
+        let request = self.request("POST", path).header("content-type", "application/json");
+        let request = request.body(Full::new(Bytes::copy_from_slice(body))).unwrap();
+        whole(self.client.request(request).await.unwrap()).await
+    }
+
     pub async fn get(&self, path: &str) -> Answer {
         whole(self.send(self.request("GET", path), "").await).await
     }

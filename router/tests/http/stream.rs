@@ -3,9 +3,9 @@
 use axum::http::StatusCode;
 use http_body_util::BodyExt;
 use penstock_router::engine::{SequenceEvent, SequenceFailure};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use crate::model::{IM_END, bytes, word};
+use crate::model::{IM_END, word};
 use crate::server::{Server, whole};
 
 #[tokio::test]
@@ -51,27 +51,6 @@ async fn events_come_as_tokens_do() {
 }
 
 #[tokio::test]
-async fn a_stream_folds_to_the_plain_answer() {
-    let tokens = [bytes("né: "), vec![word("Hello"), 0xE2, 0x82, word("END"), word(" world"), 256, IM_END]].concat();
-    let server = Server::answering(&tokens).await;
-    for parameters in [json!({}), json!({"stop": ["ENDx", "D wo"]}), json!({"max_new_tokens": 8})] {
-        let mut body = json!({"inputs": "Hi", "parameters": parameters});
-        body["parameters"]["details"] = true.into();
-        let plain = server.post("/generate", body.clone()).await.json();
-        let events = server.post("/generate_stream", body).await.events();
-        let events: Vec<Value> = events.iter().map(|event| serde_json::from_str(event).unwrap()).collect();
-        let streamed: Vec<_> = events.iter().map(|event| event["token"].clone()).collect();
-        assert_eq!(plain["details"]["tokens"].as_array().unwrap(), &streamed);
-        let text =
-            streamed.iter().filter(|token| token["special"] == false).map(|token| token["text"].as_str().unwrap());
-        assert_eq!(plain["generated_text"], text.collect::<String>());
-        let last = events.last().unwrap();
-        assert_eq!(plain["generated_text"], last["generated_text"]);
-        assert_eq!(plain["details"]["finish_reason"], last["details"]["finish_reason"]);
-    }
-}
-
-#[tokio::test]
 async fn a_failure_on_the_way_is_the_last_event() {
     let (server, mut sequences) = Server::manual().await;
     let response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
@@ -94,9 +73,55 @@ async fn a_failure_on_the_way_is_the_last_event() {
 #[tokio::test]
 async fn refusals_have_their_status_before_a_stream_starts() {
     let server = Server::answering(&[IM_END]).await;
-    for parameters in [json!({"temperature": 0}), json!({"best_of": 2}), json!({"decoder_input_details": true})] {
+    for parameters in [
+        json!({"temperature": 0}),
+        json!({"best_of": 2}),
+        json!({"best_of": 0}),
+        json!({"n": 2}),
+        json!({"decoder_input_details": true}),
+    ] {
         let answer = server.post("/generate_stream", json!({"inputs": "Hi", "parameters": parameters})).await;
         assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY);
         assert_eq!(answer.json()["error_type"], "validation");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn silence_is_filled_with_comments() {
+    let (server, mut sequences) = Server::manual().await;
+    let mut response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
+    let sequence = sequences.recv().await.unwrap();
+    let before = tokio::time::Instant::now();
+    let frame = response.body_mut().frame().await.unwrap().unwrap();
+    assert_eq!(frame.into_data().unwrap(), ":\n\n");
+    assert!(before.elapsed() >= std::time::Duration::from_secs(14), "{:?}", before.elapsed());
+    sequence.answer(&[IM_END]);
+    let rest = whole(response).await;
+    assert_eq!(rest.events().len(), 1);
+}
+
+#[tokio::test]
+async fn no_stream_of_tgi_s_ends_with_done() {
+    let server = Server::answering(&[word("Hello"), IM_END]).await;
+    for path in ["/generate_stream", "/", "/invocations"] {
+        let answer = server.post(path, json!({"inputs": "Hi", "stream": true})).await;
+        assert_eq!(answer.header("content-type"), "text/event-stream");
+        assert_eq!(answer.events().len(), 2, "{path}");
+        assert!(!answer.body.contains("[DONE]"));
+    }
+}
+
+#[tokio::test]
+async fn a_timeout_is_a_status_or_the_last_event() {
+    let (server, mut sequences) = Server::manual().await;
+    let body = json!({"inputs": "Hi", "parameters": {"timeout": 0.05}});
+    let expected = r#"{"error":"the request's timeout is over","error_type":"timeout"}"#;
+    let plain = server.post("/generate", body.clone()).await;
+    assert_eq!((plain.status, plain.body.as_str()), (StatusCode::GATEWAY_TIMEOUT, expected));
+    sequences.recv().await.unwrap().aborted.await.unwrap();
+
+    let stream = server.post("/generate_stream", body).await;
+    assert_eq!(stream.status, StatusCode::OK);
+    assert_eq!(stream.events(), [expected]);
+    sequences.recv().await.unwrap().aborted.await.unwrap();
 }

@@ -23,6 +23,26 @@ pub(super) struct Started {
     pub(super) num_characters: usize,
 }
 
+/// What the model reads of a chat.
+pub(in crate::http) struct ChatPrompt {
+    pub(in crate::http) text: Arc<str>,
+    tool_set: Option<ToolSet>,
+}
+
+/// Renders the template over the conversation and its tools.
+pub(in crate::http) fn render(service: &Service, request: &mut ChatRequest) -> Result<ChatPrompt, ApiError> {
+    let tool_set = request.tool_set();
+    let mut inputs = request.template_inputs()?;
+    if let Some(set) = &tool_set {
+        let style = service.text().answer_style(true);
+        if let Some(text) = style.tool_prompt(&set.values, set.prompt.as_deref()) {
+            append_text(inputs.messages.last_mut(), text);
+        }
+        inputs.tools = Some(set.values.clone());
+    }
+    Ok(ChatPrompt { text: service.text().render_chat(inputs)?.into(), tool_set })
+}
+
 /// Whatever can be refused is refused here, before a stream starts.
 pub(super) async fn start(
     service: &Service,
@@ -30,18 +50,9 @@ pub(super) async fn start(
     mut request: ChatRequest,
 ) -> Result<Started, ApiError> {
     let checked = request.parameters()?.check(&service.config().limits)?;
-    let tool_set = request.tool_set();
-    let mut inputs = request.template_inputs()?;
     let permit = service.admission().admit(checked.num_generations)?;
-
+    let ChatPrompt { text: prompt, tool_set } = render(service, &mut request)?;
     let style = service.text().answer_style(tool_set.is_some());
-    if let Some(set) = &tool_set {
-        if let Some(text) = style.tool_prompt(&set.values, set.prompt.as_deref()) {
-            append_text(inputs.messages.last_mut(), text);
-        }
-        inputs.tools = Some(set.values.clone());
-    }
-    let prompt: Arc<str> = service.text().render_chat(inputs)?.into();
     let num_characters = prompt.chars().count();
     let thinking = style.thinking(&prompt);
     let checked = constrain(checked, style, thinking, tool_set.as_ref(), service.config().grammar_support)?;

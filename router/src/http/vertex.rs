@@ -1,0 +1,89 @@
+//! `/vertex`: several prompts and chats in one request, as Vertex AI sends them.
+//!
+//! COMPAT: whatever goes wrong with one is the whole request's `Incomplete generation`; the reason is in the log.
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use futures::future::try_join_all;
+
+use super::running::{Prepared, Prompt};
+use super::service::Service;
+use super::{chat, generate};
+use crate::api::error::{ApiError, TgiErrorBody};
+use crate::api::openai::ChatRequest;
+use crate::api::parameter::ValidationError;
+use crate::api::vertex::{VertexInstance, VertexRequest, VertexResponse};
+use crate::telemetry::{RequestRecord, RequestSummary};
+use crate::text::StopText;
+
+/// An error as TGI writes it here: text and type are the same.
+#[derive(Debug)]
+pub(super) struct VertexError(ApiError);
+
+impl IntoResponse for VertexError {
+    fn into_response(self) -> Response {
+        let (status, told) = match &self.0 {
+            ApiError::Validation(ValidationError::NoInstances) => {
+                (StatusCode::UNPROCESSABLE_ENTITY, "Input validation error")
+            }
+            _ => (StatusCode::INTERNAL_SERVER_ERROR, "Incomplete generation"),
+        };
+        let body = TgiErrorBody { error: told.to_owned(), error_type: told };
+        let mut response = (status, Json(body)).into_response();
+        // For the one place that logs and counts it.
+        response.extensions_mut().insert(self.0);
+        response
+    }
+}
+
+pub(super) async fn vertex(
+    State(service): State<Service>,
+    Extension(record): Extension<RequestRecord>,
+    Json(request): Json<VertexRequest>,
+) -> Result<Json<VertexResponse>, VertexError> {
+    record.generates();
+    if request.instances.is_empty() {
+        return Err(VertexError(ValidationError::NoInstances.into()));
+    }
+    let answers = request.instances.into_iter().map(|instance| answer(&service, &record, instance));
+    // The first failure drops, and so aborts, the others.
+    let answers = try_join_all(answers).await.map_err(VertexError)?;
+    let mut summary = RequestSummary::default();
+    answers.iter().for_each(|(_, cost)| summary.add(cost));
+    record.answered(summary);
+    Ok(Json(VertexResponse { predictions: answers.into_iter().map(|(text, _)| text).collect() }))
+}
+
+async fn answer(
+    service: &Service,
+    record: &RequestRecord,
+    instance: VertexInstance,
+) -> Result<(String, RequestSummary), ApiError> {
+    match instance {
+        VertexInstance::Generate(request) => {
+            let answer = generate::answer(service, record, request.into()).await?;
+            Ok((answer.response.generated_text, answer.summary))
+        }
+        VertexInstance::Chat(request) => chat(service, record, *request).await,
+    }
+}
+
+/// COMPAT: the text as the model wrote it, calls of tools unread; `stream` has no effect.
+async fn chat(
+    service: &Service,
+    record: &RequestRecord,
+    mut request: ChatRequest,
+) -> Result<(String, RequestSummary), ApiError> {
+    let checked = request.parameters()?.check(&service.config().limits)?;
+    if checked.num_generations > 1 {
+        return Err(ValidationError::Generations { max: 1, given: checked.num_generations }.into());
+    }
+    let _permit = service.admission().admit(1)?;
+    let prompt = Prompt::Rendered(chat::render(service, &mut request)?.text);
+    let prepared = Prepared::new(service, prompt, checked, StopText::Cut).await?;
+    let finished = prepared.start(service, record, 0).finish().await?;
+    let summary = finished.summary();
+    Ok((finished.text, summary))
+}
