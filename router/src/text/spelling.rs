@@ -54,7 +54,7 @@ fn has_type(decoder: &Value, name: &str) -> bool {
 
 fn fallback_byte(spelled: &str) -> Option<u8> {
     let digits = spelled.strip_prefix("<0x")?.strip_suffix('>')?;
-    u8::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 2)
+    u8::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 2 && !digits.starts_with('+'))
 }
 
 /// Printable characters of Latin-1 are their own; the other bytes follow each other from U+0100 on.
