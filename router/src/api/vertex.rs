@@ -13,7 +13,7 @@ pub(crate) struct VertexRequest {
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "an object with `inputs`, or with `messages`")]
 pub(crate) enum VertexInstance {
-    Generate(PromptInstance),
+    Generate(Box<PromptInstance>),
     Chat(Box<ChatRequest>),
 }
 

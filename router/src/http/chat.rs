@@ -19,9 +19,8 @@ use super::sse::{self, Frame};
 use crate::api::openai::{ChatChunk, ChatCompletion, ChatRequest, Envelope, Usage};
 use crate::telemetry::RequestRecord;
 use choice::{ChoiceReader, ChoiceSum};
-use start::Started;
 
-pub(super) use start::render;
+pub(super) use start::{Started, render, start};
 
 pub(super) async fn chat_completions(
     State(service): State<Service>,
@@ -34,7 +33,7 @@ pub(super) async fn chat_completions(
     // COMPAT: any model's name is welcome, and comes back; "tgi" means the one that is served.
     let model = request.model.as_ref().filter(|model| *model != "tgi").unwrap_or(&service.config().model_id).clone();
     let envelope = envelope::new(object, "chatcmpl", model);
-    let Started { running, readers, permit, num_characters } = start::start(&service, &record, request).await?;
+    let Started { running, readers, permit, num_characters } = start(&service, &record, request).await?;
     let steps = side_by_side::steps(running);
     if streams {
         let headers = header::of_stream(&service, num_characters);

@@ -8,15 +8,15 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures::future::try_join_all;
 
-use super::running::{Prepared, Prompt};
+use super::chat::{self, Started};
+use super::generate;
+use super::running::Running;
 use super::service::Service;
-use super::{chat, generate};
 use crate::api::error::{ApiError, TgiErrorBody};
 use crate::api::openai::ChatRequest;
 use crate::api::parameter::ValidationError;
 use crate::api::vertex::{VertexInstance, VertexRequest, VertexResponse};
 use crate::telemetry::{RequestRecord, RequestSummary};
-use crate::text::StopText;
 
 /// An error as TGI writes it here: text and type are the same.
 #[derive(Debug)]
@@ -63,27 +63,23 @@ async fn answer(
 ) -> Result<(String, RequestSummary), ApiError> {
     match instance {
         VertexInstance::Generate(request) => {
-            let answer = generate::answer(service, record, request.into()).await?;
+            let answer = generate::answer(service, record, (*request).into()).await?;
             Ok((answer.response.generated_text, answer.summary))
         }
-        VertexInstance::Chat(request) => chat(service, record, *request).await,
+        VertexInstance::Chat(request) => answer_chat(service, record, *request).await,
     }
 }
 
 /// COMPAT: the text as the model wrote it, calls of tools unread; `stream` has no effect.
-async fn chat(
+async fn answer_chat(
     service: &Service,
     record: &RequestRecord,
-    mut request: ChatRequest,
+    request: ChatRequest,
 ) -> Result<(String, RequestSummary), ApiError> {
-    let checked = request.parameters()?.check(&service.config().limits)?;
-    if checked.num_generations > 1 {
-        return Err(ValidationError::Generations { max: 1, given: checked.num_generations }.into());
-    }
-    let _permit = service.admission().admit(1)?;
-    let prompt = Prompt::Rendered(chat::render(service, &mut request)?.text);
-    let prepared = Prepared::new(service, prompt, checked, StopText::Cut).await?;
-    let finished = prepared.start(service, record, 0).finish().await?;
+    let Started { running, permit: _permit, .. } = chat::start(service, record, request).await?;
+    let several = |all: Vec<_>| ValidationError::Generations { max: 1, given: all.len() };
+    let [running]: [Running; 1] = running.try_into().map_err(several)?;
+    let finished = running.finish().await?;
     let summary = finished.summary();
     Ok((finished.text, summary))
 }

@@ -14,11 +14,11 @@ use crate::http::service::Service;
 use crate::telemetry::RequestRecord;
 use crate::text::{AnswerStyle, StopText, Thinking, ToolChoice, ToolError, ToolFormat};
 
-pub(super) struct Started {
-    pub(super) running: Vec<Running>,
+pub(in crate::http) struct Started {
+    pub(in crate::http) running: Vec<Running>,
     /// One for each.
     pub(super) readers: Vec<ChoiceReader>,
-    pub(super) permit: Permit,
+    pub(in crate::http) permit: Permit,
     /// Of the rendered prompt.
     pub(super) num_characters: usize,
 }
@@ -44,7 +44,7 @@ pub(in crate::http) fn render(service: &Service, request: &mut ChatRequest) -> R
 }
 
 /// Whatever can be refused is refused here, before a stream starts.
-pub(super) async fn start(
+pub(in crate::http) async fn start(
     service: &Service,
     record: &RequestRecord,
     mut request: ChatRequest,
