@@ -11,6 +11,10 @@ class PlanError(Exception):
     """A plan as a whole breaks the protocol; it ends the stream, not the worker."""
 
 
+class GrammarError(Exception):
+    """A grammar cannot be used; the message is for the user."""
+
+
 class SequenceError(Exception):
     """One sequence cannot go on; it becomes that sequence's output and touches nobody else."""
 

@@ -7,6 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a sequence's text must be an instance of."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +39,11 @@ class Sampling:
     top_n: int = 0
     prompt_logprobs: bool = False
     model_logprobs: bool = False  # logprobs of the model's own distribution instead of the processed one
-    unsupported: tuple[str, ...] = ()  # fields that the plan sets and this worker does not implement
+    grammar: Grammar | None = None
+
+    @property
+    def constrained(self) -> bool:
+        return self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ import grpc
 
 from penstock_server.compute import ComputeThread
 from penstock_server.config import Description, LoadConfig, WarmUpConfig, WorkerConfig
-from penstock_server.errors import ConfigError, PlanError
+from penstock_server.errors import ConfigError, GrammarError, PlanError
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 from penstock_server.phase import Phase
-from penstock_server.plan import Advance, NewSequence, Plan, Sampling, StepResult, Token
+from penstock_server.plan import Advance, Grammar, NewSequence, Plan, Sampling, StepResult, Token
 
 if TYPE_CHECKING:
     from penstock_server.engine import Engine
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
+_RPC_THREADS = 32  # started when needed; most can wait for a grammar each, and Health still answers
 _MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 
 
@@ -133,6 +134,21 @@ class Worker(rpc.WorkerServicer):
             self._abort_with_fault(context, error)
         self._ready = True
         return pb.WarmUpResponse(num_blocks=capacity.num_blocks, phases=_phases(capacity.phases))
+
+    def CompileGrammar(  # noqa: N802
+        self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
+    ) -> pb.CompileGrammarResponse:
+        engine, grammar = self._engine, _grammar(request.grammar)
+        if engine is None:
+            _refuse(context, "no model is loaded; Load comes before CompileGrammar")
+        if grammar is None:
+            return pb.CompileGrammarResponse(error="the grammar is of no kind; give a JSON schema, a regex or Lark")
+        started = time.monotonic()
+        try:
+            was_there = engine.compile_grammar(grammar)
+        except GrammarError as error:
+            return pb.CompileGrammarResponse(error=str(error), seconds=time.monotonic() - started)
+        return pb.CompileGrammarResponse(seconds=0.0 if was_there else time.monotonic() - started)
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
         since = self._stepping_since
@@ -234,7 +250,7 @@ def start_server(worker: Worker, socket: Path) -> grpc.Server:
     except FileNotFoundError:
         pass
     server = grpc.server(
-        ThreadPoolExecutor(max_workers=8, thread_name_prefix="rpc"),
+        ThreadPoolExecutor(max_workers=_RPC_THREADS, thread_name_prefix="rpc"),
         options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
     )
     rpc.add_WorkerServicer_to_server(worker, server)
@@ -289,7 +305,6 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
 
 
 def _sampling(message: pb.Sampling) -> Sampling:
-    asked = {"grammar": message.HasField("grammar")}
     return Sampling(
         do_sample=message.do_sample,
         seed=message.seed,
@@ -308,7 +323,7 @@ def _sampling(message: pb.Sampling) -> Sampling:
         top_n=message.top_n,
         prompt_logprobs=message.prompt_logprobs,
         model_logprobs=message.logprob_source == pb.LOGPROB_SOURCE_MODEL,
-        unsupported=tuple(name for name, is_asked in asked.items() if is_asked),
+        grammar=_grammar(message.grammar),
     )
 
 
@@ -318,6 +333,11 @@ def _token(token: Token) -> pb.Token:
         logprob=token.logprob,
         top=[pb.TopToken(id=top_id, logprob=logprob) for top_id, logprob in token.top],
     )
+
+
+def _grammar(message: pb.Grammar) -> Grammar | None:
+    kind = message.WhichOneof("kind")
+    return None if kind is None else Grammar(kind, getattr(message, kind))
 
 
 def _result_message(result: StepResult) -> pb.StepResult:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock_server.attention.interface import StepBatch
 from penstock_server.engine import batch
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.plan import Advance, NewSequence, Sampling
+from penstock_server.plan import Advance, Grammar, NewSequence, Sampling
 
 VOCAB = 1000
 CPU = torch.device("cpu")
@@ -193,9 +193,9 @@ BROKEN_SEQUENCES = {
     "top_p": (NewSequence(1, [1], 1, sampling=Sampling(top_p=1.5)), "top_p is 1.5, must be in (0, 1]"),
     "min_p": (NewSequence(1, [1], 1, sampling=Sampling(min_p=-1)), "min_p is -1, must be in [0, 1]"),
     "penalty": (NewSequence(1, [1], 1, sampling=Sampling(repetition_penalty=0)), "repetition_penalty is 0, must be"),
-    "unsupported": (
-        NewSequence(1, [1], 1, sampling=Sampling(unsupported=("grammar", "more"))),
-        "sampling by grammar, more is not supported by this worker",
+    "stop": (
+        NewSequence(1, [1], 1, sampling=Sampling(grammar=Grammar("regex", "a"), stop_token_ids=(1000,))),
+        "logit_bias or stop_token_ids name token 1000, outside of the vocabulary of 1000",
     ),
 }
 

@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 import pytest
 from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
+from grammar_walk import END, WORDS, write_small_tokenizer
 from penstock_server.config import WorkerConfig
 from penstock_server.errors import ConfigError
 from penstock_server.models.interface import LoadOptions
@@ -47,8 +48,11 @@ class Client:
     def model(self) -> FakeModel:
         return self.models[0]
 
-    def make_ready(self) -> None:
-        self.stub.Load(LOAD, timeout=TIMEOUT_S)
+    def make_ready(self, options: pb.LoadRequest | None = None) -> None:
+        request = pb.LoadRequest()
+        request.CopyFrom(LOAD)
+        request.MergeFrom(options or pb.LoadRequest())
+        self.stub.Load(request, timeout=TIMEOUT_S)
         self.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S)
         self.model.started.clear()
 
@@ -186,7 +190,7 @@ def test_the_load_and_warm_up_answers_describe_the_model(client: Client) -> None
     assert description.protocol_version == PROTOCOL_VERSION
     assert (description.architecture, description.dtype, description.device) == ("fake", "float32", "cpu")
     assert (description.vocab_size, description.max_position_tokens) == (997, 64)
-    assert [phase.name for phase in description.phases] == ["import", "meet ranks", "load model"]
+    assert [phase.name for phase in description.phases] == ["import", "meet ranks", "load model", "read vocabulary"]
     assert client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S).num_blocks == 40
 
 
@@ -199,7 +203,6 @@ UNACCEPTABLE = {
         "min_new_tokens": 2,
         "stop_token_ids": [997],
     },
-    "sampling by grammar is not supported by this worker": {"grammar": pb.Grammar(regex="a*")},
 }
 
 
@@ -269,6 +272,35 @@ def test_the_watermark_is_that_of_the_load_request(client: Client) -> None:
     steps.send(advance(1, 2), new=[new_sequence(1, [5, 6], sampling(watermark=True))])
     chosen = next(steps.results).outputs[0].tokens[0].id
     assert GreenLists(997, 0.25).are_green(np.array([6]), np.array([chosen])).all()
+
+
+def test_a_grammar_is_compiled_while_a_step_runs_and_then_constrains(client: Client, tmp_path: Path) -> None:
+    regex = pb.CompileGrammarRequest(grammar=pb.Grammar(regex="aab?"))
+    with pytest.raises(grpc.RpcError) as caught:
+        client.stub.CompileGrammar(regex, timeout=TIMEOUT_S)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    write_small_tokenizer(tmp_path)
+    load = pb.LoadRequest(model_path=str(tmp_path))
+    client.make_ready(load)
+    steps = client.steps()
+    client.model.gate.clear()
+    steps.send(advance(1, 2), new=[new_sequence(1, [5, 6])])
+    assert client.model.started.wait(TIMEOUT_S)
+    first, again = (client.stub.CompileGrammar(regex, timeout=TIMEOUT_S) for _ in range(2))
+    assert (first.error, again.error, again.seconds) == ("", "", 0)
+    assert first.seconds > 0
+    broken = pb.CompileGrammarRequest(grammar=pb.Grammar(json_schema='{"type": "shoe"}'))
+    assert "Invalid type: shoe" in client.stub.CompileGrammar(broken, timeout=TIMEOUT_S).error
+    assert "of no kind" in client.stub.CompileGrammar(pb.CompileGrammarRequest(), timeout=TIMEOUT_S).error
+    client.model.gate.set()
+    asked = sampling(grammar=regex.grammar, stop_token_ids=[END])
+    steps.send(advance(2, 2), advance(1), new=[new_sequence(2, [5, 6], asked)])
+    steps.send(advance(2), advance(1))
+    results = [next(steps.results) for _ in range(3)]
+    ids = [result.outputs[0].tokens[0].id for result in results[1:]]
+    text = "".join((*WORDS, "<end>")[token_id] for token_id in ids)
+    assert any(whole.startswith(text) for whole in ("aa<end>", "aab<end>"))
+    assert results[2].outputs[1].tokens[0].id == continuation([5, 6], 3)[2]
 
 
 def test_a_new_stream_forgets_the_one_before(client: Client) -> None:

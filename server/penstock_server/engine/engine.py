@@ -14,20 +14,24 @@ import torch
 
 from penstock_server.config import Capacity, Description, LoadConfig, WarmUpConfig
 from penstock_server.engine import batch, memory, warmup
-from penstock_server.engine.device import DTYPES, choose_device, choose_dtype, choose_num_threads
+from penstock_server.engine.constraint import Constraints
+from penstock_server.engine.device import DTYPES, choose_device, choose_dtype, choose_num_threads, usable_cores
 from penstock_server.engine.logprob import NO_TOP, Top
 from penstock_server.engine.prompt import score_prompt
 from penstock_server.engine.sampler import BROKEN, Sampler, SampleRequest
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.engine.watermark import Watermark
-from penstock_server.errors import ConfigError, PlanError
+from penstock_server.errors import ConfigError, GrammarError, PlanError
+from penstock_server.grammar.compiler import GrammarCompiler
+from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
-from penstock_server.plan import Plan, SequenceOutput, StepResult, StepTiming, Token
+from penstock_server.plan import Grammar, Plan, SequenceOutput, StepResult, StepTiming, Token
 
 logger = logging.getLogger(__name__)
 
+_MAX_MASK_THREADS = 8
 BROKEN_LOGITS = "the model's logits are not finite"
 
 
@@ -50,6 +54,7 @@ class _Ready:
     limits: WarmUpConfig
     sampler: Sampler
     table: SequenceTable
+    grammars: GrammarStates | None  # on the first rank, which samples
 
 
 class Engine:
@@ -62,12 +67,14 @@ class Engine:
         device: torch.device,
         block_tokens: int,
         watermark: Watermark | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         self.model = model
         self._group = group
         self._device = device
         self._block_tokens = block_tokens
         self._watermark = watermark or Watermark.of(model.vocab_size, device)
+        self._compiler = compiler
         self._ready: _Ready | None = None
         self._last_step = 0
         self._ended = time.perf_counter()
@@ -105,6 +112,10 @@ class Engine:
         with clock.phase("load model"), torch.inference_mode():
             model = load_model(options, group)
         watermark = Watermark.of(model.vocab_size, device, config.watermark_gamma, config.watermark_delta)
+        compiler = None
+        if rank == 0:
+            with clock.phase("read vocabulary"):
+                compiler = GrammarCompiler(config.model_path, model.vocab_size)
         description = Description(
             architecture=model.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),
@@ -116,7 +127,18 @@ class Engine:
             kv_bytes_per_block=model.kv_bytes_per_block,
             phases=tuple(clock.phases),
         )
-        return cls(model, group, device, config.block_tokens, watermark), description
+        return cls(model, group, device, config.block_tokens, watermark, compiler), description
+
+    def compile_grammar(self, grammar: Grammar) -> bool:
+        """Any thread, beside the steps: whether it was there already. Raises GrammarError when it cannot be used."""
+        if self._compiler is None:
+            raise GrammarError("grammars are compiled by the first rank only")
+        return self._compiler.compile(grammar)
+
+    def close(self) -> None:
+        """End the processes that belong to this engine; it may not be used afterwards."""
+        if self._compiler is not None:
+            self._compiler.close()
 
     @torch.inference_mode()
     def warm_up(self, config: WarmUpConfig) -> Capacity:
@@ -159,13 +181,18 @@ class Engine:
             max_sequence_tokens=min(longest, num_blocks * self._block_tokens),
             num_rows=config.max_step_sequences,
         )
-        self._ready = _Ready(config, sampler, SequenceTable(limits))
+        grammars = None
+        if self._compiler is not None:
+            grammars = GrammarStates(self._compiler, max(1, min(_MAX_MASK_THREADS, usable_cores() // 2)))
+        self._ready = _Ready(config, sampler, SequenceTable(limits), grammars)
         return Capacity(num_blocks, tuple(clock.phases))
 
     def reset(self) -> None:
         """Forget every sequence: a new stream begins."""
         assert self._ready is not None, "warm_up comes first"
         self._ready.table = SequenceTable(self._ready.table.limits)
+        if self._ready.grammars is not None:
+            self._ready.grammars.clear()
         self._last_step = 0
         self._ended = time.perf_counter()
 
@@ -184,6 +211,8 @@ class Engine:
                 logger.warning("step %d frees sequence %d, which is unknown", plan.step, sequence_id)
         for new in plan.new_sequences:
             table.add(new)
+        if ready.grammars is not None:
+            ready.grammars.apply(plan)
         if plan.block_copies:
             self.model.copy_blocks(list(plan.block_copies))
         chosen = batch.select(table, plan.advances)
@@ -194,6 +223,7 @@ class Engine:
         if len(chosen.rows):
             built = batch.build(table, chosen, self._device)
             prepared = time.perf_counter()
+            masks = self._start_masks(plan, ready, chosen)
             hidden = self.model.forward(built.batch)
             # Without prompt logprobs the outputs are the samples.
             sampled = hidden if built.prompt is None else hidden[torch.from_numpy(built.samples).to(hidden.device)]
@@ -203,7 +233,7 @@ class Engine:
             if built.prompt is not None:
                 self._score_prompt(plan, ready, chosen, built.prompt, hidden, outputs)
             if chosen.sample.any():
-                self._sample(plan, ready, chosen, logits, outputs)
+                self._sample(plan, ready, chosen, logits, masks, outputs)
         self._ended = time.perf_counter()
         timing = StepTiming(prepared - started, forwarded - prepared, self._ended - forwarded, idle_s)
         if self._group.rank != 0:
@@ -216,24 +246,32 @@ class Engine:
         ready: _Ready,
         chosen: batch.Selection,
         logits: torch.Tensor | None,
+        masks: Masks,
         outputs: list[SequenceOutput | None],
     ) -> None:
         """Choose the tokens (first rank) or hear which they are, append them, and write them into `outputs`."""
         rows, indexes = chosen.rows[chosen.sample], chosen.indexes[chosen.sample].tolist()
+        sequence_ids = [plan.advances[index].sequence_id for index in indexes]
         logprobs: Sequence[float] = ()
         tops: dict[int, Top] = {}
+        reasons: dict[int, str] = {}
         if logits is None:
             ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         else:
-            sampled = ready.sampler.sample(logits, _request(ready.table, rows))
+            words, reasons = masks.finish()
+            sampled = ready.sampler.sample(logits, _request(ready.table, rows, Constraints(masks.places, words)))
+            for place in reasons:
+                sampled.ids[place] = BROKEN
             ids, logprobs, tops = sampled.ids, sampled.logprobs.tolist(), sampled.tops
         token_ids: npt.NDArray[np.int64] = self._group.broadcast(ids).cpu().numpy()
         healthy = token_ids != BROKEN
         ready.table.append_tokens(rows[healthy], token_ids[healthy])
+        if ready.grammars is not None:
+            ready.grammars.chosen(sequence_ids, token_ids.tolist())
         for place in np.flatnonzero(~healthy).tolist():
-            sequence_id = plan.advances[indexes[place]].sequence_id
-            ready.table.fail(sequence_id, BROKEN_LOGITS)
-            outputs[indexes[place]] = SequenceOutput(sequence_id, error=BROKEN_LOGITS)
+            reason = reasons.get(place, BROKEN_LOGITS)
+            ready.table.fail(sequence_ids[place], reason)
+            outputs[indexes[place]] = SequenceOutput(sequence_ids[place], error=reason)
         for place, (index, token_id, logprob) in enumerate(zip(indexes, token_ids.tolist(), logprobs, strict=False)):
             if token_id != BROKEN:
                 token = Token(token_id, logprob, tops.get(place, NO_TOP))
@@ -260,6 +298,13 @@ class Engine:
             mine = tokens[starts[place] : starts[place + 1]]
             if mine:
                 outputs[index] = SequenceOutput(plan.advances[index].sequence_id, prompt_tokens=mine)
+
+    def _start_masks(self, plan: Plan, ready: _Ready, chosen: batch.Selection) -> Masks:
+        """The masks of this step's samples are made while the model computes."""
+        if ready.grammars is None:
+            return NO_MASKS
+        sampled = chosen.indexes[chosen.sample].tolist()
+        return ready.grammars.start([plan.advances[index].sequence_id for index in sampled])
 
     def _check(self, plan: Plan, ready: _Ready) -> None:
         limits, num_blocks = ready.limits, ready.table.limits.num_blocks
@@ -302,7 +347,7 @@ class _History:
         return self.table.generated_ids(self.rows[places])
 
 
-def _request(table: SequenceTable, rows: npt.NDArray[np.int64]) -> SampleRequest:
+def _request(table: SequenceTable, rows: npt.NDArray[np.int64], constraints: Constraints) -> SampleRequest:
     known = table.known[rows]
     return SampleRequest(
         table.composition(rows),
@@ -310,6 +355,7 @@ def _request(table: SequenceTable, rows: npt.NDArray[np.int64]) -> SampleRequest
         known - table.prompt[rows],
         table.token_ids[rows, known - 1].astype(np.int64),
         _History(table, rows),
+        constraints,
     )
 
 

@@ -23,12 +23,14 @@ class Parameters:
     processed rows in everything after them. All ascend."""
 
     composition: Composition  # as it came: to be recognized when it comes again
-    plain: Places  # greedy, logits as they are, no alternatives
+    plain: Places  # greedy, logits as they are but for a grammar, no alternatives
     processed: Places  # all others
     seeds: npt.NDArray[np.uint64]  # [processed]
     watermarked: Places
     repeating: Places  # with a repetition penalty
     counted: Places  # with a frequency or presence penalty
+    constrained: Places  # by a grammar
+    constrained_plain: Places  # by a grammar, among all rows, and nothing else is asked: those of `plain`
     drawn: Places  # by a random number
     truncated: Places  # and from a part of the distribution
     topped: Places  # with alternatives of the processed distribution
@@ -49,6 +51,7 @@ def of_composition(composition: Composition, tensor: Callable[[npt.NDArray[Any]]
     records = composition.records
     is_counted = (records["frequency_penalty"] != 0) | (records["presence_penalty"] != 0)
     is_processed = records["do_sample"] | records["watermark"] | is_counted | (records["top_n"] > 0)
+    is_processed |= records["constrained"] & records["model_logprobs"]
     is_processed |= (records["temperature"] != 1) | (records["repetition_penalty"] != 1)
     is_processed[composition.biases.places] = True
     is_processed[composition.stops.places] = True
@@ -68,6 +71,8 @@ def of_composition(composition: Composition, tensor: Callable[[npt.NDArray[Any]]
         watermarked=np.flatnonzero(mine["watermark"]),
         repeating=np.flatnonzero(mine["repetition_penalty"] != 1),
         counted=np.flatnonzero(is_counted[is_processed]),
+        constrained=np.flatnonzero(mine["constrained"]),
+        constrained_plain=np.flatnonzero(records["constrained"] & ~is_processed),
         drawn=np.flatnonzero(mine["do_sample"]),
         truncated=np.flatnonzero(is_cut),
         topped=np.flatnonzero((mine["top_n"] > 0) & ~mine["model_logprobs"]),

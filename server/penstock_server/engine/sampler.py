@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock_server.engine import penalty
 from penstock_server.engine.choice import choose
+from penstock_server.engine.constraint import Constrainer, Constraints
 from penstock_server.engine.cut import Room
 from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, greatest, native_greedy
 from penstock_server.engine.logprob import Level, Top, level_of, logprobs_at, tops_of
@@ -56,6 +57,7 @@ class SampleRequest:
     num_generated: npt.NDArray[np.int64]  # tokens before it that are not the prompt's
     previous_ids: npt.NDArray[np.int64]  # the token before it
     history: History
+    constraints: Constraints | None = None  # of all rows whose records say constrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +83,27 @@ class Sampler:
         self._scores = torch.full((rows, width), float("-inf"), dtype=torch.float32, device=device)
         self._probs = torch.zeros((rows, width), dtype=torch.float32, device=device)
         self._room = Room(rows, width, device)
+        self._constrainer = Constrainer(device)
         self._parameters: Parameters | None = None
 
     def sample(self, logits: Tensor, request: SampleRequest) -> Sampled:
         """`logits` [samples, vocab] in any float type; they are not changed."""
         parameters = self._of_batch(request.composition)
+        if len(parameters.constrained_plain):
+            assert request.constraints is not None
+            mine = parameters.constrained_plain
+            logits = self._constrainer.applied(logits, self._tensor(mine), request.constraints.of(mine))
         if not len(parameters.processed):
             return self._choose_plain(logits)
         if not len(parameters.plain):
             return self._choose_processed(logits, request, parameters)
         out = self._empty(len(logits))
         plain, processed = self._tensor(parameters.plain), self._tensor(parameters.processed)
-        mine = self._choose_processed(logits[processed], request, parameters)
-        for places, sampled in ((plain, self._choose_plain(logits[plain])), (processed, mine)):
+        rest = self._choose_processed(logits[processed], request, parameters)
+        for places, sampled in ((plain, self._choose_plain(logits[plain])), (processed, rest)):
             out.ids[places] = sampled.ids
             out.logprobs[places] = sampled.logprobs.double()
-        out.tops.update((int(parameters.processed[place]), top) for place, top in mine.tops.items())
+        out.tops.update((int(parameters.processed[place]), top) for place, top in rest.tops.items())
         return out
 
     def score(self, logits: Tensor, ids: Tensor, top_n: npt.NDArray[np.int64]) -> tuple[Tensor, dict[int, Top]]:
@@ -241,7 +248,10 @@ class Sampler:
         if len((stops := parameters.stops.within(rows)).places):
             early = request.num_generated[mine[rows]][stops.places] < stops.values
             penalty.forbid(scores, self._tensor(stops.places[early]), self._tensor(stops.ids[early]))
-        # A grammar's mask belongs here.
+        if (places := self._places(parameters.constrained, rows)) is not None:
+            assert request.constraints is not None
+            words = request.constraints.of(mine[within(parameters.constrained, rows)])
+            self._constrainer.apply(scores, places, words)
         if parameters.temperature is not None:
             # From the maximum, so that a small temperature cannot overflow.
             scores.sub_(scores.amax(-1, keepdim=True)).div_(parameters.temperature[rows])

@@ -27,6 +27,7 @@ SAMPLING_FIELDS = np.dtype(
         ("top_n", np.int64),
         ("prompt_logprobs", np.bool_),
         ("model_logprobs", np.bool_),
+        ("constrained", np.bool_),
     ]
 )
 
@@ -85,8 +86,6 @@ def _entries(rows: list[tuple[int, int, float]]) -> Entries:
 
 def refusal(sampling: Sampling, vocab_size: int) -> str:
     """Why nothing can be sampled so; empty: it can."""
-    if sampling.unsupported:
-        return f"sampling by {', '.join(sampling.unsupported)} is not supported by this worker"
     if not 0 < sampling.temperature < math.inf:
         return f"temperature is {sampling.temperature}, must be above 0 and finite"
     for name in ("top_p", "typical_p"):
@@ -103,7 +102,7 @@ def refusal(sampling: Sampling, vocab_size: int) -> str:
         if not math.isfinite(bias):
             return f"logit_bias of token {token_id} is {bias}, must be finite"
     named = [token_id for token_id, _ in sampling.logit_bias]
-    if sampling.min_new_tokens > 0:
+    if sampling.min_new_tokens > 0 or sampling.grammar is not None:
         named += sampling.stop_token_ids
     if named and (max(named) >= vocab_size or min(named) < 0):
         return f"logit_bias or stop_token_ids name token {max(named)}, outside of the vocabulary of {vocab_size}"

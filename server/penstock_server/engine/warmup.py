@@ -14,15 +14,17 @@ import torch
 
 from penstock_server.attention.interface import StepBatch
 from penstock_server.engine.batch import PromptRows
+from penstock_server.engine.constraint import Constraints
 from penstock_server.engine.prompt import CHUNK_ROWS, score_prompt
 from penstock_server.engine.sampler import Sampler, SampleRequest
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.models.interface import CausalModel
-from penstock_server.plan import Sampling
+from penstock_server.plan import Grammar, Sampling
 
 _MAX_BLOCKS = 256  # of the temporary cache
 _TOP_N = 20  # as many alternatives as OpenAI's interface allows
 _EVERYTHING = Sampling(
+    grammar=Grammar("regex", "(?s).*"),
     do_sample=True,
     temperature=0.7,
     top_k=1 << 62,  # no head shows where to cut
@@ -106,10 +108,12 @@ def run(
         return
     history = _LongHistory(max(contexts))
     lens = np.array(contexts)
-    for sampling in (_EVERYTHING, Sampling()):
+    nothing_forbidden = np.full((num, -(-model.vocab_size // 32)), -1, np.int32)
+    constraints = Constraints(np.arange(num), nothing_forbidden)
+    for sampling in (_EVERYTHING, Sampling(), Sampling(grammar=_EVERYTHING.grammar)):
         records = np.array([record(sampling)] * num, SAMPLING_FIELDS)
         composition = compose(records, dict.fromkeys(range(num), sampling))
-        request = SampleRequest(composition, lens, lens, np.zeros_like(lens), history)
+        request = SampleRequest(composition, lens, lens, np.zeros_like(lens), history, constraints)
         sampler.sample(logits, request).ids.cpu()
 
 

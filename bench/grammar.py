@@ -1,0 +1,166 @@
+"""What structured output costs: steps of the embedded model with every stream constrained, against the same without.
+
+One worker engine in this process, no server. Every mode is a batch of streams; the modes take turns step by step, so
+that a busy machine slows all of them alike. Writes every step's time beside the other runs; quote the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import peers
+from compare import from_root, in_own_process, revision
+
+sys.path.insert(0, str(peers.ROOT / "server"))
+
+from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.engine import Engine
+from penstock_server.plan import Advance, Grammar, NewSequence, Plan, Sampling
+from penstock_server.prepare import prepare
+
+BLOCK_TOKENS, PROMPT_TOKENS = 16, 64
+SCHEMA = {
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 30},
+            "age": {"type": "integer", "minimum": 0, "maximum": 130},
+            "email": {"type": "string", "pattern": "^[a-z0-9.]{1,20}@[a-z]{1,20}\\.(com|org)$"},
+            "role": {"enum": ["admin", "editor", "viewer"]},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 10}, "maxItems": 3},
+        },
+        "required": ["name", "age", "email", "role", "tags"],
+        "additionalProperties": False,
+    },
+}
+SCHEMA_GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
+REGEX_GRAMMAR = Grammar("regex", "([A-Z][a-z]{1,12} [0-9]{1,4}(, |\\. )){500}")
+MODES = {
+    "greedy": {},
+    "greedy, schema": {"grammar": SCHEMA_GRAMMAR},
+    "greedy, regex": {"grammar": REGEX_GRAMMAR},
+    "drawn": {"do_sample": True, "temperature": 0.8},
+    "drawn, schema": {"do_sample": True, "temperature": 0.8, "grammar": SCHEMA_GRAMMAR},
+}
+Step = dict[str, float]
+BASELINES = {"greedy, schema": "greedy", "greedy, regex": "greedy", "drawn, schema": "drawn"}
+
+
+def sequence(mode: str, stream: int, blocks: range) -> NewSequence:
+    prompt = [(stream * 101 + place * 7) % 40_000 + 20 for place in range(PROMPT_TOKENS)]
+    sequence_id = list(MODES).index(mode) << 16 | stream
+    sampling = Sampling(seed=stream, **MODES[mode])
+    return NewSequence(sequence_id, prompt, PROMPT_TOKENS, block_ids=blocks, sampling=sampling)
+
+
+def decode_steps(engine: Engine, num_streams: int, num_tokens: int, blocks_each: int) -> dict[str, list[Step]]:
+    """Every mode's decoding steps; the modes take turns step by step."""
+    engine.reset()
+    blocks = itertools.count(0, blocks_each)
+    streams: dict[str, list[NewSequence]] = {mode: [] for mode in MODES}
+    for mode, stream in itertools.product(MODES, range(num_streams)):
+        first = next(blocks)
+        streams[mode].append(sequence(mode, stream, range(first, first + blocks_each)))
+    steps: dict[str, list[Step]] = {mode: [] for mode in MODES}
+    numbers = itertools.count(1)
+    for new in streams.values():
+        advances = [Advance(one.sequence_id, PROMPT_TOKENS, (), True) for one in new]
+        engine.step(Plan(next(numbers), (), new, (), advances))
+    for turn in range(1, num_tokens):
+        order = list(MODES)[:: 1 if turn % 2 == 0 else -1]
+        for mode in order:
+            plan = Plan(next(numbers), advances=[Advance(one.sequence_id, 1, (), True) for one in streams[mode]])
+            started = time.perf_counter()
+            result = engine.step(plan)
+            wall_s = time.perf_counter() - started
+            errors = [output.error for output in result.outputs if output.error]
+            if errors:
+                raise SystemExit(f"error: {errors[0]}")
+            timing = result.timing
+            parts = {"prepare_s": timing.prepare_s, "forward_s": timing.forward_s, "sample_s": timing.sample_s}
+            steps[mode].append({"wall_s": wall_s, **parts})
+    return steps
+
+
+def median_ms(steps: list[Step], part: str) -> float:
+    return 1e3 * statistics.median(step[part] for step in steps)
+
+
+def ratio_of_turns(repeat: dict[str, list[Step]], mode: str) -> float:
+    """Of steps that ran in the same turn: the median of what a mode's took by what its baseline's took."""
+    pairs = zip(repeat[mode], repeat[BASELINES[mode]], strict=True)
+    return statistics.median(mine["wall_s"] / other["wall_s"] for mine, other in pairs)
+
+
+def report(repeats: list[dict[str, list[Step]]]) -> str:
+    """A line for each mode: medians over all steps, and its ratio to its baseline."""
+    lines = ["mode                 step ms  forward ms   sample ms   to the same without a grammar (each repeat)"]
+    for mode in MODES:
+        steps = [step for repeat in repeats for step in repeat[mode]]
+        line = f"{mode:<16}" + "".join(
+            f"{median_ms(steps, part):12.3f}" for part in ("wall_s", "forward_s", "sample_s")
+        )
+        if mode in BASELINES:
+            ratios = [ratio_of_turns(repeat, mode) for repeat in repeats]
+            line += f"   {statistics.median(ratios):.3f} ({', '.join(f'{ratio:.3f}' for ratio in ratios)})"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
+    options = parser.parse_args()
+    started = datetime.datetime.now(datetime.timezone.utc)
+    limits = in_own_process("limits.py")
+    engine, description = Engine.load(LoadConfig(Path(prepare(None).folder), BLOCK_TOKENS))
+    blocks_each = -(-(PROMPT_TOKENS + options.tokens + 1) // BLOCK_TOKENS)
+    num_blocks = len(MODES) * options.streams * blocks_each
+    engine.warm_up(WarmUpConfig(options.streams * PROMPT_TOKENS, options.streams, 1024, num_blocks=num_blocks))
+    compile_s = {}
+    for name, grammar in (("first, with its process's start", REGEX_GRAMMAR), ("schema", SCHEMA_GRAMMAR)):
+        before = time.perf_counter()
+        engine.compile_grammar(grammar)
+        compile_s[name] = time.perf_counter() - before
+    decode_steps(engine, options.streams, 4, blocks_each)
+    repeats: list[dict[str, list[Step]]] = []
+    for repeat in range(options.repeats):
+        repeats.append(decode_steps(engine, options.streams, options.tokens, blocks_each))
+        print(f"repeat {repeat + 1} of {options.repeats}", flush=True)
+    engine.close()
+    record = {
+        "command": from_root([Path(sys.executable).name, *sys.argv]),
+        "started": started.isoformat(timespec="seconds"),
+        "revision": revision(),
+        "limits": limits,
+        "load_s": {phase.name: phase.seconds for phase in description.phases},
+        "compile_s": compile_s,
+        "streams": options.streams,
+        "repeats": repeats,
+    }
+    options.out.mkdir(exist_ok=True)
+    machine = limits["machine"]
+    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-grammar"
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
+    text = f"{options.streams} streams; compiled in " + ", ".join(f"{s:.3f} s ({n})" for n, s in compile_s.items())
+    text += f"\n{report(repeats)}"
+    path.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
+    print(f"\n{text}\nraw samples: {path}")
+
+
+if __name__ == "__main__":
+    main()

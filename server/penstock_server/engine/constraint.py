@@ -1,0 +1,64 @@
+"""A grammar's masks, applied to scores: what it does not allow gets no probability."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_NOTHING = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """The masks of a step's constrained rows; host arrays."""
+
+    places: npt.NDArray[np.int64]  # [constrained] rows of the logits, ascending
+    words: npt.NDArray[np.int32]  # [constrained, words] bit b of word w allows token 32·w + b
+
+    def of(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Those of some of the constrained rows."""
+        return self.words[np.searchsorted(self.places, places)]
+
+
+class Constrainer:
+    """Applies masks on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        self._of_byte = torch.from_numpy(np.where(bits, 0.0, _NOTHING)).to(device)  # what eight tokens' scores get
+        self._tables: dict[torch.dtype, Tensor] = {}
+
+    def apply(self, scores: Tensor, places: Tensor, words: npt.NDArray[np.int32]) -> None:
+        """Forbid in rows `places` of scores [rows, vocab], in place, what the masks [places, words] do not allow.
+
+        Where nothing would be left, because min_new_tokens forbids the ends that alone the grammar allows, they are
+        allowed all the same, and equally.
+        """
+        added = self._expand(words, scores.dtype)[:, : scores.shape[1]]
+        everywhere = len(places) == len(scores)
+        mine = scores.add_(added) if everywhere else scores[places].add_(added)
+        empty = (mine.amax(-1) == _NOTHING).nonzero().squeeze(1)
+        mine[empty] = added[empty]
+        if not everywhere:
+            scores[places] = mine
+
+    def applied(self, logits: Tensor, places: Tensor, words: npt.NDArray[np.int32]) -> Tensor:
+        """The same on a copy, for logits of which nothing was forbidden before."""
+        added = self._expand(words, logits.dtype)[:, : logits.shape[1]]
+        return logits + added if len(places) == len(logits) else logits.index_add(0, places, added)
+
+    def _expand(self, words: npt.NDArray[np.int32], dtype: torch.dtype) -> Tensor:
+        """[places, words] → [places, 32·words] of 0 and -inf."""
+        octets, table = words.view(np.uint8), self._tables.get(dtype)
+        if table is None:
+            table = self._tables[dtype] = self._of_byte.to(dtype)
+        if table.device.type != "cpu":
+            return table[torch.from_numpy(octets).to(table.device).long()].flatten(1)
+        # PERF: 16 rows of 49,152 in 0.1 ms, 0.17 ms with the addition; masked_fill_ takes 2.7 ms (EPYC, one thread).
+        # Eight tokens at a time are one number to numpy, which does not know bfloat16.
+        rows = table.view(torch.uint8).numpy()
+        return torch.from_numpy(rows.take(octets, axis=0, mode="clip").reshape(len(octets), -1)).view(dtype)

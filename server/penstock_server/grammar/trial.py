@@ -1,0 +1,112 @@
+"""A process of its own in which a grammar is compiled first: what it cannot survive, the worker never sees.
+
+llguidance bounds most grammars itself. But one of 100 kB can overflow its stack by recursion, which ends the process,
+and one of 2 kB can keep it busy for hours; native code in a thread can neither be caught nor stopped. A process can be:
+the kernel ends it for too much CPU time (a timer) or memory, and the next grammar gets a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from penstock_server.errors import GrammarError
+from penstock_server.plan import Grammar
+
+TIME_LIMIT_S = 5.0  # of CPU time, so that a busy machine refuses nothing that an idle one takes
+_START_LIMIT_S = 60.0  # until the process has read the vocabulary
+_MEMORY_BYTES = 1 << 30  # of address space
+_STACK_BYTES = 4 << 20  # the worker compiles on more
+
+
+class Trial:
+    """One such process; started by the first grammar, started again after one that ended it. One call at a time."""
+
+    def __init__(self, folder: Path, vocab_size: int, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._arguments = [str(folder), str(vocab_size), str(time_limit_s)]
+        self._time_limit_s = time_limit_s
+        self._process: subprocess.Popen[str] | None = None
+
+    def check(self, grammar: Grammar) -> None:
+        """Returns when the grammar can be compiled within the limits; raises GrammarError otherwise."""
+        process = self._process or self._start()
+        line = ""
+        try:
+            line = self._ask(process, grammar)
+        finally:
+            if not line:
+                self.close()
+        if not line:
+            if process.returncode == -signal.SIGPROF:
+                raise GrammarError(f"compiling the grammar takes more than {self._time_limit_s:g} s; make it simpler")
+            raise GrammarError("the grammar is nested too deeply or needs too much memory; make it simpler")
+        error: str = json.loads(line)["error"]
+        if error:
+            raise GrammarError(error)
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()  # one that has ended already keeps the reason of its end
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _start(self) -> subprocess.Popen[str]:
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(  # noqa: S603 - this program itself
+            [sys.executable, "-m", __name__, *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        return self._process
+
+    def _ask(self, process: subprocess.Popen[str], grammar: Grammar) -> str:
+        """The answer's line; empty when the process ended over it."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"kind": grammar.kind, "text": grammar.text}) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return process.stdout.readline()
+
+
+def main(folder: str, vocab_size: str, time_limit_s: str) -> None:
+    """The process: a line with a grammar in, a line with its error out, until the worker is gone."""
+    from penstock_server.grammar.language import build_matcher
+    from penstock_server.grammar.vocabulary import read_vocabulary
+
+    os.nice(10)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    signal.setitimer(signal.ITIMER_PROF, _START_LIMIT_S)
+    vocabulary = read_vocabulary(Path(folder), int(vocab_size))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, float(time_limit_s))
+        try:
+            build_matcher(vocabulary, Grammar(**json.loads(line)))
+            error = ""
+        except GrammarError as refusal:
+            error = str(refusal)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps({"error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,85 @@
+"""Runs sequences to their end on an engine, as a router would: chunks, neighbours, preemptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock_server.engine import Engine
+from penstock_server.plan import Advance, NewSequence, Plan, Sampling
+
+BLOCK_TOKENS = 16
+
+
+@dataclass
+class Answer:
+    """What became of one sequence."""
+
+    prompt: list[int]
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    error: str = ""
+    has_ended: bool = False  # by an end of its own
+
+
+@dataclass
+class AnswerDriver:
+    """One stream of steps; every sequence gets the same number of blocks."""
+
+    engine: Engine
+    eos_id: int
+    num_blocks: int
+    blocks_each: int = 16
+    num_steps: int = 0
+
+    def run(
+        self,
+        asked: Sequence[tuple[list[int], Sampling]],
+        max_tokens: int,
+        chunk_tokens: int = 1 << 30,
+        preempt_every: int = 0,
+    ) -> list[Answer]:
+        """All at once, until each has ended or has so many tokens; every so many tokens it starts again from them."""
+        self.engine.reset()
+        self.num_steps = 0
+        answers = [Answer(prompt, sampling) for prompt, sampling in asked]
+        computed = dict.fromkeys(range(len(answers)), 0)
+        new, freed = list(range(len(answers))), []
+        while computed:
+            self._step(answers, computed, new, freed, chunk_tokens)
+            new, freed = [], []
+            for place in list(computed):
+                answer, known = answers[place], len(answers[place].prompt) + len(answers[place].tokens)
+                if answer.error or answer.has_ended or len(answer.tokens) >= max_tokens:
+                    del computed[place]
+                    freed.append(place)
+                elif preempt_every and computed[place] == known - 1 and len(answer.tokens) % preempt_every == 0:
+                    computed[place] = 0
+                    freed.append(place)
+                    new.append(place)
+        return answers
+
+    def _step(
+        self, answers: list[Answer], computed: dict[int, int], new: list[int], freed: list[int], chunk_tokens: int
+    ) -> None:
+        advances = []
+        for place in computed:
+            known = len(answers[place].prompt) + len(answers[place].tokens)
+            num_tokens = min(chunk_tokens, known - computed[place])
+            computed[place] += num_tokens
+            advances.append(Advance(place, num_tokens, (), computed[place] == known))
+        self.num_steps += 1
+        plan = Plan(self.num_steps, freed, [self._new(place, answers[place]) for place in new], (), advances)
+        for output in self.engine.step(plan).outputs:
+            answer = answers[output.sequence_id]
+            answer.error = output.error
+            for token in output.tokens:
+                answer.tokens.append(token.id)
+                answer.has_ended = token.id == self.eos_id
+
+    def _new(self, place: int, answer: Answer) -> NewSequence:
+        first = place * self.blocks_each
+        assert first + self.blocks_each <= self.num_blocks
+        blocks = range(first, first + self.blocks_each)
+        known = [*answer.prompt, *answer.tokens]
+        return NewSequence(place, known, len(answer.prompt), block_ids=blocks, sampling=answer.sampling)

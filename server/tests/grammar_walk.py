@@ -1,0 +1,63 @@
+"""Grammars without a model: a vocabulary in which everything can be counted, and walks through what masks allow."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+LETTERS = "ab01"
+WORDS = [*LETTERS, "aa", "ab", "ba", "01", "10", "aab", "ba1", "0101"]
+END, OTHER_END = len(WORDS), len(WORDS) + 1
+
+
+def write_small_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of WORDS and two special tokens."""
+    vocab = {word: token_id for token_id, word in enumerate(WORDS)}
+    special = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": END, "content": "<end>", **special}, {"id": OTHER_END, "content": "<other>", **special}]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    merges = ["a a", "a b", "b a", "0 1", "1 0", "aa b", "ba 1", "01 01"]
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": END}))
+
+
+def allowed(matcher: LLMatcher) -> set[int]:
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def walk(vocabulary: LLTokenizer, first: LLMatcher, rng: random.Random, num_free: int = 40, limit: int = 600) -> str:
+    """A text that the masks led to: so many tokens chosen evenly, then those that come to an end."""
+    matcher, tokens = first.deep_copy(), []
+    closing = {vocabulary.tokenize_str(text)[0] for text in ('"', "}", "]", "@", ".c")}
+    ends = set(vocabulary.eos_tokens)
+    while len(tokens) < limit:
+        possible = allowed(matcher)
+        assert possible
+        assert not matcher.is_error(), matcher.get_error()
+        if possible <= ends or (len(tokens) > num_free and possible & ends):
+            return vocabulary.decode_str(tokens)
+        if len(tokens) > num_free and possible & closing and rng.random() < 0.8:
+            possible &= closing
+        tokens.append(rng.choice(sorted(possible - ends)))
+        assert matcher.consume_token(tokens[-1])
+    raise AssertionError(f"no end after {limit} tokens: {vocabulary.decode_str(tokens)}")
+
+
+def check_instance(text: str, schema: dict[str, Any]) -> None:
+    """The text is JSON and an instance of the schema, formats included."""
+    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))

@@ -1,0 +1,335 @@
+"""Grammars and masks without a model: against everything that can be counted, and within their limits."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from grammar_walk import END, OTHER_END, WORDS, allowed, check_instance, walk, write_small_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLTokenizer
+from penstock_server.engine.constraint import Constrainer
+from penstock_server.errors import GrammarError
+from penstock_server.grammar import compiler as compiler_module
+from penstock_server.grammar.compiler import GrammarCompiler
+from penstock_server.grammar.language import MAX_TEXT_BYTES, build_matcher
+from penstock_server.grammar.state import GrammarStates
+from penstock_server.grammar.trial import Trial
+from penstock_server.grammar.vocabulary import read_vocabulary
+from penstock_server.plan import Grammar, NewSequence, Plan, Sampling
+from penstock_server.prepare import prepare
+
+SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.json"))
+VOCAB = 49152
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
+        return Path(prepare(None).folder)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(folder: Path) -> LLTokenizer:
+    return read_vocabulary(folder, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    write_small_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(small_folder: Path) -> LLTokenizer:
+    return read_vocabulary(small_folder, 40)
+
+
+@pytest.fixture
+def compiler(small_folder: Path) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(small_folder, 40, time_limit_s=0.5)
+    yield compiler
+    compiler.close()
+
+
+def schema(**keywords: object) -> Grammar:
+    return Grammar("json_schema", json.dumps(keywords))
+
+
+# A regular expression and every text that it matches.
+Language = tuple[str, frozenset[str]]
+
+
+def languages() -> st.SearchStrategy[Language]:
+    leaf = st.sampled_from(["a", "b", "0", "1", "ab", "01", "ba1"]).map(lambda text: (text, frozenset([text])))
+
+    def grow(inner: st.SearchStrategy[Language]) -> st.SearchStrategy[Language]:
+        pairs = st.tuples(inner, inner)
+        either = pairs.map(lambda p: (f"({p[0][0]}|{p[1][0]})", p[0][1] | p[1][1]))
+        both = pairs.map(lambda p: (p[0][0] + p[1][0], frozenset(x + y for x in p[0][1] for y in p[1][1])))
+        maybe = inner.map(lambda one: (f"({one[0]})?", one[1] | {""}))
+        twice = inner.map(lambda one: (f"({one[0]}){{1,2}}", one[1] | {x + y for x in one[1] for y in one[1]}))
+        return st.one_of(either, both, maybe, twice)
+
+    return st.recursive(leaf, grow, max_leaves=6).filter(lambda language: len(language[1]) < 400)
+
+
+@given(language=languages(), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_mask_allows_exactly_what_some_text_goes_on_with(
+    small: LLTokenizer, language: Language, data: st.DataObject
+) -> None:
+    """But where only one byte can follow: there the mask may insist on the tokenizer's own way of cutting the text."""
+    regex, texts = language
+    prefix = ""
+    matcher = build_matcher(small, Grammar("regex", regex))
+    exact = build_matcher(small, Grammar("lark", f'%llguidance {{"no_forcing": true}}\nstart: /{regex}/'))
+    while True:
+        expected = {i for i, word in enumerate(WORDS) if any(text.startswith(prefix + word) for text in texts)}
+        if prefix in texts:
+            expected.add(END)
+        next_bytes = {text[len(prefix) : len(prefix) + 1] for text in texts if text.startswith(prefix)}
+        mask = allowed(matcher)
+        assert allowed(exact) == expected
+        assert mask == expected or (mask and mask < expected and len(next_bytes) == 1)
+        token_id = data.draw(st.sampled_from(sorted(mask)))
+        if token_id == END:
+            break
+        prefix += WORDS[token_id]
+        assert matcher.consume_token(token_id)
+        assert exact.consume_token(token_id)
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
+def test_what_a_schema_allows_is_an_instance_of_it(vocabulary: LLTokenizer, path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    matcher = build_matcher(vocabulary, Grammar("json_schema", text))
+    for seed in range(2):
+        check_instance(walk(vocabulary, matcher, random.Random(seed)), json.loads(text))
+
+
+def test_there_are_fifty_schemas() -> None:
+    assert len(SCHEMAS) >= 50
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        *("not", "if", "contains", "uniqueItems", "propertyNames", "dependentRequired", "dependentSchemas"),
+        *("unevaluatedProperties", "unevaluatedItems", "minContains", "$dynamicRef"),
+    ],
+)
+def test_a_keyword_that_would_not_be_enforced_is_refused_by_name(small: LLTokenizer, keyword: str) -> None:
+    for lenient in (False, True):
+        nested = {"type": "array", "items": {keyword: True}, "x-guidance": {"lenient": lenient}}
+        with pytest.raises(GrammarError, match=rf'^the JSON schema cannot be used: .*"{keyword.replace("$", ".")}"'):
+            build_matcher(small, schema(**nested))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar("json_schema", "{"), "the JSON schema cannot be used: EOF while parsing"),
+        (Grammar("json_schema", "[]"), "the JSON schema cannot be used: it must be a JSON object"),
+        (schema(type="strin"), "the JSON schema cannot be used: Invalid type: strin"),
+        (schema(type="string", format="shoe"), "the JSON schema cannot be used: Unknown format: shoe"),
+        (schema(**{"$ref": "#/$defs/x"}), "Pointer '/$defs/x' does not exist"),
+        (schema(**{"$ref": "https://example.org/x"}), "does not fetch resources"),
+        (schema(type="integer", minimum=5, maximum=3), "minimum (5) is greater than maximum (3)"),
+        (schema(oneOf=[{"type": "number"}, {"type": "integer"}]), "oneOf constraints are not supported"),
+        (schema(**{"$ref": "#/$defs/t", "$defs": {"t": {"$ref": "#/$defs/t"}}}), "there is no text that it allows"),
+        (Grammar("regex", "(a"), "the regular expression cannot be used: .*unclosed group"),
+        (Grammar("regex", "(?=a)b"), "look-around, including look-ahead and look-behind, is not supported"),
+        (Grammar("lark", "x: /a/"), "the Lark grammar cannot be used: no start rule found"),
+        (Grammar("lark", 'start: "a" b'), 'unknown name: "b"'),
+        (Grammar("regex", "a" * (MAX_TEXT_BYTES + 1)), "has 262145 bytes, at most 262144 are allowed"),
+    ],
+    ids=lambda value: value.text[:20] if isinstance(value, Grammar) else "",
+)
+def test_a_grammar_that_is_none_is_refused_with_the_reason(small: LLTokenizer, grammar: Grammar, message: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        build_matcher(small, grammar)
+    text = str(caught.value)
+    assert len(text) < 600
+    assert "\n" not in text
+    first, _, last = message.partition(".*")
+    assert first in text
+    assert last in text
+
+
+@pytest.mark.parametrize("ending", ["\n", " ", "\t"])
+def test_json_may_be_pretty_printed_but_not_endless(vocabulary: LLTokenizer, ending: str) -> None:
+    matcher = build_matcher(vocabulary, schema(type="object", additionalProperties={"type": "integer"}))
+    value = {"a": 1, "b": 2}
+    for text in (json.dumps(value), json.dumps(value, indent=4), json.dumps(value, separators=(",", ":"))):
+        copy = matcher.deep_copy()
+        assert copy.consume_tokens(vocabulary.tokenize_str(text)), copy.get_error()
+        assert allowed(copy) == set(vocabulary.eos_tokens)
+    copy, blank = matcher.deep_copy(), vocabulary.tokenize_str(ending)
+    assert copy.consume_tokens(vocabulary.tokenize_str('{"a":'))
+    assert copy.try_consume_tokens(blank * 40) <= 1
+
+
+def runaway() -> Grammar:
+    """All of a hundred words in any order: its automaton has more states than there is time."""
+    return Grammar("lark", "start: T\nT: " + " & ".join(f"/.*x{word}.*/" for word in range(100)))
+
+
+def bottomless() -> Grammar:
+    names = range(3000)
+    chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "integer"}]} for i in names}
+    return schema(**{"$ref": "#/$defs/d0", "$defs": {**chain, "d3000": {"type": "string"}}})
+
+
+def test_a_grammar_that_would_end_or_stop_the_worker_is_refused(compiler: GrammarCompiler) -> None:
+    for grammar, message in ((runaway(), "takes more than 0.5 s"), (bottomless(), "nested too deeply")):
+        with pytest.raises(GrammarError, match=message):
+            compiler.compile(grammar)
+        assert not compiler.compile(Grammar("regex", f"a{{{len(message)}}}")), "the next one is compiled as ever"
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_REMEMBERED", 3)
+    checked: list[str] = []
+    check = Trial.check
+    monkeypatch.setattr(Trial, "check", lambda self, grammar: (checked.append(grammar.text), check(self, grammar)))
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(compiler.compile, [Grammar("regex", "a+")] * 8))
+    assert checked == ["a+"]
+    for text in ("b", "0", "a+", "1"):
+        compiler.compile(Grammar("regex", text))
+    assert compiler.compile(Grammar("regex", "a+"))
+    assert not compiler.compile(Grammar("regex", "b"))
+    for _ in range(2):
+        with pytest.raises(GrammarError):
+            compiler.compile(Grammar("regex", "("))
+    assert checked == ["a+", "b", "0", "1", "b", "(", "("]
+
+
+def test_more_grammars_at_once_than_can_wait_are_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(Trial, "check", lambda self, grammar: gate.wait(30))
+    monkeypatch.setattr(compiler_module, "MAX_WAITING", 3)
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(compiler.compile, Grammar("regex", text)) for text in "ab01"]
+        refused = next(future for future in iter(lambda: next((f for f in waiting if f.done()), None), 0) if future)
+        gate.set()
+        assert "3 grammars are being compiled already" in str(refused.exception())
+        assert [future.exception() for future in waiting if future is not refused] == [None] * 3
+
+
+def test_a_model_without_a_usable_tokenizer_takes_no_grammar(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
+        GrammarCompiler(tmp_path, 40).compile(Grammar("regex", "a"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(GrammarError, match="tokenizer cannot be constrained"):
+        GrammarCompiler(tmp_path, 40).compile(Grammar("regex", "a"))
+
+
+def test_every_end_that_the_folder_names_is_one(tmp_path: Path) -> None:
+    write_small_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, END, 4000]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<other>"}}))
+    assert set(read_vocabulary(tmp_path, 40).eos_tokens) == {3, END, OTHER_END}
+
+
+@pytest.mark.parametrize("vocab_size", [4, OTHER_END + 1, 1000])
+def test_logits_may_be_fewer_or_more_than_the_tokenizers_tokens(small_folder: Path, vocab_size: int) -> None:
+    vocabulary = read_vocabulary(small_folder, vocab_size)
+    mask = allowed(build_matcher(vocabulary, Grammar("regex", "(?s).+")))
+    assert vocabulary.vocab_size >= vocab_size
+    assert mask == set(range(len(WORDS)))
+
+
+def masks_of(states: GrammarStates, sequence_ids: list[int]) -> tuple[np.ndarray, dict[int, str]]:
+    masks = states.start(sequence_ids)
+    words, errors = masks.finish()
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    assert len(masks.places) == len(bits)
+    return bits.copy(), errors
+
+
+def constrained(sequence_id: int, grammar: Grammar, generated: list[int], stops: tuple[int, ...] = ()) -> NewSequence:
+    sampling = Sampling(grammar=grammar, stop_token_ids=stops)
+    return NewSequence(sequence_id, [7, 7, *generated], 2, sampling=sampling)
+
+
+def test_a_state_from_known_tokens_is_the_one_that_took_them_one_by_one(compiler: GrammarCompiler) -> None:
+    grammar, tokens = Grammar("regex", "(a|ab|0){3,5}1"), [0, 5, 2, 0, 3, END]
+    states = GrammarStates(compiler, 1)
+    states.apply(Plan(1, (), [constrained(1, grammar, [])]))
+    for known in range(len(tokens) + 1):
+        states.apply(Plan(1, [2], [constrained(2, grammar, tokens[:known])]))
+        bits, errors = masks_of(states, [1, 9, 2])
+        assert not errors
+        assert (bits[0] == bits[1]).all()
+        if known < len(tokens):
+            assert bits[0, tokens[known]]
+            states.chosen([1], [tokens[known]])
+    assert set(np.flatnonzero(bits[0])) == {END}, "nothing but its end follows an end"
+
+
+def test_when_a_grammar_is_complete_the_sequences_own_stops_are_allowed(compiler: GrammarCompiler) -> None:
+    states = GrammarStates(compiler, 1)
+    states.apply(Plan(1, (), [constrained(1, Grammar("regex", "aa?"), [], (END, OTHER_END, 35))]))
+    assert set(np.flatnonzero(masks_of(states, [1])[0][0])) == {0, WORDS.index("aa")}
+    states.chosen([1], [0])
+    assert set(np.flatnonzero(masks_of(states, [1])[0][0])) == {0, END, OTHER_END, 35}
+    states.chosen([1], [35])
+    assert set(np.flatnonzero(masks_of(states, [1])[0][0])) == {END, OTHER_END, 35}
+
+
+def test_a_broken_grammar_or_token_is_one_sequences_error(compiler: GrammarCompiler) -> None:
+    states = GrammarStates(compiler, 3)
+    fine = [constrained(i, Grammar("regex", "a{9}"), [0] * i) for i in range(1, 9)]
+    broken = [constrained(20, Grammar("regex", "("), []), constrained(21, Grammar("regex", "ab"), [1])]
+    alone = GrammarStates(compiler, 1)
+    alone.apply(Plan(1, (), fine))
+    states.apply(Plan(1, (), [*fine[:4], *broken, *fine[4:]]))
+    ids = [1, 2, 20, 3, 4, 21, 5, 6, 7, 8]
+    bits, errors = masks_of(states, ids)
+    assert sorted(errors) == [2, 5]
+    assert "unclosed group" in errors[2]
+    assert "the grammar does not allow what was generated" in errors[5]
+    assert bits[[2, 5]].all()
+    expected, _ = masks_of(alone, list(range(1, 9)))
+    assert (np.delete(bits, [2, 5], axis=0) == expected).all()
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_masks_are_applied_to_their_rows_and_to_no_other(data: st.DataObject) -> None:
+    vocab, rows = data.draw(st.sampled_from([5, 32, 45, 64])), data.draw(st.integers(1, 4))
+    places = sorted(data.draw(st.sets(st.integers(0, rows - 1), min_size=1)))
+    generator = np.random.default_rng(data.draw(st.integers(0, 99)))
+    is_allowed = generator.random((len(places), 64)) < 0.3
+    is_allowed[:, generator.integers(0, vocab)] = True
+    scores = torch.from_numpy(generator.normal(size=(rows, vocab)).astype(np.float32))
+    expected = scores.clone()
+    for place, mask in zip(places, is_allowed, strict=True):
+        expected[place, ~torch.from_numpy(mask[:vocab])] = float("-inf")
+    words = np.packbits(is_allowed, axis=1, bitorder="little").view(np.int32)
+    Constrainer(torch.device("cpu")).apply(scores, torch.tensor(places), words)
+    assert torch.equal(scores, expected)
+
+
+def test_where_only_forbidden_ends_are_left_they_are_allowed() -> None:
+    scores = torch.tensor([[1.0, 2.0, float("-inf")], [1.0, 2.0, 3.0], [float("nan")] * 3])
+    Constrainer(torch.device("cpu")).apply(scores, torch.arange(3), np.array([[4], [4], [4]], np.int32))
+    assert scores[0].tolist() == [float("-inf"), float("-inf"), 0.0]
+    assert scores[1].tolist() == [float("-inf"), float("-inf"), 3.0]
+    assert scores[2].isnan().all()

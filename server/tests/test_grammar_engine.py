@@ -1,0 +1,215 @@
+"""Structured output of the embedded model: every answer that ends is what was asked for, whatever happens around it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from grammar_driver import BLOCK_TOKENS, AnswerDriver
+from grammar_walk import check_instance
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.engine import Engine
+from penstock_server.plan import Grammar, Sampling
+from penstock_server.prepare import prepare
+
+EOS = 2
+NUM_SEQUENCES = 12
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "langs": {"type": "array", "items": {"enum": ["en", "de", "fr"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "langs"],
+    "additionalProperties": False,
+}
+ARITHMETIC = """
+start: sum
+sum: product ("+" product)~0..2
+product: atom ("*" atom)~0..1
+atom: /[1-9]/ | "(" /[1-9]/ "-" /[1-9]/ ")"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
+        return Path(prepare(None).folder)
+
+
+@pytest.fixture(scope="module")
+def driver(folder: Path) -> Iterator[AnswerDriver]:
+    engine, _ = Engine.load(LoadConfig(folder, BLOCK_TOKENS, dtype="bfloat16", device="cpu"))
+    engine.warm_up(WarmUpConfig(512, NUM_SEQUENCES, 512, num_blocks=16 * NUM_SEQUENCES))
+    yield AnswerDriver(engine, EOS, num_blocks=16 * NUM_SEQUENCES)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: Any) -> list[int]:
+    question = [{"role": "user", "content": "Describe somebody as JSON."}]
+    return list(tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"])
+
+
+def of_schema(schema: dict[str, Any], **options: Any) -> Sampling:
+    return Sampling(grammar=Grammar("json_schema", json.dumps(schema)), stop_token_ids=(EOS,), **options)
+
+
+def test_every_answer_is_what_its_grammar_allows(driver: AnswerDriver, tokenizer: Any, prompt: list[int]) -> None:
+    regex = r"(19|20)\d\d-(0[1-9]|1[0-2])-[0-3]\d (AM|PM)"
+    kinds = [Grammar("json_schema", json.dumps(PERSON)), Grammar("regex", regex), Grammar("lark", ARITHMETIC)]
+    samplings = [
+        Sampling(grammar=grammar, do_sample=seed > 0, temperature=1.0 + seed / 2, seed=seed)
+        for grammar in kinds
+        for seed in range(4)
+    ]
+    answers = driver.run([(prompt, sampling) for sampling in samplings], max_tokens=120)
+    for answer in answers:
+        text = tokenizer.decode(answer.tokens[:-1])
+        assert not answer.error
+        assert answer.has_ended, text
+        assert answer.sampling.grammar is not None
+        if answer.sampling.grammar.kind == "json_schema":
+            check_instance(text, PERSON)
+        elif answer.sampling.grammar.kind == "regex":
+            assert re.fullmatch(regex, text)
+        else:
+            assert re.fullmatch(r"[1-9+*()-]+", text)
+            assert isinstance(eval(text), int)
+    assert len({tuple(answer.tokens) for answer in answers}) > len(kinds), "seeds must tell answers apart"
+
+
+def schemas() -> st.SearchStrategy[dict[str, Any]]:
+    def bounds(low: int, high: int) -> dict[str, Any]:
+        return {"type": "integer", "minimum": min(low, high), "maximum": max(low, high)}
+
+    leaf = st.one_of(
+        st.builds(bounds, st.integers(-999, 999), st.integers(-999, 999)),
+        st.builds(lambda length: {"type": "string", "maxLength": length}, st.integers(0, 8)),
+        st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "string", "pattern": "^[a-c]{1,3}$"}]),
+        st.lists(st.sampled_from(["x", "größe", 1, -2.5, None, True]), min_size=1, max_size=3, unique_by=repr).map(
+            lambda values: {"enum": values}
+        ),
+    )
+
+    def grow(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+        names = st.sampled_from(["a", "b b", 'c"', "ü"])
+
+        def record(properties: dict[str, Any], is_required: bool) -> dict[str, Any]:
+            required = list(properties) if is_required else list(properties)[:1]
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+        return st.one_of(
+            st.builds(record, st.dictionaries(names, inner, max_size=3), st.booleans()),
+            st.builds(
+                lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner, st.integers(0, 3)
+            ),
+            st.lists(inner, min_size=1, max_size=2).map(lambda branches: {"anyOf": branches}),
+        )
+
+    return st.recursive(leaf, grow, max_leaves=4)
+
+
+@given(batch=st.lists(st.tuples(schemas(), st.booleans()), min_size=NUM_SEQUENCES, max_size=NUM_SEQUENCES))
+@settings(
+    max_examples=4,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # an example takes seconds: shrinking would take minutes
+    suppress_health_check=list(HealthCheck),
+)
+def test_answers_to_any_schema_are_instances_of_it(
+    driver: AnswerDriver, tokenizer: Any, prompt: list[int], batch: list[tuple[dict[str, Any], bool]]
+) -> None:
+    asked = [of_schema(schema, do_sample=draws, seed=place) for place, (schema, draws) in enumerate(batch)]
+    answers = driver.run([(prompt, sampling) for sampling in asked], max_tokens=80)
+    for answer, (schema, _) in zip(answers, batch, strict=True):
+        assert not answer.error, (schema, answer.error)
+        if answer.has_ended:
+            check_instance(tokenizer.decode(answer.tokens[:-1]), schema)
+    assert sum(answer.has_ended for answer in answers) >= NUM_SEQUENCES // 2
+
+
+@pytest.fixture(scope="module")
+def alone(driver: AnswerDriver, prompt: list[int]) -> list[list[int]]:
+    """The tokens of four sequences, each of which ran by itself: greedy and drawn, constrained and not."""
+    return [driver.run([one], max_tokens=40)[0].tokens for one in some(prompt)]
+
+
+def some(prompt: list[int]) -> list[tuple[list[int], Sampling]]:
+    drawn = of_schema(PERSON, do_sample=True, seed=11, temperature=1.2, top_p=0.95, repetition_penalty=1.1)
+    return [(prompt, sampling) for sampling in (of_schema(PERSON), drawn, Sampling(), Sampling(do_sample=True, seed=3))]
+
+
+def test_chunks_and_neighbours_change_nothing(driver: AnswerDriver, prompt: list[int], alone: list[list[int]]) -> None:
+    together = driver.run(some(prompt), max_tokens=40, chunk_tokens=7)
+    assert [answer.tokens for answer in together] == alone
+
+
+def test_a_preempted_answer_goes_on_where_it_was(
+    driver: AnswerDriver, prompt: list[int], alone: list[list[int]]
+) -> None:
+    preempted = driver.run(some(prompt)[:2], max_tokens=40, preempt_every=5)
+    assert [answer.tokens for answer in preempted] == alone[:2]
+
+
+def test_a_broken_grammar_costs_no_other_sequence_anything(
+    driver: AnswerDriver, prompt: list[int], alone: list[list[int]]
+) -> None:
+    broken = [
+        Sampling(grammar=Grammar("regex", "(")),
+        Sampling(grammar=Grammar("lark", 'start: start "a"'), do_sample=True),
+        of_schema({"not": {}}),
+        of_schema(PERSON, min_new_tokens=1, logit_bias=((5, 1.0),)),
+    ]
+    first, second, *rest = some(prompt)
+    answers = driver.run([first, *((prompt, sampling) for sampling in broken), second, *rest], max_tokens=40)
+    assert [answer.tokens for answer in (answers[0], *answers[5:])] == alone
+    errors = [answer.error for answer in answers[1:4]]
+    assert "unclosed group" in errors[0]
+    assert "there is no text that it allows" in errors[1]
+    assert 'Unimplemented keys: ["not"]' in errors[2]
+    assert answers[4].has_ended or not answers[4].error
+
+
+def test_a_complete_grammar_ends_before_min_new_tokens(driver: AnswerDriver, prompt: list[int]) -> None:
+    for do_sample in (False, True):
+        sampling = Sampling(
+            grammar=Grammar("regex", "(yes|no)"), min_new_tokens=20, stop_token_ids=(EOS,), do_sample=do_sample
+        )
+        (answer,) = driver.run([(prompt, sampling)], max_tokens=30)
+        assert answer.has_ended
+        (free,) = driver.run([(prompt, replace(sampling, grammar=Grammar("regex", "[a-z ]*")))], max_tokens=30)
+        assert len(free.tokens) > 20, "where anything else is left, it waits"
+
+
+def test_model_logprobs_are_those_without_the_grammar(driver: AnswerDriver, prompt: list[int]) -> None:
+    """A text that only the grammar wants is as unlikely to the model as it would be without."""
+    from penstock_server.plan import Advance, NewSequence, Plan
+
+    driver.engine.reset()
+    grammar = Grammar("regex", "zebra")
+    samplings = [Sampling(grammar=grammar), Sampling(grammar=grammar, model_logprobs=True)]
+    new = [
+        NewSequence(i, prompt, len(prompt), block_ids=range(16 * i, 16 * i + 16), sampling=sampling)
+        for i, sampling in enumerate(samplings)
+    ]
+    outputs = driver.engine.step(Plan(1, (), new, (), [Advance(i, len(prompt), (), True) for i in (0, 1)])).outputs
+    processed, own = (output.tokens[0] for output in outputs)
+    assert processed.id == own.id
+    assert processed.logprob == 0
+    assert own.logprob < -5
