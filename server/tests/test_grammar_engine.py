@@ -9,7 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 import transformers
 from grammar_driver import BLOCK_TOKENS, AnswerDriver
 from grammar_walk import check_instance
@@ -17,6 +20,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
+from penstock_server.engine.constraint import Constraints
+from penstock_server.engine.sampler import Sampler, SampleRequest
+from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
+from penstock_server.engine.watermark import Watermark
 from penstock_server.plan import Grammar, Sampling
 from penstock_server.prepare import prepare
 
@@ -213,3 +220,36 @@ def test_model_logprobs_are_those_without_the_grammar(driver: AnswerDriver, prom
     assert processed.id == own.id
     assert processed.logprob == 0
     assert own.logprob < -5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_favourite_among_the_allowed_has_its_share_of_them(dtype: torch.dtype) -> None:
+    """The short way of greedy rows, next to rows that go the long way."""
+    vocab, grammar = 999, Grammar("regex", "a")
+    generator = np.random.default_rng(5)
+    logits = torch.from_numpy(generator.normal(size=(5, vocab)) * 4).to(dtype)
+    is_allowed = generator.random((4, 1024)) < 0.02
+    words = np.packbits(is_allowed, axis=1, bitorder="little").view(np.int32)
+    samplings = [
+        *(Sampling(grammar=grammar), Sampling(), Sampling(grammar=grammar, top_n=3)),
+        *(Sampling(grammar=grammar), Sampling(grammar=grammar, model_logprobs=True)),
+    ]
+    expected = logits.float()
+    expected[[0, 2, 3, 4]] += torch.where(torch.from_numpy(is_allowed[:, :vocab]), 0.0, float("-inf"))
+    logprobs = expected.log_softmax(-1)
+    logprobs[4] = logits[4].float().log_softmax(-1)
+    composition = compose(np.array([record(sampling) for sampling in samplings], SAMPLING_FIELDS), {})
+    zeros = np.zeros(5, np.int64)
+    request = SampleRequest(composition, zeros, zeros, zeros, NoHistory(), Constraints(np.array([0, 2, 3, 4]), words))
+    cpu = torch.device("cpu")
+    sampled = Sampler(vocab, cpu, 5, Watermark.of(vocab, cpu)).sample(logits, request)
+    assert sampled.ids.tolist() == expected.argmax(-1).tolist()
+    assert torch.allclose(sampled.logprobs.float(), logprobs.gather(1, sampled.ids[:, None])[:, 0], atol=1e-5)
+
+
+class NoHistory:
+    def known(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        raise AssertionError("nobody penalizes")
+
+    def generated(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        raise AssertionError("nobody penalizes")
