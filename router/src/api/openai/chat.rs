@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use super::message::Message;
 use super::tool::{ToolChoiceField, ToolField, ToolSet};
-use super::value::{SamplingFields, StreamOptions, says_something};
+use super::value::{SamplingFields, StreamOptions, logprob_source, says_something};
 use crate::api::parameter::{Parameters, ValidationError};
 use crate::api::tgi::or_default;
 use crate::text::{ChatInputs, ToolChoice};
@@ -96,6 +96,7 @@ impl ChatRequest {
             max_new_tokens: max_tokens,
             // COMPAT: as in TGI they may be asked for without `logprobs`, and are not shown then.
             top_n_tokens: self.top_logprobs.filter(|_| self.logprobs),
+            logprob_source: logprob_source(self.logprobs),
             ..self.sampling.parameters()?
         })
     }

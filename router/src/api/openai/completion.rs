@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Deserializer};
 
-use super::value::{OneOrMany, SamplingFields, StreamOptions};
+use super::value::{OneOrMany, SamplingFields, StreamOptions, logprob_source};
 use crate::api::parameter::{Parameters, ValidationError};
 use crate::api::tgi::or_default;
 use crate::config::RequestLimits;
@@ -91,6 +91,7 @@ impl CompletionRequest {
         }
         parameters.max_new_tokens = if self.hides_generated() { Some(1) } else { self.max_tokens };
         parameters.top_n_tokens = self.logprobs;
+        parameters.logprob_source = logprob_source(self.logprobs.is_some());
         parameters.decoder_input_details = self.echo && self.logprobs.is_some();
         Ok((parameters, n))
     }

@@ -77,8 +77,13 @@ pub(crate) struct SamplingFields {
     extension: ExtensionFields,
 }
 
+/// OpenAI's logprobs are the model's own. Where none are shown the worker is spared the second distribution.
+pub(super) fn logprob_source(are_shown: bool) -> LogprobSource {
+    if are_shown { LogprobSource::Model } else { LogprobSource::Processed }
+}
+
 impl SamplingFields {
-    /// OpenAI's rules: sampling unless the temperature is 0, and neutral values mean nothing.
+    /// OpenAI's rules, logprobs aside: sampling unless the temperature is 0, and neutral values mean nothing.
     pub(super) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
         let greedy = self.temperature == Some(0.0);
         let is_fraction = |value: f32| value > 0.0 && value < 1.0;
@@ -95,7 +100,6 @@ impl SamplingFields {
             seed: self.seed,
             stop: self.stop.take().map(OneOrMany::into_vec).unwrap_or_default(),
             grammar: self.grammar()?,
-            logprob_source: LogprobSource::Model,
             extension: self.extension.clone().into(),
             ..Parameters::default()
         })
