@@ -8,4 +8,5 @@ pub(crate) mod grammar;
 pub(crate) mod openai;
 pub(crate) mod parameter;
 pub(crate) mod tgi;
+mod validation;
 pub(crate) mod vertex;

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+pub(crate) use super::validation::ValidationError;
 use crate::config::RequestLimits;
 use crate::engine::{Grammar, LogprobSource, Sampling};
 
@@ -72,138 +73,6 @@ pub(crate) struct Checked {
     pub(crate) ignore_eos: bool,
     pub(crate) priority: i32,
     pub(crate) timeout: Option<Duration>,
-}
-
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub(crate) enum ValidationError {
-    #[error("`best_of` must be > 0 and <= {max}. Given: {given}")]
-    BestOf { max: usize, given: usize },
-    #[error("`best_of` != 1 is not supported when streaming tokens")]
-    BestOfStream,
-    #[error("you must use sampling when `best_of` is > 1")]
-    BestOfSampling,
-    #[error("`seed` must not be set when `best_of` > 1")]
-    BestOfSeed,
-    #[error("`n` > 1 is not supported when streaming tokens")]
-    GenerationsStream,
-    #[error("`decoder_input_details` == true is not supported when streaming tokens")]
-    PrefillDetailsStream,
-    #[error("`temperature` must be strictly positive")]
-    Temperature,
-    #[error("`repetition_penalty` must be strictly positive")]
-    RepetitionPenalty,
-    #[error("`frequency_penalty` must be >= -2.0 and <= 2.0")]
-    FrequencyPenalty,
-    #[error("`presence_penalty` must be >= -2.0 and <= 2.0")]
-    PresencePenalty,
-    #[error("`top_p` must be > 0.0 and < 1.0")]
-    TopP,
-    #[error("`typical_p` must be > 0.0 and < 1.0")]
-    TypicalP,
-    #[error("`top_k` must be strictly positive")]
-    TopK,
-    #[error("`max_new_tokens` must be strictly positive")]
-    NoNewTokens,
-    #[error("`stop` supports up to {max} stop sequences. Given: {given}")]
-    StopCount { max: usize, given: usize },
-    #[error("`stop` must not contain an empty string")]
-    EmptyStop,
-    #[error("`top_n_tokens` must be >= 0 and <= {max}. Given: {given}")]
-    TopNTokens { max: u32, given: u32 },
-    #[error("`inputs` cannot be empty")]
-    EmptyInput,
-    #[error("`messages` cannot be empty")]
-    NoMessages,
-    #[error("`instances` cannot be empty")]
-    NoInstances,
-    #[error("`truncate` must be strictly positive and less than or equal to {max}. Given: {given}")]
-    Truncate { max: usize, given: usize },
-    #[error("{0}")]
-    Tokenizer(String),
-    #[error("token ids must be < {vocabulary}. Given: {given}")]
-    TokenId { vocabulary: u32, given: u32 },
-    #[error(
-        "`inputs` tokens + `max_new_tokens` must be <= {max}. Given: {input} `inputs` tokens and {new} `max_new_tokens`"
-    )]
-    TotalTokens { max: usize, input: usize, new: u32 },
-    #[error("`inputs` must have at most {max} tokens. Given: {given}")]
-    InputTokens { max: usize, given: usize },
-    #[error("`adapter_id` {0} is unknown: no adapters are served")]
-    Adapter(String),
-    #[error("`grammar` is not a grammar: {0}")]
-    Grammar(String),
-    #[error("`grammar` and `response_format` are the same thing; send one of them")]
-    TwoGrammars,
-    #[error("`grammar` is not supported: the server runs with --disable-grammar-support")]
-    GrammarDisabled,
-    #[error("`min_p` must be >= 0.0 and <= 1.0")]
-    MinP,
-    #[error("`n` must be >= 1 and <= {max}. Given: {given}")]
-    Generations { max: usize, given: usize },
-    #[error("`best_of` must be >= `n`. Given: {best_of} and {n}")]
-    BestOfBelowN { best_of: usize, n: usize },
-    #[error("`min_tokens` must be <= `max_tokens`. Given: {min} and {max}")]
-    MinTokens { min: u32, max: u32 },
-    #[error("`stop_token_ids` supports up to {max} tokens. Given: {given}")]
-    StopTokenCount { max: usize, given: usize },
-    #[error("`logit_bias` supports up to {max} tokens. Given: {given}")]
-    LogitBiasCount { max: usize, given: usize },
-    #[error("`logit_bias` must be >= -100 and <= 100. Given: {bias} for token {token_id}")]
-    LogitBias { token_id: u32, bias: f32 },
-    #[error("`priority` must be >= -{max} and <= {max}. Given: {given}")]
-    Priority { max: i32, given: i32 },
-    #[error("`timeout` must be > 0 and <= {max} seconds. Given: {given}")]
-    Timeout { max: f64, given: f64 },
-    #[error("`ignore_eos` cannot be combined with a grammar, whose end is the end of the answer")]
-    IgnoreEosWithGrammar,
-    #[error("`max_tokens` and `max_completion_tokens` are the same thing; send one of them")]
-    TwoLengths,
-    #[error("`{field}` must be >= 0 and <= {max}. Given: {given}")]
-    Logprobs { field: &'static str, max: u32, given: u32 },
-    #[error("`{field}` is not supported: {why}")]
-    Unsupported { field: &'static str, why: &'static str },
-    #[error("`{part}` parts are not supported in a message's content by this model")]
-    ContentPart { part: String },
-}
-
-impl ValidationError {
-    /// The request's field, when it has the same name in both dialects.
-    pub(crate) fn param(&self) -> Option<&'static str> {
-        match self {
-            Self::BestOf { .. } | Self::BestOfStream | Self::BestOfSampling => Some("best_of"),
-            Self::BestOfSeed => Some("seed"),
-            Self::Temperature => Some("temperature"),
-            Self::RepetitionPenalty => Some("repetition_penalty"),
-            Self::FrequencyPenalty => Some("frequency_penalty"),
-            Self::PresencePenalty => Some("presence_penalty"),
-            Self::TopP => Some("top_p"),
-            Self::TypicalP => Some("typical_p"),
-            Self::TopK => Some("top_k"),
-            Self::NoNewTokens | Self::TotalTokens { .. } | Self::TwoLengths => Some("max_tokens"),
-            Self::StopCount { .. } | Self::EmptyStop => Some("stop"),
-            Self::TopNTokens { .. } => Some("top_logprobs"),
-            Self::Logprobs { field, .. } | Self::Unsupported { field, .. } => Some(field),
-            Self::Adapter(_) => Some("model"),
-            Self::Grammar(_) | Self::TwoGrammars | Self::GrammarDisabled => Some("response_format"),
-            Self::MinP => Some("min_p"),
-            Self::Generations { .. } | Self::GenerationsStream => Some("n"),
-            Self::BestOfBelowN { .. } => Some("best_of"),
-            Self::MinTokens { .. } => Some("min_tokens"),
-            Self::StopTokenCount { .. } => Some("stop_token_ids"),
-            Self::LogitBiasCount { .. } | Self::LogitBias { .. } => Some("logit_bias"),
-            Self::Priority { .. } => Some("priority"),
-            Self::Timeout { .. } => Some("timeout"),
-            Self::IgnoreEosWithGrammar => Some("ignore_eos"),
-            Self::NoMessages | Self::ContentPart { .. } => Some("messages"),
-            Self::TokenId { .. } => Some("prompt"),
-            Self::PrefillDetailsStream
-            | Self::EmptyInput
-            | Self::NoInstances
-            | Self::Truncate { .. }
-            | Self::Tokenizer(_)
-            | Self::InputTokens { .. } => None,
-        }
-    }
 }
 
 impl Parameters {
