@@ -130,11 +130,15 @@ def template_tokens(port: int, words: Sequence[str]) -> int:
 
 async def _gaps(port: int, words: Sequence[str], seed: str, with_prompt: bool) -> list[float]:
     """Pauses between the events of 64 streams, while long prompts arrive one after the other or not."""
-    others = asyncio.create_task(run_async(port, PENSTOCK, Load("others", 64, 1, 16, 600), words, seed))
-    await asyncio.sleep(0.3)
-    if with_prompt:
-        await run_async(port, PENSTOCK, Load("long", 1, 3, LONG_PROMPT_TOKENS, 2), words, seed)
-    return [gap for sample in (await others).samples for gap in sample.gaps_s]
+    others = asyncio.create_task(run_async(port, PENSTOCK, Load("others", 64, 1, 16, 1500), words, seed))
+    # From a process of its own: making such prompts would hold up the loop that takes the times.
+    sleep = [sys.executable, "-c", "import time; time.sleep(2)"]
+    send = [sys.executable, __file__, "--send-long-prompts", str(port), "--seed", seed]
+    beside = await asyncio.create_subprocess_exec(*(send if with_prompt else sleep))
+    samples = (await others).samples
+    if await beside.wait():
+        raise SystemExit("error: the long prompts were not answered")
+    return [gap for sample in samples for gap in sample.gaps_s]
 
 
 def measure_delay(port: int, words: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -160,9 +164,14 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
+    parser.add_argument("--send-long-prompts", type=int, metavar="PORT", help="only that, to a server that runs")
+    parser.add_argument("--seed", default="0")
     options = parser.parse_args()
 
     words = peers.prompt_words()
+    if options.send_long_prompts:
+        run(options.send_long_prompts, PENSTOCK, Load("long", 1, 3, LONG_PROMPT_TOKENS, 2), words, options.seed)
+        return
     folder = json.loads(
         subprocess.run(
             [sys.executable, "-m", "penstock_server.prepare"], check=True, stdout=subprocess.PIPE, text=True
