@@ -185,3 +185,6 @@ pub(super) fn any_of(names: &[&str]) -> RefOr<Schema> {
         names => names.iter().fold(AnyOfBuilder::new(), |any, name| any.item(Ref::from_schema_name(*name))).into(),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,7 @@
 //! Routes that say what is served and how it is.
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -97,14 +98,19 @@ pub(super) async fn models(State(service): State<Service>) -> Json<ModelList> {
         (status = 404, description = "It is not served here.", body = OpenAiErrorBody)
     )
 )]
-pub(super) async fn model(State(service): State<Service>, Path(id): Path<String>) -> Result<Json<Model>, OpenAiError> {
-    if id != service.config().model_id {
-        let served = &service.config().model_id;
-        return Err(
-            ApiError::NotFound(format!("there is no model {id} here; the one that is served is {served}")).into()
-        );
+pub(super) async fn model(
+    State(service): State<Service>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<Model>, OpenAiError> {
+    let served = &service.config().model_id;
+    match id {
+        Ok(Path(id)) if id == *served => Ok(Json(served_model(&service))),
+        Ok(Path(id)) => {
+            let message = format!("there is no model {id} here; the one that is served is {served}");
+            Err(ApiError::NotFound(message).into())
+        }
+        Err(_) => Err(ApiError::NotFound("a model's id is UTF-8".to_owned()).into()),
     }
-    Ok(Json(served_model(&service)))
 }
 
 fn served_model(service: &Service) -> Model {

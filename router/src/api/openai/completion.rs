@@ -1,5 +1,6 @@
 //! `/v1/completions`: the request.
 
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 
@@ -16,6 +17,10 @@ const MAX_LOGPROBS: u32 = 5;
 pub(crate) struct CompletionRequest {
     /// Texts or token ids, one prompt or several.
     prompt: Prompts,
+    /// Any name is accepted; the answer names the model that is served.
+    #[serde(rename = "model")]
+    #[schema(value_type = Option<String>)]
+    _model: Option<IgnoredAny>,
     #[serde(flatten)]
     sampling: SamplingFields,
     /// By default as many as fit. 0 with `echo` scores the prompt.
