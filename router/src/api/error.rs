@@ -2,6 +2,7 @@
 
 use axum::http::StatusCode;
 use serde::Serialize;
+use utoipa::ToSchema;
 
 use super::parameter::ValidationError;
 use crate::engine::{GrammarError, SequenceFailure};
@@ -75,26 +76,34 @@ impl From<EncodeError> for ApiError {
 }
 
 /// TGI's error object, also as a stream's event.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Error, example = json!({"error": "Input validation error: `temperature` must be strictly positive", "error_type": "validation"}))]
 pub(crate) struct TgiErrorBody {
+    /// For people: what was given, and what is allowed.
     pub(crate) error: String,
+    /// For programs: `validation`, `overloaded`, `generation`, `timeout`, …
     pub(crate) error_type: &'static str,
 }
 
-/// OpenAI's error object.
-#[derive(Debug, Serialize)]
+/// OpenAI's error object, also as a stream's event.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = OpenAiError, example = json!({"error": {"message": "Model is overloaded", "type": "rate_limit_error", "param": null, "code": "overloaded"}}))]
 pub(crate) struct OpenAiErrorBody {
     error: OpenAiErrorFields,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 struct OpenAiErrorFields {
+    /// For people: what was given, and what is allowed.
     message: String,
     #[serde(rename = "type")]
     kind: &'static str,
+    /// The field at fault, where it is one.
     param: Option<&'static str>,
+    /// For programs: the same as TGI's `error_type`.
     code: &'static str,
-    /// COMPAT: TGI's stream events had this; it is the status that the plain answer has.
+    /// Only in events: the status that the plain answer has.
+    // COMPAT: TGI's events had it.
     #[serde(skip_serializing_if = "Option::is_none")]
     http_status_code: Option<u16>,
 }

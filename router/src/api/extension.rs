@@ -4,32 +4,44 @@ use std::collections::BTreeMap;
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
+use utoipa::ToSchema;
+use utoipa::openapi::schema::{AdditionalProperties, ArrayBuilder, ObjectBuilder, OneOfBuilder, Schema, Type};
 
-use super::parameter::Extension;
+use super::parameter::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES};
 use super::tgi::or_default;
 
-#[derive(Clone, Debug, Default, Deserialize)]
+/// What TGI did not have, under the same names on every route.
+#[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct ExtensionFields {
     /// Tokens less probable than this part of the most probable one's probability are not sampled.
+    #[schema(minimum = 0, maximum = 1, default = 0)]
     min_p: Option<f32>,
     /// Subtracted once from the logit of every token that was generated already.
+    #[schema(minimum = -2, maximum = 2, default = 0)]
     presence_penalty: Option<f32>,
     /// Token id → what is added to its logit, from -100 to 100.
     #[serde(default, deserialize_with = "logit_bias")]
+    #[schema(schema_with = logit_bias_schema, required = false)]
     logit_bias: Vec<(u32, f32)>,
     /// The answer does not end by a token before so many were generated.
+    #[schema(default = 0)]
     min_tokens: Option<u32>,
     /// Go on after the model's end-of-sequence tokens.
     #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
     ignore_eos: bool,
     /// The answer ends with one of these too.
     #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<Vec<u32>>, max_items = 128)]
     stop_token_ids: Vec<u32>,
     /// So many answers to the same prompt.
+    #[schema(minimum = 1, maximum = 128, default = 1)]
     n: Option<usize>,
     /// From -100 to 100: the higher is served first.
+    #[schema(minimum = -100, maximum = 100, default = 0)]
     priority: Option<i32>,
     /// Seconds, from arrival: the request fails when it has not ended by then.
+    #[schema(exclusive_minimum = 0, maximum = 86400)]
     timeout: Option<f64>,
 }
 
@@ -67,4 +79,18 @@ fn logit_bias<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(u32, f3
         Err(_) => Err(D::Error::custom(format!("logit_bias: `{id}` is not a token id"))),
     };
     by_token.into_iter().map(entry).collect()
+}
+
+fn logit_bias_schema() -> Schema {
+    let bias = ObjectBuilder::new().schema_type(Type::Number).minimum(Some(-MAX_LOGIT_BIAS)).maximum(Some(MAX_LOGIT_BIAS));
+    let by_token = ObjectBuilder::new()
+        .property_names(Some(ObjectBuilder::new().schema_type(Type::String).pattern(Some("^[0-9]+$"))))
+        .additional_properties(Some(AdditionalProperties::from(bias)))
+        .max_properties(Some(MAX_LOGIT_BIASES));
+    OneOfBuilder::new()
+        .item(by_token)
+        .item(ArrayBuilder::new().max_items(Some(0)))
+        .item(ObjectBuilder::new().schema_type(Type::Null))
+        .description(Some("Token id → what is added to its logit."))
+        .into()
 }

@@ -1,8 +1,13 @@
 //! What an answer must match, in TGI's shape `{"type", "value"}` and in OpenAI's `response_format`; both on every route.
 
+use std::borrow::Cow;
+
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
+use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema, Type};
+use utoipa::openapi::RefOr;
+use utoipa::{PartialSchema, ToSchema};
 
 use crate::engine::Grammar;
 
@@ -81,6 +86,47 @@ fn choice(value: Value) -> Result<Grammar, String> {
     // Lark's strings are written as JSON's.
     let choices: Vec<String> = choices.into_iter().map(|choice| Value::String(choice).to_string()).collect();
     Ok(Grammar::Lark(format!("start: {}", choices.join(" | "))))
+}
+
+impl PartialSchema for GrammarField {
+    fn schema() -> RefOr<Schema> {
+        let kinds = |kinds: &[&str]| ObjectBuilder::new().schema_type(Type::String).enum_values(Some(kinds.to_vec()));
+        let of = |names: &[&str]| ObjectBuilder::new().property("type", kinds(names)).required("type");
+        let named = || ObjectBuilder::new()
+            .property("name", ObjectBuilder::new().schema_type(Type::String))
+            .property("schema", json_schema())
+            .required("schema");
+        let text = || ObjectBuilder::new().schema_type(Type::String);
+        let choices = text().min_length(Some(1)).to_array_builder().min_items(Some(1));
+        OneOfBuilder::new()
+            .item(of(&["text"]))
+            .item(of(&["json"]).property("value", json_schema()).required("value"))
+            .item(of(&["json_object"]).property("value", json_schema()))
+            .item(of(&["json_schema"]).property("json_schema", named()).required("json_schema"))
+            .item(of(&["json_schema"]).property("value", named()).required("value"))
+            .item(of(&["regex", "lark", "ebnf"]).property("value", text()).required("value"))
+            .item(of(&["choice"]).property("value", choices).required("value"))
+            .description(Some("What the answer must match, in TGI's shape or in OpenAI's."))
+            .examples([
+                json!({"type": "json", "value": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}}),
+                json!({"type": "json_schema", "json_schema": {"name": "age", "schema": {"type": "integer"}}}),
+                json!({"type": "regex", "value": "[0-9]{4}"}),
+                json!({"type": "choice", "value": ["yes", "no"]}),
+            ])
+            .into()
+    }
+}
+
+/// A schema, or a string that holds one.
+fn json_schema() -> OneOfBuilder {
+    let typed = |kind: Type| ObjectBuilder::new().schema_type(kind);
+    OneOfBuilder::new().item(typed(Type::Object)).item(typed(Type::Boolean)).item(typed(Type::String))
+}
+
+impl ToSchema for GrammarField {
+    fn name() -> Cow<'static, str> {
+        "Grammar".into()
+    }
 }
 
 #[cfg(test)]

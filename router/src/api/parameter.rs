@@ -10,8 +10,8 @@ use crate::engine::{Grammar, LogprobSource, Sampling};
 
 pub(crate) const MAX_GENERATIONS: usize = 128;
 const MAX_STOP_TOKENS: usize = 128;
-const MAX_LOGIT_BIASES: usize = 1024;
-const MAX_LOGIT_BIAS: f32 = 100.0;
+pub(super) const MAX_LOGIT_BIASES: usize = 1024;
+pub(super) const MAX_LOGIT_BIAS: f32 = 100.0;
 const MAX_PRIORITY: i32 = 100;
 const MAX_TIMEOUT_S: f64 = 86_400.0;
 

@@ -1,6 +1,7 @@
 //! TGI's requests and answers, field by field. The order of an answer's fields is the order on the wire.
 
 use serde::{Deserialize, Deserializer, Serialize};
+use utoipa::ToSchema;
 
 use super::extension::ExtensionFields;
 use super::grammar::GrammarField;
@@ -9,43 +10,83 @@ use crate::config::Config;
 use crate::text::{Ending, PromptToken, TextToken, TopText};
 
 /// `/generate`, `/generate_stream`, `/tokenize`, and (with `stream`) `/`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(example = json!({"inputs": "What is deep learning?", "parameters": {"max_new_tokens": 20, "do_sample": true, "temperature": 0.7, "top_p": 0.95, "stop": ["\n\n"], "details": true}}))]
 pub(crate) struct GenerateRequest {
+    /// The prompt, as it is: no template is applied.
+    #[schema(min_length = 1)]
     pub(crate) inputs: String,
+    /// Without this key sampling is on; with it, even empty, it is off unless `do_sample` or a sampling parameter is given.
     #[serde(default = "GenerateParameters::when_absent")]
     pub(crate) parameters: GenerateParameters,
     /// Only `/` looks at it.
     #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
     pub(crate) stream: bool,
 }
 
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
+/// What a generation may be asked for. Limits that a flag sets are in `/info`.
+#[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct GenerateParameters {
+    /// Generate so many and answer the one with the highest mean logprob. Needs sampling; not with `seed`, not in streams.
+    #[schema(default = 1)]
     pub(crate) best_of: Option<usize>,
+    /// Logits are divided by it.
+    #[schema(exclusive_minimum = 0, default = 1)]
     pub(crate) temperature: Option<f32>,
+    /// Divides the logits of tokens that occurred, the prompt included. 1 is none.
+    #[schema(exclusive_minimum = 0, default = 1)]
     pub(crate) repetition_penalty: Option<f32>,
+    /// Subtracted from the logit of a generated token, once for each time.
+    #[schema(minimum = -2, maximum = 2, default = 0)]
     pub(crate) frequency_penalty: Option<f32>,
+    /// Sample from the so many most probable tokens.
+    #[schema(minimum = 1)]
     pub(crate) top_k: Option<i32>,
+    /// Sample from the smallest set of tokens with so much probability.
+    #[schema(exclusive_minimum = 0, exclusive_maximum = 1)]
     pub(crate) top_p: Option<f32>,
+    /// Sample from the locally typical tokens with so much probability.
+    #[schema(exclusive_minimum = 0, exclusive_maximum = 1)]
     pub(crate) typical_p: Option<f32>,
+    /// Sample instead of taking the most probable token. On whenever a parameter that only makes sense with sampling is given.
+    #[schema(default = false)]
     pub(crate) do_sample: Option<bool>,
+    /// By default as many as fit.
+    #[schema(minimum = 1)]
     pub(crate) max_new_tokens: Option<u32>,
+    /// The answer begins with the prompt. On `/` the default is true for models that write on.
+    #[schema(default = false)]
     pub(crate) return_full_text: Option<bool>,
-    #[serde(deserialize_with = "or_default")]
+    /// The answer ends with one of these, and shows it.
+    #[schema(value_type = Option<Vec<String>>)]
+    #[serde(default, deserialize_with = "or_default")]
     pub(crate) stop: Vec<String>,
+    /// Keep only the so many last tokens of the prompt.
+    #[schema(minimum = 1)]
     pub(crate) truncate: Option<usize>,
-    #[serde(deserialize_with = "or_default")]
+    /// Mark the text so that `penstock_server.watermark` recognises it.
+    #[schema(value_type = Option<bool>, default = false)]
+    #[serde(default, deserialize_with = "or_default")]
     pub(crate) watermark: bool,
-    #[serde(deserialize_with = "or_default")]
+    /// Answer with tokens, logprobs and the reason why it ended.
+    #[schema(value_type = Option<bool>, default = false)]
+    #[serde(default, deserialize_with = "or_default")]
     pub(crate) details: bool,
-    #[serde(deserialize_with = "or_default")]
+    /// The prompt's logprobs, on servers that run with `--enable-prefill-logprobs`. Not in streams.
+    #[schema(value_type = Option<bool>, default = false)]
+    #[serde(default, deserialize_with = "or_default")]
     pub(crate) decoder_input_details: bool,
+    /// The same tokens for the same request. By default a random one.
     pub(crate) seed: Option<u64>,
+    /// With each token, so many of the most probable ones in its place.
+    #[schema(default = 0)]
     pub(crate) top_n_tokens: Option<u32>,
+    /// What the answer must match.
     pub(crate) grammar: Option<GrammarField>,
     /// OpenAI's name for it.
     pub(crate) response_format: Option<GrammarField>,
+    /// Refused: no adapters are served.
     pub(crate) adapter_id: Option<String>,
     #[serde(flatten)]
     pub(crate) extension: ExtensionFields,
@@ -93,14 +134,14 @@ pub(super) fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct GenerateResponse {
     pub(crate) generated_text: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) details: Option<Details>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Details {
     pub(crate) finish_reason: FinishReason,
     pub(crate) generated_tokens: u32,
@@ -114,7 +155,7 @@ pub(crate) struct Details {
     pub(crate) top_tokens: Vec<Vec<Token>>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct BestOfSequence {
     pub(crate) generated_text: String,
     pub(crate) finish_reason: FinishReason,
@@ -128,7 +169,7 @@ pub(crate) struct BestOfSequence {
     pub(crate) top_tokens: Vec<Vec<Token>>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct StreamResponse {
     /// From 1.
     pub(crate) index: u32,
@@ -139,7 +180,7 @@ pub(crate) struct StreamResponse {
     pub(crate) details: Option<StreamDetails>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct StreamDetails {
     pub(crate) finish_reason: FinishReason,
     pub(crate) generated_tokens: u32,
@@ -148,7 +189,7 @@ pub(crate) struct StreamDetails {
 }
 
 /// A token of the prompt.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct PrefillToken {
     id: u32,
     text: String,
@@ -157,10 +198,11 @@ pub(crate) struct PrefillToken {
 }
 
 /// A logprob that is not a number is written as null.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Token {
     pub(crate) id: u32,
     pub(crate) text: String,
+    #[schema(value_type = Option<f32>)]
     pub(crate) logprob: f32,
     pub(crate) special: bool,
 }
@@ -185,11 +227,14 @@ impl From<PromptToken> for PrefillToken {
     }
 }
 
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FinishReason {
+    /// `max_new_tokens` were generated, or the context is full.
     Length,
+    /// The model ended it.
     EosToken,
+    /// One of `stop` was generated.
     StopSequence,
 }
 
@@ -204,7 +249,7 @@ impl From<Ending> for FinishReason {
 }
 
 /// One element of `/tokenize`'s answer.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct SimpleToken {
     pub(crate) id: u32,
     pub(crate) text: String,
@@ -213,13 +258,13 @@ pub(crate) struct SimpleToken {
     pub(crate) stop: usize,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatTokenizeResponse {
     pub(crate) tokenize_response: Vec<SimpleToken>,
     pub(crate) templated_text: String,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Info {
     pub(crate) model_id: String,
     pub(crate) model_sha: Option<String>,

@@ -1,25 +1,31 @@
 //! Vertex AI's request: several generations, each a prompt or a chat, and their texts.
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 use super::openai::ChatRequest;
 use super::tgi::{GenerateParameters, GenerateRequest};
 
-#[derive(Debug, Deserialize)]
+/// Several generations, each a prompt or a chat.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(example = json!({"instances": [{"inputs": "What is deep learning?", "parameters": {"max_new_tokens": 20}}]}))]
 pub(crate) struct VertexRequest {
+    #[schema(min_items = 1)]
     pub(crate) instances: Vec<VertexInstance>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 #[serde(untagged, expecting = "an object with `inputs`, or with `messages`")]
 pub(crate) enum VertexInstance {
     Generate(Box<PromptInstance>),
     Chat(Box<ChatRequest>),
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct PromptInstance {
+    #[schema(min_length = 1)]
     inputs: String,
+    /// Here a missing `do_sample` means sampling.
     parameters: Option<GenerateParameters>,
 }
 
@@ -32,7 +38,7 @@ impl From<PromptInstance> for GenerateRequest {
     }
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct VertexResponse {
     /// In the order of the instances.
     pub(crate) predictions: Vec<String>,

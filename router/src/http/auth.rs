@@ -64,7 +64,8 @@ fn bearer(value: &HeaderValue) -> Option<&[u8]> {
 
 /// Lets a request through to an open route, or with a key. What is no route at all is nobody's secret.
 pub(super) async fn require_key(State(keys): State<ApiKeys>, request: Request, next: Next) -> Response {
-    if keys.is_empty() || is_open(&request) {
+    let path = request.extensions().get::<MatchedPath>().map(MatchedPath::as_str);
+    if keys.is_empty() || path.is_none_or(|path| is_open(path, request.method())) {
         return next.run(request).await;
     }
     match keys.check(request.headers()) {
@@ -73,9 +74,9 @@ pub(super) async fn require_key(State(keys): State<ApiKeys>, request: Request, n
     }
 }
 
-fn is_open(request: &Request) -> bool {
-    let Some(path) = request.extensions().get::<MatchedPath>().map(MatchedPath::as_str) else { return true };
-    let reads = matches!(*request.method(), Method::GET | Method::HEAD);
+/// Whether a route, as it is mounted, needs no key.
+pub(super) fn is_open(path: &str, method: &Method) -> bool {
+    let reads = matches!(*method, Method::GET | Method::HEAD);
     let in_folder = || path.strip_prefix(OPEN_FOLDER).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     reads && (OPEN_PATHS.contains(&path) || in_folder())
 }

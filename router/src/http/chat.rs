@@ -11,6 +11,7 @@ use axum::{Extension, Json};
 use futures::{Stream, StreamExt};
 
 use super::dialect::{OpenAiError, OpenAiJson};
+use super::document::OpenAiFailures;
 use super::envelope;
 use super::header;
 use super::service::Service;
@@ -22,6 +23,21 @@ use choice::{ChoiceReader, ChoiceSum};
 
 pub(super) use start::{Started, render, start};
 
+/// Answer a conversation.
+#[utoipa::path(
+    post,
+    path = "/v1/chat/completions",
+    tag = "OpenAI",
+    request_body = ChatRequest,
+    responses(
+        (
+            status = 200,
+            description = "The answer; with `stream` in chunks, of which the last event, `[DONE]`, is none.",
+            content((ChatCompletion = "application/json"), (ChatChunk = "text/event-stream"))
+        ),
+        OpenAiFailures
+    )
+)]
 pub(super) async fn chat_completions(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,

@@ -11,6 +11,7 @@ use axum::{Extension, Json};
 use futures::{Stream, StreamExt};
 
 use super::dialect::{OpenAiError, OpenAiJson};
+use super::document::OpenAiFailures;
 use super::envelope;
 use super::header;
 use super::service::Service;
@@ -22,6 +23,21 @@ use crate::text::GenerationError;
 use choice::{ChoiceReader, ChoiceSum};
 use start::Started;
 
+/// Go on from one or several prompts.
+#[utoipa::path(
+    post,
+    path = "/v1/completions",
+    tag = "OpenAI",
+    request_body = CompletionRequest,
+    responses(
+        (
+            status = 200,
+            description = "The answer; with `stream` in chunks, of which the last event, `[DONE]`, is none.",
+            content((Completion = "application/json"), (CompletionChunk = "text/event-stream"))
+        ),
+        OpenAiFailures
+    )
+)]
 pub(super) async fn completions(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,

@@ -12,6 +12,7 @@ use futures::future::try_join_all;
 use super::admission::Permit;
 use super::candidate::{self, Choice};
 use super::dialect::TgiError;
+use super::document::TgiFailures;
 use super::header;
 use super::running::{Finished, Prepared, Prompt, Running};
 use super::service::Service;
@@ -26,6 +27,14 @@ use crate::text::{GenerationError, StopText};
 /// The hub's name for models that write on; their answers on `/` begin with the prompt.
 const TEXT_GENERATION: &str = "text-generation";
 
+/// Generate tokens.
+#[utoipa::path(
+    post,
+    path = "/generate",
+    tag = "TGI",
+    request_body = GenerateRequest,
+    responses((status = 200, description = "The generated text.", body = GenerateResponse), TgiFailures)
+)]
 pub(super) async fn generate(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
@@ -37,6 +46,22 @@ pub(super) async fn generate(
     Ok((answer.headers(&service), Json(answer.response)).into_response())
 }
 
+/// Generate tokens, each as an event.
+#[utoipa::path(
+    post,
+    path = "/generate_stream",
+    tag = "TGI",
+    request_body = GenerateRequest,
+    responses(
+        (
+            status = 200,
+            description = "An event for each token, the last with the whole text; or a last event that is an error.",
+            content_type = "text/event-stream",
+            body = StreamResponse
+        ),
+        TgiFailures
+    )
+)]
 pub(super) async fn generate_stream(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
@@ -46,7 +71,22 @@ pub(super) async fn generate_stream(
     Ok(stream(service, record, request).await?)
 }
 
-/// COMPAT: a plain answer is a list of one.
+/// Generate tokens, in one answer or, with `stream`, in events.
+#[utoipa::path(
+    post,
+    path = "/",
+    tag = "TGI",
+    request_body = GenerateRequest,
+    responses(
+        (
+            status = 200,
+            description = "A list of one; or events, as `/generate_stream` has them.",
+            content((Vec<GenerateResponse> = "application/json"), (StreamResponse = "text/event-stream"))
+        ),
+        TgiFailures
+    )
+)]
+// COMPAT: a plain answer is a list of one.
 pub(super) async fn compat(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,

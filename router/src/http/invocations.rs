@@ -1,44 +1,112 @@
 //! `/invocations`, SageMaker's one route: the shape of a body says which of the others it is for.
 
+#![expect(unused_qualifications, reason = "utoipa writes `self::` before names")]
+
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde::Deserialize;
 use serde_json::Value;
+use utoipa::openapi::schema::AnyOfBuilder;
+use utoipa::openapi::{Ref, RefOr, Schema};
+use utoipa::{PartialSchema, ToSchema};
 
 use super::dialect::OpenAiJson;
+use super::document::{self, EitherFailures};
 use super::service::Service;
 use super::{chat, completion, generate};
 use crate::api::openai::{ChatRequest, CompletionRequest};
 use crate::api::tgi::GenerateRequest;
 use crate::telemetry::RequestRecord;
 
-/// COMPAT: the first of TGI's shapes that fits wins: a prompt, then a chat, then a completion.
+pub(super) const PATH: &str = "/invocations";
+
+/// One of three requests.
+#[derive(ToSchema)]
+#[serde(untagged)]
+enum Invocation {
+    Generate(GenerateRequest),
+    Chat(Box<ChatRequest>),
+    Completion(Box<CompletionRequest>),
+}
+
+/// The answer of the route that a request is for.
+struct Answer;
+
+/// An event of the route that a request is for.
+struct Event;
+
+impl PartialSchema for Answer {
+    fn schema() -> RefOr<Schema> {
+        let generated = Ref::from_schema_name("GenerateResponse").to_array_builder();
+        let others = document::any_of(&["ChatCompletion", "Completion"]);
+        AnyOfBuilder::new().item(generated).item(others).into()
+    }
+}
+
+impl PartialSchema for Event {
+    fn schema() -> RefOr<Schema> {
+        document::any_of(&["StreamResponse", "ChatCompletionChunk", "CompletionChunk"])
+    }
+}
+
+impl ToSchema for Answer {}
+impl ToSchema for Event {}
+
+/// Generate, chat or complete, as SageMaker asks for it: the body's shape says which.
+#[utoipa::path(
+    post,
+    path = PATH,
+    tag = "Clouds",
+    request_body = Invocation,
+    responses(
+        (
+            status = 200,
+            description = "What `/`, `/v1/chat/completions` or `/v1/completions` answer.",
+            content((inline(Answer) = "application/json"), (inline(Event) = "text/event-stream"))
+        ),
+        EitherFailures
+    )
+)]
 pub(super) async fn invocations(
     state: State<Service>,
     record: Extension<RequestRecord>,
     Json(body): Json<Value>,
 ) -> Response {
-    let not_generate = match GenerateRequest::deserialize(&body) {
-        Ok(request) => return generate::compat(state, record, Json(request)).await.into_response(),
-        Err(error) => error,
-    };
-    let not_chat = match ChatRequest::deserialize(&body) {
-        Ok(request) => return chat::chat_completions(state, record, OpenAiJson(request)).await.into_response(),
-        Err(error) => error,
-    };
-    let not_completion = match CompletionRequest::deserialize(&body) {
-        Ok(request) => return completion::completions(state, record, OpenAiJson(request)).await.into_response(),
-        Err(error) => error,
-    };
-    let reasons = [("inputs", not_generate), ("messages", not_chat), ("prompt", not_completion)];
-    let reason = reasons.iter().find(|(field, _)| body.get(field).is_some());
-    let message = match reason {
-        Some((field, error)) => format!("a request with `{field}` cannot be read: {error}"),
-        None => {
-            "send `inputs` to generate, `messages` to chat or `prompt` to complete; there is none of them".to_owned()
+    match Invocation::read(&body) {
+        Ok(Invocation::Generate(request)) => generate::compat(state, record, Json(request)).await.into_response(),
+        Ok(Invocation::Chat(request)) => {
+            chat::chat_completions(state, record, OpenAiJson(*request)).await.into_response()
         }
-    };
-    (StatusCode::UNPROCESSABLE_ENTITY, message).into_response()
+        Ok(Invocation::Completion(request)) => {
+            completion::completions(state, record, OpenAiJson(*request)).await.into_response()
+        }
+        Err(message) => (StatusCode::UNPROCESSABLE_ENTITY, message).into_response(),
+    }
+}
+
+impl Invocation {
+    /// COMPAT: the first of TGI's shapes that fits wins: a prompt, then a chat, then a completion.
+    fn read(body: &Value) -> Result<Self, String> {
+        let not_generate = match GenerateRequest::deserialize(body) {
+            Ok(request) => return Ok(Self::Generate(request)),
+            Err(error) => error,
+        };
+        let not_chat = match ChatRequest::deserialize(body) {
+            Ok(request) => return Ok(Self::Chat(Box::new(request))),
+            Err(error) => error,
+        };
+        let not_completion = match CompletionRequest::deserialize(body) {
+            Ok(request) => return Ok(Self::Completion(Box::new(request))),
+            Err(error) => error,
+        };
+        let reasons = [("inputs", not_generate), ("messages", not_chat), ("prompt", not_completion)];
+        Err(match reasons.iter().find(|(field, _)| body.get(field).is_some()) {
+            Some((field, error)) => format!("a request with `{field}` cannot be read: {error}"),
+            None => {
+                "send `inputs` to generate, `messages` to chat or `prompt` to complete; there is none of them".to_owned()
+            }
+        })
+    }
 }

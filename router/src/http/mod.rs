@@ -7,6 +7,7 @@ mod chat;
 mod completion;
 pub(crate) mod connection;
 mod dialect;
+mod document;
 mod envelope;
 mod generate;
 mod header;
@@ -29,8 +30,11 @@ use axum::extract::{DefaultBodyLimit, Request};
 use axum::http::{HeaderName, HeaderValue, Method, StatusCode};
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
+use utoipa::OpenApi as _;
+use utoipa::openapi::OpenApi;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 pub(crate) use service::Service;
 
@@ -47,22 +51,9 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
     let max_body_bytes = config.payload_limit_bytes;
     let body_timeout = config.connections.body_timeout;
     let api_keys = config.api_keys.clone();
-    let router = Router::new()
-        .route("/", post(generate::compat).get(status::health))
-        .route("/generate", post(generate::generate))
-        .route("/generate_stream", post(generate::generate_stream))
-        .route("/v1/chat/completions", post(chat::chat_completions))
-        .route("/v1/completions", post(completion::completions))
-        .route("/v1/models", get(status::models))
-        .route("/v1/models/{*id}", get(status::model))
-        .route("/invocations", post(invocations::invocations))
-        .route("/vertex", post(vertex::vertex))
-        .route("/tokenize", post(tokenize::tokenize))
-        .route("/chat_tokenize", post(tokenize::chat_tokenize))
-        .route("/info", get(status::info))
-        .route("/health", get(status::health))
-        .route("/ping", get(status::health))
-        .route("/metrics", get(status::metrics))
+    let (router, document) = routes();
+    let router = router
+        .merge(document::pages(document))
         .fallback(unknown_route)
         .with_state(service)
         .layer(DefaultBodyLimit::max(max_body_bytes))
@@ -72,6 +63,29 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
         .layer(cors)
         .layer(middleware::from_fn(request_id::identify));
     Ok(router)
+}
+
+/// Every route of the API, and the document that describes them.
+fn routes() -> (Router<Service>, OpenApi) {
+    let (router, mut document) = OpenApiRouter::with_openapi(document::Outline::openapi())
+        .routes(routes!(generate::compat, status::root))
+        .routes(routes!(generate::generate))
+        .routes(routes!(generate::generate_stream))
+        .routes(routes!(tokenize::tokenize))
+        .routes(routes!(tokenize::chat_tokenize))
+        .routes(routes!(chat::chat_completions))
+        .routes(routes!(completion::completions))
+        .routes(routes!(status::models))
+        .routes(routes!(status::model))
+        .routes(routes!(invocations::invocations))
+        .routes(routes!(vertex::vertex))
+        .routes(routes!(status::info))
+        .routes(routes!(status::health))
+        .routes(routes!(status::ping))
+        .routes(routes!(status::metrics))
+        .split_for_parts();
+    document::complete(&mut document);
+    (router, document)
 }
 
 /// COMPAT: TGI's 404 has no body; OpenAI's clients expect an error object.

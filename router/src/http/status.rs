@@ -1,13 +1,15 @@
 //! Routes that say what is served and how it is.
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
 use super::dialect::{OpenAiError, TgiError};
+use super::document::Health;
 use super::service::Service;
-use crate::api::error::ApiError;
+use crate::api::error::{ApiError, OpenAiErrorBody};
 use crate::api::openai::{Model, ModelList};
 use crate::api::tgi::Info;
 use crate::telemetry::metrics;
@@ -15,6 +17,8 @@ use crate::telemetry::metrics;
 /// COMPAT: what TGI calls itself here; scripts look for it.
 const ROUTER: &str = "text-generation-router";
 
+/// Whether the server can generate.
+#[utoipa::path(get, path = "/health", tag = "Server", responses(Health))]
 pub(super) async fn health(State(service): State<Service>) -> Result<StatusCode, TgiError> {
     if service.is_draining() || !service.generator().health().live {
         return Err(ApiError::Unhealthy.into());
@@ -22,11 +26,37 @@ pub(super) async fn health(State(service): State<Service>) -> Result<StatusCode,
     Ok(StatusCode::OK)
 }
 
+/// The same as `/health`; SageMaker asks here.
+#[utoipa::path(get, path = "/ping", tag = "Clouds", responses(Health))]
+pub(super) async fn ping(service: State<Service>) -> Result<StatusCode, TgiError> {
+    health(service).await
+}
+
+/// The same as `/health`.
+#[utoipa::path(get, path = "/", tag = "Server", responses(Health))]
+pub(super) async fn root(service: State<Service>) -> Result<StatusCode, TgiError> {
+    health(service).await
+}
+
+/// Metrics, for Prometheus.
+#[utoipa::path(
+    get,
+    path = "/metrics",
+    tag = "Server",
+    responses((status = 200, description = "Prometheus's text format.", content_type = "text/plain", body = String))
+)]
 pub(super) async fn metrics(State(service): State<Service>) -> Response {
     metrics::load(service.generator().load());
     ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], service.metrics().render()).into_response()
 }
 
+/// What is served, and within which limits.
+#[utoipa::path(
+    get,
+    path = "/info",
+    tag = "Server",
+    responses((status = 200, description = "The model and the limits.", body = Info))
+)]
 pub(super) async fn info(State(service): State<Service>) -> Json<Info> {
     let config = service.config();
     let limits = &config.limits;
@@ -46,18 +76,41 @@ pub(super) async fn info(State(service): State<Service>) -> Json<Info> {
     })
 }
 
+/// The model that is served, as a list.
+#[utoipa::path(
+    get,
+    path = "/v1/models",
+    tag = "OpenAI",
+    responses((status = 200, description = "A list of one.", body = ModelList))
+)]
 pub(super) async fn models(State(service): State<Service>) -> Json<ModelList> {
     Json(ModelList { object: "list", data: vec![served_model(&service)] })
 }
 
-pub(super) async fn model(State(service): State<Service>, Path(id): Path<String>) -> Result<Json<Model>, OpenAiError> {
-    if id != service.config().model_id {
-        let served = &service.config().model_id;
-        return Err(
-            ApiError::NotFound(format!("there is no model {id} here; the one that is served is {served}")).into()
-        );
+/// A model by its id.
+#[utoipa::path(
+    get,
+    path = "/v1/models/{*id}",
+    tag = "OpenAI",
+    params(("id" = String, Path, description = "May have slashes in it.")),
+    responses(
+        (status = 200, description = "It is the one that is served.", body = Model),
+        (status = 404, description = "It is not served here.", body = OpenAiErrorBody)
+    )
+)]
+pub(super) async fn model(
+    State(service): State<Service>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<Model>, OpenAiError> {
+    let served = &service.config().model_id;
+    match id {
+        Ok(Path(id)) if id == *served => Ok(Json(served_model(&service))),
+        Ok(Path(id)) => {
+            let message = format!("there is no model {id} here; the one that is served is {served}");
+            Err(ApiError::NotFound(message).into())
+        }
+        Err(_) => Err(ApiError::NotFound("a model's id is UTF-8".to_owned()).into()),
     }
-    Ok(Json(served_model(&service)))
 }
 
 fn served_model(service: &Service) -> Model {

@@ -13,7 +13,15 @@ use crate::api::openai::ChatRequest;
 use crate::api::tgi::{ChatTokenizeResponse, GenerateRequest, SimpleToken};
 use crate::text::TokenSpan;
 
-/// COMPAT: of the parameters, none has an effect, `truncate` neither.
+/// Tokenize a prompt.
+#[utoipa::path(
+    post,
+    path = "/tokenize",
+    tag = "TGI",
+    request_body = GenerateRequest,
+    responses((status = 200, description = "The prompt's tokens.", body = Vec<SimpleToken>))
+)]
+// COMPAT: of the parameters, none has an effect, `truncate` neither.
 pub(super) async fn tokenize(
     State(service): State<Service>,
     Json(request): Json<GenerateRequest>,
@@ -21,7 +29,15 @@ pub(super) async fn tokenize(
     Ok(Json(tokens(&service, &request.inputs.into(), true).await?))
 }
 
-/// The template has written the special tokens.
+/// Apply the chat template and tokenize the result.
+#[utoipa::path(
+    post,
+    path = "/chat_tokenize",
+    tag = "TGI",
+    request_body = ChatRequest,
+    responses((status = 200, description = "The prompt and its tokens.", body = ChatTokenizeResponse))
+)]
+// The template has written the special tokens.
 pub(super) async fn chat_tokenize(
     State(service): State<Service>,
     Json(mut request): Json<ChatRequest>,

@@ -38,6 +38,17 @@ impl IntoResponse for VertexError {
     }
 }
 
+/// Predict a text for each instance, as Vertex AI asks for it.
+#[utoipa::path(
+    post,
+    path = "/vertex",
+    tag = "Clouds",
+    request_body = VertexRequest,
+    responses(
+        (status = 200, description = "A text for each instance, in their order.", body = VertexResponse),
+        (status = 500, description = "Whatever went wrong with an instance; the reason is in the log.", body = TgiErrorBody)
+    )
+)]
 pub(super) async fn vertex(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,

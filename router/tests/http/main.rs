@@ -6,6 +6,7 @@ mod auth;
 mod chat;
 mod completion;
 mod connection;
+mod document;
 mod drain;
 mod error;
 mod fold;

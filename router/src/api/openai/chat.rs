@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
+use utoipa::ToSchema;
 
 use super::message::Message;
 use super::tool::{ToolChoiceField, ToolField, ToolSet};
@@ -13,33 +14,60 @@ use crate::text::{ChatInputs, ToolChoice};
 /// OpenAI's limit.
 const MAX_TOP_LOGPROBS: u32 = 20;
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(example = json!({"model": "tgi", "messages": [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": "What is deep learning?"}], "max_tokens": 20, "temperature": 0.7}))]
 pub(crate) struct ChatRequest {
+    #[schema(min_items = 1)]
     messages: Vec<Message>,
+    /// Any name is accepted, and comes back; `tgi` means the model that is served.
     pub(crate) model: Option<String>,
     #[serde(flatten)]
     sampling: SamplingFields,
+    /// By default as many as fit.
+    #[schema(minimum = 1)]
     max_tokens: Option<u32>,
+    /// The newer name of `max_tokens`; where both are given they must be equal.
+    #[schema(minimum = 1)]
     max_completion_tokens: Option<u32>,
+    /// Answer with the tokens' logprobs.
     #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
     pub(crate) logprobs: bool,
+    /// With each token, so many of the most probable ones in its place; shown with `logprobs` only.
+    #[schema(maximum = 20)]
     top_logprobs: Option<u32>,
+    /// Answer in events as tokens come.
     #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
     pub(crate) stream: bool,
     #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<StreamOptions>)]
     pub(crate) stream_options: StreamOptions,
     tools: Option<Vec<ToolField>>,
+    /// `auto`, `none`, `required`, or a function. By default `auto`.
     tool_choice: Option<ToolChoiceField>,
+    /// Whether an answer may call more than one tool.
+    #[schema(default = true)]
     parallel_tool_calls: Option<bool>,
+    /// What the model is told about tools, where its template does not tell it.
     tool_prompt: Option<String>,
+    /// For the template.
     documents: Option<Value>,
+    /// End the prompt where an answer begins. By default true unless `continue_final_message`.
     add_generation_prompt: Option<bool>,
+    /// Go on with the last message instead of answering it.
     continue_final_message: Option<bool>,
+    /// More variables for the template.
     chat_template_kwargs: Option<Map<String, Value>>,
+    /// For the template; `none` also sets its `enable_thinking` to false.
     reasoning_effort: Option<String>,
+    /// Refused unless empty: send `tools`.
     functions: Option<Value>,
+    /// Refused unless `none` or `auto`: send `tool_choice`.
     function_call: Option<Value>,
+    /// `text` is the only one.
     modalities: Option<Vec<String>>,
+    /// Refused unless empty.
     audio: Option<Value>,
 }
 

@@ -1,10 +1,11 @@
 //! `/v1/chat/completions`: the answer, whole and in chunks.
 
 use serde::Serialize;
+use utoipa::ToSchema;
 
 use super::{ChatLogprobs, Envelope, FinishReason, Usage};
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatCompletion {
     #[serde(flatten)]
     pub(crate) envelope: Envelope,
@@ -12,7 +13,7 @@ pub(crate) struct ChatCompletion {
     pub(crate) usage: Usage,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatChoice {
     pub(crate) index: usize,
     pub(crate) message: OutputMessage,
@@ -20,7 +21,7 @@ pub(crate) struct ChatChoice {
     pub(crate) finish_reason: Option<FinishReason>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct OutputMessage {
     pub(crate) role: &'static str,
     /// Null where there are only tool calls.
@@ -29,10 +30,12 @@ pub(crate) struct OutputMessage {
     pub(crate) reasoning_content: Option<String>,
     /// A call's deltas, added up, are the call.
     #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "whole_calls")]
+    #[schema(value_type = Vec<ToolCall>)]
     pub(crate) tool_calls: Vec<ToolCallDelta>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = ChatCompletionChunk)]
 pub(crate) struct ChatChunk<'a> {
     #[serde(flatten)]
     pub(crate) envelope: &'a Envelope,
@@ -42,7 +45,7 @@ pub(crate) struct ChatChunk<'a> {
     pub(crate) usage: Option<Usage>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatChunkChoice {
     pub(crate) index: usize,
     pub(crate) delta: Delta,
@@ -51,7 +54,7 @@ pub(crate) struct ChatChunkChoice {
 }
 
 /// What one chunk adds to the message.
-#[derive(Debug, Default, PartialEq, Serialize)]
+#[derive(Debug, Default, PartialEq, Serialize, ToSchema)]
 pub(crate) struct Delta {
     /// Only in the first chunk: clients that add deltas up would repeat it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -66,7 +69,7 @@ pub(crate) struct Delta {
 }
 
 /// What one chunk adds to a tool call; all but the arguments in the call's first.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct ToolCallDelta {
     pub(crate) index: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -76,7 +79,7 @@ pub(crate) struct ToolCallDelta {
     pub(crate) function: FunctionDelta,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct FunctionDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) name: Option<String>,
@@ -84,16 +87,17 @@ pub(crate) struct FunctionDelta {
     pub(crate) arguments: String,
 }
 
-/// In a whole message calls have no index.
+/// A call in a whole message: it has no index.
+#[derive(Serialize, ToSchema)]
+struct ToolCall<'a> {
+    id: Option<&'a str>,
+    #[serde(rename = "type")]
+    kind: Option<&'static str>,
+    function: &'a FunctionDelta,
+}
+
 fn whole_calls<S: serde::Serializer>(calls: &[ToolCallDelta], serializer: S) -> Result<S::Ok, S::Error> {
-    #[derive(Serialize)]
-    struct Call<'a> {
-        id: Option<&'a str>,
-        #[serde(rename = "type")]
-        kind: Option<&'static str>,
-        function: &'a FunctionDelta,
-    }
-    serializer.collect_seq(calls.iter().map(|call| Call {
+    serializer.collect_seq(calls.iter().map(|call| ToolCall {
         id: call.id.as_deref(),
         kind: call.kind,
         function: &call.function,

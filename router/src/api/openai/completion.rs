@@ -1,6 +1,8 @@
 //! `/v1/completions`: the request.
 
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
+use utoipa::ToSchema;
 
 use super::value::{OneOrMany, SamplingFields, StreamOptions, logprob_source};
 use crate::api::parameter::{Parameters, ValidationError};
@@ -10,26 +12,43 @@ use crate::config::RequestLimits;
 /// OpenAI's limit.
 const MAX_LOGPROBS: u32 = 5;
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(example = json!({"model": "tgi", "prompt": "What is deep learning?", "max_tokens": 20, "temperature": 0.7}))]
 pub(crate) struct CompletionRequest {
+    /// Texts or token ids, one prompt or several.
     prompt: Prompts,
+    /// Any name is accepted; the answer names the model that is served.
+    #[serde(rename = "model")]
+    #[schema(value_type = Option<String>)]
+    _model: Option<IgnoredAny>,
     #[serde(flatten)]
     sampling: SamplingFields,
+    /// By default as many as fit. 0 with `echo` scores the prompt.
+    #[schema(minimum = 0)]
     max_tokens: Option<u32>,
+    /// Answer in events as tokens come.
     #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
     pub(crate) stream: bool,
     #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<StreamOptions>)]
     pub(crate) stream_options: StreamOptions,
+    /// Refused unless empty: the model completes text at its end only.
     suffix: Option<String>,
+    /// Generate so many for each prompt and answer the `n` with the highest mean logprob. Not in streams.
+    #[schema(default = 1)]
     best_of: Option<usize>,
+    /// The answer begins with the prompt; with `logprobs` that has some too, on servers that run with `--enable-prefill-logprobs`.
     #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
     pub(crate) echo: bool,
     /// Alternatives with every token; `None`: no logprobs at all.
     #[serde(default, deserialize_with = "num_logprobs")]
+    #[schema(value_type = Option<NumLogprobs>)]
     pub(crate) logprobs: Option<u32>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 #[serde(untagged, expecting = "a string, a list of strings, a list of token ids, or a list of such lists")]
 enum Prompts {
     Texts(OneOrMany),
@@ -98,16 +117,17 @@ impl CompletionRequest {
 }
 
 /// A number; also `true`, as chats have it, for none but the chosen ones.
+#[derive(Deserialize, ToSchema)]
+#[serde(untagged, expecting = "a number of tokens")]
+enum NumLogprobs {
+    Number(u32),
+    Bool(bool),
+}
+
 fn num_logprobs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged, expecting = "a number of tokens")]
-    enum Given {
-        Number(u32),
-        Bool(bool),
-    }
     Ok(match Option::deserialize(deserializer)? {
-        None | Some(Given::Bool(false)) => None,
-        Some(Given::Bool(true)) => Some(0),
-        Some(Given::Number(number)) => Some(number),
+        None | Some(NumLogprobs::Bool(false)) => None,
+        Some(NumLogprobs::Bool(true)) => Some(0),
+        Some(NumLogprobs::Number(number)) => Some(number),
     })
 }

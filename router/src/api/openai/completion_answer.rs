@@ -1,10 +1,11 @@
 //! `/v1/completions`: the answer, whole and in chunks.
 
 use serde::Serialize;
+use utoipa::ToSchema;
 
 use super::{CompletionLogprobs, Envelope, FinishReason, Usage};
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Completion {
     #[serde(flatten)]
     pub(crate) envelope: Envelope,
@@ -13,7 +14,7 @@ pub(crate) struct Completion {
 }
 
 /// A choice, or what a chunk adds to it.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct CompletionChoice {
     /// The prompt's, times the choices of each prompt, plus the choice's.
     pub(crate) index: usize,
@@ -22,7 +23,7 @@ pub(crate) struct CompletionChoice {
     pub(crate) finish_reason: Option<FinishReason>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct CompletionChunk<'a> {
     #[serde(flatten)]
     pub(crate) envelope: &'a Envelope,

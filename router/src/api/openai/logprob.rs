@@ -4,23 +4,24 @@ use std::collections::HashSet;
 
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
+use utoipa::ToSchema;
 
 /// What OpenAI says for "never": JSON has no infinity.
 const MIN_LOGPROB: f32 = -9999.0;
 
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct ChatLogprobs {
     pub(crate) content: Vec<TokenLogprob>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TokenLogprob {
     #[serde(flatten)]
     pub(crate) token: TopLogprob,
     pub(crate) top_logprobs: Vec<TopLogprob>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TopLogprob {
     pub(crate) token: String,
     #[serde(serialize_with = "finite")]
@@ -30,12 +31,13 @@ pub(crate) struct TopLogprob {
 }
 
 /// Lists of equal length, an entry for each token.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct CompletionLogprobs {
     pub(crate) tokens: Vec<String>,
     /// Null for a prompt's first token.
     #[serde(serialize_with = "finite_list")]
     pub(crate) token_logprobs: Vec<Option<f32>>,
+    #[schema(value_type = Vec<Option<std::collections::BTreeMap<String, f32>>>)]
     pub(crate) top_logprobs: Vec<Option<TopTokens>>,
     /// Characters of the choice's text before the token.
     pub(crate) text_offset: Vec<usize>,

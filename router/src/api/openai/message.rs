@@ -2,11 +2,13 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
 
 use crate::api::parameter::ValidationError;
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct Message {
+    /// Any that the model's template knows: `system`, `user`, `assistant`, `tool`, …
     role: String,
     content: Option<Content>,
     /// Whatever else the template may know: `name`, `tool_calls`, `tool_call_id`, …
@@ -14,15 +16,16 @@ pub(crate) struct Message {
     other: Map<String, Value>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 #[serde(untagged, expecting = "a string or a list of parts")]
 enum Content {
     Text(String),
     Parts(Vec<Part>),
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 struct Part {
+    /// `text` or `refusal`; other parts are refused by models that read text only.
     #[serde(rename = "type")]
     kind: String,
     text: Option<String>,

@@ -10,6 +10,7 @@ mod tool;
 mod value;
 
 use serde::Serialize;
+use utoipa::ToSchema;
 
 use crate::text::Ending;
 
@@ -23,7 +24,7 @@ pub(crate) use logprob::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogp
 pub(crate) use tool::ToolSet;
 
 /// Tokens read and written.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
 pub(crate) struct Usage {
     prompt_tokens: usize,
     completion_tokens: usize,
@@ -31,7 +32,7 @@ pub(crate) struct Usage {
     prompt_tokens_details: PromptTokensDetails,
 }
 
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
 struct PromptTokensDetails {
     /// Prompt tokens that did not have to be computed.
     cached_tokens: usize,
@@ -48,8 +49,9 @@ impl Usage {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
+#[schema(as = OpenAiFinishReason)]
 pub(crate) enum FinishReason {
     Stop,
     Length,
@@ -66,7 +68,7 @@ impl From<Ending> for FinishReason {
 }
 
 /// What every answer and every chunk of one request says first.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 pub(crate) struct Envelope {
     pub(crate) object: &'static str,
     pub(crate) id: String,
@@ -76,13 +78,13 @@ pub(crate) struct Envelope {
     pub(crate) system_fingerprint: &'static str,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ModelList {
     pub(crate) object: &'static str,
     pub(crate) data: Vec<Model>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Model {
     pub(crate) id: String,
     pub(crate) object: &'static str,

@@ -1,8 +1,12 @@
 //! Tools as clients offer them, and which of them they want called.
 
+use std::borrow::Cow;
+
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
+use utoipa::openapi::{RefOr, Schema};
+use utoipa::{PartialSchema, ToSchema};
 
 use crate::text::{Tool, ToolChoice};
 
@@ -13,19 +17,41 @@ pub(crate) struct ToolField {
     pub(super) value: Value,
 }
 
+/// What we look at; the template sees all of it.
+#[derive(Deserialize, ToSchema)]
+#[schema(as = Tool, example = json!({"type": "function", "function": {"name": "get_weather", "description": "The weather at a place.", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}))]
+struct GivenTool {
+    /// Always `function`.
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    function: Function,
+}
+
+#[derive(Deserialize, ToSchema)]
+struct Function {
+    name: String,
+    /// A JSON schema of the arguments, which every call keeps. TGI's name for it, `arguments`, is accepted too.
+    parameters: Option<Value>,
+}
+
+impl PartialSchema for ToolField {
+    fn schema() -> RefOr<Schema> {
+        GivenTool::schema()
+    }
+}
+
+impl ToSchema for ToolField {
+    fn name() -> Cow<'static, str> {
+        "Tool".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        GivenTool::schemas(schemas);
+    }
+}
+
 impl<'de> Deserialize<'de> for ToolField {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        struct Given {
-            #[serde(rename = "type")]
-            kind: Option<String>,
-            function: Function,
-        }
-        #[derive(Deserialize)]
-        struct Function {
-            name: String,
-            parameters: Option<Value>,
-        }
         let mut value = Value::deserialize(deserializer)?;
         if let Some(function) = value.get_mut("function").and_then(Value::as_object_mut)
             && !function.contains_key("parameters")
@@ -34,7 +60,7 @@ impl<'de> Deserialize<'de> for ToolField {
             // COMPAT: TGI's other name for it.
             function.insert("parameters".to_owned(), schema);
         }
-        let given = Given::deserialize(&value).map_err(|error| D::Error::custom(format!("tools: {error}")))?;
+        let given = GivenTool::deserialize(&value).map_err(|error| D::Error::custom(format!("tools: {error}")))?;
         if let Some(kind) = given.kind.filter(|kind| kind != "function") {
             return Err(D::Error::custom(format!("tools: type `{kind}` is not supported, only `function` is")));
         }
@@ -47,24 +73,39 @@ impl<'de> Deserialize<'de> for ToolField {
 #[derive(Debug)]
 pub(crate) struct ToolChoiceField(pub(super) ToolChoice);
 
+#[derive(Deserialize, ToSchema)]
+#[serde(untagged, expecting = "tool_choice: `auto`, `none`, `required`, a function's name, or an object with one")]
+enum GivenChoice {
+    Text(String),
+    Named { function: FunctionName },
+}
+
+#[derive(Deserialize, ToSchema)]
+struct FunctionName {
+    name: String,
+}
+
+impl PartialSchema for ToolChoiceField {
+    fn schema() -> RefOr<Schema> {
+        GivenChoice::schema()
+    }
+}
+
+impl ToSchema for ToolChoiceField {
+    fn name() -> Cow<'static, str> {
+        "ToolChoice".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        GivenChoice::schemas(schemas);
+    }
+}
+
 impl<'de> Deserialize<'de> for ToolChoiceField {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(
-            untagged,
-            expecting = "tool_choice: `auto`, `none`, `required`, a function's name, or an object with one"
-        )]
-        enum Given {
-            Text(String),
-            Named { function: FunctionName },
-        }
-        #[derive(Deserialize)]
-        struct FunctionName {
-            name: String,
-        }
-        Ok(Self(match Given::deserialize(deserializer)? {
-            Given::Named { function } => ToolChoice::Named(function.name),
-            Given::Text(text) => match text.as_str() {
+        Ok(Self(match GivenChoice::deserialize(deserializer)? {
+            GivenChoice::Named { function } => ToolChoice::Named(function.name),
+            GivenChoice::Text(text) => match text.as_str() {
                 "auto" => ToolChoice::Auto,
                 "none" => ToolChoice::None,
                 "required" => ToolChoice::Required,

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
+use utoipa::ToSchema;
 
 use crate::api::extension::ExtensionFields;
 use crate::api::grammar::GrammarField;
@@ -9,7 +10,7 @@ use crate::api::parameter::{Parameters, ValidationError};
 use crate::engine::{Grammar, LogprobSource};
 
 /// `"stop"` or `["stop", …]`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 #[serde(untagged, expecting = "a string or a list of strings")]
 pub(crate) enum OneOrMany {
     One(String),
@@ -50,28 +51,44 @@ pub(super) fn says_something(value: Option<&Value>) -> bool {
     }
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct StreamOptions {
+    /// Streams end with a chunk that has the usage and no choices.
     #[serde(default, deserialize_with = "crate::api::tgi::or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
     pub(crate) include_usage: bool,
 }
 
 /// What decides how tokens are chosen, and where they end.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct SamplingFields {
+    /// 0 means greedy, without it sampling is on with 1.
+    #[schema(minimum = 0, default = 1)]
     temperature: Option<f32>,
+    /// Sample from the smallest set of tokens with so much probability; 1 is all.
+    #[schema(exclusive_minimum = 0, maximum = 1, default = 1)]
     top_p: Option<f32>,
+    /// The same tokens for the same request; any integer of 64 bits. By default a random one.
+    #[schema(value_type = Option<i64>)]
     #[serde(default, deserialize_with = "seed")]
     seed: Option<u64>,
+    /// Subtracted from the logit of a generated token, once for each time.
+    #[schema(minimum = -2, maximum = 2, default = 0)]
     frequency_penalty: Option<f32>,
+    /// The answer ends before one of these; how many there may be is in `/info`.
     stop: Option<OneOrMany>,
+    /// What the answer must match.
     response_format: Option<GrammarField>,
     /// TGI's name on its own routes.
     grammar: Option<GrammarField>,
-    /// TGI's and everybody's extension.
+    /// Sample from the so many most probable tokens; -1 and 0 are all.
+    #[schema(minimum = -1, default = 0)]
     top_k: Option<i32>,
-    /// TGI's extension.
+    /// Divides the logits of tokens that occurred, the prompt included. 1 is none.
+    #[schema(exclusive_minimum = 0, default = 1)]
     repetition_penalty: Option<f32>,
+    /// Sample from the locally typical tokens with so much probability; 1 is all.
+    #[schema(exclusive_minimum = 0, maximum = 1, default = 1)]
     typical_p: Option<f32>,
     #[serde(flatten)]
     extension: ExtensionFields,

@@ -1,0 +1,117 @@
+"""The server keeps its OpenAPI document, whatever is generated from it."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+import schemathesis
+from binary import Server
+from hypothesis import HealthCheck, given, settings, strategies
+from jsonschema import Draft202012Validator
+from schemathesis.checks import CheckContext, not_a_server_error
+from schemathesis.core.transport import Response
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+DOCUMENT = "/api-doc/openapi.json"
+# The time goes into requests, not into tokens: none of these may be larger.
+LARGEST = {"max_new_tokens": 2, "max_tokens": 2, "max_completion_tokens": 2, "min_tokens": 2, "n": 2, "best_of": 2}
+# What a request is known by, and how its length is called.
+LENGTH_OF = {"inputs": "max_new_tokens", "messages": "max_tokens", "prompt": "max_tokens"}
+
+
+@pytest.fixture(scope="session")
+def document(server: Server) -> Any:
+    with urllib.request.urlopen(server.url + DOCUMENT) as response:
+        return json.load(response)
+
+
+def short(value: Any) -> Any:
+    """The same request for a few tokens, and without a timeout that is over before them."""
+    if isinstance(value, list):
+        return [short(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    value = {key: short(item) for key, item in value.items()}
+    for key, largest in LARGEST.items():
+        if isinstance(value.get(key), int | float) and value[key] > largest:
+            value[key] = largest
+    if isinstance(value.get("timeout"), int | float) and 0 < value["timeout"] < 60:
+        value["timeout"] = 60
+    for known_by, length in LENGTH_OF.items():
+        if known_by in value:
+            where = value.setdefault("parameters", {}) if known_by == "inputs" else value
+            if isinstance(where, dict) and where.get("max_completion_tokens") is None and where.get(length) is None:
+                where[length] = 2
+    return value
+
+
+def no_server_error(ctx: CheckContext, response: Response, case: schemathesis.Case) -> None:
+    """Nothing that a client sends is answered with a fault of ours."""
+    # As in TGI, `/vertex` says of whatever is wrong with one of several requests that they are incomplete.
+    if case.path == "/vertex" and response.status_code == 500:
+        assert response.json() == {"error": "Incomplete generation", "error_type": "Incomplete generation"}
+        return
+    not_a_server_error(ctx, response, case)
+
+
+def body_conforms(ctx: CheckContext, response: Response, case: schemathesis.Case) -> None:
+    """A body has the shape that the document gives it; of a stream, every event that is no error."""
+    if not response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
+        response_schema_conformance(ctx, response, case)
+        return
+    document = case.operation.schema.raw_schema
+    described = document["paths"][case.path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    errors = [{"$ref": f"#/components/schemas/{name}"} for name in ("Error", "OpenAiError")]
+    validator = Draft202012Validator({"anyOf": [described, *errors], "components": document["components"]})
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    assert events
+    for event in events:
+        if event != "[DONE]":
+            validator.validate(json.loads(event))
+
+
+CHECKS = [
+    no_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    body_conforms,
+]
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(data=strategies.data())
+def check_answers(operation: schemathesis.APIOperation, mode: GenerationMode, data: strategies.DataObject) -> None:
+    case = data.draw(operation.as_strategy(generation_mode=mode))
+    case.body = short(case.body)
+    case.call_and_validate(checks=CHECKS, timeout=60)
+
+
+def test_every_answer_is_as_documented(server: Server, subtests: pytest.Subtests) -> None:
+    api = schemathesis.openapi.from_url(server.url + DOCUMENT)
+    operations = [result.ok() for result in api.get_all_operations()]
+    assert len(operations) > 10
+    for operation in operations:
+        # Requests as they should be, and as they should not.
+        for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
+            if mode == GenerationMode.NEGATIVE and operation.method == "get":
+                continue
+            with subtests.test(operation=operation.label, mode=mode.name):
+                check_answers(operation, mode)
+
+
+def test_the_documents_schemas_are_schemas(document: Any) -> None:
+    for name, described in document["components"]["schemas"].items():
+        Draft202012Validator.check_schema(described)
+        validator = Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
+        for example in [*described.get("examples", []), *([described["example"]] if "example" in described else [])]:
+            validator.validate(example)

@@ -1,0 +1,190 @@
+//! The OpenAPI document. Routes describe themselves, where their handlers are; here is what they have in common.
+
+#![expect(unused_qualifications, reason = "utoipa writes `self::` before names")]
+
+use std::collections::BTreeMap;
+
+use axum::Router;
+use axum::http::Method;
+use utoipa::openapi::path::{Operation, PathItem};
+use utoipa::openapi::schema::{AnyOfBuilder, Schema};
+use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
+use utoipa::openapi::{Content, Ref, RefOr, Response, ResponseBuilder};
+use utoipa::{IntoResponses, OpenApi, PartialSchema};
+use utoipa_swagger_ui::SwaggerUi;
+
+use super::{auth, dialect, invocations};
+use crate::api::error::{OpenAiErrorBody, TgiErrorBody};
+
+const KEY: &str = "key";
+
+/// What the document says beside the routes.
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "Penstock",
+        description = "A server for large language models: the routes of text-generation-inference and of OpenAI.",
+        license(name = "Apache-2.0", identifier = "Apache-2.0")
+    ),
+    servers((url = "/", description = "this server")),
+    components(schemas(TgiErrorBody, OpenAiErrorBody)),
+    tags(
+        (name = "TGI", description = "The routes of text-generation-inference."),
+        (name = "OpenAI", description = "The routes of OpenAI."),
+        (name = "Clouds", description = "What SageMaker and Vertex AI send."),
+        (name = "Server", description = "What is served, and how it is."),
+    )
+)]
+pub(super) struct Outline;
+
+/// Adds what every route may answer, and which of them need a key.
+pub(super) fn complete(document: &mut utoipa::openapi::OpenApi) {
+    let components = document.components.get_or_insert_default();
+    let bearer = Http::builder().scheme(HttpAuthScheme::Bearer).description(Some("Needed where the server has keys."));
+    components.add_security_scheme(KEY, SecurityScheme::Http(bearer.build()));
+    let paths = std::mem::take(&mut document.paths.paths);
+    document.paths.paths = paths.into_iter().map(|(path, item)| completed(path, item)).collect();
+}
+
+fn completed(path: String, mut item: PathItem) -> (String, PathItem) {
+    let dialect = Dialect::of(&path);
+    for (method, operation) in [(Method::GET, &mut item.get), (Method::POST, &mut item.post)] {
+        let Some(operation) = operation else { continue };
+        add(operation, failures(dialect, &ANYWHERE));
+        if method == Method::POST {
+            add(operation, failures(dialect, &READING));
+        }
+        if !auth::is_open(&path, &method) {
+            add(operation, failures(dialect, &KEYS));
+            operation.security = Some(vec![SecurityRequirement::new(KEY, Vec::<String>::new())]);
+        }
+    }
+    // Such a parameter has slashes in it, which OpenAPI has no word for.
+    (path.replace("{*", "{"), item)
+}
+
+/// A route says more about its failures than this table.
+fn add(operation: &mut Operation, failures: BTreeMap<String, RefOr<Response>>) {
+    for (status, failure) in failures {
+        operation.responses.responses.entry(status).or_insert(failure);
+    }
+}
+
+/// Swagger UI, and the document that it shows.
+pub(super) fn pages<S: Clone + Send + Sync + 'static>(document: utoipa::openapi::OpenApi) -> Router<S> {
+    SwaggerUi::new("/docs").url("/api-doc/openapi.json", document).into()
+}
+
+/// Statuses, and what each means.
+type Failures = [(u16, &'static str)];
+
+const ANYWHERE: [(u16, &str); 2] =
+    [(431, "The request's head is too large."), (500, "A fault of the server; its log has the details.")];
+const KEYS: [(u16, &str); 1] = [(401, "No API key was given, or a wrong one.")];
+const READING: [(u16, &str); 5] = [
+    (400, "The body is not JSON; on OpenAI's routes also: something in it is wrong or not allowed."),
+    (408, "The body did not arrive in time."),
+    (413, "The body is larger than `--payload-limit`."),
+    (415, "The body's type is not `application/json`."),
+    (422, "As text: the body is JSON of another shape. As JSON: something in it is wrong or not allowed."),
+];
+const GENERATING: [(u16, &str); 4] = [
+    (424, "The generation failed."),
+    (429, "`--max-concurrent-requests` generations are running; try again a little later."),
+    (503, "The server is shutting down."),
+    (504, "The request's own `timeout` is over."),
+];
+
+/// How a route writes errors.
+#[derive(Clone, Copy)]
+enum Dialect {
+    Tgi,
+    OpenAi,
+    /// One of them, as the body decides.
+    Either,
+}
+
+impl Dialect {
+    fn of(path: &str) -> Self {
+        if path == invocations::PATH {
+            Self::Either
+        } else if dialect::is_openai(path) {
+            Self::OpenAi
+        } else {
+            Self::Tgi
+        }
+    }
+}
+
+/// How the server is.
+pub(super) struct Health;
+
+impl IntoResponses for Health {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        let mut answers = failures(Dialect::Tgi, &[(503, "It cannot generate, or is shutting down.")]);
+        answers.insert("200".to_owned(), Response::new("It is well.").into());
+        answers
+    }
+}
+
+/// How generations fail on TGI's routes.
+pub(super) struct TgiFailures;
+/// How generations fail on OpenAI's routes.
+pub(super) struct OpenAiFailures;
+/// How generations fail where the body decides about the dialect.
+pub(super) struct EitherFailures;
+
+impl IntoResponses for TgiFailures {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        failures(Dialect::Tgi, &GENERATING)
+    }
+}
+
+impl IntoResponses for OpenAiFailures {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        failures(Dialect::OpenAi, &GENERATING)
+    }
+}
+
+impl IntoResponses for EitherFailures {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        failures(Dialect::Either, &GENERATING)
+    }
+}
+
+fn failures(dialect: Dialect, failures: &Failures) -> BTreeMap<String, RefOr<Response>> {
+    let is_possible = |status| !(matches!(dialect, Dialect::OpenAi) && matches!(status, 422 | 424));
+    let response = |&(status, description): &(u16, &str)| (status.to_string(), failure(dialect, status, description));
+    failures.iter().filter(|(status, _)| is_possible(*status)).map(response).collect()
+}
+
+fn failure(dialect: Dialect, status: u16, description: &str) -> RefOr<Response> {
+    let (text, bodies): (bool, &[&str]) = match (dialect, status) {
+        (_, 431) | (Dialect::Tgi | Dialect::Either, 401) => (false, &[]),
+        (Dialect::OpenAi, _) => (false, &["OpenAiError"]),
+        (Dialect::Tgi, 400) | (_, 413 | 415) => (true, &[]),
+        (Dialect::Either, 400) => (true, &["OpenAiError"]),
+        (_, 422) => (true, &["Error"]),
+        (Dialect::Either, 429 | 500 | 503 | 504) => (false, &["Error", "OpenAiError"]),
+        (Dialect::Tgi | Dialect::Either, _) => (false, &["Error"]),
+    };
+    let mut response = ResponseBuilder::new().description(description);
+    if text {
+        response = response.content("text/plain", Content::new(Some(String::schema())));
+    }
+    if !bodies.is_empty() {
+        response = response.content("application/json", Content::new(Some(any_of(bodies))));
+    }
+    response.into()
+}
+
+/// One of these schemas of the document.
+pub(super) fn any_of(names: &[&str]) -> RefOr<Schema> {
+    match names {
+        [name] => Ref::from_schema_name(*name).into(),
+        names => names.iter().fold(AnyOfBuilder::new(), |any, name| any.item(Ref::from_schema_name(*name))).into(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

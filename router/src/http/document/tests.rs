@@ -1,0 +1,89 @@
+use std::collections::BTreeSet;
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::api::grammar::GrammarField;
+use crate::api::openai::{ChatRequest, CompletionRequest};
+use crate::api::tgi::GenerateRequest;
+use crate::api::vertex::VertexRequest;
+
+fn document() -> Value {
+    serde_json::to_value(crate::http::routes().1).unwrap()
+}
+
+fn schema<'a>(document: &'a Value, name: &str) -> &'a Value {
+    let schema = &document["components"]["schemas"][name];
+    assert!(schema.is_object(), "{name}");
+    schema
+}
+
+/// With those of the schemas that are part of it.
+fn fields<'a>(document: &'a Value, schema: &'a Value) -> BTreeSet<&'a str> {
+    let own = schema["properties"].as_object().into_iter().flatten().map(|(name, _)| name.as_str());
+    let parts = schema["allOf"].as_array().into_iter().flatten();
+    let of_parts = parts.flat_map(|part| match part["$ref"].as_str() {
+        Some(reference) => fields(document, document.pointer(&reference[1..]).unwrap()),
+        None => fields(document, part),
+    });
+    own.chain(of_parts).collect()
+}
+
+/// The names in the first column of the table under a heading.
+fn named_under<'a>(page: &'a str, heading: &str) -> BTreeSet<&'a str> {
+    let (_, rest) = page.split_once(&format!("\n## {heading}\n")).unwrap_or_else(|| panic!("no heading {heading}"));
+    let section = rest.split("\n## ").next().unwrap_or_default();
+    let first_cells = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
+    first_cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect()
+}
+
+#[test]
+fn pages_name_exactly_the_fields_that_requests_have() {
+    let document = document();
+    let tgi = include_str!("../../../../docs/tgi-compatibility.md");
+    let openai = include_str!("../../../../docs/openai-compatibility.md");
+    for (page, heading, request) in [
+        (tgi, "Parameters", "GenerateParameters"),
+        (openai, "Chat", "ChatRequest"),
+        (openai, "Completions", "CompletionRequest"),
+    ] {
+        let both = || named_under(page, "Both routes");
+        let mut named = named_under(page, heading);
+        if request != "GenerateParameters" {
+            named.append(&mut both());
+        }
+        assert_eq!(named, fields(&document, schema(&document, request)), "left: {heading}, right: {request}");
+    }
+}
+
+#[test]
+fn examples_are_requests() {
+    fn check<T: DeserializeOwned>(document: &Value, name: &str) {
+        let schema = schema(document, name);
+        let several = schema["examples"].as_array().into_iter().flatten();
+        let examples: Vec<_> = schema.get("example").into_iter().chain(several).collect();
+        assert!(!examples.is_empty(), "{name}");
+        for example in examples {
+            if let Err(error) = T::deserialize(example) {
+                panic!("{name}: {error}: {example}");
+            }
+        }
+    }
+    let document = document();
+    check::<GenerateRequest>(&document, "GenerateRequest");
+    check::<ChatRequest>(&document, "ChatRequest");
+    check::<CompletionRequest>(&document, "CompletionRequest");
+    check::<VertexRequest>(&document, "VertexRequest");
+    check::<GrammarField>(&document, "Grammar");
+}
+
+/// `ExtensionFields` is part of every request that generates.
+#[test]
+fn what_tgi_did_not_have_is_everywhere() {
+    let document = document();
+    let extension = fields(&document, schema(&document, "ExtensionFields"));
+    assert!(extension.contains("min_p"));
+    for request in ["GenerateParameters", "ChatRequest", "CompletionRequest"] {
+        assert!(extension.is_subset(&fields(&document, schema(&document, request))), "{request}");
+    }
+}
