@@ -1,0 +1,56 @@
+//! A sequence that has not ended, as its stream knows it: what has been sent, and what comes a second time.
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::{Sampling, SequenceEvent, Token};
+
+pub(super) struct OpenSequence {
+    pub sampling: Sampling,
+    events: UnboundedSender<SequenceEvent>,
+    started: bool,
+    /// Prompt logprobs handed on, and how many of them came in the present stay in the worker: after a preemption, or
+    /// from another worker, they come again from the first.
+    num_prompt_tokens_sent: usize,
+    num_prompt_tokens_seen: usize,
+    /// Losses of the workers with it in a step in flight since it last got a token.
+    pub num_losses: u32,
+}
+
+impl OpenSequence {
+    pub fn new(sampling: Sampling, events: UnboundedSender<SequenceEvent>) -> Self {
+        Self { sampling, events, started: false, num_prompt_tokens_sent: 0, num_prompt_tokens_seen: 0, num_losses: 0 }
+    }
+
+    /// It begins a stay in the worker; only the first is announced.
+    pub fn start(&mut self, num_cached_tokens: usize) {
+        self.num_prompt_tokens_seen = 0;
+        if !std::mem::replace(&mut self.started, true) {
+            self.send(SequenceEvent::Started { num_cached_tokens });
+        }
+    }
+
+    pub fn hand_on_prompt(&mut self, tokens: &[Token]) {
+        let num_known = self.num_prompt_tokens_sent.saturating_sub(self.num_prompt_tokens_seen);
+        self.num_prompt_tokens_seen += tokens.len();
+        if let Some(new) = tokens.get(num_known..).filter(|new| !new.is_empty()) {
+            self.num_prompt_tokens_sent = self.num_prompt_tokens_seen;
+            self.send(SequenceEvent::PromptTokens(new.to_vec()));
+        }
+    }
+
+    pub fn hand_on(&mut self, tokens: &[Token]) {
+        for token in tokens {
+            self.num_losses = 0;
+            self.send(SequenceEvent::Token(token.clone()));
+        }
+    }
+
+    pub fn end(self, terminal: SequenceEvent) {
+        self.send(terminal);
+    }
+
+    fn send(&self, event: SequenceEvent) {
+        // A receiver that is gone has its abort on the way.
+        let _ = self.events.send(event);
+    }
+}
