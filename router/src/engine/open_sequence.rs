@@ -12,13 +12,24 @@ pub(super) struct OpenSequence {
     /// from another worker, they come again from the first.
     num_prompt_tokens_sent: usize,
     num_prompt_tokens_seen: usize,
-    /// Losses of the workers with it in a step in flight since it last got a token.
-    pub num_losses: u32,
+    num_tokens_sent: usize,
+    /// Losses of the workers with it in a step in flight, until it has as many tokens as those steps would have given.
+    num_losses: u32,
+    num_tokens_of_loss: usize,
 }
 
 impl OpenSequence {
     pub fn new(sampling: Sampling, events: UnboundedSender<SequenceEvent>) -> Self {
-        Self { sampling, events, started: false, num_prompt_tokens_sent: 0, num_prompt_tokens_seen: 0, num_losses: 0 }
+        Self {
+            sampling,
+            events,
+            started: false,
+            num_prompt_tokens_sent: 0,
+            num_prompt_tokens_seen: 0,
+            num_tokens_sent: 0,
+            num_losses: 0,
+            num_tokens_of_loss: 0,
+        }
     }
 
     /// It begins a stay in the worker; only the first is announced.
@@ -40,9 +51,24 @@ impl OpenSequence {
 
     pub fn hand_on(&mut self, tokens: &[Token]) {
         for token in tokens {
-            self.num_losses = 0;
+            self.num_tokens_sent += 1;
             self.send(SequenceEvent::Token(token.clone()));
         }
+        if self.num_tokens_sent >= self.num_tokens_of_loss {
+            self.num_losses = 0;
+        }
+    }
+
+    /// The workers were lost with it in one of the steps in flight.
+    pub fn lose(&mut self, num_steps_in_flight: usize) {
+        self.num_losses += 1;
+        // A step gives one token at most.
+        self.num_tokens_of_loss = self.num_tokens_of_loss.max(self.num_tokens_sent + num_steps_in_flight);
+    }
+
+    /// Losses of the workers in a row that it may be to blame for.
+    pub fn num_losses(&self) -> u32 {
+        self.num_losses
     }
 
     pub fn end(self, terminal: SequenceEvent) {

@@ -1,7 +1,7 @@
 //! After the workers are lost: others are started, and every sequence goes on from its last token (docs/adr/0009).
 //!
-//! INVARIANT: a sequence fails for having been in the last step only when it was alone in it, and for the third time without
-//! a token in between. Until then nothing is known but that it was there, like all the others.
+//! INVARIANT: a sequence fails for having been in the last step only when it was alone in it, and for the third time
+//! without having got past that step in between. Until then nothing is known but that it was there, like all the others.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -81,9 +81,9 @@ impl StepLoop {
         self.state.send_replace(State::Restarting(reason.to_owned()));
         self.grammars.send_replace(Compiler::Restarting);
         record::worker_failed(&self.in_flight);
-        self.in_flight.clear();
         let num_replayed = self.scheduler.stats().num_running;
         self.blame();
+        self.in_flight.clear();
         // Workers that are lost before the first token make one outage longer.
         let began = self.outage.take().map_or(last_sign_of_life, |outage| outage.began);
         let (backoff, times) = (Duration::ZERO, RestartTimes::default());
@@ -92,10 +92,11 @@ impl StepLoop {
 
     /// Queues everybody again. Who was in flight is suspected, tried alone, given up: each time that it happens again.
     fn blame(&mut self) {
+        let num_steps_in_flight = self.scheduler.stats().num_steps_in_flight;
         for id in self.scheduler.restart() {
             let Some(sequence) = self.open.get_mut(&id) else { continue };
-            sequence.num_losses += 1;
-            if sequence.num_losses >= MAX_LOSSES {
+            sequence.lose(num_steps_in_flight);
+            if sequence.num_losses() >= MAX_LOSSES {
                 let reason = format!(
                     "the model workers stopped {MAX_LOSSES} times in a row while they computed this sequence, \
                      the last time alone; it is not tried again"
@@ -105,16 +106,16 @@ impl StepLoop {
                 self.finish(id, SequenceEvent::Failed(SequenceFailure::Sequence(reason)));
             }
         }
-        let is_suspect = |id: &_| self.open[id].num_losses >= SUSPICIOUS_LOSSES;
+        let is_suspect = |id: &_| self.open[id].num_losses() >= SUSPICIOUS_LOSSES;
         self.suspects = self.open.keys().copied().filter(is_suspect).collect();
         // The youngest is tried first: the others have worked for longer.
         self.suspects.sort_unstable();
     }
 
-    /// Lets the next suspect run alone until it gets a token; everybody, when there is none.
+    /// Lets the next suspect run alone until it is cleared; everybody, when there is none.
     pub(super) fn try_suspects(&mut self) {
         while let Some(id) = self.suspects.last().copied() {
-            if self.open.get(&id).is_some_and(|sequence| sequence.num_losses >= SUSPICIOUS_LOSSES) {
+            if self.open.get(&id).is_some_and(|sequence| sequence.num_losses() >= SUSPICIOUS_LOSSES) {
                 return self.scheduler.isolate(Some(id));
             }
             self.suspects.pop();
