@@ -1,6 +1,7 @@
 //! The engine against a scripted worker over a real socket: what is promised to every sequence's stream.
 #![allow(clippy::unwrap_used)]
 
+#[allow(dead_code, reason = "shared with tests/recovery.rs")]
 mod fake_worker;
 
 use std::sync::Arc;

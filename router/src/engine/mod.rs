@@ -4,6 +4,7 @@
 //! receiver was dropped first; dropping the stream is the abort. Workers that are lost are no reason for `Failed` as long as
 //! others can be started in their place.
 
+mod end;
 mod grammar;
 mod handle;
 mod open_sequence;

@@ -271,44 +271,6 @@ impl StepLoop {
         }
     }
 
-    fn fail_all(&mut self, failure: &SequenceFailure) {
-        for (_, sequence) in self.open.drain() {
-            sequence.end(SequenceEvent::Failed(failure.clone()));
-        }
-    }
-
-    /// With the workers gone: refuses every submission until told to shut down.
-    async fn refuse(&mut self, reason: &str) -> Option<oneshot::Sender<()>> {
-        while let Some(command) = self.commands.recv().await {
-            match command {
-                Command::Submit { events, .. } => {
-                    let failure = SequenceFailure::Worker(reason.to_owned());
-                    let _ = events.send(SequenceEvent::Failed(failure));
-                }
-                Command::Abort { .. } => {}
-                Command::ShutDown { done } => return Some(done),
-            }
-        }
-        None
-    }
-
-    /// Ends every sequence that is open, or on its way here. Nothing can be submitted afterwards.
-    fn end(&mut self, failure: &SequenceFailure) {
-        self.commands.close();
-        self.fail_all(failure);
-        while let Ok(command) = self.commands.try_recv() {
-            match command {
-                Command::Submit { events, .. } => {
-                    let _ = events.send(SequenceEvent::Failed(failure.clone()));
-                }
-                Command::Abort { .. } => {}
-                Command::ShutDown { done } => {
-                    let _ = done.send(());
-                }
-            }
-        }
-    }
-
     /// When the oldest step in flight has taken too long: counted from the report before it, or from when it was sent.
     fn step_deadline(&self) -> Instant {
         let since = self.in_flight.front().map_or(self.last_report_at, |oldest| oldest.since(self.last_report_at));
@@ -328,16 +290,5 @@ impl StepLoop {
             max_running_tokens: stats.max_running_tokens,
         };
         self.load.send_replace(load);
-    }
-}
-
-impl Drop for StepLoop {
-    /// A panic in the loop must not leave requests waiting for ever.
-    fn drop(&mut self) {
-        let reason = "the engine ended unexpectedly".to_owned();
-        if matches!(*self.state.borrow(), State::Serving | State::Restarting(_)) {
-            self.state.send_replace(State::Failed(reason.clone()));
-        }
-        self.end(&SequenceFailure::Worker(reason));
     }
 }
