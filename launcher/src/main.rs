@@ -1,6 +1,6 @@
 //! The `penstock` binary: settings, the port, the workers, the router, signals, in that order; and the exit status.
 //!
-//! 0: stopped by a signal. 1: could not start, or its workers died. 2: its settings are wrong. 128 + n: ended at once by
+//! 0: stopped by a signal. 1: could not start, or its workers died again and again. 2: its settings are wrong. 128 + n: ended at once by
 //! a second signal n.
 
 mod args;
@@ -17,6 +17,7 @@ mod reference;
 mod resolve;
 mod signals;
 mod start;
+mod supervise;
 mod variable;
 mod weights;
 mod workers;
@@ -39,7 +40,7 @@ use crate::command_line::Parsed;
 use crate::listener::ReservedPort;
 use crate::resolve::{BLOCK_TOKENS, Settings};
 use crate::start::{Started, log_choice};
-use crate::workers::Workers;
+use crate::supervise::Supervisor;
 
 /// How long workers may take to stop. They drop what they are doing, so they need none of it.
 const WORKER_GRACE: Duration = Duration::from_secs(10);
@@ -124,7 +125,7 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
         () = stop.cancelled() => return Ok(()),
     };
     // The folder's links are there until the end.
-    let Started { engine, mut workers, prepared, folder, text, model, limits, num_blocks, phases } = started;
+    let Started { engine, mut supervisor, prepared, folder, text, model, limits, num_blocks, phases } = started;
     let limits = RequestLimits {
         max_concurrent_requests: args.max_concurrent_requests,
         max_best_of: args.max_best_of,
@@ -161,14 +162,14 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
     let drain = stop.child_token();
     let services = Services { engine: Arc::new(engine.clone()), text, metrics: exporter };
     let watch = async {
-        let reason = failure(&engine, &mut workers).await;
+        let reason = failure(&engine, &mut supervisor).await;
         drain.cancel();
         reason
     };
     let served = penstock_router::serve(config, services, listener, drain.clone());
     let (served, failure) = join_until_served(served, watch).await;
     engine.shut_down().await;
-    workers.stop(WORKER_GRACE).await;
+    supervisor.stop(WORKER_GRACE).await;
     served?;
     failure.map_or(Ok(()), |reason| Err(anyhow::anyhow!(reason)))
 }
@@ -185,14 +186,17 @@ async fn join_until_served<T>(
     }
 }
 
-/// Resolves when the workers cannot go on, with the best explanation there is.
-async fn failure(engine: &Engine, workers: &mut Workers) -> String {
+/// Restarts workers that are lost. Resolves when they cannot go on, with the best explanation there is.
+async fn failure(engine: &Engine, supervisor: &mut Supervisor) -> String {
     let reason = tokio::select! {
-        reason = workers.death() => return reason,
         reason = engine.failure() => reason,
+        never = supervisor.run() => match never {},
     };
     // A process that died knows more about its end than its stream; one that hangs says nothing.
-    tokio::time::timeout(start::DEATH_PATIENCE, workers.death()).await.unwrap_or(reason)
+    match supervisor.last_words().await {
+        Some(words) if !reason.contains(&words) => format!("{reason}; {words}"),
+        _ => reason,
+    }
 }
 
 /// COMPAT: `COMPUTE_TYPE` overrides what the `x-compute-type` header says.

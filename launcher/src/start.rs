@@ -1,6 +1,7 @@
 //! From settings to a running engine: worker processes, the prepared model, load, warm-up; each with its time.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use penstock_router::engine::{Engine, EngineOptions};
@@ -11,13 +12,14 @@ use penstock_scheduler::Limits;
 use crate::args::Args;
 use crate::model_folder::{FolderError, ModelFolder};
 use crate::resolve::{BLOCK_TOKENS, Choice, ResolveError, SequenceLimits, Settings};
+use crate::supervise::{Recipe, Supervisor};
 use crate::weights::{self, PrepareError, Prepared};
 use crate::workers::{WorkerOptions, Workers, WorkersError};
 
 /// How long Python may take until it listens. Its imports read hundreds of megabytes from a cold disk.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(300);
 /// After a lost connection: how long to wait for the process's own explanation.
-pub const DEATH_PATIENCE: Duration = Duration::from_secs(2);
+const DEATH_PATIENCE: Duration = Duration::from_secs(2);
 /// Plans that may be out without their result: the worker always has its next one.
 const MAX_STEPS_IN_FLIGHT: u32 = 2;
 /// Waiting so long outweighs one priority: nobody waits for ever, and a burst of urgent requests is still urgent.
@@ -26,7 +28,7 @@ const PRIORITY_AGEING: Duration = Duration::from_secs(10);
 /// A model that is ready to serve.
 pub struct Started {
     pub engine: Engine,
-    pub workers: Workers,
+    pub supervisor: Supervisor,
     pub prepared: Prepared,
     pub folder: ModelFolder,
     pub text: TextModel,
@@ -64,6 +66,8 @@ struct Loaded {
     text: TextModel,
     model: Description,
     pool: Pool,
+    load: LoadOptions,
+    warm_up: WarmUpOptions,
     step_tokens: u32,
     limits: SequenceLimits,
     phases: Vec<Phase>,
@@ -71,27 +75,17 @@ struct Loaded {
 
 /// Call it on the main thread (see `process::python_module`). Dropping the future ends every process.
 pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<Started, StartError> {
-    let mut workers = Workers::spawn(&WorkerOptions {
-        python,
+    let worker_options = WorkerOptions {
+        python: python.to_owned(),
         num_ranks: settings.num_ranks,
         num_threads: settings.num_threads,
-        socket_prefix: args.shard_uds_path.as_deref(),
-        hub_cache: args.huggingface_hub_cache.as_deref(),
-    })?;
+        socket_prefix: args.shard_uds_path.clone(),
+        hub_cache: args.huggingface_hub_cache.clone(),
+    };
+    let mut workers = Workers::spawn(&worker_options, 0)?;
     let sockets = workers.sockets().to_vec();
     let rendezvous = workers.rendezvous();
-    let loaded = tokio::select! {
-        loaded = load(args, settings, python, &sockets, rendezvous) => loaded,
-        reason = workers.death() => Err(StartError::Died(reason)),
-    };
-    let loaded = match loaded {
-        Err(StartError::Worker(error)) if error.is_loss() => {
-            // The process knows more about its end than the socket.
-            let reason = tokio::time::timeout(DEATH_PATIENCE, workers.death()).await;
-            return Err(reason.map_or(StartError::Worker(error), StartError::Died));
-        }
-        loaded => loaded?,
-    };
+    let loaded = while_alive(&mut workers, load(args, settings, python, &sockets, rendezvous)).await?;
     let limits = Limits {
         max_step_tokens: loaded.step_tokens,
         max_step_sequences: settings.max_step_sequences,
@@ -102,10 +96,18 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         prefix_caching: args.prefix_caching,
         priority_ageing: Some(PRIORITY_AGEING),
     };
-    let options = EngineOptions { limits, step_deadline: EngineOptions::DEFAULT_STEP_DEADLINE };
+    let options = EngineOptions {
+        limits,
+        step_deadline: EngineOptions::DEFAULT_STEP_DEADLINE,
+        max_failures: EngineOptions::DEFAULT_MAX_FAILURES,
+    };
+    let num_blocks = Some(u64::from(loaded.pool.num_blocks));
+    let warm_up = WarmUpOptions { num_blocks, ..loaded.warm_up };
+    let (supervisor, restart) =
+        Supervisor::new(Recipe { workers: worker_options, load: loaded.load, warm_up }, workers);
     Ok(Started {
-        engine: Engine::start(loaded.group, options),
-        workers,
+        engine: Engine::start(loaded.group, options, Arc::new(restart)),
+        supervisor,
         prepared: loaded.prepared,
         folder: loaded.folder,
         text: loaded.text,
@@ -116,11 +118,40 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
     })
 }
 
+/// Gives up when a worker dies before; then the reason is in the process's words, as far as it has any.
+pub async fn while_alive<T>(
+    workers: &mut Workers,
+    future: impl Future<Output = Result<T, StartError>>,
+) -> Result<T, StartError> {
+    let result = tokio::select! {
+        result = future => result,
+        reason = workers.death() => return Err(StartError::Died(reason)),
+    };
+    match result {
+        Err(StartError::Worker(error)) if error.is_loss() => {
+            // The process knows more about its end than the socket.
+            let reason = last_words(workers).await;
+            Err(reason.map_or(StartError::Worker(error), StartError::Died))
+        }
+        result => result,
+    }
+}
+
+/// Why a worker ended, if one has.
+pub async fn last_words(workers: &mut Workers) -> Option<String> {
+    tokio::time::timeout(DEATH_PATIENCE, workers.death()).await.ok()
+}
+
+/// Waits until the workers listen.
+pub async fn connect(sockets: &[PathBuf]) -> Result<Group, StartError> {
+    Ok(Group::connect(sockets, CONNECT_PATIENCE).await?)
+}
+
 async fn load(
     args: &Args,
     settings: &Settings,
     python: &Path,
-    sockets: &[std::path::PathBuf],
+    sockets: &[PathBuf],
     rendezvous: String,
 ) -> Result<Loaded, StartError> {
     let mut phases = Vec::new();
@@ -141,14 +172,14 @@ async fn load(
         Ok::<_, StartError>((prepared, folder, text))
     };
     let connect = async {
-        let group = Group::connect(sockets, CONNECT_PATIENCE).await?;
+        let group = connect(sockets).await?;
         Ok((group, timed("start workers", began)))
     };
     let ((prepared, folder, text), (mut group, phase)) = tokio::try_join!(prepare, connect)?;
     phases.push(phase);
 
     let since = Instant::now();
-    let options = LoadOptions {
+    let load = LoadOptions {
         model_folder: folder.path.clone(),
         dtype: args.dtype.map(|dtype| dtype.name().to_owned()),
         block_tokens: BLOCK_TOKENS,
@@ -158,7 +189,7 @@ async fn load(
         watermark_gamma: args.watermark_gamma,
         watermark_delta: args.watermark_delta,
     };
-    let model = group.load(&options).await?;
+    let model = group.load(&load).await?;
     phases.push(timed("load", since));
     phases.extend(model.phases.iter().map(|phase| part_of("load", phase)));
     tracing::info!(
@@ -176,14 +207,14 @@ async fn load(
     if let Some(given) = args.max_total_tokens.filter(|given| *given > model.max_position_tokens) {
         return Err(ResolveError::BeyondModel { given, allowed: model.max_position_tokens }.into());
     }
-    let options = WarmUpOptions {
+    let warm_up = WarmUpOptions {
         max_step_tokens: step_tokens,
         max_step_sequences: settings.max_step_sequences,
         max_sequence_tokens: args.max_total_tokens,
         num_blocks: settings.num_blocks.map(u64::from),
         memory_fraction: settings.memory_fraction,
     };
-    let pool = group.warm_up(&options).await?;
+    let pool = group.warm_up(&warm_up).await?;
     phases.push(timed("warm up", since));
     phases.extend(pool.phases.iter().map(|phase| part_of("warm up", phase)));
     let capacity_tokens = u64::from(pool.num_blocks) * u64::from(BLOCK_TOKENS);
@@ -194,7 +225,7 @@ async fn load(
     );
     let limits = SequenceLimits::resolve(args, settings, &model, pool.num_blocks)?;
     limits.choices.iter().for_each(log_choice);
-    Ok(Loaded { group, prepared, folder, text, model, pool, step_tokens, limits, phases })
+    Ok(Loaded { group, prepared, folder, text, model, pool, load, warm_up, step_tokens, limits, phases })
 }
 
 fn part_of(whole: &str, phase: &Phase) -> Phase {

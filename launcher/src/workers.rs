@@ -22,17 +22,20 @@ use crate::process;
 
 /// How much of what a worker last said may explain its end.
 const MAX_LAST_LINES: usize = 20;
+/// How long the kernel may take to end what was killed: the memory of a large process is not free at once.
+const KILL_PATIENCE: Duration = Duration::from_secs(30);
 /// How long the pipes of a process that ended may stay open: something that it started may hold them.
 const PIPE_PATIENCE: Duration = Duration::from_secs(1);
 
-pub struct WorkerOptions<'a> {
-    pub python: &'a Path,
+#[derive(Clone, Debug)]
+pub struct WorkerOptions {
+    pub python: PathBuf,
     pub num_ranks: usize,
     /// CPU threads of each rank.
     pub num_threads: usize,
     /// Beginning of the socket paths; `None`: in the private folder.
-    pub socket_prefix: Option<&'a Path>,
-    pub hub_cache: Option<&'a Path>,
+    pub socket_prefix: Option<PathBuf>,
+    pub hub_cache: Option<PathBuf>,
 }
 
 pub struct Workers {
@@ -58,17 +61,23 @@ pub enum WorkersError {
 
 impl Workers {
     /// Starts one process a rank. Call it on the main thread (see `process::python_module`).
-    pub fn spawn(options: &WorkerOptions) -> Result<Self, WorkersError> {
+    ///
+    /// `number` counts the groups of this server; two that live at the same time need different ones.
+    pub fn spawn(options: &WorkerOptions, number: usize) -> Result<Self, WorkersError> {
         let folder = tempfile::Builder::new().prefix("penstock-").permissions(Permissions::from_mode(0o700)).tempdir();
         let folder = folder.map_err(WorkersError::Folder)?;
-        let prefix = options.socket_prefix.map_or_else(|| folder.path().join("worker"), Path::to_owned);
+        let mut prefix = options.socket_prefix.clone().unwrap_or_else(|| folder.path().join("worker")).into_os_string();
+        // COMPAT: the sockets of the first group have TGI's names.
+        if number > 0 {
+            prefix.push(format!("-{number}"));
+        }
         let (death_sender, deaths) = mpsc::unbounded_channel();
         let mut workers = Self { ranks: Vec::new(), deaths, sockets: Vec::new(), folder };
         for rank in 0..options.num_ranks {
-            let mut socket = prefix.clone().into_os_string();
+            let mut socket = prefix.clone();
             socket.push(format!("-{rank}"));
             let socket = PathBuf::from(socket);
-            let spawn_error = |source| WorkersError::Spawn { python: options.python.to_owned(), source };
+            let spawn_error = |source| WorkersError::Spawn { python: options.python.clone(), source };
             let child = spawn_rank(options, rank, &socket).map_err(spawn_error)?;
             let leader = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw);
             let leader = leader.expect("invariant: a child that was not waited for has an id");
@@ -101,6 +110,25 @@ impl Workers {
     /// Asks all to end, and kills what has not after `grace`.
     pub async fn stop(self, grace: Duration) {
         self.signal(Signal::SIGTERM);
+        if !self.have_ended(grace).await {
+            tracing::warn!("a worker did not stop within {} s and is killed", grace.as_secs());
+        }
+    }
+
+    /// Kills what is left, and waits until its memory and its devices are free.
+    pub async fn kill(self) {
+        self.signal(Signal::SIGKILL);
+        if !self.have_ended(KILL_PATIENCE).await {
+            tracing::warn!("a worker that was killed is still there after {} s", KILL_PATIENCE.as_secs());
+        }
+    }
+
+    /// Kills what is left without waiting: of ranks that depend on each other, one is not worth anything alone.
+    pub fn disband(&self) {
+        self.signal(Signal::SIGKILL);
+    }
+
+    async fn have_ended(&self, patience: Duration) -> bool {
         let all_ended = async {
             for rank in &self.ranks {
                 let mut has_ended = rank.has_ended.clone();
@@ -108,9 +136,7 @@ impl Workers {
                 let _ = has_ended.wait_for(|ended| *ended).await;
             }
         };
-        if tokio::time::timeout(grace, all_ended).await.is_err() {
-            tracing::warn!("a worker did not stop within {} s and is killed", grace.as_secs());
-        }
+        tokio::time::timeout(patience, all_ended).await.is_ok()
     }
 
     fn signal(&self, signal: Signal) {
@@ -133,13 +159,13 @@ impl Drop for Workers {
 }
 
 fn spawn_rank(options: &WorkerOptions, rank: usize, socket: &Path) -> std::io::Result<Child> {
-    let mut command = process::python_module(options.python, "penstock_server");
+    let mut command = process::python_module(&options.python, "penstock_server");
     command.arg("--socket").arg(socket).args(["--rank", &rank.to_string()]);
     command.args(["--world-size", &options.num_ranks.to_string()]);
     if std::env::var_os("OMP_NUM_THREADS").is_none() {
         command.env("OMP_NUM_THREADS", options.num_threads.to_string());
     }
-    if let Some(cache) = options.hub_cache {
+    if let Some(cache) = &options.hub_cache {
         command.env("HF_HUB_CACHE", cache);
     }
     command.spawn()

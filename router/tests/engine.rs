@@ -1,10 +1,13 @@
 //! The engine against a scripted worker over a real socket: what is promised to every sequence's stream.
 #![allow(clippy::unwrap_used)]
 
+#[allow(dead_code, reason = "shared with tests/recovery.rs")]
 mod fake_worker;
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use fake_worker::fleet::Fleet;
 use fake_worker::{FakeGroup, Script, expected_tokens};
 use futures::StreamExt;
 use penstock_router::engine::{
@@ -30,12 +33,17 @@ fn limits() -> Limits {
     }
 }
 
+/// The first failure is the last.
 fn options(limits: Limits) -> EngineOptions {
-    EngineOptions { limits, step_deadline: PATIENCE }
+    EngineOptions { limits, step_deadline: PATIENCE, max_failures: 1 }
 }
 
 async fn engine(group: &FakeGroup) -> Engine {
-    Engine::start(Group::connect(&group.sockets(), PATIENCE).await.unwrap(), options(limits()))
+    Engine::start(
+        Group::connect(&group.sockets(), PATIENCE).await.unwrap(),
+        options(limits()),
+        Arc::new(Fleet::new([])),
+    )
 }
 
 fn request(prompt_token_ids: &[u32], max_new_tokens: u32) -> SequenceRequest {
@@ -167,7 +175,8 @@ async fn the_depth_of_run_ahead_does_not_change_tokens() {
     for max_steps_in_flight in [1, 2] {
         let group = FakeGroup::start(vec![Script::default()]);
         let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
-        let engine = Engine::start(connected, options(Limits { max_steps_in_flight, ..limits() }));
+        let engine =
+            Engine::start(connected, options(Limits { max_steps_in_flight, ..limits() }), Arc::new(Fleet::new([])));
         let prompts: Vec<Vec<u32>> = (1..20).map(|length| (0..length * 7).collect()).collect();
         let streams = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 17))));
         for (prompt, (tokens, _)) in prompts.iter().zip(futures::future::join_all(streams).await) {

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::http::{Request, Response, StatusCode};
+use fake_worker::fleet::Fleet;
 use fake_worker::{FakeGroup, Script};
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
@@ -73,7 +74,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 struct Router {
     address: SocketAddr,
     client: Client<HttpConnector, Full<Bytes>>,
-    group: FakeGroup,
+    group: Arc<FakeGroup>,
+    fleet: Fleet,
     open_gate: watch::Sender<u64>,
     _folder: tempfile::TempDir,
 }
@@ -86,7 +88,8 @@ impl Router {
         config.limits.max_concurrent_requests = 2;
         let (open_gate, gate) = watch::channel(u64::MAX);
         let script = Script { gate: Some(gate), broken_first_token: Some(BROKEN.into()), ..Script::default() };
-        let group = FakeGroup::start(vec![script]);
+        let fleet = Fleet::new([vec![script.clone()], vec![script]]);
+        let group = fleet.next().unwrap();
         let limits = Limits {
             max_step_tokens: 64,
             max_step_sequences: 16,
@@ -100,13 +103,14 @@ impl Router {
         let metrics = server::exporter();
         batch_total_tokens(256 * 16);
         let ranks = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
-        let engine = Arc::new(Engine::start(ranks, EngineOptions { limits, step_deadline: PATIENCE }));
+        let options = EngineOptions { limits, step_deadline: PATIENCE, max_failures: 2 };
+        let engine = Arc::new(Engine::start(ranks, options, Arc::new(fleet.clone())));
         let text = TextModel::load(folder.path(), 1, None).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(serve(config, Services { engine, text, metrics }, listener, CancellationToken::new()));
         let client = Client::builder(TokioExecutor::new()).build_http();
-        Self { address, client, group, open_gate, _folder: folder }
+        Self { address, client, group, fleet, open_gate, _folder: folder }
     }
 
     async fn open(&self, path: &str, body: Value) -> Response<hyper::body::Incoming> {
@@ -175,10 +179,14 @@ async fn traffic(router: &Router) -> String {
     drop(left);
     router.scrape_until(r#"tgi_request_failure{err="dropped"} 1"#).await;
 
-    // The worker dies in the middle of a step.
+    // The worker dies in the middle of a step, and another one takes its place. Nobody takes the place of that one.
     router.open_gate.send_replace(router.last_step() + 4);
     let cut = router.open("/generate_stream", generate("Hi", 200)).await;
     router.group.ranks[0].kill();
+    let second = router.fleet.started(2).await;
+    second.ranks[0].wait_until(|seen| seen.plans.len() > 3).await;
+    router.scrape_until("penstock_worker_restarts 1").await;
+    second.ranks[0].kill();
     cut.into_body().collect().await.unwrap();
     router.scrape_until(r#"tgi_request_failure{err="generation"} 2"#).await
 }

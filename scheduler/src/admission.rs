@@ -21,7 +21,7 @@ impl Scheduler {
         let mut num_looked_up_blocks = 0;
         while draft.has_room(&self.limits)
             && num_looked_up_blocks < MAX_LOOKED_UP_BLOCKS
-            && let Some(id) = self.queue.first()
+            && let Some(id) = self.first_in_line()
         {
             let num_available = self.cache.pool.num_available().saturating_sub(self.running.len());
             // PERF: who is first in line and does not fit is not looked up again before it may. What it wants can only have

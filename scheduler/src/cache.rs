@@ -45,6 +45,11 @@ impl Cache {
         Self { pool: BlockPool::new(num_blocks), tree: PrefixTree::new(hash), block_tokens: block_tokens as usize }
     }
 
+    /// Another of the same kind, with nothing in it.
+    pub fn emptied(&self) -> Self {
+        Self::new(self.pool.num_blocks(), self.block_tokens as u32, self.tree.hash_function())
+    }
+
     /// The longest prefix of `token_ids` that is computed, or being computed by one further ahead than `precedence`.
     pub fn look_up(&self, root: Root, token_ids: &[TokenId], precedence: Precedence) -> Lookup {
         let mut lookup = Lookup::default();

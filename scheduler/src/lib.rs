@@ -16,6 +16,7 @@ mod order;
 mod plan;
 mod pool;
 mod prefix;
+mod restart;
 mod scheduler;
 mod sequence;
 mod sharing;

@@ -60,6 +60,10 @@ impl PrefixTree {
         Self { hash, nodes: Vec::new(), unused: Vec::new(), index: HashMap::new() }
     }
 
+    pub fn hash_function(&self) -> LinkHash {
+        self.hash
+    }
+
     pub fn find(&self, parent: Parent, token_ids: &[TokenId]) -> Option<NodeId> {
         self.verified(self.hash(parent, token_ids), parent, token_ids)
     }

@@ -31,6 +31,8 @@ pub struct Scheduler {
     pub(crate) flights: VecDeque<Flight>,
     /// Known to the worker, and to be forgotten with the next plan.
     pub(crate) freed: Vec<SequenceId>,
+    /// The only one that advances.
+    pub(crate) isolated: Option<SequenceId>,
     pub(crate) num_stays: u64,
     pub(crate) num_steps: u64,
     pub(crate) max_running_tokens: u64,
@@ -87,6 +89,7 @@ impl Scheduler {
             num_waiting: 0,
             flights: VecDeque::new(),
             freed: Vec::new(),
+            isolated: None,
             num_stays: 0,
             num_steps: 0,
             max_running_tokens: 0,
@@ -173,6 +176,7 @@ impl Scheduler {
         let Some(mut sequence) = self.sequences.remove(&id) else {
             return false;
         };
+        self.isolated = self.isolated.filter(|isolated| *isolated != id);
         if sequence.stay().is_some() {
             self.evict(&mut sequence);
         } else if let Some(node) = sequence.awaits() {

@@ -30,7 +30,7 @@ impl Scheduler {
     ///
     /// `now` is the clock of `submit`. No rule needs it yet: ageing is part of a sequence's place in line.
     pub fn plan(&mut self, _now: Duration) -> Option<Plan> {
-        if self.flights.len() >= self.limits.max_steps_in_flight as usize {
+        if self.flights.len() >= self.max_steps_in_flight() {
             return None;
         }
         if !self.make_room() {

@@ -82,7 +82,8 @@ fn logit_bias<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(u32, f3
 }
 
 fn logit_bias_schema() -> Schema {
-    let bias = ObjectBuilder::new().schema_type(Type::Number).minimum(Some(-MAX_LOGIT_BIAS)).maximum(Some(MAX_LOGIT_BIAS));
+    let bias =
+        ObjectBuilder::new().schema_type(Type::Number).minimum(Some(-MAX_LOGIT_BIAS)).maximum(Some(MAX_LOGIT_BIAS));
     let by_token = ObjectBuilder::new()
         .property_names(Some(ObjectBuilder::new().schema_type(Type::String).pattern(Some("^[0-9]+$"))))
         .additional_properties(Some(AdditionalProperties::from(bias)))

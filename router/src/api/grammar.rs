@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
-use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema, Type};
 use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::engine::Grammar;
@@ -92,10 +92,12 @@ impl PartialSchema for GrammarField {
     fn schema() -> RefOr<Schema> {
         let kinds = |kinds: &[&str]| ObjectBuilder::new().schema_type(Type::String).enum_values(Some(kinds.to_vec()));
         let of = |names: &[&str]| ObjectBuilder::new().property("type", kinds(names)).required("type");
-        let named = || ObjectBuilder::new()
-            .property("name", ObjectBuilder::new().schema_type(Type::String))
-            .property("schema", json_schema())
-            .required("schema");
+        let named = || {
+            ObjectBuilder::new()
+                .property("name", ObjectBuilder::new().schema_type(Type::String))
+                .property("schema", json_schema())
+                .required("schema")
+        };
         let text = || ObjectBuilder::new().schema_type(Type::String);
         let choices = text().min_length(Some(1)).to_array_builder().min_items(Some(1));
         OneOfBuilder::new()

@@ -9,11 +9,13 @@ use penstock_scheduler::{Limits, SequenceId};
 use tokio::sync::mpsc::{self, UnboundedSender};
 use tokio::sync::{oneshot, watch};
 
+use super::grammar::{self, Compiler};
 use super::step_loop::{Command, StepLoop};
 use super::{
-    Generator, Grammar, GrammarError, Health, Load, SequenceEvent, SequenceFailure, SequenceRequest, SequenceStream,
+    Generator, Grammar, GrammarError, Health, Load, RestartGroup, SequenceEvent, SequenceFailure, SequenceRequest,
+    SequenceStream,
 };
-use crate::worker::{GrammarCompiler, Group};
+use crate::worker::Group;
 
 /// The running engine. Clones share it; it ends with `shut_down`, or when the last clone and stream are dropped.
 #[derive(Clone)]
@@ -22,7 +24,7 @@ pub struct Engine {
     next_id: Arc<AtomicU64>,
     state: watch::Receiver<State>,
     load: watch::Receiver<Load>,
-    grammars: GrammarCompiler,
+    grammars: watch::Receiver<Compiler>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -30,35 +32,41 @@ pub struct EngineOptions {
     pub limits: Limits,
     /// A step that takes longer than this means that its worker hangs.
     pub step_deadline: Duration,
+    /// The workers are given up when they were lost, or could not be restarted, so often without a finished step between.
+    pub max_failures: u32,
 }
 
 impl EngineOptions {
     /// Longer than any step that a slow machine needs, shorter than anybody's patience.
     pub const DEFAULT_STEP_DEADLINE: Duration = Duration::from_secs(300);
+    pub const DEFAULT_MAX_FAILURES: u32 = 5;
 }
 
 /// What the engine is able to do now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Serving,
-    /// The workers are gone, for this reason.
+    /// The workers are gone, for this reason, and others have not done a step yet.
+    Restarting(String),
+    /// The workers are gone for ever, for this reason.
     Failed(String),
     ShutDown,
 }
 
 impl Engine {
-    /// Opens the stream of steps and starts the task that runs it. Needs a tokio runtime.
-    pub fn start(group: Group, options: EngineOptions) -> Self {
+    /// Opens the stream of steps and starts the task that runs it. Needs a tokio runtime. `restart` is asked for another
+    /// group each time that one is lost.
+    pub fn start(group: Group, options: EngineOptions, restart: Arc<dyn RestartGroup>) -> Self {
         let (commands, receiver) = mpsc::unbounded_channel();
         let (state_sender, state) = watch::channel(State::Serving);
         let (load_sender, load) = watch::channel(Load::default());
-        let grammars = group.grammars();
-        let step_loop = StepLoop::new(options, receiver, state_sender, load_sender);
+        let (grammar_sender, grammars) = watch::channel(Compiler::Ready(group.grammars()));
+        let step_loop = StepLoop::new(options, restart, receiver, state_sender, load_sender, grammar_sender);
         tokio::spawn(step_loop.run(group));
         Self { commands, next_id: Arc::new(AtomicU64::new(1)), state, load, grammars }
     }
 
-    /// Resolves with the reason when the workers are gone; never, when the engine was shut down before.
+    /// Resolves with the reason when the workers are given up; never, when the engine was shut down before.
     pub async fn failure(&self) -> String {
         let mut state = self.state.clone();
         let failed = state.wait_for(|state| matches!(state, State::Failed(_))).await;
@@ -98,12 +106,15 @@ impl Generator for Engine {
     }
 
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
-        Box::pin(self.grammars.clone().compile(grammar.clone()))
+        Box::pin(grammar::compile(self.grammars.clone(), grammar.clone()))
     }
 
     fn health(&self) -> Health {
         match &*self.state.borrow() {
             State::Serving => Health { live: true, message: None },
+            State::Restarting(reason) => {
+                Health { live: false, message: Some(format!("the model workers are being restarted: {reason}")) }
+            }
             State::Failed(reason) => Health { live: false, message: Some(reason.clone()) },
             State::ShutDown => Health { live: false, message: Some(SequenceFailure::ShuttingDown.to_string()) },
         }

@@ -1,15 +1,22 @@
 //! The engine: owns the scheduler and the stream of steps; hands every request its own stream of tokens.
 //!
 //! INVARIANT: every submitted sequence's stream yields exactly one terminal event (`Finished` or `Failed`), unless its
-//! receiver was dropped first; dropping the stream is the abort.
+//! receiver was dropped first; dropping the stream is the abort. Workers that are lost are no reason for `Failed` as long as
+//! others can be started in their place.
 
+mod end;
+mod grammar;
 mod handle;
+mod open_sequence;
 mod record;
+mod recovery;
+mod restart;
 mod sequence;
 mod step_loop;
 mod stream;
 
 pub use handle::{Engine, EngineOptions};
+pub use restart::{RestartError, RestartGroup, RestartTimes, Restarted};
 pub use sequence::{
     FinishReason, Grammar, GrammarError, LogprobSource, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
     Token, TopToken,

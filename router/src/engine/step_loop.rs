@@ -11,11 +11,15 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
+use super::grammar::Compiler;
 use super::handle::{EngineOptions, State};
+use super::open_sequence::OpenSequence;
 use super::record::{StepInFlight, StepRecord};
-use super::{FinishReason, Load, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, Token};
+use super::recovery::Outage;
+use super::restart::RestartGroup;
+use super::{FinishReason, Load, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::telemetry::metrics;
-use crate::worker::{Group, StepReport, Steps};
+use crate::worker::{Group, Output, StepReport, Steps};
 
 pub(super) enum Command {
     Submit { id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent> },
@@ -24,30 +28,30 @@ pub(super) enum Command {
 }
 
 pub(super) struct StepLoop {
-    options: EngineOptions,
-    scheduler: Scheduler,
-    open: HashMap<SequenceId, OpenSequence>,
-    in_flight: VecDeque<StepInFlight>,
-    commands: UnboundedReceiver<Command>,
-    state: watch::Sender<State>,
+    pub(super) options: EngineOptions,
+    pub(super) restart: Arc<dyn RestartGroup>,
+    pub(super) scheduler: Scheduler,
+    pub(super) open: HashMap<SequenceId, OpenSequence>,
+    pub(super) in_flight: VecDeque<StepInFlight>,
+    pub(super) commands: UnboundedReceiver<Command>,
+    pub(super) state: watch::Sender<State>,
     load: watch::Sender<Load>,
+    pub(super) grammars: watch::Sender<Compiler>,
     epoch: Instant,
     /// When the newest report arrived.
-    last_report_at: Instant,
-}
-
-struct OpenSequence {
-    sampling: Sampling,
-    events: UnboundedSender<SequenceEvent>,
-    started: bool,
-    /// Prompt logprobs handed on, and how many of them came in the present stay in the worker: after a preemption they
-    /// come again from the first.
-    num_prompt_tokens_sent: usize,
-    num_prompt_tokens_seen: usize,
+    pub(super) last_report_at: Instant,
+    /// When the present workers were ready.
+    pub(super) group_since: Instant,
+    /// Workers lost and restarts failed since a step was finished.
+    pub(super) num_failures: u32,
+    /// Until the first token of new workers.
+    pub(super) outage: Option<Outage>,
+    /// Sequences to be tried alone, the last one first.
+    pub(super) suspects: Vec<SequenceId>,
 }
 
 /// Why the loop stopped taking steps.
-enum Stop {
+pub(super) enum Stop {
     WorkerFailed(String),
     ShutDown(Option<oneshot::Sender<()>>),
 }
@@ -55,40 +59,57 @@ enum Stop {
 impl StepLoop {
     pub fn new(
         options: EngineOptions,
+        restart: Arc<dyn RestartGroup>,
         commands: UnboundedReceiver<Command>,
         state: watch::Sender<State>,
         load: watch::Sender<Load>,
+        grammars: watch::Sender<Compiler>,
     ) -> Self {
         let now = Instant::now();
         Self {
             options,
+            restart,
             scheduler: Scheduler::new(options.limits),
             open: HashMap::new(),
             in_flight: VecDeque::new(),
             commands,
             state,
             load,
+            grammars,
             epoch: now,
             last_report_at: now,
+            group_since: now,
+            num_failures: 0,
+            outage: None,
+            suspects: Vec::new(),
         }
     }
 
-    pub async fn run(mut self, group: Group) {
-        let mut stop = self.take_steps(group.steps()).await;
+    pub async fn run(mut self, mut group: Group) {
+        let mut stop = loop {
+            let steps = group.steps();
+            match self.take_steps(steps).await {
+                Stop::WorkerFailed(reason) => match self.recover(reason).await {
+                    Ok(restarted) => group = restarted,
+                    Err(stop) => break stop,
+                },
+                stop => break stop,
+            }
+        };
         if let Stop::WorkerFailed(reason) = stop {
             tracing::error!("the model workers stopped: {reason}");
-            super::record::worker_failed(&self.in_flight);
+            self.grammars.send_replace(Compiler::Gone(reason.clone()));
             self.state.send_replace(State::Failed(reason.clone()));
             self.fail_all(&SequenceFailure::Worker(reason.clone()));
             stop = Stop::ShutDown(self.refuse(&reason).await);
         }
         if let Stop::ShutDown(done) = stop {
             self.state.send_if_modified(|state| {
-                let serving = *state == State::Serving;
-                if serving {
+                let failed = matches!(state, State::Failed(_));
+                if !failed {
                     *state = State::ShutDown;
                 }
-                serving
+                !failed
             });
             self.end(&SequenceFailure::ShuttingDown);
             if let Some(done) = done {
@@ -102,6 +123,9 @@ impl StepLoop {
         loop {
             self.send_plans(&steps, woken_at);
             self.publish_load();
+            if self.in_flight.is_empty() {
+                self.end_outage();
+            }
             let deadline = self.step_deadline();
             tokio::select! {
                 command = self.commands.recv() => {
@@ -109,11 +133,8 @@ impl StepLoop {
                     // What arrived together is planned together.
                     let mut next = command;
                     loop {
-                        match next {
-                            None => return Stop::ShutDown(None),
-                            Some(Command::ShutDown { done }) => return Stop::ShutDown(Some(done)),
-                            Some(Command::Submit { id, request, events }) => self.submit(id, request, events),
-                            Some(Command::Abort { id }) => self.abort(id),
+                        if let Err(stop) = self.take_command(next) {
+                            return stop;
                         }
                         match self.commands.try_recv() {
                             Ok(command) => next = Some(command),
@@ -136,6 +157,16 @@ impl StepLoop {
         }
     }
 
+    pub(super) fn take_command(&mut self, command: Option<Command>) -> Result<(), Stop> {
+        match command {
+            None => return Err(Stop::ShutDown(None)),
+            Some(Command::ShutDown { done }) => return Err(Stop::ShutDown(Some(done))),
+            Some(Command::Submit { id, request, events }) => self.submit(id, request, events),
+            Some(Command::Abort { id }) => self.abort(id),
+        }
+        Ok(())
+    }
+
     fn submit(&mut self, id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent>) {
         let submission = Submission {
             id,
@@ -150,14 +181,7 @@ impl StepLoop {
         };
         match self.scheduler.submit(submission, self.epoch.elapsed()) {
             Ok(()) => {
-                let sequence = OpenSequence {
-                    sampling: request.sampling,
-                    events,
-                    started: false,
-                    num_prompt_tokens_sent: 0,
-                    num_prompt_tokens_seen: 0,
-                };
-                self.open.insert(id, sequence);
+                self.open.insert(id, OpenSequence::new(request.sampling, events));
             }
             Err(error) => {
                 let _ = events.send(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string())));
@@ -172,6 +196,7 @@ impl StepLoop {
     }
 
     fn send_plans(&mut self, steps: &Steps, woken_at: Instant) {
+        self.try_suspects();
         loop {
             let planning_since = Instant::now();
             let Some(plan) = self.scheduler.plan(self.epoch.elapsed()) else { return };
@@ -186,12 +211,8 @@ impl StepLoop {
 
     fn announce_starts(&mut self, plan: &Plan) {
         for start in &plan.started {
-            let Some(sequence) = self.open.get_mut(&start.id) else { continue };
-            sequence.num_prompt_tokens_seen = 0;
-            // A sequence that starts again after a preemption has been announced.
-            if !std::mem::replace(&mut sequence.started, true) {
-                let num_cached_tokens = start.num_computed_tokens as usize;
-                let _ = sequence.events.send(SequenceEvent::Started { num_cached_tokens });
+            if let Some(sequence) = self.open.get_mut(&start.id) {
+                sequence.start(start.num_computed_tokens as usize);
             }
         }
     }
@@ -199,7 +220,7 @@ impl StepLoop {
     /// Hands a step's outputs to their sequences. An error means that the workers cannot be trusted any more.
     fn apply(&mut self, report: StepReport, arrived_at: Instant) -> Result<(), String> {
         let in_flight = self.in_flight.pop_front().ok_or("it answered a step that was never planned")?;
-        let output = |output: &crate::worker::Output| scheduler::Output {
+        let output = |output: &Output| scheduler::Output {
             id: output.id,
             token_ids: output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
         };
@@ -208,13 +229,12 @@ impl StepLoop {
         metrics::tokens_accepted(report.outputs.iter().map(|output| output.tokens.as_ref().map_or(0, Vec::len)));
         // Before the events: whoever reads that its sequence has ended finds its blocks free.
         self.publish_load();
+        let mut has_tokens = false;
         for event in events {
             match event {
                 Event::Advanced { id, output_index, num_tokens, finished } => {
-                    let output = &report.outputs[output_index];
-                    self.hand_on_prompt(id, &output.prompt_tokens);
-                    let tokens = output.tokens.as_deref().unwrap_or_default();
-                    self.advance(id, &tokens[..num_tokens], finished);
+                    has_tokens |= num_tokens > 0;
+                    self.advance(id, &report.outputs[output_index], num_tokens, finished);
                 }
                 Event::Failed { id, output_index } => {
                     let reason = report.outputs[output_index].tokens.as_ref().err().cloned().unwrap_or_default();
@@ -222,29 +242,21 @@ impl StepLoop {
                 }
             }
         }
+        self.num_failures = 0;
+        if has_tokens {
+            self.end_outage();
+        }
         let previous_report_at = std::mem::replace(&mut self.last_report_at, arrived_at);
         StepRecord::new(&in_flight, report.timing, previous_report_at, arrived_at, Instant::now()).export();
         Ok(())
     }
 
-    fn hand_on_prompt(&mut self, id: SequenceId, tokens: &[Token]) {
-        let Some(sequence) = self.open.get_mut(&id).filter(|_| !tokens.is_empty()) else { return };
-        let num_known = sequence.num_prompt_tokens_sent.saturating_sub(sequence.num_prompt_tokens_seen);
-        sequence.num_prompt_tokens_seen += tokens.len();
-        if let Some(new) = tokens.get(num_known..).filter(|new| !new.is_empty()) {
-            sequence.num_prompt_tokens_sent = sequence.num_prompt_tokens_seen;
-            let _ = sequence.events.send(SequenceEvent::PromptTokens(new.to_vec()));
-        }
-    }
-
-    fn advance(&mut self, id: SequenceId, tokens: &[Token], finished: Option<scheduler::FinishReason>) {
-        if let Some(sequence) = self.open.get(&id) {
-            for token in tokens {
-                // A receiver that is gone has its abort on the way.
-                let _ = sequence.events.send(SequenceEvent::Token(token.clone()));
-            }
-        }
-        if let Some(reason) = finished {
+    fn advance(&mut self, id: SequenceId, output: &Output, num_tokens: usize, end: Option<scheduler::FinishReason>) {
+        let Some(sequence) = self.open.get_mut(&id) else { return };
+        sequence.hand_on_prompt(&output.prompt_tokens);
+        let tokens = output.tokens.as_deref().unwrap_or_default();
+        sequence.hand_on(&tokens[..num_tokens]);
+        if let Some(reason) = end {
             let reason = match reason {
                 scheduler::FinishReason::Length => FinishReason::Length,
                 scheduler::FinishReason::StopToken => FinishReason::StopToken,
@@ -253,47 +265,9 @@ impl StepLoop {
         }
     }
 
-    fn finish(&mut self, id: SequenceId, terminal: SequenceEvent) {
+    pub(super) fn finish(&mut self, id: SequenceId, terminal: SequenceEvent) {
         if let Some(sequence) = self.open.remove(&id) {
-            let _ = sequence.events.send(terminal);
-        }
-    }
-
-    fn fail_all(&mut self, failure: &SequenceFailure) {
-        for (_, sequence) in self.open.drain() {
-            let _ = sequence.events.send(SequenceEvent::Failed(failure.clone()));
-        }
-    }
-
-    /// With the workers gone: refuses every submission until told to shut down.
-    async fn refuse(&mut self, reason: &str) -> Option<oneshot::Sender<()>> {
-        while let Some(command) = self.commands.recv().await {
-            match command {
-                Command::Submit { events, .. } => {
-                    let failure = SequenceFailure::Worker(reason.to_owned());
-                    let _ = events.send(SequenceEvent::Failed(failure));
-                }
-                Command::Abort { .. } => {}
-                Command::ShutDown { done } => return Some(done),
-            }
-        }
-        None
-    }
-
-    /// Ends every sequence that is open, or on its way here. Nothing can be submitted afterwards.
-    fn end(&mut self, failure: &SequenceFailure) {
-        self.commands.close();
-        self.fail_all(failure);
-        while let Ok(command) = self.commands.try_recv() {
-            match command {
-                Command::Submit { events, .. } => {
-                    let _ = events.send(SequenceEvent::Failed(failure.clone()));
-                }
-                Command::Abort { .. } => {}
-                Command::ShutDown { done } => {
-                    let _ = done.send(());
-                }
-            }
+            sequence.end(terminal);
         }
     }
 
@@ -303,7 +277,7 @@ impl StepLoop {
         since + self.options.step_deadline
     }
 
-    fn publish_load(&self) {
+    pub(super) fn publish_load(&self) {
         let stats = self.scheduler.stats();
         let load = Load {
             queued_sequences: stats.num_queued,
@@ -316,16 +290,5 @@ impl StepLoop {
             max_running_tokens: stats.max_running_tokens,
         };
         self.load.send_replace(load);
-    }
-}
-
-impl Drop for StepLoop {
-    /// A panic in the loop must not leave requests waiting for ever.
-    fn drop(&mut self) {
-        let reason = "the engine ended unexpectedly".to_owned();
-        if *self.state.borrow() == State::Serving {
-            self.state.send_replace(State::Failed(reason.clone()));
-        }
-        self.end(&SequenceFailure::Worker(reason));
     }
 }

@@ -104,9 +104,8 @@ impl Invocation {
         let reasons = [("inputs", not_generate), ("messages", not_chat), ("prompt", not_completion)];
         Err(match reasons.iter().find(|(field, _)| body.get(field).is_some()) {
             Some((field, error)) => format!("a request with `{field}` cannot be read: {error}"),
-            None => {
-                "send `inputs` to generate, `messages` to chat or `prompt` to complete; there is none of them".to_owned()
-            }
+            None => "send `inputs` to generate, `messages` to chat or `prompt` to complete; there is none of them"
+                .to_owned(),
         })
     }
 }

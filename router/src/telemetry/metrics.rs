@@ -235,6 +235,49 @@ pub(crate) fn step_duration(part: StepPart, method: &'static str, duration: Dura
     histogram!(part.metric(), "method" => method).record(duration);
 }
 
+/// A part of the time without workers: the values of the label `phase`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RestartPhase {
+    /// Until the loss was noticed.
+    Notice,
+    /// Until the restart that succeeded.
+    Backoff,
+    Stop,
+    Spawn,
+    Connect,
+    Load,
+    WarmUp,
+    /// Computing again what had been computed.
+    FirstToken,
+}
+
+impl RestartPhase {
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Notice => "notice",
+            Self::Backoff => "backoff",
+            Self::Stop => "stop",
+            Self::Spawn => "spawn",
+            Self::Connect => "connect",
+            Self::Load => "load",
+            Self::WarmUp => "warm_up",
+            Self::FirstToken => "first_token",
+        }
+    }
+}
+
+pub(crate) fn workers_restarted() {
+    counter!(name::WORKER_RESTARTS).increment(1);
+}
+
+/// The workers that took the place of lost ones work.
+pub(crate) fn downtime(phases: &[(RestartPhase, Duration)], total: Duration) {
+    histogram!(name::WORKER_DOWNTIME).record(total);
+    for (phase, duration) in phases {
+        histogram!(name::WORKER_RESTART, "phase" => phase.label()).record(*duration);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -42,6 +42,8 @@ pub(super) type Labels = Option<(&'static str, &'static [&'static str])>;
 const METHOD: Labels = Some(("method", &["prefill", "decode"]));
 const DECODE: Labels = Some(("method", &["decode"]));
 const REASON: Labels = Some(("reason", &["chunking"]));
+const PHASE: Labels =
+    Some(("phase", &["notice", "backoff", "stop", "spawn", "connect", "load", "warm_up", "first_token"]));
 const ERR: Labels = Some(("err", &["overloaded", "validation", "template", "generation", "incomplete", "dropped"]));
 
 pub(super) const REQUEST_COUNT: &str = "tgi_request_count";
@@ -85,6 +87,9 @@ pub(super) const STEP_WORKER_PREPARE: &str = "penstock_step_worker_prepare_secon
 pub(super) const STEP_WORKER_FORWARD: &str = "penstock_step_worker_forward_seconds";
 pub(super) const STEP_WORKER_SAMPLE: &str = "penstock_step_worker_sample_seconds";
 pub(super) const STEP_WORKER_IDLE: &str = "penstock_step_worker_idle_seconds";
+pub(super) const WORKER_RESTARTS: &str = "penstock_worker_restarts";
+pub(super) const WORKER_DOWNTIME: &str = "penstock_worker_downtime_seconds";
+pub(super) const WORKER_RESTART: &str = "penstock_worker_restart_seconds";
 
 impl Metric {
     const fn by(mut self, labels: Labels) -> Self {
@@ -196,6 +201,13 @@ pub(super) const METRICS: &[Metric] = &[
     histogram_of(STEP_WORKER_FORWARD, Buckets::Step, "Seconds the worker spent in the model").by(METHOD),
     histogram_of(STEP_WORKER_SAMPLE, Buckets::Step, "Seconds the worker spent on choosing tokens").by(METHOD),
     histogram_of(STEP_WORKER_IDLE, Buckets::Step, "Seconds the worker waited for the step").by(METHOD),
+    counter_of(WORKER_RESTARTS, "Times that workers were started in the place of lost ones"),
+    histogram_of(
+        WORKER_DOWNTIME,
+        Buckets::Duration,
+        "Seconds from the last sign of life of lost workers to the next token, or until others were ready",
+    ),
+    histogram_of(WORKER_RESTART, Buckets::Duration, "Seconds of that, by phase").by(PHASE),
 ];
 
 const INTRODUCTION: &str = "\

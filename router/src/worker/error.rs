@@ -22,6 +22,8 @@ pub enum WorkerError {
     Lost { rank: usize, reason: String },
     #[error("rank {rank} sent a result that cannot be used: {reason}")]
     Garbled { rank: usize, reason: String },
+    #[error("rank {rank} did not answer about {about} within {} s", .waited.as_secs())]
+    Silent { rank: usize, about: &'static str, waited: Duration },
     #[error("the ranks do not agree on {what}: {values}")]
     Disagreement { what: &'static str, values: String },
 }

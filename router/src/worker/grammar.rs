@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::convert;
 use super::rank::Rank;
-use crate::engine::{Grammar, GrammarError};
+use super::{WorkerError, convert};
+use crate::engine::Grammar;
 
 /// The worker bounds a compilation itself, well below this.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -27,15 +27,16 @@ impl GrammarCompiler {
         Self { first, places: Arc::new(Semaphore::new(MAX_AT_ONCE)) }
     }
 
-    pub(crate) async fn compile(mut self, grammar: Grammar) -> Result<(), GrammarError> {
-        let request = penstock_proto::CompileGrammarRequest { grammar: Some(convert::grammar(&grammar)) };
+    /// The inner error is about the grammar, for the client.
+    pub(crate) async fn compile(mut self, grammar: &Grammar) -> Result<Result<(), String>, WorkerError> {
+        let request = penstock_proto::CompileGrammarRequest { grammar: Some(convert::grammar(grammar)) };
         // Never closed, so never an error.
         let _place = Arc::clone(&self.places).acquire_owned().await.ok();
         match tokio::time::timeout(PATIENCE, self.first.compile_grammar(request)).await {
-            Ok(Ok(answer)) if answer.error.is_empty() => Ok(()),
-            Ok(Ok(answer)) => Err(GrammarError::Invalid(answer.error)),
-            Ok(Err(error)) => Err(GrammarError::Worker(error.to_string())),
-            Err(_) => Err(GrammarError::Worker(format!("no answer about a grammar for {} s", PATIENCE.as_secs()))),
+            Ok(Ok(answer)) if answer.error.is_empty() => Ok(Ok(())),
+            Ok(Ok(answer)) => Ok(Err(answer.error)),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(WorkerError::Silent { rank: self.first.index, about: "a grammar", waited: PATIENCE }),
         }
     }
 }

@@ -2,7 +2,10 @@
 //!
 //! It keeps per sequence what a real worker keeps, and panics the test when a plan breaks the protocol.
 
-use std::collections::{HashMap, HashSet};
+pub mod fleet;
+mod sequences;
+
+use std::collections::HashSet;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::path::{Path, PathBuf};
@@ -12,11 +15,13 @@ use futures::StreamExt;
 use futures::stream::BoxStream;
 use penstock_proto as proto;
 use penstock_proto::worker_server::{Worker, WorkerServer};
+use sequences::Sequences;
 use tempfile::TempDir;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 /// How this worker differs from one that does its job.
@@ -32,6 +37,10 @@ pub struct Script {
     pub garbled_step: Option<u64>,
     /// Never answers this step.
     pub hang_at_step: Option<u64>,
+    /// Is killed when it has executed this step and not answered yet.
+    pub die_at_step: Option<u64>,
+    /// Is killed when a sequence that begins with the first samples its token at the position of the second.
+    pub deadly: Option<(u32, usize)>,
     /// The sequence whose prompt begins with this token fails when it is sampled for the second time.
     pub broken_first_token: Option<u32>,
     /// Steps wait until this lets them: the number of the last step that may be answered.
@@ -44,6 +53,7 @@ pub struct Script {
 pub struct Seen {
     pub loads: Vec<proto::LoadRequest>,
     pub warm_ups: Vec<proto::WarmUpRequest>,
+    pub grammars: Vec<String>,
     pub plans: Vec<proto::Plan>,
     /// Most plans received without their result sent.
     pub max_in_flight: usize,
@@ -89,18 +99,25 @@ impl FakeWorker {
                 UnixStream::from_std(stream)
             }
         });
-        let service = Service { script, first, updates: Arc::new(updates) };
+        let death = CancellationToken::new();
+        let service = Service { script, first, updates: Arc::new(updates), death: death.clone() };
         let server = tonic::transport::Server::builder().add_service(WorkerServer::new(service));
         let server = tokio::spawn(async move { server.serve_with_incoming(listener).await.unwrap() });
+        tokio::spawn({
+            let (connections, server) = (connections.clone(), server.abort_handle());
+            async move {
+                death.cancelled().await;
+                server.abort();
+                close(&connections);
+            }
+        });
         Self { socket: socket.to_owned(), seen, server, connections }
     }
 
     /// As when its process is killed: the sockets close at once.
     pub fn kill(&self) {
         self.server.abort();
-        for connection in self.connections.lock().unwrap().drain(..) {
-            connection.shutdown(Shutdown::Both).unwrap();
-        }
+        close(&self.connections);
     }
 
     pub fn look<T>(&self, question: impl FnOnce(&Seen) -> T) -> T {
@@ -111,6 +128,13 @@ impl FakeWorker {
     pub async fn wait_until(&self, mut satisfied: impl FnMut(&Seen) -> bool) {
         let mut seen = self.seen.clone();
         seen.wait_for(|seen| satisfied(&seen.lock().unwrap())).await.unwrap();
+    }
+}
+
+fn close(connections: &Mutex<Vec<StdUnixStream>>) {
+    for connection in connections.lock().unwrap().drain(..) {
+        // The other side may have closed it before.
+        let _ = connection.shutdown(Shutdown::Both);
     }
 }
 
@@ -135,6 +159,7 @@ struct Service {
     script: Script,
     first: bool,
     updates: Arc<watch::Sender<Arc<Mutex<Seen>>>>,
+    death: CancellationToken,
 }
 
 impl Service {
@@ -174,17 +199,22 @@ impl Worker for Service {
         Ok(Response::new(proto::WarmUpResponse { num_blocks: self.script.num_blocks, phases: Vec::new() }))
     }
 
-    /// Whatever says that it is broken is refused.
+    /// Whatever says that it is broken is refused; what says that it is deadly kills.
     async fn compile_grammar(
         &self,
         request: Request<proto::CompileGrammarRequest>,
     ) -> Result<Response<proto::CompileGrammarResponse>, Status> {
         use proto::grammar::Kind;
         let grammar = request.into_inner().grammar.and_then(|grammar| grammar.kind);
-        let is_broken = match &grammar {
-            Some(Kind::JsonSchema(text) | Kind::Regex(text) | Kind::Lark(text)) => text.contains("broken"),
-            None => true,
+        let Some(Kind::JsonSchema(text) | Kind::Regex(text) | Kind::Lark(text)) = grammar else {
+            return Err(Status::invalid_argument("no grammar"));
         };
+        self.note(|seen| seen.grammars.push(text.clone()));
+        if text.contains("deadly") {
+            self.death.cancel();
+            std::future::pending::<()>().await;
+        }
+        let is_broken = text.contains("broken");
         let error = if is_broken { "it is broken".to_owned() } else { String::new() };
         Ok(Response::new(proto::CompileGrammarResponse { error, seconds: 0.001 }))
     }
@@ -219,10 +249,11 @@ impl Worker for Service {
                 }
             }
         });
-        let (script, first) = (self.script.clone(), self.first);
+        let (script, first, death) = (self.script.clone(), self.first, self.death.clone());
         let state = (queue, Sequences::default());
         let results = futures::stream::unfold(state, move |(mut queue, mut sequences)| {
             let (script, updates, in_flight) = (script.clone(), updates.clone(), in_flight.clone());
+            let death = death.clone();
             async move {
                 let plan: proto::Plan = queue.recv().await?;
                 if let Some(mut gate) = script.gate.clone() {
@@ -235,6 +266,10 @@ impl Worker for Service {
                     return Some((Err(Status::internal(message)), (queue, sequences)));
                 }
                 let mut result = sequences.execute(&plan, script.broken_first_token);
+                if script.die_at_step == Some(plan.step) || script.deadly.is_some_and(|deadly| sequences.has(deadly)) {
+                    death.cancel();
+                    std::future::pending::<()>().await;
+                }
                 if !first {
                     result.outputs.clear();
                 }
@@ -247,78 +282,5 @@ impl Worker for Service {
             }
         });
         Ok(Response::new(results.boxed()))
-    }
-}
-
-#[derive(Default)]
-struct Sequences {
-    by_id: HashMap<u64, Sequence>,
-}
-
-struct Sequence {
-    token_ids: Vec<u32>,
-    num_computed: usize,
-    num_samples: usize,
-    block_ids: Vec<u32>,
-    broken: bool,
-}
-
-impl Sequences {
-    fn execute(&mut self, plan: &proto::Plan, broken_first_token: Option<u32>) -> proto::StepResult {
-        for id in &plan.freed_sequence_ids {
-            assert!(self.by_id.remove(id).is_some(), "sequence {id} was freed and is not known");
-        }
-        for new in &plan.new_sequences {
-            let sequence = Sequence {
-                token_ids: new.token_ids.clone(),
-                num_computed: new.num_computed_tokens as usize,
-                num_samples: 0,
-                block_ids: new.block_ids.clone(),
-                broken: false,
-            };
-            assert!(new.sampling.is_some(), "sequence {} has no sampling", new.sequence_id);
-            assert!(self.by_id.insert(new.sequence_id, sequence).is_none(), "{} is new twice", new.sequence_id);
-        }
-        let mut outputs = Vec::new();
-        for advance in &plan.advances {
-            let sequence = self.by_id.get_mut(&advance.sequence_id).expect("only what is known advances");
-            outputs.extend(sequence.advance(advance, broken_first_token));
-        }
-        let mut owned = HashSet::new();
-        for block in self.by_id.values().flat_map(|sequence| &sequence.block_ids) {
-            assert!(owned.insert(*block), "block {block} belongs to two sequences");
-        }
-        let timing = proto::StepTiming { forward_seconds: 0.000_1, ..Default::default() };
-        proto::StepResult { step: plan.step, outputs, timing: Some(timing) }
-    }
-}
-
-impl Sequence {
-    fn advance(&mut self, advance: &proto::Advance, broken_first_token: Option<u32>) -> Option<proto::SequenceOutput> {
-        self.block_ids.extend(&advance.new_block_ids);
-        if self.broken {
-            return Some(self.error(advance));
-        }
-        self.num_computed += advance.num_tokens as usize;
-        assert!(self.num_computed <= self.token_ids.len(), "advanced beyond what is known");
-        assert!(self.num_computed <= self.block_ids.len() * 16, "advanced beyond the blocks");
-        if !advance.sample {
-            return None;
-        }
-        assert_eq!(self.num_computed, self.token_ids.len(), "sampled before everything known was computed");
-        self.num_samples += 1;
-        if self.num_samples >= 2 && broken_first_token == Some(self.token_ids[0]) {
-            self.broken = true;
-            return Some(self.error(advance));
-        }
-        let id = next_token(&self.token_ids);
-        self.token_ids.push(id);
-        let token = proto::Token { id, logprob: -0.5, top: Vec::new() };
-        Some(proto::SequenceOutput { sequence_id: advance.sequence_id, tokens: vec![token], ..Default::default() })
-    }
-
-    fn error(&self, advance: &proto::Advance) -> proto::SequenceOutput {
-        let error = "not a number".to_owned();
-        proto::SequenceOutput { sequence_id: advance.sequence_id, error, ..Default::default() }
     }
 }

@@ -2,6 +2,7 @@
 
 mod end;
 mod priority;
+mod restart;
 mod sharing;
 mod step;
 mod submission;

@@ -18,6 +18,8 @@ pub struct Ledger {
     /// Blocks that each step in flight writes.
     written: VecDeque<HashSet<BlockId>>,
     num_steps: u64,
+    /// The only one that may advance.
+    pub alone: Option<SequenceId>,
     /// The oldest step that was found to have failed for somebody since the last plan.
     failed_step: Option<u64>,
     num_hit_tokens: u64,
@@ -59,6 +61,7 @@ impl Ledger {
             circles: HashMap::new(),
             written: VecDeque::new(),
             num_steps: 0,
+            alone: None,
             failed_step: None,
             num_hit_tokens: 0,
             num_queried_tokens: 0,
@@ -71,6 +74,17 @@ impl Ledger {
 
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty() && self.num_owners.is_empty() && self.written.is_empty()
+    }
+
+    /// The worker is gone, with all that it knew.
+    pub fn restart(&mut self) {
+        self.rows.clear();
+        self.num_owners.clear();
+        self.circles.clear();
+        self.written.clear();
+        self.num_steps = 0;
+        self.alone = None;
+        self.failed_step = None;
     }
 
     pub fn knows(&self, id: SequenceId) -> bool {
@@ -99,7 +113,10 @@ impl Ledger {
         for start in &plan.started {
             self.start(start, live);
         }
-        self.check_queue_order(plan, live);
+        match self.alone {
+            Some(id) => assert!(plan.advances.iter().all(|advance| advance.id == id), "{id:?} is not alone"),
+            None => self.check_queue_order(plan, live),
+        }
         self.check_decodes(plan, &decodes);
         self.written.push_back(HashSet::new());
         for advance in &plan.advances {
@@ -130,7 +147,9 @@ impl Ledger {
         }
         for (id, row) in gone {
             let is_last = self.rows.values().all(|other| other.is_planned_out() || other.order < row.order);
-            if is_last && !row.is_planned_out() {
+            if self.alone.is_some() {
+                assert_ne!(self.alone, Some(id), "who is alone has nobody to give way to");
+            } else if is_last && !row.is_planned_out() {
                 self.num_preemptions += 1;
             } else {
                 let relied = self.failed_step.is_some_and(|step| step < row.start_step);
@@ -254,7 +273,8 @@ impl Ledger {
         assert!(plan.advances.len() <= self.limits.max_step_sequences as usize);
         let ids: HashSet<_> = plan.advances.iter().map(|advance| advance.id).collect();
         assert_eq!(ids.len(), plan.advances.len(), "a sequence advances twice in one step");
-        assert!(self.written.len() <= self.limits.max_steps_in_flight as usize);
+        let depth = if self.alone.is_some() { 1 } else { self.limits.max_steps_in_flight as usize };
+        assert!(self.written.len() <= depth);
         for start in &plan.started {
             assert!(ids.contains(&start.id), "{:?} is started and not advanced", start.id);
         }

@@ -1,6 +1,7 @@
 //! The scheduler against a simulated worker in virtual time: random arrivals, lengths, common prefixes, salts, groups,
-//! priorities, stop tokens, aborts, failures, pool sizes, budgets, run-ahead depths and late results. What is checked: `ledger.rs` (every plan) and `world.rs` (every
-//! token, every end). More cases: `PROPTEST_CASES=100000 cargo test -p penstock-scheduler --test simulation`.
+//! priorities, stop tokens, aborts, failures, deaths of the worker, pool sizes, budgets, run-ahead depths and late results.
+//! What is checked: `ledger.rs` (every plan) and `world.rs` (every token, every end). More cases:
+//! `PROPTEST_CASES=100000 cargo test -p penstock-scheduler --test simulation`.
 
 mod ledger;
 mod model;
@@ -73,6 +74,8 @@ fn scenario(last_tick: u64) -> impl Strategy<Value = Scenario> {
             ticks_per_plan,
             reports_dead,
             has_poor_hash,
+            deaths: Vec::new(),
+            isolates: false,
         },
     )
 }
@@ -118,6 +121,17 @@ fn kindred() -> impl Strategy<Value = Scenario> {
     })
 }
 
+/// The worker dies now and then, often again before anything has come back.
+fn mortal() -> impl Strategy<Value = Scenario> {
+    let scenario = prop_oneof![scenario(60), crowded(), kindred()];
+    (scenario, vec((0..100u64, 0..4u64), 1..8), any::<bool>()).prop_map(|(scenario, deaths, isolates)| {
+        let deaths = deaths.into_iter().flat_map(|(tick, again_after)| [tick, tick + again_after]);
+        let mut deaths: Vec<_> = deaths.collect();
+        deaths.sort_unstable();
+        Scenario { deaths, isolates, ..scenario }
+    })
+}
+
 fn config() -> ProptestConfig {
     // The environment counts only where a test sets nothing itself.
     let default = ProptestConfig::default();
@@ -149,6 +163,11 @@ proptest! {
     fn every_promise_holds_when_everybody_shares(scenario in kindred()) {
         World::new(scenario).run();
     }
+
+    #[test]
+    fn every_promise_holds_when_the_worker_dies(scenario in mortal()) {
+        World::new(scenario).run();
+    }
 }
 
 /// Guards the simulation itself: it would prove little if these did not happen.
@@ -160,7 +179,7 @@ fn the_simulation_reaches_the_hard_cases() {
     let mut runner = TestRunner::deterministic();
     let mut seen = world::Tally::default();
     for _ in 0..300 {
-        for scenario in [crowded().boxed(), kindred().boxed()] {
+        for scenario in [crowded().boxed(), kindred().boxed(), mortal().boxed()] {
             let scenario = scenario.new_tree(&mut runner).expect("a scenario").current();
             seen += World::new(scenario).run();
         }
@@ -174,4 +193,7 @@ fn the_simulation_reaches_the_hard_cases() {
     assert!(seen.num_shared_unwritten > 100, "{seen:?}");
     assert!(seen.num_overtaken > 15, "{seen:?}");
     assert!(seen.num_voided > 3, "{seen:?}");
+    assert!(seen.num_lost > 1000, "{seen:?}");
+    assert!(seen.num_replayed > 500, "{seen:?}");
+    assert!(seen.num_cleared > 80, "{seen:?}");
 }

@@ -19,6 +19,7 @@ pub struct Worker {
     reports_dead: bool,
     /// Who read what a failed one did not write, by the step of its start.
     pub poisoned: HashSet<(SequenceId, u64)>,
+    pub last_step: u64,
 }
 
 /// What the worker is told of a sequence beside its plan.
@@ -61,11 +62,13 @@ impl Worker {
             sequences: HashMap::new(),
             reports_dead,
             poisoned: HashSet::new(),
+            last_step: 0,
         }
     }
 
     /// `natures` has one entry for each started sequence. Also says whose outputs are poisoned.
     pub fn execute(&mut self, plan: &Plan, natures: &[Nature]) -> (StepResult, HashSet<SequenceId>) {
+        self.last_step = plan.step;
         for id in &plan.freed {
             self.sequences.remove(id).expect("only a known sequence is freed");
         }

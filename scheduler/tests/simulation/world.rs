@@ -1,6 +1,8 @@
 //! Runs one scenario to its end in virtual time: clients that come and leave, an engine that plans and applies, and the
 //! simulated worker. Checks that every sequence gets exactly its tokens and exactly one end, and that all comes to rest.
 
+mod death;
+
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::AddAssign;
 use std::sync::Arc;
@@ -29,6 +31,10 @@ pub struct Scenario {
     pub reports_dead: bool,
     /// Whether links of prefixes often have the same hash.
     pub has_poor_hash: bool,
+    /// Ticks at which the worker dies, rising.
+    pub deaths: Vec<u64>,
+    /// Whether those who were in a step when it died are each run alone until they got a token.
+    pub isolates: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -76,6 +82,11 @@ pub struct Tally {
     pub num_overtaken: usize,
     /// Sequences that had relied on one that failed.
     pub num_voided: usize,
+    /// Sequences that were on the worker when it died, and those of them that had got tokens.
+    pub num_lost: usize,
+    pub num_replayed: usize,
+    /// Sequences that were run alone until they got a token.
+    pub num_cleared: usize,
 }
 
 impl AddAssign for Tally {
@@ -89,6 +100,9 @@ impl AddAssign for Tally {
         self.num_shared_unwritten += other.num_shared_unwritten;
         self.num_overtaken += other.num_overtaken;
         self.num_voided += other.num_voided;
+        self.num_lost += other.num_lost;
+        self.num_replayed += other.num_replayed;
+        self.num_cleared += other.num_cleared;
     }
 }
 
@@ -101,6 +115,8 @@ pub struct World {
     /// Every prompt so far with its answer.
     texts: Vec<Vec<TokenId>>,
     flights: VecDeque<InFlight>,
+    /// Who is to be run alone: id, submission, tokens it had.
+    trials: VecDeque<(SequenceId, usize, usize)>,
     tick: u64,
     num_steps: u64,
     num_submissions: usize,
@@ -122,6 +138,7 @@ impl World {
             live: HashMap::new(),
             texts: Vec::new(),
             flights: VecDeque::new(),
+            trials: VecDeque::new(),
             tick: 0,
             num_steps: 0,
             num_submissions: 0,
@@ -132,12 +149,17 @@ impl World {
 
     pub fn run(mut self) -> Tally {
         let mut arrivals: VecDeque<_> = std::mem::take(&mut self.scenario.arrivals).into();
+        let mut deaths: VecDeque<_> = std::mem::take(&mut self.scenario.deaths).into();
         while !(arrivals.is_empty() && self.live.is_empty() && self.flights.is_empty()) || self.owes_frees() {
             self.receive();
             while arrivals.front().is_some_and(|arrival| arrival.tick <= self.tick) {
                 self.submit(arrivals.pop_front().expect("just seen"));
             }
             self.abort();
+            if deaths.front().is_some_and(|tick| *tick <= self.tick) {
+                deaths.pop_front();
+                self.die();
+            }
             if self.tick.is_multiple_of(self.scenario.ticks_per_plan) {
                 self.plan();
             }
@@ -148,14 +170,11 @@ impl World {
         let stats = self.scheduler.stats();
         assert_eq!(stats.num_free_blocks, stats.num_blocks, "a block leaked");
         assert_eq!((stats.num_queued, stats.num_running, stats.max_running_tokens), (0, 0, 0));
-        for voided in &self.ledger.voided {
-            assert!(self.worker.poisoned.contains(voided), "{voided:?} lost its stay for nothing");
-        }
+        self.check_voided();
         self.tally.num_preemptions = self.ledger.num_preemptions;
         self.tally.num_hit_tokens = stats.num_hit_tokens as usize;
         self.tally.num_shared_unwritten = self.ledger.num_shared_unwritten;
         self.tally.num_overtaken = self.ledger.num_overtaken;
-        self.tally.num_voided = self.ledger.voided.len();
         self.tally
     }
 
@@ -236,6 +255,7 @@ impl World {
     }
 
     fn plan(&mut self) {
+        self.isolate();
         while let Some(plan) = self.scheduler.plan(Duration::from_millis(self.tick)) {
             self.scheduler.audit();
             self.ledger.enter(&plan, &self.live, self.scheduler.stats());

@@ -1,0 +1,169 @@
+//! The workers of a server that is ready: their deaths, and others in their place.
+
+use std::convert::Infallible;
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use penstock_router::engine::{RestartError, RestartGroup, RestartTimes, Restarted};
+use penstock_router::worker::{LoadOptions, WarmUpOptions};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::start::{self, StartError};
+use crate::workers::{WorkerOptions, Workers};
+
+/// How long to wait for a lost worker's own explanation. A dead process has given it by then.
+const EXPLANATION_PATIENCE: Duration = Duration::from_millis(100);
+
+/// How to make a group like the first one.
+pub struct Recipe {
+    pub workers: WorkerOptions,
+    /// The rendezvous is each group's own.
+    pub load: LoadOptions,
+    /// With as many blocks as the first group has.
+    pub warm_up: WarmUpOptions,
+}
+
+/// Owns the processes. Lives on the main thread (see `process::python_module`), and the engine asks it from another.
+pub struct Supervisor {
+    recipe: Recipe,
+    /// `None`: they are gone, and others could not be started.
+    workers: Option<Workers>,
+    num_groups: usize,
+    requests: mpsc::UnboundedReceiver<Request>,
+    /// Of the workers that died last, unless others were started since.
+    last_words: Option<String>,
+}
+
+type Answer = Result<Restarted, RestartError>;
+type Request = oneshot::Sender<Answer>;
+
+/// The engine's side.
+pub struct Restarter {
+    requests: mpsc::UnboundedSender<Request>,
+}
+
+impl RestartGroup for Restarter {
+    fn restart(&self) -> BoxFuture<'static, Answer> {
+        let (request, answer) = oneshot::channel();
+        // Where nobody listens any more, nobody answers.
+        let _ = self.requests.send(request);
+        let stopping = || RestartError("the server is shutting down".to_owned());
+        answer.map(move |answer| answer.unwrap_or_else(|_| Err(stopping()))).boxed()
+    }
+}
+
+impl Supervisor {
+    /// `workers` are the first group.
+    pub fn new(recipe: Recipe, workers: Workers) -> (Self, Restarter) {
+        let (sender, requests) = mpsc::unbounded_channel();
+        let supervisor = Self { recipe, workers: Some(workers), num_groups: 1, requests, last_words: None };
+        (supervisor, Restarter { requests: sender })
+    }
+
+    /// Restarts when asked. To be dropped when the server has ended.
+    pub async fn run(&mut self) -> Infallible {
+        loop {
+            tokio::select! {
+                words = death(self.workers.as_mut()) => self.bury(words),
+                Some(mut request) = self.requests.recv() => {
+                    tokio::select! {
+                        answer = self.restart() => {
+                            // An error means that the engine has given up.
+                            let _ = request.send(answer);
+                        }
+                        () = request.closed() => {}
+                    }
+                }
+            }
+        }
+    }
+
+    /// What the workers said that died last, unless others took their place.
+    pub async fn last_words(&mut self) -> Option<String> {
+        if self.last_words.is_none()
+            && let Some(workers) = &mut self.workers
+        {
+            self.last_words = start::last_words(workers).await;
+        }
+        self.last_words.take()
+    }
+
+    /// Asks the workers to end, and kills what has not after `grace`.
+    pub async fn stop(self, grace: Duration) {
+        if let Some(workers) = self.workers {
+            workers.stop(grace).await;
+        }
+    }
+
+    fn bury(&mut self, words: String) {
+        tracing::warn!("{words}");
+        self.last_words = Some(words);
+        if let Some(workers) = &self.workers {
+            // Then the engine notices as well, whoever still holds the dead one's socket.
+            workers.disband();
+        }
+    }
+
+    async fn restart(&mut self) -> Answer {
+        let mut times = RestartTimes::default();
+        let mut lap = Lap::start();
+        if let Some(mut workers) = self.workers.take() {
+            if self.last_words.is_none()
+                && let Ok(words) = tokio::time::timeout(EXPLANATION_PATIENCE, workers.death()).await
+            {
+                tracing::warn!("{words}");
+            }
+            workers.kill().await;
+        }
+        self.last_words = None;
+        times.stop = lap.next();
+        let workers = Workers::spawn(&self.recipe.workers, self.num_groups);
+        let workers = self.workers.insert(workers.map_err(|error| RestartError(error.to_string()))?);
+        self.num_groups += 1;
+        times.spawn = lap.next();
+        let sockets = workers.sockets().to_vec();
+        let load = LoadOptions { rendezvous: workers.rendezvous(), ..self.recipe.load.clone() };
+        let warm_up = self.recipe.warm_up;
+        let prepare = async {
+            let mut group = start::connect(&sockets).await?;
+            times.connect = lap.next();
+            group.load(&load).await?;
+            times.load = lap.next();
+            let pool = group.warm_up(&warm_up).await?;
+            times.warm_up = lap.next();
+            match warm_up.num_blocks {
+                Some(promised) if u64::from(pool.num_blocks) < promised => {
+                    let num_blocks = pool.num_blocks;
+                    Err(StartError::Died(format!("they have {num_blocks} KV blocks, the first ones had {promised}")))
+                }
+                _ => Ok(group),
+            }
+        };
+        let group = start::while_alive(workers, prepare).await.map_err(|error| RestartError(error.to_string()))?;
+        Ok(Restarted { group, times })
+    }
+}
+
+async fn death(workers: Option<&mut Workers>) -> String {
+    match workers {
+        Some(workers) => workers.death().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Time between one call and the next.
+struct Lap {
+    since: Instant,
+}
+
+impl Lap {
+    fn start() -> Self {
+        Self { since: Instant::now() }
+    }
+
+    fn next(&mut self) -> Duration {
+        let now = Instant::now();
+        now - std::mem::replace(&mut self.since, now)
+    }
+}

@@ -1,0 +1,43 @@
+//! Compiling grammars on whatever workers there are: while they are being restarted, it waits for the next ones.
+
+use tokio::sync::watch;
+
+use super::{Grammar, GrammarError, SequenceFailure};
+use crate::worker::GrammarCompiler;
+
+/// How often a grammar is tried when the workers are lost meanwhile. It may be what they are lost by.
+const MAX_TRIES: usize = 2;
+
+/// Where grammars can be compiled now.
+#[derive(Clone, Debug)]
+pub(super) enum Compiler {
+    Ready(GrammarCompiler),
+    Restarting,
+    /// For ever, for this reason.
+    Gone(String),
+}
+
+pub(super) async fn compile(mut compiler: watch::Receiver<Compiler>, grammar: Grammar) -> Result<(), GrammarError> {
+    let mut num_tries = 0;
+    loop {
+        let ready = ready(&mut compiler).await?;
+        num_tries += 1;
+        match ready.compile(&grammar).await {
+            Ok(compiled) => return compiled.map_err(GrammarError::Invalid),
+            Err(error) if num_tries < MAX_TRIES && error.is_loss() => {
+                // The engine finds the same, if it has not already; an error means that it has ended.
+                let _ = compiler.changed().await;
+            }
+            Err(error) => return Err(GrammarError::Worker(error.to_string())),
+        }
+    }
+}
+
+async fn ready(compiler: &mut watch::Receiver<Compiler>) -> Result<GrammarCompiler, GrammarError> {
+    let settled = compiler.wait_for(|compiler| !matches!(compiler, Compiler::Restarting)).await;
+    match settled.as_deref() {
+        Ok(Compiler::Ready(compiler)) => Ok(compiler.clone()),
+        Ok(Compiler::Gone(reason)) => Err(GrammarError::Worker(reason.clone())),
+        Ok(Compiler::Restarting) | Err(_) => Err(GrammarError::Worker(SequenceFailure::ShuttingDown.to_string())),
+    }
+}

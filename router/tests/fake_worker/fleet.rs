@@ -1,0 +1,88 @@
+//! Groups of fake workers that take each other's place as they are lost.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use penstock_router::engine::{Engine, EngineOptions, RestartError, RestartGroup, RestartTimes, Restarted};
+use penstock_router::worker::Group;
+use tokio::sync::watch;
+
+use super::{FakeGroup, Script};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Restarting starts the next group, and fails when there is none. Clones are the same fleet.
+#[derive(Clone)]
+pub struct Fleet {
+    scripts: Arc<Mutex<VecDeque<Vec<Script>>>>,
+    started: watch::Sender<Vec<Arc<FakeGroup>>>,
+    /// How many restarts were asked for; how many of them may go on.
+    asked: watch::Sender<usize>,
+    allowed: watch::Sender<usize>,
+}
+
+impl Fleet {
+    /// The scripts of each group's ranks; no ranks: this restart fails.
+    pub fn new(scripts: impl IntoIterator<Item = Vec<Script>>) -> Self {
+        Self {
+            scripts: Arc::new(Mutex::new(scripts.into_iter().collect())),
+            started: watch::Sender::new(Vec::new()),
+            asked: watch::Sender::new(0),
+            allowed: watch::Sender::new(usize::MAX),
+        }
+    }
+
+    /// On the first group.
+    pub async fn engine(&self, options: EngineOptions) -> Engine {
+        let group = Group::connect(&self.next().unwrap().sockets(), PATIENCE).await.unwrap();
+        Engine::start(group, options, Arc::new(self.clone()))
+    }
+
+    pub fn next(&self) -> Option<Arc<FakeGroup>> {
+        let scripts = self.scripts.lock().unwrap().pop_front().filter(|scripts| !scripts.is_empty())?;
+        let group = Arc::new(FakeGroup::start(scripts));
+        self.started.send_modify(|started| started.push(group.clone()));
+        Some(group)
+    }
+
+    /// The `number`th group that was started, counted from 1, as soon as it is.
+    pub async fn started(&self, number: usize) -> Arc<FakeGroup> {
+        self.started.subscribe().wait_for(|started| started.len() >= number).await.unwrap()[number - 1].clone()
+    }
+
+    pub fn num_started(&self) -> usize {
+        self.started.borrow().len()
+    }
+
+    /// Restarts after the first so many wait.
+    pub fn allow(&self, num_restarts: usize) {
+        self.allowed.send_replace(num_restarts);
+    }
+
+    pub fn num_asked(&self) -> usize {
+        *self.asked.borrow()
+    }
+
+    pub async fn wait_until_asked(&self, num_restarts: usize) {
+        self.asked.subscribe().wait_for(|asked| *asked >= num_restarts).await.unwrap();
+    }
+
+    async fn start(&self) -> Result<Restarted, RestartError> {
+        self.asked.send_modify(|asked| *asked += 1);
+        let number = self.num_asked();
+        self.allowed.subscribe().wait_for(|allowed| number <= *allowed).await.unwrap();
+        let next = self.next().ok_or_else(|| RestartError("there is no other worker".to_owned()))?;
+        let group = Group::connect(&next.sockets(), PATIENCE).await.unwrap();
+        Ok(Restarted { group, times: RestartTimes::default() })
+    }
+}
+
+impl RestartGroup for Fleet {
+    fn restart(&self) -> BoxFuture<'static, Result<Restarted, RestartError>> {
+        let fleet = self.clone();
+        async move { fleet.start().await }.boxed()
+    }
+}

@@ -1,0 +1,300 @@
+//! Workers that are lost lose nobody's tokens and repeat none: the engine against scripted workers over real sockets.
+#![allow(clippy::unwrap_used)]
+
+#[allow(dead_code, reason = "shared with tests/engine.rs")]
+mod fake_worker;
+
+use std::time::Duration;
+
+use fake_worker::fleet::Fleet;
+use fake_worker::{Script, expected_tokens};
+use futures::StreamExt;
+use futures::future::join_all;
+use penstock_router::engine::{
+    Engine, EngineOptions, FinishReason, Generator, Grammar, GrammarError, Sampling, SequenceEvent, SequenceFailure,
+    SequenceRequest, SequenceStream,
+};
+use penstock_scheduler::Limits;
+use tokio::sync::watch;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const FINISHED: SequenceEvent = SequenceEvent::Finished(FinishReason::Length);
+
+fn options() -> EngineOptions {
+    let limits = Limits {
+        max_step_tokens: 16,
+        max_step_sequences: 16,
+        max_sequence_tokens: 512,
+        num_blocks: 256,
+        block_tokens: 16,
+        max_steps_in_flight: 2,
+        prefix_caching: false,
+        priority_ageing: None,
+    };
+    EngineOptions { limits, step_deadline: PATIENCE, max_failures: 5 }
+}
+
+fn healthy() -> Vec<Script> {
+    vec![Script::default()]
+}
+
+fn dies_at(step: u64) -> Vec<Script> {
+    vec![Script { die_at_step: Some(step), ..Script::default() }]
+}
+
+fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
+    SequenceRequest {
+        prompt_token_ids: prompt.to_vec(),
+        max_new_tokens,
+        sampling: Sampling::default(),
+        priority: 0,
+        group: None,
+    }
+}
+
+/// Tokens and the terminal event. The start is announced once, before all else.
+async fn collect(stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
+    let mut events: Vec<SequenceEvent> = stream.collect().await;
+    let terminal = events.pop().expect("a stream has at least its terminal event");
+    let mut tokens = Vec::new();
+    for (index, event) in events.into_iter().enumerate() {
+        match event {
+            SequenceEvent::Started { .. } => assert_eq!(index, 0, "it started twice"),
+            SequenceEvent::Token(token) => tokens.push(token.id),
+            other => panic!("{other:?} before the end"),
+        }
+    }
+    (tokens, terminal)
+}
+
+fn worker_failure(event: SequenceEvent) -> String {
+    match event {
+        SequenceEvent::Failed(SequenceFailure::Worker(reason)) => reason,
+        other => panic!("{other:?} is not a failure of the worker"),
+    }
+}
+
+/// Prompts of which some need several steps.
+fn prompts() -> Vec<Vec<u32>> {
+    [3, 40, 1, 17].iter().map(|length| (*length..3 * length).collect()).collect()
+}
+
+async fn streams_are_undisturbed(fleet: &Fleet, options: EngineOptions) {
+    let engine = fleet.engine(options).await;
+    let prompts = prompts();
+    let streams: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 20)))).collect();
+    for (prompt, stream) in prompts.iter().zip(join_all(streams).await) {
+        assert_eq!(stream, (expected_tokens(prompt, 20), FINISHED));
+    }
+    assert!(engine.health().live);
+    assert_eq!(engine.load().running_sequences, 0);
+}
+
+#[tokio::test]
+async fn streams_go_on_with_the_same_tokens_whatever_step_a_worker_is_lost_in() {
+    for step in 1..=24 {
+        for fault in [
+            Script { die_at_step: Some(step), ..Script::default() },
+            Script { garbled_step: Some(step), ..Script::default() },
+            Script { failure_at_step: Some((step, "out of memory".to_owned())), ..Script::default() },
+        ] {
+            let fleet = Fleet::new([vec![fault], healthy()]);
+            streams_are_undisturbed(&fleet, options()).await;
+            assert_eq!(fleet.num_started(), 2, "step {step} was never reached");
+        }
+    }
+}
+
+#[tokio::test]
+async fn it_does_not_matter_which_rank_is_lost() {
+    for step in [1, 5, 11] {
+        let fleet = Fleet::new([
+            [healthy(), dies_at(step)].concat(),
+            [dies_at(step + 1), healthy()].concat(),
+            [healthy(), healthy()].concat(),
+        ]);
+        streams_are_undisturbed(&fleet, options()).await;
+        assert_eq!(fleet.num_started(), 3);
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_hangs_is_replaced_after_the_step_deadline() {
+    for step in [1, 6, 15] {
+        let hangs = vec![Script { hang_at_step: Some(step), ..Script::default() }];
+        // A machine that is busy with other things may be slow enough to be taken for a hang too.
+        let fleet = Fleet::new([hangs, healthy(), healthy(), healthy()]);
+        streams_are_undisturbed(&fleet, EngineOptions { step_deadline: Duration::from_millis(500), ..options() }).await;
+        assert!(fleet.num_started() >= 2);
+    }
+}
+
+#[tokio::test]
+async fn any_number_of_losses_is_survived_while_steps_are_finished_between_them() {
+    for seed in 0..6_u64 {
+        let deaths = (0..30).map(|number| dies_at(12 + (seed * 7 + number * number * 5) % 9));
+        let fleet = Fleet::new(deaths.chain([healthy()]));
+        let engine = fleet.engine(options()).await;
+        let prompts: Vec<Vec<u32>> = (1..12).map(|first| (first..first + 5).collect()).collect();
+        let streams: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 60)))).collect();
+        for (prompt, stream) in prompts.iter().zip(join_all(streams).await) {
+            assert_eq!(stream, (expected_tokens(prompt, 60), FINISHED));
+        }
+        assert!(fleet.num_started() > 6, "{}", fleet.num_started());
+    }
+}
+
+#[tokio::test]
+async fn requests_that_come_during_a_restart_wait_for_it_and_health_tells() {
+    let fleet = Fleet::new([dies_at(4), healthy()]);
+    fleet.allow(0);
+    let engine = fleet.engine(options()).await;
+    let before = collect(engine.submit(request(&[1, 2], 30)));
+    fleet.wait_until_asked(1).await;
+    let health = engine.health();
+    assert!(!health.live);
+    assert!(health.message.unwrap().starts_with("the model workers are being restarted: "));
+    let meanwhile = collect(engine.submit(request(&[3, 4], 5)));
+    let mut load = engine.load();
+    while load.queued_sequences < 2 {
+        tokio::task::yield_now().await;
+        load = engine.load();
+    }
+    assert_eq!((load.running_sequences, load.free_blocks), (0, 256));
+    fleet.allow(1);
+    assert_eq!(before.await, (expected_tokens(&[1, 2], 30), FINISHED));
+    assert_eq!(meanwhile.await, (expected_tokens(&[3, 4], 5), FINISHED));
+    assert_eq!(engine.health().message, None);
+}
+
+#[tokio::test]
+async fn who_leaves_during_a_restart_is_not_computed_again() {
+    let fleet = Fleet::new([dies_at(6), healthy()]);
+    fleet.allow(0);
+    let engine = fleet.engine(options()).await;
+    let (leaves, stays) = (engine.submit(request(&[1, 2], 300)), engine.submit(request(&[3, 4], 30)));
+    fleet.wait_until_asked(1).await;
+    drop(leaves);
+    fleet.allow(1);
+    assert_eq!(collect(stays).await.0, expected_tokens(&[3, 4], 30));
+    let started = fleet.started(2).await.ranks[0].look(|seen| {
+        seen.plans.iter().flat_map(|plan| &plan.new_sequences).map(|new| new.token_ids[0]).collect::<Vec<_>>()
+    });
+    assert_eq!(started, [3]);
+}
+
+#[tokio::test]
+async fn shutting_down_does_not_wait_for_a_restart() {
+    let fleet = Fleet::new([dies_at(3), healthy()]);
+    fleet.allow(0);
+    let engine = fleet.engine(options()).await;
+    let stream = engine.submit(request(&[1], 30));
+    fleet.wait_until_asked(1).await;
+    engine.shut_down().await;
+    assert_eq!(collect(stream).await.1, SequenceEvent::Failed(SequenceFailure::ShuttingDown));
+    fleet.allow(1);
+    tokio::task::yield_now().await;
+    assert_eq!(fleet.num_started(), 1, "the restart went on");
+}
+
+#[tokio::test]
+async fn a_loss_while_idle_is_repaired_before_anybody_comes() {
+    let fleet = Fleet::new([healthy(), healthy()]);
+    let engine = fleet.engine(options()).await;
+    collect(engine.submit(request(&[1], 1))).await;
+    fleet.started(1).await.ranks[0].kill();
+    fleet.started(2).await;
+    while !engine.health().live {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(collect(engine.submit(request(&[2], 3))).await.0, expected_tokens(&[2], 3));
+}
+
+#[tokio::test]
+async fn failed_restarts_are_tried_again() {
+    let fleet = Fleet::new([dies_at(9), vec![], vec![], healthy()]);
+    streams_are_undisturbed(&fleet, options()).await;
+    assert_eq!((fleet.num_asked(), fleet.num_started()), (3, 2));
+}
+
+#[tokio::test]
+async fn after_too_many_failures_in_a_row_every_stream_fails_once_and_later_ones_too() {
+    let fleet = Fleet::new([dies_at(5), dies_at(1), vec![], healthy()]);
+    let engine = fleet.engine(EngineOptions { max_failures: 3, ..options() }).await;
+    let streams: Vec<_> = (1..9).map(|first| collect(engine.submit(request(&[first], 50)))).collect();
+    for (_, terminal) in join_all(streams).await {
+        let reason = worker_failure(terminal);
+        assert!(reason.starts_with("3 failures in a row without a finished step, at last: "), "{reason}");
+        assert!(reason.ends_with("restarting them failed: there is no other worker"), "{reason}");
+    }
+    assert_eq!(fleet.num_asked(), 2);
+    assert_eq!(Some(engine.failure().await), engine.health().message);
+    worker_failure(collect(engine.submit(request(&[1], 1))).await.1);
+    let grammar = engine.compile_grammar(&Grammar::Regex("a".to_owned())).await;
+    assert!(matches!(grammar, Err(GrammarError::Worker(_))), "{grammar:?}");
+}
+
+/// Killed whenever the sequence that begins with 13 samples its fifth token.
+fn deadly() -> Vec<Script> {
+    vec![Script { deadly: Some((13, 6)), ..Script::default() }]
+}
+
+#[tokio::test]
+async fn a_sequence_that_kills_its_workers_fails_alone() {
+    let fleet = Fleet::new((0..9).map(|_| deadly()));
+    let engine = fleet.engine(options()).await;
+    let prompts: Vec<Vec<u32>> = (1..12).map(|first| (first..first + 5).collect()).collect();
+    let neighbours: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 80)))).collect();
+    let (tokens, terminal) = collect(engine.submit(request(&[13, 1], 50))).await;
+    assert!(expected_tokens(&[13, 1], 4).starts_with(&tokens), "{tokens:?}");
+    let SequenceEvent::Failed(SequenceFailure::Sequence(reason)) = terminal else { panic!("{terminal:?}") };
+    assert!(reason.starts_with("the model workers stopped 3 times in a row while they computed this sequence"));
+    for (prompt, stream) in prompts.iter().zip(join_all(neighbours).await) {
+        assert_eq!(stream, (expected_tokens(prompt, 80), FINISHED));
+    }
+    assert_eq!(fleet.num_started(), 4, "three workers died of it");
+    assert!(engine.health().live);
+}
+
+#[tokio::test]
+async fn who_was_there_at_every_loss_and_is_innocent_goes_on() {
+    // Each dies in its first step: nobody gets a token from any, and all are tried alone.
+    let fleet = Fleet::new([dies_at(4), dies_at(1), healthy()]);
+    streams_are_undisturbed(&fleet, options()).await;
+    let plans = fleet.started(3).await.ranks[0].look(|seen| seen.plans.clone());
+    let alone = plans.iter().take_while(|plan| plan.advances.len() <= 1).count();
+    assert!((3..8).contains(&alone), "{alone} steps with one sequence, and then all together");
+}
+
+async fn compile(engine: &Engine, grammar: &str) -> Result<(), GrammarError> {
+    engine.compile_grammar(&Grammar::Regex(grammar.to_owned())).await
+}
+
+#[tokio::test]
+async fn a_grammar_is_compiled_by_whatever_workers_come_next() {
+    let (_keep_shut, gate) = watch::channel(0);
+    let fleet = Fleet::new([vec![Script { gate: Some(gate), ..Script::default() }], healthy()]);
+    fleet.allow(0);
+    let engine = fleet.engine(options()).await;
+    assert_eq!(compile(&engine, "broken").await, Err(GrammarError::Invalid("it is broken".to_owned())));
+    fleet.started(1).await.ranks[0].kill();
+    fleet.wait_until_asked(1).await;
+    let compiling = engine.compile_grammar(&Grammar::Regex("fine".to_owned()));
+    let mut compiling = std::pin::pin!(compiling);
+    assert!(futures::poll!(&mut compiling).is_pending());
+    fleet.allow(1);
+    assert_eq!(compiling.await, Ok(()));
+    assert_eq!(fleet.started(2).await.ranks[0].look(|seen| seen.grammars.clone()), ["fine"]);
+}
+
+#[tokio::test]
+async fn a_grammar_that_kills_its_workers_is_tried_twice() {
+    let fleet = Fleet::new((0..4).map(|_| healthy()));
+    let engine = fleet.engine(options()).await;
+    let stream = collect(engine.submit(request(&[1, 2], 400)));
+    let compiled = compile(&engine, "deadly").await;
+    assert!(matches!(compiled, Err(GrammarError::Worker(_))), "{compiled:?}");
+    assert_eq!(stream.await, (expected_tokens(&[1, 2], 400), FINISHED));
+    assert_eq!(fleet.num_started(), 3);
+    assert_eq!(compile(&engine, "fine").await, Ok(()));
+}
