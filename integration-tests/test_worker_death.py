@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from binary import Server, start
@@ -79,6 +80,16 @@ def wait_until(condition, timeout_s: float = 60) -> None:
         time.sleep(0.01)
 
 
+def ranks(server: Server) -> list[int]:
+    """Pids of the workers that serve. Those in reserve, which wait to take their place, have a higher number."""
+    groups: dict[int, list[int]] = {}
+    for pid in server.worker_pids():
+        arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        _, *numbers = Path(arguments[arguments.index("--socket") + 1]).name.split("-")
+        groups.setdefault(int(numbers[0]) if len(numbers) > 1 else 0, []).append(pid)
+    return groups[min(groups)]
+
+
 @pytest.fixture(scope="module", params=[1, 2])
 def mortal(request: pytest.FixtureRequest) -> Iterator[Server]:
     server = start("--num-shard", str(request.param))
@@ -94,7 +105,7 @@ def undisturbed(mortal: Server) -> list[tuple]:
 @pytest.mark.parametrize("moment", ["prefill", "decode", "late"])
 def test_streams_go_on_with_exactly_their_tokens(mortal: Server, undisturbed: list[tuple], moment: str) -> None:
     restarts = metric(mortal, "penstock_worker_restarts")
-    workers = mortal.worker_pids()
+    workers = ranks(mortal)
     streams = [Stream(mortal, request) for request in REQUESTS]
     least = {"prefill": 0, "decode": 5, "late": TOKENS // 2}[moment]
     wait_until(lambda: sum(len(stream.events) > least for stream in streams) >= min(least, 3))
@@ -114,13 +125,13 @@ def test_many_deaths_at_random_moments_change_nothing(mortal: Server, undisturbe
         time.sleep(moments.uniform(0.0, 0.6))
         if not any(stream.running() for stream in streams):
             break
-        os.kill(moments.choice(mortal.worker_pids()), signal.SIGKILL)
+        os.kill(moments.choice(ranks(mortal)), signal.SIGKILL)
         wait_until(lambda: health(mortal) == 503)
     assert [stream.result() for stream in streams] == undisturbed
     assert metric(mortal, "penstock_worker_restarts") > restarts
 
 
 def test_requests_that_come_while_nobody_works_are_answered(mortal: Server, undisturbed: list[tuple]) -> None:
-    os.kill(mortal.worker_pids()[0], signal.SIGKILL)
+    os.kill(ranks(mortal)[0], signal.SIGKILL)
     wait_until(lambda: health(mortal) == 503)
     assert [stream.result() for stream in [Stream(mortal, request) for request in REQUESTS]] == undisturbed

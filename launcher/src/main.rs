@@ -10,6 +10,7 @@ mod environment;
 mod keys;
 mod listener;
 mod log;
+mod memory;
 mod model_folder;
 mod platform;
 mod process;

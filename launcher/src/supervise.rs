@@ -9,11 +9,17 @@ use penstock_router::engine::{RestartError, RestartGroup, RestartTimes, Restarte
 use penstock_router::worker::{LoadOptions, WarmUpOptions};
 use tokio::sync::{mpsc, oneshot};
 
+use crate::memory;
 use crate::start::{self, StartError};
-use crate::workers::{WorkerOptions, Workers};
+use crate::workers::{WorkerOptions, Workers, WorkersError};
 
 /// How long to wait for a lost worker's own explanation. A dead process has given it by then.
 const EXPLANATION_PATIENCE: Duration = Duration::from_millis(100);
+
+/// When workers have been ready for so long, others are started that wait to take their place.
+const SPARE_DELAY: Duration = Duration::from_secs(60);
+/// Memory that must be available for it, for each rank: several times what a Python needs that has imported torch.
+const SPARE_MEMORY_BYTES: u64 = 2 << 30;
 
 /// How to make a group like the first one.
 pub struct Recipe {
@@ -29,6 +35,10 @@ pub struct Supervisor {
     recipe: Recipe,
     /// `None`: they are gone, and others could not be started.
     workers: Option<Workers>,
+    /// Processes whose imports are done, which know no model yet.
+    spare: Option<Workers>,
+    /// `None`: there is one, or has been.
+    spare_due: Option<Instant>,
     num_groups: usize,
     requests: mpsc::UnboundedReceiver<Request>,
     /// Of the workers that died last, unless others were started since.
@@ -57,7 +67,15 @@ impl Supervisor {
     /// `workers` are the first group.
     pub fn new(recipe: Recipe, workers: Workers) -> (Self, Restarter) {
         let (sender, requests) = mpsc::unbounded_channel();
-        let supervisor = Self { recipe, workers: Some(workers), num_groups: 1, requests, last_words: None };
+        let supervisor = Self {
+            recipe,
+            workers: Some(workers),
+            spare: None,
+            spare_due: Some(Instant::now() + SPARE_DELAY),
+            num_groups: 1,
+            requests,
+            last_words: None,
+        };
         (supervisor, Restarter { requests: sender })
     }
 
@@ -66,6 +84,11 @@ impl Supervisor {
         loop {
             tokio::select! {
                 words = death(self.workers.as_mut()) => self.bury(words),
+                words = death(self.spare.as_mut()) => {
+                    tracing::info!("no workers are kept in reserve any more: {words}");
+                    self.spare = None;
+                }
+                () = sleep_until(self.spare_due) => self.prepare_spare(),
                 Some(mut request) = self.requests.recv() => {
                     tokio::select! {
                         answer = self.restart() => {
@@ -91,9 +114,30 @@ impl Supervisor {
 
     /// Asks the workers to end, and kills what has not after `grace`.
     pub async fn stop(self, grace: Duration) {
+        drop(self.spare);
         if let Some(workers) = self.workers {
             workers.stop(grace).await;
         }
+    }
+
+    /// Most of a small model's start is Python's imports; done ahead, they are no part of a restart.
+    fn prepare_spare(&mut self) {
+        self.spare_due = None;
+        let needed_bytes = SPARE_MEMORY_BYTES.saturating_mul(self.recipe.workers.num_ranks as u64);
+        if memory::available_bytes().is_none_or(|available| available < needed_bytes) {
+            tracing::info!("no workers are kept in reserve: less than {} MiB are available", needed_bytes >> 20);
+            return;
+        }
+        match self.spawn() {
+            Ok(workers) => self.spare = Some(workers),
+            Err(error) => tracing::warn!("no workers are kept in reserve: {error}"),
+        }
+    }
+
+    fn spawn(&mut self) -> Result<Workers, WorkersError> {
+        let workers = Workers::spawn(&self.recipe.workers, self.num_groups)?;
+        self.num_groups += 1;
+        Ok(workers)
     }
 
     fn bury(&mut self, words: String) {
@@ -117,10 +161,13 @@ impl Supervisor {
             workers.kill().await;
         }
         self.last_words = None;
+        self.spare_due = None;
         times.stop = lap.next();
-        let workers = Workers::spawn(&self.recipe.workers, self.num_groups);
-        let workers = self.workers.insert(workers.map_err(|error| RestartError(error.to_string()))?);
-        self.num_groups += 1;
+        let workers = match self.spare.take().filter(Workers::are_alive) {
+            Some(spare) => spare,
+            None => self.spawn().map_err(|error| RestartError(error.to_string()))?,
+        };
+        let workers = self.workers.insert(workers);
         times.spawn = lap.next();
         let sockets = workers.sockets().to_vec();
         let load = LoadOptions { rendezvous: workers.rendezvous(), ..self.recipe.load.clone() };
@@ -141,6 +188,7 @@ impl Supervisor {
             }
         };
         let group = start::while_alive(workers, prepare).await.map_err(|error| RestartError(error.to_string()))?;
+        self.spare_due = Some(Instant::now() + SPARE_DELAY);
         Ok(Restarted { group, times })
     }
 }
@@ -148,6 +196,13 @@ impl Supervisor {
 async fn death(workers: Option<&mut Workers>) -> String {
     match workers {
         Some(workers) => workers.death().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn sleep_until(due: Option<Instant>) {
+    match due {
+        Some(due) => tokio::time::sleep_until(due.into()).await,
         None => std::future::pending().await,
     }
 }

@@ -107,6 +107,11 @@ impl Workers {
         }
     }
 
+    /// Whether none has ended.
+    pub fn are_alive(&self) -> bool {
+        self.ranks.iter().all(|rank| !*rank.has_ended.borrow())
+    }
+
     /// Asks all to end, and kills what has not after `grace`.
     pub async fn stop(self, grace: Duration) {
         self.signal(Signal::SIGTERM);
