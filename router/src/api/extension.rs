@@ -7,11 +7,13 @@ use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 use utoipa::openapi::schema::{AdditionalProperties, ArrayBuilder, ObjectBuilder, OneOfBuilder, Schema, Type};
 
+use super::field_path::named;
 use super::parameter::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES};
 use super::tgi::or_default;
 
 /// What TGI did not have, under the same names on every route.
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
+#[serde(remote = "Self")]
 pub(crate) struct ExtensionFields {
     /// Tokens less probable than this part of the most probable one's probability are not sampled.
     #[schema(minimum = 0, maximum = 1, default = 0)]
@@ -45,6 +47,13 @@ pub(crate) struct ExtensionFields {
     timeout: Option<f64>,
 }
 
+impl<'de> Deserialize<'de> for ExtensionFields {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        // The derived one: `remote` makes it a function of the type's own.
+        named(deserializer, |deserializer| Self::deserialize(deserializer))
+    }
+}
+
 impl From<ExtensionFields> for Extension {
     fn from(given: ExtensionFields) -> Self {
         Self {
@@ -76,7 +85,7 @@ fn logit_bias<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(u32, f3
     };
     let entry = |(id, bias): (String, f32)| match id.parse() {
         Ok(id) => Ok((id, bias)),
-        Err(_) => Err(D::Error::custom(format!("logit_bias: `{id}` is not a token id"))),
+        Err(_) => Err(D::Error::custom(format!("`{id}` is not a token id"))),
     };
     by_token.into_iter().map(entry).collect()
 }

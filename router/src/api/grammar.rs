@@ -20,6 +20,7 @@ pub(crate) struct GrammarField(pub(crate) Option<Grammar>);
 impl<'de> Deserialize<'de> for GrammarField {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
+        #[serde(expecting = "an object with `type`")]
         struct Given {
             #[serde(rename = "type")]
             kind: String,
@@ -168,6 +169,7 @@ mod tests {
     #[test]
     fn what_is_no_grammar_is_refused_with_its_reason() {
         for (given, reason) in [
+            (json!(5), "expected an object with `type`"),
             (json!({"type": "xml", "value": ""}), "unknown"),
             (json!({"type": "regex"}), "missing"),
             (json!({"type": "regex", "value": 5}), "must be a string"),

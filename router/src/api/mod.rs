@@ -4,6 +4,7 @@
 
 pub(crate) mod error;
 pub(crate) mod extension;
+mod field_path;
 pub(crate) mod grammar;
 pub(crate) mod openai;
 pub(crate) mod parameter;

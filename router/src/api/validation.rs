@@ -38,6 +38,8 @@ pub(crate) enum ValidationError {
     TopNTokens { max: u32, given: u32 },
     #[error("`inputs` cannot be empty")]
     EmptyInput,
+    #[error("`prompt` cannot be empty")]
+    NoPrompts,
     #[error("`messages` cannot be empty")]
     NoMessages,
     #[error("`instances` cannot be empty")]
@@ -121,7 +123,7 @@ impl ValidationError {
             Self::Timeout { .. } => Some("timeout"),
             Self::IgnoreEosWithGrammar => Some("ignore_eos"),
             Self::NoMessages | Self::ContentPart { .. } => Some("messages"),
-            Self::TokenId { .. } => Some("prompt"),
+            Self::NoPrompts | Self::TokenId { .. } => Some("prompt"),
             Self::PrefillDetailsStream
             | Self::EmptyInput
             | Self::NoInstances

@@ -56,8 +56,8 @@ async fn refusals_are_openai_s_error_objects() {
     let cases = [
         (json!({"prompt": "a", "suffix": "b"}), "suffix not supported", "suffix is not supported"),
         (json!({"prompt": ["a", "b", "c", "d", "e"]}), "batch size exceeded", "5 prompts were given, at most 4"),
-        (json!({"prompt": []}), "validation", "`inputs` cannot be empty"),
-        (json!({"prompt": ""}), "validation", "`inputs` cannot be empty"),
+        (json!({"prompt": []}), "validation", "`prompt` cannot be empty"),
+        (json!({"prompt": ["a", ""]}), "validation", "`prompt` cannot be empty"),
         (json!({"prompt": [5000]}), "validation", "token ids must be < 264. Given: 5000"),
         (json!({"prompt": "a", "logprobs": 6}), "validation", "`logprobs` must be >= 0 and <= 5. Given: 6"),
         (json!({"prompt": "a", "best_of": 3}), "validation", "`best_of` must be > 0 and <= 2. Given: 3"),

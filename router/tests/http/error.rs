@@ -107,6 +107,30 @@ async fn bodies_that_cannot_be_read_are_refused_in_plain_text() {
 }
 
 #[tokio::test]
+async fn a_value_of_a_wrong_type_is_refused_with_its_field() {
+    let server = Server::answering(&[IM_END]).await;
+    let cases = [
+        (json!({"temperature": "hot"}), "temperature: invalid type: string \"hot\", expected f32"),
+        (json!({"min_p": "a"}), "min_p: invalid type: string \"a\", expected f32"),
+        (json!({"stop_token_ids": [1, -1]}), "stop_token_ids[1]: invalid value: integer `-1`, expected u32"),
+        (json!({"logit_bias": {"x": 1}}), "logit_bias: `x` is not a token id"),
+        (json!({"n": 1.5}), "n: invalid type: floating point `1.5`, expected usize"),
+        (json!({"stop": [5]}), "stop"),
+    ];
+    for (fields, told) in cases {
+        let answer = server.post("/generate", json!({"inputs": "Hi", "parameters": fields})).await;
+        assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY);
+        assert!(answer.body.contains(told), "{}", answer.body);
+        let mut chat = json!({"messages": [{"role": "user", "content": "Hi"}]});
+        chat.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let answer = server.post("/v1/chat/completions", chat).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(message.contains(told), "{message}");
+    }
+}
+
+#[tokio::test]
 async fn unknown_fields_are_ignored() {
     let server = Server::answering(&[IM_END]).await;
     let answer = server.post("/generate", json!({"inputs": "Hi", "x": 1, "parameters": {"y": {}}})).await;

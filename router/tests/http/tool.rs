@@ -231,6 +231,8 @@ async fn tools_that_cannot_be_are_refused() {
     let cases = [
         (json!({"tool_choice": "h"}), "tool_error", "the function \"h\", which is not one of the tools"),
         (json!({"tool_choice": "required", "tools": []}), "tool_error", "no tools are given"),
+        (json!({"tools": [tool("")]}), "tool_error", "name cannot be empty"),
+        (json!({"tools": [tool("broken")]}), "tool_error", "the tools' parameters are not schemas"),
         (json!({"tools": [tool("f"), tool("f")]}), "tool_error", "\"f\" is used twice"),
         (json!({"response_format": {"type": "json_object"}}), "tool_error", "send one of them"),
         (json!({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}), "malformed_request", "`retrieval`"),

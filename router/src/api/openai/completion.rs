@@ -63,13 +63,22 @@ pub(crate) enum Prompt {
     TokenIds(Vec<u32>),
 }
 
+impl Prompt {
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Text(text) => text.is_empty(),
+            Self::TokenIds(ids) => ids.is_empty(),
+        }
+    }
+}
+
 impl CompletionRequest {
     /// An empty one, which some clients send always, is none.
     pub(crate) fn has_suffix(&self) -> bool {
         self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty())
     }
 
-    /// At least one.
+    /// At least one, and none is empty.
     pub(crate) fn prompts(&mut self) -> Result<Vec<Prompt>, ValidationError> {
         let given = std::mem::replace(&mut self.prompt, Prompts::TokenIds(Vec::new()));
         let prompts: Vec<_> = match given {
@@ -77,7 +86,8 @@ impl CompletionRequest {
             Prompts::TokenIds(ids) => vec![Prompt::TokenIds(ids)],
             Prompts::TokenIdLists(lists) => lists.into_iter().map(Prompt::TokenIds).collect(),
         };
-        if prompts.is_empty() { Err(ValidationError::EmptyInput) } else { Ok(prompts) }
+        let is_empty = prompts.is_empty() || prompts.iter().any(Prompt::is_empty);
+        if is_empty { Err(ValidationError::NoPrompts) } else { Ok(prompts) }
     }
 
     /// Asks for nothing but the prompt back: whoever scores texts does. One token is generated all the same, for that

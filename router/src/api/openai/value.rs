@@ -5,6 +5,7 @@ use serde_json::Value;
 use utoipa::ToSchema;
 
 use crate::api::extension::ExtensionFields;
+use crate::api::field_path::named;
 use crate::api::grammar::GrammarField;
 use crate::api::parameter::{Parameters, ValidationError};
 use crate::engine::{Grammar, LogprobSource};
@@ -61,6 +62,7 @@ pub(crate) struct StreamOptions {
 
 /// What decides how tokens are chosen, and where they end.
 #[derive(Debug, Deserialize, ToSchema)]
+#[serde(remote = "Self")]
 pub(crate) struct SamplingFields {
     /// 0 means greedy, without it sampling is on with 1.
     #[schema(minimum = 0, default = 1)]
@@ -92,6 +94,13 @@ pub(crate) struct SamplingFields {
     typical_p: Option<f32>,
     #[serde(flatten)]
     extension: ExtensionFields,
+}
+
+impl<'de> Deserialize<'de> for SamplingFields {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        // The derived one: `remote` makes it a function of the type's own.
+        named(deserializer, |deserializer| Self::deserialize(deserializer))
+    }
 }
 
 /// OpenAI's logprobs are the model's own. Where none are shown the worker is spared the second distribution.

@@ -56,7 +56,14 @@ pub(in crate::http) async fn start(
     let num_characters = prompt.chars().count();
     let thinking = style.thinking(&prompt);
     let checked = constrain(checked, style, thinking, tool_set.as_ref(), service.config().grammar_support)?;
-    let prepared = Prepared::new(service, Prompt::Rendered(prompt), checked, StopText::Cut).await?;
+    let prepared = Prepared::new(service, Prompt::Rendered(prompt), checked, StopText::Cut).await;
+    let prepared = prepared.map_err(|error| match error {
+        // The client sent no grammar: ours holds the schemas of its tools.
+        ApiError::Validation(ValidationError::Grammar(reason)) if tool_set.is_some() => {
+            ApiError::Tool(format!("the tools' parameters are not schemas that can be used: {reason}"))
+        }
+        error => error,
+    })?;
     let prepared = prepared.showing(style.shown_token_ids(tool_set.is_some(), thinking));
 
     let call_ids = tool_set.as_ref().map(|_| match style.tool_format() {

@@ -42,6 +42,9 @@ impl AnswerGrammar<'_> {
         if let (ToolChoice::Named(name), []) = (choice, tools) {
             return Err(ToolError::Unknown { name: name.clone() });
         }
+        if tools.iter().any(|tool| tool.name.is_empty()) {
+            return Err(ToolError::NoName);
+        }
         let mut names = HashSet::new();
         if let Some(tool) = tools.iter().find(|tool| !names.insert(&tool.name)) {
             return Err(ToolError::Duplicate { name: tool.name.clone() });

@@ -297,7 +297,8 @@ fn what_cannot_be_called_is_refused_by_name() {
     assert_eq!(refusal(&tools(), &ToolChoice::Named(other.clone())), ToolError::Unknown { name: other });
     let twice = [tool("a", None), tool("a", None)];
     assert_eq!(refusal(&twice, &ToolChoice::Auto), ToolError::Duplicate { name: "a".to_owned() });
-    for name in ["a b", "", "a<｜tool▁sep｜>"] {
+    assert_eq!(refusal(&[tool("", None)], &ToolChoice::Auto), ToolError::NoName);
+    for name in ["a b", "a<｜tool▁sep｜>"] {
         assert_eq!(refusal(&[tool(name, None)], &ToolChoice::Auto), ToolError::Name { name: name.to_owned() });
     }
     for schema in [json!({"type": "string"}), json!([]), json!(true), json!({"type": ["null"]})] {

@@ -29,6 +29,8 @@ pub(crate) enum ToolError {
     NoTools,
     #[error("tool_choice names the function {name:?}, which is not one of the tools")]
     Unknown { name: String },
+    #[error("a function's name cannot be empty")]
+    NoName,
     #[error("the function name {name:?} is used twice")]
     Duplicate { name: String },
     #[error(

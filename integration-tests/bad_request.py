@@ -1,0 +1,207 @@
+"""Requests that nobody should send, and what each is to be told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SERVED, FAILED, UNPROCESSABLE, BAD_REQUEST, TOO_LARGE, MEDIA_TYPE, TIMEOUT = 200, 424, 422, 400, 413, 415, 504
+DEEP = "[" * 10_000 + "]" * 10_000
+VOCAB_SIZE = 49152
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One request; `told` has to be in the answer's text."""
+
+    name: str
+    path: str
+    body: bytes
+    status: int
+    told: str
+    content_type: str = "application/json"
+
+
+def _raw(name: str, body: bytes, status: int, told: str = "", path: str = "/generate") -> Bad:
+    return Bad(name, path, body, status, told)
+
+
+def _generate(name: str, told: str, status: int = UNPROCESSABLE, path: str = "/generate", **parameters: Any) -> Bad:
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 4, **parameters}}
+    return Bad(name, path, json.dumps(body).encode(), status, told)
+
+
+def _chat(name: str, told: str, status: int = BAD_REQUEST, **fields: Any) -> Bad:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, **fields}
+    return Bad(name, "/v1/chat/completions", json.dumps(body).encode(), status, told)
+
+
+def _completion(name: str, told: str, status: int = BAD_REQUEST, **fields: Any) -> Bad:
+    body = {"prompt": "Hello", "max_tokens": 4, **fields}
+    return Bad(name, "/v1/completions", json.dumps(body).encode(), status, told)
+
+
+def syntax() -> Iterator[Bad]:
+    """Bodies that are not JSON, or not the JSON of the route."""
+    for path, wrong_shape in (("/generate", UNPROCESSABLE), ("/v1/chat/completions", BAD_REQUEST)):
+        field = b'"parameters":{"temperature":' if path == "/generate" else b'"messages":[],"x":{"temperature":'
+        for literal in (b"NaN", b"Infinity", b"-Infinity", b"01", b"1e", b".5", b"0x10"):
+            yield _raw("not a number", b'{"inputs":"a",' + field + literal + b"}}", BAD_REQUEST, "line 1", path)
+        yield _raw("invalid UTF-8", b'{"inputs":"\xff\xfe","messages":"\xc3\x28"}', BAD_REQUEST, "", path)
+        yield _raw("lone surrogate", rb'{"inputs":"\ud800","messages":"\ud800"}', BAD_REQUEST, "", path)
+        yield _raw("truncated", b'{"inputs":"Hello","messages":[{"role":"us', BAD_REQUEST, "EOF", path)
+        yield _raw("empty", b"", BAD_REQUEST, "EOF", path)
+        yield _raw("deep", f'{{"inputs":{DEEP},"messages":{DEEP}}}'.encode(), wrong_shape, "", path)
+        yield _raw("nothing", b"{}", wrong_shape, "missing field", path)
+        yield _raw("null", b"null", wrong_shape, "null", path)
+        yield _raw("list", b"[]", wrong_shape, "", path)
+        yield _raw("large", b'{"inputs":"' + b"a" * 10_000_000 + b'"}', TOO_LARGE, "", path)
+        yield Bad("no type", path, b'{"inputs":"a","messages":[]}', MEDIA_TYPE, "", "")
+        yield Bad("text", path, b'{"inputs":"a","messages":[]}', MEDIA_TYPE, "", "text/plain")
+        yield Bad("form", path, b"inputs=a", MEDIA_TYPE, "", "application/x-www-form-urlencoded")
+    yield _raw("overflow", b'{"inputs":"a","parameters":{"temperature":1e400}}', BAD_REQUEST, "range")
+    for value in (b"null", b"5", b"[]", b"{}", b"true", b'["a"]'):
+        yield _raw("inputs", b'{"inputs":' + value + b"}", UNPROCESSABLE, "inputs")
+
+
+def parameters() -> Iterator[Bad]:
+    """Values of a wrong type, out of range, or absurd."""
+    for name, values in {
+        "temperature": ("hot", [], 1e39, -1, 0),
+        "repetition_penalty": ("a", {}, 0, -1),
+        "frequency_penalty": (3, "1", -1e30),
+        "presence_penalty": (2.5, "x"),
+        "top_k": (-7, 1.5, 2**40, "a"),
+        "top_p": (-0.5, 1.5, "a"),
+        "typical_p": (-1, 7, []),
+        "min_p": (-0.1, 2, "a"),
+        "stop": ({}, 5, [5], [None], [""], ["s"] * 10_000),
+        "seed": (2**64, 1.5, "a"),
+        "n": (0, -1, 10**9, 2**64, "2"),
+        "best_of": (3, 10**9, -1, "two"),
+        "logit_bias": ({"1": 1000}, {"x": 1}, {"-1": 1}, {"1": "a"}, [1, 2], {str(n): 1 for n in range(2000)}),
+        "stop_token_ids": ([-1], ["a"], [2**33], list(range(1000)), 3),
+        "min_tokens": (5, -1, "a"),
+        "priority": (101, -101, 1.5, 2**40),
+        "timeout": (0, -1, 1e9, "1"),
+        "ignore_eos": ("yes", 1),
+    }.items():
+        for value in values:
+            yield _generate(name, name, **{name: value})
+            if (name, value) != ("temperature", 0) and name != "best_of":
+                yield _chat(name, name, **{name: value})
+    for name in ("logit_bias", "stop_token_ids"):
+        for token_id in (VOCAB_SIZE, 2**32 - 1):
+            value = {str(token_id): 1} if name == "logit_bias" else [token_id]
+            yield _generate(f"{name} unknown", str(VOCAB_SIZE), **{name: value})
+            yield _chat(f"{name} unknown", str(VOCAB_SIZE), **{name: value})
+    for value in (0, 10**6, 2**32, -1, 1.5):
+        yield _generate("max_new_tokens", "max_new_tokens", max_new_tokens=value)
+        yield _chat("max_tokens", "max_tokens", max_tokens=value)
+    yield _generate("truncate", "truncate", truncate=0)
+    yield _generate("truncate", "8191", truncate=10**6)
+    yield _generate("top_n_tokens", "top_n_tokens", top_n_tokens=10**6)
+    yield _generate("adapter", "nobody/knows", adapter_id="nobody/knows")
+    yield _generate("timeout over", "timeout", TIMEOUT, timeout=0.001, max_new_tokens=200)
+    yield _chat("timeout over", "timeout", TIMEOUT, timeout=0.001, max_tokens=200)
+
+
+def conversations() -> Iterator[Bad]:
+    """Messages, tools and prompts."""
+    user = {"role": "user", "content": "Hello"}
+    for messages in ([], None, "Hello", {}, [None], ["Hello"], [{}], [{"content": "Hello"}], [{"role": 5}]):
+        yield _chat("messages", "messages", messages=messages)
+    for content in (5, {}, [5], [{"type": "text"}], [{"type": "image_url", "image_url": {"url": "data:,"}}]):
+        yield _chat("content", "content", messages=[{"role": "user", "content": content}])
+    yield _chat("audio", "audio", messages=[user], audio={"voice": "alloy"})
+    for tools in (5, [5], [{}], [{"type": "function"}], [{"type": "retrieval", "function": {"name": "f"}}]):
+        yield _chat("tools", "tools", tools=tools)
+    for name in ("", 5, None, ["f"]):
+        yield _chat("tool name", "name", tools=[{"type": "function", "function": {"name": name}}], tool_choice="required")
+    for schema in (5, "x", [], {"type": "circle"}, {"$ref": "#/nowhere"}):
+        function = {"name": "broken_one", "parameters": schema}
+        yield _chat("tool schema", "broken_one", tools=[{"type": "function", "function": function}], tool_choice="required")
+    yield _chat("no such tool", "no_such", tool_choice="no_such")
+    for prompt in ([], "", [[]], ["a", ""]):
+        yield _completion("no prompt", "prompt", prompt=prompt)
+    yield _completion("prompt", "prompt", prompt={"a": 1})
+    yield _completion("prompts", "at most 4", prompt=["a"] * 5)
+    for ids in ([VOCAB_SIZE], [1, 2**32 - 1], [[1], [VOCAB_SIZE]]):
+        yield _completion("token ids", str(VOCAB_SIZE), prompt=ids)
+    for ids in ([-1], [2**40], [1.5], [[[1]]], [1, "a"]):
+        yield _completion("prompt", "prompt", prompt=ids)
+    yield _completion("long prompt", "8192", prompt=[5] * 10_000)
+    yield _completion("best_of", "best_of", best_of=10**9)
+    yield _completion("suffix", "suffix", suffix="end")
+    yield _completion("logprobs", "logprobs", logprobs=10**6)
+
+
+def _grammar(name: str, kind: str, value: Any, status: int = UNPROCESSABLE, told: str = "grammar") -> Bad:
+    return _generate(f"{kind} {name}", told, status, max_new_tokens=40, grammar={"type": kind, "value": value})
+
+
+def grammars() -> Iterator[Bad]:
+    """What is no grammar, cannot be compiled, or not within what one grammar may take."""
+    for name, schema, told in (
+        ("unknown type", {"type": "circle"}, "circle"),
+        ("properties", {"type": "object", "properties": 5}, "schema"),
+        ("reference", {"$ref": "#/$defs/missing"}, "missing"),
+        ("remote reference", {"$ref": "http://127.0.0.1:1/schema.json"}, "schema"),
+        ("unsupported", {"type": "array", "contains": {"const": 1}}, "contains"),
+        ("endless", {"$ref": "#"}, "schema"),
+        ("nothing fits", {"type": "integer", "minimum": 5, "maximum": 4}, "schema"),
+        ("never", {"not": {}}, "not"),
+        ("alternatives", {"anyOf": [{"properties": {f"p{n}": {"enum": [n]}}} for n in range(3000)]}, "limit"),
+    ):
+        yield _grammar(name, "json", schema, told=told)
+    for name, regex in (
+        ("open", "(a"),
+        ("empty class", "[z-a]"),
+        ("backreference", r"(a)\1"),
+        ("look behind", "(?<=a)b"),
+        ("repeats", "(.{0,300}[a-f].{0,300}){1,50}"),
+        ("alternatives", "|".join(f"{n:x}{n * 7919:x}" for n in range(40_000))),
+        ("nested", "(" * 10_000 + "a" + ")" * 10_000),
+    ):
+        yield _grammar(name, "regex", regex)
+    for name, lark in (
+        ("words", "this is not lark"),
+        ("unknown rule", "start: missing"),
+        ("no start", 'begin: "a"'),
+        ("only itself", "start: start"),
+        ("open", 'start: "a'),
+        ("regex", "start: /(a/"),
+        ("large", "start: " + " | ".join(f'"{n}"' for n in range(30_000))),
+    ):
+        yield _grammar(name, "lark", lark)
+    for value in (5, "x", [], {}, {"type": "xml", "value": ""}, {"type": "regex"}, {"type": "json", "value": "{"}):
+        yield _generate("grammar", "grammar", grammar=value)
+        yield _chat("response_format", "response_format", response_format=value)
+    yield _chat("no schema", "schema", response_format={"type": "json_schema", "json_schema": {"name": "a"}})
+    deep = '{"inputs":"a","parameters":{"grammar":{"type":"json","value":' + DEEP + "}}}"
+    yield _raw("schema deep", deep.encode(), BAD_REQUEST, "recursion")
+
+
+def costly_grammars() -> Iterator[Bad]:
+    """Correct ones that backtracking matchers and eager automata would never finish: served, or stopped at the limits."""
+    layers: dict[str, Any] = {
+        f"d{n}": {"type": "array", "items": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 40}} for n in range(40)
+    }
+    layers["d40"] = {"type": "string", "pattern": "(a{1,500}){1,500}"}
+    yield _grammar("exploding", "json", {"$defs": layers, "$ref": "#/$defs/d0"}, SERVED, "text")
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    yield _grammar("only itself", "json", endless, SERVED, "text")
+    yield _grammar("many fields", "json", {"properties": {f"p{n}": {"type": "null"} for n in range(3000)}}, FAILED)
+    yield _grammar("backtracking", "regex", "(a+)+$", SERVED, "aaaa")
+    yield _grammar("more backtracking", "regex", "(.*a.{30}){5}", SERVED, "text")
+    yield _grammar("alternatives", "regex", "|".join(f"{n:x}{n * 7919:x}" for n in range(18_000)), SERVED, "text")
+    yield _grammar("optionals", "regex", "(?:a?){2000}a{2000}", FAILED)
+    yield _grammar("repeats", "regex", "((a{1,500}){1,500})", 0)
+    yield _grammar("more repeats", "regex", "(((a{1,999}b){1,999}){1,999}c){1,999}", 0)
+    yield _grammar("states", "regex", ".*(a|b|c|d|e|f).{15}(g|h|i).{15}.*", 0)
+
+
+def every() -> list[Bad]:
+    return [*grammars(), *costly_grammars(), *syntax(), *parameters(), *conversations()]
