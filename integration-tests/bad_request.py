@@ -19,7 +19,7 @@ class Bad:
     name: str
     path: str
     body: bytes
-    status: int
+    status: int  # as docs/migrating-from-tgi.md has it
     told: str
     content_type: str = "application/json"
 
@@ -119,10 +119,11 @@ def conversations() -> Iterator[Bad]:
     for tools in (5, [5], [{}], [{"type": "function"}], [{"type": "retrieval", "function": {"name": "f"}}]):
         yield _chat("tools", "tools", tools=tools)
     for name in ("", 5, None, ["f"]):
-        yield _chat("tool name", "name", tools=[{"type": "function", "function": {"name": name}}], tool_choice="required")
+        yield _chat("tool name", "name" if name == "" else "tools", tools=[{"type": "function", "function": {"name": name}}], tool_choice="required")
     for schema in (5, "x", [], {"type": "circle"}, {"$ref": "#/nowhere"}):
         function = {"name": "broken_one", "parameters": schema}
-        yield _chat("tool schema", "broken_one", tools=[{"type": "function", "function": function}], tool_choice="required")
+        told = "nowhere" if isinstance(schema, dict) and "$ref" in schema else "broken_one"
+        yield _chat("tool schema", told, tools=[{"type": "function", "function": function}], tool_choice="required")
     yield _chat("no such tool", "no_such", tool_choice="no_such")
     for prompt in ([], "", [[]], ["a", ""]):
         yield _completion("no prompt", "prompt", prompt=prompt)
@@ -139,7 +140,7 @@ def conversations() -> Iterator[Bad]:
 
 
 def _grammar(name: str, kind: str, value: Any, status: int = UNPROCESSABLE, told: str = "grammar") -> Bad:
-    return _generate(f"{kind} {name}", told, status, max_new_tokens=40, grammar={"type": kind, "value": value})
+    return _generate(f"{kind} {name}", told, status, max_new_tokens=16, grammar={"type": kind, "value": value})
 
 
 def grammars() -> Iterator[Bad]:
@@ -153,7 +154,6 @@ def grammars() -> Iterator[Bad]:
         ("endless", {"$ref": "#"}, "schema"),
         ("nothing fits", {"type": "integer", "minimum": 5, "maximum": 4}, "schema"),
         ("never", {"not": {}}, "not"),
-        ("alternatives", {"anyOf": [{"properties": {f"p{n}": {"enum": [n]}}} for n in range(3000)]}, "limit"),
     ):
         yield _grammar(name, "json", schema, told=told)
     for name, regex in (
@@ -193,14 +193,15 @@ def costly_grammars() -> Iterator[Bad]:
     yield _grammar("exploding", "json", {"$defs": layers, "$ref": "#/$defs/d0"}, SERVED, "text")
     endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
     yield _grammar("only itself", "json", endless, SERVED, "text")
-    yield _grammar("many fields", "json", {"properties": {f"p{n}": {"type": "null"} for n in range(3000)}}, FAILED)
+    fields = {f"p{n}": {"type": "integer"} for n in range(3000)}
+    yield _grammar("many fields", "json", {"type": "object", "properties": fields}, FAILED)
     yield _grammar("backtracking", "regex", "(a+)+$", SERVED, "aaaa")
     yield _grammar("more backtracking", "regex", "(.*a.{30}){5}", SERVED, "text")
     yield _grammar("alternatives", "regex", "|".join(f"{n:x}{n * 7919:x}" for n in range(18_000)), SERVED, "text")
     yield _grammar("optionals", "regex", "(?:a?){2000}a{2000}", FAILED)
-    yield _grammar("repeats", "regex", "((a{1,500}){1,500})", 0)
-    yield _grammar("more repeats", "regex", "(((a{1,999}b){1,999}){1,999}c){1,999}", 0)
-    yield _grammar("states", "regex", ".*(a|b|c|d|e|f).{15}(g|h|i).{15}.*", 0)
+    yield _grammar("repeats", "regex", "((a{1,500}){1,500})", SERVED, "aaaa")
+    yield _grammar("more repeats", "regex", "(((a{1,999}b){1,999}){1,999}c){1,999}", SERVED, "text")
+    yield _grammar("states", "regex", ".*(a|b|c|d|e|f).{15}(g|h|i).{15}.*", SERVED, "text")
 
 
 def every() -> list[Bad]:

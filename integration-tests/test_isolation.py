@@ -1,0 +1,230 @@
+"""Whatever some clients send, the others' tokens stay what they are alone, and nothing of the server is lost."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from bad_request import Bad, every
+from binary import Server
+
+SEED = 20_260_101
+TIME_LIMIT_S = 20  # of CPU time a grammar may take 5 s, and two such share two cores with the streams
+NUM_TOKENS = 24
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+CONSTRAINTS: list[dict[str, Any]] = [
+    {},
+    {"grammar": {"type": "json", "value": SCHEMA}},
+    {"grammar": {"type": "regex", "value": "([A-Z][a-z]{1,9} ){4,40}"}},
+    {"grammar": {"type": "lark", "value": 'start: ("red" | "blue" | "green" | ", ")+'}},
+]
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    {"do_sample": True, "seed": SEED},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": SEED + 1, "logit_bias": {"28": -5}},
+]
+STREAMS = [
+    {
+        "inputs": f"{n}. Write about a person in a village:",
+        "parameters": {"max_new_tokens": NUM_TOKENS, "details": True, "top_n_tokens": n % 3, **constraint, **sampling},
+    }
+    for n, (constraint, sampling) in enumerate((c, s) for c in CONSTRAINTS for s in SAMPLINGS)
+]
+
+
+def connect(server: Server, timeout_s: float = 60) -> http.client.HTTPConnection:
+    address = urllib.parse.urlsplit(server.url)
+    return http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+
+
+def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A stream's events, whole: ids, texts, logprobs and top tokens."""
+    request = urllib.request.Request(
+        server.url + "/generate_stream", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return [json.loads(line[5:]) for line in response if line.startswith(b"data:")]
+
+
+class Streams:
+    """All of STREAMS at once, each asked again and again until told to stop."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._expected = self._run_all()
+        self.differences: list[str] = []
+        self.num_answers = 0
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._repeat, args=(n,)) for n in range(len(STREAMS))]
+
+    def _run_all(self) -> list[list[dict[str, Any]]]:
+        with ThreadPoolExecutor(len(STREAMS)) as pool:
+            return list(pool.map(lambda body: events(self._server, body), STREAMS))
+
+    def _repeat(self, n: int) -> None:
+        while not self._stopping.is_set():
+            try:
+                answer = events(self._server, STREAMS[n])
+            except OSError as error:
+                self.differences.append(f"stream {n}: {error!r}")
+                return
+            if answer != self._expected[n]:
+                self.differences.append(f"stream {n}: {answer[-1]} instead of {self._expected[n][-1]}")
+            self.num_answers += 1
+
+    def __enter__(self) -> Streams:
+        assert all(answer[-1]["generated_text"] for answer in self._expected)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def gauge(server: Server, name: str) -> float:
+    text = urllib.request.urlopen(server.url + "/metrics").read().decode()
+    found = re.search(rf"^{name} ([0-9.e+]+)$", text, re.MULTILINE)
+    assert found, f"{name} is not in /metrics"
+    return float(found[1])
+
+
+@contextmanager
+def leaves_the_server_whole(server: Server) -> Iterator[None]:
+    """What runs inside leaves no request, no block and no worker behind."""
+    workers = server.worker_pids()
+    yield
+    deadline = time.monotonic() + 30
+    while gauge(server, "penstock_kv_free_blocks") != gauge(server, "penstock_kv_blocks"):
+        assert time.monotonic() < deadline, "blocks are missing"
+        time.sleep(0.05)
+    assert gauge(server, "tgi_batch_current_size") == 0
+    assert gauge(server, "tgi_queue_size") == 0
+    assert urllib.request.urlopen(server.url + "/health").status == 200
+    assert server.worker_pids() == workers
+    assert server.process.poll() is None
+    assert not [line for line in server.lines if "panicked" in line or "Traceback" in line]
+
+
+def send(server: Server, bad: Bad) -> str | None:
+    """What is wrong with the answer, if anything."""
+    begin = time.monotonic()
+    connection = connect(server, TIME_LIMIT_S)
+    try:
+        try:
+            connection.request("POST", bad.path, bad.body, {"content-type": bad.content_type} if bad.content_type else {})
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it was answered before it was read to its end
+        response = connection.getresponse()
+        text = response.read().decode()
+    except OSError as error:
+        return f"{bad.name} {bad.path} {bad.body[:150]!r}: {error!r} after {time.monotonic() - begin:.1f} s"
+    finally:
+        connection.close()
+    # Who is wrong is told so in few words: nobody gets his megabytes back.
+    is_right = response.status == bad.status and bad.told in text and len(text) < 10_000
+    return None if is_right else f"{bad.name} {bad.path} {bad.body[:150]!r}: {response.status} {text[:300]}"
+
+
+@pytest.fixture(scope="module")
+def native(server: Server) -> Server:
+    if not any("operators: native" in line for line in server.lines):
+        pytest.skip("torch's matrix products depend on the number of rows; the native kernels' do not")
+    return server
+
+
+@pytest.mark.timeout(240)
+def test_bad_requests_are_told_and_change_nobodys_tokens(native: Server) -> None:
+    bad_requests = every()
+    with leaves_the_server_whole(native), Streams(native) as streams, ThreadPoolExecutor(8) as pool:
+        wrong = [answer for answer in pool.map(lambda bad: send(native, bad), bad_requests) if answer]
+    assert not wrong, f"{len(wrong)} of {len(bad_requests)}:\n" + "\n".join(wrong)
+    assert not streams.differences
+    assert streams.num_answers >= len(STREAMS)
+
+
+def whole_request(body: dict[str, Any], path: str = "/generate_stream", length: int | None = None) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: "
+    return f"{head}{len(data) if length is None else length}\r\n\r\n".encode() + data
+
+
+LONG = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 400, "ignore_eos": True}}
+REGEX = {"inputs": "A", "parameters": {"max_new_tokens": 400, "grammar": {"type": "regex", "value": "[a-z ]{390,}"}}}
+CHAT = {"messages": [{"role": "user", "content": "Tell me a story"}], "max_tokens": 400, "n": 3, "stream": True}
+# (what is sent, how much of the answer is read before the client leaves)
+LEAVERS = {
+    "nothing": (b"", 0),
+    "a part of a head": (b"POST /generate HTTP/1.1\r\nhost:", 0),
+    "a head": (b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n", 0),
+    "a part of a body": (whole_request(LONG, length=10_000), 0),
+    "a plain request": (whole_request(LONG, "/generate"), 0),
+    "a stream": (whole_request(LONG), 0),
+    "a stream that began": (whole_request(LONG), 1),
+    "a constrained stream that began": (whole_request(REGEX), 1),
+    "three choices that began": (whole_request(CHAT, "/v1/chat/completions"), 1),
+    "two requests at once": (whole_request(LONG) * 2, 1),
+    "a part of HTTP/2": (b"PRI * HTTP/2.0\r\n", 0),
+    "HTTP/2 and garbage": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 500, 1),
+    "garbage": (bytes(range(256)) * 20, 1),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 500, 1),
+    "a chunk that is none": (b"POST /generate HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 1),
+}
+
+
+def leave(server: Server, sent: bytes, num_read: int) -> None:
+    address = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), TIME_LIMIT_S) as client:
+        client.sendall(sent)
+        try:
+            client.recv(num_read)
+        except ConnectionResetError:
+            pass
+
+
+def drip(server: Server, stopping: threading.Event) -> None:
+    """Heads that come byte by byte, as slowly as their sender likes."""
+    address = urllib.parse.urlsplit(server.url)
+    clients = [socket.create_connection((address.hostname, address.port)) for _ in range(100)]
+    head = b"POST /generate HTTP/1.1\r\nx-padding: " + b"a" * 10_000
+    for position in range(len(head)):
+        if stopping.wait(0.2):
+            break
+        for client in clients:
+            try:
+                client.send(head[position : position + 1])
+            except OSError:
+                continue  # it was told that its time is over
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.timeout(240)
+def test_clients_that_leave_or_hang_change_nobodys_tokens(native: Server) -> None:
+    stopping = threading.Event()
+    dripping = threading.Thread(target=drip, args=(native, stopping))
+    with leaves_the_server_whole(native), Streams(native) as streams, ThreadPoolExecutor(4) as pool:
+        dripping.start()
+        list(pool.map(lambda leaver: leave(native, *leaver), list(LEAVERS.values()) * 2))
+        stopping.set()
+        dripping.join()
+    assert not streams.differences
+    assert streams.num_answers >= len(STREAMS)

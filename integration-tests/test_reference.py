@@ -1,0 +1,144 @@
+"""Numbers and marks that others can check: logprobs against transformers, watermarks by the detector; behind a key."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from binary import Server, start
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError
+from openai import AuthenticationError, OpenAI
+from test_parity import reference
+
+KEYS = ("first-key-of-two", "Second_Key.2")
+TEXT = "The river was wide and slow, and on its banks the children of the village played until it was dark."
+# Logits of bf16 are 0.125 apart at their usual size; a logprob is a difference of such.
+TOLERANCE = 0.3
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Opened by either of two keys; shows a prompt's logprobs."""
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text("\n".join(KEYS) + "\n")
+    path.chmod(0o600)
+    running = start("--api-key-file", str(path), "--enable-prefill-logprobs")
+    yield running
+    assert running.stop() == 0
+    assert not [line for line in running.lines for key in KEYS if key in line]
+
+
+@pytest.fixture
+def openai(keyed: Server) -> OpenAI:
+    return OpenAI(base_url=f"{keyed.url}/v1", api_key=KEYS[0], max_retries=0)
+
+
+def generate(keyed: Server, inputs: str, **parameters: Any) -> dict[str, Any]:
+    body = json.dumps({"inputs": inputs, "parameters": {"details": True, **parameters}}).encode()
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEYS[1]}"}
+    with urllib.request.urlopen(urllib.request.Request(keyed.url + "/generate", body, headers), timeout=60) as response:
+        return json.load(response)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_clients_open_the_server_with_any_of_its_keys(keyed: Server, key: str) -> None:
+    openai = OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0)
+    assert openai.completions.create(model="tgi", prompt="Hello", max_tokens=2).usage.completion_tokens == 2
+    assert InferenceClient(base_url=keyed.url, token=key).chat_completion(
+        [{"role": "user", "content": "Hello"}], max_tokens=2
+    ).choices
+    assert InferenceClient(keyed.url, token=key).text_generation("Hello", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("key", ["wrong", KEYS[0].upper(), KEYS[0] + " ", f"{KEYS[0]}\t{KEYS[1]}"])
+def test_a_wrong_key_is_401_for_every_client(keyed: Server, key: str) -> None:
+    with pytest.raises(HfHubHTTPError) as refused:
+        InferenceClient(keyed.url, headers={"authorization": f"Bearer x{key}"}).text_generation("Hello")
+    assert refused.value.response.status_code == 401
+    with pytest.raises(AuthenticationError):
+        OpenAI(base_url=f"{keyed.url}/v1", api_key=f"x{key}", max_retries=0).completions.create(
+            model="tgi", prompt="Hello"
+        )
+
+
+def test_without_a_key_nothing_is_generated_and_health_is_told(keyed: Server) -> None:
+    for path in ("/", "/generate", "/generate_stream", "/tokenize", "/invocations", "/vertex", "/v1/completions"):
+        request = urllib.request.Request(keyed.url + path, b"{}", {"content-type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request)
+        assert refused.value.code == 401, path
+    for path in ("/health", "/ping", "/"):
+        assert urllib.request.urlopen(keyed.url + path).status == 200
+
+
+def reference_logprobs(token_ids: list[int]) -> Any:
+    """[position, vocabulary]: of the token after each position."""
+    import torch
+
+    model, _ = reference()
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+
+
+@pytest.mark.timeout(600)
+def test_logprobs_of_prompt_and_answer_are_transformers(keyed: Server) -> None:
+    details = generate(keyed, TEXT, max_new_tokens=16, decoder_input_details=True, top_n_tokens=5)["details"]
+    prefill, tokens = details["prefill"], details["tokens"]
+    _, tokenizer = reference()
+    assert [token["id"] for token in prefill] == tokenizer(TEXT)["input_ids"]
+    assert "".join(token["text"] for token in prefill) == TEXT
+    assert prefill[0]["logprob"] is None
+    expected = reference_logprobs([token["id"] for token in prefill + tokens])
+    for position, token in enumerate([*prefill[1:], *tokens]):
+        assert token["logprob"] == pytest.approx(expected[position, token["id"]].item(), abs=TOLERANCE), token
+    for position, (token, tops) in enumerate(zip(tokens, details["top_tokens"], strict=True), len(prefill) - 1):
+        logprobs = [top["logprob"] for top in tops]
+        assert len(tops) >= 5
+        assert tops[0]["id"] == token["id"]
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert logprobs[0] == pytest.approx(expected[position].max().item(), abs=TOLERANCE)
+        worst = expected[position].topk(5).values[-1].item()
+        for top in tops:
+            assert top["logprob"] == pytest.approx(expected[position, top["id"]].item(), abs=TOLERANCE)
+            assert expected[position, top["id"]].item() >= worst - TOLERANCE
+
+
+@pytest.mark.timeout(600)
+def test_a_scored_prompt_has_transformers_logprobs(openai: OpenAI) -> None:
+    scored = openai.completions.create(model="tgi", prompt=TEXT, echo=True, max_tokens=0, logprobs=2).choices[0]
+    assert scored.text == TEXT
+    _, tokenizer = reference()
+    token_ids = tokenizer(TEXT)["input_ids"]
+    expected = reference_logprobs(token_ids)
+    assert scored.logprobs.token_logprobs[0] is None
+    assert len(scored.logprobs.token_logprobs) == len(token_ids)
+    for position, logprob in enumerate(scored.logprobs.token_logprobs[1:]):
+        assert logprob == pytest.approx(expected[position, token_ids[position + 1]].item(), abs=TOLERANCE)
+    assert "".join(scored.logprobs.tokens) == TEXT
+
+
+def detect(folder: Path, token_ids: list[int]) -> int:
+    """The detector's exit status: 0 watermarked, 1 not."""
+    command = [sys.executable, "-m", "penstock_server.watermark", str(folder), "--ids"]
+    return subprocess.run(command, input=json.dumps(token_ids), text=True, capture_output=True, timeout=60).returncode
+
+
+def test_a_watermark_is_detected_and_only_where_it_is(keyed: Server) -> None:
+    prepared = subprocess.run(
+        [sys.executable, "-m", "penstock_server.prepare"], capture_output=True, text=True, check=True
+    ).stdout
+    folder = Path(json.loads(prepared)["folder"])
+    for is_marked in (True, False):
+        answer = generate(
+            keyed, TEXT, max_new_tokens=150, ignore_eos=True, do_sample=True, seed=3, watermark=is_marked
+        )
+        token_ids = [token["id"] for token in answer["details"]["tokens"]]
+        assert detect(folder, token_ids) == (0 if is_marked else 1)
