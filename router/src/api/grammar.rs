@@ -9,6 +9,7 @@ use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
+use super::closed_schema;
 use crate::engine::Grammar;
 
 const KINDS: &str = "`text`, `json`, `json_object`, `json_schema`, `regex`, `choice`, `lark`, `ebnf`";
@@ -61,10 +62,11 @@ fn grammar(kind: &str, value: Option<Value>, json_schema: Option<NamedSchema>) -
 
 /// A schema, or a string that holds one.
 fn schema(value: Value) -> Result<Grammar, String> {
-    let value = match value {
+    let mut value = match value {
         Value::String(text) => serde_json::from_str(&text).map_err(|error| format!("grammar: not JSON: {error}"))?,
         value => value,
     };
+    closed_schema::close(&mut value);
     match value {
         Value::Object(_) | Value::Bool(_) => Ok(Grammar::JsonSchema(value.to_string())),
         _ => Err("grammar: a JSON schema is an object".to_owned()),

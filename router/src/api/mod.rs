@@ -2,6 +2,7 @@
 //!
 //! Both dialects become the same [`parameter::Parameters`], which are checked in one place.
 
+mod closed_schema;
 pub(crate) mod error;
 pub(crate) mod extension;
 mod field_path;

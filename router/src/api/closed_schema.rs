@@ -1,0 +1,87 @@
+//! COMPAT: in TGI an object that lists its properties has no others, whatever JSON Schema says; small models would go on
+//! inventing some for ever. Here it has none unless the schema says something about them.
+
+use serde_json::{Map, Value};
+
+/// With these an object's properties may stand in several schemas that all apply; closing one would shut out the others'.
+const MERGING: [&str; 6] = ["allOf", "if", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"];
+
+/// Closes every object that lists its properties and says nothing of others. A schema that merges schemas stays as it is.
+pub(super) fn close(schema: &mut Value) {
+    let mut merges = false;
+    visit(schema, &mut |object| {
+        let has_properties = object.contains_key("properties");
+        merges |= MERGING.iter().any(|key| object.contains_key(*key));
+        merges |= has_properties && ["$ref", "anyOf", "oneOf"].iter().any(|key| object.contains_key(*key));
+    });
+    if merges {
+        return;
+    }
+    visit(schema, &mut |object| {
+        let speaks = ["additionalProperties", "patternProperties"].iter().any(|key| object.contains_key(*key));
+        if object.contains_key("properties") && !speaks {
+            object.insert("additionalProperties".to_owned(), false.into());
+        }
+    });
+}
+
+/// The schema and those inside it. Their depth is bounded by the JSON parser's.
+fn visit(schema: &mut Value, each: &mut dyn FnMut(&mut Map<String, Value>)) {
+    let Some(object) = schema.as_object_mut() else { return };
+    each(object);
+    for (key, value) in object {
+        match (key.as_str(), value) {
+            ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(named)) => {
+                named.values_mut().for_each(|schema| visit(schema, each));
+            }
+            ("prefixItems" | "anyOf" | "oneOf" | "items", Value::Array(schemas)) => {
+                schemas.iter_mut().for_each(|schema| visit(schema, each));
+            }
+            ("items" | "additionalProperties", schema) => visit(schema, each),
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn closed(mut schema: Value) -> Value {
+        close(&mut schema);
+        schema
+    }
+
+    #[test]
+    fn objects_that_list_their_properties_have_no_others() {
+        let inner = json!({"properties": {"b": {}}});
+        let given = json!({"properties": {"a": {"items": inner}}, "$defs": {"d": inner}});
+        let inner = json!({"properties": {"b": {}}, "additionalProperties": false});
+        let expected =
+            json!({"properties": {"a": {"items": inner}}, "$defs": {"d": inner}, "additionalProperties": false});
+        assert_eq!(closed(given), expected);
+    }
+
+    #[test]
+    fn what_says_otherwise_or_merges_stays_as_it_is() {
+        for schema in [
+            json!({"type": "object"}),
+            json!({"properties": {"a": {}}, "additionalProperties": true}),
+            json!({"properties": {"a": {}}, "patternProperties": {"^x": {}}}),
+            json!({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}),
+            json!({"$ref": "#/$defs/d", "properties": {"a": {}}, "$defs": {"d": {"properties": {"b": {}}}}}),
+            json!({"properties": {"a": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}),
+            json!(true),
+        ] {
+            assert_eq!(closed(schema.clone()), schema);
+        }
+    }
+
+    #[test]
+    fn a_property_may_have_a_keyword_s_name() {
+        let given = json!({"properties": {"allOf": {"enum": [{"properties": 1}]}}});
+        assert_eq!(closed(given)["additionalProperties"], false);
+    }
+}
