@@ -258,12 +258,14 @@ async fn a_sequence_that_kills_its_workers_fails_alone() {
 
 #[tokio::test]
 async fn who_was_there_at_every_loss_and_is_innocent_goes_on() {
-    // Each dies in its first step: nobody gets a token from any, and all are tried alone.
+    // Each dies in its first step: nobody gets past it, and who was in both is tried alone.
     let fleet = Fleet::new([dies_at(4), dies_at(1), healthy()]);
     streams_are_undisturbed(&fleet, options()).await;
     let plans = fleet.started(3).await.ranks[0].look(|seen| seen.plans.clone());
     let alone = plans.iter().take_while(|plan| plan.advances.len() <= 1).count();
-    assert!((3..8).contains(&alone), "{alone} steps with one sequence, and then all together");
+    // At most all four: their prompts in pieces of a step, and the two tokens that steps in flight would have given.
+    assert!((3..=15).contains(&alone), "{alone} steps with one sequence");
+    assert!(plans[alone..].iter().any(|plan| plan.advances.len() == 4), "they never run together again");
 }
 
 async fn compile(engine: &Engine, grammar: &str) -> Result<(), GrammarError> {
