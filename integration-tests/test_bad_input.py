@@ -104,3 +104,9 @@ def test_nonsense_beside_a_stream_changes_nothing(server: Server) -> None:
             assert post(server, "/generate", wrong)[0] == 422
         events = [json.loads(line[5:]) for line in stream if line.startswith(b"data:")]
     assert events[-1]["generated_text"] == json.loads(alone)["generated_text"]
+
+
+@pytest.mark.parametrize("penalty", [1.4e-45, 3e38])
+def test_a_penalty_beyond_all_reason_is_still_only_a_penalty(server: Server, penalty: float) -> None:
+    status, _, text = post(server, "/generate", parameters(repetition_penalty=penalty))
+    assert status == 200, text

@@ -48,7 +48,9 @@ def short(value: Any) -> Any:
         value["timeout"] = 60
     for known_by, length in LENGTH_OF.items():
         if known_by in value:
-            where = value.setdefault("parameters", {}) if known_by == "inputs" else value
+            if known_by == "inputs" and value.get("parameters") is None:
+                value["parameters"] = {}
+            where = value["parameters"] if known_by == "inputs" else value
             if isinstance(where, dict) and where.get("max_completion_tokens") is None and where.get(length) is None:
                 where[length] = 2
     return value

@@ -151,7 +151,7 @@ impl Parameters {
             top_p: self.top_p.unwrap_or(1.0),
             typical_p: self.typical_p.unwrap_or(1.0),
             min_p: extension.min_p.unwrap_or(0.0),
-            repetition_penalty: self.repetition_penalty.unwrap_or(1.0),
+            repetition_penalty: self.repetition_penalty.map_or(1.0, finite_penalty),
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
             presence_penalty: extension.presence_penalty.unwrap_or(0.0),
             logit_bias: extension.logit_bias,
@@ -211,6 +211,11 @@ impl Parameters {
         }
         Ok(())
     }
+}
+
+/// So large or small a factor leaves nothing to choose already; a larger or smaller one takes logits to infinity.
+fn finite_penalty(penalty: f32) -> f32 {
+    penalty.clamp(1e-6, 1e6)
 }
 
 impl Default for Parameters {

@@ -26,7 +26,7 @@ pub(super) const PATH: &str = "/invocations";
 #[derive(ToSchema)]
 #[serde(untagged)]
 enum Invocation {
-    Generate(GenerateRequest),
+    Generate(Box<GenerateRequest>),
     Chat(Box<ChatRequest>),
     Completion(Box<CompletionRequest>),
 }
@@ -75,7 +75,7 @@ pub(super) async fn invocations(
     Json(body): Json<Value>,
 ) -> Response {
     match Invocation::read(&body) {
-        Ok(Invocation::Generate(request)) => generate::compat(state, record, Json(request)).await.into_response(),
+        Ok(Invocation::Generate(request)) => generate::compat(state, record, Json(*request)).await.into_response(),
         Ok(Invocation::Chat(request)) => {
             chat::chat_completions(state, record, OpenAiJson(*request)).await.into_response()
         }
@@ -90,7 +90,7 @@ impl Invocation {
     /// COMPAT: the first of TGI's shapes that fits wins: a prompt, then a chat, then a completion.
     fn read(body: &Value) -> Result<Self, String> {
         let not_generate = match GenerateRequest::deserialize(body) {
-            Ok(request) => return Ok(Self::Generate(request)),
+            Ok(request) => return Ok(Self::Generate(Box::new(request))),
             Err(error) => error,
         };
         let not_chat = match ChatRequest::deserialize(body) {

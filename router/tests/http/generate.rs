@@ -75,6 +75,20 @@ async fn parameters_reach_the_engine() {
 }
 
 #[tokio::test]
+async fn a_penalty_cannot_take_logits_to_infinity() {
+    let server = Server::answering(&[IM_END]).await;
+    for (given, meant) in [(1.4e-45, 1e-6), (3e38, 1e6), (0.5, 0.5)] {
+        for (path, body) in [
+            ("/generate", json!({"inputs": "Hi", "parameters": {"repetition_penalty": given}})),
+            ("/v1/completions", json!({"prompt": "Hi", "repetition_penalty": given})),
+        ] {
+            assert_eq!(server.post(path, body).await.status, StatusCode::OK, "{path}: {given}");
+            assert_eq!(server.last_request().sampling.repetition_penalty, meant, "{path}: {given}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn sampling_is_the_default_only_without_parameters() {
     let server = Server::answering(&[IM_END]).await;
     let cases = [
