@@ -104,8 +104,7 @@ def ratio_of_turns(repeat: dict[str, list[Step]], mode: str, part: str = "wall_s
 def report(repeats: list[dict[str, list[Step]]]) -> str:
     """A line for each mode: medians over all steps, and its ratio to its baseline."""
     lines = [
-        "mode                 step ms      CPU ms  forward ms   sample ms   "
-        "to the same without a grammar (each repeat)"
+        "mode                 step ms      CPU ms  forward ms   sample ms   to the same without a grammar (each repeat)"
     ]
     for mode in MODES:
         steps = [step for repeat in repeats for step in repeat[mode]]
