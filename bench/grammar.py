@@ -79,15 +79,15 @@ def decode_steps(engine: Engine, num_streams: int, num_tokens: int, blocks_each:
         order = list(MODES)[:: 1 if turn % 2 == 0 else -1]
         for mode in order:
             plan = Plan(next(numbers), advances=[Advance(one.sequence_id, 1, (), True) for one in streams[mode]])
-            started = time.perf_counter()
+            started, started_cpu = time.perf_counter(), time.process_time()
             result = engine.step(plan)
-            wall_s = time.perf_counter() - started
+            wall_s, cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
             errors = [output.error for output in result.outputs if output.error]
             if errors:
                 raise SystemExit(f"error: {errors[0]}")
             timing = result.timing
             parts = {"prepare_s": timing.prepare_s, "forward_s": timing.forward_s, "sample_s": timing.sample_s}
-            steps[mode].append({"wall_s": wall_s, **parts})
+            steps[mode].append({"wall_s": wall_s, "cpu_s": cpu_s, **parts})
     return steps
 
 
@@ -95,23 +95,27 @@ def median_ms(steps: list[Step], part: str) -> float:
     return 1e3 * statistics.median(step[part] for step in steps)
 
 
-def ratio_of_turns(repeat: dict[str, list[Step]], mode: str) -> float:
+def ratio_of_turns(repeat: dict[str, list[Step]], mode: str, part: str = "wall_s") -> float:
     """Of steps that ran in the same turn: the median of what a mode's took by what its baseline's took."""
     pairs = zip(repeat[mode], repeat[BASELINES[mode]], strict=True)
-    return statistics.median(mine["wall_s"] / other["wall_s"] for mine, other in pairs)
+    return statistics.median(mine[part] / other[part] for mine, other in pairs)
 
 
 def report(repeats: list[dict[str, list[Step]]]) -> str:
     """A line for each mode: medians over all steps, and its ratio to its baseline."""
-    lines = ["mode                 step ms  forward ms   sample ms   to the same without a grammar (each repeat)"]
+    lines = [
+        "mode                 step ms      CPU ms  forward ms   sample ms   to the same without a grammar (each repeat)"
+    ]
     for mode in MODES:
         steps = [step for repeat in repeats for step in repeat[mode]]
         line = f"{mode:<16}" + "".join(
-            f"{median_ms(steps, part):12.3f}" for part in ("wall_s", "forward_s", "sample_s")
+            f"{median_ms(steps, part):12.3f}" for part in ("wall_s", "cpu_s", "forward_s", "sample_s")
         )
         if mode in BASELINES:
             ratios = [ratio_of_turns(repeat, mode) for repeat in repeats]
+            cpu_ratio = statistics.median(ratio_of_turns(repeat, mode, "cpu_s") for repeat in repeats)
             line += f"   {statistics.median(ratios):.3f} ({', '.join(f'{ratio:.3f}' for ratio in ratios)})"
+            line += f", CPU {cpu_ratio:.3f}"
         lines.append(line)
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ use crate::memory::{self, Arena};
 use crate::norm::RmsNorm;
 use crate::pool::{Executor, GompParallel, Pool, Source, Target};
 use crate::rotate::{Angles, Heads};
+use crate::sample::Logits;
 use crate::stack::{self, Step};
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -124,11 +125,12 @@ impl Kernels {
         unsafe { crate::gate::silu_multiply(&self.pool, source(gate_up), target(output), dim, num_rows) };
     }
 
-    fn argmax_logprob(&self, logits: usize, ids: usize, logprobs: usize, num_rows: usize, vocab: usize) {
+    /// `logits` is (address, rows, vocab); `masks` the address of the rows' masks' addresses, or None.
+    fn argmax_logprob(&self, logits: (usize, usize, usize), masks: Option<usize>, ids: usize, logprobs: usize) {
+        let (address, num_rows, vocab) = logits;
+        let logits = Logits { address: source(address), num_rows, vocab, masks: source(masks.unwrap_or(0)) };
         // SAFETY: the caller vouches for the addresses.
-        unsafe {
-            crate::sample::argmax_logprob(&self.pool, source(logits), num_rows, vocab, target(ids), target(logprobs));
-        }
+        unsafe { crate::sample::argmax_logprob(&self.pool, &logits, target(ids), target(logprobs)) };
     }
 
     /// Attention for heads of this shape.

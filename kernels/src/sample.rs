@@ -1,4 +1,5 @@
-//! Greedy sampling: the highest logit of each row and its log probability, in one pass over chunks of the vocabulary.
+//! Greedy sampling: the highest logit of each row and its log probability, in one pass over chunks of the vocabulary;
+//! among all tokens, or among those that a row's mask allows.
 //!
 //! INVARIANT: chunks lie at fixed places and are merged in order, so the result does not depend on threads or other rows.
 
@@ -6,7 +7,7 @@ use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
-/// Logits of one part of the work: 8 KiB, which stay in the first-level cache for the second look.
+/// Logits of one part of the work: 8 KiB, which stay in the first-level cache for the second look. A multiple of `LANES`.
 const CHUNK: usize = 4096;
 
 /// What a chunk says about its logits.
@@ -17,76 +18,103 @@ struct Summary {
     index: usize,
     /// Of e to the power of each logit's distance to the maximum.
     sum: f32,
-    has_nan: bool,
+    is_broken: bool,
 }
 
-const NOTHING: Summary = Summary { maximum: f32::NEG_INFINITY, index: 0, sum: 0.0, has_nan: false };
+const NOTHING: Summary = Summary { maximum: f32::NEG_INFINITY, index: 0, sum: 0.0, is_broken: false };
 
-/// Logits [num_rows, vocab] in bf16, contiguous, to the index of each row's maximum (the lowest of equals) and its log probability.
-/// A row that contains NaN gets the index -1 and the log probability NaN.
+/// Logits in bf16, contiguous, and what may be chosen.
+pub struct Logits {
+    /// [num_rows, vocab]
+    pub address: Source<u16>,
+    pub num_rows: usize,
+    pub vocab: usize,
+    /// [num_rows]: addresses of the rows' masks, 32-bit words with a bit for every token, the lowest first; 0 allows all.
+    /// Or null: all rows may choose among all.
+    pub masks: Source<usize>,
+}
+
+impl Logits {
+    /// The bits of a row from its token `first` on, a multiple of `LANES`; or null.
+    unsafe fn mask(&self, row: usize, first: usize) -> *const u16 {
+        if self.masks.at(0).is_null() {
+            return std::ptr::null();
+        }
+        // SAFETY: the caller vouches for an address of each row.
+        let mask = unsafe { self.masks.at(row).read() } as *const u16;
+        if mask.is_null() { mask } else { mask.wrapping_add(first / LANES) }
+    }
+}
+
+/// The index of each row's highest logit among those allowed (the lowest of equals), and its log probability among them.
+/// A row with NaN or +infinity anywhere gets the index -1 and NaN; one that nothing is left of the log probability NaN.
 ///
 /// # Safety
 /// The addresses must have `num_rows` rows, and the CPU be `supported()`.
-pub unsafe fn argmax_logprob(
-    executor: &impl Executor,
-    logits: Source<u16>,
-    num_rows: usize,
-    vocab: usize,
-    ids: Target<i64>,
-    logprobs: Target<f32>,
-) {
+pub unsafe fn argmax_logprob(executor: &impl Executor, logits: &Logits, ids: Target<i64>, logprobs: Target<f32>) {
+    let &Logits { address, num_rows, vocab, .. } = logits;
     let num_chunks = vocab.div_ceil(CHUNK);
     let mut summaries = vec![NOTHING; num_rows * num_chunks];
     let room = Target::new(summaries.as_mut_ptr());
     executor.for_each(num_rows * num_chunks, |part| {
         let (row, chunk) = (part / num_chunks, part % num_chunks);
         let first = chunk * CHUNK;
+        let count = CHUNK.min(vocab - first);
         // SAFETY: the chunk lies inside the row; each part writes its own summary.
-        unsafe { room.at(part).write(summarize(logits.at(row * vocab + first), first, CHUNK.min(vocab - first))) };
+        unsafe {
+            room.at(part).write(summarize(address.at(row * vocab + first), logits.mask(row, first), first, count));
+        }
     });
     for row in 0..num_rows {
         let parts = &summaries[row * num_chunks..(row + 1) * num_chunks];
         let total = parts.iter().fold(NOTHING, |total, part| if part.maximum > total.maximum { *part } else { total });
         let sum: f32 = parts.iter().map(|part| part.sum * (part.maximum - total.maximum).exp()).sum();
-        let has_nan = parts.iter().any(|part| part.has_nan);
+        let is_broken = parts.iter().any(|part| part.is_broken);
         // SAFETY: there is room for `num_rows` results.
         unsafe {
-            ids.at(row).write(if has_nan { -1 } else { total.index as i64 });
-            logprobs.at(row).write(if has_nan { f32::NAN } else { -sum.ln() });
+            ids.at(row).write(if is_broken { -1 } else { total.index as i64 });
+            logprobs.at(row).write(if is_broken { f32::NAN } else { -sum.ln() });
         }
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn summarize(logits: *const u16, offset: usize, count: usize) -> Summary {
-    let lowest = _mm512_set1_ps(f32::NEG_INFINITY);
-    let mut best = lowest;
+unsafe fn summarize(logits: *const u16, mask: *const u16, offset: usize, count: usize) -> Summary {
+    // SAFETY: the mask has a bit for every token, in whole 32-bit words.
+    let allowed = |first: usize| if mask.is_null() { 0xffff } else { unsafe { mask.add(first / LANES).read() } };
+    let infinity = _mm512_set1_ps(f32::INFINITY);
+    let mut best = _mm512_set1_ps(f32::NEG_INFINITY);
     let mut best_at = _mm512_setzero_si512();
-    let mut nans: __mmask16 = 0;
+    let mut broken: __mmask16 = 0;
     for first in (0..count).step_by(LANES) {
-        let mask = simd::first_lanes(count - first);
-        // SAFETY: the mask ends with the chunk.
-        let x = unsafe { simd::load_bf16_masked(logits.add(first), mask) };
-        let higher = _mm512_mask_cmp_ps_mask::<_CMP_GT_OQ>(mask, x, best);
-        nans |= _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+        let lanes = simd::first_lanes(count - first);
+        // SAFETY: the lanes end with the chunk.
+        let x = unsafe { simd::load_bf16_masked(logits.add(first), lanes) };
+        let higher = _mm512_mask_cmp_ps_mask::<_CMP_GT_OQ>(lanes & allowed(first), x, best);
+        broken |= _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, infinity); // of what is not allowed, too
         best = _mm512_mask_mov_ps(best, higher, x);
         best_at = _mm512_mask_mov_epi32(best_at, higher, _mm512_set1_epi32(first as i32));
     }
     let maximum = _mm512_reduce_max_ps(best);
-    let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    if broken != 0 || maximum == f32::NEG_INFINITY {
+        return Summary { is_broken: broken != 0, ..NOTHING };
+    }
+    let places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     let holders = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(best, _mm512_set1_ps(maximum));
-    let index = _mm512_mask_reduce_min_epi32(holders, _mm512_add_epi32(best_at, lanes)) as usize;
+    let index = _mm512_mask_reduce_min_epi32(holders, _mm512_add_epi32(best_at, places)) as usize;
     let scale = _mm512_set1_ps(std::f32::consts::LOG2_E);
     let mut sum = _mm512_setzero_ps();
     for first in (0..count).step_by(LANES) {
-        let mask = simd::first_lanes(count - first);
+        let lanes = simd::first_lanes(count - first) & allowed(first);
+        if lanes == 0 {
+            continue; // most of what a grammar's strict places see
+        }
         // SAFETY: as above.
-        let x = unsafe { simd::load_bf16_masked(logits.add(first), mask) };
+        let x = unsafe { simd::load_bf16_masked(logits.add(first), lanes) };
         let distance = _mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(maximum)), scale);
-        sum = _mm512_mask_add_ps(sum, mask, sum, simd::exp2(distance));
+        sum = _mm512_mask_add_ps(sum, lanes, sum, simd::exp2(distance));
     }
-    let sum = if maximum == f32::NEG_INFINITY { 0.0 } else { _mm512_reduce_add_ps(sum) };
-    Summary { maximum, index: offset + index, sum, has_nan: nans != 0 }
+    Summary { maximum, index: offset + index, sum: _mm512_reduce_add_ps(sum), is_broken: false }
 }
 
 #[cfg(test)]
@@ -95,14 +123,24 @@ mod tests {
     use crate::testing::{Random, spawning_pool, to_bf16, to_f32};
 
     fn run(logits: &[u16], vocab: usize) -> Vec<(i64, f32)> {
+        run_masked(logits, vocab, &[])
+    }
+
+    fn run_masked(logits: &[u16], vocab: usize, masks: &[Option<Vec<u32>>]) -> Vec<(i64, f32)> {
         let num_rows = logits.len() / vocab;
         let (mut ids, mut logprobs) = (vec![0; num_rows], vec![0.0; num_rows]);
         let (ids_at, logprobs_at) = (Target::new(ids.as_mut_ptr()), Target::new(logprobs.as_mut_ptr()));
+        let masks: Vec<usize> =
+            masks.iter().map(|mask| mask.as_ref().map_or(0, |words| words.as_ptr() as usize)).collect();
+        let masks = Source::new(if masks.is_empty() { std::ptr::null() } else { masks.as_ptr() });
+        let logits = Logits { address: Source::new(logits.as_ptr()), num_rows, vocab, masks };
         // SAFETY: sizes as made.
-        unsafe {
-            argmax_logprob(&spawning_pool(2), Source::new(logits.as_ptr()), num_rows, vocab, ids_at, logprobs_at);
-        }
+        unsafe { argmax_logprob(&spawning_pool(2), &logits, ids_at, logprobs_at) };
         ids.into_iter().zip(logprobs).collect()
+    }
+
+    fn is_allowed(words: &[u32], id: usize) -> bool {
+        words[id / 32] >> (id % 32) & 1 == 1
     }
 
     #[test]
@@ -138,5 +176,61 @@ mod tests {
         assert!(results[1].1.is_nan());
         assert_eq!(results[2].0, 1);
         assert!((results[2].1 + 2f32.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_mask_counts_as_logits_of_minus_infinity_bit_for_bit() {
+        if !crate::supported() {
+            return;
+        }
+        for vocab in [1, 5, 31, 33, 4096, 4097, 10_000] {
+            let mut random = Random::new(vocab as u64);
+            let logits = random.bf16s(vocab * 4);
+            // dense, sparse, only the last token, and no mask
+            let mut masks: Vec<Option<Vec<u32>>> = [0xffff_ffff_u32, 0x8100_0001]
+                .iter()
+                .map(|bits| Some((0..vocab.div_ceil(32)).map(|_| random.next() as u32 & bits).collect()))
+                .collect();
+            let mut last = vec![0; vocab.div_ceil(32)];
+            last[(vocab - 1) / 32] = 1 << ((vocab - 1) % 32);
+            masks.extend([Some(last), None]);
+            let mut hidden = logits.clone();
+            for (row, mask) in masks.iter().enumerate() {
+                for id in 0..vocab {
+                    if mask.as_ref().is_some_and(|words| !is_allowed(words, id)) {
+                        hidden[row * vocab + id] = to_bf16(f32::NEG_INFINITY);
+                    }
+                }
+            }
+            let bits = |results: Vec<(i64, f32)>| -> Vec<(i64, u32)> {
+                results.into_iter().map(|(id, logprob)| (id, logprob.to_bits())).collect()
+            };
+            let masked = run_masked(&logits, vocab, &masks);
+            assert_eq!(masked[2], (vocab as i64 - 1, 0.0));
+            assert_eq!(bits(masked), bits(run(&hidden, vocab)), "{vocab}");
+        }
+    }
+
+    #[test]
+    fn a_row_without_an_allowed_token_has_no_probability_and_nan_is_flagged_behind_a_mask() {
+        if !crate::supported() {
+            return;
+        }
+        let vocab = 5000;
+        let mut logits = Random::new(1).bf16s(4 * vocab);
+        logits[vocab + 4999] = to_bf16(f32::NAN);
+        logits[2 * vocab + 40] = to_bf16(f32::INFINITY);
+        let words = |allowed: u32| {
+            let mut words = vec![0; vocab.div_ceil(32)];
+            words[0] = allowed;
+            Some(words)
+        };
+        let results = run_masked(&logits, vocab, &[words(0), words(1), words(1), words(1 << 7)]);
+        assert!(results[0].1.is_nan());
+        for result in &results[1..3] {
+            assert_eq!(result.0, -1);
+            assert!(result.1.is_nan());
+        }
+        assert_eq!(results[3], (7, 0.0));
     }
 }

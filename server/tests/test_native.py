@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from penstock_server.attention import native
@@ -145,6 +146,40 @@ def test_argmax_logprob_flags_rows_with_nan() -> None:
     assert (ids[1], logprobs[1].isnan()) == (-1, True)
     assert (ids[[0, 2]] >= 0).all()
     assert logprobs[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 31), (4, 1000), (9, 4097), (8, 49152)])
+def test_masked_argmax_logprob_equals_masked_logits_bit_for_bit(
+    ops: native_ops.NativeOps, rows: int, vocab: int
+) -> None:
+    logits = random(rows, vocab, scale=2.0)
+    places = np.arange(0, rows, 2)
+    rng = np.random.default_rng(vocab)
+    # From all to few tokens, in more words than the logits need; the last token is always among them.
+    allowed = rng.random((len(places), (vocab // 32 + 3) * 32)) < np.logspace(0, -3, len(places))[:, None]
+    allowed[:, vocab - 1] = True
+    words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    masked = logits.clone()
+    masked[torch.from_numpy(places)] += torch.from_numpy(np.where(allowed[:, :vocab], 0.0, -np.inf)).to(BF16)
+    ids, logprobs = ops.argmax_logprob(logits, places, words)
+    expected_ids, expected = ops.argmax_logprob(masked)
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(logprobs, expected)
+    assert torch.equal(ids, (masked == masked.max(-1, keepdim=True).values).int().argmax(-1))
+    reference = masked.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_masked_argmax_logprob_flags_what_is_empty_or_broken() -> None:
+    logits = random(4, 5000)
+    logits[1, 4999] = float("nan")
+    logits[2, 4000] = float("inf")
+    words = np.zeros((4, 157), np.int32)
+    words[1:, 0] = 1 << 7
+    ids, logprobs = native_ops.argmax_logprob(logits, np.arange(4), words)
+    assert logprobs[:3].isnan().all()
+    assert ids[1:3].tolist() == [-1, -1]
+    assert (ids[3], logprobs[3]) == (7, 0.0)
 
 
 class Pages:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,8 +18,11 @@ BLOCK = 64  # rows are padded to a multiple of it
 # PERF: 1 row of 49,152 takes 0.024 ms on one thread of an EPYC; on two, with both cores busy otherwise, 8 ms.
 PARALLEL_ROWS = 8
 
-# Logits [rows, vocab] → ids [rows] int64 and logprobs [rows] float32, not finite where the row is not.
-Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
+Masks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # rows that have one, and those [rows, words]
+
+# Logits [rows, vocab] → ids [rows] int64 and logprobs [rows] float32 among what masks allow; not finite where the row
+# is not.
+Greedy = Callable[[Tensor, Masks | None], tuple[Tensor, Tensor]]
 
 
 def native_greedy(device: torch.device) -> Greedy | None:
@@ -33,8 +38,9 @@ def native_greedy(device: torch.device) -> Greedy | None:
         return None
     few, many = native_ops.NativeOps(1), native_ops.NativeOps()
 
-    def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return (many if len(logits) >= PARALLEL_ROWS else few).argmax_logprob(logits)
+    def greedy(logits: Tensor, masks: Masks | None) -> tuple[Tensor, Tensor]:
+        ops = many if len(logits) >= PARALLEL_ROWS else few
+        return ops.argmax_logprob(logits, *(masks or ()))
 
     return greedy
 

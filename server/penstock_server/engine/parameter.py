@@ -30,7 +30,7 @@ class Parameters:
     repeating: Places  # with a repetition penalty
     counted: Places  # with a frequency or presence penalty
     constrained: Places  # by a grammar
-    constrained_plain: Places  # by a grammar, among all rows, and nothing else is asked: those of `plain`
+    constrained_plain: Places  # by a grammar, among the plain rows
     drawn: Places  # by a random number
     truncated: Places  # and from a part of the distribution
     topped: Places  # with alternatives of the processed distribution
@@ -72,7 +72,7 @@ def of_composition(composition: Composition, tensor: Callable[[npt.NDArray[Any]]
         repeating=np.flatnonzero(mine["repetition_penalty"] != 1),
         counted=np.flatnonzero(is_counted[is_processed]),
         constrained=np.flatnonzero(mine["constrained"]),
-        constrained_plain=np.flatnonzero(records["constrained"] & ~is_processed),
+        constrained_plain=np.flatnonzero(records["constrained"][~is_processed]),
         drawn=np.flatnonzero(mine["do_sample"]),
         truncated=np.flatnonzero(is_cut),
         topped=np.flatnonzero((mine["top_n"] > 0) & ~mine["model_logprobs"]),

@@ -21,7 +21,7 @@ from penstock_server.engine import penalty
 from penstock_server.engine.choice import choose
 from penstock_server.engine.constraint import Constrainer, Constraints
 from penstock_server.engine.cut import Room
-from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, greatest, native_greedy
+from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Masks, greatest, native_greedy
 from penstock_server.engine.logprob import Level, Top, level_of, logprobs_at, tops_of
 from penstock_server.engine.parameter import Parameters, Places, of_composition, within
 from penstock_server.engine.random import uniform
@@ -89,18 +89,19 @@ class Sampler:
     def sample(self, logits: Tensor, request: SampleRequest) -> Sampled:
         """`logits` [samples, vocab] in any float type; they are not changed."""
         parameters = self._of_batch(request.composition)
+        masks: Masks | None = None
         if len(parameters.constrained_plain):
             assert request.constraints is not None
-            mine = parameters.constrained_plain
-            logits = self._constrainer.applied(logits, self._tensor(mine), request.constraints.of(mine))
+            constrained = parameters.plain[parameters.constrained_plain]
+            masks = parameters.constrained_plain, request.constraints.of(constrained)
         if not len(parameters.processed):
-            return self._choose_plain(logits)
+            return self._choose_plain(logits, masks)
         if not len(parameters.plain):
             return self._choose_processed(logits, request, parameters)
         out = self._empty(len(logits))
         plain, processed = self._tensor(parameters.plain), self._tensor(parameters.processed)
         rest = self._choose_processed(logits[processed], request, parameters)
-        for places, sampled in ((plain, self._choose_plain(logits[plain])), (processed, rest)):
+        for places, sampled in ((plain, self._choose_plain(logits[plain], masks)), (processed, rest)):
             out.ids[places] = sampled.ids
             out.logprobs[places] = sampled.logprobs.double()
         out.tops.update((int(parameters.processed[place]), top) for place, top in rest.tops.items())
@@ -136,14 +137,16 @@ class Sampler:
         step = len(self._scores)
         return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
-    def _choose_plain(self, logits: Tensor) -> Sampled:
-        """The model's own favourite of each row."""
+    def _choose_plain(self, logits: Tensor, masks: Masks | None = None) -> Sampled:
+        """The model's own favourite of each row, among what its mask allows where it has one."""
         if self._native_greedy is not None and logits.dtype == torch.bfloat16:
-            ids, logprobs = self._native_greedy(logits.contiguous())
+            ids, logprobs = self._native_greedy(logits.contiguous(), masks)
             finite = np.isfinite(logprobs.numpy())
             if not finite.all():
                 ids[torch.from_numpy(~finite)] = BROKEN
             return Sampled(ids, logprobs)
+        if masks is not None:
+            logits = self._constrainer.applied(logits, self._tensor(masks[0]), masks[1])
         out = self._empty(len(logits))
         for rows in self._chunks(len(logits)):
             scores, probs = self._buffers(logits, rows)

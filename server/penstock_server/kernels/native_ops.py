@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from penstock_kernels import Kernels
     from torch import Tensor
 
@@ -34,10 +36,14 @@ def make_kernels(num_threads: int | None = None) -> Kernels:
     return penstock_kernels.Kernels(num_threads or torch.get_num_threads(), _gomp_parallel())
 
 
-def argmax_logprob(logits: Tensor) -> tuple[Tensor, Tensor]:
+def argmax_logprob(
+    logits: Tensor, places: npt.NDArray[np.int64] | None = None, masks: npt.NDArray[np.int32] | None = None
+) -> tuple[Tensor, Tensor]:
     """Greedy choice of each row of logits [rows, vocab] bf16: ids [rows] int64 (the lowest of equals) and their log
-    probabilities [rows] float32. A row with NaN in it has the id -1 and NaN."""
-    return NativeOps().argmax_logprob(logits)
+    probabilities [rows] float32. Rows `places` choose among what their masks [places, words] allow, bit b of word w
+    being token 32·w + b. A row with NaN or +infinity in it, allowed or not, has the id -1 and NaN; one that allows
+    nothing has NaN."""
+    return NativeOps().argmax_logprob(logits, places, masks)
 
 
 class NativeLinear:
@@ -141,8 +147,11 @@ class NativeOps:
         self._kernels.silu_multiply(gate_up.data_ptr(), y.data_ptr(), dim // 2, rows)
         return y
 
-    def argmax_logprob(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax_logprob(
+        self, logits: Tensor, places: npt.NDArray[np.int64] | None = None, masks: npt.NDArray[np.int32] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As the function of this name."""
+        import numpy as np
         import torch
 
         assert logits.dtype == torch.bfloat16
@@ -150,7 +159,20 @@ class NativeOps:
         rows, vocab = logits.shape
         ids = torch.empty(rows, dtype=torch.int64)
         logprobs = torch.empty(rows, dtype=torch.float32)
-        self._kernels.argmax_logprob(logits.data_ptr(), ids.data_ptr(), logprobs.data_ptr(), rows, vocab)
+        addresses: npt.NDArray[np.uintp] | None = None
+        if places is not None and masks is not None and len(places):
+            assert masks.dtype == np.int32
+            assert masks.shape[0] == len(places)
+            assert 32 * masks.shape[1] >= vocab
+            assert masks.strides[1] == 4
+            addresses = np.zeros(rows, np.uintp)
+            addresses[places] = masks.ctypes.data + np.arange(len(places)) * masks.strides[0]
+        self._kernels.argmax_logprob(
+            (logits.data_ptr(), rows, vocab),
+            None if addresses is None else addresses.ctypes.data,
+            ids.data_ptr(),
+            logprobs.data_ptr(),
+        )
         return ids, logprobs
 
 
