@@ -19,7 +19,7 @@ class Bad:
     name: str
     path: str
     body: bytes
-    status: int  # as docs/migrating-from-tgi.md has it
+    status: int
     told: str
     content_type: str = "application/json"
 
@@ -119,7 +119,8 @@ def conversations() -> Iterator[Bad]:
     for tools in (5, [5], [{}], [{"type": "function"}], [{"type": "retrieval", "function": {"name": "f"}}]):
         yield _chat("tools", "tools", tools=tools)
     for name in ("", 5, None, ["f"]):
-        yield _chat("tool name", "name" if name == "" else "tools", tools=[{"type": "function", "function": {"name": name}}], tool_choice="required")
+        tool = {"type": "function", "function": {"name": name}}
+        yield _chat("tool name", "tools" if name != "" else "name", tools=[tool], tool_choice="required")
     for schema in (5, "x", [], {"type": "circle"}, {"$ref": "#/nowhere"}):
         function = {"name": "broken_one", "parameters": schema}
         told = "nowhere" if isinstance(schema, dict) and "$ref" in schema else "broken_one"
@@ -185,7 +186,7 @@ def grammars() -> Iterator[Bad]:
 
 
 def costly_grammars() -> Iterator[Bad]:
-    """Correct ones that backtracking matchers and eager automata would never finish: served, or stopped at the limits."""
+    """Correct ones that backtracking matchers and eager automata never finish: served, or stopped at the limits."""
     layers: dict[str, Any] = {
         f"d{n}": {"type": "array", "items": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 40}} for n in range(40)
     }

@@ -12,7 +12,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -129,10 +129,9 @@ def send(server: Server, bad: Bad) -> str | None:
     begin = time.monotonic()
     connection = connect(server, TIME_LIMIT_S)
     try:
-        try:
-            connection.request("POST", bad.path, bad.body, {"content-type": bad.content_type} if bad.content_type else {})
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it was answered before it was read to its end
+        headers = {"content-type": bad.content_type} if bad.content_type else {}
+        with suppress(BrokenPipeError, ConnectionResetError):  # it was answered before it was read to its end
+            connection.request("POST", bad.path, bad.body, headers)
         response = connection.getresponse()
         text = response.read().decode()
     except OSError as error:
@@ -194,10 +193,8 @@ def leave(server: Server, sent: bytes, num_read: int) -> None:
     address = urllib.parse.urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), TIME_LIMIT_S) as client:
         client.sendall(sent)
-        try:
+        with suppress(ConnectionResetError):
             client.recv(num_read)
-        except ConnectionResetError:
-            pass
 
 
 def drip(server: Server, stopping: threading.Event) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from binary import Server
 from huggingface_hub import AsyncInferenceClient
+from reference_model import reference
 
 TOKENS = 64
 PROMPTS = [
@@ -40,20 +36,6 @@ PROMPTS = [
 # bf16 has 8 bits of mantissa: logits of magnitude 16 to 32 are 0.125 apart, so candidates closer than two such steps
 # are decided by the order of summation, which differs between any two correct implementations.
 TIE = 0.25
-
-
-@functools.cache
-def reference() -> tuple[Any, Any]:
-    """(model, tokenizer) of transformers, from the same GGUF file."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    line = subprocess.run(
-        [sys.executable, "-m", "penstock_server.prepare"], capture_output=True, text=True, check=True
-    ).stdout
-    folder = Path(json.loads(line)["folder"])
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.bfloat16)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def generate_all(url: str, limit: int) -> list[tuple[int, ...]]:

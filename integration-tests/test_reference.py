@@ -8,7 +8,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from binary import Server, start
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 from openai import AuthenticationError, OpenAI
-from test_parity import reference
+from reference_model import model_folder, reference
 
 KEYS = ("first-key-of-two", "Second_Key.2")
 TEXT = "The river was wide and slow, and on its banks the children of the village played until it was dark."
@@ -52,21 +51,21 @@ def generate(keyed: Server, inputs: str, **parameters: Any) -> dict[str, Any]:
 def test_clients_open_the_server_with_any_of_its_keys(keyed: Server, key: str) -> None:
     openai = OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0)
     assert openai.completions.create(model="tgi", prompt="Hello", max_tokens=2).usage.completion_tokens == 2
-    assert InferenceClient(base_url=keyed.url, token=key).chat_completion(
-        [{"role": "user", "content": "Hello"}], max_tokens=2
-    ).choices
+    assert (
+        InferenceClient(base_url=keyed.url, token=key)
+        .chat_completion([{"role": "user", "content": "Hello"}], max_tokens=2)
+        .choices
+    )
     assert InferenceClient(keyed.url, token=key).text_generation("Hello", max_new_tokens=2)
 
 
-@pytest.mark.parametrize("key", ["wrong", KEYS[0].upper(), KEYS[0] + " ", f"{KEYS[0]}\t{KEYS[1]}"])
+@pytest.mark.parametrize("key", ["wrong", KEYS[0].upper(), KEYS[0][:-1], f"{KEYS[0]},{KEYS[1]}"])
 def test_a_wrong_key_is_401_for_every_client(keyed: Server, key: str) -> None:
     with pytest.raises(HfHubHTTPError) as refused:
-        InferenceClient(keyed.url, headers={"authorization": f"Bearer x{key}"}).text_generation("Hello")
+        InferenceClient(keyed.url, headers={"authorization": f"Bearer {key}"}).text_generation("Hello")
     assert refused.value.response.status_code == 401
     with pytest.raises(AuthenticationError):
-        OpenAI(base_url=f"{keyed.url}/v1", api_key=f"x{key}", max_retries=0).completions.create(
-            model="tgi", prompt="Hello"
-        )
+        OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0).completions.create(model="tgi", prompt="Hello")
 
 
 def test_without_a_key_nothing_is_generated_and_health_is_told(keyed: Server) -> None:
@@ -125,20 +124,14 @@ def test_a_scored_prompt_has_transformers_logprobs(openai: OpenAI) -> None:
     assert "".join(scored.logprobs.tokens) == TEXT
 
 
-def detect(folder: Path, token_ids: list[int]) -> int:
+def detect(token_ids: list[int]) -> int:
     """The detector's exit status: 0 watermarked, 1 not."""
-    command = [sys.executable, "-m", "penstock_server.watermark", str(folder), "--ids"]
+    command = [sys.executable, "-m", "penstock_server.watermark", str(model_folder()), "--ids"]
     return subprocess.run(command, input=json.dumps(token_ids), text=True, capture_output=True, timeout=60).returncode
 
 
 def test_a_watermark_is_detected_and_only_where_it_is(keyed: Server) -> None:
-    prepared = subprocess.run(
-        [sys.executable, "-m", "penstock_server.prepare"], capture_output=True, text=True, check=True
-    ).stdout
-    folder = Path(json.loads(prepared)["folder"])
     for is_marked in (True, False):
-        answer = generate(
-            keyed, TEXT, max_new_tokens=150, ignore_eos=True, do_sample=True, seed=3, watermark=is_marked
-        )
+        answer = generate(keyed, TEXT, max_new_tokens=120, ignore_eos=True, do_sample=True, seed=3, watermark=is_marked)
         token_ids = [token["id"] for token in answer["details"]["tokens"]]
-        assert detect(folder, token_ids) == (0 if is_marked else 1)
+        assert detect(token_ids) == (0 if is_marked else 1)

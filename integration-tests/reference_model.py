@@ -1,0 +1,30 @@
+"""The embedded model as transformers runs it, loaded once for all tests that compare with it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+@functools.cache
+def model_folder() -> Path:
+    """Where the embedded model was prepared to."""
+    line = subprocess.run(
+        [sys.executable, "-m", "penstock_server.prepare"], capture_output=True, text=True, check=True
+    ).stdout
+    return Path(json.loads(line)["folder"])
+
+
+@functools.cache
+def reference() -> tuple[Any, Any]:
+    """(model, tokenizer), from the same GGUF file."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = model_folder()
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.bfloat16)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
