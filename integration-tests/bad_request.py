@@ -23,6 +23,11 @@ class Bad:
     told: str
     content_type: str = "application/json"
 
+    @property
+    def is_costly(self) -> bool:
+        """A grammar that takes seconds to compile, or to be used."""
+        return self.status in (SERVED, FAILED) and self.name.startswith(("json", "regex", "lark"))
+
 
 def _raw(name: str, body: bytes, status: int, told: str = "", path: str = "/generate") -> Bad:
     return Bad(name, path, body, status, told)

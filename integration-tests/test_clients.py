@@ -131,3 +131,8 @@ def test_openai_errors_are_the_sdks(openai: OpenAI) -> None:
 def test_models_are_listed(openai: OpenAI) -> None:
     (model,) = openai.models.list().data
     assert openai.models.retrieve(model.id).id == model.id
+
+
+def test_any_models_name_is_welcome_and_comes_back(openai: OpenAI) -> None:
+    answer = openai.chat.completions.create(model="gpt-4o", messages=QUESTION, max_tokens=2)
+    assert answer.model == "gpt-4o"

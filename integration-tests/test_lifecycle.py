@@ -163,3 +163,28 @@ def test_contradicting_limits_are_refused() -> None:
 def test_version_and_help() -> None:
     assert "penstock" in subprocess.run([PENSTOCK, "--version"], capture_output=True, text=True).stdout
     assert "--num-shard" in subprocess.run([PENSTOCK, "--help"], capture_output=True, text=True).stdout
+
+
+def test_the_port_answers_only_after_the_warm_up() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = launch("--port", str(port), "--hostname", "127.0.0.1")
+    lines: list[str] = []
+    assert process.stdout is not None
+    threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()
+    try:
+        num_refused, deadline = 0, time.monotonic() + 180
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+                    assert answer.status == 200
+                break
+            except urllib.error.URLError:
+                num_refused += 1
+                time.sleep(0.02)
+        assert num_refused > 10
+        assert any("allocate KV pool" in line for line in lines), "it answered before the warm-up was over"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0

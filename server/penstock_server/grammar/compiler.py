@@ -25,7 +25,7 @@ from penstock_server.plan import Grammar
 MAX_RUNNING = 2
 MAX_WAITING = 24  # calls of `compile`, each of which holds a thread
 MAX_REMEMBERED = 64
-_WAIT_LIMIT_S = 2 * TIME_LIMIT_S
+_WAIT_LIMIT_S = 5 * TIME_LIMIT_S
 _STACK_BYTES = 64 << 20  # of threads that compile or make masks: sixteen times what a trial has; touched when needed
 
 
