@@ -141,7 +141,7 @@ def send(server: Server, bad: Bad) -> str | None:
     # Who is wrong is told so in few words: nobody gets his megabytes back.
     is_right = response.status == bad.status and bad.told in text and len(text) < 10_000
     # Whether a costly grammar is within the limits of time is the machine's to say.
-    is_right = is_right or bad.is_costly and response.status == 422 and "`grammar` is not a grammar" in text
+    is_right = is_right or (bad.is_costly and response.status == 422 and "`grammar` is not a grammar" in text)
     return None if is_right else f"{bad.name} {bad.path} {bad.body[:150]!r}: {response.status} {text[:300]}"
 
 
