@@ -89,7 +89,7 @@ def measure_cost(port: int, pid: int, words: Sequence[str], streams: Sequence[in
     for (name, dialect), num_streams in itertools.product(DIALECTS.items(), streams):
         if name == "chat":
             dialect = rename(dialect, template_tokens(port, words))
-        num_requests = max(2, 256 // num_streams)
+        num_requests = max(2, min(48, 256 // num_streams))
         costs, last = [], None
         for num_tokens in (SHORT_TOKENS, LONG_TOKENS):
             load = Load(f"{name} {num_streams} {num_tokens}", num_streams, num_requests, PROMPT_TOKENS, num_tokens)
