@@ -52,6 +52,8 @@ fn scheduler(prefix_caching: bool, num_cached_blocks: u32) -> Scheduler {
         max_steps_in_flight: 2,
         prefix_caching,
         priority_ageing: Some(Duration::from_secs(10)),
+        max_inter_token: None,
+        max_overtaking: 4,
     });
     for id in 0..u64::from(num_cached_blocks / 500) {
         submit(&mut scheduler, id, prompt(1_000_000 + id, 500 * BLOCK_TOKENS), 1);

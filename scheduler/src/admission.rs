@@ -1,5 +1,7 @@
 //! From the queue to the worker: what is found in the prefix cache, who waits for whom, who fits.
 
+use std::time::Duration;
+
 use crate::cache::{Lookup, Table};
 use crate::flight::Stay;
 use crate::plan::{BlockId, SequenceId};
@@ -10,40 +12,67 @@ use crate::step::Draft;
 /// however many in the queue wait for each other.
 const MAX_LOOKED_UP_BLOCKS: usize = 1024;
 
+/// What is left for newcomers in one step.
+pub(crate) struct Admission {
+    /// Blocks that no running sequence needs for what is known of it; less than none when they need more than there are.
+    spare_blocks: isize,
+    num_looked_up_blocks: usize,
+    pub is_closed: bool,
+}
+
+impl Admission {
+    pub fn new(spare_blocks: isize) -> Self {
+        Self { spare_blocks, num_looked_up_blocks: 0, is_closed: false }
+    }
+
+    /// Blocks that a newcomer may take. One for each sequence that runs stays free, or the newcomer would soon be
+    /// preempted; and so one that was just preempted does not come back in the same step.
+    pub fn available(&self, scheduler: &Scheduler) -> usize {
+        usize::try_from(self.spare_blocks - scheduler.running.len() as isize).unwrap_or(0)
+    }
+}
+
 impl Scheduler {
-    /// Starts sequences from the queue, strictly in order, while the step has room and the pool can hold all that is
-    /// known of them. One more block for each sequence that runs stays free, or the newcomer would soon be preempted; and
-    /// so one that was just preempted does not come back in the same step.
-    ///
-    /// INVARIANT: all that run fit into one step as decodes, for whoever runs has advanced in the step that starts
-    /// another: a prefill that could not has left no token or no block.
-    pub(crate) fn admit(&mut self, draft: &mut Draft) {
-        let mut num_looked_up_blocks = 0;
-        while draft.has_room(&self.limits)
-            && num_looked_up_blocks < MAX_LOOKED_UP_BLOCKS
-            && let Some(id) = self.first_in_line()
-        {
-            let num_available = self.cache.pool.num_available().saturating_sub(self.running.len());
-            // PERF: who is first in line and does not fit is not looked up again before it may. What it wants can only have
-            // become less by what others computed; but then it would have waited for those.
-            if self.sequence(id).num_wanted_blocks() > num_available {
-                break;
-            }
-            let lookup = self.look_up(id);
-            num_looked_up_blocks += 1 + lookup.num_visited;
-            if let Some(node) = lookup.awaited {
-                self.wait(id, node);
-                continue;
-            }
-            let num_wanted = self.num_blocks_of(id) - lookup.block_ids.len() + lookup.num_available;
-            if num_wanted > num_available {
-                self.sequence_mut(id).set_num_wanted_blocks(num_wanted);
-                break;
-            }
-            let relied_on = self.start(draft, id, lookup);
-            let num_tokens = self.sequence(id).num_pending_tokens().min(draft.tokens_left);
-            self.advance(draft, id, num_tokens, relied_on);
+    /// Blocks that are available and that none of those who compute their prompts still need for them.
+    pub(crate) fn spare_blocks(&self, prefills: &[SequenceId]) -> isize {
+        let needed: usize = prefills.iter().map(|id| self.num_blocks_of(*id)).sum();
+        self.cache.pool.num_available() as isize - needed as isize
+    }
+
+    /// Starts a sequence from the queue if the pool can hold all that is known of it and the step has time for a part. When
+    /// it has to wait for the pool or the time, so has everybody behind it.
+    pub(crate) fn admit(&mut self, draft: &mut Draft, admission: &mut Admission, id: SequenceId, now: Duration) {
+        let num_available = admission.available(self);
+        // PERF: who does not fit is not looked up again before it may. What it wants can only have become less by what
+        // others computed; but then it would have waited for those.
+        if self.sequence(id).num_wanted_blocks() > num_available {
+            admission.is_closed = true;
+            return;
         }
+        let lookup = self.look_up(id);
+        admission.num_looked_up_blocks += 1 + lookup.num_visited;
+        admission.is_closed = admission.num_looked_up_blocks >= MAX_LOOKED_UP_BLOCKS;
+        if let Some(node) = lookup.awaited {
+            let effort = self.sequence(id).turn(now, &self.limits).effort;
+            self.wait(id, node);
+            self.lend(node, effort, lookup.num_awaited_blocks as u32 * self.limits.block_tokens);
+            return;
+        }
+        let num_wanted = self.num_blocks_of(id) - lookup.block_ids.len() + lookup.num_available;
+        if num_wanted > num_available {
+            self.sequence_mut(id).set_num_wanted_blocks(num_wanted);
+            admission.is_closed = true;
+            return;
+        }
+        let num_hit_tokens = lookup.block_ids.len() as u32 * self.limits.block_tokens;
+        let possible = self.sequence(id).num_pending_tokens() - num_hit_tokens;
+        let num_tokens = self.chunk_tokens(draft, num_hit_tokens, possible);
+        if num_tokens == 0 {
+            return;
+        }
+        admission.spare_blocks -= num_wanted as isize;
+        let relied_on = self.start(draft, id, lookup);
+        self.advance(draft, id, num_tokens, relied_on);
     }
 
     fn look_up(&self, id: SequenceId) -> Lookup {
@@ -54,8 +83,8 @@ impl Scheduler {
         }
     }
 
-    /// Blocks that hold all that is known of a queued sequence.
-    fn num_blocks_of(&self, id: SequenceId) -> usize {
+    /// Blocks that a sequence lacks to hold all that is known of it.
+    pub(crate) fn num_blocks_of(&self, id: SequenceId) -> usize {
         let sequence = self.sequence(id);
         sequence.num_missing_blocks(sequence.num_pending_tokens(), self.limits.block_tokens)
     }

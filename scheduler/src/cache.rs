@@ -26,6 +26,8 @@ pub(crate) struct Lookup {
     pub num_available: usize,
     /// What follows is being computed up to and including this node, by one who is further ahead in line.
     pub awaited: Option<NodeId>,
+    /// How many blocks there are up to and including it.
+    pub num_awaited_blocks: usize,
     /// Nodes looked at: what it cost.
     pub num_visited: usize,
 }
@@ -71,6 +73,9 @@ impl Cache {
                 }
                 (Some(id), None, Some(promise)) if promise.id == id => lookup.awaited = Some(node),
                 _ => break,
+            }
+            if computing.is_some() {
+                lookup.num_awaited_blocks = lookup.num_visited;
             }
         }
         lookup

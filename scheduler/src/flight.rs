@@ -1,6 +1,7 @@
 //! What a step that is out contains, to match its result with.
 
 use crate::plan::{BlockId, SequenceId};
+use crate::timing::Estimate;
 
 /// One stay of a sequence in the worker, from `started` to `freed`. Never reused.
 ///
@@ -15,6 +16,7 @@ pub(crate) struct Flight {
     pub step: u64,
     /// In the order of the plan's advances.
     pub advances: Vec<InFlight>,
+    pub estimate: Estimate,
 }
 
 #[derive(Clone, Debug)]

@@ -9,12 +9,14 @@ mod admission;
 mod apply;
 mod audit;
 mod cache;
+mod cost;
 mod error;
 mod fault;
 mod flight;
 mod order;
 mod plan;
 mod pool;
+mod prefill;
 mod prefix;
 mod restart;
 mod scheduler;
@@ -23,6 +25,7 @@ mod sharing;
 mod step;
 #[cfg(test)]
 mod tests;
+mod timing;
 
 pub use error::{ApplyError, SubmitError};
 pub use plan::{
@@ -30,3 +33,4 @@ pub use plan::{
     TokenId,
 };
 pub use scheduler::{Scheduler, Stats};
+pub use timing::Forecast;

@@ -1,5 +1,6 @@
 //! Sequences in the order in which they are served: the queue, and those that run.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -27,6 +28,14 @@ impl Precedence {
         };
         Self { rank, arrived_at, number }
     }
+}
+
+/// Who computes its prompt first, among those that may: the smaller. Unlike precedence it changes from step to step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Turn {
+    pub level: Reverse<i128>,
+    pub effort: u64,
+    pub precedence: Precedence,
 }
 
 /// A set of sequences, by precedence.

@@ -34,6 +34,12 @@ pub struct Limits {
     /// Waiting this long counts like one priority more, so that everyone is served some day; zero makes arrival alone
     /// decide. `None`: a lower priority waits as long as there is a higher one.
     pub priority_ageing: Option<Duration>,
+    /// How long a step with decodes may take, as far as it depends on prompts beside them. `None`: a small multiple of
+    /// what the decodes take alone. Without measurements (`Scheduler::observe`) there is no such bound.
+    pub max_inter_token: Option<Duration>,
+    /// Of several prompts the one with the least left to compute goes first, until so many tokens of later ones were
+    /// computed ahead of an earlier one for each token that it has left. 0: strictly in line.
+    pub max_overtaking: u32,
 }
 
 /// A sequence to generate.

@@ -11,6 +11,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
 use crate::cache::Cache;
+use crate::cost::CostModel;
 use crate::error::SubmitError;
 use crate::flight::Flight;
 use crate::order::{Line, Precedence};
@@ -38,6 +39,7 @@ pub struct Scheduler {
     pub(crate) max_running_tokens: u64,
     pub(crate) num_queried_tokens: u64,
     pub(crate) num_hit_tokens: u64,
+    pub(crate) cost: CostModel,
     num_submissions: u64,
 }
 
@@ -95,6 +97,7 @@ impl Scheduler {
             max_running_tokens: 0,
             num_queried_tokens: 0,
             num_hit_tokens: 0,
+            cost: CostModel::default(),
             num_submissions: 0,
         }
     }
@@ -113,7 +116,7 @@ impl Scheduler {
         self.num_submissions += 1;
         let root = self.root(&submission);
         self.queue.insert(precedence, submission.id);
-        self.sequences.insert(submission.id, Sequence::new(submission, precedence, root));
+        self.sequences.insert(submission.id, Sequence::new(submission, precedence, root, arrived_at));
         Ok(())
     }
 

@@ -3,18 +3,21 @@
 //! Both are counted as they will stand when the steps in flight are over, so the next step can be planned before their
 //! results are here; only the ids of the last known tokens may be missing.
 
+use std::cmp::Reverse;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::cache::Table;
 use crate::flight::Stay;
-use crate::order::Precedence;
-use crate::plan::{Advance, BlockId, FinishReason, SequenceId, Start, Submission, TokenId};
+use crate::order::{Precedence, Turn};
+use crate::plan::{Advance, BlockId, FinishReason, Limits, SequenceId, Start, Submission, TokenId};
 use crate::prefix::{NodeId, Promise, Root};
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
     id: SequenceId,
     precedence: Precedence,
+    priority: i32,
     /// The prompt, and every generated token that has come back.
     token_ids: Vec<TokenId>,
     num_prompt_tokens: u32,
@@ -34,15 +37,28 @@ pub(crate) struct Sequence {
     awaits: Option<NodeId>,
     /// Blocks that had to be available when it was last found to have too few.
     num_wanted_blocks: usize,
+    /// When it was last in a step, or came.
+    served_at: Duration,
+    /// Tokens of prompts behind it in line that were computed before its own.
+    num_overtaken_tokens: u64,
+    loan: Option<Loan>,
+}
+
+/// The urgency of one who waits for blocks of this sequence, until it has computed those.
+#[derive(Clone, Copy, Debug)]
+struct Loan {
+    effort: u64,
+    until_tokens: u32,
 }
 
 impl Sequence {
     /// `submission` has been checked: its token counts fit in `u32` together.
-    pub fn new(submission: Submission, precedence: Precedence, root: Option<Root>) -> Self {
+    pub fn new(submission: Submission, precedence: Precedence, root: Option<Root>, arrived_at: Duration) -> Self {
         let num_prompt_tokens = submission.prompt_token_ids.len() as u32;
         Self {
             id: submission.id,
             precedence,
+            priority: submission.priority,
             token_ids: submission.prompt_token_ids,
             num_prompt_tokens,
             max_tokens: num_prompt_tokens + submission.max_new_tokens,
@@ -55,6 +71,9 @@ impl Sequence {
             needs_prompt_logprobs: submission.needs_prompt_logprobs,
             awaits: None,
             num_wanted_blocks: 0,
+            served_at: arrived_at,
+            num_overtaken_tokens: 0,
+            loan: None,
         }
     }
 
@@ -74,6 +93,10 @@ impl Sequence {
         self.stay
     }
 
+    pub fn num_computed_tokens(&self) -> u32 {
+        self.num_computed_tokens
+    }
+
     fn num_known_tokens(&self) -> u32 {
         self.token_ids.len() as u32 + self.num_unseen_tokens
     }
@@ -91,6 +114,54 @@ impl Sequence {
     /// Whether one more token is all it can take: it generates.
     pub fn is_decoding(&self) -> bool {
         self.num_pending_tokens() == 1
+    }
+
+    /// When it is served among those that compute prompts.
+    ///
+    /// Ageing is in it twice. Whom later ones overtake gains on all later ones by every token of theirs: after
+    /// `max_overtaking` times what it has left nobody does so any more. And to be left out for so long as makes up for
+    /// a priority counts as one; that is how the lower ones get on.
+    pub fn turn(&self, now: Duration, limits: &Limits) -> Turn {
+        if limits.max_overtaking == 0 {
+            return Turn { level: Reverse(0), effort: 0, precedence: self.precedence };
+        }
+        let priority = i128::from(self.priority);
+        let waited_ns = now.saturating_sub(self.served_at).as_nanos() as i128;
+        let level = match limits.priority_ageing.map(|ageing| ageing.as_nanos() as i128) {
+            Some(0) => 0,
+            Some(ageing_ns) => priority + waited_ns / ageing_ns,
+            None => priority,
+        };
+        Turn { level: Reverse(level), effort: self.effort(limits.max_overtaking), precedence: self.precedence }
+    }
+
+    /// What is left to compute, less what it was overtaken by. A stream that computes again what was lost has no time
+    /// to give away.
+    fn effort(&self, max_overtaking: u32) -> u64 {
+        if self.token_ids.len() > self.num_prompt_tokens as usize {
+            return 0;
+        }
+        let left = u64::from(self.num_pending_tokens()) * u64::from(max_overtaking);
+        let effort = left.saturating_sub(self.num_overtaken_tokens);
+        match self.loan {
+            Some(loan) if self.num_computed_tokens < loan.until_tokens => effort.min(loan.effort),
+            _ => effort,
+        }
+    }
+
+    pub fn overtake(&mut self, num_tokens: u64) {
+        self.num_overtaken_tokens = self.num_overtaken_tokens.saturating_add(num_tokens);
+    }
+
+    /// Somebody with this effort waits until so many tokens are computed here.
+    pub fn lend(&mut self, effort: u64, until_tokens: u32) {
+        let effort = self.loan.map_or(effort, |loan| loan.effort.min(effort));
+        let until_tokens = self.loan.map_or(until_tokens, |loan| loan.until_tokens.max(until_tokens));
+        self.loan = Some(Loan { effort, until_tokens });
+    }
+
+    pub fn serve(&mut self, now: Duration) {
+        self.served_at = now;
     }
 
     /// Blocks it lacks to advance by `num_tokens`.
@@ -141,6 +212,7 @@ impl Sequence {
         self.stay = None;
         self.num_unseen_tokens = 0;
         self.num_computed_tokens = 0;
+        self.loan = None;
         std::mem::take(&mut self.table)
     }
 

@@ -1,8 +1,8 @@
 //! Running sequences offer their blocks to the prefix cache, and wake who waits for them.
 //!
 //! A queued sequence whose next block is being computed waits for it instead of computing it too. It waits only for one
-//! that runs and is ahead of it in line, and that one waits for nobody: so nobody waits in a circle, and not for longer
-//! than those ahead take anyway. Out of the queue it is in nobody's way. It is woken when the last block that it shares with
+//! that runs and is ahead of it in line, and that one waits for nobody: so nobody waits in a circle. Meanwhile that one is
+//! as urgent as whoever waits for it, and has less to compute than that one would have. Out of the queue it is in nobody's way. It is woken when the last block that it shares with
 //! the other is planned, or when the other leaves the worker for whatever reason.
 
 use crate::cache::Table;
@@ -50,6 +50,14 @@ impl Scheduler {
         self.queue.remove(precedence);
         self.waiting.entry(node).or_default().insert(id);
         self.num_waiting += 1;
+    }
+
+    /// Who computes `node` is as urgent until it has so many tokens as the one who waits for it, or a short prompt would wait
+    /// behind a long one after all.
+    pub(crate) fn lend(&mut self, node: NodeId, effort: u64, until_tokens: u32) {
+        if let Some(promise) = self.cache.tree.promise(node) {
+            self.sequence_mut(promise.id).lend(effort, until_tokens);
+        }
     }
 
     fn wake(&mut self, node: NodeId) {

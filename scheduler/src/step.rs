@@ -1,4 +1,5 @@
-//! Planning one step: running decodes, then unfinished prefills, then the queue (`admission.rs`); each in order of precedence.
+//! Planning one step: running decodes first, in order of precedence; then prompts, those under way and those from the queue
+//! (`prefill.rs`), as far as the step's budget and its time go.
 //!
 //! Nobody deadlocks: `submit` took only what fits alone, and the first in line is preempted by nobody, so it always gets
 //! its blocks. Nobody livelocks: precedence is a total order that never changes, and only a sequence ahead takes blocks from
@@ -10,26 +11,32 @@ use crate::flight::{Flight, InFlight};
 use crate::plan::{BlockId, Limits, Plan, SequenceId};
 use crate::scheduler::Scheduler;
 use crate::sequence::Sequence;
+use crate::timing::Estimate;
 
 /// A plan in the making.
 pub(crate) struct Draft {
     pub plan: Plan,
     in_flight: Vec<InFlight>,
+    now: Duration,
+    /// What it computes so far, and how long that may take.
+    pub estimate: Estimate,
     /// What is left of `max_step_tokens`.
     pub tokens_left: u32,
+    /// Another block of a prompt would make it last too long.
+    pub is_out_of_time: bool,
 }
 
 impl Draft {
     pub fn has_room(&self, limits: &Limits) -> bool {
-        self.tokens_left > 0 && self.plan.advances.len() < limits.max_step_sequences as usize
+        self.tokens_left > 0 && !self.is_out_of_time && self.plan.advances.len() < limits.max_step_sequences as usize
     }
 }
 
 impl Scheduler {
     /// The next step, or `None` when there is nothing to do before the next `submit`, `abort` or `apply`.
     ///
-    /// `now` is the clock of `submit`. No rule needs it yet: ageing is part of a sequence's place in line.
-    pub fn plan(&mut self, _now: Duration) -> Option<Plan> {
+    /// `now` is the clock of `submit`.
+    pub fn plan(&mut self, now: Duration) -> Option<Plan> {
         if self.flights.len() >= self.max_steps_in_flight() {
             return None;
         }
@@ -39,10 +46,18 @@ impl Scheduler {
         let mut draft = Draft {
             plan: Plan { step: self.num_steps + 1, ..Plan::default() },
             in_flight: Vec::with_capacity(self.running.len()),
+            now,
+            estimate: Estimate::default(),
             tokens_left: self.limits.max_step_tokens,
+            is_out_of_time: false,
         };
-        self.advance_running(&mut draft);
-        self.admit(&mut draft);
+        let (decodes, prefills): (Vec<_>, Vec<_>) =
+            self.running.iter().partition(|id| self.sequence(*id).is_decoding());
+        for id in decodes {
+            self.advance(&mut draft, id, 1, Vec::new());
+        }
+        draft.estimate.bound = self.bound(&draft.estimate.work);
+        self.advance_prefills(&mut draft, prefills, now);
         if draft.plan.advances.is_empty() && self.freed.is_empty() {
             return None;
         }
@@ -52,7 +67,8 @@ impl Scheduler {
             self.share(in_flight.id);
         }
         draft.plan.freed = std::mem::take(&mut self.freed);
-        self.flights.push_back(Flight { step: draft.plan.step, advances: draft.in_flight });
+        let estimate = Estimate { seconds: self.cost.seconds(&draft.estimate.work), ..draft.estimate };
+        self.flights.push_back(Flight { step: draft.plan.step, advances: draft.in_flight, estimate });
         Some(draft.plan)
     }
 
@@ -82,20 +98,6 @@ impl Scheduler {
         }
     }
 
-    /// Every running sequence gets what the step and the pool have for it. Prefills follow the decodes.
-    fn advance_running(&mut self, draft: &mut Draft) {
-        let (decodes, prefills): (Vec<_>, Vec<_>) =
-            self.running.iter().partition(|id| self.sequence(*id).is_decoding());
-        for id in decodes {
-            self.advance(draft, id, 1, Vec::new());
-        }
-        for id in prefills {
-            let possible =
-                self.sequence(id).max_advance_tokens(self.cache.pool.num_available(), self.limits.block_tokens);
-            self.advance(draft, id, possible.min(draft.tokens_left), Vec::new());
-        }
-    }
-
     /// Plans `num_tokens` of a running sequence, for which there is room in the step and in the pool.
     pub(crate) fn advance(&mut self, draft: &mut Draft, id: SequenceId, num_tokens: u32, relied_on: Vec<BlockId>) {
         if num_tokens == 0 {
@@ -103,6 +105,13 @@ impl Scheduler {
         }
         let block_tokens = self.limits.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("invariant: who is in line is known");
+        let num_computed_tokens = sequence.num_computed_tokens();
+        if sequence.is_decoding() {
+            draft.estimate.work.add_decode(num_computed_tokens);
+        } else {
+            draft.estimate.work.add_prefill(num_computed_tokens, num_tokens);
+        }
+        sequence.serve(draft.now);
         let num_blocks = sequence.num_missing_blocks(num_tokens, block_tokens);
         let take = || self.cache.take().expect("invariant: the caller made room in the pool");
         let new_block_ids = std::iter::repeat_with(take).take(num_blocks).collect();

@@ -28,6 +28,8 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         max_steps_in_flight,
         prefix_caching: false,
         priority_ageing: None,
+        max_inter_token: None,
+        max_overtaking: 0,
     }
 }
 

@@ -149,7 +149,7 @@ fn nobody_waits_for_one_behind_in_line() {
     step(&mut scheduler);
     submit(&mut scheduler, Submission { priority: 1, ..with_prompt(2, ids(1, 40), 4) });
     let (both, _) = step(&mut scheduler);
-    assert_eq!((hits(&both), advances(&both)), (vec![(2, 16)], vec![(1, 8), (2, 8)]));
+    assert_eq!((hits(&both), advances(&both)), (vec![(2, 16)], vec![(2, 16)]));
 }
 
 #[test]

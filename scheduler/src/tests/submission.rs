@@ -46,6 +46,8 @@ fn limits_of_zero_count_as_one() {
         max_steps_in_flight: 0,
         prefix_caching: true,
         priority_ageing: Some(Duration::ZERO),
+        max_inter_token: None,
+        max_overtaking: 0,
     };
     let mut scheduler = scheduler(zero, &[(1, 2, 1)]);
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)]);

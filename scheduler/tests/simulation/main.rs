@@ -60,6 +60,8 @@ fn limits() -> impl Strategy<Value = Limits> {
             max_steps_in_flight,
             prefix_caching: caching != 0,
             priority_ageing: ageing_ticks.map(Duration::from_millis),
+            max_inter_token: None,
+            max_overtaking: 0,
         }
     })
 }
