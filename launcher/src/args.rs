@@ -70,7 +70,7 @@ pub struct Args {
     #[arg(long, env)]
     pub max_total_tokens: Option<u32>,
 
-    /// Tokens that one step may compute, so the bound on how long running streams wait for somebody's prompt
+    /// Tokens that one step may compute; while streams run, max-inter-token-ms bounds it further
     /// [default: 512 on a CPU, 4096 on a GPU]
     #[arg(long, env)]
     pub max_batch_prefill_tokens: Option<u32>,
@@ -82,6 +82,12 @@ pub struct Args {
     /// Sequences in one step [default: max-concurrent-requests, at most 256]
     #[arg(long, env)]
     pub max_batch_size: Option<u32>,
+
+    /// How long a step may take while streams run, in milliseconds: what would make it longer of other prompts is left to
+    /// later steps, bar a block of one prompt a step. Less makes streams steadier and prompts slower
+    /// [default: 1.75 times what the step takes without prompts, as measured]
+    #[arg(long, env)]
+    pub max_inter_token_ms: Option<u64>,
 
     /// Threads that tokenize long inputs
     #[arg(long, env, default_value_t = 2)]

@@ -56,6 +56,8 @@ pub struct Settings {
     pub num_blocks: Option<u32>,
     pub memory_fraction: f64,
     pub graceful_termination_timeout: Duration,
+    /// How long a step with decodes may take; `None`: the scheduler's own measure.
+    pub max_inter_token: Option<Duration>,
     pub choices: Vec<Choice>,
     /// What was given and cannot be taken as it is.
     pub warnings: Vec<String>,
@@ -123,6 +125,7 @@ impl Settings {
             num_blocks: args.max_batch_total_tokens.map(|tokens| tokens.div_ceil(BLOCK_TOKENS)),
             memory_fraction: args.cuda_memory_fraction,
             graceful_termination_timeout: Duration::from_secs(args.graceful_termination_timeout),
+            max_inter_token: max_inter_token(args, &mut choices),
             choices,
             warnings,
         })
@@ -202,6 +205,7 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         ("max-batch-prefill-tokens", args.max_batch_prefill_tokens.map(|tokens| tokens as usize)),
         ("max-batch-total-tokens", args.max_batch_total_tokens.map(|tokens| tokens as usize)),
         ("max-batch-size", args.max_batch_size.map(|size| size as usize)),
+        ("max-inter-token-ms", args.max_inter_token_ms.map(|ms| ms as usize)),
     ];
     for (name, value) in positive {
         if value == Some(0) {
@@ -291,6 +295,14 @@ fn max_step_sequences(args: &Args, choices: &mut Vec<Choice>) -> u32 {
     let size = requests.min(most);
     choices.push(Choice::new("max-batch-size", size, "max-concurrent-requests, within what a step can hold"));
     size
+}
+
+fn max_inter_token(args: &Args, choices: &mut Vec<Choice>) -> Option<Duration> {
+    if args.max_inter_token_ms.is_none() {
+        let reason = "of what a step takes without prompts, measured while serving";
+        choices.push(Choice::new("max-inter-token-ms", "a small multiple", reason));
+    }
+    args.max_inter_token_ms.map(Duration::from_millis)
 }
 
 /// COMPAT: containers set `HOSTNAME` to the machine's name; TGI then listens everywhere, with a warning.

@@ -24,6 +24,9 @@ const DEATH_PATIENCE: Duration = Duration::from_secs(2);
 const MAX_STEPS_IN_FLIGHT: u32 = 2;
 /// Waiting so long outweighs one priority: nobody waits for ever, and a burst of urgent requests is still urgent.
 const PRIORITY_AGEING: Duration = Duration::from_secs(10);
+/// A long prompt lets shorter ones pass until they have cost so many times what it costs itself: enough for it to be in
+/// nobody's way, and it still ends some day.
+const MAX_OVERTAKING: u32 = 4;
 
 /// A model that is ready to serve.
 pub struct Started {
@@ -95,6 +98,8 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         max_steps_in_flight: MAX_STEPS_IN_FLIGHT,
         prefix_caching: args.prefix_caching,
         priority_ageing: Some(PRIORITY_AGEING),
+        max_inter_token: settings.max_inter_token,
+        max_overtaking: MAX_OVERTAKING,
     };
     let options = EngineOptions {
         limits,

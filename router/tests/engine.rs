@@ -30,6 +30,8 @@ fn limits() -> Limits {
         max_steps_in_flight: 2,
         prefix_caching: false,
         priority_ageing: None,
+        max_inter_token: None,
+        max_overtaking: 0,
     }
 }
 

@@ -99,6 +99,8 @@ impl Router {
             max_steps_in_flight: 2,
             prefix_caching: false,
             priority_ageing: None,
+            max_inter_token: None,
+            max_overtaking: 0,
         };
         let metrics = server::exporter();
         batch_total_tokens(256 * 16);

@@ -72,7 +72,7 @@ impl Scheduler {
         }
         admission.spare_blocks -= num_wanted as isize;
         let relied_on = self.start(draft, id, lookup);
-        self.advance(draft, id, num_tokens, relied_on);
+        self.advance_prompt(draft, id, num_tokens, relied_on);
     }
 
     fn look_up(&self, id: SequenceId) -> Lookup {

@@ -23,15 +23,15 @@ const ORDER: [usize; NUM_TERMS] = [PREFILL_TOKENS, FIXED, DECODES, PREFILL_CONTE
 
 /// Steps of a kind after which one counts for 1/e.
 const MEMORY_STEPS: f64 = 64.0;
-/// A step that took so many times what was expected, or less than that part of it, counts as if it had taken just so
-/// long: a page fault or a busy neighbour is forgotten, a machine that has really changed is believed within a memory.
+/// A step that took more than so many times what was expected, or less than that part of it, counts as if it had taken
+/// just so long: a page fault or a busy neighbour is forgotten.
 const MAX_SURPRISE: f64 = 2.0;
-/// Steps of a kind that are believed whatever they say.
-const NUM_TRUSTED_STEPS: f64 = 4.0;
+/// After so many surprises in a row the steps are right and the model is wrong.
+const MAX_DISBELIEF: u32 = 3;
 /// What a step of prompts alone says about one with decodes, in steps with decodes.
 const PREFILL_ALONE_WEIGHT: f64 = 0.1;
-/// Passes over the prices after each step; they go on from where the last ones ended.
-const NUM_SWEEPS: usize = 4;
+/// Passes over the prices after each step; they go on from where the last ones ended. Some 2 µs in all.
+const NUM_SWEEPS: usize = 150;
 
 /// What a step computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -99,6 +99,7 @@ pub(crate) struct CostModel {
     prices: [f64; NUM_TERMS],
     /// Of steps with decodes, with prefills, with both; nothing is known of those with neither.
     evidence: [Evidence; 4],
+    num_surprises: u32,
 }
 
 impl CostModel {
@@ -114,13 +115,15 @@ impl CostModel {
             return;
         }
         let expected = self.seconds(work);
+        let plausible = seconds.clamp(expected / MAX_SURPRISE, expected * MAX_SURPRISE);
+        self.num_surprises = if plausible == seconds { 0 } else { self.num_surprises + 1 };
         let evidence = &mut self.evidence[work.kind()];
-        let (seconds, scale) = if expected > 0.0 && evidence.num_steps > NUM_TRUSTED_STEPS {
-            (seconds.clamp(expected / MAX_SURPRISE, expected * MAX_SURPRISE), expected)
+        let is_new = evidence.num_steps < f64::from(MAX_DISBELIEF);
+        if is_new || self.num_surprises > MAX_DISBELIEF {
+            evidence.add(&work.terms, seconds, seconds);
         } else {
-            (seconds, seconds)
-        };
-        evidence.add(&work.terms, seconds, scale);
+            evidence.add(&work.terms, plausible, expected);
+        }
         self.fit();
     }
 

@@ -9,22 +9,28 @@
 //! first in line is preempted by nobody, the others are preempted for it, and nobody is given the block it needs. Nor is it
 //! a livelock: turns decide who computes, only precedence who keeps blocks.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::admission::Admission;
-use crate::order::Turn;
-use crate::plan::SequenceId;
+use crate::order::{Precedence, Turn};
+use crate::plan::{BlockId, SequenceId};
 use crate::scheduler::Scheduler;
 use crate::step::Draft;
 
 /// From how far behind the first in the queue a shorter prompt is taken. Bounds the time that planning takes.
 const MAX_PASSED: usize = 8;
 
-/// A running sequence that computes its prompt.
-struct Candidate {
-    turn: Turn,
-    id: SequenceId,
-    num_overtaken_tokens: u64,
+/// Tokens of prompts that a step computes, in the order in which they were given their part.
+#[derive(Default)]
+struct Served(Vec<(Precedence, u32)>);
+
+impl Served {
+    /// Those of sequences that are behind one in line.
+    fn behind(&self, precedence: Precedence) -> u64 {
+        let behind = self.0.iter().filter(|(served, _)| precedence < *served);
+        behind.map(|(_, num_tokens)| u64::from(*num_tokens)).sum()
+    }
 }
 
 impl Scheduler {
@@ -34,51 +40,66 @@ impl Scheduler {
         // The first in line has been promised its block (`make_room`).
         let first = self.running.first();
         let mut promised = first.filter(|first| prefills.contains(first));
-        let mut candidates: Vec<_> = prefills
-            .into_iter()
-            .map(|id| Candidate { turn: self.sequence(id).turn(now, &self.limits), id, num_overtaken_tokens: 0 })
-            .collect();
-        candidates.sort_unstable_by_key(|candidate| candidate.turn);
-        let mut waiting = &mut candidates[..];
-        let mut served: Vec<(Turn, u32)> = Vec::new();
+        let mut waiting = VecDeque::from(self.in_turn(prefills, now));
+        let mut passed_over = Vec::new();
+        let mut served = Served::default();
         while draft.has_room(&self.limits) {
-            let queued = self.next_in_queue(&admission, now);
-            let before = draft.tokens_left;
-            let turn = match (waiting.first(), queued) {
-                (running, Some((turn, id))) if running.is_none_or(|running| turn < running.turn) => {
+            let (num_left, num_waiting) = (draft.tokens_left, self.num_waiting);
+            let id = match (waiting.front().copied(), self.next_in_queue(&admission, now)) {
+                (running, Some((turn, id))) if running.is_none_or(|(running, _)| turn < running) => {
                     self.admit(draft, &mut admission, id, now);
-                    turn
+                    id
                 }
-                (Some(_), _) => {
-                    let (first, rest) = waiting.split_first_mut().expect("just seen");
-                    promised = promised.filter(|id| *id != first.id);
-                    self.advance_prefill(draft, first.id, promised);
-                    waiting = rest;
-                    first.turn
+                (Some((_, id)), _) => {
+                    waiting.pop_front();
+                    promised = promised.filter(|promised| *promised != id);
+                    if !self.advance_prefill(draft, id, promised) {
+                        passed_over.push(id);
+                    }
+                    id
                 }
                 (None, _) => break,
             };
-            let num_tokens = before - draft.tokens_left;
-            if num_tokens > 0 {
-                served.push((turn, num_tokens));
-                let passed = waiting.iter_mut().filter(|other| other.turn.precedence < turn.precedence);
-                passed.for_each(|other| other.num_overtaken_tokens += u64::from(num_tokens));
+            if self.num_waiting > num_waiting {
+                // One of those under way may have become more urgent.
+                waiting = self.in_turn(waiting.into_iter().map(|(_, id)| id).collect(), now).into();
+            } else if draft.tokens_left < num_left {
+                let precedence = self.sequence(id).precedence();
+                self.sequence_mut(id).overtake(served.behind(precedence));
+                served.0.push((precedence, num_left - draft.tokens_left));
             }
         }
-        for candidate in candidates.iter().filter(|candidate| candidate.num_overtaken_tokens > 0) {
-            self.sequence_mut(candidate.id).overtake(candidate.num_overtaken_tokens);
-        }
-        self.overtake_queued(&served);
+        passed_over.extend(waiting.into_iter().map(|(_, id)| id));
+        self.note_overtaken(passed_over, &served);
     }
 
-    /// Leaves in the pool what has been `promised` to another one.
-    fn advance_prefill(&mut self, draft: &mut Draft, id: SequenceId, promised: Option<SequenceId>) {
+    fn in_turn(&self, ids: Vec<SequenceId>, now: Duration) -> Vec<(Turn, SequenceId)> {
+        let with_turn = |id| (self.sequence(id).turn(now, &self.limits), id);
+        let mut in_turn: Vec<_> = ids.into_iter().map(with_turn).collect();
+        in_turn.sort_unstable();
+        in_turn
+    }
+
+    /// Leaves in the pool what has been `promised` to another one. False when there is nothing for it.
+    fn advance_prefill(&mut self, draft: &mut Draft, id: SequenceId, promised: Option<SequenceId>) -> bool {
         let block_tokens = self.limits.block_tokens;
         let num_promised = promised.map_or(0, |id| self.sequence(id).num_missing_blocks(1, block_tokens));
         let num_free = self.cache.pool.num_available().saturating_sub(num_promised);
         let possible = self.sequence(id).max_advance_tokens(num_free, block_tokens);
         let num_tokens = self.chunk_tokens(draft, self.sequence(id).num_computed_tokens(), possible);
-        self.advance(draft, id, num_tokens, Vec::new());
+        self.advance_prompt(draft, id, num_tokens, Vec::new());
+        num_tokens > 0
+    }
+
+    pub(crate) fn advance_prompt(
+        &mut self,
+        draft: &mut Draft,
+        id: SequenceId,
+        num_tokens: u32,
+        relied_on: Vec<BlockId>,
+    ) {
+        draft.estimate.work.add_prefill(self.sequence(id).num_computed_tokens(), num_tokens);
+        self.advance(draft, id, num_tokens, relied_on);
     }
 
     /// Who would leave the queue next.
@@ -101,17 +122,15 @@ impl Scheduler {
         self.queue.iter().take(MAX_PASSED).filter(fits_too).map(with_turn).min()
     }
 
-    /// Only those near the front can have been overtaken.
-    fn overtake_queued(&mut self, served: &[(Turn, u32)]) {
-        if served.is_empty() || self.limits.max_overtaking == 0 {
+    /// Those who were not served; in the queue only those near its front can have been overtaken.
+    fn note_overtaken(&mut self, mut unserved: Vec<SequenceId>, served: &Served) {
+        if served.0.is_empty() || self.limits.max_overtaking == 0 {
             return;
         }
-        let ids: Vec<_> = self.queue.iter().take(MAX_PASSED).collect();
-        for id in ids {
+        unserved.extend(self.queue.iter().take(MAX_PASSED));
+        for id in unserved {
             let precedence = self.sequence(id).precedence();
-            let behind = served.iter().filter(|(turn, _)| precedence < turn.precedence);
-            let num_tokens = behind.map(|(_, num_tokens)| u64::from(*num_tokens)).sum();
-            self.sequence_mut(id).overtake(num_tokens);
+            self.sequence_mut(id).overtake(served.behind(precedence));
         }
     }
 }

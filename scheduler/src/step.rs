@@ -54,6 +54,7 @@ impl Scheduler {
         let (decodes, prefills): (Vec<_>, Vec<_>) =
             self.running.iter().partition(|id| self.sequence(*id).is_decoding());
         for id in decodes {
+            draft.estimate.work.add_decode(self.sequence(id).num_computed_tokens());
             self.advance(&mut draft, id, 1, Vec::new());
         }
         draft.estimate.bound = self.bound(&draft.estimate.work);
@@ -105,12 +106,6 @@ impl Scheduler {
         }
         let block_tokens = self.limits.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("invariant: who is in line is known");
-        let num_computed_tokens = sequence.num_computed_tokens();
-        if sequence.is_decoding() {
-            draft.estimate.work.add_decode(num_computed_tokens);
-        } else {
-            draft.estimate.work.add_prefill(num_computed_tokens, num_tokens);
-        }
         sequence.serve(draft.now);
         let num_blocks = sequence.num_missing_blocks(num_tokens, block_tokens);
         let take = || self.cache.take().expect("invariant: the caller made room in the pool");

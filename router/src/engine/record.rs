@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use penstock_scheduler::Plan;
+use penstock_scheduler::{Forecast, Plan};
 use tokio::time::Instant;
 
 use crate::telemetry::metrics::{self, StepPart};
@@ -34,9 +34,10 @@ pub(super) struct StepRecord {
     schedule: Duration,
     round_trip: Duration,
     apply: Duration,
-    /// What this step added to the time its sequences waited: since the report before it, or since it was called for.
     interval: Duration,
     worker: WorkerTiming,
+    /// What the scheduler had expected, once it knows something.
+    forecast: Option<Forecast>,
 }
 
 impl StepInFlight {
@@ -63,15 +64,20 @@ impl StepInFlight {
     pub fn since(&self, last_report_at: Instant) -> Instant {
         self.sent_at.max(last_report_at)
     }
+
+    /// What it added to the time its sequences waited: since the report before it, or since it was called for.
+    pub fn interval(&self, previous_report_at: Instant, arrived_at: Instant) -> Duration {
+        arrived_at - self.woken_at.max(previous_report_at)
+    }
 }
 
 impl StepRecord {
     pub fn new(
         step: &StepInFlight,
         worker: WorkerTiming,
-        previous_report_at: Instant,
+        interval: Duration,
         arrived_at: Instant,
-        applied_at: Instant,
+        forecast: Option<Forecast>,
     ) -> Self {
         Self {
             method: step.method,
@@ -80,9 +86,10 @@ impl StepRecord {
             joins: step.joins,
             schedule: step.schedule,
             round_trip: arrived_at - step.sent_at,
-            apply: applied_at - arrived_at,
-            interval: arrived_at - step.woken_at.max(previous_report_at),
+            apply: arrived_at.elapsed(),
+            interval,
             worker,
+            forecast,
         }
     }
 
@@ -97,6 +104,12 @@ impl StepRecord {
         }
         metrics::batch_inference(self.method, self.worker.forward, self.interval);
         metrics::batch_changed(self.method, self.schedule, self.joins, self.apply);
+        if let Some(expected) = self.forecast.and_then(|forecast| forecast.duration) {
+            metrics::step_forecast(self.method, expected.abs_diff(self.interval));
+        }
+        if let Some(target) = self.forecast.and_then(|forecast| forecast.target) {
+            metrics::inter_token_target(target);
+        }
         if self.starts {
             metrics::batch_next_size(self.num_sequences);
         }

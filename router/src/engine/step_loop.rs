@@ -224,6 +224,8 @@ impl StepLoop {
             id: output.id,
             token_ids: output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
         };
+        let interval = in_flight.interval(self.last_report_at, arrived_at);
+        let forecast = self.scheduler.observe(report.step, interval);
         let result = scheduler::StepResult { step: report.step, outputs: report.outputs.iter().map(output).collect() };
         let events = self.scheduler.apply(&result).map_err(|error| error.to_string())?;
         metrics::tokens_accepted(report.outputs.iter().map(|output| output.tokens.as_ref().map_or(0, Vec::len)));
@@ -246,8 +248,8 @@ impl StepLoop {
         if has_tokens {
             self.end_outage();
         }
-        let previous_report_at = std::mem::replace(&mut self.last_report_at, arrived_at);
-        StepRecord::new(&in_flight, report.timing, previous_report_at, arrived_at, Instant::now()).export();
+        self.last_report_at = arrived_at;
+        StepRecord::new(&in_flight, report.timing, interval, arrived_at, forecast).export();
         Ok(())
     }
 

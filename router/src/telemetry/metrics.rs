@@ -235,6 +235,16 @@ pub(crate) fn step_duration(part: StepPart, method: &'static str, duration: Dura
     histogram!(part.metric(), "method" => method).record(duration);
 }
 
+/// By how much a step took more or less than was expected.
+pub(crate) fn step_forecast(method: &'static str, error: Duration) {
+    histogram!(name::STEP_FORECAST_ERROR, "method" => method).record(error);
+}
+
+/// How long a step with prompts beside its decodes may take, at this moment.
+pub(crate) fn inter_token_target(target: Duration) {
+    gauge!(name::INTER_TOKEN_TARGET).set(target);
+}
+
 /// A part of the time without workers: the values of the label `phase`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RestartPhase {

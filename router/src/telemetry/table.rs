@@ -87,6 +87,8 @@ pub(super) const STEP_WORKER_PREPARE: &str = "penstock_step_worker_prepare_secon
 pub(super) const STEP_WORKER_FORWARD: &str = "penstock_step_worker_forward_seconds";
 pub(super) const STEP_WORKER_SAMPLE: &str = "penstock_step_worker_sample_seconds";
 pub(super) const STEP_WORKER_IDLE: &str = "penstock_step_worker_idle_seconds";
+pub(super) const STEP_FORECAST_ERROR: &str = "penstock_step_forecast_error_seconds";
+pub(super) const INTER_TOKEN_TARGET: &str = "penstock_inter_token_target_seconds";
 pub(super) const WORKER_RESTARTS: &str = "penstock_worker_restarts";
 pub(super) const WORKER_DOWNTIME: &str = "penstock_worker_downtime_seconds";
 pub(super) const WORKER_RESTART: &str = "penstock_worker_restart_seconds";
@@ -201,6 +203,9 @@ pub(super) const METRICS: &[Metric] = &[
     histogram_of(STEP_WORKER_FORWARD, Buckets::Step, "Seconds the worker spent in the model").by(METHOD),
     histogram_of(STEP_WORKER_SAMPLE, Buckets::Step, "Seconds the worker spent on choosing tokens").by(METHOD),
     histogram_of(STEP_WORKER_IDLE, Buckets::Step, "Seconds the worker waited for the step").by(METHOD),
+    histogram_of(STEP_FORECAST_ERROR, Buckets::Step, "Seconds by which a step was longer or shorter than expected")
+        .by(METHOD),
+    gauge_of(INTER_TOKEN_TARGET, "Seconds that the newest step with decodes could take before its prompts had to wait"),
     counter_of(WORKER_RESTARTS, "Times that workers were started in the place of lost ones"),
     histogram_of(
         WORKER_DOWNTIME,

@@ -1,6 +1,7 @@
 //! The scheduler's rules, one by one, on the smallest example of each. Random traffic is in `tests/simulation`.
 
 mod end;
+mod latency;
 mod priority;
 mod restart;
 mod sharing;

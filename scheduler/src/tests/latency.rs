@@ -1,0 +1,327 @@
+//! What a step may take beside its decodes, and whose prompt goes first.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::Forecast;
+
+const MS: Duration = Duration::from_millis(1);
+
+/// Blocks of 4 tokens, room for much.
+fn wide(max_inter_token: Option<Duration>, max_overtaking: u32) -> Limits {
+    Limits {
+        max_step_tokens: 64,
+        max_step_sequences: 32,
+        max_sequence_tokens: 2000,
+        max_inter_token,
+        max_overtaking,
+        ..limits(2000, 1)
+    }
+}
+
+/// What a machine takes that needs a millisecond for a step, one for every decode, and one for every two tokens of a prompt.
+fn true_duration(plan: &Plan, decodes: &[u64]) -> Duration {
+    let halves = |advance: &crate::Advance| if decodes.contains(&advance.id.0) { 2 } else { advance.num_tokens };
+    MS + MS * plan.advances.iter().map(halves).sum::<u32>() / 2
+}
+
+/// Runs a step in which `decodes` generate, and tells how long it took.
+fn timed_step(scheduler: &mut Scheduler, decodes: &[u64]) -> (Plan, Forecast) {
+    let plan = plan(scheduler);
+    let forecast = scheduler.observe(plan.step, true_duration(&plan, decodes)).expect("it is in flight");
+    scheduler.apply(&answer(&plan, TOKEN)).unwrap();
+    (plan, forecast)
+}
+
+/// A scheduler whose first sequence decodes, and that knows the machine: it has seen prompts alone and beside decodes.
+fn practised(limits: Limits) -> Scheduler {
+    let mut scheduler = scheduler(limits, &[(1, 4, 1000)]);
+    for step in 0..40 {
+        timed_step(&mut scheduler, if step == 0 { &[] } else { &[1] });
+        if step % 4 == 0 {
+            submit(&mut scheduler, submission(100 + step, 40, 1));
+        }
+    }
+    while scheduler.stats().num_running > 1 {
+        timed_step(&mut scheduler, &[1]);
+    }
+    scheduler
+}
+
+fn submit_at(scheduler: &mut Scheduler, submission: Submission, second: u64) {
+    scheduler.submit(submission, Duration::from_secs(second)).unwrap();
+}
+
+fn share_of(plan: &Plan, id: u64) -> u32 {
+    advances(plan).iter().filter(|advance| advance.0 == id).map(|advance| advance.1).sum()
+}
+
+#[test]
+fn a_prompt_beside_decodes_gets_the_time_that_is_left_in_whole_blocks() {
+    let mut scheduler = practised(wide(Some(10 * MS), 0));
+    submit(&mut scheduler, submission(2, 200, 9));
+    // Two are taken; 16 tokens take the other eight.
+    let chunks: Vec<_> = (0..4).map(|_| share_of(&timed_step(&mut scheduler, &[1]).0, 2)).collect();
+    assert!(chunks.iter().all(|chunk| (12..=16).contains(chunk) && chunk % 4 == 0), "{chunks:?}");
+}
+
+#[test]
+fn without_a_target_a_step_stays_under_twice_its_decodes() {
+    let mut scheduler = practised(wide(None, 0));
+    let ids: Vec<_> = (1..9).collect();
+    for id in &ids[1..] {
+        submit(&mut scheduler, submission(*id, 1, 900));
+    }
+    for _ in 0..100 {
+        timed_step(&mut scheduler, &ids);
+    }
+    submit(&mut scheduler, submission(50, 200, 1));
+    for _ in 0..10 {
+        let (plan, forecast) = timed_step(&mut scheduler, &ids);
+        let took = true_duration(&plan, &ids);
+        assert!(share_of(&plan, 50) > 4, "more than the least");
+        assert!(took <= 18 * MS && took > 12 * MS, "{took:?} where the decodes take 9 ms");
+        assert!(forecast.target.unwrap() < 17 * MS);
+        assert!(forecast.duration.unwrap().abs_diff(took) < 2 * MS, "{forecast:?}, {took:?}");
+    }
+}
+
+#[test]
+fn a_prompt_alone_takes_the_whole_budget() {
+    let mut scheduler = practised(wide(Some(10 * MS), 0));
+    scheduler.abort(SequenceId(1));
+    submit(&mut scheduler, submission(2, 200, 9));
+    assert_eq!(advances(&timed_step(&mut scheduler, &[]).0), [(2, 64)]);
+}
+
+#[test]
+fn some_prompt_advances_by_a_block_in_every_step_although_the_decodes_take_too_long() {
+    let mut scheduler = practised(wide(Some(MS), 4));
+    submit(&mut scheduler, submission(2, 18, 9));
+    submit(&mut scheduler, submission(3, 60, 9));
+    let plans: Vec<_> = (0..5).map(|_| advances(&timed_step(&mut scheduler, &[1]).0)).collect();
+    assert_eq!(plans[..4], [(1, 1), (2, 4)].map(|one| one).repeat(4).chunks(2).map(<[_]>::to_vec).collect::<Vec<_>>());
+    assert_eq!(plans[4], [(1, 1), (2, 2)]);
+}
+
+#[test]
+fn without_measurements_only_the_budget_bounds_a_step() {
+    let mut scheduler = scheduler(wide(Some(MS), 0), &[(1, 4, 50)]);
+    step(&mut scheduler);
+    submit(&mut scheduler, submission(2, 200, 9));
+    assert_eq!(advances(&step(&mut scheduler).0), [(1, 1), (2, 63)]);
+}
+
+#[test]
+fn a_prompt_that_costs_nothing_takes_the_whole_budget() {
+    let mut scheduler = scheduler(wide(Some(3 * MS), 0), &[(1, 4, 500)]);
+    submit(&mut scheduler, submission(2, 1900, 9));
+    let mut last = 0;
+    for _ in 0..20 {
+        let plan = plan(&mut scheduler);
+        scheduler.observe(plan.step, 2 * MS);
+        scheduler.apply(&answer(&plan, TOKEN)).unwrap();
+        last = share_of(&plan, 2);
+    }
+    assert_eq!(last, 63);
+}
+
+#[test]
+fn a_step_that_is_not_in_flight_teaches_nothing() {
+    let mut scheduler = scheduler(wide(None, 0), &[(1, 4, 50)]);
+    assert_eq!(scheduler.observe(1, MS), None);
+    let first = plan(&mut scheduler);
+    assert_eq!(scheduler.observe(first.step, MS), Some(Forecast { duration: None, target: None }));
+    assert_eq!(scheduler.observe(7, MS), None);
+}
+
+#[test]
+fn a_short_prompt_is_done_before_a_long_one_under_way_or_ahead_in_the_queue() {
+    let mut scheduler = practised(wide(Some(10 * MS), 4));
+    submit(&mut scheduler, submission(2, 1000, 9));
+    timed_step(&mut scheduler, &[1]);
+    submit(&mut scheduler, submission(3, 900, 9));
+    submit(&mut scheduler, submission(4, 8, 9));
+    let (plan, _) = timed_step(&mut scheduler, &[1]);
+    assert_eq!((started(&plan)[0], advances(&plan)[1]), (4, (4, 8)));
+    assert!(!started(&plan).contains(&2));
+}
+
+#[test]
+fn in_line_means_in_line_where_nobody_may_overtake() {
+    let mut scheduler = scheduler(wide(None, 0), &[(1, 200, 9), (2, 8, 9)]);
+    let first_two: Vec<_> = (0..2).map(|_| advances(&step(&mut scheduler).0)).collect();
+    assert_eq!(first_two, [[(1, 64)], [(1, 64)]]);
+}
+
+#[test]
+fn who_overtakes_leaves_the_first_in_the_queue_its_blocks() {
+    // The long one needs 10 of 16 blocks, the short ones three each; and one stays free for everyone who runs.
+    let mut scheduler = scheduler(Limits { max_overtaking: 4, ..limits(16, 1) }, &[(1, 40, 4)]);
+    for id in 2..5 {
+        submit(&mut scheduler, submission(id, 12, 30));
+    }
+    let (plan, _) = step(&mut scheduler);
+    assert_eq!(started(&plan), [2, 1], "a second short one would take what the long one needs");
+    assert_eq!(advances(&plan), [(2, 12), (1, 4)]);
+}
+
+#[test]
+fn a_higher_priority_goes_first_however_long_it_is() {
+    let mut scheduler = scheduler(wide(None, 4), &[(1, 8, 9)]);
+    submit(&mut scheduler, Submission { priority: 1, ..submission(2, 200, 9) });
+    assert_eq!(advances(&step(&mut scheduler).0), [(2, 64)]);
+}
+
+#[test]
+fn who_is_left_out_gets_on_although_others_have_a_higher_priority() {
+    for (priority_ageing, gets_on) in [(Some(Duration::from_secs(10)), true), (None, false)] {
+        let mut scheduler = scheduler(Limits { priority_ageing, ..wide(None, 4) }, &[(1, 200, 9)]);
+        let mut steps = 0..21;
+        let served = steps.any(|second| {
+            submit_at(&mut scheduler, Submission { priority: 1, ..submission(10 + second, 64, 1) }, second);
+            let plan = scheduler.plan(Duration::from_secs(second)).unwrap();
+            scheduler.apply(&answer(&plan, TOKEN)).unwrap();
+            share_of(&plan, 1) > 0
+        });
+        assert_eq!(served, gets_on, "{priority_ageing:?}");
+    }
+}
+
+#[test]
+fn a_stream_that_computes_again_what_was_lost_goes_before_every_prompt() {
+    let mut scheduler = scheduler(wide(None, 4), &[(1, 400, 20)]);
+    for _ in 0..8 {
+        step(&mut scheduler);
+    }
+    scheduler.restart();
+    submit(&mut scheduler, submission(2, 8, 9));
+    assert_eq!(advances(&step(&mut scheduler).0), [(1, 64)]);
+}
+
+#[test]
+fn who_computes_what_a_short_one_waits_for_is_as_urgent() {
+    let limits = Limits { prefix_caching: true, max_step_tokens: 16, ..wide(None, 4) };
+    let mut scheduler = Scheduler::new(limits);
+    let common = 1000..1064;
+    let with_prompt = |id, rest: std::ops::Range<TokenId>| Submission {
+        prompt_token_ids: common.clone().chain(rest).collect(),
+        ..submission(id, 1, 1)
+    };
+    submit(&mut scheduler, with_prompt(1, 2000..2900));
+    step(&mut scheduler);
+    submit(&mut scheduler, with_prompt(2, 3000..3004));
+    submit(&mut scheduler, submission(3, 80, 1));
+    let shares: Vec<_> = (0..5).map(|_| advances(&step(&mut scheduler).0)).collect();
+    let urgent = [vec![(1, 16)], vec![(1, 16)], vec![(1, 16)]];
+    assert_eq!(shares[..3], urgent, "the common part, for the second");
+    assert_eq!(shares[3..], [vec![(2, 4), (3, 12)], vec![(3, 16)]], "and then the long one waits again");
+}
+
+#[derive(Clone, Debug)]
+struct Traffic {
+    limits: Limits,
+    /// (step, tokens in the prompt, tokens to generate)
+    arrivals: Vec<(usize, usize, u32)>,
+    /// What the steps take, whatever is in them.
+    durations_ms: Vec<u64>,
+}
+
+fn traffic() -> impl Strategy<Value = Traffic> {
+    let arrivals = proptest::collection::vec((0..60usize, 1..300usize, 1..30u32), 1..24);
+    let limits = (1..6u32, 40..128u32, 0..4u32, proptest::option::of(0..30u64), 1..4u32);
+    let durations_ms = proptest::collection::vec(0..60u64, 1..20);
+    (limits, arrivals, durations_ms).prop_map(|(limits, mut arrivals, durations_ms)| {
+        let (block_tokens, max_step_tokens, max_overtaking, target_ms, max_steps_in_flight) = limits;
+        arrivals.sort_unstable();
+        let wide = wide(target_ms.map(Duration::from_millis), max_overtaking);
+        let pool = Limits { num_blocks: 20_000, max_step_sequences: 40, ..wide };
+        Traffic {
+            limits: Limits { block_tokens, max_step_tokens, max_steps_in_flight, ..pool },
+            arrivals,
+            durations_ms,
+        }
+    })
+}
+
+/// What is left of a sequence's prompt, and how much of later ones was computed before it.
+struct Prompt {
+    num_tokens: u64,
+    num_left: u64,
+    num_overtaken: u64,
+}
+
+/// Runs the traffic to its end and checks every step.
+fn check_every_step(traffic: Traffic) {
+    let Traffic { limits, arrivals, durations_ms } = traffic;
+    let mut scheduler = Scheduler::new(limits);
+    let mut prompts: Vec<Prompt> = Vec::new();
+    let mut in_flight = std::collections::VecDeque::new();
+    let mut arrivals = arrivals.into_iter().zip(0..).peekable();
+    for step in 0.. {
+        assert!(step < 20_000, "no end in sight");
+        while let Some(((_, num_tokens, max_new_tokens), id)) = arrivals.next_if(|((due, ..), _)| *due <= step) {
+            submit(&mut scheduler, submission(id, num_tokens, max_new_tokens));
+            let num_tokens = num_tokens as u64;
+            prompts.push(Prompt { num_tokens, num_left: num_tokens, num_overtaken: 0 });
+        }
+        let decodes: Vec<_> = scheduler.running.iter().filter(|id| scheduler.sequence(*id).is_decoding()).collect();
+        if let Some(plan) = scheduler.plan(Duration::from_millis(step as u64)) {
+            scheduler.audit();
+            let first: Vec<_> = plan.advances.iter().map(|advance| advance.id).take(decodes.len()).collect();
+            assert_eq!(first, decodes, "every decode advances, first");
+            check_time(&scheduler, &plan.advances[decodes.len()..]);
+            for id in decodes {
+                // Also who has one token of its prompt left.
+                prompts[id.0 as usize].num_left = 0;
+            }
+            count_overtaking(&limits, &mut prompts, &plan.advances[first.len()..]);
+            in_flight.push_back(plan);
+        } else if in_flight.is_empty() && arrivals.peek().is_none() {
+            break;
+        }
+        if in_flight.len() == limits.max_steps_in_flight as usize || step % 3 == 0 {
+            let Some(plan) = in_flight.pop_front() else { continue };
+            let duration_ms = durations_ms[plan.step as usize % durations_ms.len()];
+            scheduler.observe(plan.step, Duration::from_millis(duration_ms)).expect("it is in flight");
+            scheduler.apply(&answer(&plan, TOKEN)).unwrap();
+        }
+    }
+    assert_eq!(scheduler.stats().num_running + scheduler.stats().num_queued, 0);
+}
+
+/// A planned step takes no longer than it may, as far as is known, unless it has the least that it must have.
+fn check_time(scheduler: &Scheduler, prefills: &[crate::Advance]) {
+    let estimate = &scheduler.flights.back().expect("just planned").estimate;
+    let num_tokens: u32 = prefills.iter().map(|advance| advance.num_tokens).sum();
+    let Some(bound) = estimate.bound else { return };
+    let is_least = prefills.len() <= 1 && num_tokens <= scheduler.limits.block_tokens;
+    assert!(estimate.seconds <= bound * 1.000_001 || is_least, "{estimate:?} with {prefills:?}");
+}
+
+fn count_overtaking(limits: &Limits, prompts: &mut [Prompt], prefills: &[crate::Advance]) {
+    for (index, advance) in prefills.iter().enumerate() {
+        let id = advance.id.0 as usize;
+        let not_before: Vec<_> = prefills[..index].iter().map(|advance| advance.id.0 as usize).collect();
+        for (other, earlier) in prompts[..id].iter_mut().enumerate() {
+            if earlier.num_left > 0 && !not_before.contains(&other) {
+                earlier.num_overtaken += u64::from(advance.num_tokens);
+                let most = earlier.num_tokens * u64::from(limits.max_overtaking) + u64::from(limits.max_step_tokens);
+                assert!(earlier.num_overtaken <= most, "{other} was overtaken by {} tokens", earlier.num_overtaken);
+            }
+        }
+    }
+    for advance in prefills {
+        prompts[advance.id.0 as usize].num_left -= u64::from(advance.num_tokens);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+
+    /// Whatever the steps are said to take: a wrong model costs time, and no promise.
+    #[test]
+    fn every_step_keeps_its_time_and_nobody_starves(traffic in traffic()) {
+        check_every_step(traffic);
+    }
+}
