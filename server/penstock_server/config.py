@@ -58,6 +58,7 @@ class WarmUpConfig:
     max_sequence_tokens: int = 0
     num_blocks: int = 0
     memory_fraction: float = 0.9
+    proven: bool = False  # others with the same limits did the rest; num_blocks are to be allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +67,4 @@ class Capacity:
 
     num_blocks: int
     phases: tuple[Phase, ...]
+    worst_step_s: float = 0.0  # the slowest step of the warm-up; 0: none was run

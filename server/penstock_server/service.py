@@ -120,6 +120,7 @@ class Worker(rpc.WorkerServicer):
             max_sequence_tokens=request.max_sequence_tokens,
             num_blocks=request.num_blocks,
             memory_fraction=request.memory_fraction,
+            proven=request.proven,
         )
         engine = self._engine
         if engine is None:
@@ -133,7 +134,11 @@ class Worker(rpc.WorkerServicer):
         except Exception as error:  # noqa: BLE001 - the service's boundary
             self._abort_with_fault(context, error)
         self._ready = True
-        return pb.WarmUpResponse(num_blocks=capacity.num_blocks, phases=_phases(capacity.phases))
+        return pb.WarmUpResponse(
+            num_blocks=capacity.num_blocks,
+            phases=_phases(capacity.phases),
+            worst_step_seconds=capacity.worst_step_s,
+        )
 
     def CompileGrammar(  # noqa: N802
         self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
@@ -156,6 +161,7 @@ class Worker(rpc.WorkerServicer):
             last_step=self._last_step,
             stepping=since is not None,
             stepping_seconds=0.0 if since is None else time.monotonic() - since,
+            processor_seconds=time.process_time(),
         )
 
     def Steps(  # noqa: N802
@@ -287,7 +293,6 @@ def _plan(message: pb.Plan) -> Plan:
         step=message.step,
         freed_sequence_ids=tuple(message.freed_sequence_ids),
         new_sequences=[_new_sequence(new) for new in message.new_sequences],
-        block_copies=[(copy.from_block_id, copy.to_block_id) for copy in message.block_copies],
         advances=[Advance(a.sequence_id, a.num_tokens, tuple(a.new_block_ids), a.sample) for a in message.advances],
     )
 
@@ -350,6 +355,7 @@ def _result_message(result: StepResult) -> pb.StepResult:
                 tokens=[_token(token) for token in output.tokens],
                 prompt_tokens=[_token(token) for token in output.prompt_tokens],
                 error=output.error,
+                fault=pb.FAULT_REQUEST if output.request_is_at_fault else pb.FAULT_SERVER,
             )
             for output in result.outputs
         ],
