@@ -202,6 +202,7 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         ("max-batch-prefill-tokens", args.max_batch_prefill_tokens.map(|tokens| tokens as usize)),
         ("max-batch-total-tokens", args.max_batch_total_tokens.map(|tokens| tokens as usize)),
         ("max-batch-size", args.max_batch_size.map(|size| size as usize)),
+        ("step-timeout", args.step_timeout.map(|seconds| usize::try_from(seconds).unwrap_or(usize::MAX))),
     ];
     for (name, value) in positive {
         if value == Some(0) {

@@ -289,6 +289,7 @@ async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
         max_sequence_tokens: None,
         num_blocks: Some(77),
         memory_fraction: 0.9,
+        proven: false,
     };
     assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
     for rank in &group.ranks {
@@ -298,7 +299,7 @@ async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
             assert_eq!(seen.warm_ups[0].num_blocks, 77);
         });
     }
-    assert!(connected.health().await.iter().all(Result::is_ok));
+    assert!(connected.probe().ask(PATIENCE).await.iter().all(Option::is_some));
 }
 
 #[tokio::test]
@@ -331,6 +332,7 @@ async fn ranks_that_disagree_are_refused() {
         max_sequence_tokens: None,
         num_blocks: None,
         memory_fraction: 1.0,
+        proven: false,
     };
     let error = connected.warm_up(&options).await.unwrap_err();
     assert_eq!(error.to_string(), "the ranks do not agree on the number of KV blocks: [10, 11]");

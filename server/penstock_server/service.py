@@ -7,6 +7,7 @@ ends; results are translated while the next step runs. proto/worker.proto is the
 from __future__ import annotations
 
 import logging
+import os
 import stat
 import threading
 import time
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
 _RPC_THREADS = 32  # started when needed; most can wait for a grammar each, and Health still answers
+_RESERVE_NICENESS = 19
 _MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 
 
@@ -70,7 +72,10 @@ class Worker(rpc.WorkerServicer):
         self._stepping_since: float | None = None
         self._import_phase: Phase | None = None
         self._compute = ComputeThread(self._fault)
-        self._compute.post(self._import_engine)  # takes seconds: begun before anybody asks
+        # Takes seconds: begun before anybody asks. A thread of its own, whose priority ends with it.
+        importing = threading.Thread(target=self._import_engine, name="import", daemon=True)
+        importing.start()
+        self._compute.post(importing.join)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:  # noqa: N802
         if request.protocol_version != PROTOCOL_VERSION:
@@ -193,13 +198,17 @@ class Worker(rpc.WorkerServicer):
             self._fault(error)
         self._compute.post(partial(stream.results.put, None))
 
-    # Everything below runs on the compute thread, but for _fault.
-
     def _import_engine(self) -> None:
         started = time.monotonic()
-        import penstock_server.engine  # noqa: F401
-
+        if self._config.in_reserve:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _RESERVE_NICENESS)
+        try:
+            import penstock_server.engine  # noqa: F401
+        except Exception as error:  # noqa: BLE001 - the service's boundary
+            self._fault(error)
         self._import_phase = Phase("import", time.monotonic() - started)
+
+    # Everything below runs on the compute thread, but for _fault.
 
     def _load(self, config: LoadConfig) -> Description:
         from penstock_server.engine import Engine

@@ -97,12 +97,12 @@ fn output(output: proto::SequenceOutput) -> Result<Output, WorkerError> {
     if !are_numbers {
         return Err(garbled(format!("sequence {} has a logprob that is not a number, or above 0", id.0)));
     }
+    let fault = match output.fault() {
+        proto::Fault::Server => Fault::Server,
+        proto::Fault::Request => Fault::Request,
+    };
     let prompt_tokens = output.prompt_tokens.into_iter().map(token).collect::<Vec<_>>();
     if !output.error.is_empty() {
-        let fault = match output.fault() {
-            proto::Fault::Server => Fault::Server,
-            proto::Fault::Request => Fault::Request,
-        };
         let error = OutputError { reason: output.error, fault };
         return Ok(Output { id, tokens: Err(error), prompt_tokens });
     }

@@ -15,7 +15,7 @@ pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmU
 pub use rank::RankHealth;
 pub use step::{Steps, WorkerTiming};
 
-pub(crate) use step::{Fault, Output, StepReport};
+pub(crate) use step::{Fault, Output, OutputError, StepReport};
 
 /// What this build speaks; a worker of another version is refused.
 pub const PROTOCOL_VERSION: u32 = penstock_proto::ProtocolVersion::Current as u32;
