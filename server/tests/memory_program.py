@@ -45,9 +45,9 @@ def transient_bytes(reset: memory.MemoryMeter) -> int:
 def main() -> None:
     config = LoadConfig(Path(sys.argv[1]), BLOCK_TOKENS, num_threads=2)
     engine, _ = Engine.load(config)
-    group, device = engine._group, engine._device  # noqa: SLF001 - the same probe as in warm_up, for its figures
+    group, device = engine._group, engine._device
     probe = CapacityProbe(engine.model, group, device, BLOCK_TOKENS)
-    sampler = Sampler(engine.model.vocab_size, device, SEQUENCES, engine._watermark)  # noqa: SLF001
+    sampler = Sampler(engine.model.vocab_size, device, SEQUENCES, engine._watermark)
     promised = probe.measure(LIMITS, sampler, PhaseClock()).transient_bytes
     del sampler
     engine.warm_up(LIMITS)
@@ -55,7 +55,7 @@ def main() -> None:
     blocks = LONGEST // BLOCK_TOKENS
     meter = memory.MemoryMeter(device)
     step = 0
-    # Prompts up to the longest sequence, each alone in its steps, so that the last of them end with the longest contexts.
+    # Prompts up to the longest sequence, each alone in its steps: the last of them end with the longest contexts.
     for place in range(SEQUENCES):
         length = LONGEST - 8 if place < 4 else 64
         tokens = [(place * 131 + i * 7) % 40_000 + 20 for i in range(length)]

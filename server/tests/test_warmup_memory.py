@@ -29,6 +29,6 @@ def test_the_worst_real_steps_need_no_more_than_the_warm_up_saw() -> None:
 def test_touching_pages_keeps_what_they_hold() -> None:
     tensor = torch.arange(1 << 20)
     memory.touch_pages_beside([tensor])
-    if memory._populate(tensor):  # noqa: SLF001 - where the system can
+    if memory._populate(tensor):
         memory.touch_pages([tensor])
     assert torch.equal(tensor, torch.arange(1 << 20))
