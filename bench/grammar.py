@@ -74,7 +74,7 @@ def decode_steps(engine: Engine, num_streams: int, num_tokens: int, blocks_each:
     numbers = itertools.count(1)
     for new in streams.values():
         advances = [Advance(one.sequence_id, PROMPT_TOKENS, (), True) for one in new]
-        engine.step(Plan(next(numbers), (), new, (), advances))
+        engine.step(Plan(next(numbers), (), new, advances))
     for turn in range(1, num_tokens):
         order = list(MODES)[:: 1 if turn % 2 == 0 else -1]
         for mode in order:

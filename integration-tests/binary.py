@@ -32,6 +32,10 @@ class Server:
             self.process.send_signal(signal_number)
         return self.process.wait(timeout_s)
 
+    def last_lines(self, count: int = 40) -> str:
+        """What it said last, for a test's failure."""
+        return f"the server (exit status {self.process.poll()}) said last:\n" + "\n".join(self.lines[-count:])
+
     def worker_pids(self) -> list[int]:
         """Its child processes: one a rank."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")

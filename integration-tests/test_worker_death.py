@@ -35,11 +35,18 @@ class Stream:
 
     def __init__(self, server: Server, request: dict) -> None:
         self.events: list[dict] = []
+        self.failure: Exception | None = None
         self._server, self._request = server, request
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # noqa: BLE001 - told by `result`, with the server's own words
+            self.failure = error
+
+    def _follow(self) -> None:
         body = json.dumps(self._request).encode()
         request = urllib.request.Request(
             self._server.url + "/generate_stream", body, {"content-type": "application/json"}
@@ -55,7 +62,9 @@ class Stream:
     def result(self) -> tuple[list[tuple[int, float, str]], str]:
         """Tokens with their logprobs, and the whole text."""
         self._thread.join()
-        assert "error" not in self.events[-1], self.events[-1]
+        assert self.failure is None, f"{self.failure!r}; {self._server.last_lines()}"
+        assert self.events, self._server.last_lines()
+        assert "error" not in self.events[-1], f"{self.events[-1]}; {self._server.last_lines()}"
         tokens = [event["token"] for event in self.events]
         assert len(tokens) <= TOKENS
         return [(token["id"], token["logprob"], token["text"]) for token in tokens], self.events[-1]["generated_text"]
@@ -80,21 +89,31 @@ def wait_until(condition, timeout_s: float = 60) -> None:
         time.sleep(0.01)
 
 
-def ranks(server: Server) -> list[int]:
-    """Pids of the workers that serve. Those in reserve, which wait to take their place, have a higher number."""
-    groups: dict[int, list[int]] = {}
+def groups(server: Server) -> list[list[int]]:
+    """Pids of the workers by group: those that serve, then those in reserve, which wait to take their place."""
+    found: dict[int, list[int]] = {}
     for pid in server.worker_pids():
-        arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        except FileNotFoundError:
+            continue
+        if "--socket" not in arguments:
+            continue  # it has died, or is about to become a worker
         _, *numbers = Path(arguments[arguments.index("--socket") + 1]).name.split("-")
-        groups.setdefault(int(numbers[0]) if len(numbers) > 1 else 0, []).append(pid)
-    return groups[min(groups)]
+        found.setdefault(int(numbers[0]) if len(numbers) > 1 else 0, []).append(pid)
+    return [found[number] for number in sorted(found)]
+
+
+def ranks(server: Server) -> list[int]:
+    """Pids of the workers that serve."""
+    return groups(server)[0]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def mortal(request: pytest.FixtureRequest) -> Iterator[Server]:
     server = start("--num-shard", str(request.param))
     yield server
-    assert server.stop() == 0
+    assert server.stop() == 0, server.last_lines()
 
 
 @pytest.fixture(scope="module")

@@ -170,6 +170,11 @@ pub struct Args {
     #[arg(long, short, env, default_value_t = 90)]
     pub graceful_termination_timeout: u64,
 
+    /// A worker that says nothing for so many seconds, or a step in which no rank computes for so long, hangs, and the
+    /// workers are restarted [default: 20 times the slowest step of the warm-up, at least 10]
+    #[arg(long, env)]
+    pub step_timeout: Option<u64>,
+
     /// Logs as one JSON object per line
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub json_output: bool,

@@ -15,6 +15,7 @@ mod model_folder;
 mod platform;
 mod process;
 mod reference;
+mod reserve;
 mod resolve;
 mod signals;
 mod start;

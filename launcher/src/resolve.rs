@@ -206,6 +206,7 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         ("max-batch-total-tokens", args.max_batch_total_tokens.map(|tokens| tokens as usize)),
         ("max-batch-size", args.max_batch_size.map(|size| size as usize)),
         ("max-inter-token-ms", args.max_inter_token_ms.map(|ms| ms as usize)),
+        ("step-timeout", args.step_timeout.map(|seconds| usize::try_from(seconds).unwrap_or(usize::MAX))),
     ];
     for (name, value) in positive {
         if value == Some(0) {

@@ -14,7 +14,7 @@ use crate::model_folder::{FolderError, ModelFolder};
 use crate::resolve::{BLOCK_TOKENS, Choice, ResolveError, SequenceLimits, Settings};
 use crate::supervise::{Recipe, Supervisor};
 use crate::weights::{self, PrepareError, Prepared};
-use crate::workers::{WorkerOptions, Workers, WorkersError};
+use crate::workers::{Role, WorkerOptions, Workers, WorkersError};
 
 /// How long Python may take until it listens. Its imports read hundreds of megabytes from a cold disk.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(300);
@@ -85,7 +85,7 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         socket_prefix: args.shard_uds_path.clone(),
         hub_cache: args.huggingface_hub_cache.clone(),
     };
-    let mut workers = Workers::spawn(&worker_options, 0)?;
+    let mut workers = Workers::spawn(&worker_options, 0, Role::Serving)?;
     let sockets = workers.sockets().to_vec();
     let rendezvous = workers.rendezvous();
     let loaded = while_alive(&mut workers, load(args, settings, python, &sockets, rendezvous)).await?;
@@ -103,13 +103,17 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
     };
     let options = EngineOptions {
         limits,
-        step_deadline: EngineOptions::DEFAULT_STEP_DEADLINE,
+        step_deadline: args
+            .step_timeout
+            .map_or_else(|| EngineOptions::step_deadline(loaded.pool.worst_step), Duration::from_secs),
         max_failures: EngineOptions::DEFAULT_MAX_FAILURES,
     };
     let num_blocks = Some(u64::from(loaded.pool.num_blocks));
-    let warm_up = WarmUpOptions { num_blocks, ..loaded.warm_up };
-    let (supervisor, restart) =
-        Supervisor::new(Recipe { workers: worker_options, load: loaded.load, warm_up }, workers);
+    let warm_up = WarmUpOptions { num_blocks, proven: true, ..loaded.warm_up };
+    // Two copies of the weights are for a machine's memory, not for a device's.
+    let weight_bytes = loaded.model.device.starts_with("cpu").then_some(loaded.model.weight_bytes);
+    let recipe = Recipe { workers: worker_options, load: loaded.load, warm_up, weight_bytes };
+    let (supervisor, restart) = Supervisor::new(recipe, workers);
     Ok(Started {
         engine: Engine::start(loaded.group, options, Arc::new(restart)),
         supervisor,
@@ -218,6 +222,7 @@ async fn load(
         max_sequence_tokens: args.max_total_tokens,
         num_blocks: settings.num_blocks.map(u64::from),
         memory_fraction: settings.memory_fraction,
+        proven: false,
     };
     let pool = group.warm_up(&warm_up).await?;
     phases.push(timed("warm up", since));

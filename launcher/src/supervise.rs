@@ -9,25 +9,28 @@ use penstock_router::engine::{RestartError, RestartGroup, RestartTimes, Restarte
 use penstock_router::worker::{LoadOptions, WarmUpOptions};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::memory;
+use crate::reserve::{Reserve, ReserveEvent};
 use crate::start::{self, StartError};
-use crate::workers::{WorkerOptions, Workers, WorkersError};
+use crate::workers::{Role, WorkerOptions, Workers};
 
 /// How long to wait for a lost worker's own explanation. A dead process has given it by then.
 const EXPLANATION_PATIENCE: Duration = Duration::from_millis(100);
 
-/// When workers have been ready for so long, others are started that wait to take their place.
-const SPARE_DELAY: Duration = Duration::from_secs(60);
-/// Memory that must be available for it, for each rank: several times what a Python needs that has imported torch.
-const SPARE_MEMORY_BYTES: u64 = 2 << 30;
+/// When workers have been ready for so long, others are started that wait to take their place: their first steps come
+/// before.
+const RESERVE_DELAY: Duration = Duration::from_secs(1);
+/// After those in reserve died, as when memory was short.
+const RESERVE_RETRY: Duration = Duration::from_secs(60);
 
 /// How to make a group like the first one.
 pub struct Recipe {
     pub workers: WorkerOptions,
     /// The rendezvous is each group's own.
     pub load: LoadOptions,
-    /// With as many blocks as the first group has.
+    /// With as many blocks as the first group has; what that one has proven is not proven again.
     pub warm_up: WarmUpOptions,
+    /// Of all ranks; `None`: there is no room for a second copy beside the first.
+    pub weight_bytes: Option<u64>,
 }
 
 /// Owns the processes. Lives on the main thread (see `process::python_module`), and the engine asks it from another.
@@ -35,10 +38,9 @@ pub struct Supervisor {
     recipe: Recipe,
     /// `None`: they are gone, and others could not be started.
     workers: Option<Workers>,
-    /// Processes whose imports are done, which know no model yet.
-    spare: Option<Workers>,
-    /// `None`: there is one, or has been.
-    spare_due: Option<Instant>,
+    reserve: Option<Reserve>,
+    /// `None`: there is one, or none can be.
+    reserve_due: Option<Instant>,
     num_groups: usize,
     requests: mpsc::UnboundedReceiver<Request>,
     /// Of the workers that died last, unless others were started since.
@@ -70,8 +72,8 @@ impl Supervisor {
         let supervisor = Self {
             recipe,
             workers: Some(workers),
-            spare: None,
-            spare_due: Some(Instant::now() + SPARE_DELAY),
+            reserve: None,
+            reserve_due: Some(Instant::now() + RESERVE_DELAY),
             num_groups: 1,
             requests,
             last_words: None,
@@ -84,11 +86,15 @@ impl Supervisor {
         loop {
             tokio::select! {
                 words = death(self.workers.as_mut()) => self.bury(words),
-                words = death(self.spare.as_mut()) => {
-                    tracing::info!("no workers are kept in reserve any more: {words}");
-                    self.spare = None;
-                }
-                () = sleep_until(self.spare_due) => self.prepare_spare(),
+                event = next_event(self.reserve.as_mut()) => match event {
+                    ReserveEvent::Ready => tracing::info!("workers are in reserve"),
+                    ReserveEvent::Lost(reason) => {
+                        tracing::info!("no workers are in reserve any more: {reason}");
+                        self.reserve = None;
+                        self.reserve_due = Some(Instant::now() + RESERVE_RETRY);
+                    }
+                },
+                () = sleep_until(self.reserve_due) => self.start_reserve(),
                 Some(mut request) = self.requests.recv() => {
                     tokio::select! {
                         answer = self.restart() => {
@@ -114,30 +120,21 @@ impl Supervisor {
 
     /// Asks the workers to end, and kills what has not after `grace`.
     pub async fn stop(self, grace: Duration) {
-        drop(self.spare);
+        drop(self.reserve);
         if let Some(workers) = self.workers {
             workers.stop(grace).await;
         }
     }
 
-    /// Most of a small model's start is Python's imports; done ahead, they are no part of a restart.
-    fn prepare_spare(&mut self) {
-        self.spare_due = None;
-        let needed_bytes = SPARE_MEMORY_BYTES.saturating_mul(self.recipe.workers.num_ranks as u64);
-        if memory::available_bytes().is_none_or(|available| available < needed_bytes) {
-            tracing::info!("no workers are kept in reserve: less than {} MiB are available", needed_bytes >> 20);
-            return;
+    fn start_reserve(&mut self) {
+        self.reserve_due = None;
+        match Reserve::start(&self.recipe, self.num_groups) {
+            Ok(reserve) => {
+                self.num_groups += 1;
+                self.reserve = Some(reserve);
+            }
+            Err(reason) => tracing::info!("no workers are kept in reserve: {reason}"),
         }
-        match self.spawn() {
-            Ok(workers) => self.spare = Some(workers),
-            Err(error) => tracing::warn!("no workers are kept in reserve: {error}"),
-        }
-    }
-
-    fn spawn(&mut self) -> Result<Workers, WorkersError> {
-        let workers = Workers::spawn(&self.recipe.workers, self.num_groups)?;
-        self.num_groups += 1;
-        Ok(workers)
     }
 
     fn bury(&mut self, words: String) {
@@ -161,21 +158,29 @@ impl Supervisor {
             workers.kill().await;
         }
         self.last_words = None;
-        self.spare_due = None;
+        self.reserve_due = None;
         times.stop = lap.next();
-        let workers = match self.spare.take().filter(Workers::are_alive) {
-            Some(spare) => spare,
-            None => self.spawn().map_err(|error| RestartError(error.to_string()))?,
+        let reserve = self.reserve.take().filter(Reserve::is_alive);
+        let (workers, connecting) = match reserve {
+            Some(reserve) => reserve.into_parts(),
+            None => {
+                let workers = Workers::spawn(&self.recipe.workers, self.num_groups, Role::Serving);
+                self.num_groups += 1;
+                let workers = workers.map_err(|error| RestartError(error.to_string()))?;
+                let sockets = workers.sockets().to_vec();
+                (workers, async move { Ok((start::connect(&sockets).await?, false)) }.boxed())
+            }
         };
         let workers = self.workers.insert(workers);
         times.spawn = lap.next();
-        let sockets = workers.sockets().to_vec();
         let load = LoadOptions { rendezvous: workers.rendezvous(), ..self.recipe.load.clone() };
         let warm_up = self.recipe.warm_up;
         let prepare = async {
-            let mut group = start::connect(&sockets).await?;
+            let (mut group, is_loaded) = connecting.await?;
             times.connect = lap.next();
-            group.load(&load).await?;
+            if !is_loaded {
+                group.load(&load).await?;
+            }
             times.load = lap.next();
             let pool = group.warm_up(&warm_up).await?;
             times.warm_up = lap.next();
@@ -188,7 +193,7 @@ impl Supervisor {
             }
         };
         let group = start::while_alive(workers, prepare).await.map_err(|error| RestartError(error.to_string()))?;
-        self.spare_due = Some(Instant::now() + SPARE_DELAY);
+        self.reserve_due = Some(Instant::now() + RESERVE_DELAY);
         Ok(Restarted { group, times })
     }
 }
@@ -196,6 +201,13 @@ impl Supervisor {
 async fn death(workers: Option<&mut Workers>) -> String {
     match workers {
         Some(workers) => workers.death().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn next_event(reserve: Option<&mut Reserve>) -> ReserveEvent {
+    match reserve {
+        Some(reserve) => reserve.next_event().await,
         None => std::future::pending().await,
     }
 }

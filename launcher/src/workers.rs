@@ -38,6 +38,14 @@ pub struct WorkerOptions {
     pub hub_cache: Option<PathBuf>,
 }
 
+/// What processes are started for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    Serving,
+    /// To take the place of others one day, so without hurry.
+    Reserve,
+}
+
 pub struct Workers {
     ranks: Vec<Rank>,
     deaths: mpsc::UnboundedReceiver<String>,
@@ -63,7 +71,7 @@ impl Workers {
     /// Starts one process a rank. Call it on the main thread (see `process::python_module`).
     ///
     /// `number` counts the groups of this server; two that live at the same time need different ones.
-    pub fn spawn(options: &WorkerOptions, number: usize) -> Result<Self, WorkersError> {
+    pub fn spawn(options: &WorkerOptions, number: usize, role: Role) -> Result<Self, WorkersError> {
         let folder = tempfile::Builder::new().prefix("penstock-").permissions(Permissions::from_mode(0o700)).tempdir();
         let folder = folder.map_err(WorkersError::Folder)?;
         let mut prefix = options.socket_prefix.clone().unwrap_or_else(|| folder.path().join("worker")).into_os_string();
@@ -78,7 +86,7 @@ impl Workers {
             socket.push(format!("-{rank}"));
             let socket = PathBuf::from(socket);
             let spawn_error = |source| WorkersError::Spawn { python: options.python.clone(), source };
-            let child = spawn_rank(options, rank, &socket).map_err(spawn_error)?;
+            let child = spawn_rank(options, rank, &socket, role).map_err(spawn_error)?;
             let leader = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw);
             let leader = leader.expect("invariant: a child that was not waited for has an id");
             let (end_sender, has_ended) = watch::channel(false);
@@ -163,10 +171,13 @@ impl Drop for Workers {
     }
 }
 
-fn spawn_rank(options: &WorkerOptions, rank: usize, socket: &Path) -> std::io::Result<Child> {
+fn spawn_rank(options: &WorkerOptions, rank: usize, socket: &Path, role: Role) -> std::io::Result<Child> {
     let mut command = process::python_module(&options.python, "penstock_server");
     command.arg("--socket").arg(socket).args(["--rank", &rank.to_string()]);
     command.args(["--world-size", &options.num_ranks.to_string()]);
+    if role == Role::Reserve {
+        command.arg("--in-reserve");
+    }
     if std::env::var_os("OMP_NUM_THREADS").is_none() {
         command.env("OMP_NUM_THREADS", options.num_threads.to_string());
     }

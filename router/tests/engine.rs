@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
-use fake_worker::{FakeGroup, Script, expected_tokens};
+use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use penstock_router::engine::{
     Engine, EngineOptions, FinishReason, Generator, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
@@ -237,16 +237,21 @@ async fn a_step_that_fails_reports_the_workers_words() {
 
 #[tokio::test]
 async fn a_garbled_result_ends_the_trust() {
-    let group = FakeGroup::start(vec![Script { garbled_step: Some(2), ..Script::default() }]);
+    let group = FakeGroup::start(vec![Script { garbled_step: Some((2, Garble::Step)), ..Script::default() }]);
     let (_, terminal) = collect(engine(&group).await.submit(request(&[1], 10))).await;
     assert!(worker_failure(terminal).contains("step 9 where step 2 was due"));
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test]
 async fn a_worker_that_hangs_is_given_up_after_the_step_deadline() {
-    let group = FakeGroup::start(vec![Script { hang_at_step: Some(2), ..Script::default() }]);
-    let (_, terminal) = collect(engine(&group).await.submit(request(&[1], 10))).await;
-    assert_eq!(worker_failure(terminal), "a step was not done after 30 s");
+    let group = FakeGroup::start(vec![Script { hang_at_step: Some((2, Hang::Step)), ..Script::default() }]);
+    let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let options = EngineOptions { step_deadline: Duration::from_millis(200), ..options(limits()) };
+    let engine = Engine::start(connected, options, Arc::new(Fleet::new([])));
+    let (_, terminal) = collect(engine.submit(request(&[1], 10))).await;
+    let reason = worker_failure(terminal);
+    assert!(reason.starts_with("a step was not done after "), "{reason}");
+    assert!(reason.ends_with(", and no rank computes"), "{reason}");
 }
 
 #[tokio::test]
@@ -291,6 +296,7 @@ async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
         max_sequence_tokens: None,
         num_blocks: Some(77),
         memory_fraction: 0.9,
+        proven: false,
     };
     assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
     for rank in &group.ranks {
@@ -300,7 +306,7 @@ async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
             assert_eq!(seen.warm_ups[0].num_blocks, 77);
         });
     }
-    assert!(connected.health().await.iter().all(Result::is_ok));
+    assert!(connected.probe().ask(PATIENCE).await.iter().all(Option::is_some));
 }
 
 #[tokio::test]
@@ -308,9 +314,9 @@ async fn a_worker_of_another_version_is_refused_naming_both() {
     let group = FakeGroup::start(vec![Script { protocol_version: Some(9), ..Script::default() }]);
     let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     let error = connected.load(&load_options()).await.unwrap_err();
-    assert_eq!(error, WorkerError::Version { rank: 0, theirs: 9, ours: 1 });
+    assert_eq!(error, WorkerError::Version { rank: 0, theirs: 9, ours: 2 });
     assert!(
-        error.to_string().starts_with("rank 0 speaks version 9 of the worker protocol, this router speaks version 1")
+        error.to_string().starts_with("rank 0 speaks version 9 of the worker protocol, this router speaks version 2")
     );
 }
 
@@ -333,6 +339,7 @@ async fn ranks_that_disagree_are_refused() {
         max_sequence_tokens: None,
         num_blocks: None,
         memory_fraction: 1.0,
+        proven: false,
     };
     let error = connected.warm_up(&options).await.unwrap_err();
     assert_eq!(error.to_string(), "the ranks do not agree on the number of KV blocks: [10, 11]");

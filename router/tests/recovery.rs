@@ -7,7 +7,7 @@ mod fake_worker;
 use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
-use fake_worker::{Script, expected_tokens};
+use fake_worker::{Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::join_all;
 use penstock_router::engine::{
@@ -97,7 +97,7 @@ async fn streams_go_on_with_the_same_tokens_whatever_step_a_worker_is_lost_in() 
     for step in 1..=24 {
         for fault in [
             Script { die_at_step: Some(step), ..Script::default() },
-            Script { garbled_step: Some(step), ..Script::default() },
+            Script { close_at_step: Some(step), ..Script::default() },
             Script { failure_at_step: Some((step, "out of memory".to_owned())), ..Script::default() },
         ] {
             let fleet = Fleet::new([vec![fault], healthy()]);
@@ -121,13 +121,28 @@ async fn it_does_not_matter_which_rank_is_lost() {
 }
 
 #[tokio::test]
+async fn a_result_that_cannot_be_is_never_handed_on() {
+    for garble in Garble::ALL {
+        for step in [1, 2, 7] {
+            let garbled = vec![Script { garbled_step: Some((step, garble)), ..Script::default() }];
+            let fleet = Fleet::new([garbled, healthy()]);
+            streams_are_undisturbed(&fleet, options()).await;
+            assert_eq!(fleet.num_started(), 2, "{garble:?} at step {step} was not noticed");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_worker_that_hangs_is_replaced_after_the_step_deadline() {
-    for step in [1, 6, 15] {
-        let hangs = vec![Script { hang_at_step: Some(step), ..Script::default() }];
-        // A machine that is busy with other things may be slow enough to be taken for a hang too.
-        let fleet = Fleet::new([hangs, healthy(), healthy(), healthy()]);
-        streams_are_undisturbed(&fleet, EngineOptions { step_deadline: Duration::from_millis(500), ..options() }).await;
-        assert!(fleet.num_started() >= 2);
+    for hang in [Hang::Step, Hang::Process] {
+        for step in [1, 15] {
+            let hangs = vec![Script { hang_at_step: Some((step, hang)), ..Script::default() }];
+            // A machine that is busy with other things may be slow enough to be taken for a hang too.
+            let fleet = Fleet::new([[healthy(), hangs].concat(), healthy(), healthy(), healthy()]);
+            let step_deadline = Duration::from_millis(500);
+            streams_are_undisturbed(&fleet, EngineOptions { step_deadline, ..options() }).await;
+            assert!(fleet.num_started() >= 2);
+        }
     }
 }
 

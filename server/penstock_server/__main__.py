@@ -27,10 +27,11 @@ def parse(arguments: list[str]) -> WorkerConfig:
     parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
     parser.add_argument("--rank", type=int, default=0, help="this worker's place among the ranks (0)")
     parser.add_argument("--world-size", type=int, default=1, help="how many ranks hold the model (1)")
+    parser.add_argument("--in-reserve", action="store_true", help="give way to the workers that serve while starting")
     flags = parser.parse_args(arguments)
     if not 0 <= flags.rank < flags.world_size:
         parser.error(f"--rank is {flags.rank}, must be in 0 … {flags.world_size - 1} (--world-size - 1)")
-    return WorkerConfig(flags.socket, flags.rank, flags.world_size)
+    return WorkerConfig(flags.socket, flags.rank, flags.world_size, flags.in_reserve)
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ class WorkerConfig:
     socket: Path
     rank: int = 0
     world_size: int = 1
+    in_reserve: bool = False  # it waits to take another's place, so nobody waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class WarmUpConfig:
     max_sequence_tokens: int = 0
     num_blocks: int = 0
     memory_fraction: float = 0.9
+    proven: bool = False  # others with the same limits did the rest; num_blocks are to be allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +68,4 @@ class Capacity:
 
     num_blocks: int
     phases: tuple[Phase, ...]
+    worst_step_s: float = 0.0  # the slowest step of the warm-up; 0: none was run

@@ -76,7 +76,6 @@ class Plan:
     step: int
     freed_sequence_ids: Sequence[int] = ()
     new_sequences: Sequence[NewSequence] = ()
-    block_copies: Sequence[tuple[int, int]] = ()  # (from, to)
     advances: Sequence[Advance] = ()
 
 
@@ -97,6 +96,7 @@ class SequenceOutput:
     tokens: Sequence[Token] = ()
     prompt_tokens: Sequence[Token] = ()
     error: str = ""
+    request_is_at_fault: bool = False  # with an error; otherwise the server is
 
 
 @dataclass(frozen=True, slots=True)

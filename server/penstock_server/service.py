@@ -7,6 +7,7 @@ ends; results are translated while the next step runs. proto/worker.proto is the
 from __future__ import annotations
 
 import logging
+import os
 import stat
 import threading
 import time
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
 _RPC_THREADS = 32  # started when needed; most can wait for a grammar each, and Health still answers
+_RESERVE_NICENESS = 19
 _MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 
 
@@ -70,7 +72,10 @@ class Worker(rpc.WorkerServicer):
         self._stepping_since: float | None = None
         self._import_phase: Phase | None = None
         self._compute = ComputeThread(self._fault)
-        self._compute.post(self._import_engine)  # takes seconds: begun before anybody asks
+        # Takes seconds: begun before anybody asks. A thread of its own, whose priority ends with it.
+        importing = threading.Thread(target=self._import_engine, name="import", daemon=True)
+        importing.start()
+        self._compute.post(importing.join)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:  # noqa: N802
         if request.protocol_version != PROTOCOL_VERSION:
@@ -120,6 +125,7 @@ class Worker(rpc.WorkerServicer):
             max_sequence_tokens=request.max_sequence_tokens,
             num_blocks=request.num_blocks,
             memory_fraction=request.memory_fraction,
+            proven=request.proven,
         )
         engine = self._engine
         if engine is None:
@@ -133,7 +139,11 @@ class Worker(rpc.WorkerServicer):
         except Exception as error:  # noqa: BLE001 - the service's boundary
             self._abort_with_fault(context, error)
         self._ready = True
-        return pb.WarmUpResponse(num_blocks=capacity.num_blocks, phases=_phases(capacity.phases))
+        return pb.WarmUpResponse(
+            num_blocks=capacity.num_blocks,
+            phases=_phases(capacity.phases),
+            worst_step_seconds=capacity.worst_step_s,
+        )
 
     def CompileGrammar(  # noqa: N802
         self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
@@ -156,6 +166,7 @@ class Worker(rpc.WorkerServicer):
             last_step=self._last_step,
             stepping=since is not None,
             stepping_seconds=0.0 if since is None else time.monotonic() - since,
+            processor_seconds=time.process_time(),
         )
 
     def Steps(  # noqa: N802
@@ -187,13 +198,17 @@ class Worker(rpc.WorkerServicer):
             self._fault(error)
         self._compute.post(partial(stream.results.put, None))
 
-    # Everything below runs on the compute thread, but for _fault.
-
     def _import_engine(self) -> None:
         started = time.monotonic()
-        import penstock_server.engine  # noqa: F401
-
+        if self._config.in_reserve:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _RESERVE_NICENESS)
+        try:
+            import penstock_server.engine  # noqa: F401
+        except Exception as error:  # noqa: BLE001 - the service's boundary
+            self._fault(error)
         self._import_phase = Phase("import", time.monotonic() - started)
+
+    # Everything below runs on the compute thread, but for _fault.
 
     def _load(self, config: LoadConfig) -> Description:
         from penstock_server.engine import Engine
@@ -287,7 +302,6 @@ def _plan(message: pb.Plan) -> Plan:
         step=message.step,
         freed_sequence_ids=tuple(message.freed_sequence_ids),
         new_sequences=[_new_sequence(new) for new in message.new_sequences],
-        block_copies=[(copy.from_block_id, copy.to_block_id) for copy in message.block_copies],
         advances=[Advance(a.sequence_id, a.num_tokens, tuple(a.new_block_ids), a.sample) for a in message.advances],
     )
 
@@ -350,6 +364,7 @@ def _result_message(result: StepResult) -> pb.StepResult:
                 tokens=[_token(token) for token in output.tokens],
                 prompt_tokens=[_token(token) for token in output.prompt_tokens],
                 error=output.error,
+                fault=pb.FAULT_REQUEST if output.request_is_at_fault else pb.FAULT_SERVER,
             )
             for output in result.outputs
         ],

@@ -47,6 +47,7 @@ class FakeModel:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.cache = torch.zeros(0, dtype=torch.int64)
+        self.caches = [self.cache]
         self.num_steps = 0
         self.gate = threading.Event()
         self.gate.set()
@@ -54,6 +55,7 @@ class FakeModel:
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.cache = torch.full((num_blocks, BLOCK_TOKENS), -1)
+        self.caches = [self.cache]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         for source, target in pairs:

@@ -69,7 +69,7 @@ class AnswerDriver:
             computed[place] += num_tokens
             advances.append(Advance(place, num_tokens, (), computed[place] == known))
         self.num_steps += 1
-        plan = Plan(self.num_steps, freed, [self._new(place, answers[place]) for place in new], (), advances)
+        plan = Plan(self.num_steps, freed, [self._new(place, answers[place]) for place in new], advances)
         for output in self.engine.step(plan).outputs:
             answer = answers[output.sequence_id]
             answer.error = output.error

@@ -53,10 +53,9 @@ class Driver:
         advances: list[Advance] | None = None,
         new: list[NewSequence] | None = None,
         freed: list[int] | None = None,
-        copies: list[tuple[int, int]] | None = None,
     ) -> StepResult:
         self.step += 1
-        result = self.engine.step(Plan(self.step, freed or (), new or (), copies or (), advances or ()))
+        result = self.engine.step(Plan(self.step, freed or (), new or (), advances or ()))
         for output in result.outputs:
             if output.error:
                 self.errors[output.sequence_id] = output.error
@@ -163,12 +162,12 @@ def test_frequency_and_presence_count_what_was_generated_and_not_the_prompt() ->
         assert driver.tokens[2] != [favourite]
 
 
-def test_a_fork_shares_computed_blocks_and_copies_the_last() -> None:
+def test_a_fork_shares_full_blocks_and_computes_the_rest() -> None:
     driver = Driver(ready_engine())
     prompt = prompt_of(1, 6)
     driver.run([Advance(1, 6, [0, 1], sample=False)], [NewSequence(1, [*prompt, 5], 6)])
-    fork = NewSequence(2, [*prompt, 6], 6, num_computed_tokens=6, block_ids=[0, 9])
-    driver.run([Advance(1, 1, sample=True), Advance(2, 1, sample=True)], [fork], copies=[(1, 9)])
+    fork = NewSequence(2, [*prompt, 6], 6, num_computed_tokens=4, block_ids=[0, 9])
+    driver.run([Advance(1, 1, sample=True), Advance(2, 3, sample=True)], [fork])
     assert driver.tokens == {1: continuation([*prompt, 5], 1), 2: continuation([*prompt, 6], 1)}
 
 
@@ -216,7 +215,6 @@ BROKEN_PLANS = {
     "step": (Plan(2), "step is 2, must be 1"),
     "advances": (Plan(1, advances=[Advance(i, 1) for i in range(9)]), "plan has 9 advances, at most 8 are allowed"),
     "tokens": (Plan(1, advances=[Advance(1, 65)]), "plan advances 65 tokens, at most 64 are allowed"),
-    "copy": (Plan(1, block_copies=[(0, 40)]), "block copy (0, 40) is outside of the pool of 40"),
 }
 
 
@@ -275,6 +273,10 @@ def test_warm_up_runs_the_worst_steps() -> None:
     limits = warmup.WorstStep(100, 4, 30, max_context_tokens=60, block_tokens=4)
     assert warmup.prefill(limits) == ([30, 30, 30, 10], [30, 30, 30, 10])
     assert warmup.decode(limits) == ([1] * 4, [30, 10, 10, 10])
+    assert warmup.mixed(limits) == ([30, 1, 1, 1], [30, 10, 10, 10])
+    limits = warmup.WorstStep(16, 4, 50, max_context_tokens=80, block_tokens=4)
+    assert warmup.prefill(limits) == ([16], [50]), "the end of a long prompt, not its beginning"
+    assert warmup.mixed(limits) == ([13, 1, 1, 1], [50, 10, 10, 10])
 
 
 def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
@@ -285,7 +287,9 @@ def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
     longest_bytes = engine.model.max_position_tokens // BLOCK_TOKENS << 24
     assert 1 <= capacity.num_blocks <= memory.default_cap_bytes(longest_bytes) >> 24
     assert len(engine.model.cache) == capacity.num_blocks
-    assert [phase.name for phase in capacity.phases] == ["worst prefill", "worst decode", "allocate KV pool"]
+    names = ["worst prefill", "worst decode", "worst mixed step", "allocate KV pool", "rehearse"]
+    assert [phase.name for phase in capacity.phases] == names
+    assert capacity.worst_step_s == max(phase.seconds for phase in capacity.phases[:3])
     assert description.vocab_size == VOCAB
 
 

@@ -65,7 +65,7 @@ impl Worker for Script {
     }
 
     async fn warm_up(&self, _: Request<proto::WarmUpRequest>) -> Result<Response<proto::WarmUpResponse>, Status> {
-        Ok(Response::new(proto::WarmUpResponse { num_blocks: self.args.num_blocks, phases: Vec::new() }))
+        Ok(Response::new(proto::WarmUpResponse { num_blocks: self.args.num_blocks, ..Default::default() }))
     }
 
     async fn compile_grammar(

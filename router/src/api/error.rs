@@ -23,6 +23,10 @@ pub(crate) enum ApiError {
     Tool(String),
     #[error("Request failed during generation: {0}")]
     Generation(String),
+    /// Generation came to where the request itself leaves no way on, as a grammar can.
+    // COMPAT: 424 on TGI's routes, as every failure during generation.
+    #[error("Request failed during generation: {0}")]
+    Unservable(String),
     /// The client's own `timeout`.
     #[error("the request's timeout is over")]
     Timeout,
@@ -53,6 +57,7 @@ impl From<GenerationError> for ApiError {
     fn from(error: GenerationError) -> Self {
         match error {
             GenerationError::Failed(SequenceFailure::ShuttingDown) => Self::ShuttingDown,
+            GenerationError::Failed(SequenceFailure::Request(reason)) => Self::Unservable(reason),
             GenerationError::Failed(failure) => Self::Generation(failure.to_string()),
             GenerationError::Incomplete => Self::Incomplete,
             GenerationError::Timeout => Self::Timeout,
@@ -117,7 +122,7 @@ impl ApiError {
             Self::Validation(_) => "validation",
             Self::Template(_) => "template_error",
             Self::Tool(_) => "tool_error",
-            Self::Generation(_) => "generation",
+            Self::Generation(_) | Self::Unservable(_) => "generation",
             Self::Timeout => "timeout",
             Self::Incomplete => "incomplete_generation",
             Self::IncompleteStream => "incomplete_generation_stream",
@@ -139,7 +144,7 @@ impl ApiError {
                 StatusCode::UNPROCESSABLE_ENTITY
             }
             Self::Timeout => StatusCode::GATEWAY_TIMEOUT,
-            Self::Generation(_) => StatusCode::FAILED_DEPENDENCY,
+            Self::Generation(_) | Self::Unservable(_) => StatusCode::FAILED_DEPENDENCY,
             Self::Incomplete | Self::IncompleteStream | Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Malformed { status, .. } => *status,
             Self::NotFound(_) => StatusCode::NOT_FOUND,
@@ -150,6 +155,7 @@ impl ApiError {
     /// As OpenAI has it: whatever is wrong with a request's content is 400, whatever is wrong with us is 5xx.
     pub(crate) fn openai_status(&self) -> StatusCode {
         match self.tgi_status() {
+            _ if matches!(self, Self::Unservable(_)) => StatusCode::BAD_REQUEST,
             StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
             StatusCode::FAILED_DEPENDENCY => StatusCode::INTERNAL_SERVER_ERROR,
             status => status,
@@ -167,7 +173,7 @@ impl ApiError {
             Self::Overloaded | Self::ShuttingDown => Some(Failure::Overloaded),
             Self::Validation(_) | Self::Tool(_) | Self::Suffix | Self::BatchSize { .. } => Some(Failure::Validation),
             Self::Template(_) => Some(Failure::Template),
-            Self::Generation(_) | Self::Timeout | Self::Internal(_) => Some(Failure::Generation),
+            Self::Generation(_) | Self::Unservable(_) | Self::Timeout | Self::Internal(_) => Some(Failure::Generation),
             Self::Incomplete | Self::IncompleteStream => Some(Failure::Incomplete),
             Self::Unhealthy | Self::Malformed { .. } | Self::NotFound(_) | Self::Unauthorized(_) => None,
         }

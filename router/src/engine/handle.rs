@@ -30,16 +30,22 @@ pub struct Engine {
 #[derive(Clone, Copy, Debug)]
 pub struct EngineOptions {
     pub limits: Limits,
-    /// A step that takes longer than this means that its worker hangs.
+    /// A worker that says nothing for so long, or a step in which nobody computes for so long, hangs.
     pub step_deadline: Duration,
     /// The workers are given up when they were lost, or could not be restarted, so often without a finished step between.
     pub max_failures: u32,
 }
 
 impl EngineOptions {
-    /// Longer than any step that a slow machine needs, shorter than anybody's patience.
-    pub const DEFAULT_STEP_DEADLINE: Duration = Duration::from_secs(300);
     pub const DEFAULT_MAX_FAILURES: u32 = 5;
+    /// The warm-up's worst step took its time on a machine that had nothing else to do; and a machine can halt for seconds.
+    const DEADLINE_FACTOR: u32 = 20;
+    const MIN_STEP_DEADLINE: Duration = Duration::from_secs(10);
+
+    /// From how long the slowest step of the warm-up took.
+    pub fn step_deadline(worst_step: Duration) -> Duration {
+        worst_step.saturating_mul(Self::DEADLINE_FACTOR).max(Self::MIN_STEP_DEADLINE)
+    }
 }
 
 /// What the engine is able to do now.

@@ -14,6 +14,7 @@ mod restart;
 mod sequence;
 mod step_loop;
 mod stream;
+mod watch;
 
 pub use handle::{Engine, EngineOptions};
 pub use restart::{RestartError, RestartGroup, RestartTimes, Restarted};

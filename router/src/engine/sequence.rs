@@ -144,6 +144,9 @@ pub enum SequenceFailure {
     /// The worker could not go on with this sequence.
     #[error("{0}")]
     Sequence(String),
+    /// Nothing could have gone on with it: it is the request's own doing.
+    #[error("{0}")]
+    Request(String),
     /// The workers are gone.
     #[error("the model workers stopped: {0}")]
     Worker(String),

@@ -4,6 +4,7 @@
 //! takes it out sends that event. All state lives here and in the scheduler, none only in the workers.
 
 use std::collections::{HashMap, VecDeque};
+use std::pin::pin;
 use std::sync::Arc;
 
 use penstock_scheduler::{self as scheduler, Event, Plan, Scheduler, SequenceId, Submission};
@@ -17,9 +18,10 @@ use super::open_sequence::OpenSequence;
 use super::record::{StepInFlight, StepRecord};
 use super::recovery::Outage;
 use super::restart::RestartGroup;
+use super::watch::{Progress, hang};
 use super::{FinishReason, Load, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::telemetry::metrics;
-use crate::worker::{Group, Output, StepReport, Steps};
+use crate::worker::{Fault, Group, Output, OutputError, StepReport, Steps};
 
 pub(super) enum Command {
     Submit { id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent> },
@@ -87,8 +89,7 @@ impl StepLoop {
 
     pub async fn run(mut self, mut group: Group) {
         let mut stop = loop {
-            let steps = group.steps();
-            match self.take_steps(steps).await {
+            match self.take_steps(&group).await {
                 Stop::WorkerFailed(reason) => match self.recover(reason).await {
                     Ok(restarted) => group = restarted,
                     Err(stop) => break stop,
@@ -118,7 +119,10 @@ impl StepLoop {
         }
     }
 
-    async fn take_steps(&mut self, mut steps: Steps) -> Stop {
+    async fn take_steps(&mut self, group: &Group) -> Stop {
+        let mut steps = group.steps();
+        let progress = Arc::new(Progress::default());
+        let mut hang = pin!(hang(group.probe(), progress.clone(), self.options.step_deadline));
         let mut woken_at = Instant::now();
         loop {
             self.send_plans(&steps, woken_at);
@@ -126,7 +130,7 @@ impl StepLoop {
             if self.in_flight.is_empty() {
                 self.end_outage();
             }
-            let deadline = self.step_deadline();
+            progress.has_steps(!self.in_flight.is_empty());
             tokio::select! {
                 command = self.commands.recv() => {
                     woken_at = Instant::now();
@@ -144,15 +148,13 @@ impl StepLoop {
                 }
                 report = steps.next() => {
                     woken_at = Instant::now();
+                    progress.reported();
                     let applied = report.map_err(|error| error.to_string());
                     if let Err(reason) = applied.and_then(|report| self.apply(report, woken_at)) {
                         return Stop::WorkerFailed(reason);
                     }
                 }
-                () = tokio::time::sleep_until(deadline), if !self.in_flight.is_empty() => {
-                    let seconds = self.options.step_deadline.as_secs_f64();
-                    return Stop::WorkerFailed(format!("a step was not done after {seconds} s"));
-                }
+                reason = &mut hang => return Stop::WorkerFailed(reason),
             }
         }
     }
@@ -239,8 +241,11 @@ impl StepLoop {
                     self.advance(id, &report.outputs[output_index], num_tokens, finished);
                 }
                 Event::Failed { id, output_index } => {
-                    let reason = report.outputs[output_index].tokens.as_ref().err().cloned().unwrap_or_default();
-                    self.finish(id, SequenceEvent::Failed(SequenceFailure::Sequence(reason)));
+                    let failure = match report.outputs[output_index].tokens.clone().err() {
+                        Some(OutputError { reason, fault: Fault::Request }) => SequenceFailure::Request(reason),
+                        error => SequenceFailure::Sequence(error.map(|error| error.reason).unwrap_or_default()),
+                    };
+                    self.finish(id, SequenceEvent::Failed(failure));
                 }
             }
         }
@@ -271,12 +276,6 @@ impl StepLoop {
         if let Some(sequence) = self.open.remove(&id) {
             sequence.end(terminal);
         }
-    }
-
-    /// When the oldest step in flight has taken too long: counted from the report before it, or from when it was sent.
-    fn step_deadline(&self) -> Instant {
-        let since = self.in_flight.front().map_or(self.last_report_at, |oldest| oldest.since(self.last_report_at));
-        since + self.options.step_deadline
     }
 
     pub(super) fn publish_load(&self) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use penstock_proto as proto;
 use penstock_scheduler::{Advance, Plan, SequenceId, Start};
 
-use super::step::{Output, StepReport};
+use super::step::{Fault, Output, OutputError, StepReport};
 use super::{WorkerError, WorkerTiming};
 use crate::engine::{Grammar, LogprobSource, Sampling, Token, TopToken};
 
@@ -14,7 +14,6 @@ pub(super) fn plan<'a>(plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling
         step: plan.step,
         freed_sequence_ids: plan.freed.into_iter().map(|id| id.0).collect(),
         new_sequences: plan.started.into_iter().map(|start| new_sequence(sampling(start.id), start)).collect(),
-        block_copies: Vec::new(),
         advances: plan.advances.into_iter().map(advance).collect(),
     }
 }
@@ -94,9 +93,18 @@ pub(super) fn report(result: proto::StepResult) -> Result<StepReport, WorkerErro
 
 fn output(output: proto::SequenceOutput) -> Result<Output, WorkerError> {
     let id = SequenceId(output.sequence_id);
+    let are_numbers = output.tokens.iter().chain(&output.prompt_tokens).all(has_numbers);
+    if !are_numbers {
+        return Err(garbled(format!("sequence {} has a logprob that is not a number, or above 0", id.0)));
+    }
+    let fault = match output.fault() {
+        proto::Fault::Server => Fault::Server,
+        proto::Fault::Request => Fault::Request,
+    };
     let prompt_tokens = output.prompt_tokens.into_iter().map(token).collect::<Vec<_>>();
     if !output.error.is_empty() {
-        return Ok(Output { id, tokens: Err(output.error), prompt_tokens });
+        let error = OutputError { reason: output.error, fault };
+        return Ok(Output { id, tokens: Err(error), prompt_tokens });
     }
     if output.tokens.is_empty() && prompt_tokens.is_empty() {
         return Err(garbled(format!("sequence {} has neither a token nor an error", id.0)));
@@ -107,6 +115,12 @@ fn output(output: proto::SequenceOutput) -> Result<Output, WorkerError> {
 fn token(token: proto::Token) -> Token {
     let top = token.top.into_iter().map(|top| TopToken { id: top.id, logprob: top.logprob }).collect();
     Token { id: token.id, logprob: token.logprob, top }
+}
+
+/// Whether every logprob is one. Rounding may take it a little above 0.
+fn has_numbers(token: &proto::Token) -> bool {
+    let is_logprob = |logprob: f32| logprob < 0.01;
+    is_logprob(token.logprob) && token.top.iter().all(|top| is_logprob(top.logprob))
 }
 
 fn duration(seconds: f64) -> Result<Duration, WorkerError> {

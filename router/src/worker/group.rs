@@ -74,12 +74,16 @@ pub struct WarmUpOptions {
     pub num_blocks: Option<u64>,
     /// Of the device's memory that may be used in all, in (0, 1].
     pub memory_fraction: f64,
+    /// A group of the same machine, model and limits did all this before; `num_blocks` are to be allocated.
+    pub proven: bool,
 }
 
 /// The KV pool after warm-up.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pool {
     pub num_blocks: u32,
+    /// The slowest rank's slowest step of the warm-up; zero when it was proven before.
+    pub worst_step: Duration,
     pub phases: Vec<Phase>,
 }
 
@@ -135,20 +139,23 @@ impl Group {
             max_sequence_tokens: options.max_sequence_tokens.unwrap_or(0),
             num_blocks: options.num_blocks.unwrap_or(0),
             memory_fraction: options.memory_fraction,
+            proven: options.proven,
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.warm_up(request))).await?;
         agree("the number of KV blocks", answers.iter().map(|answer| answer.num_blocks))?;
+        let worst_step_seconds = answers.iter().map(|answer| answer.worst_step_seconds).fold(0.0, f64::max);
+        let worst_step = Duration::try_from_secs_f64(worst_step_seconds).unwrap_or_default();
         let first = first_rank(answers);
         let num_blocks = u32::try_from(first.num_blocks).map_err(|_| WorkerError::Garbled {
             rank: 0,
             reason: format!("{} KV blocks, at most {} can be numbered", first.num_blocks, u32::MAX),
         })?;
-        Ok(Pool { num_blocks, phases: phases(first.phases) })
+        Ok(Pool { num_blocks, worst_step, phases: phases(first.phases) })
     }
 
-    /// What each rank says about itself, in their order.
-    pub async fn health(&mut self) -> Vec<Result<RankHealth, WorkerError>> {
-        join_all(self.ranks.iter_mut().map(Rank::health)).await
+    /// Asks the ranks about themselves beside their steps.
+    pub fn probe(&self) -> HealthProbe {
+        HealthProbe { ranks: self.ranks.clone() }
     }
 
     /// Grammars are compiled where tokens are sampled.
@@ -159,6 +166,20 @@ impl Group {
     /// Opens the stream of steps on all ranks; they forget every sequence of an earlier one.
     pub fn steps(&self) -> Steps {
         Steps::new(self.ranks.iter().map(Rank::steps))
+    }
+}
+
+/// Asks every rank of a group about itself.
+#[derive(Clone, Debug)]
+pub struct HealthProbe {
+    ranks: Vec<Rank>,
+}
+
+impl HealthProbe {
+    /// What each rank says about itself, in their order; `None`: it did not answer in time, or not at all.
+    pub async fn ask(&mut self, patience: Duration) -> Vec<Option<RankHealth>> {
+        let ask = |rank| async move { tokio::time::timeout(patience, Rank::health(rank)).await.ok()?.ok() };
+        join_all(self.ranks.iter_mut().map(ask)).await
     }
 }
 

@@ -11,11 +11,11 @@ mod step;
 
 pub use error::WorkerError;
 pub use grammar::GrammarCompiler;
-pub use group::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions};
+pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmUpOptions};
 pub use rank::RankHealth;
 pub use step::{Steps, WorkerTiming};
 
-pub(crate) use step::{Output, StepReport};
+pub(crate) use step::{Fault, Output, OutputError, StepReport};
 
 /// What this build speaks; a worker of another version is refused.
 pub const PROTOCOL_VERSION: u32 = penstock_proto::ProtocolVersion::Current as u32;

@@ -32,6 +32,8 @@ pub struct RankHealth {
     pub last_step: u64,
     /// How long the step that is being executed has taken so far.
     pub stepping: Option<Duration>,
+    /// Processor time of the process since its start, on all cores.
+    pub processor: Duration,
 }
 
 impl Rank {
@@ -80,7 +82,8 @@ impl Rank {
         let health = answer.into_inner();
         let stepping =
             health.stepping.then(|| Duration::try_from_secs_f64(health.stepping_seconds).unwrap_or_default());
-        Ok(RankHealth { last_step: health.last_step, stepping })
+        let processor = Duration::try_from_secs_f64(health.processor_seconds).unwrap_or_default();
+        Ok(RankHealth { last_step: health.last_step, stepping, processor })
     }
 
     pub async fn load(&mut self, request: proto::LoadRequest) -> Result<proto::LoadResponse, WorkerError> {

@@ -42,8 +42,23 @@ pub(crate) struct StepReport {
 pub(crate) struct Output {
     pub id: SequenceId,
     /// `Err`: the worker could not go on with this sequence.
-    pub tokens: Result<Vec<Token>, String>,
+    pub tokens: Result<Vec<Token>, OutputError>,
     pub prompt_tokens: Vec<Token>,
+}
+
+/// Why a sequence is over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct OutputError {
+    pub reason: String,
+    pub fault: Fault,
+}
+
+/// Whose fault an error is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    Server,
+    /// What the request asked for cannot go on.
+    Request,
 }
 
 /// Rank 0's own account of a step.

@@ -33,10 +33,12 @@ pub struct Script {
     pub load_failure: Option<String>,
     /// Answers this step with a status instead of a result.
     pub failure_at_step: Option<(u64, String)>,
-    /// Numbers the result of this step wrongly.
-    pub garbled_step: Option<u64>,
+    /// Results from this step on are not what they should be.
+    pub garbled_step: Option<(u64, Garble)>,
+    /// Closes its stream instead of answering this step.
+    pub close_at_step: Option<u64>,
     /// Never answers this step.
-    pub hang_at_step: Option<u64>,
+    pub hang_at_step: Option<(u64, Hang)>,
     /// Is killed when it has executed this step and not answered yet.
     pub die_at_step: Option<u64>,
     /// Is killed when a sequence that begins with the first samples its token at the position of the second.
@@ -46,6 +48,59 @@ pub struct Script {
     /// Steps wait until this lets them: the number of the last step that may be answered.
     pub gate: Option<watch::Receiver<u64>>,
     pub num_blocks: u64,
+}
+
+/// How a worker hangs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hang {
+    /// It answers when asked about itself.
+    Step,
+    /// It says nothing at all any more.
+    Process,
+}
+
+/// How a result is wrong. Those about outputs need one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Garble {
+    Step,
+    UnknownSequence,
+    TooManyTokens,
+    MissingOutput,
+    LogprobNan,
+    TopLogprobNan,
+    NeitherTokenNorError,
+    Timing,
+}
+
+impl Garble {
+    pub const ALL: [Self; 8] = [
+        Self::Step,
+        Self::UnknownSequence,
+        Self::TooManyTokens,
+        Self::MissingOutput,
+        Self::LogprobNan,
+        Self::TopLogprobNan,
+        Self::NeitherTokenNorError,
+        Self::Timing,
+    ];
+
+    fn apply(self, result: &mut proto::StepResult) {
+        match self {
+            Self::Step => result.step += 7,
+            Self::Timing => result.timing.get_or_insert_default().forward_seconds = f64::NAN,
+            _ => {
+                let Some(output) = result.outputs.first_mut() else { return };
+                match self {
+                    Self::UnknownSequence => output.sequence_id += 1000,
+                    Self::TooManyTokens => output.tokens.extend(output.tokens.clone()),
+                    Self::LogprobNan => output.tokens[0].logprob = f32::NAN,
+                    Self::TopLogprobNan => output.tokens[0].top.push(proto::TopToken { id: 1, logprob: f32::NAN }),
+                    Self::NeitherTokenNorError => output.tokens.clear(),
+                    _ => drop(result.outputs.remove(0)),
+                }
+            }
+        }
+    }
 }
 
 /// What the worker saw; shared with the test.
@@ -196,7 +251,7 @@ impl Worker for Service {
 
     async fn warm_up(&self, request: Request<proto::WarmUpRequest>) -> Result<Response<proto::WarmUpResponse>, Status> {
         self.note(|seen| seen.warm_ups.push(request.into_inner()));
-        Ok(Response::new(proto::WarmUpResponse { num_blocks: self.script.num_blocks, phases: Vec::new() }))
+        Ok(Response::new(proto::WarmUpResponse { num_blocks: self.script.num_blocks, ..Default::default() }))
     }
 
     /// Whatever says that it is broken is refused; what says that it is deadly kills.
@@ -221,7 +276,10 @@ impl Worker for Service {
 
     async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {
         let last_step = self.updates.borrow().lock().unwrap().plans.last().map_or(0, |plan| plan.step);
-        Ok(Response::new(proto::HealthResponse { last_step, stepping: false, stepping_seconds: 0.0 }))
+        if self.script.hang_at_step.is_some_and(|(step, hang)| hang == Hang::Process && last_step >= step) {
+            std::future::pending::<()>().await;
+        }
+        Ok(Response::new(proto::HealthResponse { last_step, ..Default::default() }))
     }
 
     type StepsStream = BoxStream<'static, Result<proto::StepResult, Status>>;
@@ -259,7 +317,10 @@ impl Worker for Service {
                 if let Some(mut gate) = script.gate.clone() {
                     gate.wait_for(|last| plan.step <= *last).await.ok()?;
                 }
-                if script.hang_at_step == Some(plan.step) {
+                if script.close_at_step == Some(plan.step) {
+                    return None;
+                }
+                if script.hang_at_step.is_some_and(|(step, _)| step == plan.step) {
                     std::future::pending::<()>().await;
                 }
                 if let Some((_, message)) = script.failure_at_step.filter(|(step, _)| *step == plan.step) {
@@ -273,8 +334,8 @@ impl Worker for Service {
                 if !first {
                     result.outputs.clear();
                 }
-                if script.garbled_step == Some(plan.step) {
-                    result.step += 7;
+                if let Some((_, garble)) = script.garbled_step.filter(|(step, _)| plan.step >= *step) {
+                    garble.apply(&mut result);
                 }
                 *in_flight.lock().unwrap() -= 1;
                 note(&updates, |seen| seen.sequences = sequences.by_id.keys().copied().collect());

@@ -43,7 +43,7 @@ class Attention(Protocol):
     name: str
 
     def allocate(self, num_blocks: int, num_layers: int) -> list[Tensor]:
-        """One cache tensor for each layer (its layout is private), zeroed: pages are touched here, not later."""
+        """One cache tensor for each layer (its layout is private), zeroed; who asked for it touches its pages."""
         ...
 
     def bytes_per_block(self) -> int:

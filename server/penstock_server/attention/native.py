@@ -6,6 +6,8 @@ Cache of one layer: [blocks, kv_heads, 2 (keys, values), block_tokens * head_dim
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import TYPE_CHECKING
 
 from penstock_server.kernels import native_ops
@@ -40,13 +42,12 @@ class NativeAttention:
         import penstock_kernels
         import torch
 
-        shape = (num_blocks, self.shape.num_kv_heads, 2, BLOCK_TOKENS * self.shape.head_dim)
-        caches = []
-        for _ in range(num_layers):
-            cache = torch.empty(shape, dtype=torch.bfloat16)
-            penstock_kernels.advise_huge_pages(cache.data_ptr(), cache.nbytes)
-            caches.append(cache.fill_(0.0))
-        return caches
+        shape = (num_layers, num_blocks, self.shape.num_kv_heads, 2, BLOCK_TOKENS * self.shape.head_dim)
+        # The system's own zeros: a page costs nothing until it is touched.
+        room = mmap.mmap(-1, math.prod(shape) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        caches = torch.frombuffer(room, dtype=torch.bfloat16).view(shape)
+        penstock_kernels.advise_huge_pages(caches.data_ptr(), caches.nbytes)
+        return list(caches.unbind())
 
     def bytes_per_block(self) -> int:
         return self.native.block_numbers() * 2

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 
 from penstock_server.config import Capacity, Description, LoadConfig, WarmUpConfig
-from penstock_server.engine import batch, memory, warmup
+from penstock_server.engine import batch, memory
+from penstock_server.engine.capacity import CapacityProbe, Measured
 from penstock_server.engine.constraint import Constraints
 from penstock_server.engine.device import DTYPES, choose_device, choose_dtype, choose_num_threads, usable_cores
 from penstock_server.engine.logprob import NO_TOP, Top
@@ -27,7 +28,7 @@ from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
-from penstock_server.plan import Grammar, Plan, SequenceOutput, StepResult, StepTiming, Token
+from penstock_server.plan import Advance, Grammar, NewSequence, Plan, SequenceOutput, StepResult, StepTiming, Token
 
 logger = logging.getLogger(__name__)
 
@@ -143,49 +144,45 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self, config: WarmUpConfig) -> Capacity:
         """Run the worst step, measure what is left, allocate the pool. Raises ConfigError when it cannot serve."""
-        _check_limits(config, self.model.max_position_tokens)
         clock = PhaseClock()
-        longest = config.max_sequence_tokens or self.model.max_position_tokens
-        per_block = self.model.kv_bytes_per_block
-        on_cpu = self._device.type == "cpu"
-        longest_bytes = -(-longest // self._block_tokens) * per_block
-        share = memory.Share(
-            config.memory_fraction,
-            self._group.size if on_cpu else 1,
-            cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
-        )
-        meter = memory.MemoryMeter(self._device)
-        hoped_blocks = config.num_blocks or memory.usable_bytes(meter.measure(), share) // per_block
-        worst = warmup.WorstStep(
-            config.max_step_tokens,
-            config.max_step_sequences,
-            longest,
-            self._group.minimum(max(1, hoped_blocks)) * self._block_tokens,
-            self._block_tokens,
-        )
+        probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens)
+        probe.check_limits(config)
         sampler = Sampler(self.model.vocab_size, self._device, config.max_step_sequences, self._watermark)
-        self.model.allocate_cache(worst.num_blocks())
-        for name, step in (("worst prefill", warmup.prefill(worst)), ("worst decode", warmup.decode(worst))):
-            with clock.phase(name):
-                warmup.run(self.model, sampler, worst, step, self._device)
+        measured = Measured(config.num_blocks, 0.0, 0)
+        if config.proven:
+            probe.check_room(config, config.num_blocks)
+        else:
+            measured = probe.measure(config, sampler, clock)
+        num_blocks = measured.num_blocks
         with clock.phase("allocate KV pool"):
-            left = meter.measure(releasing=worst.num_blocks() * per_block)
-            fitting = memory.usable_bytes(left, share) // per_block
-            num_blocks = self._agree_on_blocks(config, fitting)
             self.model.allocate_cache(num_blocks)
+            if config.proven:
+                # What the group before gave back is free. Streams wait for the first token, not for the last page.
+                memory.touch_pages_beside(self.model.caches)
+            else:
+                memory.touch_pages(self.model.caches)
             memory.return_free_pages()
         limits = TableLimits(
             vocab_size=self.model.vocab_size,
             block_tokens=self._block_tokens,
             num_blocks=num_blocks,
-            max_sequence_tokens=min(longest, num_blocks * self._block_tokens),
+            max_sequence_tokens=min(probe.longest_sequence(config), num_blocks * self._block_tokens),
             num_rows=config.max_step_sequences,
         )
         grammars = None
         if self._compiler is not None:
             grammars = GrammarStates(self._compiler, max(1, min(_MAX_MASK_THREADS, usable_cores() // 2)))
         self._ready = _Ready(config, sampler, SequenceTable(limits), grammars)
-        return Capacity(num_blocks, tuple(clock.phases))
+        with clock.phase("rehearse"):
+            self._rehearse()
+        return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s)
+
+    def _rehearse(self) -> None:
+        """A prompt and a decode through everything that a request passes: nothing is used for the first time by one."""
+        new = NewSequence(0, [0], 1, block_ids=[0])
+        self.step(Plan(1, new_sequences=[new], advances=[Advance(0, 1, sample=True)]))
+        self.step(Plan(2, advances=[Advance(0, 1, [1] if self._block_tokens == 1 else [], sample=True)]))
+        self.reset()
 
     def reset(self) -> None:
         """Forget every sequence: a new stream begins."""
@@ -213,8 +210,6 @@ class Engine:
             table.add(new)
         if ready.grammars is not None:
             ready.grammars.apply(plan)
-        if plan.block_copies:
-            self.model.copy_blocks(list(plan.block_copies))
         chosen = batch.select(table, plan.advances)
         outputs: list[SequenceOutput | None] = [None] * len(plan.advances)
         for index, error in chosen.errors.items():
@@ -271,7 +266,10 @@ class Engine:
         for place in np.flatnonzero(~healthy).tolist():
             reason = reasons.get(place, BROKEN_LOGITS)
             ready.table.fail(sequence_ids[place], reason)
-            outputs[indexes[place]] = SequenceOutput(sequence_ids[place], error=reason)
+            # A grammar ends where it grows over its limits or leaves nothing to say; it came with the request.
+            outputs[indexes[place]] = SequenceOutput(
+                sequence_ids[place], error=reason, request_is_at_fault=place in reasons
+            )
         for place, (index, token_id, logprob) in enumerate(zip(indexes, token_ids.tolist(), logprobs, strict=False)):
             if token_id != BROKEN:
                 token = Token(token_id, logprob, tops.get(place, NO_TOP))
@@ -307,7 +305,7 @@ class Engine:
         return ready.grammars.start([plan.advances[index].sequence_id for index in sampled])
 
     def _check(self, plan: Plan, ready: _Ready) -> None:
-        limits, num_blocks = ready.limits, ready.table.limits.num_blocks
+        limits = ready.limits
         if plan.step != self._last_step + 1:
             raise PlanError(f"step is {plan.step}, must be {self._last_step + 1}")
         if len(plan.advances) > limits.max_step_sequences:
@@ -315,22 +313,6 @@ class Engine:
         num_tokens = sum(advance.num_tokens for advance in plan.advances)
         if num_tokens > limits.max_step_tokens:
             raise PlanError(f"plan advances {num_tokens} tokens, at most {limits.max_step_tokens} are allowed")
-        for pair in plan.block_copies:
-            if max(pair) >= num_blocks or min(pair) < 0:
-                raise PlanError(f"block copy {pair} is outside of the pool of {num_blocks}")
-
-    def _agree_on_blocks(self, config: WarmUpConfig, fitting: int) -> int:
-        """The same number on every rank, or the same refusal."""
-        fitting = self._group.minimum(fitting)
-        memory.check_blocks(config.num_blocks, fitting, self.model.kv_bytes_per_block)
-        num_blocks = config.num_blocks or fitting
-        room = num_blocks * self._block_tokens
-        if num_blocks < 1 or room < config.max_sequence_tokens:
-            raise ConfigError(
-                f"the KV pool has room for {room} tokens ({num_blocks} blocks), but one sequence may have "
-                f"{config.max_sequence_tokens or 'as many as fit, at least 1'}; free memory or lower --max-total-tokens"
-            )
-        return num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,18 +339,3 @@ def _request(table: SequenceTable, rows: npt.NDArray[np.int64], constraints: Con
         _History(table, rows),
         constraints,
     )
-
-
-def _check_limits(config: WarmUpConfig, max_position_tokens: int) -> None:
-    if config.max_step_tokens < 1 or config.max_step_sequences < 1:
-        raise ConfigError(
-            f"max_step_tokens is {config.max_step_tokens} and max_step_sequences {config.max_step_sequences}, "
-            "both must be at least 1"
-        )
-    if config.max_sequence_tokens > max_position_tokens:
-        raise ConfigError(
-            f"sequences of {config.max_sequence_tokens} tokens were asked for, but the model was made for at most "
-            f"{max_position_tokens}; lower --max-total-tokens"
-        )
-    if not 0 < config.memory_fraction <= 1:
-        raise ConfigError(f"memory_fraction is {config.memory_fraction}, must be in (0, 1]")

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from penstock_server.errors import ConfigError
-
 # A server on a plain CPU shares the machine with others, and touching a page costs start-up time: without a word from
 # the user a rank takes this, or room for so many of the longest sequences where that is more.
 DEFAULT_CPU_POOL_BYTES = 1 << 30
 DEFAULT_CPU_POOL_SEQUENCES = 4
+_LIBC = ctypes.CDLL(None)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_POPULATE_BYTES = 64 << 20
 _UNLIMITED = 1 << 60  # control groups of version 1 say "no limit" by a huge number
 
 
@@ -81,23 +85,46 @@ def default_cap_bytes(longest_sequence_bytes: int) -> int:
     return max(DEFAULT_CPU_POOL_BYTES, DEFAULT_CPU_POOL_SEQUENCES * longest_sequence_bytes)
 
 
-def check_blocks(num_blocks: int, fitting: int, bytes_per_block: int) -> None:
-    """Refuse a number of blocks that was asked for and does not fit."""
-    if num_blocks > fitting:
-        raise ConfigError(
-            f"{num_blocks} KV blocks were asked for ({_mib(num_blocks * bytes_per_block)}), but only {fitting} fit "
-            f"({_mib(fitting * bytes_per_block)}) beside the model; ask for fewer tokens or raise the memory fraction"
-        )
+def touch_pages(tensors: Sequence[torch.Tensor]) -> None:
+    """Let the system back every page of the tensors now. What they hold may be lost; a new tensor holds nothing."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and not _populate(tensor):
+            tensor.zero_()
+
+
+def touch_pages_beside(tensors: Sequence[torch.Tensor]) -> None:
+    """The same in a thread, while others use the tensors. Where the system cannot, pages come when they are used."""
+
+    def touch() -> None:
+        for tensor in tensors:
+            if not _populate(tensor):
+                return
+
+    if tensors and tensors[0].device.type == "cpu":
+        threading.Thread(target=touch, name="pages", daemon=True).start()
+
+
+def _populate(tensor: torch.Tensor) -> bool:
+    """Whether the system backed the tensor's pages, by madvise(2); their contents stay."""
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    # In pieces: the process's other mappings cannot change meanwhile.
+    for address in range(begin, end, _POPULATE_BYTES):
+        length = min(_POPULATE_BYTES, end - address)
+        if _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+            return False
+    return True
 
 
 def return_free_pages() -> None:
     """Give freed heap pages back to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: int) -> str:
+    """For people."""
     return f"{num_bytes / (1 << 20):.0f} MiB"
 
 

@@ -68,29 +68,51 @@ class _LongHistory:
         return self.known(places), np.ones((len(places), self.num_tokens), np.bool_)
 
 
-def prefill(limits: WorstStep) -> tuple[list[int], list[int]]:
-    """(tokens, contexts) of a step with as many tokens as there may be, of as few sequences as can hold them."""
+Step = tuple[list[int], list[int]]  # of each sequence: tokens that it advances, and its context with them
+
+
+def worst_steps(limits: WorstStep) -> tuple[tuple[str, Step], ...]:
+    """By name. No step within the limits takes more memory than the largest of these."""
+    return (
+        ("worst prefill", prefill(limits)),
+        ("worst decode", decode(limits)),
+        ("worst mixed step", mixed(limits)),
+    )
+
+
+def prefill(limits: WorstStep) -> Step:
+    """As many tokens as there may be, of as few sequences as can hold them, at the end of the longest contexts."""
     num_tokens: list[int] = []
-    left = limits.max_step_tokens
+    contexts: list[int] = []
+    left, room = limits.max_step_tokens, limits.max_context_tokens
     while left and len(num_tokens) < limits.max_step_sequences:
         num_tokens.append(min(left, limits.max_sequence_tokens))
+        contexts.append(max(num_tokens[-1], min(room, limits.max_sequence_tokens)))
         left -= num_tokens[-1]
-    return num_tokens, list(num_tokens)
+        room = max(0, room - contexts[-1])
+    return num_tokens, contexts
 
 
-def decode(limits: WorstStep) -> tuple[list[int], list[int]]:
-    """(tokens, contexts) of a step with as many sequences as there may be: one at full length, the others sharing."""
+def decode(limits: WorstStep) -> Step:
+    """As many sequences as there may be: one at full length, the others sharing what is left of the pool."""
     num = min(limits.max_step_sequences, limits.max_step_tokens)
     longest = min(limits.max_sequence_tokens, limits.max_context_tokens)
     others = min(longest, max(1, (limits.max_context_tokens - longest) // max(1, num - 1)))
     return [1] * num, [longest] + [others] * (num - 1)
 
 
+def mixed(limits: WorstStep) -> Step:
+    """As many sequences and as many tokens: the decode whose longest sequence is still at its prompt."""
+    num_tokens, contexts = decode(limits)
+    num_tokens[0] = min(contexts[0], limits.max_step_tokens - len(num_tokens) + 1)
+    return num_tokens, contexts
+
+
 def run(
     model: CausalModel,
     sampler: Sampler,
     limits: WorstStep,
-    step: tuple[list[int], list[int]],
+    step: Step,
     device: torch.device,
 ) -> None:
     """One step over the temporary cache, sampled with every option on and with none."""

@@ -35,6 +35,7 @@ class CausalModel(Protocol):
     weight_bytes: int  # on this rank
     kv_bytes_per_block: int  # on this rank, all layers
     load_phases: list[tuple[str, float]]  # what loading did, in order, and the seconds it took
+    caches: list[Tensor]  # the pool, one tensor a layer; its pages may not have been touched
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the paged KV pool, replacing one made before."""

@@ -1,0 +1,233 @@
+"""How long streams pause when a worker is killed, by phase; and whether the first requests are slower than later ones.
+
+The real server with the embedded model. Streams run, a rank is killed (SIGKILL), the server's own log tells the phases
+of the pause and each stream's longest gap is what its client saw. Once with workers in reserve, once with those killed
+before. Writes every kill beside the other runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import http.client
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peers
+from compare import free_port, from_root, in_own_process, penstock_server, revision
+from load import percentile
+from table import markdown
+
+STREAMS, TOKENS = 4, 400
+PHASES = ("notice", "backoff", "stop", "spawn", "connect", "load", "warm_up", "first_token")
+PATIENCE_S = 300.0
+FIRST_REQUESTS = 20
+
+
+@dataclass
+class Running:
+    """A server and what it has logged."""
+
+    process: subprocess.Popen[str]
+    port: int
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def wait_for(self, message: str, since: int) -> None:
+        """Until it says so, in a record after so many."""
+        wait_until(lambda: any(record["message"].startswith(message) for record in self.records[since:]), message)
+
+    def seconds_of(self, prefix: str) -> dict[str, float]:
+        """The phases of its start."""
+        there = [record for record in self.records if record["message"].startswith(prefix) and "seconds" in record]
+        return {record["message"].removeprefix(prefix): record["seconds"] for record in there}
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Poll; a benchmark that waits for ever says for what it waited."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"error: waited {PATIENCE_S:g} s for: {what}")
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(num_ranks: int) -> Iterator[Running]:
+    """Penstock with the embedded model, until it is ready; stopped at the end."""
+    port = free_port()
+    server = penstock_server(["--num-shard", str(num_ranks), "--json-output", "--hostname", "127.0.0.1"])
+    environment = {**os.environ, **server.environment}
+    process = subprocess.Popen(server.command(port), stdout=subprocess.PIPE, text=True, env=environment)
+    running = Running(process, port)
+
+    def follow() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                running.records.append({"message": "", **json.loads(line).get("fields", {})})
+            except ValueError:
+                continue
+
+    threading.Thread(target=follow, daemon=True).start()
+    try:
+        running.wait_for("ready", 0)
+        yield running
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def worker_groups(root: int) -> list[list[int]]:
+    """Pids of the workers: those that serve, then those in reserve."""
+    groups: dict[int, list[int]] = {}
+    for task in Path(f"/proc/{root}/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if "--socket" in arguments:
+                _, *numbers = Path(arguments[arguments.index("--socket") + 1]).name.split("-")
+                groups.setdefault(int(numbers[0]) if len(numbers) > 1 else 0, []).append(pid)
+    return [groups[number] for number in sorted(groups)]
+
+
+def stream(port: int, prompt: str, arrivals: list[float]) -> None:
+    """One greedy stream; when each of its events came."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    body = json.dumps({"inputs": prompt, "parameters": {"max_new_tokens": TOKENS}})
+    connection.request("POST", "/generate_stream", body, {"content-type": "application/json"})
+    for line in connection.getresponse():
+        if line.startswith(b"data:"):
+            arrivals.append(time.perf_counter())
+    connection.close()
+
+
+def measure_kill(server: Running, index: int, with_reserve: bool, since: int) -> dict[str, Any]:
+    """Kill a rank under running streams. `since`: records before the workers that serve were started."""
+    server.wait_for("workers are in reserve", since)
+    if not with_reserve:
+        for pid in worker_groups(server.process.pid)[1]:
+            os.kill(pid, signal.SIGKILL)
+        server.wait_for("no workers are in reserve any more", since)
+    arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
+    threads = [
+        threading.Thread(target=stream, args=(server.port, f"Story {index}.{place}: once upon a time", arrivals[place]))
+        for place in range(STREAMS)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: all(len(times) > 8 for times in arrivals), "the streams to begin")
+    before = len(server.records)
+    workers = worker_groups(server.process.pid)[0]
+    os.kill(workers[index % len(workers)], signal.SIGKILL)
+    server.wait_for("the model workers work again", before)
+    for thread in threads:
+        thread.join()
+    timed = [record for record in server.records[before:] if "milliseconds" in record]
+    found = {record["message"]: float(record["milliseconds"]) for record in timed}
+    return {
+        "with_reserve": with_reserve,
+        "phases_ms": {phase: found[f"restart phase {phase}"] for phase in PHASES},
+        "total_ms": found["the model workers work again"],
+        "longest_gap_ms": [max(b - a for a, b in itertools.pairwise(times)) * 1000 for times in arrivals],
+    }
+
+
+def first_requests(port: int) -> list[float]:
+    """Milliseconds of the very first requests after ready, one after the other: eight tokens each."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    times = []
+    for number in range(FIRST_REQUESTS):
+        body = json.dumps({"inputs": f"Request {number}: hello", "parameters": {"max_new_tokens": 8}})
+        begin = time.perf_counter()
+        connection.request("POST", "/generate", body, {"content-type": "application/json"})
+        connection.getresponse().read()
+        times.append((time.perf_counter() - begin) * 1000)
+    return times
+
+
+def measure(num_ranks: int, kills: int) -> dict[str, Any]:
+    """One server: its start, its first requests, its kills."""
+    with serving(num_ranks) as server:
+        result: dict[str, Any] = {"ranks": num_ranks, "start_s": server.seconds_of("phase ")}
+        result["first_requests_ms"] = first_requests(server.port)
+        result["kills"] = []
+        since = 0
+        for with_reserve in (True, False):
+            for _ in range(kills):
+                before = len(server.records)
+                kill = measure_kill(server, len(result["kills"]), with_reserve, since)
+                result["kills"].append(kill)
+                since = before
+                print(f"{num_ranks} rank(s): {kill['total_ms']:.0f} ms", flush=True)
+    return result
+
+
+def report(record: dict[str, Any]) -> str:
+    """Median, 95th percentile and longest of every phase, and the first request beside the later ones."""
+    rows = []
+    for server in record["servers"]:
+        for with_reserve in (True, False):
+            kills = [kill for kill in server["kills"] if kill["with_reserve"] == with_reserve]
+            columns: dict[str, list[float]] = {phase: [kill["phases_ms"][phase] for kill in kills] for phase in PHASES}
+            columns["total"] = [kill["total_ms"] for kill in kills]
+            columns["longest gap of a stream"] = [gap for kill in kills for gap in kill["longest_gap_ms"]]
+            for name, values in columns.items():
+                reserve = "yes" if with_reserve else "no"
+                figures = [f"{percentile(values, 0.5):.0f}", f"{percentile(values, 0.95):.0f}", f"{max(values):.0f}"]
+                rows.append([str(server["ranks"]), reserve, name, *figures])
+    firsts = [
+        [
+            str(server["ranks"]),
+            f"{server['first_requests_ms'][0]:.1f}",
+            f"{percentile(server['first_requests_ms'][9:], 0.5):.1f}",
+            f"{max(server['first_requests_ms'][9:]):.1f}",
+        ]
+        for server in record["servers"]
+    ]
+    return (
+        f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
+        f"`{record['command']}`, {record['revision']}\n\n"
+        "From a rank's death to the next token of its streams, milliseconds:\n\n"
+        + markdown(["ranks", "reserve", "phase", "p50", "p95", "max"], rows)
+        + "\nThe first request after ready, and the tenth to the last, milliseconds:\n\n"
+        + markdown(["ranks", "first", "later p50", "later max"], firsts)
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10, help="with and without reserve, for each number of ranks (10)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--out", type=Path, default=peers.ROOT / "bench" / "runs")
+    options = parser.parse_args(arguments)
+    started = datetime.datetime.now(datetime.timezone.utc)
+    record: dict[str, Any] = {
+        "command": from_root([Path(sys.executable).name, *sys.argv]),
+        "started": started.isoformat(timespec="seconds"),
+        "revision": revision(),
+        "machine": in_own_process("limits.py")["machine"],
+        "servers": [measure(num_ranks, options.kills) for num_ranks in options.ranks],
+    }
+    options.out.mkdir(exist_ok=True)
+    machine = record["machine"]
+    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-death"
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    text = report(record)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nraw: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Workers that stop without dying, die again while they are replaced, or cannot be replaced at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from binary import Server, start
+from reference_model import model_folder
+from test_worker_death import REQUESTS, Stream, groups, health, metric, ranks, wait_until
+
+FEW = REQUESTS[:4]
+STEP_TIMEOUT_S = 6
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Server]:
+    server = start("--num-shard", "2", "--step-timeout", str(STEP_TIMEOUT_S))
+    yield server
+    assert server.stop() == 0, server.last_lines()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two_ranks: Server) -> list[tuple]:
+    return [stream.result() for stream in [Stream(two_ranks, request) for request in FEW]]
+
+
+def running(server: Server) -> list[Stream]:
+    """Streams that have begun."""
+    streams = [Stream(server, request) for request in FEW]
+    wait_until(lambda: all(len(stream.events) > 3 for stream in streams))
+    return streams
+
+
+def kill_all(server: Server) -> None:
+    """Those that serve and those in reserve."""
+    for pid in [pid for group in groups(server) for pid in group]:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_replaced(two_ranks: Server, undisturbed: list[tuple], rank: int) -> None:
+    # The other rank waits for it inside a collective, and answers when it is asked.
+    restarts = metric(two_ranks, "penstock_worker_restarts")
+    wait_until(lambda: health(two_ranks) == 200)
+    streams = running(two_ranks)
+    os.kill(ranks(two_ranks)[rank], signal.SIGSTOP)
+    assert [stream.result() for stream in streams] == undisturbed
+    assert metric(two_ranks, "penstock_worker_restarts") > restarts
+    assert any(f"rank {rank} has not answered" in line for line in two_ranks.lines)
+
+
+def test_a_server_that_was_stopped_as_a_whole_goes_on_with_its_workers(
+    two_ranks: Server, undisturbed: list[tuple]
+) -> None:
+    wait_until(lambda: health(two_ranks) == 200)
+    restarts = metric(two_ranks, "penstock_worker_restarts")
+    streams = running(two_ranks)
+    everybody = [two_ranks.process.pid, *two_ranks.worker_pids()]
+    for signal_number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in everybody:
+            os.kill(pid, signal_number)
+        if signal_number == signal.SIGSTOP:
+            time.sleep(STEP_TIMEOUT_S + 3)  # what is tested: nothing happens in all that time
+    assert [stream.result() for stream in streams] == undisturbed
+    assert metric(two_ranks, "penstock_worker_restarts") == restarts, two_ranks.last_lines()
+
+
+def test_the_death_of_those_in_reserve_and_of_their_successors_is_survived(
+    two_ranks: Server, undisturbed: list[tuple]
+) -> None:
+    wait_until(lambda: health(two_ranks) == 200)
+    streams = running(two_ranks)
+    lost = {pid for group in groups(two_ranks) for pid in group}
+    for _ in range(2):
+        kill_all(two_ranks)
+        wait_until(lambda gone=frozenset(lost): bool(set(two_ranks.worker_pids()) - gone))
+        # They are importing or loading now, and die as well.
+        lost |= set(two_ranks.worker_pids())
+    kill_all(two_ranks)
+    assert [stream.result() for stream in streams] == undisturbed
+
+
+def test_a_shutdown_during_a_restart_lets_streams_finish() -> None:
+    server = start()
+    streams = running(server)
+    kill_all(server)
+    wait_until(lambda: health(server) == 503)
+    server.process.send_signal(signal.SIGTERM)
+    results = [stream.result() for stream in streams]
+    assert all(text for _, text in results)
+    assert server.process.wait(60) == 0, server.last_lines()
+
+
+def test_workers_that_cannot_start_again_end_the_server_and_say_why(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(), folder)
+    server = start("--model-id", str(folder))
+    streams = running(server)
+    shutil.rmtree(folder)
+    kill_all(server)
+    assert server.process.wait(120) == 1, server.last_lines()
+    for stream in streams:
+        while stream.running():
+            time.sleep(0.01)
+        assert "5 failures in a row" in stream.events[-1]["error"], stream.events[-1]
+        assert sum("error" in event for event in stream.events) == 1
+    assert any("5 failures in a row without a finished step" in line for line in server.lines)

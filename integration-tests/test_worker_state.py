@@ -1,0 +1,107 @@
+"""What a lost worker knew of a sequence beyond its tokens is made again: grammars, stop strings, penalties, watermarks,
+prompt logprobs, candidates. Answers are those of an undisturbed server, to the last byte that a client sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from binary import Server, start
+from test_worker_death import health, metric, ranks, wait_until
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 60},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 4, "maxItems": 8},
+        "age": {"type": "integer"},
+    },
+    "required": ["name", "tags", "age"],
+}
+TOOL = {"type": "function", "function": {"name": "save_person", "description": "Saves.", "parameters": SCHEMA}}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me of a person."}], "max_tokens": 120, "seed": 3}
+
+
+def generate(prompt: str, **parameters: object) -> tuple[str, dict]:
+    return "/generate", {"inputs": prompt, "parameters": {"max_new_tokens": 100, "seed": 5, **parameters}}
+
+
+REQUESTS = {
+    "schema": generate("A person as JSON:", grammar={"type": "json", "value": SCHEMA}, do_sample=True),
+    "regex": generate("Numbers:", grammar={"type": "regex", "value": "([0-9]{2,5}, ){12}[0-9]+"}),
+    "stop": generate("1, 2, 3, 4, 5, 6,", stop=["24,", "nowhere"]),
+    "penalties": generate("Once upon a time", repetition_penalty=1.3, frequency_penalty=0.5, do_sample=True),
+    "watermark": generate("The river", watermark=True, do_sample=True, temperature=0.8),
+    "prompt logprobs": generate("The capital of France is Paris. " * 30, decoder_input_details=True, top_n_tokens=3),
+    "candidates": generate("A poem:", best_of=2, do_sample=True),
+    "n": ("/v1/chat/completions", {**CHAT, "n": 3, "temperature": 1.0, "logprobs": True, "top_logprobs": 2}),
+    "tools": ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}),
+}
+OF_ITS_OWN = ("id", "created")  # every answer
+
+
+def ask(server: Server, path: str, body: dict) -> Any:
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=240) as response:
+        return anonymous(json.load(response))
+
+
+def anonymous(value: Any) -> Any:
+    """Without what differs between any two answers."""
+    if isinstance(value, dict):
+        return {key: anonymous(inner) for key, inner in value.items() if key not in OF_ITS_OWN}
+    return [anonymous(inner) for inner in value] if isinstance(value, list) else value
+
+
+def ask_all(server: Server) -> tuple[dict[str, Any], list[threading.Thread]]:
+    answers: dict[str, Any] = {}
+
+    def run(name: str) -> None:
+        try:
+            answers[name] = ask(server, *REQUESTS[name])
+        except Exception as error:  # noqa: BLE001 - compared, and told with the server's own words
+            answers[name] = error
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in REQUESTS]
+    for thread in threads:
+        thread.start()
+    return answers, threads
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Server]:
+    server = start("--enable-prefill-logprobs", "--num-shard", "2")
+    yield server
+    assert server.stop() == 0, server.last_lines()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mortal: Server) -> dict[str, Any]:
+    return {name: ask(mortal, *request) for name, request in REQUESTS.items()}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_answers_are_those_of_an_undisturbed_server(mortal: Server, undisturbed: dict[str, Any], share: float) -> None:
+    restarts, tokens = metric(mortal, "penstock_worker_restarts"), steps(mortal)
+    answers, threads = ask_all(mortal)
+    wait_until(lambda: steps(mortal) >= tokens + 100 * share)
+    os.kill(ranks(mortal)[0], signal.SIGKILL)
+    wait_until(lambda: health(mortal) == 503 or metric(mortal, "penstock_worker_restarts") > restarts)
+    for thread in threads:
+        thread.join()
+    assert answers == undisturbed, mortal.last_lines()
+    assert metric(mortal, "penstock_worker_restarts") == restarts + 1
+    wait_until(lambda: health(mortal) == 200)
+
+
+def steps(server: Server) -> float:
+    """Steps done so far."""
+    text = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
+    lines = [line for line in text.splitlines() if line.startswith("tgi_batch_inference_count")]
+    return sum(float(line.split()[-1]) for line in lines)

@@ -1,0 +1,116 @@
+"""How many KV blocks a rank can have: the worst steps are run, and what is left is measured.
+
+Every rank comes to the same number, or refuses with the same words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock_server.config import WarmUpConfig
+from penstock_server.engine import memory, warmup
+from penstock_server.engine.sampler import Sampler
+from penstock_server.errors import ConfigError
+from penstock_server.models.interface import CausalModel
+from penstock_server.parallel import RankGroup
+from penstock_server.phase import PhaseClock
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the worst steps showed."""
+
+    num_blocks: int
+    worst_step_s: float
+    transient_bytes: int  # what the worst step takes above what stays
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityProbe:
+    """One rank, before it has its pool."""
+
+    model: CausalModel
+    group: RankGroup
+    device: torch.device
+    block_tokens: int
+
+    def measure(self, config: WarmUpConfig, sampler: Sampler, clock: PhaseClock) -> Measured:
+        """Run the worst steps over a small pool, and count the blocks that fit beside them."""
+        longest = self.longest_sequence(config)
+        per_block = self.model.kv_bytes_per_block
+        on_cpu = self.device.type == "cpu"
+        longest_bytes = -(-longest // self.block_tokens) * per_block
+        share = memory.Share(
+            config.memory_fraction,
+            self.group.size if on_cpu else 1,
+            cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
+        )
+        meter = memory.MemoryMeter(self.device)
+        hoped_blocks = config.num_blocks or memory.usable_bytes(meter.measure(), share) // per_block
+        worst = warmup.WorstStep(
+            config.max_step_tokens,
+            config.max_step_sequences,
+            longest,
+            self.group.minimum(max(1, hoped_blocks)) * self.block_tokens,
+            self.block_tokens,
+        )
+        self.model.allocate_cache(worst.num_blocks())
+        memory.touch_pages(self.model.caches)
+        seconds = []
+        for name, step in warmup.worst_steps(worst):
+            with clock.phase(name):
+                warmup.run(self.model, sampler, worst, step, self.device)
+            seconds.append(clock.phases[-1].seconds)
+        left = meter.measure(releasing=worst.num_blocks() * per_block)
+        num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
+        return Measured(num_blocks, max(seconds), left.transient)
+
+    def longest_sequence(self, config: WarmUpConfig) -> int:
+        """In tokens, as far as the model and the limits say."""
+        return config.max_sequence_tokens or self.model.max_position_tokens
+
+    def agree_on_blocks(self, config: WarmUpConfig, fitting: int, left: memory.Memory) -> int:
+        """The same number on every rank, or the same refusal."""
+        fitting = self.group.minimum(fitting)
+        if fitting < 1:
+            raise ConfigError(
+                f"no KV block fits: beside the model {memory.mib(left.available)} are free, and the largest step that "
+                f"the limits allow takes {memory.mib(left.transient)} of them; lower --max-batch-prefill-tokens or "
+                "--max-batch-size, raise --cuda-memory-fraction, or free memory"
+            )
+        if config.num_blocks > fitting:
+            per_block = self.model.kv_bytes_per_block
+            raise ConfigError(
+                f"{config.num_blocks} KV blocks were asked for ({memory.mib(config.num_blocks * per_block)}), but only "
+                f"{fitting} fit ({memory.mib(fitting * per_block)}) beside the model and the largest step; "
+                "lower --max-batch-total-tokens, or raise --cuda-memory-fraction"
+            )
+        num_blocks = config.num_blocks or fitting
+        self.check_room(config, num_blocks)
+        return num_blocks
+
+    def check_room(self, config: WarmUpConfig, num_blocks: int) -> None:
+        """Refuse a pool that the longest sequence would outgrow."""
+        room = num_blocks * self.block_tokens
+        if num_blocks < 1 or room < config.max_sequence_tokens:
+            raise ConfigError(
+                f"the KV pool has room for {room} tokens ({num_blocks} blocks), but one sequence may have "
+                f"{config.max_sequence_tokens or 'as many as fit, at least 1'}; free memory or lower --max-total-tokens"
+            )
+
+    def check_limits(self, config: WarmUpConfig) -> None:
+        """Refuse what no memory could make possible."""
+        if config.max_step_tokens < 1 or config.max_step_sequences < 1:
+            raise ConfigError(
+                f"max_step_tokens is {config.max_step_tokens} and max_step_sequences {config.max_step_sequences}, "
+                "both must be at least 1"
+            )
+        if config.max_sequence_tokens > self.model.max_position_tokens:
+            raise ConfigError(
+                f"sequences of {config.max_sequence_tokens} tokens were asked for, but the model was made for at most "
+                f"{self.model.max_position_tokens}; lower --max-total-tokens"
+            )
+        if not 0 < config.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction is {config.memory_fraction}, must be in (0, 1]")
