@@ -11,7 +11,7 @@ use fake_worker::fleet::Fleet;
 use fake_worker::{FakeGroup, Script, expected_tokens};
 use futures::StreamExt;
 use penstock_router::engine::{
-    Engine, EngineOptions, FinishReason, Generator, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
+    Engine, EngineOptions, FinishReason, Generator, Health, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
     SequenceStream,
 };
 use penstock_router::worker::{Group, LoadOptions, Phase, WarmUpOptions, WorkerError};
@@ -89,7 +89,7 @@ async fn concurrent_sequences_get_their_own_tokens_and_end_once() {
     for (prompt, stream) in prompts.iter().zip(futures::future::join_all(streams.into_iter().map(collect)).await) {
         assert_eq!(stream, (expected_tokens(prompt, 25), SequenceEvent::Finished(FinishReason::Length)));
     }
-    assert!(engine.health().live);
+    assert!(engine.health().is_well());
 }
 
 #[tokio::test]
@@ -139,7 +139,7 @@ async fn a_broken_sequence_fails_alone_with_the_workers_words() {
     assert_eq!(tokens, expected_tokens(&[13, 1], 1));
     assert_eq!(terminal, SequenceEvent::Failed(SequenceFailure::Sequence("not a number".to_owned())));
     assert_eq!(collect(healthy).await.0, expected_tokens(&[14, 1], 50));
-    assert!(engine.health().live);
+    assert!(engine.health().is_well());
 }
 
 #[tokio::test]
@@ -209,9 +209,7 @@ async fn a_worker_that_dies_fails_every_open_sequence_once_and_later_ones_too() 
         let reason = worker_failure(terminal);
         assert!(reason.contains("rank 1"), "{reason}");
     }
-    let health = engine.health();
-    assert!(!health.live && health.message.is_some(), "{health:?}");
-    assert_eq!(Some(engine.failure().await), health.message);
+    assert_eq!(engine.health(), Health::Failed(engine.failure().await));
     worker_failure(collect(engine.submit(request(&[1], 1))).await.1);
 }
 
@@ -222,7 +220,7 @@ async fn a_worker_that_dies_while_idle_is_noticed() {
     collect(engine.submit(request(&[1], 1))).await;
     group.ranks[0].kill();
     engine.failure().await;
-    assert!(!engine.health().live);
+    assert!(!engine.health().is_well());
 }
 
 #[tokio::test]
@@ -258,7 +256,7 @@ async fn shutting_down_ends_open_and_later_sequences() {
     let over = SequenceEvent::Failed(SequenceFailure::ShuttingDown);
     assert_eq!(collect(stream).await.1, over);
     assert_eq!(collect(engine.submit(request(&[1], 10))).await, (vec![], over));
-    assert!(!engine.health().live);
+    assert!(!engine.health().is_well());
     engine.shut_down().await;
 }
 

@@ -10,6 +10,7 @@ use tokio::sync::mpsc::{self, UnboundedSender};
 use tokio::sync::{oneshot, watch};
 
 use super::grammar::{self, Compiler};
+use super::progress;
 use super::step_loop::{Command, StepLoop};
 use super::{
     Generator, Grammar, GrammarError, Health, Load, RestartGroup, SequenceEvent, SequenceFailure, SequenceRequest,
@@ -24,6 +25,8 @@ pub struct Engine {
     next_id: Arc<AtomicU64>,
     state: watch::Receiver<State>,
     load: watch::Receiver<Load>,
+    silent: watch::Receiver<Option<usize>>,
+    stall_deadline: Duration,
     grammars: watch::Receiver<Compiler>,
 }
 
@@ -60,10 +63,13 @@ impl Engine {
         let (commands, receiver) = mpsc::unbounded_channel();
         let (state_sender, state) = watch::channel(State::Serving);
         let (load_sender, load) = watch::channel(Load::default());
+        let (silent_sender, silent) = watch::channel(None);
+        let stall_deadline = progress::stall_deadline(options.step_deadline);
         let (grammar_sender, grammars) = watch::channel(Compiler::Ready(group.grammars()));
-        let step_loop = StepLoop::new(options, restart, receiver, state_sender, load_sender, grammar_sender);
+        let step_loop =
+            StepLoop::new(options, restart, receiver, state_sender, load_sender, silent_sender, grammar_sender);
         tokio::spawn(step_loop.run(group));
-        Self { commands, next_id: Arc::new(AtomicU64::new(1)), state, load, grammars }
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), state, load, silent, stall_deadline, grammars }
     }
 
     /// Resolves with the reason when the workers are given up; never, when the engine was shut down before.
@@ -76,6 +82,15 @@ impl Engine {
                 drop(failed);
                 std::future::pending().await
             }
+        }
+    }
+
+    fn progress(&self) -> Health {
+        let step = self.load.borrow().oldest_step_since.map(|since| since.elapsed());
+        match (step.filter(|step| *step > self.stall_deadline), *self.silent.borrow()) {
+            (Some(step), _) => Health::Stalled { step },
+            (None, Some(rank)) => Health::Silent { rank },
+            (None, None) => Health::Well,
         }
     }
 
@@ -111,12 +126,10 @@ impl Generator for Engine {
 
     fn health(&self) -> Health {
         match &*self.state.borrow() {
-            State::Serving => Health { live: true, message: None },
-            State::Restarting(reason) => {
-                Health { live: false, message: Some(format!("the model workers are being restarted: {reason}")) }
-            }
-            State::Failed(reason) => Health { live: false, message: Some(reason.clone()) },
-            State::ShutDown => Health { live: false, message: Some(SequenceFailure::ShuttingDown.to_string()) },
+            State::Serving => self.progress(),
+            State::Restarting(reason) => Health::Restarting(reason.clone()),
+            State::Failed(reason) => Health::Failed(reason.clone()),
+            State::ShutDown => Health::ShutDown,
         }
     }
 

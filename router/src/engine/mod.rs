@@ -7,7 +7,9 @@
 mod end;
 mod grammar;
 mod handle;
+mod health;
 mod open_sequence;
+mod progress;
 mod record;
 mod recovery;
 mod restart;
@@ -16,6 +18,7 @@ mod step_loop;
 mod stream;
 
 pub use handle::{Engine, EngineOptions};
+pub use health::Health;
 pub use restart::{RestartError, RestartGroup, RestartTimes, Restarted};
 pub use sequence::{
     FinishReason, Grammar, GrammarError, LogprobSource, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
@@ -24,6 +27,7 @@ pub use sequence::{
 pub use stream::SequenceStream;
 
 use futures::future::BoxFuture;
+use tokio::time::Instant;
 
 /// What the text room needs of an engine; tests script their own.
 pub trait Generator: Send + Sync + 'static {
@@ -33,14 +37,6 @@ pub trait Generator: Send + Sync + 'static {
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>>;
     fn health(&self) -> Health;
     fn load(&self) -> Load;
-}
-
-/// Whether the workers can do a step now.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Health {
-    pub live: bool,
-    /// Why not, for people.
-    pub message: Option<String>,
 }
 
 /// How full the engine is.
@@ -57,4 +53,6 @@ pub struct Load {
     pub num_blocks: usize,
     /// Tokens, prompt and generated, that the running sequences can grow to.
     pub max_running_tokens: u64,
+    /// Since when the workers could have been at the oldest step that has not come back; `None`: there is none.
+    pub oldest_step_since: Option<Instant>,
 }

@@ -17,7 +17,7 @@ use super::open_sequence::OpenSequence;
 use super::record::{StepInFlight, StepRecord};
 use super::recovery::Outage;
 use super::restart::RestartGroup;
-use super::{FinishReason, Load, SequenceEvent, SequenceFailure, SequenceRequest};
+use super::{FinishReason, Load, SequenceEvent, SequenceFailure, SequenceRequest, progress};
 use crate::telemetry::metrics;
 use crate::worker::{Group, Output, StepReport, Steps};
 
@@ -36,6 +36,8 @@ pub(super) struct StepLoop {
     pub(super) commands: UnboundedReceiver<Command>,
     pub(super) state: watch::Sender<State>,
     load: watch::Sender<Load>,
+    /// The rank that does not answer.
+    silent: watch::Sender<Option<usize>>,
     pub(super) grammars: watch::Sender<Compiler>,
     epoch: Instant,
     /// When the newest report arrived.
@@ -63,6 +65,7 @@ impl StepLoop {
         commands: UnboundedReceiver<Command>,
         state: watch::Sender<State>,
         load: watch::Sender<Load>,
+        silent: watch::Sender<Option<usize>>,
         grammars: watch::Sender<Compiler>,
     ) -> Self {
         let now = Instant::now();
@@ -75,6 +78,7 @@ impl StepLoop {
             commands,
             state,
             load,
+            silent,
             grammars,
             epoch: now,
             last_report_at: now,
@@ -87,8 +91,7 @@ impl StepLoop {
 
     pub async fn run(mut self, mut group: Group) {
         let mut stop = loop {
-            let steps = group.steps();
-            match self.take_steps(steps).await {
+            match self.take_steps_watched(&group).await {
                 Stop::WorkerFailed(reason) => match self.recover(reason).await {
                     Ok(restarted) => group = restarted,
                     Err(stop) => break stop,
@@ -116,6 +119,16 @@ impl StepLoop {
                 let _ = done.send(());
             }
         }
+    }
+
+    async fn take_steps_watched(&mut self, group: &Group) -> Stop {
+        let watch = progress::watch(group.probe(), self.load.subscribe(), self.silent.clone());
+        let stop = tokio::select! {
+            stop = self.take_steps(group.steps()) => stop,
+            never = watch => match never {},
+        };
+        self.silent.send_replace(None);
+        stop
     }
 
     async fn take_steps(&mut self, mut steps: Steps) -> Stop {
@@ -271,10 +284,14 @@ impl StepLoop {
         }
     }
 
-    /// When the oldest step in flight has taken too long: counted from the report before it, or from when it was sent.
+    /// When the oldest step in flight has taken too long.
     fn step_deadline(&self) -> Instant {
-        let since = self.in_flight.front().map_or(self.last_report_at, |oldest| oldest.since(self.last_report_at));
-        since + self.options.step_deadline
+        self.oldest_step_since().unwrap_or(self.last_report_at) + self.options.step_deadline
+    }
+
+    /// Counted from the report before it, or from when it was sent.
+    fn oldest_step_since(&self) -> Option<Instant> {
+        self.in_flight.front().map(|oldest| oldest.since(self.last_report_at))
     }
 
     pub(super) fn publish_load(&self) {
@@ -288,6 +305,7 @@ impl StepLoop {
             prefix_hit_tokens: stats.num_hit_tokens,
             num_blocks: stats.num_blocks,
             max_running_tokens: stats.max_running_tokens,
+            oldest_step_since: self.oldest_step_since(),
         };
         self.load.send_replace(load);
     }

@@ -7,6 +7,7 @@ use futures::future::{join_all, try_join_all};
 use penstock_proto as proto;
 
 use super::grammar::GrammarCompiler;
+use super::probe::HealthProbe;
 use super::rank::{Rank, RankHealth};
 use super::step::Steps;
 use super::{PROTOCOL_VERSION, WorkerError};
@@ -149,6 +150,11 @@ impl Group {
     /// What each rank says about itself, in their order.
     pub async fn health(&mut self) -> Vec<Result<RankHealth, WorkerError>> {
         join_all(self.ranks.iter_mut().map(Rank::health)).await
+    }
+
+    /// To ask the same while their steps run.
+    pub(crate) fn probe(&self) -> HealthProbe {
+        HealthProbe::new(self.ranks.clone())
     }
 
     /// Grammars are compiled where tokens are sampled.

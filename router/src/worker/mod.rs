@@ -6,6 +6,7 @@ mod convert;
 mod error;
 mod grammar;
 mod group;
+mod probe;
 mod rank;
 mod step;
 
@@ -15,6 +16,7 @@ pub use group::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions};
 pub use rank::RankHealth;
 pub use step::{Steps, WorkerTiming};
 
+pub(crate) use probe::HealthProbe;
 pub(crate) use step::{Output, StepReport};
 
 /// What this build speaks; a worker of another version is refused.

@@ -11,7 +11,7 @@ use futures::future::BoxFuture;
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use penstock_router::config::{ApiKeys, ConnectionLimits, RequestLimits, VertexRoutes};
+use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits, VertexRoutes};
 use penstock_router::engine::{
     FinishReason, Generator, Grammar, GrammarError, Health, Load, SequenceEvent, SequenceRequest, SequenceStream, Token,
 };
@@ -163,11 +163,8 @@ impl Server {
         model::write(folder.path());
         let mut config = config(folder.path());
         adjust(&mut config);
-        let engine = Arc::new(Engine {
-            script: Box::new(script),
-            requests: Mutex::default(),
-            health: Mutex::new(Health { live: true, message: None }),
-        });
+        let engine =
+            Arc::new(Engine { script: Box::new(script), requests: Mutex::default(), health: Mutex::new(Health::Well) });
         let text = TextModel::load(&config.model_folder, 1, None).unwrap();
         let services = Services { engine: Arc::clone(&engine) as Arc<dyn Generator>, text, metrics: exporter() };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -231,6 +228,7 @@ pub fn config(folder: &Path) -> Config {
         pipeline_tag: None,
         model_folder: folder.to_owned(),
         limits: LIMITS,
+        queue: QueueLimits { max_tokens: u64::MAX, timeout: None },
         validation_workers: 1,
         payload_limit_bytes: 10_000,
         cors_allow_origins: Vec::new(),

@@ -15,7 +15,7 @@ async fn health_is_the_engine_s() {
         let answer = server.get(path).await;
         assert_eq!((answer.status, answer.body.as_str()), (StatusCode::OK, ""));
     }
-    *server.engine.health.lock().unwrap() = Health { live: false, message: Some("rank 0 died".to_owned()) };
+    *server.engine.health.lock().unwrap() = Health::Failed("rank 0 died".to_owned());
     let answer = server.get("/health").await;
     assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(answer.body, r#"{"error":"unhealthy","error_type":"healthcheck"}"#);
