@@ -339,3 +339,47 @@ async fn a_socket_that_never_appears_is_given_up() {
     let error = Group::connect(&["/nonexistent/rank-0".into()], Duration::from_secs(5)).await.unwrap_err();
     assert!(matches!(error, WorkerError::Unreachable { rank: 0, .. }) && error.is_loss(), "{error}");
 }
+
+/// Far beyond what a test takes, so that only a clock that the test moves reaches it.
+const LONG: Duration = Duration::from_secs(1000);
+
+#[tokio::test]
+async fn a_busy_worker_is_well_until_its_step_has_taken_half_of_what_it_may() {
+    let (open_gate, gate) = watch::channel(0);
+    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
+    let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let patient = EngineOptions { step_deadline: LONG, ..options(limits()) };
+    let engine = Engine::start(connected, patient, Arc::new(Fleet::new([])));
+    let stream = engine.submit(request(&[1, 2, 3], 10));
+    group.ranks[0].wait_until(|seen| !seen.plans.is_empty()).await;
+    tokio::time::pause();
+    tokio::time::advance(LONG / 2 - PATIENCE).await;
+    assert_eq!(engine.health(), Health::Well);
+    tokio::time::advance(PATIENCE * 2).await;
+    assert!(matches!(engine.health(), Health::Stalled { step } if step > LONG / 2), "{:?}", engine.health());
+    tokio::time::resume();
+    open_gate.send(u64::MAX).unwrap();
+    assert_eq!(collect(stream).await.0, expected_tokens(&[1, 2, 3], 10));
+    assert_eq!(engine.health(), Health::Well);
+}
+
+#[tokio::test]
+async fn a_worker_that_does_not_answer_is_noticed_also_while_there_is_nothing_to_do() {
+    let silence = watch::Sender::new(false);
+    let silent = Script { silence: Some(silence.subscribe()), ..Script::default() };
+    let group = FakeGroup::start(vec![Script::default(), silent]);
+    let engine = engine(&group).await;
+    collect(engine.submit(request(&[1], 1))).await;
+    silence.send_replace(true);
+    tokio::time::pause();
+    for _ in 0..60 {
+        tokio::time::advance(Duration::from_secs(1)).await;
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(engine.health(), Health::Silent { rank: 1 });
+    silence.send_replace(false);
+    tokio::time::resume();
+    while !engine.health().is_well() {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
