@@ -42,8 +42,9 @@ const INTRODUCTION: &str = "\
 
 Made from the code by `make docs`; do not edit. A flag goes before its variable, a variable before what a platform
 (SageMaker, Vertex AI) says, and that before the default. Every flag of text-generation-inference is in one of the three
-tables. `/health`, `/health/live`, `/health/ready`, `/ping`, GET `/`, `/metrics`, `/info`, `/v1/models` and the documentation need no API key; every other
-route does once there is one. TLS is a proxy's business: the server speaks HTTP/1.1 and HTTP/2 without it, on one port.
+tables. `/health` and its parts, `/ping`, GET `/`, `/metrics`, `/info`, `/v1/models` and the documentation need no API key;
+every other route does once there is one. TLS is a proxy's business: the server speaks HTTP/1.1 and HTTP/2 without it, on one
+port.
 ";
 
 fn flags() -> String {
