@@ -12,7 +12,7 @@ def served(first_s: float) -> Arrival:
 
 def test_only_tokens_between_the_ramp_and_the_last_arrival_count() -> None:
     refused = Arrival(0.0, 0.5, 429, [], 0.6, 3)
-    assert served_rate([served(1.0), served(2.0), served(7.9), refused], 8.0) == 3 / 6.0
+    assert served_rate([served(1.0), served(2.0), served(7.9), refused], 8.0) == 4 / 6.0
     assert (served(2.0).wait_s, refused.wait_s) == (1.5, pytest.approx(0.1))
 
 
