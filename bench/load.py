@@ -55,6 +55,7 @@ class EventParser:
 
     def __init__(self) -> None:
         self.status: int | None = None
+        self.retry_after_s: int | None = None
         self.body = bytearray()  # what is left after the last whole line: of a refusal, its message
         self._raw = bytearray()
         self._chunked = False
@@ -68,6 +69,8 @@ class EventParser:
                 return []
             head = bytes(self._raw[:end]).lower()
             self.status = int(head.split(b" ", 2)[1])
+            retry_after = head.partition(b"\r\nretry-after: ")[2]
+            self.retry_after_s = int(retry_after.split(b"\r\n")[0]) if retry_after else None
             self._chunked = b"transfer-encoding: chunked" in head
             del self._raw[: end + 4]
         if self._chunked:
@@ -99,11 +102,13 @@ class Sample:
     num_tokens: int
 
 
-class _Exchange(asyncio.Protocol):
-    """One request on its own connection; `done` is set when the server closes it."""
+class Exchange(asyncio.Protocol):
+    """One request on its own connection; `done` is set when the server closes it. Times are perf_counter's."""
 
     def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
+        self.sent = time.perf_counter()
         self.event_times: list[float] = []
+        self.ended = 0.0
         self.last = b""
         self.parser = EventParser()
         self._request = request
@@ -120,6 +125,7 @@ class _Exchange(asyncio.Protocol):
             self.last = payload
 
     def connection_lost(self, _error: Exception | None) -> None:
+        self.ended = time.perf_counter()
         if not self._done.done():
             self._done.set_result(None)
 
@@ -169,15 +175,21 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered), max(1, int(rank))) - 1]
 
 
-async def _ask(port: int, dialect: Dialect, prompt: str, load: Load, start_s: float) -> Sample:
-    body = json.dumps(dialect.body(prompt, load.num_output_tokens)).encode()
+async def ask(port: int, dialect: Dialect, prompt: str, num_output_tokens: int) -> Exchange:
+    """Sends one prompt and reads its answer, whatever it is, to the end."""
+    body = json.dumps(dialect.body(prompt, num_output_tokens)).encode()
     head = f"POST {dialect.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
-    sent = time.perf_counter()
-    _, exchange = await loop.create_connection(lambda: _Exchange(request, done), "127.0.0.1", port)
+    exchange = Exchange(request, done)
+    await loop.create_connection(lambda: exchange, "127.0.0.1", port)
     await done
+    return exchange
+
+
+async def _ask(port: int, dialect: Dialect, prompt: str, load: Load, start_s: float) -> Sample:
+    exchange = await ask(port, dialect, prompt, load.num_output_tokens)
     if exchange.parser.status != 200 or not exchange.last:
         raise LoadError(f"{dialect.path} answered {exchange.parser.status}: {bytes(exchange.parser.body[:300])!r}")
     try:
@@ -188,7 +200,7 @@ async def _ask(port: int, dialect: Dialect, prompt: str, load: Load, start_s: fl
         raise LoadError(f"{dialect.path} saw {num_input} input tokens, {load.num_input_tokens} were sent")
     times = exchange.event_times
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return Sample(sent - start_s, times[0] - sent, gaps, num_output)
+    return Sample(exchange.sent - start_s, times[0] - exchange.sent, gaps, num_output)
 
 
 async def _run(port: int, dialect: Dialect, load: Load, words: Sequence[str], seed: str) -> LoadResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,16 +12,22 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from binary import PENSTOCK, Server, launch, start
 
+SHUTTING_DOWN = {"error": "the server is shutting down", "error_type": "shutting_down"}
+
 
 def stream(server: Server, tokens: int) -> list[dict]:
     """All events of one stream."""
-    body = json.dumps({"inputs": "A long story:", "parameters": {"max_new_tokens": tokens}}).encode()
+    parameters = {"max_new_tokens": tokens, "ignore_eos": True}
+    body = json.dumps({"inputs": "A long story:", "parameters": parameters}).encode()
     request = urllib.request.Request(server.url + "/generate_stream", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:
         return [json.loads(line[5:]) for line in response if line.startswith(b"data:")]
@@ -54,6 +61,91 @@ def test_signal_drains_running_streams_and_exits_0(number: int) -> None:
     assert len(events) == 150
     assert events[-1]["generated_text"]
     wait_until_gone(workers)
+
+
+@contextlib.contextmanager
+def streams(server: Server, num: int, tokens: int) -> Iterator[list[Future[list[dict]]]]:
+    """So many streams, all of which generate; their events, when they have ended."""
+    with ThreadPoolExecutor(num) as clients:
+        futures = [clients.submit(stream, server, tokens) for _ in range(num)]
+        running = f"tgi_batch_current_size {num}".encode()
+        while running not in urllib.request.urlopen(server.url + "/metrics").read():
+            assert not any(future.done() for future in futures)
+        yield futures
+
+
+def ask(server: Server, path: str, body: dict | None = None) -> tuple[int, dict]:
+    """Status and JSON of an answer, {} when it has none."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.loads(response.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_sixteen_streams_are_finished_while_the_server_refuses_others() -> None:
+    server = start()
+    with streams(server, 16, 150) as futures:
+        server.process.send_signal(signal.SIGTERM)
+        while ask(server, "/health")[0] == 200:
+            pass
+        status, report = ask(server, "/health/ready")
+        assert (status, report["live"]["ok"], report["ready"]["ok"]) == (503, True, False)
+        assert ask(server, "/health/live")[0] == 200
+        for path in ("/generate", "/generate_stream"):
+            assert ask(server, path, {"inputs": "Hi"}) == (503, SHUTTING_DOWN)
+        status, answer = ask(server, "/v1/completions", {"prompt": "Hi", "stream": True})
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        assert not any(future.done() for future in futures)
+    for future in futures:
+        assert len(future.result()) == 150
+        assert future.result()[-1]["generated_text"]
+    assert server.process.wait(60) == 0
+
+
+def test_streams_that_outlive_the_grace_period_are_told_and_the_exit_is_0() -> None:
+    server = start("--graceful-termination-timeout", "1")
+    with streams(server, 16, 4000) as futures:
+        assert server.stop() == 0
+    assert [future.result()[-1] for future in futures] == [SHUTTING_DOWN] * 16
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_at_once(number: int) -> None:
+    server = start()
+    workers = server.worker_pids()
+    with streams(server, 4, 4000) as futures:
+        server.process.send_signal(signal.SIGTERM)
+        while ask(server, "/health")[0] == 200:
+            pass
+        assert server.stop(number, timeout_s=10) == 128 + number
+        for future in futures:
+            assert future.exception() or not any(event["generated_text"] for event in future.result())
+    wait_until_gone(workers)
+
+
+def test_worker_that_hangs_is_unhealthy_and_goes_on_where_it_was() -> None:
+    server = start()
+    (worker,) = server.worker_pids()
+    with streams(server, 1, 120) as futures:
+        assert ask(server, "/health/ready")[0] == 200
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + 60
+            while ask(server, "/health/ready")[1]["progressing"]["ok"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            assert ask(server, "/health") == (503, {"error": "unhealthy", "error_type": "healthcheck"})
+            assert ask(server, "/health/live")[0] == 200
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert len(futures[0].result()) == 120
+    while ask(server, "/health")[0] != 200:
+        assert time.monotonic() < deadline + 60
+        time.sleep(0.2)
+    assert server.stop() == 0
 
 
 def test_killed_launcher_leaves_no_worker() -> None:

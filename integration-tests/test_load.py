@@ -10,11 +10,14 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from binary import Server, start
 from huggingface_hub import AsyncInferenceClient, InferenceClient
+from openai import OpenAI
 
 PROMPTS = [f"Fact number {n}: the" for n in range(64)]
 
@@ -71,9 +74,15 @@ def test_two_ranks_give_the_tokens_of_one(server: Server) -> None:
         assert two.stop() == 0
 
 
-def test_overload_is_429_and_named() -> None:
-    small = start("--max-concurrent-requests", "2")
+@pytest.fixture(scope="module")
+def small() -> Iterator[Server]:
+    """One generation at a time, one that waits, and not for long."""
+    running = start("--max-concurrent-requests", "2", "--max-batch-size", "1", "--queue-timeout", "3")
+    yield running
+    assert running.stop() == 0
 
+
+def test_overload_is_429_and_named(small: Server) -> None:
     def one(_: int) -> tuple[int, str]:
         body = json.dumps({"inputs": "Hello", "parameters": {"max_new_tokens": 64}}).encode()
         request = urllib.request.Request(small.url + "/generate", body, {"content-type": "application/json"})
@@ -84,12 +93,39 @@ def test_overload_is_429_and_named() -> None:
             retry_after_s = int(error.headers["retry-after"])
             return error.code if retry_after_s > 0 else 0, json.load(error)["error_type"]
 
-    try:
-        with ThreadPoolExecutor(8) as clients:
-            answers = set(clients.map(one, range(8)))
-        assert answers == {(200, ""), (429, "overloaded")}
-    finally:
-        assert small.stop() == 0
+    with ThreadPoolExecutor(8) as clients:
+        answers = set(clients.map(one, range(8)))
+    assert answers == {(200, ""), (429, "overloaded")}
+
+
+def test_refused_clients_come_back_when_they_are_told(small: Server) -> None:
+    body = json.dumps({"inputs": "A long story:", "parameters": {"max_new_tokens": 4000, "ignore_eos": True}}).encode()
+    request = urllib.request.Request(small.url + "/generate_stream", body, {"content-type": "application/json"})
+    occupant = urllib.request.urlopen(request, timeout=60)
+    occupant.readline()
+    asked: list[float] = []
+    answered: list[tuple[float, int, str | None]] = []
+
+    def on_answer(response: httpx.Response) -> None:
+        answered.append((time.monotonic(), response.status_code, response.headers.get("retry-after")))
+        occupant.close()
+
+    hooks = {"request": [lambda _: asked.append(time.monotonic())], "response": [on_answer]}
+    with httpx.Client(event_hooks=hooks) as transport:
+        client = OpenAI(base_url=f"{small.url}/v1", api_key="-", max_retries=9, http_client=transport)
+        chunks = client.chat.completions.create(
+            model="tgi", messages=[{"role": "user", "content": "Hi"}], max_tokens=4, stream=True
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    *refusals, last = answered
+    assert refusals
+    assert {status for _, status, _ in refusals} == {429}, "it waited in the queue, and its stream had not begun"
+    assert last[1] == 200
+    for (refused_at, _, retry_after_s), asked_again_at in zip(refusals, asked[1:], strict=True):
+        assert retry_after_s is not None
+        assert 1 <= int(retry_after_s) <= 60
+        assert asked_again_at - refused_at >= int(retry_after_s)
+    assert gauge(small, "penstock_queue_tokens") == 0
 
 
 @pytest.mark.parametrize("prompt_words", [1, 900])

@@ -42,6 +42,15 @@ pub struct Args {
     #[arg(long, env, default_value_t = 128)]
     pub max_concurrent_requests: usize,
 
+    /// Tokens, of prompts and the most that may be generated, that may wait for their first step; more are refused with 429
+    /// [default: room for 128 of the longest sequences, or sixteen times the KV cache where that is more]
+    #[arg(long, env)]
+    pub max_queued_tokens: Option<u64>,
+
+    /// How long a request may wait for its first step, in seconds; then 429 [default: for ever]
+    #[arg(long, env)]
+    pub queue_timeout: Option<u64>,
+
     /// Largest best_of
     #[arg(long, env, default_value_t = 2)]
     pub max_best_of: usize,

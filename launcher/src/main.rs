@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::sys::signal::Signal;
-use penstock_router::config::{ApiKeys, ConnectionLimits, RequestLimits};
+use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits};
 use penstock_router::engine::Engine;
 use penstock_router::telemetry::metrics::{self, Exporter};
 use penstock_router::worker::Phase;
@@ -128,6 +128,7 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
     };
     // The folder's links are there until the end.
     let Started { engine, mut supervisor, prepared, folder, text, model, limits, num_blocks, phases } = started;
+    let queue = QueueLimits { max_tokens: limits.max_queued_tokens, timeout: settings.queue_timeout };
     let limits = RequestLimits {
         max_concurrent_requests: args.max_concurrent_requests,
         max_best_of: args.max_best_of,
@@ -143,6 +144,7 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
         pipeline_tag: prepared.pipeline_tag,
         model_folder: folder.path.clone(),
         limits,
+        queue,
         validation_workers: args.validation_workers,
         payload_limit_bytes: args.payload_limit,
         cors_allow_origins: args.cors_allow_origin.clone(),

@@ -28,7 +28,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("watermark-gamma", "between 0 and 1, checked at the start"),
 ];
 /// Flags that TGI has not.
-const OURS: &[&str] = &["api-key-file", "chat-template", "prefix-caching", "step-timeout"];
+const OURS: &[&str] =
+    &["api-key-file", "chat-template", "max-queued-tokens", "prefix-caching", "queue-timeout", "step-timeout"];
 
 pub fn render(page: Page) -> String {
     match page {
@@ -42,8 +43,9 @@ const INTRODUCTION: &str = "\
 
 Made from the code by `make docs`; do not edit. A flag goes before its variable, a variable before what a platform
 (SageMaker, Vertex AI) says, and that before the default. Every flag of text-generation-inference is in one of the three
-tables. `/health`, `/ping`, GET `/`, `/metrics`, `/info`, `/v1/models` and the documentation need no API key; every other
-route does once there is one. TLS is a proxy's business: the server speaks HTTP/1.1 and HTTP/2 without it, on one port.
+tables. `/health` and its parts, `/ping`, GET `/`, `/metrics`, `/info`, `/v1/models` and the documentation need no API key;
+every other route does once there is one. TLS is a proxy's business: the server speaks HTTP/1.1 and HTTP/2 without it, on one
+port.
 ";
 
 fn flags() -> String {

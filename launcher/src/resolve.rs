@@ -20,6 +20,14 @@ const DEFAULT_MAX_STEP_SEQUENCES: u32 = 256;
 const DEFAULT_STEP_TOKENS_CPU: u32 = 512;
 const DEFAULT_STEP_TOKENS_GPU: u32 = 4096;
 
+/// What may wait by default: as many of the longest sequences as `--max-concurrent-requests` lets in by default, so that
+/// nobody is refused who would not be by it; and more where the KV cache would soon have room for more.
+const QUEUED_SEQUENCES: u64 = 128;
+const QUEUED_POOLS: u64 = 16;
+
+/// A day, as for a request's own timeout.
+const MAX_QUEUE_TIMEOUT_S: u64 = 86_400;
+
 /// What this machine has.
 #[derive(Clone, Copy, Debug)]
 pub struct Machine {
@@ -58,16 +66,18 @@ pub struct Settings {
     pub graceful_termination_timeout: Duration,
     /// How long a step with decodes may take; `None`: the scheduler's own measure.
     pub max_inter_token: Option<Duration>,
+    pub queue_timeout: Option<Duration>,
     pub choices: Vec<Choice>,
     /// What was given and cannot be taken as it is.
     pub warnings: Vec<String>,
 }
 
-/// How long one sequence may be.
+/// How long one sequence may be, and how much of them may wait.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SequenceLimits {
     pub max_input_tokens: u32,
     pub max_total_tokens: u32,
+    pub max_queued_tokens: u64,
     pub choices: Vec<Choice>,
 }
 
@@ -126,6 +136,7 @@ impl Settings {
             memory_fraction: args.cuda_memory_fraction,
             graceful_termination_timeout: Duration::from_secs(args.graceful_termination_timeout),
             max_inter_token: max_inter_token(args, &mut choices),
+            queue_timeout: args.queue_timeout.map(Duration::from_secs),
             choices,
             warnings,
         })
@@ -188,13 +199,20 @@ impl SequenceLimits {
                 tokens
             }
         };
-        Ok(Self { max_input_tokens, max_total_tokens, choices })
+        let max_queued_tokens = args.max_queued_tokens.unwrap_or_else(|| {
+            let tokens = (QUEUED_POOLS * capacity).max(QUEUED_SEQUENCES * u64::from(max_total_tokens));
+            let reason = "128 of the longest sequences, or sixteen times the KV cache where that is more";
+            choices.push(Choice::new("max-queued-tokens", tokens, reason));
+            tokens
+        });
+        Ok(Self { max_input_tokens, max_total_tokens, max_queued_tokens, choices })
     }
 }
 
 fn check_ranges(args: &Args) -> Result<(), ResolveError> {
     let positive = [
         ("max-concurrent-requests", Some(args.max_concurrent_requests)),
+        ("max-queued-tokens", args.max_queued_tokens.map(|tokens| usize::try_from(tokens).unwrap_or(usize::MAX))),
         ("max-best-of", Some(args.max_best_of)),
         ("max-client-batch-size", Some(args.max_client_batch_size)),
         ("validation-workers", Some(args.validation_workers)),
@@ -217,6 +235,8 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         let allowed = "at least 2: a token of prompt and one to generate";
         return Err(ResolveError::OutOfRange { name: "max-total-tokens", value: tokens.to_string(), allowed });
     }
+    let seconds = args.queue_timeout.unwrap_or(1);
+    in_range("queue-timeout", seconds, (1..=MAX_QUEUE_TIMEOUT_S).contains(&seconds), "from 1 to 86400")?;
     let fraction = args.cuda_memory_fraction;
     in_range("cuda-memory-fraction", fraction, fraction > 0.0 && fraction <= 1.0, "over 0 and at most 1")?;
     let gamma = args.watermark_gamma.unwrap_or(0.5);

@@ -114,6 +114,17 @@ fn the_longest_sequence_is_what_model_and_memory_allow() {
 }
 
 #[test]
+fn what_may_wait_is_the_larger_of_sequences_and_pool() {
+    let queued = |flags: &str, num_blocks| limits(flags, num_blocks).unwrap().max_queued_tokens;
+    assert_eq!(queued("", 512), 128 * 8192);
+    assert_eq!(queued("--max-total-tokens 20", 512), 16 * 8192);
+    assert_eq!(queued("--max-queued-tokens 7", 512), 7);
+    assert!(refusal("--max-queued-tokens 0").contains("--max-queued-tokens is 0, must be at least 1"));
+    assert!(refusal("--queue-timeout 0").contains("--queue-timeout is 0, must be from 1 to 86400"));
+    assert_eq!(settings("").unwrap().queue_timeout, None);
+}
+
+#[test]
 fn limits_beyond_the_model_or_the_memory_are_refused() {
     let refusal = |flags: &str| limits(flags, 10).unwrap_err().to_string();
     assert!(refusal("--max-total-tokens 8193").contains("sequences of at most 8192 tokens"));

@@ -16,6 +16,7 @@ pub struct Config {
     /// Prepared model folder: tokenizer.json, tokenizer_config.json, generation_config.json, chat template.
     pub model_folder: PathBuf,
     pub limits: RequestLimits,
+    pub queue: QueueLimits,
     /// Tokenizer threads.
     pub validation_workers: usize,
     /// Largest request body, in bytes.
@@ -47,6 +48,15 @@ pub struct RequestLimits {
     pub max_input_tokens: usize,
     pub max_total_tokens: usize,
     pub max_client_batch_size: usize,
+}
+
+/// How much may wait for its first step, and for how long.
+#[derive(Clone, Copy, Debug)]
+pub struct QueueLimits {
+    /// Tokens of prompts and the most that they may generate, of all that wait.
+    pub max_tokens: u64,
+    /// From a request's arrival to its first step; `None`: for ever.
+    pub timeout: Option<Duration>,
 }
 
 /// Paths that Vertex AI chooses for a container; requests there are those of `/vertex` and `/health`.

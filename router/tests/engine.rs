@@ -11,7 +11,7 @@ use fake_worker::fleet::Fleet;
 use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use penstock_router::engine::{
-    Engine, EngineOptions, FinishReason, Generator, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
+    Engine, EngineOptions, FinishReason, Generator, Health, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
     SequenceStream,
 };
 use penstock_router::worker::{Group, LoadOptions, Phase, WarmUpOptions, WorkerError};
@@ -91,7 +91,7 @@ async fn concurrent_sequences_get_their_own_tokens_and_end_once() {
     for (prompt, stream) in prompts.iter().zip(futures::future::join_all(streams.into_iter().map(collect)).await) {
         assert_eq!(stream, (expected_tokens(prompt, 25), SequenceEvent::Finished(FinishReason::Length)));
     }
-    assert!(engine.health().live);
+    assert!(engine.health().is_well());
 }
 
 #[tokio::test]
@@ -141,7 +141,7 @@ async fn a_broken_sequence_fails_alone_with_the_workers_words() {
     assert_eq!(tokens, expected_tokens(&[13, 1], 1));
     assert_eq!(terminal, SequenceEvent::Failed(SequenceFailure::Sequence("not a number".to_owned())));
     assert_eq!(collect(healthy).await.0, expected_tokens(&[14, 1], 50));
-    assert!(engine.health().live);
+    assert!(engine.health().is_well());
 }
 
 #[tokio::test]
@@ -211,9 +211,7 @@ async fn a_worker_that_dies_fails_every_open_sequence_once_and_later_ones_too() 
         let reason = worker_failure(terminal);
         assert!(reason.contains("rank 1"), "{reason}");
     }
-    let health = engine.health();
-    assert!(!health.live && health.message.is_some(), "{health:?}");
-    assert_eq!(Some(engine.failure().await), health.message);
+    assert_eq!(engine.health(), Health::Failed(engine.failure().await));
     worker_failure(collect(engine.submit(request(&[1], 1))).await.1);
 }
 
@@ -224,7 +222,7 @@ async fn a_worker_that_dies_while_idle_is_noticed() {
     collect(engine.submit(request(&[1], 1))).await;
     group.ranks[0].kill();
     engine.failure().await;
-    assert!(!engine.health().live);
+    assert!(!engine.health().is_well());
 }
 
 #[tokio::test]
@@ -265,7 +263,7 @@ async fn shutting_down_ends_open_and_later_sequences() {
     let over = SequenceEvent::Failed(SequenceFailure::ShuttingDown);
     assert_eq!(collect(stream).await.1, over);
     assert_eq!(collect(engine.submit(request(&[1], 10))).await, (vec![], over));
-    assert!(!engine.health().live);
+    assert!(!engine.health().is_well());
     engine.shut_down().await;
 }
 
@@ -349,4 +347,45 @@ async fn ranks_that_disagree_are_refused() {
 async fn a_socket_that_never_appears_is_given_up() {
     let error = Group::connect(&["/nonexistent/rank-0".into()], Duration::from_secs(5)).await.unwrap_err();
     assert!(matches!(error, WorkerError::Unreachable { rank: 0, .. }) && error.is_loss(), "{error}");
+}
+
+/// Half of it is waited for.
+const NOTICEABLE: Duration = Duration::from_secs(8);
+
+async fn until(engine: &Engine, is_so: impl Fn(&Health) -> bool) {
+    while !is_so(&engine.health()) {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_worker_is_well_until_its_step_has_taken_half_of_what_it_may() {
+    let (open_gate, gate) = watch::channel(0);
+    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
+    let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let options = EngineOptions { step_deadline: NOTICEABLE, ..options(limits()) };
+    let engine = Engine::start(connected, options, Arc::new(Fleet::new([])));
+    let stream = engine.submit(request(&[1, 2, 3], 10));
+    group.ranks[0].wait_until(|seen| !seen.plans.is_empty()).await;
+    assert_eq!(engine.health(), Health::Well);
+    until(&engine, |health| matches!(health, Health::Stalled { step } if *step >= NOTICEABLE / 2)).await;
+    open_gate.send(u64::MAX).unwrap();
+    assert_eq!(collect(stream).await.0, expected_tokens(&[1, 2, 3], 10));
+    until(&engine, Health::is_well).await;
+}
+
+#[tokio::test]
+async fn a_worker_that_does_not_answer_is_noticed_also_while_there_is_nothing_to_do() {
+    let silence = watch::Sender::new(false);
+    let silent = Script { silence: Some(silence.subscribe()), ..Script::default() };
+    let group = FakeGroup::start(vec![Script::default(), silent]);
+    let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let options = EngineOptions { step_deadline: NOTICEABLE, ..options(limits()) };
+    let engine = Engine::start(connected, options, Arc::new(Fleet::new([])));
+    collect(engine.submit(request(&[1], 1))).await;
+    assert_eq!(engine.health(), Health::Well);
+    silence.send_replace(true);
+    until(&engine, |health| *health == Health::Silent { rank: 1 }).await;
+    silence.send_replace(false);
+    until(&engine, Health::is_well).await;
 }

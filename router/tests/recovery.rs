@@ -11,8 +11,8 @@ use fake_worker::{Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::join_all;
 use penstock_router::engine::{
-    Engine, EngineOptions, FinishReason, Generator, Grammar, GrammarError, Sampling, SequenceEvent, SequenceFailure,
-    SequenceRequest, SequenceStream,
+    Engine, EngineOptions, FinishReason, Generator, Grammar, GrammarError, Health, Sampling, SequenceEvent,
+    SequenceFailure, SequenceRequest, SequenceStream,
 };
 use penstock_scheduler::Limits;
 use tokio::sync::watch;
@@ -88,7 +88,7 @@ async fn streams_are_undisturbed(fleet: &Fleet, options: EngineOptions) {
     for (prompt, stream) in prompts.iter().zip(join_all(streams).await) {
         assert_eq!(stream, (expected_tokens(prompt, 20), FINISHED));
     }
-    assert!(engine.health().live);
+    assert!(engine.health().is_well());
     assert_eq!(engine.load().running_sequences, 0);
 }
 
@@ -168,9 +168,7 @@ async fn requests_that_come_during_a_restart_wait_for_it_and_health_tells() {
     let engine = fleet.engine(options()).await;
     let before = collect(engine.submit(request(&[1, 2], 30)));
     fleet.wait_until_asked(1).await;
-    let health = engine.health();
-    assert!(!health.live);
-    assert!(health.message.unwrap().starts_with("the model workers are being restarted: "));
+    assert!(matches!(engine.health(), Health::Restarting(_)));
     let meanwhile = collect(engine.submit(request(&[3, 4], 5)));
     let mut load = engine.load();
     while load.queued_sequences < 2 {
@@ -181,7 +179,7 @@ async fn requests_that_come_during_a_restart_wait_for_it_and_health_tells() {
     fleet.allow(1);
     assert_eq!(before.await, (expected_tokens(&[1, 2], 30), FINISHED));
     assert_eq!(meanwhile.await, (expected_tokens(&[3, 4], 5), FINISHED));
-    assert_eq!(engine.health().message, None);
+    assert!(engine.health().is_well());
 }
 
 #[tokio::test]
@@ -221,7 +219,7 @@ async fn a_loss_while_idle_is_repaired_before_anybody_comes() {
     collect(engine.submit(request(&[1], 1))).await;
     fleet.started(1).await.ranks[0].kill();
     fleet.started(2).await;
-    while !engine.health().live {
+    while !engine.health().is_well() {
         tokio::task::yield_now().await;
     }
     assert_eq!(collect(engine.submit(request(&[2], 3))).await.0, expected_tokens(&[2], 3));
@@ -245,7 +243,7 @@ async fn after_too_many_failures_in_a_row_every_stream_fails_once_and_later_ones
         assert!(reason.ends_with("restarting them failed: there is no other worker"), "{reason}");
     }
     assert_eq!(fleet.num_asked(), 2);
-    assert_eq!(Some(engine.failure().await), engine.health().message);
+    assert_eq!(engine.health(), Health::Failed(engine.failure().await));
     worker_failure(collect(engine.submit(request(&[1], 1))).await.1);
     let grammar = engine.compile_grammar(&Grammar::Regex("a".to_owned())).await;
     assert!(matches!(grammar, Err(GrammarError::Worker(_))), "{grammar:?}");
@@ -270,7 +268,7 @@ async fn a_sequence_that_kills_its_workers_fails_alone() {
         assert_eq!(stream, (expected_tokens(prompt, 80), FINISHED));
     }
     assert_eq!(fleet.num_started(), 4, "three workers died of it");
-    assert!(engine.health().live);
+    assert!(engine.health().is_well());
 }
 
 #[tokio::test]

@@ -1,18 +1,20 @@
 //! The closed set of errors a client can see: status and type of each, rendered once per dialect.
 
+use std::fmt;
+
 use axum::http::StatusCode;
 use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::parameter::ValidationError;
 use crate::engine::{GrammarError, SequenceFailure};
-use crate::telemetry::metrics::Failure;
+use crate::telemetry::metrics::{Failure, RefusalReason};
 use crate::text::{EncodeError, GenerationError, TemplateError};
 
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum ApiError {
-    #[error("Model is overloaded")]
-    Overloaded,
+    #[error("{0}")]
+    Overloaded(Refusal),
     #[error("the server is shutting down")]
     ShuttingDown,
     #[error("Input validation error: {0}")]
@@ -53,6 +55,39 @@ pub(crate) enum ApiError {
     Internal(String),
 }
 
+/// There is no room for a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    pub(crate) bound: Bound,
+    /// When it is worth trying again, as far as one can say.
+    pub(crate) retry_after_s: u64,
+}
+
+/// What of the server was full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Bound {
+    /// `--max-concurrent-requests`
+    Requests,
+    /// `--max-queued-tokens`
+    QueuedTokens,
+    /// `--queue-timeout`
+    QueueTime,
+}
+
+/// COMPAT: TGI's words; which bound it was is in the metrics.
+impl fmt::Display for Refusal {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Model is overloaded")?;
+        match self.bound {
+            Bound::Requests | Bound::QueuedTokens => Ok(()),
+            Bound::QueueTime => formatter.write_str(": the request waited for longer than --queue-timeout allows"),
+        }
+    }
+}
+
+/// Another server may take it at once.
+const MIN_RETRY_AFTER_S: u64 = 1;
+
 impl From<GenerationError> for ApiError {
     fn from(error: GenerationError) -> Self {
         match error {
@@ -61,6 +96,10 @@ impl From<GenerationError> for ApiError {
             GenerationError::Failed(failure) => Self::Generation(failure.to_string()),
             GenerationError::Incomplete => Self::Incomplete,
             GenerationError::Timeout => Self::Timeout,
+            // Where it is known when to come back, that is told (`Running::next`).
+            GenerationError::QueueTimeout => {
+                Self::Overloaded(Refusal { bound: Bound::QueueTime, retry_after_s: MIN_RETRY_AFTER_S })
+            }
         }
     }
 }
@@ -117,7 +156,7 @@ impl ApiError {
     /// Stable names for programs: TGI's `error_type`, OpenAI's `code`.
     pub(crate) fn error_type(&self) -> &'static str {
         match self {
-            Self::Overloaded => "overloaded",
+            Self::Overloaded(_) => "overloaded",
             Self::ShuttingDown => "shutting_down",
             Self::Validation(_) => "validation",
             Self::Template(_) => "template_error",
@@ -138,7 +177,7 @@ impl ApiError {
 
     pub(crate) fn tgi_status(&self) -> StatusCode {
         match self {
-            Self::Overloaded => StatusCode::TOO_MANY_REQUESTS,
+            Self::Overloaded(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::ShuttingDown | Self::Unhealthy => StatusCode::SERVICE_UNAVAILABLE,
             Self::Validation(_) | Self::Template(_) | Self::Tool(_) | Self::Suffix | Self::BatchSize { .. } => {
                 StatusCode::UNPROCESSABLE_ENTITY
@@ -162,15 +201,30 @@ impl ApiError {
         }
     }
 
-    /// The same request may succeed a little later.
-    pub(crate) fn is_temporary(&self) -> bool {
-        matches!(self, Self::Overloaded | Self::ShuttingDown)
+    /// In how many seconds the same request may succeed; `None`: it is not for want of room that it failed.
+    pub(crate) fn retry_after_s(&self) -> Option<u64> {
+        match self {
+            Self::Overloaded(refusal) => Some(refusal.retry_after_s),
+            Self::ShuttingDown => Some(MIN_RETRY_AFTER_S),
+            _ => None,
+        }
+    }
+
+    /// Why it was not let in, or not for long enough: the values of the label `reason`.
+    pub(crate) fn refusal(&self) -> Option<RefusalReason> {
+        match self {
+            Self::Overloaded(Refusal { bound: Bound::Requests, .. }) => Some(RefusalReason::Requests),
+            Self::Overloaded(Refusal { bound: Bound::QueuedTokens, .. }) => Some(RefusalReason::QueuedTokens),
+            Self::Overloaded(Refusal { bound: Bound::QueueTime, .. }) => Some(RefusalReason::QueueTimeout),
+            Self::ShuttingDown => Some(RefusalReason::ShuttingDown),
+            _ => None,
+        }
     }
 
     /// `None`: this request is not counted, it was never asked to generate.
     pub(crate) fn failure(&self) -> Option<Failure> {
         match self {
-            Self::Overloaded | Self::ShuttingDown => Some(Failure::Overloaded),
+            Self::Overloaded(_) | Self::ShuttingDown => Some(Failure::Overloaded),
             Self::Validation(_) | Self::Tool(_) | Self::Suffix | Self::BatchSize { .. } => Some(Failure::Validation),
             Self::Template(_) => Some(Failure::Template),
             Self::Generation(_) | Self::Unservable(_) | Self::Timeout | Self::Internal(_) => Some(Failure::Generation),

@@ -24,6 +24,7 @@ pub struct Engine {
     next_id: Arc<AtomicU64>,
     state: watch::Receiver<State>,
     load: watch::Receiver<Load>,
+    health: watch::Receiver<Health>,
     grammars: watch::Receiver<Compiler>,
 }
 
@@ -66,10 +67,12 @@ impl Engine {
         let (commands, receiver) = mpsc::unbounded_channel();
         let (state_sender, state) = watch::channel(State::Serving);
         let (load_sender, load) = watch::channel(Load::default());
+        let (health_sender, health) = watch::channel(Health::Well);
         let (grammar_sender, grammars) = watch::channel(Compiler::Ready(group.grammars()));
-        let step_loop = StepLoop::new(options, restart, receiver, state_sender, load_sender, grammar_sender);
+        let step_loop =
+            StepLoop::new(options, restart, receiver, state_sender, load_sender, health_sender, grammar_sender);
         tokio::spawn(step_loop.run(group));
-        Self { commands, next_id: Arc::new(AtomicU64::new(1)), state, load, grammars }
+        Self { commands, next_id: Arc::new(AtomicU64::new(1)), state, load, health, grammars }
     }
 
     /// Resolves with the reason when the workers are given up; never, when the engine was shut down before.
@@ -117,12 +120,10 @@ impl Generator for Engine {
 
     fn health(&self) -> Health {
         match &*self.state.borrow() {
-            State::Serving => Health { live: true, message: None },
-            State::Restarting(reason) => {
-                Health { live: false, message: Some(format!("the model workers are being restarted: {reason}")) }
-            }
-            State::Failed(reason) => Health { live: false, message: Some(reason.clone()) },
-            State::ShutDown => Health { live: false, message: Some(SequenceFailure::ShuttingDown.to_string()) },
+            State::Serving => self.health.borrow().clone(),
+            State::Restarting(reason) => Health::Restarting(reason.clone()),
+            State::Failed(reason) => Health::Failed(reason.clone()),
+            State::ShutDown => Health::ShutDown,
         }
     }
 

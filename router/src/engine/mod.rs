@@ -7,6 +7,7 @@
 mod end;
 mod grammar;
 mod handle;
+mod health;
 mod open_sequence;
 mod record;
 mod recovery;
@@ -17,6 +18,7 @@ mod stream;
 mod watch;
 
 pub use handle::{Engine, EngineOptions};
+pub use health::Health;
 pub use restart::{RestartError, RestartGroup, RestartTimes, Restarted};
 pub use sequence::{
     FinishReason, Grammar, GrammarError, LogprobSource, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
@@ -34,14 +36,6 @@ pub trait Generator: Send + Sync + 'static {
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>>;
     fn health(&self) -> Health;
     fn load(&self) -> Load;
-}
-
-/// Whether the workers can do a step now.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Health {
-    pub live: bool,
-    /// Why not, for people.
-    pub message: Option<String>,
 }
 
 /// How full the engine is.

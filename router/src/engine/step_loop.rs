@@ -4,7 +4,7 @@
 //! takes it out sends that event. All state lives here and in the scheduler, none only in the workers.
 
 use std::collections::{HashMap, VecDeque};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 
 use penstock_scheduler::{self as scheduler, Event, Plan, Scheduler, SequenceId, Submission};
@@ -19,7 +19,7 @@ use super::record::{StepInFlight, StepRecord};
 use super::recovery::Outage;
 use super::restart::RestartGroup;
 use super::watch::{Progress, hang};
-use super::{FinishReason, Load, SequenceEvent, SequenceFailure, SequenceRequest};
+use super::{FinishReason, Health, Load, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::telemetry::metrics;
 use crate::worker::{Fault, Group, Output, OutputError, StepReport, Steps};
 
@@ -38,6 +38,8 @@ pub(super) struct StepLoop {
     pub(super) commands: UnboundedReceiver<Command>,
     pub(super) state: watch::Sender<State>,
     load: watch::Sender<Load>,
+    /// Of the present workers, while there are any.
+    health: watch::Sender<Health>,
     pub(super) grammars: watch::Sender<Compiler>,
     epoch: Instant,
     /// When the newest report arrived.
@@ -65,6 +67,7 @@ impl StepLoop {
         commands: UnboundedReceiver<Command>,
         state: watch::Sender<State>,
         load: watch::Sender<Load>,
+        health: watch::Sender<Health>,
         grammars: watch::Sender<Compiler>,
     ) -> Self {
         let now = Instant::now();
@@ -77,6 +80,7 @@ impl StepLoop {
             commands,
             state,
             load,
+            health,
             grammars,
             epoch: now,
             last_report_at: now,
@@ -122,10 +126,22 @@ impl StepLoop {
     async fn take_steps(&mut self, group: &Group) -> Stop {
         let mut steps = group.steps();
         let progress = Arc::new(Progress::default());
-        let mut hang = pin!(hang(group.probe(), progress.clone(), self.options.step_deadline));
+        let health = self.health.clone();
+        let mut hang = pin!(hang(group.probe(), progress.clone(), self.options.step_deadline, &health));
+        let stop = self.take_steps_until(&mut steps, &progress, hang.as_mut()).await;
+        health.send_replace(Health::Well);
+        stop
+    }
+
+    async fn take_steps_until(
+        &mut self,
+        steps: &mut Steps,
+        progress: &Progress,
+        mut hang: Pin<&mut impl Future<Output = String>>,
+    ) -> Stop {
         let mut woken_at = Instant::now();
         loop {
-            self.send_plans(&steps, woken_at);
+            self.send_plans(steps, woken_at);
             self.publish_load();
             if self.in_flight.is_empty() {
                 self.end_outage();
@@ -154,7 +170,7 @@ impl StepLoop {
                         return Stop::WorkerFailed(reason);
                     }
                 }
-                reason = &mut hang => return Stop::WorkerFailed(reason),
+                reason = hang.as_mut() => return Stop::WorkerFailed(reason),
             }
         }
     }

@@ -8,8 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::Health;
 use crate::worker::{HealthProbe, RankHealth};
 
 /// How often the workers are asked.
@@ -19,6 +21,8 @@ const TICK: Duration = Duration::from_secs(1);
 const BUSY_FACTOR: u32 = 6;
 /// Of one processor, that a rank which computes uses at least. Answering here takes a tenth of it.
 const BUSY_SHARE: f64 = 0.02;
+/// Part of its patience after which a sign is told: whoever asks before a restart finds that one is near.
+const TOLD_FRACTION: u32 = 2;
 
 /// What the loop tells its watch.
 #[derive(Debug, Default)]
@@ -37,21 +41,50 @@ impl Progress {
     }
 }
 
-/// Resolves with the reason when the workers hang.
-pub(super) async fn hang(mut probe: HealthProbe, progress: Arc<Progress>, deadline: Duration) -> String {
+/// Resolves with the reason when the workers hang; `health` has the signs before.
+pub(super) async fn hang(
+    mut probe: HealthProbe,
+    progress: Arc<Progress>,
+    deadline: Duration,
+    health: &watch::Sender<Health>,
+) -> String {
     let tick = TICK.min(deadline / 4);
     let mut signs = Signs::new(deadline);
     loop {
         let since = Instant::now();
         tokio::time::sleep(tick).await;
-        let health = probe.ask(tick).await;
+        let answers = probe.ask(tick).await;
         // Asleep and asking, a tick each; whatever is more, this process was not there.
         let passed = since.elapsed().min(2 * tick);
         let num_reports =
             progress.has_steps.load(Ordering::Relaxed).then(|| progress.num_reports.load(Ordering::Relaxed));
-        if let Some(reason) = signs.add(passed, num_reports, &health) {
-            return reason;
+        let sign = signs.add(passed, num_reports, &answers);
+        if let Some(sign) = &sign
+            && sign.is_believed()
+        {
+            return sign.reason.clone();
         }
+        let seen = sign.map_or(Health::Well, |sign| sign.health);
+        health.send_if_modified(|health| std::mem::replace(health, seen.clone()) != seen);
+    }
+}
+
+/// That they may hang.
+#[derive(Debug)]
+struct Sign {
+    age: Duration,
+    patience: Duration,
+    health: Health,
+    reason: String,
+}
+
+impl Sign {
+    fn is_told(&self) -> bool {
+        self.age >= self.patience / TOLD_FRACTION
+    }
+
+    fn is_believed(&self) -> bool {
+        self.age >= self.patience
     }
 }
 
@@ -73,8 +106,8 @@ impl Signs {
         Self { deadline, silent, processor, num_reports: None, waited: Duration::ZERO, idle: Duration::ZERO }
     }
 
-    /// `num_reports` until now, `None` when no step is wanted; what each rank answered. A reason: they hang.
-    fn add(&mut self, passed: Duration, num_reports: Option<u64>, health: &[Option<RankHealth>]) -> Option<String> {
+    /// `num_reports` until now, `None` when no step is wanted; what each rank answered. Of several signs the clearest.
+    fn add(&mut self, passed: Duration, num_reports: Option<u64>, health: &[Option<RankHealth>]) -> Option<Sign> {
         self.silent.resize(health.len(), Duration::ZERO);
         self.processor.resize(health.len(), Duration::ZERO);
         let mut computes = false;
@@ -89,21 +122,32 @@ impl Signs {
                 None => self.silent[rank] += passed,
             }
         }
-        if let Some(rank) = self.silent.iter().position(|silent| *silent >= self.deadline) {
-            return Some(format!("rank {rank} has not answered for {:.1} s", self.silent[rank].as_secs_f64()));
-        }
         if num_reports.is_none() || num_reports != self.num_reports {
             (self.num_reports, self.waited, self.idle) = (num_reports, Duration::ZERO, Duration::ZERO);
-            return None;
+        } else {
+            self.waited += passed;
+            self.idle = if computes { Duration::ZERO } else { self.idle + passed };
         }
-        self.waited += passed;
-        self.idle = if computes { Duration::ZERO } else { self.idle + passed };
+        [self.silence(), self.idleness(), self.slowness()].into_iter().flatten().find(Sign::is_told)
+    }
+
+    fn silence(&self) -> Option<Sign> {
+        let (rank, age) = self.silent.iter().copied().enumerate().max_by_key(|(_, silent)| *silent)?;
+        let reason = format!("rank {rank} has not answered for {:.1} s", age.as_secs_f64());
+        Some(Sign { age, patience: self.deadline, health: Health::Silent { rank }, reason })
+    }
+
+    fn idleness(&self) -> Option<Sign> {
         let waited = self.waited.as_secs_f64();
-        if self.idle >= self.deadline {
-            return Some(format!("a step was not done after {waited:.1} s, and no rank computes"));
-        }
-        let is_over = self.waited >= self.deadline * BUSY_FACTOR;
-        is_over.then(|| format!("a step was not done after {waited:.1} s"))
+        let reason = format!("a step was not done after {waited:.1} s, and no rank computes");
+        let health = Health::Stalled { step: self.waited };
+        Some(Sign { age: self.idle, patience: self.deadline, health, reason })
+    }
+
+    fn slowness(&self) -> Option<Sign> {
+        let reason = format!("a step was not done after {:.1} s", self.waited.as_secs_f64());
+        let health = Health::Stalled { step: self.waited };
+        Some(Sign { age: self.waited, patience: self.deadline * BUSY_FACTOR, health, reason })
     }
 }
 
@@ -124,7 +168,10 @@ mod tests {
         mut health: impl FnMut(u32) -> Vec<Option<RankHealth>>,
     ) -> Option<(u32, String)> {
         let mut signs = Signs::new(DEADLINE);
-        (1..=200).find_map(|tick| signs.add(TICK, num_reports(tick), &health(tick)).map(|reason| (tick, reason)))
+        (1..=200).find_map(|tick| {
+            let sign = signs.add(TICK, num_reports(tick), &health(tick)).filter(Sign::is_believed);
+            sign.map(|sign| (tick, sign.reason))
+        })
     }
 
     #[test]

@@ -15,8 +15,18 @@ use super::dialect::{OpenAiError, is_openai};
 use crate::api::error::ApiError;
 
 /// What can be read without a key: how the server is and what it serves, never what the model says.
-const OPEN_PATHS: [&str; 8] =
-    ["/", "/health", "/ping", "/metrics", "/info", "/v1/models", "/v1/models/{*id}", "/api-doc/openapi.json"];
+const OPEN_PATHS: [&str; 10] = [
+    "/",
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/ping",
+    "/metrics",
+    "/info",
+    "/v1/models",
+    "/v1/models/{*id}",
+    "/api-doc/openapi.json",
+];
 const OPEN_FOLDER: &str = "/docs";
 
 const MISSING: &str = "no API key was given; send one as `Authorization: Bearer KEY`";

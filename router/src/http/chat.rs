@@ -14,9 +14,11 @@ use super::dialect::{OpenAiError, OpenAiJson};
 use super::document::OpenAiFailures;
 use super::envelope;
 use super::header;
+use super::running;
 use super::service::Service;
 use super::side_by_side::{self, Cost};
 use super::sse::{self, Frame};
+use crate::api::error::ApiError;
 use crate::api::openai::{ChatChunk, ChatCompletion, ChatRequest, Envelope, Usage};
 use crate::telemetry::RequestRecord;
 use choice::{ChoiceReader, ChoiceSum};
@@ -49,7 +51,10 @@ pub(super) async fn chat_completions(
     // COMPAT: any model's name is welcome, and comes back; "tgi" means the one that is served.
     let model = request.model.as_ref().filter(|model| *model != "tgi").unwrap_or(&service.config().model_id).clone();
     let envelope = envelope::new(object, "chatcmpl", model);
-    let Started { running, readers, permit, num_characters } = start(&service, &record, request).await?;
+    let Started { mut running, readers, permit, num_characters } = start(&service, &record, request).await?;
+    if streams {
+        running::started(&service, &mut running).await?;
+    }
     let steps = side_by_side::steps(running);
     if streams {
         let headers = header::of_stream(&service, num_characters);
@@ -75,7 +80,7 @@ pub(super) async fn chat_completions(
 
 /// The chunks of all choices as they come; one at least for each token, unless it is held back.
 fn frames(
-    steps: impl Stream<Item = Result<side_by_side::IndexedStep, crate::text::GenerationError>> + Send,
+    steps: impl Stream<Item = Result<side_by_side::IndexedStep, ApiError>> + Send,
     mut readers: Vec<ChoiceReader>,
     envelope: Envelope,
     with_usage: bool,
@@ -88,7 +93,7 @@ fn frames(
             let step = match step {
                 Ok(step) => step,
                 Err(error) => {
-                    yield Frame::Error(error.into());
+                    yield Frame::Error(error);
                     return;
                 }
             };

@@ -14,12 +14,13 @@ use super::dialect::{OpenAiError, OpenAiJson};
 use super::document::OpenAiFailures;
 use super::envelope;
 use super::header;
+use super::running;
 use super::service::Service;
 use super::side_by_side::{self, Cost, IndexedStep};
 use super::sse::{self, Frame};
+use crate::api::error::ApiError;
 use crate::api::openai::{Completion, CompletionChunk, CompletionRequest, Envelope, Usage};
 use crate::telemetry::{RequestRecord, RequestSummary};
-use crate::text::GenerationError;
 use choice::{ChoiceReader, ChoiceSum};
 use start::Started;
 
@@ -47,7 +48,11 @@ pub(super) async fn completions(
     let envelope = envelope::new("text_completion", "cmpl", service.config().model_id.clone());
     let (streams, with_usage) = (request.stream, request.stream_options.include_usage);
     let started = start::start(&service, &record, request).await?;
-    let Started { running, readers, num_per_prompt, num_choices, hides_generated, permit, num_characters } = started;
+    let Started { mut running, readers, num_per_prompt, num_choices, hides_generated, permit, num_characters } =
+        started;
+    if streams {
+        running::started(&service, &mut running).await?;
+    }
     let steps = side_by_side::steps(running);
     let mut tally = Tally { cost: Cost::new(num_per_prompt), hides_generated };
     if streams {
@@ -97,7 +102,7 @@ impl Tally {
 
 /// One chunk for each token of each choice, as they come.
 fn frames(
-    steps: impl Stream<Item = Result<IndexedStep, GenerationError>> + Send,
+    steps: impl Stream<Item = Result<IndexedStep, ApiError>> + Send,
     mut readers: Vec<ChoiceReader>,
     envelope: Envelope,
     with_usage: bool,
@@ -110,7 +115,7 @@ fn frames(
             let step = match step {
                 Ok(step) => step,
                 Err(error) => {
-                    yield Frame::Error(error.into());
+                    yield Frame::Error(error);
                     return;
                 }
             };

@@ -49,8 +49,8 @@ impl IntoResponse for OpenAiError {
 /// The error travels along with its response, for the one place that logs and counts it.
 fn render(status: StatusCode, body: impl Serialize, error: ApiError) -> Response {
     let mut response = (status, Json(body)).into_response();
-    if error.is_temporary() {
-        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    if let Some(seconds) = error.retry_after_s() {
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
     }
     response.extensions_mut().insert(error);
     response

@@ -90,7 +90,7 @@ const READING: [(u16, &str); 5] = [
 ];
 const GENERATING: [(u16, &str); 4] = [
     (424, "The generation failed."),
-    (429, "`--max-concurrent-requests` generations are running; try again a little later."),
+    (429, "There is no room for more; `Retry-After` says in how many seconds to try again."),
     (503, "The server is shutting down."),
     (504, "The request's own `timeout` is over."),
 ];

@@ -14,7 +14,7 @@ use super::candidate::{self, Choice};
 use super::dialect::TgiError;
 use super::document::TgiFailures;
 use super::header;
-use super::running::{Finished, Prepared, Prompt, Running};
+use super::running::{self, Finished, Prepared, Prompt, Running};
 use super::service::Service;
 use super::sse::{self, Frame};
 use crate::api::error::ApiError;
@@ -22,7 +22,7 @@ use crate::api::tgi::{
     BestOfSequence, Details, GenerateRequest, GenerateResponse, StreamDetails, StreamResponse, Token,
 };
 use crate::telemetry::{RequestRecord, RequestSummary};
-use crate::text::{GenerationError, StopText};
+use crate::text::StopText;
 
 /// The hub's name for models that write on; their answers on `/` begin with the prompt.
 const TEXT_GENERATION: &str = "text-generation";
@@ -154,9 +154,10 @@ impl Shape {
 /// Whatever can be refused is refused here, with its status, before a stream starts.
 async fn start(
     service: &Service,
+    record: &RequestRecord,
     request: GenerateRequest,
     streams: bool,
-) -> Result<(Prepared, Permit, Shape), ApiError> {
+) -> Result<(Vec<Running>, Permit, Shape), ApiError> {
     let config = service.config();
     let return_full_text = request.parameters.return_full_text.unwrap_or(false);
     let with_details = request.parameters.details || request.parameters.decoder_input_details;
@@ -172,7 +173,8 @@ async fn start(
     let checked = parameters.check(&config.limits)?;
     let shape = Shape { inputs: request.inputs.into(), return_full_text, with_details, choice };
     let prompt = Prompt::Text(Arc::clone(&shape.inputs));
-    Ok((Prepared::new(service, prompt, checked, StopText::Kept).await?, permit, shape))
+    let prepared = Prepared::new(service, prompt, checked, StopText::Kept, record.received()).await?;
+    Ok((prepared.start_all(service), permit, shape))
 }
 
 /// A whole answer, and what it cost.
@@ -193,8 +195,7 @@ pub(super) async fn answer(
     record: &RequestRecord,
     request: GenerateRequest,
 ) -> Result<Answer, ApiError> {
-    let (prepared, _permit, shape) = start(service, request, false).await?;
-    let running = prepared.start_all(service, record);
+    let (running, _permit, shape) = start(service, record, request, false).await?;
     // The first failure drops, and so aborts, the others.
     let finished = try_join_all(running.into_iter().map(Running::finish)).await?;
     let summary = candidate::cost(&finished);
@@ -202,9 +203,11 @@ pub(super) async fn answer(
 }
 
 async fn stream(service: Service, record: RequestRecord, request: GenerateRequest) -> Result<Response, ApiError> {
-    let (prepared, permit, shape) = start(&service, request, true).await?;
+    let (mut running, permit, shape) = start(&service, &record, request, true).await?;
+    running::started(&service, &mut running).await?;
+    let running = running.pop().expect("invariant: a stream has one generation");
     let headers = header::of_stream(&service, shape.num_characters());
-    let frames = frames(prepared.start(&service, &record, 0), shape, record.clone());
+    let frames = frames(running, shape, record.clone());
     Ok(sse::response(headers, permit, record, sse::tgi_error, frames))
 }
 
@@ -242,9 +245,9 @@ fn frames(mut running: Running, shape: Shape, record: RequestRecord) -> impl Str
 }
 
 /// COMPAT: a stream that ends early has an `error_type` of its own.
-fn of_stream(error: GenerationError) -> ApiError {
+fn of_stream(error: ApiError) -> ApiError {
     match error {
-        GenerationError::Incomplete => ApiError::IncompleteStream,
-        failed => failed.into(),
+        ApiError::Incomplete => ApiError::IncompleteStream,
+        error => error,
     }
 }

@@ -11,12 +11,14 @@ mod document;
 mod envelope;
 mod generate;
 mod header;
+mod health;
 mod invocations;
 mod logprob;
 mod observe;
 mod request_id;
 mod running;
 mod service;
+mod service_rate;
 mod side_by_side;
 mod slow_body;
 mod sse;
@@ -68,7 +70,7 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
 /// Every route of the API, and the document that describes them.
 fn routes() -> (Router<Service>, OpenApi) {
     let (router, mut document) = OpenApiRouter::with_openapi(document::Outline::openapi())
-        .routes(routes!(generate::compat, status::root))
+        .routes(routes!(generate::compat, health::root))
         .routes(routes!(generate::generate))
         .routes(routes!(generate::generate_stream))
         .routes(routes!(tokenize::tokenize))
@@ -80,8 +82,10 @@ fn routes() -> (Router<Service>, OpenApi) {
         .routes(routes!(invocations::invocations))
         .routes(routes!(vertex::vertex))
         .routes(routes!(status::info))
-        .routes(routes!(status::health))
-        .routes(routes!(status::ping))
+        .routes(routes!(health::health))
+        .routes(routes!(health::live))
+        .routes(routes!(health::ready))
+        .routes(routes!(health::ping))
         .routes(routes!(status::metrics))
         .split_for_parts();
     document::complete(&mut document);

@@ -1,12 +1,16 @@
 //! From checked parameters to a running generation, and from there to a whole answer; the same for every route.
 
 use std::sync::Arc;
+use std::time::Instant;
 
+use futures::future::try_join_all;
+
+use super::admission::Claim;
 use super::service::Service;
 use crate::api::error::ApiError;
 use crate::api::parameter::{Checked, ValidationError};
 use crate::engine::Sampling;
-use crate::telemetry::{RequestRecord, RequestSummary, metrics};
+use crate::telemetry::{RequestSummary, metrics};
 use crate::text::{
     Finish, Generation, GenerationError, GenerationOptions, PromptToken, Step, StopText, TextModel, TextToken,
 };
@@ -53,32 +57,81 @@ pub(super) struct Prepared {
     shown_token_ids: Arc<[u32]>,
     /// Where the generations of one request share the prompt.
     group: Option<u64>,
+    patience: Patience,
+    /// One for each generation.
+    claims: Vec<Claim>,
+}
+
+/// Until when a request may wait, and for what.
+#[derive(Clone, Copy)]
+struct Patience {
+    received: Instant,
+    /// For its answer's end: the client's own.
+    answer: Option<Instant>,
+    /// For its first step: the server's.
+    start: Option<Instant>,
+}
+
+impl Patience {
+    fn new(service: &Service, checked: &Checked, received: Instant) -> Self {
+        let after = |timeout| received + timeout;
+        Self { received, answer: checked.timeout.map(after), start: service.config().queue.timeout.map(after) }
+    }
+
+    /// For what comes before the queue.
+    async fn wait<T>(
+        &self,
+        service: &Service,
+        future: impl Future<Output = Result<T, ApiError>>,
+    ) -> Result<T, ApiError> {
+        tokio::select! {
+            biased;
+            result = future => result,
+            () = service.abandoned().cancelled_owned() => Err(ApiError::ShuttingDown),
+            () = until(self.answer) => Err(ApiError::Timeout),
+            () = until(self.start) => Err(service.admission().give_up()),
+        }
+    }
+}
+
+/// Never, without a deadline.
+async fn until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
+        None => std::future::pending().await,
+    }
 }
 
 impl Prepared {
-    /// Tokenizes, checks the lengths, and has the grammar compiled, in the order of TGI's checks.
+    /// Tokenizes, checks the lengths, finds room in the queue, and has the grammar compiled, in the order of TGI's checks.
     pub(super) async fn new(
         service: &Service,
         prompt: Prompt,
         checked: Checked,
         stop_text: StopText,
+        received: Instant,
     ) -> Result<Self, ApiError> {
         let limits = &service.config().limits;
+        let patience = Patience::new(service, &checked, received);
         if prompt.is_empty() {
             return Err(ValidationError::EmptyInput.into());
         }
         checked.check_truncate(limits)?;
-        let mut prompt_token_ids = prompt.encode(service.text()).await?;
+        let mut prompt_token_ids = patience.wait(service, prompt.encode(service.text())).await?;
         let max_new_tokens = checked.fit(&mut prompt_token_ids, limits)?;
         checked.check_token_ids(service.text().vocabulary_size())?;
+        if checked.sampling.grammar.is_some() && !service.config().grammar_support {
+            return Err(ValidationError::GrammarDisabled.into());
+        }
+        let tokens = prompt_token_ids.len() as u64 + u64::from(max_new_tokens);
+        let claims = service.admission().claim(checked.num_generations, tokens)?;
         if let Some(grammar) = &checked.sampling.grammar {
-            if !service.config().grammar_support {
-                return Err(ValidationError::GrammarDisabled.into());
-            }
-            service.generator().compile_grammar(grammar).await?;
+            let compiled = service.generator().compile_grammar(grammar);
+            patience.wait(service, async { Ok(compiled.await?) }).await?;
         }
         let group = (checked.num_generations > 1).then(rand::random);
-        Ok(Self { prompt_token_ids, max_new_tokens, checked, stop_text, shown_token_ids: Arc::new([]), group })
+        let shown_token_ids = Arc::new([]);
+        Ok(Self { prompt_token_ids, max_new_tokens, checked, stop_text, shown_token_ids, group, patience, claims })
     }
 
     /// These special tokens are part of the answer's text.
@@ -95,12 +148,13 @@ impl Prepared {
     }
 
     /// All of the request's generations, in their order.
-    pub(super) fn start_all(&self, service: &Service, record: &RequestRecord) -> Vec<Running> {
-        (0..self.checked.num_generations).map(|index| self.start(service, record, index)).collect()
+    pub(super) fn start_all(mut self, service: &Service) -> Vec<Running> {
+        let claims = std::mem::take(&mut self.claims);
+        claims.into_iter().enumerate().map(|(index, claim)| self.start(service, index, claim)).collect()
     }
 
-    pub(super) fn start(&self, service: &Service, record: &RequestRecord, index: usize) -> Running {
-        let checked = &self.checked;
+    fn start(&self, service: &Service, index: usize, claim: Claim) -> Running {
+        let Self { checked, patience, .. } = self;
         metrics::prompt_accepted(self.prompt_token_ids.len(), self.max_new_tokens);
         let options = GenerationOptions {
             prompt_token_ids: self.prompt_token_ids.clone(),
@@ -112,18 +166,28 @@ impl Prepared {
             shown_token_ids: Arc::clone(&self.shown_token_ids),
             priority: checked.priority,
             group: self.group,
-            deadline: checked.timeout.map(|timeout| record.received() + timeout),
+            deadline: patience.answer,
+            queue_deadline: patience.start,
         };
-        let (received, abandoned) = (record.received(), service.abandoned());
-        let generation = Generation::start(service.generator(), service.text(), options, received, abandoned);
+        let (generator, text, abandoned) = (service.generator(), service.text(), service.abandoned());
+        let generation = Generation::start(generator, text, options, patience.received, abandoned);
         let seed = checked.seed.map(|_| checked.seed_of(index));
-        Running { generation, seed, num_prompt_tokens: self.prompt_token_ids.len() }
+        Running { generation, claim, seed, num_prompt_tokens: self.prompt_token_ids.len() }
     }
+}
+
+/// Where nobody waits for ever, a stream's status tells whether it was let in: returns when all have left the queue.
+pub(super) async fn started(service: &Service, running: &mut [Running]) -> Result<(), ApiError> {
+    if service.config().queue.timeout.is_some() {
+        try_join_all(running.iter_mut().map(Running::started)).await?;
+    }
+    Ok(())
 }
 
 /// A generation on its way, and what answers say about its input.
 pub(super) struct Running {
     generation: Generation,
+    claim: Claim,
     /// `None` when nothing about it is random.
     pub(super) seed: Option<u64>,
     pub(super) num_prompt_tokens: usize,
@@ -141,8 +205,21 @@ pub(super) struct Finished {
 }
 
 impl Running {
-    pub(super) async fn next(&mut self) -> Result<Step, GenerationError> {
-        self.generation.next().await
+    pub(super) async fn next(&mut self) -> Result<Step, ApiError> {
+        if self.claim.is_queued() {
+            self.started().await?;
+        }
+        Ok(self.generation.next().await?)
+    }
+
+    /// Returns when it has left the queue.
+    async fn started(&mut self) -> Result<(), ApiError> {
+        self.generation.started().await.map_err(|error| match error {
+            GenerationError::QueueTimeout => self.claim.give_up(),
+            error => error.into(),
+        })?;
+        self.claim.leave_queue();
+        Ok(())
     }
 
     /// Complete when the first token is here.

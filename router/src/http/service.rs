@@ -34,7 +34,8 @@ impl Service {
         draining: CancellationToken,
         abandoned: CancellationToken,
     ) -> Self {
-        let admission = Admission::new(config.limits.max_concurrent_requests, draining.clone());
+        let admission =
+            Admission::new(config.limits.max_concurrent_requests, config.queue.max_tokens, draining.clone());
         let crate::Services { engine: generator, text, metrics } = services;
         Self { inner: Arc::new(Inner { config, generator, text, metrics, admission, draining, abandoned }) }
     }

@@ -4,9 +4,10 @@ use futures::stream;
 use futures::{Stream, StreamExt};
 
 use super::running::Running;
+use crate::api::error::ApiError;
 use crate::api::openai::Usage;
 use crate::telemetry::RequestSummary;
-use crate::text::{GenerationError, PromptToken, Step};
+use crate::text::{PromptToken, Step};
 
 /// A step of one of them.
 pub(super) struct IndexedStep {
@@ -19,11 +20,11 @@ pub(super) struct IndexedStep {
 }
 
 /// Ends when all have ended. After an error it is not to be read on.
-pub(super) fn steps(running: Vec<Running>) -> impl Stream<Item = Result<IndexedStep, GenerationError>> + Send {
+pub(super) fn steps(running: Vec<Running>) -> impl Stream<Item = Result<IndexedStep, ApiError>> + Send {
     stream::select_all(running.into_iter().enumerate().map(|(index, running)| steps_of(index, running).boxed()))
 }
 
-fn steps_of(index: usize, running: Running) -> impl Stream<Item = Result<IndexedStep, GenerationError>> + Send {
+fn steps_of(index: usize, running: Running) -> impl Stream<Item = Result<IndexedStep, ApiError>> + Send {
     stream::unfold(Some(running), move |running| async move {
         let mut running = running?;
         let step = match running.next().await {

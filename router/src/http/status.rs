@@ -3,11 +3,10 @@
 use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
-use axum::http::{StatusCode, header};
+use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
-use super::dialect::{OpenAiError, TgiError};
-use super::document::Health;
+use super::dialect::OpenAiError;
 use super::service::Service;
 use crate::api::error::{ApiError, OpenAiErrorBody};
 use crate::api::openai::{Model, ModelList};
@@ -17,27 +16,6 @@ use crate::telemetry::metrics;
 /// COMPAT: what TGI calls itself here; scripts look for it.
 const ROUTER: &str = "text-generation-router";
 
-/// Whether the server can generate.
-#[utoipa::path(get, path = "/health", tag = "Server", responses(Health))]
-pub(super) async fn health(State(service): State<Service>) -> Result<StatusCode, TgiError> {
-    if service.is_draining() || !service.generator().health().live {
-        return Err(ApiError::Unhealthy.into());
-    }
-    Ok(StatusCode::OK)
-}
-
-/// The same as `/health`; SageMaker asks here.
-#[utoipa::path(get, path = "/ping", tag = "Clouds", responses(Health))]
-pub(super) async fn ping(service: State<Service>) -> Result<StatusCode, TgiError> {
-    health(service).await
-}
-
-/// The same as `/health`.
-#[utoipa::path(get, path = "/", tag = "Server", responses(Health))]
-pub(super) async fn root(service: State<Service>) -> Result<StatusCode, TgiError> {
-    health(service).await
-}
-
 /// Metrics, for Prometheus.
 #[utoipa::path(
     get,
@@ -46,7 +24,7 @@ pub(super) async fn root(service: State<Service>) -> Result<StatusCode, TgiError
     responses((status = 200, description = "Prometheus's text format.", content_type = "text/plain", body = String))
 )]
 pub(super) async fn metrics(State(service): State<Service>) -> Response {
-    metrics::load(service.generator().load());
+    metrics::load(service.generator().load(), service.admission().queued_tokens());
     ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], service.metrics().render()).into_response()
 }
 

@@ -3,7 +3,7 @@
 //! COMPAT: whatever goes wrong with one is the whole request's `Incomplete generation`; the reason is in the log.
 
 use axum::extract::State;
-use axum::http::StatusCode;
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures::future::try_join_all;
@@ -32,6 +32,9 @@ impl IntoResponse for VertexError {
         };
         let body = TgiErrorBody { error: told.to_owned(), error_type: told };
         let mut response = (status, Json(body)).into_response();
+        if let Some(seconds) = self.0.retry_after_s() {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
         // For the one place that logs and counts it.
         response.extensions_mut().insert(self.0);
         response

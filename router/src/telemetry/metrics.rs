@@ -112,6 +112,30 @@ pub(crate) fn request_failed(failure: Failure) {
     counter!(name::REQUEST_FAILURE, "err" => failure.label()).increment(1);
 }
 
+/// What there was no room in: the values of the label `reason`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RefusalReason {
+    Requests,
+    QueuedTokens,
+    QueueTimeout,
+    ShuttingDown,
+}
+
+impl RefusalReason {
+    fn label(self) -> &'static str {
+        match self {
+            Self::Requests => "requests",
+            Self::QueuedTokens => "queued_tokens",
+            Self::QueueTimeout => "queue_timeout",
+            Self::ShuttingDown => "shutting_down",
+        }
+    }
+}
+
+pub(crate) fn request_refused(reason: RefusalReason) {
+    counter!(name::REQUESTS_REFUSED, "reason" => reason.label()).increment(1);
+}
+
 /// How long the parts of an answered request took.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RequestDurations {
@@ -138,8 +162,9 @@ pub(crate) fn prompt_accepted(num_input_tokens: usize, max_new_tokens: u32) {
     histogram!(name::REQUEST_MAX_NEW_TOKENS).record(f64::from(max_new_tokens));
 }
 
-/// How full the engine is, at this moment.
-pub(crate) fn load(load: Load) {
+/// How full the engine is, at this moment, and how many tokens wait for it.
+pub(crate) fn load(load: Load, queued_tokens: u64) {
+    gauge!(name::QUEUE_TOKENS).set(queued_tokens as f64);
     gauge!(name::QUEUE_SIZE).set(load.queued_sequences as f64);
     gauge!(name::BATCH_CURRENT_SIZE).set(load.running_sequences as f64);
     gauge!(name::BATCH_CURRENT_MAX_TOKENS).set(load.max_running_tokens as f64);

@@ -41,6 +41,7 @@ pub(super) type Labels = Option<(&'static str, &'static [&'static str])>;
 
 const METHOD: Labels = Some(("method", &["prefill", "decode"]));
 const DECODE: Labels = Some(("method", &["decode"]));
+const REFUSAL: Labels = Some(("reason", &["requests", "queued_tokens", "queue_timeout", "shutting_down"]));
 const REASON: Labels = Some(("reason", &["chunking"]));
 const PHASE: Labels =
     Some(("phase", &["notice", "backoff", "stop", "spawn", "connect", "load", "warm_up", "first_token"]));
@@ -59,6 +60,8 @@ pub(super) const REQUEST_INPUT_LENGTH: &str = "tgi_request_input_length";
 pub(super) const REQUEST_MAX_NEW_TOKENS: &str = "tgi_request_max_new_tokens";
 pub(super) const REQUEST_SKIPPED_TOKENS: &str = "tgi_request_skipped_tokens";
 pub(super) const QUEUE_SIZE: &str = "tgi_queue_size";
+pub(super) const QUEUE_TOKENS: &str = "penstock_queue_tokens";
+pub(super) const REQUESTS_REFUSED: &str = "penstock_requests_refused";
 pub(super) const BATCH_CURRENT_SIZE: &str = "tgi_batch_current_size";
 pub(super) const BATCH_CURRENT_MAX_TOKENS: &str = "tgi_batch_current_max_tokens";
 pub(super) const BATCH_NEXT_SIZE: &str = "tgi_batch_next_size";
@@ -183,6 +186,13 @@ pub(super) const METRICS: &[Metric] = &[
         .unlike("always `chunking`: newcomers never wait for a ratio or a number of tokens"),
     gauge_of(BATCH_MAX_TOTAL_TOKENS, "Tokens that the KV pool can hold").unlike("TGI set it too early to be seen"),
     gauge_of(BATCH_TOTAL_TOKENS, "Tokens that the KV pool can hold").unlike("TGI described it and never set it"),
+    gauge_of(QUEUE_TOKENS, "Tokens, prompt and most new ones, of the generations that wait for their first step"),
+    counter_of(
+        REQUESTS_REFUSED,
+        "Requests for which there was no room: bounded by --max-concurrent-requests, --max-queued-tokens or \
+         --queue-timeout, or the server was shutting down",
+    )
+    .by(REFUSAL),
     gauge_of(KV_BLOCKS, "Blocks of the KV pool"),
     gauge_of(KV_FREE_BLOCKS, "Blocks of the KV pool that can be handed out now, those that are only kept included"),
     gauge_of(KV_CACHED_BLOCKS, "Blocks of the KV pool that are kept, in case that a prompt begins like theirs"),

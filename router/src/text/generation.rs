@@ -40,6 +40,8 @@ pub(crate) struct GenerationOptions {
     pub(crate) group: Option<u64>,
     /// The generation fails then.
     pub(crate) deadline: Option<Instant>,
+    /// The generation fails if it has not started then.
+    pub(crate) queue_deadline: Option<Instant>,
 }
 
 /// A token and what it settled.
@@ -118,11 +120,16 @@ pub(crate) enum GenerationError {
     /// The time that the client gave is over.
     #[error("the request's timeout is over")]
     Timeout,
+    /// It waited for its first step for longer than the server lets anybody wait.
+    #[error("the request waited for too long")]
+    QueueTimeout,
 }
 
 /// A running generation. Dropping it aborts the sequence.
 pub(crate) struct Generation {
     events: SequenceStream,
+    /// Read, and not yet made anything of.
+    ahead: Option<SequenceEvent>,
     /// The server has waited long enough.
     abandoned: CancellationToken,
     detokenizer: Detokenizer,
@@ -138,6 +145,8 @@ pub(crate) struct Generation {
     num_generated_tokens: u32,
     num_cached_tokens: usize,
     deadline: Option<Instant>,
+    /// `None` when it has started.
+    queue_deadline: Option<Instant>,
     received: Instant,
     submitted: Instant,
     started: Option<Instant>,
@@ -171,6 +180,7 @@ impl Generation {
         });
         Self {
             events,
+            ahead: None,
             abandoned,
             detokenizer,
             stops: StopMatcher::new(options.stops),
@@ -183,6 +193,7 @@ impl Generation {
             num_generated_tokens: 0,
             num_cached_tokens: 0,
             deadline: options.deadline,
+            queue_deadline: options.queue_deadline,
             received,
             submitted,
             started: None,
@@ -192,6 +203,18 @@ impl Generation {
     /// The prompt's tokens; complete when the first generated token is here, empty when they were not asked for.
     pub(crate) fn take_prompt_tokens(&mut self) -> Vec<PromptToken> {
         std::mem::take(&mut self.prompt_tokens)
+    }
+
+    /// Returns when the sequence has left the queue. Cancel safe.
+    pub(crate) async fn started(&mut self) -> Result<(), GenerationError> {
+        if self.ahead.is_none() && self.started.is_none() {
+            self.ahead = Some(self.receive().await?);
+            self.queue_deadline = None;
+        }
+        match self.ahead.take_if(|event| matches!(event, SequenceEvent::Failed(_))) {
+            Some(SequenceEvent::Failed(failure)) => Err(GenerationError::Failed(failure)),
+            _ => Ok(()),
+        }
     }
 
     /// The next token. Not to be called after a step with `finish`, or an error.
@@ -211,11 +234,19 @@ impl Generation {
     }
 
     async fn next_event(&mut self) -> Result<SequenceEvent, GenerationError> {
+        match self.ahead.take() {
+            Some(event) => Ok(event),
+            None => self.receive().await,
+        }
+    }
+
+    async fn receive(&mut self) -> Result<SequenceEvent, GenerationError> {
         tokio::select! {
             biased;
             event = self.events.next() => event.ok_or(GenerationError::Incomplete),
             () = self.abandoned.cancelled() => Err(GenerationError::Failed(SequenceFailure::ShuttingDown)),
             () = until(self.deadline), if self.deadline.is_some() => Err(GenerationError::Timeout),
+            () = until(self.queue_deadline), if self.queue_deadline.is_some() => Err(GenerationError::QueueTimeout),
         }
     }
 

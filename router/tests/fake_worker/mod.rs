@@ -48,6 +48,8 @@ pub struct Script {
     /// Steps wait until this lets them: the number of the last step that may be answered.
     pub gate: Option<watch::Receiver<u64>>,
     pub num_blocks: u64,
+    /// While it is true, nobody learns how the worker is.
+    pub silence: Option<watch::Receiver<bool>>,
 }
 
 /// How a worker hangs.
@@ -254,7 +256,7 @@ impl Worker for Service {
         Ok(Response::new(proto::WarmUpResponse { num_blocks: self.script.num_blocks, ..Default::default() }))
     }
 
-    /// Whatever says that it is broken is refused; what says that it is deadly kills.
+    /// Whatever says that it is broken is refused; what says that it is deadly kills; what is endless is never done.
     async fn compile_grammar(
         &self,
         request: Request<proto::CompileGrammarRequest>,
@@ -269,12 +271,18 @@ impl Worker for Service {
             self.death.cancel();
             std::future::pending::<()>().await;
         }
+        if text.contains("endless") {
+            std::future::pending::<()>().await;
+        }
         let is_broken = text.contains("broken");
         let error = if is_broken { "it is broken".to_owned() } else { String::new() };
         Ok(Response::new(proto::CompileGrammarResponse { error, seconds: 0.001 }))
     }
 
     async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {
+        if let Some(mut silence) = self.script.silence.clone() {
+            let _ = silence.wait_for(|is_silent| !is_silent).await;
+        }
         let last_step = self.updates.borrow().lock().unwrap().plans.last().map_or(0, |plan| plan.step);
         if self.script.hang_at_step.is_some_and(|(step, hang)| hang == Hang::Process && last_step >= step) {
             std::future::pending::<()>().await;

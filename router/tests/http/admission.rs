@@ -1,15 +1,18 @@
 //! Who comes in, and that everybody who leaves makes room.
 
+use std::time::Duration;
+
 use axum::http::StatusCode;
 use http_body_util::BodyExt;
 use penstock_router::Config;
-use serde_json::json;
+use penstock_router::engine::SequenceEvent;
+use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 
 use crate::model::{IM_END, word};
-use crate::server::{Sequence, Server};
+use crate::server::{Answer, Sequence, Server, whole};
 
 async fn one_at_a_time() -> (Server, mpsc::UnboundedReceiver<Sequence>) {
     let (sender, sequences) = mpsc::unbounded_channel();
@@ -88,4 +91,115 @@ async fn a_stop_string_aborts_what_the_engine_would_go_on_with() {
     });
     assert_eq!(answer.json()["generated_text"], "END");
     sequence.aborted.await.unwrap();
+}
+
+fn endless_grammar() -> Value {
+    json!({"type": "regex", "value": "endless"})
+}
+
+/// Every route that generates, asked for a stream where it has any.
+fn generating(max_new_tokens: u32) -> [(&'static str, Value); 7] {
+    let parameters = json!({"max_new_tokens": max_new_tokens});
+    let message = json!([{"role": "user", "content": "Hi"}]);
+    [
+        ("/generate", json!({"inputs": "Hi", "parameters": parameters})),
+        ("/generate_stream", json!({"inputs": "Hi", "parameters": parameters})),
+        ("/", json!({"inputs": "Hi", "stream": true, "parameters": parameters})),
+        ("/invocations", json!({"inputs": "Hi", "parameters": parameters})),
+        ("/v1/completions", json!({"prompt": "Hi", "stream": true, "max_tokens": max_new_tokens})),
+        ("/v1/chat/completions", json!({"messages": message, "max_tokens": max_new_tokens})),
+        ("/v1/chat/completions", json!({"messages": message, "max_tokens": max_new_tokens, "stream": true})),
+    ]
+}
+
+fn is_overloaded(path: &str, answer: &Answer) -> bool {
+    let body = answer.json();
+    let code = if path.starts_with("/v1") { &body["error"]["code"] } else { &body["error_type"] };
+    let retry_after_s: u64 = answer.header("retry-after").parse().unwrap();
+    answer.status == StatusCode::TOO_MANY_REQUESTS && code == "overloaded" && (1..=60).contains(&retry_after_s)
+}
+
+#[tokio::test]
+async fn what_waits_for_its_first_step_is_bounded_by_its_tokens() {
+    let (sender, mut sequences) = mpsc::unbounded_channel();
+    let script = move |sequence| sender.send(sequence).unwrap();
+    let server = Server::start(script, |config: &mut Config| config.queue.max_tokens = 100).await;
+    // It waits alone: whatever its size, it may.
+    let body = json!({"inputs": "Hi", "parameters": {"max_new_tokens": 90}});
+    let mut first = server.open("/generate_stream", body).await;
+    let sequence = sequences.recv().await.unwrap();
+    for (path, body) in generating(60) {
+        let answer = server.post(path, body).await;
+        assert!(is_overloaded(path, &answer), "{path}: {}", answer.body);
+    }
+    assert!(sequences.try_recv().is_err());
+
+    sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
+    sequence.send_token(word("Hello"));
+    first.body_mut().frame().await.unwrap().unwrap();
+    let body = json!({"inputs": "Hi", "parameters": {"max_new_tokens": 60}});
+    let (answer, ()) = tokio::join!(server.post("/generate", body), async {
+        sequences.recv().await.unwrap().answer(&[IM_END]);
+    });
+    assert_eq!(answer.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_full_queue_refuses_before_it_reads_the_prompt() {
+    let (sender, mut sequences) = mpsc::unbounded_channel();
+    let script = move |sequence| sender.send(sequence).unwrap();
+    let server = Server::start(script, |config: &mut Config| config.queue.max_tokens = 1).await;
+    let _first = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
+    let _sequence = sequences.recv().await.unwrap();
+    let answer = server.post("/generate", json!({"inputs": ""})).await;
+    assert!(is_overloaded("/generate", &answer), "{}", answer.body);
+}
+
+#[tokio::test]
+async fn who_waits_for_too_long_is_refused_before_any_stream_begins() {
+    let (sender, mut sequences) = mpsc::unbounded_channel();
+    let script = move |sequence| sender.send(sequence).unwrap();
+    let soon = |config: &mut Config| config.queue.timeout = Some(Duration::from_millis(20));
+    let server = Server::start(script, soon).await;
+    for (path, body) in generating(5) {
+        let answer = server.post(path, body).await;
+        assert!(is_overloaded(path, &answer), "{path}: {}", answer.body);
+        if let Ok(sequence) = sequences.try_recv() {
+            sequence.aborted.await.unwrap();
+        }
+    }
+    let body = json!({"inputs": "Hi", "parameters": {"grammar": endless_grammar()}});
+    let answer = server.post("/generate", body).await;
+    assert!(is_overloaded("/generate", &answer), "{}", answer.body);
+}
+
+#[tokio::test]
+async fn where_nobody_waits_for_ever_a_stream_begins_with_the_first_step() {
+    let (sender, mut sequences) = mpsc::unbounded_channel();
+    let script = move |sequence| sender.send(sequence).unwrap();
+    let late = |config: &mut Config| config.queue.timeout = Some(Duration::from_secs(600));
+    let server = Server::start(script, late).await;
+    for (path, body) in generating(5).into_iter().skip(1).step_by(2) {
+        let mut answer = std::pin::pin!(server.open(path, body));
+        let sequence = tokio::select! {
+            _ = &mut answer => panic!("{path} began before the first step"),
+            sequence = sequences.recv() => sequence.unwrap(),
+        };
+        assert!(futures::poll!(&mut answer).is_pending());
+        sequence.answer(&[word("Hello"), IM_END]);
+        assert_eq!(whole(answer.await).await.status, StatusCode::OK);
+    }
+}
+
+#[tokio::test]
+async fn a_request_s_timeout_covers_what_comes_before_its_first_step() {
+    let (server, mut sequences) = Server::manual().await;
+    let parameters = json!({"timeout": 0.02, "grammar": endless_grammar()});
+    for path in ["/generate", "/generate_stream"] {
+        let answer = server.post(path, json!({"inputs": "Hi", "parameters": parameters})).await;
+        assert_eq!((answer.status, &answer.json()["error_type"]), (StatusCode::GATEWAY_TIMEOUT, &json!("timeout")));
+    }
+    assert!(sequences.try_recv().is_err());
+    let answer = server.post("/generate", json!({"inputs": "Hi", "parameters": {"timeout": 0.02}})).await;
+    assert_eq!(answer.status, StatusCode::GATEWAY_TIMEOUT);
 }

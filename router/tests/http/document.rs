@@ -51,6 +51,8 @@ async fn every_route_says_how_it_may_answer() {
     POST /vertex: 200 400 401 408 413 415 422 431 500
     GET /info: 200 431 500
     GET /health: 200 431 500 503
+    GET /health/live: 200 431 500 503
+    GET /health/ready: 200 431 500 503
     GET /ping: 200 431 500 503
     GET /metrics: 200 431 500
     ");

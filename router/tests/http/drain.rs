@@ -18,6 +18,12 @@ async fn running_requests_finish_and_new_ones_are_refused() {
     server.shutdown.cancel();
 
     assert_eq!(server.get("/health").await.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(server.get("/health/ready").await.status, StatusCode::SERVICE_UNAVAILABLE);
+    let answer = server.get("/health/live").await;
+    assert_eq!(
+        (answer.status, &answer.json()["ready"]["reason"]),
+        (StatusCode::OK, &json!("the server is shutting down"))
+    );
     let answer = server.post("/generate", json!({"inputs": "Hi"})).await;
     assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(answer.json()["error_type"], "shutting_down");

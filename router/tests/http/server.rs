@@ -11,7 +11,7 @@ use futures::future::BoxFuture;
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use penstock_router::config::{ApiKeys, ConnectionLimits, RequestLimits, VertexRoutes};
+use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits, VertexRoutes};
 use penstock_router::engine::{
     FinishReason, Generator, Grammar, GrammarError, Health, Load, SequenceEvent, SequenceRequest, SequenceStream, Token,
 };
@@ -89,9 +89,12 @@ impl Generator for Engine {
         })
     }
 
-    /// Whatever says that it is broken is refused.
+    /// Whatever says that it is broken is refused; what says that it is endless is never done.
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
         let (Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text)) = grammar;
+        if text.contains("endless") {
+            return Box::pin(std::future::pending());
+        }
         let is_broken = text.contains("broken");
         let answer = if is_broken { Err(GrammarError::Invalid("it is broken".to_owned())) } else { Ok(()) };
         Box::pin(std::future::ready(answer))
@@ -163,11 +166,8 @@ impl Server {
         model::write(folder.path());
         let mut config = config(folder.path());
         adjust(&mut config);
-        let engine = Arc::new(Engine {
-            script: Box::new(script),
-            requests: Mutex::default(),
-            health: Mutex::new(Health { live: true, message: None }),
-        });
+        let engine =
+            Arc::new(Engine { script: Box::new(script), requests: Mutex::default(), health: Mutex::new(Health::Well) });
         let text = TextModel::load(&config.model_folder, 1, None).unwrap();
         let services = Services { engine: Arc::clone(&engine) as Arc<dyn Generator>, text, metrics: exporter() };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -231,6 +231,7 @@ pub fn config(folder: &Path) -> Config {
         pipeline_tag: None,
         model_folder: folder.to_owned(),
         limits: LIMITS,
+        queue: QueueLimits { max_tokens: u64::MAX, timeout: None },
         validation_workers: 1,
         payload_limit_bytes: 10_000,
         cors_allow_origins: Vec::new(),

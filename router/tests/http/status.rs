@@ -1,5 +1,7 @@
 //! The routes that generate nothing.
 
+use std::time::Duration;
+
 use axum::http::StatusCode;
 use penstock_router::Config;
 use penstock_router::engine::Health;
@@ -15,10 +17,43 @@ async fn health_is_the_engine_s() {
         let answer = server.get(path).await;
         assert_eq!((answer.status, answer.body.as_str()), (StatusCode::OK, ""));
     }
-    *server.engine.health.lock().unwrap() = Health { live: false, message: Some("rank 0 died".to_owned()) };
+    *server.engine.health.lock().unwrap() = Health::Failed("rank 0 died".to_owned());
     let answer = server.get("/health").await;
     assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(answer.body, r#"{"error":"unhealthy","error_type":"healthcheck"}"#);
+}
+
+#[tokio::test]
+async fn live_ready_and_progressing_are_three_things() {
+    let server = Server::answering(&[IM_END]).await;
+    let lost = "rank 0 died".to_owned();
+    let cases = [
+        (Health::Well, [true, true, true]),
+        (Health::Stalled { step: Duration::from_secs(99) }, [true, false, false]),
+        (Health::Silent { rank: 1 }, [true, false, false]),
+        (Health::Restarting(lost.clone()), [true, false, true]),
+        (Health::Failed(lost.clone()), [false, false, true]),
+        (Health::ShutDown, [false, false, true]),
+    ];
+    let status = |ok| if ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    for (health, [live, ready, progressing]) in cases {
+        *server.engine.health.lock().unwrap() = health.clone();
+        let mut statuses = Vec::new();
+        for path in ["/health/live", "/health/ready"] {
+            let answer = server.get(path).await;
+            statuses.push(answer.status);
+            for (name, ok) in [("live", live), ("ready", ready), ("progressing", progressing)] {
+                let condition = &answer.json()[name];
+                assert_eq!(condition["ok"], ok, "{health:?}: {}", answer.body);
+                assert_eq!(condition.get("reason").is_some(), !ok, "{health:?}: {}", answer.body);
+            }
+            assert!(!answer.body.contains(&lost), "what workers say is for the log: {}", answer.body);
+        }
+        assert_eq!(statuses, [status(live), status(ready)], "{health:?}");
+        assert_eq!(server.get("/health").await.status, status(ready), "{health:?}");
+    }
+    *server.engine.health.lock().unwrap() = Health::Stalled { step: Duration::from_secs(99) };
+    insta::assert_snapshot!(server.get("/health/ready").await.body, @r#"{"live":{"ok":true},"ready":{"ok":false,"reason":"a step of the model has taken 99 s so far"},"progressing":{"ok":false,"reason":"a step of the model has taken 99 s so far"}}"#);
 }
 
 #[tokio::test]

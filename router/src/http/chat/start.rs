@@ -56,7 +56,7 @@ pub(in crate::http) async fn start(
     let num_characters = prompt.chars().count();
     let thinking = style.thinking(&prompt);
     let checked = constrain(checked, style, thinking, tool_set.as_ref(), service.config().grammar_support)?;
-    let prepared = Prepared::new(service, Prompt::Rendered(prompt), checked, StopText::Cut).await;
+    let prepared = Prepared::new(service, Prompt::Rendered(prompt), checked, StopText::Cut, record.received()).await;
     let prepared = prepared.map_err(|error| match error {
         // The client sent no grammar: ours holds the schemas of its tools.
         ApiError::Validation(ValidationError::Grammar(reason)) if tool_set.is_some() => {
@@ -73,7 +73,7 @@ pub(in crate::http) async fn start(
     let options = ChoiceOptions { logprobs_of: request.logprobs.then(|| service.text().clone()), call_ids };
     let reader = |index| ChoiceReader::new(index, options.clone(), style.parser(tool_set.is_some(), thinking));
     let readers = (0..prepared.num_generations()).map(reader).collect();
-    Ok(Started { running: prepared.start_all(service, record), readers, permit, num_characters })
+    Ok(Started { running: prepared.start_all(service), readers, permit, num_characters })
 }
 
 /// Puts the tools' grammar, or the client's, where the thoughts leave it.

@@ -51,7 +51,7 @@ pub(super) async fn start(
             }
             openai::Prompt::TokenIds(ids) => (Prompt::TokenIds(ids), None),
         };
-        let prepared = Prepared::new(service, prompt, checked.clone(), StopText::Cut).await?;
+        let prepared = Prepared::new(service, prompt, checked.clone(), StopText::Cut, record.received()).await?;
         let echo = request
             .echo
             .then(|| Echo::new(service.text(), text, prepared.prompt_token_ids(), request.logprobs.is_some()));
@@ -59,7 +59,7 @@ pub(super) async fn start(
     }
     let (mut running, mut readers) = (Vec::new(), Vec::new());
     for (prepared, echo) in all {
-        for generation in prepared.start_all(service, record) {
+        for generation in prepared.start_all(service) {
             let logprobs = request.logprobs.map(|_| CompletionLogprobWriter::new(service.text().clone()));
             readers.push(ChoiceReader::new(readers.len(), echo.clone(), logprobs, hides_generated));
             running.push(generation);

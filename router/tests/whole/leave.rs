@@ -1,0 +1,210 @@
+//! A client leaves, in whatever state its request is: its blocks are free within two steps, and its place is free.
+//!
+//! A witness generates beside it, so that there are steps; no step is answered before the test lets it.
+
+use penstock_proto as proto;
+use penstock_router::engine::{Generator, Sampling, SequenceRequest, SequenceStream};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use crate::fake_worker::fleet::Fleet;
+use crate::fake_worker::{FakeWorker, Script, Seen};
+use crate::server::{LIMITS, Server};
+
+const ROUTES: [&str; 2] = ["/generate", "/generate_stream"];
+/// Tokens of the prompt, when it needs several steps.
+const LONG_PROMPT_TOKENS: u32 = 40;
+/// What may be answered after the client has left.
+const STEPS_TO_FREE: u64 = 2;
+
+/// Where a request is when its client leaves.
+struct State {
+    name: &'static str,
+    num_witnesses: u64,
+    num_prompt_tokens: u32,
+    max_new_tokens: u32,
+    /// Whether it is there, by what its plans say.
+    is_reached: fn(&[proto::Advance]) -> bool,
+}
+
+/// The advances of the plans, the last of which is in flight.
+const STATES: [State; 6] = [
+    State {
+        name: "queued",
+        num_witnesses: 2,
+        num_prompt_tokens: 5,
+        max_new_tokens: 50,
+        is_reached: <[proto::Advance]>::is_empty,
+    },
+    State {
+        name: "prefilling",
+        num_witnesses: 1,
+        num_prompt_tokens: LONG_PROMPT_TOKENS,
+        max_new_tokens: 50,
+        is_reached: |advances| matches!(advances, [first] if !first.sample),
+    },
+    State {
+        name: "in the middle of its chunks",
+        num_witnesses: 1,
+        num_prompt_tokens: LONG_PROMPT_TOKENS,
+        max_new_tokens: 50,
+        is_reached: |advances| matches!(advances, [_, .., last] if !last.sample),
+    },
+    State {
+        name: "at the end of its prompt",
+        num_witnesses: 1,
+        num_prompt_tokens: LONG_PROMPT_TOKENS,
+        max_new_tokens: 50,
+        is_reached: |advances| advances.iter().filter(|advance| advance.sample).count() == 1,
+    },
+    State {
+        name: "generating",
+        num_witnesses: 1,
+        num_prompt_tokens: 5,
+        max_new_tokens: 50,
+        is_reached: |advances| advances.iter().filter(|advance| advance.sample).count() >= 3,
+    },
+    State {
+        name: "finishing",
+        num_witnesses: 1,
+        num_prompt_tokens: 5,
+        max_new_tokens: 2,
+        is_reached: |advances| advances.iter().filter(|advance| advance.sample).count() == 2,
+    },
+];
+
+fn body(num_prompt_tokens: u32, max_new_tokens: u32) -> Value {
+    // One token for each byte.
+    let inputs = "x".repeat(num_prompt_tokens as usize);
+    json!({"inputs": inputs, "parameters": {"max_new_tokens": max_new_tokens, "ignore_eos": true}})
+}
+
+fn witness(server: &Server) -> SequenceStream {
+    server.engine.submit(SequenceRequest {
+        prompt_token_ids: vec![7],
+        max_new_tokens: 400,
+        sampling: Sampling::default(),
+        priority: 1,
+        group: None,
+    })
+}
+
+fn advances(seen: &Seen, sequence_id: u64) -> Vec<proto::Advance> {
+    let all = seen.plans.iter().flat_map(|plan| &plan.advances);
+    all.filter(|advance| advance.sequence_id == sequence_id).cloned().collect()
+}
+
+/// Lets step after step be answered until the victim is where it is to be; the number of the last that may be.
+async fn reach(server: &Server, state: &State, worker: &FakeWorker, gate: &watch::Sender<u64>) -> u64 {
+    let victim = state.num_witnesses + 1;
+    server.wait_until("taken in", |load| load.queued_sequences + load.running_sequences == victim as usize).await;
+    loop {
+        if worker.look(|seen| (state.is_reached)(&advances(seen, victim))) {
+            return *gate.borrow();
+        }
+        let last = *gate.borrow() + 1;
+        assert!(last < 12, "{} was never reached", state.name);
+        gate.send_replace(last);
+        // The plan after the one that is in flight beside it.
+        worker.wait_until(|seen| seen.plans.len() as u64 >= last + 2).await;
+    }
+}
+
+/// The only place for a request is free again.
+async fn has_room(server: &Server) -> bool {
+    for _ in 0..10_000 {
+        match server.status("/generate", &body(2, 1)).await.as_str() {
+            "200" => return true,
+            "429" => tokio::task::yield_now().await,
+            status => panic!("{status}"),
+        }
+    }
+    false
+}
+
+#[tokio::test]
+async fn its_blocks_are_free_within_two_steps() {
+    for state in &STATES {
+        for path in ROUTES {
+            let (gate, may_answer) = watch::channel(0);
+            let fleet = Fleet::new([vec![Script { gate: Some(may_answer), ..Script::default() }]]);
+            let server = Server::start(&fleet).await;
+            let group = fleet.started(1).await;
+            let worker = &group.ranks[0];
+            let witnesses: Vec<_> = (0..state.num_witnesses).map(|_| witness(&server)).collect();
+            // As far ahead as it goes: the other one joins one step after the other.
+            worker.wait_until(|seen| seen.plans.len() == 2).await;
+            let client = server.send(path, &body(state.num_prompt_tokens, state.max_new_tokens)).await;
+            let last = reach(&server, state, worker, &gate).await;
+
+            drop(client);
+            let num_witnesses = witnesses.len();
+            let remain = |load: penstock_router::engine::Load| {
+                load.queued_sequences == 0 && load.running_sequences == num_witnesses
+            };
+            server.wait_until("aborted", remain).await;
+            gate.send_replace(last + STEPS_TO_FREE);
+            // The witnesses are young: one block each.
+            let free_blocks = LIMITS.num_blocks as usize - num_witnesses;
+            let what = format!("free after {STEPS_TO_FREE} steps, {}, {path}", state.name);
+            server.wait_until(&what, |load| load.free_blocks == free_blocks).await;
+
+            gate.send_replace(u64::MAX);
+            worker.wait_until(|seen| !seen.sequences.contains(&(state.num_witnesses + 1))).await;
+            drop(witnesses);
+            assert!(has_room(&server).await, "{}, {path}", state.name);
+        }
+    }
+}
+
+#[tokio::test]
+async fn who_leaves_while_a_grammar_is_compiled_is_never_planned() {
+    for path in ROUTES {
+        let fleet = Fleet::new([vec![Script::default()]]);
+        let server = Server::start(&fleet).await;
+        let group = fleet.started(1).await;
+        let mut body = body(5, 50);
+        body["parameters"] = json!({"grammar": {"type": "regex", "value": "endless"}});
+        let client = server.send(path, &body).await;
+        group.ranks[0].wait_until(|seen| !seen.grammars.is_empty()).await;
+        drop(client);
+        assert!(has_room(&server).await, "{path}");
+        let num_started = |seen: &Seen| seen.plans.iter().map(|plan| plan.new_sequences.len()).sum::<usize>();
+        assert_eq!(group.ranks[0].look(num_started), 1, "only the one that found room");
+    }
+}
+
+#[tokio::test]
+async fn who_leaves_while_the_prompt_is_tokenized_leaves_nothing() {
+    for path in ROUTES {
+        let fleet = Fleet::new([vec![Script::default()]]);
+        let server = Server::start(&fleet).await;
+        let inputs = "word ".repeat(100_000);
+        let body = json!({"inputs": inputs, "parameters": {"truncate": 9, "max_new_tokens": 400, "ignore_eos": true}});
+        drop(server.send(path, &body).await);
+        assert!(has_room(&server).await, "{path}");
+        let idle = |load: penstock_router::engine::Load| load.free_blocks == LIMITS.num_blocks as usize;
+        server.wait_until("free", idle).await;
+    }
+}
+
+#[tokio::test]
+async fn who_leaves_while_the_workers_restart_is_not_replayed() {
+    for path in ROUTES {
+        let fleet = Fleet::new([vec![Script::default()], vec![Script::default()]]);
+        fleet.allow(0);
+        let server = Server::start(&fleet).await;
+        fleet.started(1).await.ranks[0].kill();
+        fleet.wait_until_asked(1).await;
+        let client = server.send(path, &body(5, 50)).await;
+        server.wait_until("queued", |load| load.queued_sequences == 1).await;
+        drop(client);
+        server.wait_until("forgotten", |load| load.queued_sequences == 0).await;
+        fleet.allow(1);
+        assert!(has_room(&server).await, "{path}");
+        let second = fleet.started(2).await;
+        let started = |seen: &Seen| seen.plans.iter().flat_map(|plan| plan.new_sequences.clone()).collect::<Vec<_>>();
+        let started = second.ranks[0].look(started);
+        assert!(started.iter().all(|new| new.token_ids.len() == 2), "only who found room later: {started:?}");
+    }
+}

@@ -1,0 +1,11 @@
+//! The router from its port to a scripted worker's socket: what becomes of a request whose client leaves.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+#[allow(dead_code, reason = "shared with tests/engine.rs")]
+#[path = "../fake_worker/mod.rs"]
+mod fake_worker;
+mod leave;
+#[allow(dead_code, reason = "shared with tests/http")]
+#[path = "../http/model.rs"]
+mod model;
+mod server;
