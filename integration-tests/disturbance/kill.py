@@ -15,7 +15,7 @@ from binary import Server
 from .mix import Answer, Repeated, Request
 from .probe import health, metrics, serving_ranks, wait_until
 
-# A sequence is given up when the workers die for the third time in a row while they compute it (docs/guarantees.md, G1).
+# When workers die for the third time in a row while they compute a sequence, it is given up (docs/guarantees.md, G1).
 MOST_KILLS_IN_A_ROW = 2
 EVENTS_BETWEEN = 3  # so many of each stream, and none is under suspicion any more
 DOWNTIME = "penstock_worker_downtime_seconds"

@@ -30,7 +30,7 @@ WILD: list[Any] = [
     "\u202e" * 50, "a" * 5000, [], {}, [[]], [None], {"": None}, {"type": "json"}, ["a"] * 300,
 ]  # fmt: skip
 BASES = [
-    ("/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 2, "temperature": 0.5, "stop": ["a"], "seed": 1}}),
+    ("/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 2, "temperature": 0.5, "stop": ["a"]}}),
     ("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 2, "top_k": 5, "details": True}}),
     ("/", {"inputs": "Hello", "stream": True, "parameters": {"max_new_tokens": 2, "typical_p": 0.5}}),
     ("/tokenize", {"inputs": "Hello"}),
@@ -129,7 +129,7 @@ def _broken_framing(source: random.Random) -> bytes:
     return source.choice(
         [
             _framed(path, body, kind, f"content-length: {source.choice([0, 1, len(body) - 1])}".encode()),
-            _framed(path, body, kind, f"content-length: {source.choice([len(body) + 1, 10**6, 10**19, 2**64])}".encode()),
+            _framed(path, body, kind, b"content-length: " + source.choice([b"1000", b"1000000", b"1" + b"0" * 20])),
             _framed(path, body, kind, b"content-length: -1"),
             _framed(path, body, kind, length, b"content-length: 3"),
             _framed(path, body, kind, length, b"transfer-encoding: chunked"),
@@ -146,7 +146,7 @@ def _broken_framing(source: random.Random) -> bytes:
             _framed(path + "?" + "a" * source.choice([10, 70_000]), body, kind, length),
             _framed(path, body, kind, length, b"authorization: \xff\xfe"),
             _framed(path, body, b"content-type: " + source.randbytes(20).replace(b"\n", b""), length),
-            _framed(path, body, kind, length).replace(b"POST", source.choice([b"GET", b"PATCH", b"\x80", b"A" * 5000]), 1),
+            _framed(path, body, kind, length).replace(b"POST", source.choice([b"GET", b"\x80", b"A" * 5000]), 1),
             _framed(path, body, kind, length).replace(b"HTTP/1.1", source.choice([b"HTTP/0.9", b"HTTP/3", b""]), 1),
             source.randbytes(source.choice([1, 50, 5000])),
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + source.randbytes(source.choice([9, 100, 5000])),

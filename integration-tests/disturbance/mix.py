@@ -1,4 +1,4 @@
-"""Requests of every kind, each with an answer that must not change: greedy, drawn, constrained, stopped, with choices."""
+"""Requests of every kind, each with an answer that must not change: greedy, drawn, constrained, stopped, several."""
 
 from __future__ import annotations
 
