@@ -22,7 +22,7 @@ from disturbance.soak import soak
 
 SEED = "chaos"
 NUM_PERMITS = 64
-MIX = requests(20)
+MIX = requests(12)
 GROWTH_BYTES = 32 << 20  # that a few seconds may add; what is lost per request would be seen in hours
 
 
@@ -76,8 +76,8 @@ def test_malformed_requests_change_nobodys_answer(small: Server, expected: list[
 
 def test_slow_readers_hold_up_nobody(small: Server, expected: list[Answer]) -> None:
     before = footprint(small)
-    with slow.slow_readers(small, 4):
-        wait_until(lambda: metrics(small)["tgi_batch_current_size"] == 4, "the slow ones run")
+    with slow.slow_readers(small, 3):
+        wait_until(lambda: metrics(small)["tgi_batch_current_size"] == 3, "the slow ones run")
         assert answers(small, MIX) == expected
         # They have not read theirs, and their sequences end all the same: nothing of the model's is held for them.
         wait_for_rest(small)
@@ -96,7 +96,7 @@ def test_half_open_connections_hold_up_nobody(small: Server, expected: list[Answ
 def test_nothing_grows_with_work(small: Server, expected: list[Answer]) -> None:
     soak(small, MIX, expected, 1.0, f"{SEED}/before", 1)
     before = footprint(small)
-    soaked = soak(small, MIX, expected, 6.0, SEED, 2)
+    soaked = soak(small, MIX, expected, 4.0, SEED, 2)
     assert not soaked.differences
     after = footprint(small)
     assert after.router_rss_bytes - before.router_rss_bytes < GROWTH_BYTES

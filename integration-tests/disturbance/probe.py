@@ -26,7 +26,7 @@ def health(server: Server) -> int:
         return error.code
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"after {timeout_s} s it is still not so: {what}"

@@ -14,10 +14,10 @@ from binary import Server
 from .mix import Request
 
 SMALL_BUFFER_BYTES = 2048
-# 900 events of some hundred bytes each: more than a socket holds on both sides together.
+# 400 events of some hundred bytes each: more than a socket holds on both sides together.
 LONG = Request(
     "/generate_stream",
-    {"inputs": "A long story:", "parameters": {"max_new_tokens": 900, "ignore_eos": True, "top_n_tokens": 5}},
+    {"inputs": "A long story:", "parameters": {"max_new_tokens": 400, "ignore_eos": True, "top_n_tokens": 5}},
 )
 
 
