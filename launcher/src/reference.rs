@@ -28,7 +28,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("watermark-gamma", "between 0 and 1, checked at the start"),
 ];
 /// Flags that TGI has not.
-const OURS: &[&str] = &["api-key-file", "chat-template", "max-steps-in-flight", "prefix-caching", "step-timeout"];
+const OURS: &[&str] =
+    &["api-key-file", "chat-template", "max-inter-token-ms", "max-steps-in-flight", "prefix-caching", "step-timeout"];
 
 pub fn render(page: Page) -> String {
     match page {
