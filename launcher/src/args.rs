@@ -7,7 +7,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::builder::{BoolishValueParser, NonEmptyStringValueParser};
+use clap::builder::{BoolishValueParser, NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{ArgAction, Parser, ValueEnum};
 
 /// Serves a large language model over HTTP: TGI's routes and OpenAI's.
@@ -97,6 +97,10 @@ pub struct Args {
     /// [default: 1.75 times what the step takes without prompts, as measured]
     #[arg(long, env)]
     pub max_inter_token_ms: Option<u64>,
+
+    /// Steps that may be on their way to the worker; with 1 it waits for each result to be read before its next step
+    #[arg(long, env, default_value_t = 2, value_parser = RangedU64ValueParser::<u32>::new().range(1..=16))]
+    pub max_steps_in_flight: u32,
 
     /// Threads that tokenize long inputs
     #[arg(long, env, default_value_t = 2)]

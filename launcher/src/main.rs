@@ -24,6 +24,7 @@ mod variable;
 mod weights;
 mod workers;
 
+use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -62,7 +63,13 @@ fn main() -> ExitCode {
         print!("{}", reference::render(page));
         return ExitCode::SUCCESS;
     }
-    log::start(parsed.args.json_output, std::env::var("LOG_LEVEL").ok().as_deref());
+    let _flush = match log::start(parsed.args.json_output, std::env::var("LOG_LEVEL").ok().as_deref()) {
+        Ok(flush) => flush,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "error: cannot log: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
     match run(&parsed) {
         Ok(End::Drained) => ExitCode::SUCCESS,
         Ok(End::AtOnce(signal)) => ExitCode::from(128_u8.saturating_add(signal as u8)),

@@ -28,8 +28,16 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("watermark-gamma", "between 0 and 1, checked at the start"),
 ];
 /// Flags that TGI has not.
-const OURS: &[&str] =
-    &["api-key-file", "chat-template", "max-queued-tokens", "prefix-caching", "queue-timeout", "step-timeout"];
+const OURS: &[&str] = &[
+    "api-key-file",
+    "chat-template",
+    "max-inter-token-ms",
+    "max-queued-tokens",
+    "max-steps-in-flight",
+    "prefix-caching",
+    "queue-timeout",
+    "step-timeout",
+];
 
 pub fn render(page: Page) -> String {
     match page {

@@ -20,8 +20,6 @@ use crate::workers::{Role, WorkerOptions, Workers, WorkersError};
 const CONNECT_PATIENCE: Duration = Duration::from_secs(300);
 /// After a lost connection: how long to wait for the process's own explanation.
 const DEATH_PATIENCE: Duration = Duration::from_secs(2);
-/// Plans that may be out without their result: the worker always has its next one.
-const MAX_STEPS_IN_FLIGHT: u32 = 2;
 /// Waiting so long outweighs one priority: nobody waits for ever, and a burst of urgent requests is still urgent.
 const PRIORITY_AGEING: Duration = Duration::from_secs(10);
 /// A long prompt lets shorter ones pass until they have cost so many times what it costs itself: enough for it to be in
@@ -95,7 +93,7 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         max_sequence_tokens: loaded.limits.max_total_tokens,
         num_blocks: loaded.pool.num_blocks,
         block_tokens: BLOCK_TOKENS,
-        max_steps_in_flight: MAX_STEPS_IN_FLIGHT,
+        max_steps_in_flight: args.max_steps_in_flight,
         prefix_caching: args.prefix_caching,
         priority_ageing: Some(PRIORITY_AGEING),
         max_inter_token: settings.max_inter_token,

@@ -1,0 +1,262 @@
+"""The disturbances of integration-tests/test_chaos.py for as long as one likes: real binary, embedded model.
+
+    .venv/bin/python bench/chaos.py --kills 1000 --cancels 10000 --malformed 10000 --soak-minutes 30
+
+Everything follows from the seed but the moments themselves. The raw result is written after every piece of work;
+`--resume` goes on with what it says is not done. Exit status 1: an answer changed, or something was left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import peers
+from compare import from_root, in_own_process, revision
+from load import percentile
+
+sys.path.insert(0, str(peers.ROOT / "integration-tests"))
+
+from binary import Server, start
+from disturbance import mix, slow
+from disturbance.cancel import cancel, leaves_nothing_behind
+from disturbance.kill import kill_workers
+from disturbance.malformed import malform
+from disturbance.probe import Footprint, footprint, wait_for_rest, wait_until
+from disturbance.soak import Soak, soak
+
+NUM_PERMITS = 64
+LIMITS = ("--max-concurrent-requests", str(NUM_PERMITS), "--max-batch-size", "12", "--max-total-tokens", "1024")
+PIECES = {"kills, 1 rank": 20, "kills, 2 ranks": 20, "cancels": 250, "malformed": 500}
+NUM_SLOW_READERS = 16
+Part = dict[str, Any]
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    server = start(*arguments)
+    try:
+        yield server
+    finally:
+        status = server.stop()
+    if status != 0:
+        raise SystemExit(f"error: the server ended with {status}:\n" + "\n".join(server.lines[-20:]))
+
+
+class Run:
+    """The raw result, on disk after every piece."""
+
+    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+        self.path, self.record = path, record
+
+    def part(self, name: str) -> Part:
+        part: Part = self.record["parts"].setdefault(name, {"done": 0, "differences": [], "wrong": [], "seconds": 0.0})
+        return part
+
+    def save(self) -> None:
+        unfinished = self.path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        unfinished.rename(self.path)
+
+    def pieces(self, name: str, wanted: int) -> Iterator[tuple[Part, int, str]]:
+        """(the part, how many, their seed) until `wanted` are done; each piece is saved when the next is asked for."""
+        part = self.part(name)
+        while part["done"] < wanted:
+            num = min(PIECES[name], wanted - part["done"])
+            began = time.monotonic()
+            yield part, num, f"{self.record['seed']}/{name}/{part['done']}"
+            part["done"] += num
+            part["seconds"] += time.monotonic() - began
+            self.save()
+            bad = len(part["differences"]) + len(part["wrong"])
+            print(f"  {name}: {part['done']} of {wanted}, {part['seconds']:.0f} s, {bad} wrong", flush=True)
+
+    def add(self, part: Part, **numbers: float) -> None:
+        for key, value in numbers.items():
+            part[key] = part.get(key, 0) + value
+
+    def is_good(self) -> bool:
+        return not any(part["differences"] or part["wrong"] for part in self.record["parts"].values())
+
+
+def undisturbed(server: Server, asked: Sequence[mix.Request]) -> list[mix.Answer]:
+    """Answers that came out the same twice."""
+    found, again = mix.answers(server, asked), mix.answers(server, asked)
+    if found != again:
+        raise SystemExit("error: the answers change from one time to the next, without any disturbance")
+    return found
+
+
+def run_kills(run: Run, asked: Sequence[mix.Request], num_ranks: int, wanted: int) -> None:
+    name = f"kills, {num_ranks} rank{'s' * (num_ranks > 1)}"
+    if run.part(name)["done"] >= wanted:
+        return
+    with serving("--num-shard", str(num_ranks)) as server:
+        expected = undisturbed(server, asked)
+        for part, num, seed in run.pieces(name, wanted):
+            kills = kill_workers(server, asked, expected, num, seed)
+            part["differences"] += kills.differences
+            run.add(part, answers=kills.num_answers, restarts=kills.num_restarts, downtime_s=kills.downtime_s)
+            part.setdefault("footprints", []).append(footprint(server).as_dict())
+
+
+def run_clients(run: Run, asked: Sequence[mix.Request], num_cancels: int, num_malformed: int) -> None:
+    with serving(*LIMITS) as server:
+        expected = undisturbed(server, asked)
+        for part, num, seed in run.pieces("cancels", num_cancels):
+            with leaves_nothing_behind(server, NUM_PERMITS):
+                cancels = cancel(server, num, seed)
+            if mix.answers(server, asked) != expected:
+                part["differences"].append(f"after the piece with seed {seed}")
+            part["moments"] = dict(Counter(part.get("moments", {})) + cancels.moments)
+        for part, num, seed in run.pieces("malformed", num_malformed):
+            with leaves_nothing_behind(server, NUM_PERMITS):
+                malformed = malform(server, asked, expected, num, seed)
+            part["differences"] += malformed.differences
+            part["wrong"] += malformed.wrong
+            part["statuses"] = dict(Counter(part.get("statuses", {})) + malformed.statuses)
+            run.add(part, answers=malformed.num_answers)
+
+
+def run_soak(run: Run, asked: Sequence[mix.Request], minutes: float) -> None:
+    """Not resumed: a soak that was broken off begins anew."""
+    part = run.part("soak")
+    if part["done"] >= minutes or minutes == 0:
+        return
+    with serving(*LIMITS) as server:
+        expected = undisturbed(server, asked)
+        before = footprint(server)
+
+        def report(now: Footprint) -> None:
+            print(
+                f"  soak: router {now.router_pss_bytes >> 10} KiB, workers {now.workers_pss_bytes >> 10} KiB",
+                flush=True,
+            )
+
+        seed = str(run.record["seed"])
+        soaked = soak(server, asked, expected, minutes * 60, seed, max(12, int(minutes * 4)), report)
+        seconds = round(soaked.seconds)
+        wait_until(
+            lambda: footprint(server).router_threads <= before.router_threads, "its threads are as many as before"
+        )
+        part.update(done=minutes, seconds=seconds, answers=soaked.num_answers, cancels=soaked.num_cancels)
+        part.update(differences=soaked.differences, before=before.as_dict(), after=footprint(server).as_dict())
+        part.update(samples=soaked.samples, slopes=slopes_of(soaked))
+    run.save()
+
+
+def slopes_of(soaked: Soak) -> dict[str, Any]:
+    return {name: asdict(slope) for name, slope in soaked.slopes().items()}
+
+
+def run_slow(run: Run, asked: Sequence[mix.Request], num_pairs: int) -> None:
+    """The time that the mix takes beside slow readers and without, in turn; and the router's memory."""
+    part = run.part("slow readers")
+    if part["done"] >= num_pairs:
+        return
+    with serving("--max-concurrent-requests", str(NUM_PERMITS)) as server:
+        expected = undisturbed(server, asked)
+        times: dict[str, list[float]] = {"without": [], "beside": []}
+        before, most = footprint(server), 0
+
+        def timed(name: str) -> None:
+            began = time.monotonic()
+            if mix.answers(server, asked) != expected:
+                part["differences"].append(name)
+            times[name].append(time.monotonic() - began)
+
+        with slow.slow_readers(server, NUM_SLOW_READERS):
+            wait_for_rest(server)  # what they asked for is done, and waits for them
+            for _ in range(num_pairs):
+                timed("beside")
+            most = footprint(server).router_pss_bytes
+        for _ in range(num_pairs):
+            timed("without")
+        ratio = percentile(times["beside"], 0.5) / percentile(times["without"], 0.5)
+        grown = (most - before.router_pss_bytes) / NUM_SLOW_READERS
+        part.update(done=num_pairs, times_s=times, ratio=ratio, router_bytes_per_slow_reader=grown)
+        print(f"  slow readers: {ratio:.3f} of the time, {grown / 1024:.0f} KiB each", flush=True)
+    run.save()
+
+
+def new_record(options: argparse.Namespace) -> dict[str, Any]:
+    started = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "command": from_root([Path(sys.executable).name, *sys.argv]),
+        "started": started.isoformat(timespec="seconds"),
+        "revision": revision(),
+        "machine": in_own_process("limits.py")["machine"],
+        "seed": options.seed,
+        "tokens": options.tokens,
+        "parts": {},
+    }
+
+
+def path_of(record: dict[str, Any], folder: Path) -> Path:
+    machine = record["machine"]
+    stem = f"{record['started'][:10]}-{machine['vendor']}-{machine['num_cores']}c-chaos"
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    return next(path for number in numbers if not (path := folder / f"{stem}{number}.json").exists())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="in all; half of them of two ranks")
+    parser.add_argument("--cancels", type=int, default=250)
+    parser.add_argument("--malformed", type=int, default=500)
+    parser.add_argument("--soak-minutes", type=float, default=2.0)
+    parser.add_argument("--slow-pairs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=48, help="of each stream of the mix")
+    parser.add_argument("--seed", default="1")
+    parser.add_argument("--resume", type=Path, metavar="RAW", help="go on with this raw result")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
+    options = parser.parse_args()
+    if options.resume:
+        record = json.loads(options.resume.read_text(encoding="utf-8"))
+        options.seed, options.tokens = record["seed"], record["tokens"]
+        run = Run(options.resume, record)
+    else:
+        options.out.mkdir(exist_ok=True)
+        record = new_record(options)
+        run = Run(path_of(record, options.out), record)
+    asked = mix.requests(options.tokens)
+    print(f"raw: {run.path}", flush=True)
+    run_kills(run, asked, 1, options.kills - options.kills // 2)
+    run_kills(run, asked, 2, options.kills // 2)
+    run_clients(run, asked, options.cancels, options.malformed)
+    run_soak(run, asked, options.soak_minutes)
+    run_slow(run, asked, options.slow_pairs)
+    text = summary(run.record)
+    run.path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nraw: {run.path}")
+    if not run.is_good():
+        raise SystemExit(1)
+
+
+def summary(record: dict[str, Any]) -> str:
+    lines = [f"{record['started']}, `{record['command']}`, {record['revision']}", ""]
+    for name, part in record["parts"].items():
+        bad = len(part["differences"]) + len(part["wrong"])
+        line = f"- {name}: {part['done']}, {part.get('answers', 0)} answers compared, {bad} wrong"
+        if part.get("restarts"):
+            line += f", {part['restarts']} restarts of {part['downtime_s'] / part['restarts']:.2f} s in the mean"
+        lines.append(line)
+        for what, slope in part.get("slopes", {}).items():
+            lines.append(
+                f"  - {what}: {slope['per_hour']:.4g} ± {slope['error_per_hour']:.2g} an hour, of {slope['mean']:.4g}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

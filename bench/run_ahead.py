@@ -1,0 +1,109 @@
+"""What it is worth that plan n + 1 leaves before result n is back: how long the worker waits for its steps.
+
+Two servers of one binary run at the same time, one with `--max-steps-in-flight 1`, one with the default; they are asked
+in turn. The waiting is the worker's own measurement, the difference of its histogram over each load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peers
+from compare import free_port, from_root, in_own_process, metrics_of, penstock_server, revision, running
+from load import PENSTOCK, Load, percentile, run
+from table import markdown
+
+DEPTHS = (1, 2)  # 2 is the default
+PARTS = ("idle", "prepare", "forward", "sample")
+METHOD = '{method="decode"}'
+Row = dict[str, Any]
+
+
+def measure(port: int, load: Load, words: Sequence[str], seed: str) -> Row:
+    """Seconds a decoding step, by part of the worker's time, and tokens a second."""
+    before = metrics_of(port)
+    result = run(port, PENSTOCK, load, words, seed)
+    after = metrics_of(port)
+
+    def added(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    steps = added(f"penstock_step_worker_idle_seconds_count{METHOD}")
+    parts = {part: added(f"penstock_step_worker_{part}_seconds_sum{METHOD}") / steps for part in PARTS}
+    return {
+        "steps": steps,
+        "tokens_per_s": result.tokens_per_s,
+        **{f"{part}_s": value for part, value in parts.items()},
+    }
+
+
+def report(record: dict[str, Any]) -> str:
+    rows = []
+    for streams, repeats in record["loads"].items():
+        for depth in map(str, DEPTHS):
+
+            def median(key: str, depth: str = depth, repeats: Sequence[Row] = repeats) -> float:
+                return percentile([repeat[depth][key] for repeat in repeats], 0.5)
+
+            idle, forward = median("idle_s"), median("forward_s")
+            cells = [f"{idle * 1e6:.0f}", f"{forward * 1e6:.0f}", f"{100 * idle / (idle + forward):.1f} %"]
+            rows.append([streams, depth, *cells, f"{median('tokens_per_s'):.1f}"])
+    table = markdown(
+        ["streams", "steps in flight", "idle µs a step", "model µs a step", "idle share", "tokens/s"], rows
+    )
+    return (
+        f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
+        f"`{record['command']}`, {record['revision']}\n\nDecoding steps, medians of the repeats:\n\n{table}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
+    options = parser.parse_args()
+    started = datetime.datetime.now(datetime.timezone.utc)
+    words = peers.prompt_words()
+    record: dict[str, Any] = {
+        "command": from_root([Path(sys.executable).name, *sys.argv]),
+        "started": started.isoformat(timespec="seconds"),
+        "revision": revision(),
+        "machine": in_own_process("limits.py")["machine"],
+        "loads": {str(streams): [] for streams in options.streams},
+    }
+    with contextlib.ExitStack() as servers:
+        ports = {depth: free_port() for depth in DEPTHS}
+        for depth, port in ports.items():
+            flags = ["--max-steps-in-flight", str(depth), "--max-batch-total-tokens", "40000"]
+            servers.enter_context(running(penstock_server(flags), port))
+            run(port, PENSTOCK, Load("warm-up", max(options.streams), 1, 16, 16), words, "warm-up")
+        for repeat, streams in itertools.product(range(options.repeats), options.streams):
+            load, row = Load(f"{streams}", streams, 1, 16, options.tokens), {}
+            for depth in DEPTHS[:: 1 if repeat % 2 else -1]:
+                row[str(depth)] = measure(ports[depth], load, words, str(repeat))
+            record["loads"][str(streams)].append(row)
+            idle = ", ".join(f"{depth}: {row[str(depth)]['idle_s'] * 1e6:.0f} µs" for depth in DEPTHS)
+            print(f"  {streams:3d} streams, idle a step with so many in flight: {idle}", flush=True)
+    options.out.mkdir(exist_ok=True)
+    machine = record["machine"]
+    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-run-ahead"
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    text = report(record)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nraw: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""kill -9 of workers at random moments beside streams that never pause for it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from binary import Server
+
+from .mix import Answer, Repeated, Request
+from .probe import health, metrics, serving_ranks, wait_until
+
+# When workers die for the third time in a row while they compute a sequence, it is given up (docs/guarantees.md, G1).
+MOST_KILLS_IN_A_ROW = 2
+EVENTS_BETWEEN = 3  # so many of each stream, and none is under suspicion any more
+DOWNTIME = "penstock_worker_downtime_seconds"
+
+
+@dataclass
+class Kills:
+    num_kills: int = 0
+    num_restarts: int = 0
+    num_answers: int = 0
+    downtime_s: float = 0.0
+    differences: list[str] = field(default_factory=list)
+
+
+def kill_workers(
+    server: Server, asked: Sequence[Request], expected: Sequence[Answer], num_kills: int, seed: str
+) -> Kills:
+    """Kills until `num_kills` are done; now and then twice in a row, the second time whoever is there, ready or not."""
+    moments = random.Random(seed)
+    before, result = metrics(server), Kills()
+    with Repeated(server, asked, expected) as streams:
+        while result.num_kills < num_kills and streams.is_running():
+            time.sleep(moments.uniform(0.0, 0.5))
+            num_restarts = metrics(server).get("penstock_worker_restarts", 0.0)
+            num_events = list(streams.num_events)
+            for place in range(min(moments.choice([1, 1, 1, MOST_KILLS_IN_A_ROW]), num_kills - result.num_kills)):
+                if place > 0:
+                    time.sleep(moments.uniform(0.0, 3.0))
+                with suppress(ProcessLookupError, IndexError):
+                    os.kill(moments.choice(serving_ranks(server)), signal.SIGKILL)
+                    result.num_kills += 1
+            wait_until(
+                lambda known=num_restarts: metrics(server).get("penstock_worker_restarts", 0.0) > known,
+                "the workers were restarted",
+            )
+            wait_until(
+                lambda known=num_events: (
+                    all(now >= then + EVENTS_BETWEEN for now, then in zip(streams.num_events, known, strict=True))
+                    or not streams.is_running()
+                ),
+                "every stream has gone on",
+                timeout_s=300,
+            )
+    wait_until(lambda: health(server) == 200, "it is healthy")
+    after = metrics(server)
+    result.num_restarts = int(after["penstock_worker_restarts"] - before.get("penstock_worker_restarts", 0))
+    result.downtime_s = after[f"{DOWNTIME}_sum"] - before.get(f"{DOWNTIME}_sum", 0.0)
+    result.num_answers, result.differences = streams.num_answers, streams.differences
+    return result

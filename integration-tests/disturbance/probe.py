@@ -1,0 +1,96 @@
+"""What can be seen of a server from outside: its metrics, its health, and what /proc says about its processes."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from binary import Server
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """Every sample of /metrics but the histograms' buckets, by name and labels as they are written there."""
+    text = urllib.request.urlopen(server.url + "/metrics", timeout=60).read().decode()
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#") and "_bucket{" not in line]
+    return {name: float(value) for name, _, value in lines if name}
+
+
+def health(server: Server) -> int:
+    try:
+        return urllib.request.urlopen(server.url + "/health", timeout=60).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"after {timeout_s} s it is still not so: {what}"
+        time.sleep(0.02)
+
+
+def is_at_rest(server: Server) -> bool:
+    """Nothing runs, nothing waits, and every block can be handed out."""
+    now = metrics(server)
+    is_idle = now["tgi_batch_current_size"] == 0 and now["tgi_queue_size"] == 0
+    return is_idle and now["penstock_kv_free_blocks"] == now["penstock_kv_blocks"]
+
+
+def wait_for_rest(server: Server) -> None:
+    wait_until(lambda: is_at_rest(server), "nothing runs, nothing waits and all blocks are free")
+
+
+def serving_ranks(server: Server) -> list[int]:
+    """Pids of the workers that serve. Those in reserve, which wait to take their place, have a higher number."""
+    groups: dict[int, list[int]] = {}
+    for pid in server.worker_pids():
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if "--socket" in arguments:
+            _, *numbers = Path(arguments[arguments.index("--socket") + 1]).name.split("-")
+            groups.setdefault(int(numbers[0]) if len(numbers) > 1 else 0, []).append(pid)
+    return groups[min(groups)] if groups else []
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the server holds. Memory in bytes; proportional, so that pages which processes share count once."""
+
+    router_rss_bytes: int
+    router_pss_bytes: int
+    workers_rss_bytes: int
+    workers_pss_bytes: int
+    router_threads: int
+    router_files: int
+    num_workers: int
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def footprint(server: Server) -> Footprint:
+    router, workers = server.process.pid, server.worker_pids()
+    router_rss, router_pss = _memory(router)
+    of_workers = [_memory(pid) for pid in workers]
+    return Footprint(
+        router_rss,
+        router_pss,
+        sum(rss for rss, _ in of_workers),
+        sum(pss for _, pss in of_workers),
+        len(list(Path(f"/proc/{router}/task").iterdir())),
+        len(list(Path(f"/proc/{router}/fd").iterdir())),
+        len(workers),
+    )
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    """(resident, proportional) bytes."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    return sizes["Rss"], sizes["Pss"]

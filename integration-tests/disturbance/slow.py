@@ -1,0 +1,89 @@
+"""Clients that read little or nothing, and connections of which nothing comes."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from binary import Server
+
+from .mix import Request
+
+SMALL_BUFFER_BYTES = 2048
+# 400 events of some hundred bytes each: more than a socket holds on both sides together.
+LONG = Request(
+    "/generate_stream",
+    {"inputs": "A long story:", "parameters": {"max_new_tokens": 400, "ignore_eos": True, "top_n_tokens": 5}},
+)
+
+
+def _connect(server: Server) -> socket.socket:
+    address = urllib.parse.urlsplit(server.url)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
+    client.connect((address.hostname, address.port))
+    return client
+
+
+def _whole(request: Request) -> bytes:
+    head = f"POST {request.path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(request.data)}\r\n\r\n".encode() + request.data
+
+
+@contextmanager
+def slow_readers(server: Server, num: int) -> Iterator[list[socket.socket]]:
+    """Every other one reads a byte a second, the rest nothing at all. They have small buffers and want long answers."""
+    clients = [_connect(server) for _ in range(num)]
+    stopping = threading.Event()
+
+    def drip() -> None:
+        while not stopping.wait(1.0):
+            for client in clients[::2]:
+                with suppress(BlockingIOError, ConnectionResetError):
+                    client.recv(1, socket.MSG_DONTWAIT)
+
+    reading = threading.Thread(target=drip)
+    for client in clients:
+        client.sendall(_whole(LONG))
+    reading.start()
+    try:
+        yield clients
+    finally:
+        stopping.set()
+        reading.join()
+        for client in clients:
+            client.close()
+
+
+HALVES = {
+    "nothing": b"",
+    "a byte": b"P",
+    "half a head": b"POST /generate HTTP/1.1\r\nhost: te",
+    "a head": b"POST /generate HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n",
+    "half a body": _whole(LONG)[:-20],
+    "half a chunk": b"POST /generate HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\nff\r\n{",
+    "half of HTTP/2's beginning": b"PRI * HTTP/2.0\r\n",
+    "HTTP/2 and half a frame": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x10\x01",
+}
+
+
+@contextmanager
+def half_open(server: Server, num_each: int) -> Iterator[list[socket.socket]]:
+    """Connections that have said so much and say no more. At the end half of them close, the others reset."""
+    clients = []
+    for sent in list(HALVES.values()) * num_each:
+        client = _connect(server)
+        client.sendall(sent)
+        clients.append(client)
+    try:
+        yield clients
+    finally:
+        for number, client in enumerate(clients):
+            if number % 2:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()

@@ -1,0 +1,186 @@
+"""What clients and hosts do to a server, in small; `bench/chaos.py` does the same for as long as one likes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from binary import Server, start
+from disturbance import host, slow
+from disturbance.cancel import cancel, leaves_nothing_behind
+from disturbance.kill import kill_workers
+from disturbance.malformed import malform
+from disturbance.mix import Answer, Repeated, Request, answer_of, answers, error_in, events, requests
+from disturbance.probe import footprint, health, metrics, wait_for_rest, wait_until
+from disturbance.soak import soak
+
+SEED = "chaos"
+NUM_PERMITS = 64
+MIX = requests(12)
+GROWTH_BYTES = 32 << 20  # that a few seconds may add; what is lost per request would be seen in hours
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Server]:
+    """Fewer run than come, so that some are always queued; and nobody's answer is long."""
+    limits = ("--max-concurrent-requests", str(NUM_PERMITS), "--max-batch-size", "12", "--max-total-tokens", "1024")
+    server = start(*limits)
+    if not any("operators: native" in line for line in server.lines):
+        server.stop()
+        pytest.skip("torch's matrix products depend on the number of rows; the native kernels' do not")
+    yield server
+    assert server.stop() == 0
+    assert not [line for line in server.lines if "panicked" in line or "Traceback" in line]
+
+
+@pytest.fixture(scope="module")
+def expected(small: Server) -> list[Answer]:
+    found = answers(small, MIX)
+    assert found == answers(small, MIX)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_killed_workers_change_nobodys_answer(expected: list[Answer], num_ranks: int) -> None:
+    mortal = start("--num-shard", str(num_ranks))
+    try:
+        kills = kill_workers(mortal, MIX, expected, 2, f"{SEED}/{num_ranks}")
+    finally:
+        assert mortal.stop() == 0
+    assert not kills.differences
+    assert kills.num_kills == 2
+    assert kills.num_restarts >= 1
+    assert kills.num_answers >= len(MIX)
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(small: Server, expected: list[Answer]) -> None:
+    with leaves_nothing_behind(small, NUM_PERMITS):
+        cancels = cancel(small, 60, SEED)
+    assert cancels.num_cancels == 60
+    assert answers(small, MIX) == expected
+
+
+def test_malformed_requests_change_nobodys_answer(small: Server, expected: list[Answer]) -> None:
+    with leaves_nothing_behind(small, NUM_PERMITS):
+        malformed = malform(small, MIX, expected, 150, SEED)
+    assert not malformed.wrong, "\n".join(malformed.wrong)
+    assert not malformed.differences
+    assert malformed.num_answers >= len(MIX)
+
+
+def test_slow_readers_hold_up_nobody(small: Server, expected: list[Answer]) -> None:
+    before = footprint(small)
+    with slow.slow_readers(small, 3):
+        wait_until(lambda: metrics(small)["tgi_batch_current_size"] == 3, "the slow ones run")
+        assert answers(small, MIX) == expected
+        # They have not read theirs, and their sequences end all the same: nothing of the model's is held for them.
+        wait_for_rest(small)
+        assert footprint(small).router_rss_bytes - before.router_rss_bytes < GROWTH_BYTES
+    assert answers(small, MIX) == expected
+
+
+def test_half_open_connections_hold_up_nobody(small: Server, expected: list[Answer]) -> None:
+    before = footprint(small)
+    with slow.half_open(small, 20) as clients:
+        wait_until(lambda: footprint(small).router_files >= before.router_files + len(clients), "all are connected")
+        assert answers(small, MIX) == expected
+    wait_until(lambda: footprint(small).router_files <= before.router_files, "their file descriptors are closed")
+
+
+def test_nothing_grows_with_work(small: Server, expected: list[Answer]) -> None:
+    soak(small, MIX, expected, 1.0, f"{SEED}/before", 1)
+    before = footprint(small)
+    soaked = soak(small, MIX, expected, 4.0, SEED, 2)
+    assert not soaked.differences
+    after = footprint(small)
+    assert after.router_rss_bytes - before.router_rss_bytes < GROWTH_BYTES
+    assert after.workers_rss_bytes - before.workers_rss_bytes < GROWTH_BYTES
+    assert after.num_workers == before.num_workers
+    # Threads for blocking work go ten seconds after it.
+    wait_until(
+        lambda: (
+            (now := footprint(small)).router_threads <= before.router_threads
+            and now.router_files <= before.router_files
+        ),
+        "threads and files are as before",
+    )
+
+
+def test_a_stopped_server_goes_on(small: Server, expected: list[Answer]) -> None:
+    pids = [small.process.pid, *small.worker_pids()]
+    with Repeated(small, MIX, expected) as streams:
+        wait_until(lambda: min(streams.num_events) > 2, "all run")
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2)  # nothing can be waited for: nobody moves
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+    assert not streams.differences
+    assert small.worker_pids() == pids[1:]
+    assert health(small) == 200
+
+
+CHATTER = [Request("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 1}})] * 20
+
+
+@pytest.mark.parametrize("log", ["full disk", "gone reader", "blocked reader"])
+def test_a_log_that_cannot_be_written_stops_nothing(log: str) -> None:
+    outputs = {"full disk": host.full_disk, "gone reader": lambda: host.unread_pipe(False)}
+    with outputs.get(log, lambda: host.unread_pipe(True))() as output:
+        chatty = {"LOG_LEVEL": "debug,h2=trace,hyper=trace"}
+        with host.logging_to(output, env=chatty) as server:
+            # A pipe holds 64 KiB: who logs would soon wait for ever.
+            for _ in range(5):
+                assert all(len(answer[-1]) == 1 for answer in answers(server, CHATTER))
+
+
+def test_clock_jumps_change_nothing(expected: list[Answer]) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("a C compiler is needed to make a clock that jumps")
+    with host.with_jumping_clock(compiler) as server:
+        with Repeated(server, MIX, expected) as streams:
+            wait_until(lambda: streams.num_answers >= len(MIX), "all are answered")
+        assert not streams.differences
+    years = {line[14:18] for line in server.lines if line.startswith('{"timestamp"')}
+    assert len(years) > 1, "the clock did not jump"
+
+
+def test_sigterm_under_load_ends_every_stream_once(expected: list[Answer]) -> None:
+    server = start("--max-batch-size", "8")
+    outcomes: list[tuple[int, list[dict]]] = []
+    refused: list[str] = []
+
+    def ask(n: int) -> None:
+        got: list[dict] = []
+        try:
+            got.extend(events(server, MIX[n]))
+        except OSError as error:
+            refused.append(str(error))
+        else:
+            outcomes.append((n, got))
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(MIX))]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: metrics(server)["tgi_batch_current_size"] >= 8, "as many run as can")
+    workers = server.worker_pids()
+    server.process.send_signal(signal.SIGTERM)
+    with suppress(OSError):  # it was quicker
+        wait_until(lambda: health(server) == 503, "it says that it is not ready")
+    assert server.process.wait(120) == 0
+    for thread in threads:
+        thread.join()
+    for n, got in outcomes:
+        assert error_in(got) is None
+        assert answer_of(got) == expected[n]
+    assert all("503" in reason or "refused" in reason.lower() for reason in refused), refused
+    assert len(outcomes) >= 8
+    assert len(outcomes) + len(refused) == len(MIX)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/cmdline") for pid in workers), "the workers are gone")
