@@ -66,7 +66,7 @@ impl Scheduler {
         }
         let num_hit_tokens = lookup.block_ids.len() as u32 * self.limits.block_tokens;
         let possible = self.sequence(id).num_pending_tokens() - num_hit_tokens;
-        let num_tokens = self.chunk_tokens(draft, num_hit_tokens, possible);
+        let num_tokens = self.chunk_tokens(draft, id, num_hit_tokens, possible);
         if num_tokens == 0 {
             return;
         }

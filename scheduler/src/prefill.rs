@@ -86,7 +86,7 @@ impl Scheduler {
         let num_promised = promised.map_or(0, |id| self.sequence(id).num_missing_blocks(1, block_tokens));
         let num_free = self.cache.pool.num_available().saturating_sub(num_promised);
         let possible = self.sequence(id).max_advance_tokens(num_free, block_tokens);
-        let num_tokens = self.chunk_tokens(draft, self.sequence(id).num_computed_tokens(), possible);
+        let num_tokens = self.chunk_tokens(draft, id, self.sequence(id).num_computed_tokens(), possible);
         self.advance_prompt(draft, id, num_tokens, Vec::new());
         num_tokens > 0
     }

@@ -135,10 +135,15 @@ impl Sequence {
         Turn { level: Reverse(level), effort: self.effort(limits.max_overtaking), precedence: self.precedence }
     }
 
+    /// Whether tokens of it have come back: somebody reads on and waits for the next.
+    pub fn has_begun(&self) -> bool {
+        self.token_ids.len() > self.num_prompt_tokens as usize
+    }
+
     /// What is left to compute, less what it was overtaken by. A stream that computes again what was lost has no time
     /// to give away.
     fn effort(&self, max_overtaking: u32) -> u64 {
-        if self.token_ids.len() > self.num_prompt_tokens as usize {
+        if self.has_begun() {
             return 0;
         }
         let left = u64::from(self.num_pending_tokens()) * u64::from(max_overtaking);

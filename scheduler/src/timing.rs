@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::cost::Work;
+use crate::plan::SequenceId;
 use crate::scheduler::Scheduler;
 use crate::step::Draft;
 
@@ -52,9 +53,18 @@ impl Scheduler {
 
     /// How many of `possible` tokens of a prompt there is room and time for. Where time is short in whole blocks, since half
     /// a one cannot be shared; when there is none for a block, it is over.
-    pub(crate) fn chunk_tokens(&self, draft: &mut Draft, num_computed_tokens: u32, possible: u32) -> u32 {
+    ///
+    /// A stream that computes again what was lost has as much time as it needs: of all gaps between tokens its own is the
+    /// longest already.
+    pub(crate) fn chunk_tokens(
+        &self,
+        draft: &mut Draft,
+        id: SequenceId,
+        num_computed_tokens: u32,
+        possible: u32,
+    ) -> u32 {
         let possible = possible.min(draft.tokens_left);
-        let Some(bound) = draft.estimate.bound else { return possible };
+        let Some(bound) = draft.estimate.bound.filter(|_| !self.sequence(id).has_begun()) else { return possible };
         let time_left = bound - self.cost.seconds(&draft.estimate.work);
         let fitting = self.cost.prefill_tokens(time_left, num_computed_tokens);
         if fitting >= possible {
