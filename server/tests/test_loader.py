@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.errors import ConfigError
+from penstock_server.layers.shard import Shard
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
-from penstock_server.models.shard import Shard
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.checkpoint import Part, open_checkpoint
 from penstock_server.weights.loader import Loader, Parameter
