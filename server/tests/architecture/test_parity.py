@@ -103,17 +103,12 @@ def test_bfloat16_logits_are_those_of_transformers(made: Made) -> None:
     driver = driver_of(made.folder, torch.bfloat16, block_tokens=16)
     text = prompts(2, [30], VOCAB)[0]
     logits = driver.step([(driver.sequence(text), 30)], every_row=True)
-    reference = type(made.reference).from_pretrained(made.folder, dtype=torch.bfloat16, attn_implementation="eager")
+    reference = type(made.reference).from_pretrained(made.folder, dtype=torch.bfloat16)
     with torch.inference_mode():
         rounded = reference.eval()(torch.tensor([text]), use_cache=False).logits[0].float()
     exact = made.logits(text)
     assert logits is not None
-    print(
-        "bf16 error",
-        float((logits - rounded).norm() / exact.norm()),
-        float((logits - exact).norm() / exact.norm()),
-        float((rounded - exact).norm() / exact.norm()),
-    )
+    print("bf16", float((logits - rounded).norm() / exact.norm()))
     assert (logits - rounded).norm() < 2e-2 * exact.norm()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from pathlib import Path
 
@@ -11,16 +12,16 @@ from cases import NEVER, Case
 
 
 def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
-    """Every tensor random, norms too, and of a size that keeps the activations' scale: what is forgotten shows."""
-    config = getattr(transformers, case.config)(**{**case.sizes, **case.values, **NEVER})
+    """With the attention that transformers chooses: eager Falcon adds its ALiBi twice. Every tensor random, norms too, and of a size that keeps the activations' scale: what is forgotten shows."""
+    config = getattr(transformers, case.config)(**copy.deepcopy({**case.sizes, **case.values, **NEVER}))
     torch.manual_seed(zlib.crc32(name.encode()))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
             else:
-                parameter.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
+                parameter.normal_(std=0.8 / parameter.shape[-1] ** 0.5)
     return model.eval()
 
 
