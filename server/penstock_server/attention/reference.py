@@ -46,7 +46,7 @@ class ReferenceAttention:
             start, stop = starts[sequence], starts[sequence + 1]
             if start == stop:
                 continue
-            positions = batch.positions[start:stop]
+            positions = torch.arange(context_len - (stop - start), context_len, device=queries.device)
             first = shape.sight.first(positions)
             first_block = int(first[0]) // shape.block_tokens
             stop_block = -(-context_len // shape.block_tokens)
@@ -97,8 +97,5 @@ class ReferenceAttention:
     def _bias(self, alibi: Alibi, positions: Tensor) -> Tensor:
         """[heads, keys] float32. The softmax does not see that positions are counted from the sequence's start."""
         slopes = torch.tensor(alibi.slopes, device=positions.device)[:, None]
-        if alibi.is_bfloat16:
-            bias = (slopes.bfloat16() * positions.bfloat16()).float()
-        else:
-            bias = slopes * positions
+        bias = (slopes.bfloat16() * positions.bfloat16()).float() if alibi.is_bfloat16 else slopes * positions
         return bias * self.shape.scale if alibi.is_scaled else bias

@@ -1,4 +1,4 @@
-"""Falcon in its three layouts: 7B (one KV head), 40B (groups, two norms; 11B has one), RW (ALiBi, one after the other)."""
+"""Falcon in its three layouts: 7B (one KV head), 40B (groups, two norms; 11B has one), RW (ALiBi, in sequence)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2, and StarCoder (gpt_bigcode): learned positions, LayerNorms with biases, plain MLPs, one tensor for q, k and v."""
+"""GPT-2, and StarCoder (gpt_bigcode): learned positions, LayerNorms with biases, plain MLPs, q, k and v in one."""
 
 from __future__ import annotations
 

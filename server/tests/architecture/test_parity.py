@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> object:
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     @functools.cache
     def made(name: str) -> Made:
         reference = make_model(name, CASES[name])
@@ -59,13 +59,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 @pytest.fixture(params=CASES)
-def made(make: object, request: pytest.FixtureRequest) -> Made:
+def made(make: Callable[[str], Made], request: pytest.FixtureRequest) -> Made:
     return make(request.param)
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    pool = RankPool(3)
+    pool = RankPool(4)
     yield pool
     pool.close()
 
@@ -108,7 +108,6 @@ def test_bfloat16_logits_are_those_of_transformers(made: Made) -> None:
         rounded = reference.eval()(torch.tensor([text]), use_cache=False).logits[0].float()
     exact = made.logits(text)
     assert logits is not None
-    print("bf16", float((logits - rounded).norm() / exact.norm()))
     assert (logits - rounded).norm() < 2e-2 * exact.norm()
 
 
@@ -125,6 +124,15 @@ def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
 
 @pytest.mark.parametrize(("size", "exact"), [(2, True), (3, True), (2, False)])
 def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool) -> None:
+    check_ranks(made, pool, size, exact)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "falcon-40b", "olmo2", "stablelm-12b", "gpt2"])
+def test_four_ranks_agree_with_one(make: Callable[[str], Made], pool: RankPool, name: str) -> None:
+    check_ranks(make(name), pool, 4, exact=True)
+
+
+def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> None:
     texts = prompts(4, [19, made.shortest + 12, made.shortest + 1], VOCAB)
     one = run(made.folder, "float32", RankGroup(), texts, 6)
     several = pool.run(made.folder, size, texts, 6, "float32", exact)
@@ -135,3 +143,15 @@ def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool
 def test_every_architecture_has_a_case() -> None:
     tested = {getattr(transformers, case.config).model_type for case in CASES.values()}
     assert set(ARCHITECTURES) == tested
+
+
+def test_a_model_that_was_saved_without_its_head_is_the_same_model(tmp_path: Path) -> None:
+    reference = make_model("gpt2", CASES["gpt2"])
+    reference.transformer.save_pretrained(tmp_path)
+    text = prompts(5, [12], VOCAB)[0]
+    driver = driver_of(tmp_path, torch.float32, block_tokens=4)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([text])).logits[0]
+    torch.testing.assert_close(
+        driver.step([(driver.sequence(text), 12)], every_row=True), expected, atol=1e-4, rtol=1e-4
+    )

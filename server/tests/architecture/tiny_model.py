@@ -12,7 +12,10 @@ from cases import NEVER, Case
 
 
 def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
-    """With the attention that transformers chooses: eager Falcon adds its ALiBi twice. Every tensor random, norms too, and of a size that keeps the activations' scale: what is forgotten shows."""
+    """Every tensor random, norms too, and of a size that keeps the activations' scale: what is forgotten shows.
+
+    With the attention that transformers chooses: eager Falcon adds its ALiBi twice.
+    """
     config = getattr(transformers, case.config)(**copy.deepcopy({**case.sizes, **case.values, **NEVER}))
     torch.manual_seed(zlib.crc32(name.encode()))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
