@@ -93,7 +93,7 @@ class EngineRun:
         if not advances:
             return False
         self.step += 1
-        result = self.engine.step(Plan(self.step, freed or (), told, (), advances))
+        result = self.engine.step(Plan(self.step, freed or (), told, advances=advances))
         by_id = {sequence.id: sequence for sequence in advanced}
         for output in result.outputs:
             assert not output.error, output.error
