@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.attention.interface import AttentionShape, StepBatch
+from penstock_server.attention.interface import Alibi, AttentionShape, Sight, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from torch import Tensor
 
@@ -102,6 +104,71 @@ def test_softmax_is_in_float32() -> None:
     torch.testing.assert_close(actual.float(), expected, atol=1e-6, rtol=2**-8)
 
 
+VARIANTS = {
+    "window": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, sight=Sight(window=5)),
+    "chunk": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, sight=Sight(chunk=6)),
+    "window-and-chunk": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, sight=Sight(window=4, chunk=6)),
+    "soft-cap": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, soft_cap=0.7),
+    "alibi": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, alibi=Alibi((0.5, 0.25, 0.1, 0.7))),
+    "scaled-alibi": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, alibi=Alibi((0.5, 0.25, 0.1, 0.7), is_scaled=True)),
+    "sinks": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS),
+    "value-dim": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, value_dim=5),
+    "values-in-keys": AttentionShape(4, 1, 8, 0.3, BLOCK_TOKENS, value_dim=6, values_in_keys=True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_its_formula(name: str) -> None:
+    """Query by query, in float64, with the keys and values that it sees."""
+    shape = VARIANTS[name]
+    generator = torch.Generator().manual_seed(3)
+    length = 300  # more than the queries that are scored at once
+    queries = torch.randn(length, 4, 8, generator=generator)
+    keys = torch.randn(length, shape.num_kv_heads, 8, generator=generator)
+    values = keys if shape.values_in_keys else torch.randn(length, 2, shape.result_dim, generator=generator)
+    sinks = torch.randn(4, generator=generator) if name == "sinks" else None
+    attention = ReferenceAttention(shape, CPU, torch.float32)
+    (cache,) = attention.allocate(-(-length // BLOCK_TOKENS), 1)
+    assert cache.nbytes == cache.shape[0] * attention.bytes_per_block()
+    found = []
+    for begin, stop in ((0, 4), (4, 299), (299, 300)):
+        batch = make_batch([(begin, stop - begin)])
+        batch = dataclasses.replace(
+            batch,
+            slots=torch.arange(begin, stop),
+            block_tables=torch.arange(-(-stop // BLOCK_TOKENS), dtype=torch.int32)[None],
+        )
+        attention.write(cache, keys[begin:stop], values[begin:stop], batch.slots)
+        found.append(attention.attend(queries[begin:stop], cache, batch, sinks))
+    expected = [query_result(shape, queries, keys, values, position, sinks) for position in range(length)]
+    torch.testing.assert_close(torch.cat(found), torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+def query_result(
+    shape: AttentionShape, queries: Tensor, keys: Tensor, values: Tensor, position: int, sinks: Tensor | None
+) -> Tensor:
+    """[heads, value_dim]"""
+    first = 0
+    if shape.sight.window is not None:
+        first = max(first, position - shape.sight.window + 1)
+    if shape.sight.chunk is not None:
+        first = max(first, position // shape.sight.chunk * shape.sight.chunk)
+    results = []
+    for head in range(4):
+        kv_head = head * shape.num_kv_heads // 4
+        seen = slice(first, position + 1)
+        scores = (keys[seen, kv_head].double() @ queries[position, head].double()) * shape.scale
+        if shape.soft_cap is not None:
+            scores = shape.soft_cap * (scores / shape.soft_cap).tanh()
+        if shape.alibi is not None:
+            factor = shape.scale if shape.alibi.is_scaled else 1.0
+            scores -= shape.alibi.slopes[head] * factor * (position - torch.arange(first, position + 1))
+        weights = scores.exp()
+        total = weights.sum() + (0.0 if sinks is None else sinks[head].double().exp())
+        results.append((weights / total) @ values[seen, kv_head, : shape.result_dim].double())
+    return torch.stack(results).float()
+
+
 def test_block_bytes_are_what_is_allocated() -> None:
     attention = ReferenceAttention(make_shape(6, 2, 16), CPU, torch.bfloat16)
     caches = attention.allocate(num_blocks=5, num_layers=3)
@@ -117,6 +184,6 @@ def test_copied_blocks_hold_the_same() -> None:
     before = [cache.clone() for cache in caches]
     attention.copy_blocks(caches, [(0, 3), (1, 2)])
     for cache, old in zip(caches, before, strict=True):
-        assert torch.equal(cache[:, :2], old[:, :2])
-        assert torch.equal(cache[:, 2], old[:, 1])
-        assert torch.equal(cache[:, 3], old[:, 0])
+        assert torch.equal(cache[:2], old[:2])
+        assert torch.equal(cache[2], old[1])
+        assert torch.equal(cache[3], old[0])

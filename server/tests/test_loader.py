@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.errors import ConfigError
+from penstock_server.layers.shard import Shard
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
-from penstock_server.models.shard import Shard
+from penstock_server.models.spec import ModelSpec
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.checkpoint import Part, open_checkpoint
 from penstock_server.weights.loader import Loader, Parameter
@@ -35,6 +36,10 @@ def folder(tmp_path: Path) -> Path:
 
 def load(folder: Path) -> None:
     load_model(LoadOptions(folder, torch.float32, CPU, 16), RankGroup())
+
+
+def shard_of(spec: ModelSpec, group: RankGroup, exact: bool = True) -> Shard:
+    return Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -166,7 +171,7 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
 
 def test_asking_for_a_parameter_twice_or_never_is_a_fault_of_ours(folder: Path) -> None:
     spec, names = read_spec(folder)
-    table = parameters(spec, Shard.of(spec, RankGroup()))
+    table = parameters(spec, shard_of(spec, RankGroup()))
     loader = Loader(open_checkpoint(folder), table, names, torch.float32, CPU)
     loader.read("norm.weight")
     with pytest.raises(KeyError):
@@ -183,7 +188,7 @@ def test_the_parts_of_all_ranks_make_the_whole(
 ) -> None:
     folder = save_model(make_model(variant), tmp_path_factory.mktemp("model"))
     spec, names = read_spec(folder)
-    tables = [parameters(spec, Shard.of(spec, RankGroup(rank, size), exact)) for rank in range(size)]
+    tables = [parameters(spec, shard_of(spec, RankGroup(rank, size), exact)) for rank in range(size)]
     whole = load_file(folder / "model.safetensors")
     loaders = [Loader(open_checkpoint(folder), table, names, torch.float32, CPU) for table in tables]
     for name in tables[0]:
@@ -191,7 +196,7 @@ def test_the_parts_of_all_ranks_make_the_whole(
         for table, loader in zip(tables, loaders, strict=True):
             part = table[name].part
             (rebuilt if part is None else part.of(rebuilt)).copy_(loader.read(name))
-        assert torch.equal(rebuilt, whole[names.checkpoint_name(name)])
+        assert torch.equal(rebuilt, whole[names.source(name).name])
     for loader in loaders:
         loader.finish()
 

@@ -1,4 +1,4 @@
-"""Chooses the attention implementation of a model, once, at load."""
+"""Chooses the attention implementation of a layer, once, at load."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Attention:
+def choose_attention(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, has_sinks: bool = False
+) -> Attention:
     """The fastest attention that works here for this shape."""
-    if may_be_native(device, dtype):
+    if may_be_native(device, dtype) and not has_sinks:
         from penstock_server.attention import native
 
         if native.available(shape):

@@ -5,7 +5,7 @@ An implementation owns the layout of its cache; nobody else looks inside a cache
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -27,18 +27,63 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """What a query sees of its sequence's context: one interval of positions, up to its own."""
+
+    window: int | None = None  # the last so many positions, its own included (Mistral)
+    chunk: int | None = None  # those of its own chunk of so many (Llama 4)
+
+    def first(self, positions: Tensor) -> Tensor:
+        """Where the interval begins, for queries at these positions; never descending from one to the next."""
+        first = positions.new_zeros(positions.shape)
+        if self.window is not None:
+            first = (positions - self.window + 1).clamp_(min=0)
+        if self.chunk is not None:
+            first = first.maximum(positions - positions % self.chunk)
+        return first
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """A bias on scores: a head's slope times the key's position (https://arxiv.org/abs/2108.12409)."""
+
+    slopes: tuple[float, ...]  # of this rank's heads
+    is_scaled: bool = False  # added before scores are scaled, so scaled with them (Falcon)
+    is_bfloat16: bool = False  # slope, position and product are rounded to bfloat16 (Falcon)
+
+    def of(self, heads: range) -> Alibi:
+        return replace(self, slopes=self.slopes[heads.start : heads.stop])
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention of one model is made of, on one rank."""
+    """What attention of one layer is made of, on one rank. Layers of one shape share their implementation."""
 
     num_heads: int  # query heads on this rank
     num_kv_heads: int  # on this rank; num_heads is a multiple of it
-    head_dim: int
+    head_dim: int  # of queries and keys
     scale: float  # applied to q·k
     block_tokens: int
+    value_dim: int | None = None  # of values and results; None: head_dim
+    values_in_keys: bool = False  # values are the first value_dim numbers of keys, and are not stored
+    sight: Sight = Sight()
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
+    alibi: Alibi | None = None
+
+    @property
+    def result_dim(self) -> int:
+        """Of each head's result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def is_plain(self) -> bool:
+        """Causal attention and nothing else; what every implementation can do."""
+        plain = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.block_tokens)
+        return self == plain
 
 
 class Attention(Protocol):
-    """Causal attention of a batch's new tokens over their sequences' paged context. Stateless."""
+    """Attention of a batch's new tokens over their sequences' paged context. Stateless."""
 
     name: str
 
@@ -51,11 +96,16 @@ class Attention(Protocol):
         ...
 
     def write(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [tokens, num_kv_heads, head_dim] (already rotated) at their slots."""
+        """Store keys [tokens, num_kv_heads, head_dim] (already rotated) and values [tokens, num_kv_heads, value_dim]
+        at their slots. Where values are in the keys, they are not looked at."""
         ...
 
-    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
-        """[tokens, num_heads, head_dim] → the same shape. Each query sees its context up to its own position."""
+    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch, sinks: Tensor | None = None) -> Tensor:
+        """[tokens, num_heads, head_dim] → [tokens, num_heads, value_dim]. Each query sees what `Sight` says.
+
+        sinks [num_heads]: a score that takes part in the softmax and has no value (gpt-oss); only where `has_sinks`
+        was true when the implementation was chosen.
+        """
         ...
 
     def copy_blocks(self, caches: list[Tensor], pairs: list[tuple[int, int]]) -> None:

@@ -24,7 +24,7 @@ MAX_HEAD_DIM = 256
 def available(shape: AttentionShape) -> bool:
     """Whether the kernels run here and are made for such heads."""
     fits = shape.head_dim % 16 == 0 and shape.head_dim <= MAX_HEAD_DIM and shape.block_tokens == BLOCK_TOKENS
-    return fits and native_ops.available()
+    return shape.is_plain and fits and native_ops.available()
 
 
 class NativeAttention:
@@ -83,7 +83,8 @@ class NativeAttention:
             queries.shape[0],
         )
 
-    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
+    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "the kernels know no sinks"
         output = queries.new_empty(queries.shape)
         self.native.attend(
             (queries.data_ptr(), native_ops.token_stride(queries)),

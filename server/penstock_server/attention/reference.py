@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import AttentionShape, StepBatch
+from penstock_server.attention.interface import Alibi, AttentionShape, StepBatch
 
 # Queries scored at once: bounds the score matrix of a long prompt to this many rows.
 MAX_QUERY_ROWS = 256
 
 
 class ReferenceAttention:
-    """Cache of one layer: [2 (keys, values), blocks, block_tokens, kv_heads, head_dim]."""
+    """Cache of one layer: [blocks, block_tokens, kv_heads, head_dim + value_dim], keys first."""
 
     name = "reference"
 
@@ -23,33 +23,41 @@ class ReferenceAttention:
         self.shape = shape
         self.device = device
         self.dtype = dtype
+        self.stored_dim = shape.head_dim + (0 if shape.values_in_keys else shape.result_dim)
 
     def allocate(self, num_blocks: int, num_layers: int) -> list[Tensor]:
-        shape = (2, num_blocks, self.shape.block_tokens, self.shape.num_kv_heads, self.shape.head_dim)
+        shape = (num_blocks, self.shape.block_tokens, self.shape.num_kv_heads, self.stored_dim)
         # Filled, not `zeros`: the operating system would lend the pages of zeros only when they are first written.
         return [torch.empty(shape, dtype=self.dtype, device=self.device).fill_(0.0) for _ in range(num_layers)]
 
     def bytes_per_block(self) -> int:
-        shape = self.shape
-        return 2 * shape.block_tokens * shape.num_kv_heads * shape.head_dim * self.dtype.itemsize
+        return self.shape.block_tokens * self.shape.num_kv_heads * self.stored_dim * self.dtype.itemsize
 
     def write(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        by_slot = cache.flatten(1, 2)
-        by_slot[0].index_copy_(0, slots, keys)
-        by_slot[1].index_copy_(0, slots, values)
+        by_slot = cache.flatten(0, 1)
+        stored = keys if self.shape.values_in_keys else torch.cat([keys, values], dim=-1)
+        by_slot.index_copy_(0, slots, stored)
 
-    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
-        out = torch.empty_like(queries)
+    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch, sinks: Tensor | None = None) -> Tensor:
+        shape = self.shape
+        out = queries.new_empty((queries.shape[0], shape.num_heads, shape.result_dim))
         starts, context_lens = batch.query_starts.tolist(), batch.context_lens.tolist()
         for sequence, context_len in enumerate(context_lens):
             start, stop = starts[sequence], starts[sequence + 1]
-            num_blocks = -(-context_len // self.shape.block_tokens)
-            blocks = batch.block_tables[sequence, :num_blocks].long()
-            keys, values = cache[:, blocks].flatten(1, 2)[:, :context_len].float()  # each [context, kv_heads, head_dim]
-            for first in range(start, stop, MAX_QUERY_ROWS):
-                last = min(first + MAX_QUERY_ROWS, stop)
-                num_seen = context_len - (stop - first)  # tokens before the first of these queries
-                out[first:last] = self._attend_one(queries[first:last].float(), keys, values, num_seen).to(out.dtype)
+            if start == stop:
+                continue
+            positions = torch.arange(context_len - (stop - start), context_len, device=queries.device)
+            first = shape.sight.first(positions)
+            first_block = int(first[0]) // shape.block_tokens
+            stop_block = -(-context_len // shape.block_tokens)
+            blocks = batch.block_tables[sequence, first_block:stop_block].long()
+            base = first_block * shape.block_tokens  # the position of the first key
+            stored = cache[blocks].flatten(0, 1)[: context_len - base].float()  # [context, kv_heads, stored_dim]
+            for row in range(start, stop, MAX_QUERY_ROWS):
+                rows = slice(row, min(row + MAX_QUERY_ROWS, stop))
+                within = slice(rows.start - start, rows.stop - start)
+                seen = (first[within] - base, positions[within] + 1 - base)
+                out[rows] = self._attend_one(queries[rows].float(), stored, seen, base, sinks).to(out.dtype)
         return out
 
     def copy_blocks(self, caches: list[Tensor], pairs: list[tuple[int, int]]) -> None:
@@ -58,16 +66,36 @@ class ReferenceAttention:
         sources = torch.tensor([source for source, _ in pairs], device=self.device)
         targets = torch.tensor([target for _, target in pairs], device=self.device)
         for cache in caches:
-            cache[:, targets] = cache[:, sources]
+            cache[targets] = cache[sources]
 
-    def _attend_one(self, queries: Tensor, keys: Tensor, values: Tensor, num_seen: int) -> Tensor:
-        """queries [rows, heads, head_dim] of one sequence, the first at position num_seen → the same shape."""
+    def _attend_one(
+        self, queries: Tensor, stored: Tensor, seen: tuple[Tensor, Tensor], base: int, sinks: Tensor | None
+    ) -> Tensor:
+        """queries [rows, heads, head_dim] of one sequence, each of which sees the keys from seen[0] to before seen[1]
+        [rows] → [rows, heads, value_dim]. base: the position of the first key."""
+        shape = self.shape
         rows, heads, dim = queries.shape
-        visible = min(num_seen + rows, keys.shape[0])
-        keys, values = keys[:visible], values[:visible]
-        groups = queries.view(rows, self.shape.num_kv_heads, -1, dim)  # query heads by the KV head they read
-        scores = torch.einsum("qghd,kgd->ghqk", groups, keys) * self.shape.scale
-        positions = torch.arange(visible, device=queries.device)
-        future = positions[None, :] > (num_seen + torch.arange(rows, device=queries.device))[:, None]
-        weights = scores.masked_fill_(future, float("-inf")).softmax(dim=-1)
-        return torch.einsum("ghqk,kgd->qghd", weights, values).reshape(rows, heads, dim)
+        first, stop = seen
+        low, high = int(first[0]), int(stop[-1])
+        keys = stored[low:high, :, : shape.head_dim]
+        values = stored[low:high, :, : shape.result_dim] if shape.values_in_keys else stored[low:high, :, dim:]
+        groups = queries.view(rows, shape.num_kv_heads, -1, dim)  # query heads by the KV head they read
+        scores = torch.einsum("qghd,kgd->ghqk", groups, keys) * shape.scale
+        if shape.soft_cap is not None:
+            scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+        places = torch.arange(low, high, device=queries.device)
+        if shape.alibi is not None:
+            scores += self._bias(shape.alibi, places + base).view(*scores.shape[:2], 1, -1)
+        hidden = (places[None, :] < first[:, None]) | (places[None, :] >= stop[:, None])
+        scores = scores.masked_fill_(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(-1, -1, rows, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : high - low]
+        return torch.einsum("ghqk,kgd->qghd", weights, values).reshape(rows, heads, -1)
+
+    def _bias(self, alibi: Alibi, positions: Tensor) -> Tensor:
+        """[heads, keys] float32. The softmax does not see that positions are counted from the sequence's start."""
+        slopes = torch.tensor(alibi.slopes, device=positions.device)[:, None]
+        bias = (slopes.bfloat16() * positions.bfloat16()).float() if alibi.is_bfloat16 else slopes * positions
+        return bias * self.shape.scale if alibi.is_scaled else bias

@@ -1,4 +1,5 @@
-"""The attention block of one layer: fused query, key and value projection, rope, paged attention, output projection.
+"""The attention block of one layer: fused query, key and value projection, norms and rope, paged attention, output
+projection.
 
 Sharded by heads.
 """
@@ -9,51 +10,135 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock_server.attention.interface import Attention, AttentionShape, StepBatch
+from penstock_server.attention.interface import Alibi, Attention, AttentionShape, Sight, StepBatch
 from penstock_server.kernels.ops import Ops, PackedLinear
-from penstock_server.layers.linear import Layout, LinearOut, read_fused
-from penstock_server.weights.loader import Loader
+from penstock_server.layers.context import BuildContext
+from penstock_server.layers.linear import Layout, LinearOut, out_parameters, read_fused, rows_parameters
+from penstock_server.layers.norm import Norm
+from penstock_server.layers.qk_norm import QkNormSpec, WholeNorm, load_qk_norms, qk_norm_parameters
+from penstock_server.layers.rope import RopeSpec, rotate_interleaved
+from penstock_server.layers.shard import Shard
+from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.loader import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    sight: Sight = Sight()  # noqa: RUF009 - frozen
+    qk_norm: QkNormSpec | None = None
+    clip: float | None = None  # results of the projections are clamped to ± this (MPT, DBRX, OLMo)
+    soft_cap: float | None = None
+    alibi: Alibi | None = None  # with a slope for every head of all ranks
+    sinks: bool = False
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The rows of q, k and v, for checkpoints that keep them in one tensor."""
+        kv_width = self.num_kv_heads * self.head_dim
+        return {"q": self.num_heads * self.head_dim, "k": kv_width, "v": kv_width}
+
+    @property
+    def fits_stack(self) -> bool:
+        """Whether it is what the layers of `NativeStack` have, where their attention is native."""
+        has_plain_rope = self.rope is not None and not self.rope.interleaved
+        return has_plain_rope and self.qk_norm is None and self.clip is None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
+    spec: AttentionSpec
     qkv: PackedLinear
     output: LinearOut
     shape: AttentionShape
     ops: Ops
     attention: Attention
-    cos: Tensor  # [max positions, rotary_dim / 2] float32
-    sin: Tensor
+    rope: tuple[Tensor, Tensor] | None  # cos, sin [max positions, rotary_dim / 2] float32
+    norms: tuple[Norm | WholeNorm, Norm | WholeNorm] | None  # of queries and keys
+    sinks: Tensor | None  # [heads on this rank]
+
+    @staticmethod
+    def parameters(spec: AttentionSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
+        share, dim = shard.heads(spec.num_heads, spec.num_kv_heads), spec.head_dim
+        heads = share.mine
+        table: dict[str, Parameter] = {}
+        for name, width in spec.widths.items():
+            part = heads if name == "q" else share.my_kv
+            rows = range(part.start * dim, part.stop * dim)
+            table |= rows_parameters(f"{prefix}.{name}", (width, hidden_size), rows, spec.qkv_bias)
+        columns = range(heads.start * dim, heads.stop * dim)
+        shape = (hidden_size, spec.num_heads * dim)
+        table |= out_parameters(f"{prefix}.output", shape, columns, shard, spec.output_bias)
+        if spec.qk_norm is not None:
+            table |= qk_norm_parameters(spec.qk_norm, prefix, dim, share)
+        if spec.sinks:
+            table[f"{prefix}.sinks"] = Parameter((spec.num_heads,), Part(0, heads))
+        return table
 
     @classmethod
-    def load(
-        cls,
-        loader: Loader,
-        prefix: str,
-        shape: AttentionShape,
-        ops: Ops,
-        attention: Attention,
-        rope: tuple[Tensor, Tensor],
-        layout: Layout,
-    ) -> AttentionBlock:
+    def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> AttentionBlock:
         """Fuses and packs the projections; the originals are free when it returns."""
-        qkv = ops.pack_linear(*read_fused(loader, [f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"]))
-        output = LinearOut.load(loader, ops, f"{prefix}.output", layout)
-        return cls(qkv, output, shape, ops, attention, *rope)
+        loader, ops, shard = context.loader, context.ops, context.shard
+        share = shard.heads(spec.num_heads, spec.num_kv_heads)
+        shape = AttentionShape(
+            num_heads=len(share.mine),
+            num_kv_heads=len(share.my_kv),
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            block_tokens=context.block_tokens,
+            sight=spec.sight,
+            soft_cap=spec.soft_cap,
+            alibi=None if spec.alibi is None else spec.alibi.of(share.mine),
+        )
+        layout = Layout.into_hidden(shard, share.heads.widths(spec.head_dim))
+        norms = None
+        if spec.qk_norm is not None:
+            norms = load_qk_norms(spec.qk_norm, prefix, spec.head_dim, share, context)
+        return cls(
+            spec=spec,
+            qkv=ops.pack_linear(*read_fused(loader, [f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"])),
+            output=LinearOut.load(loader, ops, f"{prefix}.output", layout),
+            shape=shape,
+            ops=ops,
+            attention=context.attention(shape, spec.sinks),
+            rope=None if spec.rope is None else context.rope(spec.rope),
+            norms=norms,
+            sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
+        )
 
     def store(self, x: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
         """Writes the new tokens' keys and values into the cache; the rotated queries [tokens, heads, head_dim]."""
         heads, kv_heads, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
-        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, dim)
-        queries, keys, values = qkv.split([heads, kv_heads, kv_heads], dim=1)
-        self.ops.rotate(queries, keys, self.cos, self.sin, batch.positions)
+        qkv = self.qkv(x)
+        if self.spec.clip is not None:
+            qkv.clamp_(-self.spec.clip, self.spec.clip)
+        queries, keys, values = qkv.view(x.shape[0], heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
+        if self.norms is not None:
+            norm_queries, norm_keys = self.norms
+            queries, keys = norm_queries(queries), norm_keys(keys)
+        if self.rope is not None:
+            self._rotate(queries, keys, self.rope, batch.positions)
         self.attention.write(cache, keys, values, batch.slots)
         return queries
 
     def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
         """[tokens, heads on this rank * head_dim]"""
-        return self.attention.attend(queries, cache, batch).reshape(queries.shape[0], -1)
+        return self.attention.attend(queries, cache, batch, self.sinks).reshape(queries.shape[0], -1)
 
     def project(self, attended: Tensor) -> Tensor:
         """[rows, hidden], the same on all ranks."""
         return self.output(attended)
+
+    def _rotate(self, queries: Tensor, keys: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor) -> None:
+        assert self.spec.rope is not None
+        if self.spec.rope.interleaved:
+            rotate_interleaved(queries, *rope, positions)
+            rotate_interleaved(keys, *rope, positions)
+        else:
+            self.ops.rotate(queries, keys, *rope, positions)

@@ -7,8 +7,28 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock_server.kernels.ops import Ops, PackedLinear
+from penstock_server.layers.shard import Shard
 from penstock_server.parallel import RankGroup
-from penstock_server.weights.loader import Loader
+from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.loader import Loader, Parameter
+
+
+def rows_parameters(name: str, shape: tuple[int, int], rows: range, bias: bool) -> dict[str, Parameter]:
+    """A projection of which this rank computes some results. shape: [out_features, in_features] over all ranks."""
+    table = {f"{name}.weight": Parameter(shape, Part(0, rows))}
+    if bias:
+        table[f"{name}.bias"] = Parameter(shape[:1], Part(0, rows))
+    return table
+
+
+def out_parameters(name: str, shape: tuple[int, int], columns: range, shard: Shard, bias: bool) -> dict[str, Parameter]:
+    """A projection from a split dimension, of which this rank has `columns`, to the hidden one; see `Shard.exact`."""
+    if shard.exact:
+        return rows_parameters(name, shape, shard.hidden.mine, bias)
+    table = {f"{name}.weight": Parameter(shape, Part(1, columns))}
+    if bias:
+        table[f"{name}.bias"] = Parameter(shape[:1])
+    return table
 
 
 def read_fused(loader: Loader, names: list[str]) -> tuple[Tensor, Tensor | None]:
@@ -25,6 +45,10 @@ class Layout:
     exact: bool  # split by results over gathered inputs; otherwise by inputs, and results summed
     in_widths: tuple[int, ...]
     out_widths: tuple[int, ...]
+
+    @classmethod
+    def into_hidden(cls, shard: Shard, in_widths: tuple[int, ...]) -> Layout:
+        return cls(shard.group, shard.exact, in_widths, shard.hidden.widths())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The gated MLP of one layer: down(silu(gate(x)) * up(x)), gate and up as one matrix.
+"""The MLP of one layer: down(act(gate(x)) * up(x)), gate and up as one matrix, or down(act(up(x))).
 
 Sharded by its intermediate dimension.
 """
@@ -9,21 +9,82 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock_server.kernels.activation import ACTIVATIONS, Activation
 from penstock_server.kernels.ops import Ops, PackedLinear
-from penstock_server.layers.linear import Layout, LinearOut, read_fused
-from penstock_server.weights.loader import Loader
+from penstock_server.layers.context import BuildContext
+from penstock_server.layers.linear import Layout, LinearOut, out_parameters, read_fused, rows_parameters
+from penstock_server.layers.shard import Shard
+from penstock_server.weights.loader import Loader, Parameter
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp:
-    gate_up: PackedLinear  # with the activation: [rows, hidden] → [rows, intermediate on this rank]
+class MlpSpec:
+    intermediate_size: int
+    activation: str = "silu"  # a key of ACTIVATIONS
+    gated: bool = True
+    bias: bool = False  # of gate and up
+    down_bias: bool = False
+
+    @property
+    def is_swiglu(self) -> bool:
+        """What `Ops.pack_gate_up` computes."""
+        return self.gated and ACTIVATIONS[self.activation] is ACTIVATIONS["silu"]
+
+    @property
+    def inner_names(self) -> tuple[str, ...]:
+        return ("gate", "up") if self.gated else ("up",)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The rows of gate and up, for checkpoints that keep them in one tensor."""
+        return dict.fromkeys(("gate", "up"), self.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivatedLinear:
+    """What stands before the projection down, where no operator does it in one."""
+
+    linear: PackedLinear  # gate and up, or up
+    activation: Activation
+    gated: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if not self.gated:
+            return self.activation(x)
+        gate, up = x.chunk(2, dim=-1)
+        return self.activation(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    inner: PackedLinear | ActivatedLinear  # [rows, hidden] → [rows, intermediate on this rank]
     down: LinearOut
 
+    @staticmethod
+    def parameters(spec: MlpSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
+        part = shard.split(spec.intermediate_size, "intermediate size").mine
+        shape = (spec.intermediate_size, hidden_size)
+        table: dict[str, Parameter] = {}
+        for name in spec.inner_names:
+            table |= rows_parameters(f"{prefix}.{name}", shape, part, spec.bias)
+        return table | out_parameters(f"{prefix}.down", (shape[1], shape[0]), part, shard, spec.down_bias)
+
     @classmethod
-    def load(cls, loader: Loader, prefix: str, ops: Ops, layout: Layout) -> GatedMlp:
-        gate_up = ops.pack_gate_up(*read_fused(loader, [f"{prefix}.gate", f"{prefix}.up"]))
-        return cls(gate_up, LinearOut.load(loader, ops, f"{prefix}.down", layout))
+    def load(cls, spec: MlpSpec, prefix: str, context: BuildContext) -> Mlp:
+        loader, ops, shard = context.loader, context.ops, context.shard
+        layout = Layout.into_hidden(shard, shard.split(spec.intermediate_size, "intermediate size").widths())
+        inner = load_inner(spec, prefix, loader, ops)
+        return cls(inner, LinearOut.load(loader, ops, f"{prefix}.down", layout))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → the same, on all ranks."""
-        return self.down(self.gate_up(x))
+        return self.down(self.inner(x))
+
+
+def load_inner(spec: MlpSpec, prefix: str, loader: Loader, ops: Ops) -> PackedLinear | ActivatedLinear:
+    """[rows, hidden] → [rows, intermediate on this rank]: what stands before the projection down."""
+    weight, bias = read_fused(loader, [f"{prefix}.{name}" for name in spec.inner_names])
+    if spec.is_swiglu:
+        return ops.pack_gate_up(weight, bias)
+    return ActivatedLinear(ops.pack_linear(weight, bias), ACTIVATIONS[spec.activation], spec.gated)

@@ -13,19 +13,25 @@ from torch import Tensor
 class RopeSpec:
     """Frequency i of rotary_dim / 2 is theta^(-2i / rotary_dim), then scaled as `kind` says."""
 
-    kind: str  # "default", "linear", "llama3"
+    kind: str  # "default", "linear", "llama3", "yarn", "longrope"
     theta: float
-    rotary_dim: int
+    rotary_dim: int  # the first so many numbers of a head are rotated
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_tokens: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn's range of blended frequencies is rounded to whole ones
+    factors: tuple[float, ...] = ()  # longrope: a divisor for every frequency
+    magnitude: float = 1.0  # of the rotated vectors: multiplies cosines and sines
+    interleaved: bool = False  # pairs are neighbours (GPT-J), not number i and number i + rotary_dim / 2
 
 
 def rope_tables(spec: RopeSpec, max_position_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines [max_position_tokens, rotary_dim / 2], float32."""
     angles = torch.outer(torch.arange(max_position_tokens, dtype=torch.float32), inverse_frequencies(spec))
-    return angles.cos().to(device), angles.sin().to(device)
+    return (angles.cos() * spec.magnitude).to(device), (angles.sin() * spec.magnitude).to(device)
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
@@ -36,8 +42,44 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
         return frequencies
     if spec.kind == "linear":
         return frequencies / spec.factor
+    if spec.kind == "longrope":
+        return 1.0 / (torch.tensor(spec.factors, dtype=torch.float32) * spec.theta**exponents)
+    if spec.kind == "yarn":
+        return _yarn(frequencies, spec)
     assert spec.kind == "llama3"
     return _llama3(frequencies, spec)
+
+
+def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """Rotates neighbouring pairs of x [tokens, heads, head_dim] in place; cos, sin [max positions, rotary_dim / 2]."""
+    cos, sin = cos[positions][:, None], sin[positions][:, None]
+    rotary = x[..., : 2 * cos.shape[-1]]
+    even, odd = rotary[..., 0::2].float(), rotary[..., 1::2].float()
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    rotary.copy_(turned.flatten(-2))
+
+
+def yarn_magnitude(scale: float, mscale: float = 1.0) -> float:
+    """Yarn's correction of the attention's temperature (https://arxiv.org/abs/2309.00071, section 3.4)."""
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+
+def _yarn(frequencies: Tensor, spec: RopeSpec) -> Tensor:
+    """Frequencies that turn seldom within the original length are stretched, those that turn often stay."""
+
+    def dimension(num_turns: float) -> float:
+        turns = spec.original_max_tokens / (num_turns * 2 * math.pi)
+        return spec.rotary_dim * math.log(turns) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    steps = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
+    stretched = ((steps - low) / (high - low)).clamp(0, 1)
+    return frequencies / spec.factor * stretched + frequencies * (1 - stretched)
 
 
 def _llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock_server.kernels.ops import Lookup, PackedLinear
@@ -32,7 +33,14 @@ class VocabularyHead:
     linear: PackedLinear
     widths: tuple[int, ...]  # each rank's part of the vocabulary
     group: RankGroup
+    multiplier: float = 1.0
+    soft_cap: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """[rows, hidden] → [rows, vocabulary] on rank 0; None on the others."""
-        return self.group.gather_columns(self.linear(x), self.widths)
+        logits = self.group.gather_columns(self.linear(x), self.widths)
+        if logits is not None and self.multiplier != 1.0:
+            logits *= self.multiplier
+        if logits is not None and self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits

@@ -16,13 +16,12 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     exact: whether several ranks compute the very numbers that one does (`Shard.exact`); None: on a CPU, and where the
     options ask for it. Raises ConfigError when the folder does not hold a model that can be served on so many ranks.
     """
-    from penstock_server.attention import choose_attention
-    from penstock_server.attention.interface import AttentionShape
     from penstock_server.kernels import choose_ops
+    from penstock_server.layers.context import BuildContext
+    from penstock_server.layers.shard import Shard
     from penstock_server.models.decoder import Decoder
     from penstock_server.models.parameters import parameters
     from penstock_server.models.registry import read_spec
-    from penstock_server.models.shard import Shard
     from penstock_server.weights.checkpoint import open_checkpoint
     from penstock_server.weights.loader import Loader
 
@@ -30,19 +29,19 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     spec, names = read_spec(options.folder)
     if exact is None:
         exact = options.device.type == "cpu" or options.deterministic
-    shard = Shard.of(spec, group, exact)
-    shape = AttentionShape(
-        num_heads=len(shard.heads.mine),
-        num_kv_heads=len(shard.kv_heads),
-        head_dim=spec.head_dim,
-        scale=spec.attention_scale,
+    shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
+    table = parameters(spec, shard)
+    checkpoint = open_checkpoint(options.folder)
+    loader = Loader(checkpoint, table, names.fitted(checkpoint.names()), options.dtype, options.device)
+    context = BuildContext(
+        loader=loader,
+        ops=choose_ops(options.device, options.dtype),
+        shard=shard,
+        hidden_size=spec.hidden_size,
+        max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
     )
-    ops = choose_ops(options.device, options.dtype)
-    attention = choose_attention(shape, options.device, options.dtype)
-    checkpoint = open_checkpoint(options.folder)
-    loader = Loader(checkpoint, parameters(spec, shard), names, options.dtype, options.device)
     opened = time.perf_counter()
-    model = Decoder(spec, shard, shape, ops, attention, loader, group)
+    model = Decoder(spec, context)
     model.load_phases = [("open checkpoint", opened - begin), ("read weights", time.perf_counter() - opened)]
     return model

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock_server.errors import ConfigError
-from penstock_server.layers.rope import RopeSpec
+from penstock_server.kernels.activation import ACTIVATIONS
 
 T = TypeVar("T", int, float, bool, str)
-
-LATER_ROPE_KINDS = ("yarn", "longrope", "su", "mrope")
 
 
 class Config:
@@ -59,32 +57,32 @@ class Config:
     def refuse(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path}: {what}")
 
-    def rope(self, head_dim: int, default_theta: float = 10000.0) -> RopeSpec:
-        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`; ConfigError for other kinds."""
-        parameters = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
-            raise self.refuse("rope parameters that differ between layers are not supported")
-        rope = Config(parameters, self.path)
-        theta = rope.get("rope_theta", self.get("rope_theta", default_theta))
-        if rope.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise self.refuse("rope over a part of the head is not supported for this architecture")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind in ("default", "dynamic"):
-            # Dynamic scaling changes nothing up to `max_position_embeddings`, the longest sequence we serve.
-            return RopeSpec("default", theta, head_dim)
-        if kind == "linear":
-            return RopeSpec("linear", theta, head_dim, factor=rope.require("factor", float))
-        if kind == "llama3":
-            return RopeSpec(
-                "llama3",
-                theta,
-                head_dim,
-                factor=rope.require("factor", float),
-                low_freq_factor=rope.require("low_freq_factor", float),
-                high_freq_factor=rope.require("high_freq_factor", float),
-                original_max_tokens=rope.get(
-                    "original_max_position_embeddings", self.require("max_position_embeddings", int)
-                ),
-            )
-        later = " yet" if kind in LATER_ROPE_KINDS else ""
-        raise self.refuse(f"rope scaling {kind!r} is not supported{later}; supported: default, dynamic, linear, llama3")
+    def window(self, key: str = "sliding_window") -> int | None:
+        """A sliding window's width, where there is one that a sequence could outgrow."""
+        window = self.optional_int(key)
+        if window is None or window >= self.require("max_position_embeddings", int):
+            return None
+        if window < 1:
+            raise self.refuse(f"{key} must be at least 1, not {window}")
+        return window
+
+    def activation(self, key: str = "hidden_act", default: str = "silu") -> str:
+        name = self.get(key, default)
+        if name not in ACTIVATIONS:
+            raise self.refuse(f"{key} {name!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}")
+        return name
+
+    def heads(self, num: str = "num_attention_heads", hidden: str = "hidden_size") -> tuple[int, int]:
+        """The number of query heads, and the size of each where nothing else is said."""
+        num_heads = self.require(num, int)
+        if num_heads < 1:
+            raise self.refuse(f"{num} must be at least 1, not {num_heads}")
+        return num_heads, self.get("head_dim", self.require(hidden, int) // num_heads)
+
+    def layer_types(self, default: list[str]) -> list[str]:
+        """The kind of each layer's attention, in the words of transformers."""
+        types = self.values.get("layer_types") or default
+        known = ("full_attention", "sliding_attention", "chunked_attention")
+        if not isinstance(types, list) or len(types) != len(default) or any(name not in known for name in types):
+            raise self.refuse(f"layer_types must name {len(default)} layers, each one of {', '.join(known)}")
+        return types

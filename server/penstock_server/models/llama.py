@@ -1,29 +1,35 @@
-"""Llama and the architectures that differ from it in flags only: Mistral and Qwen2."""
+"""Llama and the architectures that differ from it in options only: Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
-import logging
+from dataclasses import replace
 
+from penstock_server.attention.interface import Sight
+from penstock_server.layers.attention import AttentionSpec
+from penstock_server.layers.embedding import EmbeddingSpec
+from penstock_server.layers.mlp import MlpSpec
+from penstock_server.layers.norm import NormSpec
+from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models.config import Config
-from penstock_server.models.spec import ModelSpec, NameMap
+from penstock_server.models.rope_config import read_rope
+from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
+from penstock_server.weights.source import Source
 
-logger = logging.getLogger(__name__)
-
+LAYER_NAMES: dict[str, str | Source] = {
+    "layers.{i}.attention_norm": "model.layers.{i}.input_layernorm",
+    "layers.{i}.attention.q": "model.layers.{i}.self_attn.q_proj",
+    "layers.{i}.attention.k": "model.layers.{i}.self_attn.k_proj",
+    "layers.{i}.attention.v": "model.layers.{i}.self_attn.v_proj",
+    "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.q_norm",
+    "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.k_norm",
+    "layers.{i}.attention.output": "model.layers.{i}.self_attn.o_proj",
+    "layers.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm",
+    "layers.{i}.mlp.gate": "model.layers.{i}.mlp.gate_proj",
+    "layers.{i}.mlp.up": "model.layers.{i}.mlp.up_proj",
+    "layers.{i}.mlp.down": "model.layers.{i}.mlp.down_proj",
+}
 NAMES = NameMap(
-    names={
-        "embedding": "model.embed_tokens",
-        "layers.{i}.attention_norm": "model.layers.{i}.input_layernorm",
-        "layers.{i}.attention.q": "model.layers.{i}.self_attn.q_proj",
-        "layers.{i}.attention.k": "model.layers.{i}.self_attn.k_proj",
-        "layers.{i}.attention.v": "model.layers.{i}.self_attn.v_proj",
-        "layers.{i}.attention.output": "model.layers.{i}.self_attn.o_proj",
-        "layers.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm",
-        "layers.{i}.mlp.gate": "model.layers.{i}.mlp.gate_proj",
-        "layers.{i}.mlp.up": "model.layers.{i}.mlp.up_proj",
-        "layers.{i}.mlp.down": "model.layers.{i}.mlp.down_proj",
-        "norm": "model.norm",
-        "head": "lm_head",
-    },
+    names={"embedding": "model.embed_tokens", **LAYER_NAMES, "norm": "model.norm", "head": "lm_head"},
     ignored=(
         # Tables that old exporters saved; they are computed from the configuration.
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
@@ -31,63 +37,88 @@ NAMES = NameMap(
         # The second copy of a tied head; an untied one is a parameter and asked for.
         r"lm_head\.weight",
     ),
+    prefix="model.",
 )
 
 
-def llama(config: Config) -> ModelSpec:
-    bias = config.get("attention_bias", False)
-    return _spec(config, "llama", qkv_bias=bias, attention_output_bias=bias, mlp_bias=config.get("mlp_bias", False))
+def llama(config: Config) -> tuple[ModelSpec, NameMap]:
+    bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+    layer = llama_layer(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+    return llama_model(config, "llama", (layer,) * num_layers(config)), NAMES
 
 
-def mistral(config: Config) -> ModelSpec:
+def mistral(config: Config) -> tuple[ModelSpec, NameMap]:
     # COMPAT: a configuration that does not speak of the window has transformers' default; one that says null has none.
-    window = config.optional_int("sliding_window") if "sliding_window" in config.values else 4096
-    return _spec(config, "mistral", window=window)
+    default = Config({"sliding_window": 4096, **config.values}, config.path)
+    layer = llama_layer(config, sight=Sight(window=default.window()))
+    return llama_model(config, "mistral", (layer,) * num_layers(config)), NAMES
 
 
-def qwen2(config: Config) -> ModelSpec:
-    window = config.optional_int("sliding_window") if config.get("use_sliding_window", False) else None
-    return _spec(config, "qwen2", qkv_bias=True, window=window)
+def qwen2(config: Config) -> tuple[ModelSpec, NameMap]:
+    return llama_model(config, "qwen2", windowed(config, llama_layer(config, qkv_bias=True))), NAMES
 
 
-def _spec(
+def qwen3(config: Config) -> tuple[ModelSpec, NameMap]:
+    bias = config.get("attention_bias", False)
+    norm = QkNormSpec(rms_norm(config))
+    with_head_dim = Config({"head_dim": 128, **config.values}, config.path)
+    layer = llama_layer(with_head_dim, qkv_bias=bias, output_bias=bias, qk_norm=norm)
+    return llama_model(config, "qwen3", windowed(config, layer)), NAMES
+
+
+def rms_norm(config: Config) -> NormSpec:
+    return NormSpec("rms", config.get("rms_norm_eps", 1e-6))
+
+
+def num_layers(config: Config) -> int:
+    return config.require("num_hidden_layers", int)
+
+
+def llama_layer(
     config: Config,
-    architecture: str,
     *,
     qkv_bias: bool = False,
-    attention_output_bias: bool = False,
+    output_bias: bool = False,
     mlp_bias: bool = False,
-    window: int | None = None,
-) -> ModelSpec:
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise config.refuse(f"hidden_act {activation!r} is not supported for {architecture}; supported: silu")
-    num_heads = config.require("num_attention_heads", int)
-    if num_heads < 1:
-        raise config.refuse(f"num_attention_heads must be at least 1, not {num_heads}")
-    hidden_size = config.require("hidden_size", int)
-    head_dim = config.get("head_dim", hidden_size // num_heads)
-    max_position_tokens = config.require("max_position_embeddings", int)
-    if window is not None and window < max_position_tokens:
-        # Inside the window a sliding-window model is an ordinary one, so sequences up to it are exact.
-        logger.warning(
-            "sliding windows are not supported yet: sequences are limited to the window of %d tokens", window
-        )
-        max_position_tokens = window
-    return ModelSpec(
-        architecture=architecture,
-        vocab_size=config.require("vocab_size", int),
-        hidden_size=hidden_size,
-        intermediate_size=config.require("intermediate_size", int),
-        num_layers=config.require("num_hidden_layers", int),
+    sight: Sight = Sight(),  # noqa: B008 - frozen
+    qk_norm: QkNormSpec | None = None,
+) -> LayerSpec:
+    num_heads, head_dim = config.heads()
+    attention = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=config.rope(head_dim),
-        max_position_tokens=max_position_tokens,
-        tied_head=config.get("tie_word_embeddings", False),
+        scale=head_dim**-0.5,
+        rope=read_rope(config, head_dim),
         qkv_bias=qkv_bias,
-        attention_output_bias=attention_output_bias,
-        mlp_bias=mlp_bias,
+        output_bias=output_bias,
+        sight=sight,
+        qk_norm=qk_norm,
     )
+    mlp = MlpSpec(config.require("intermediate_size", int), config.activation(), bias=mlp_bias, down_bias=mlp_bias)
+    return LayerSpec(attention, mlp, rms_norm(config))
+
+
+def llama_model(config: Config, architecture: str, layers: tuple[LayerSpec, ...], tied: bool = False) -> ModelSpec:
+    return ModelSpec(
+        architecture=architecture,
+        hidden_size=config.require("hidden_size", int),
+        max_position_tokens=config.require("max_position_embeddings", int),
+        embedding=EmbeddingSpec(config.require("vocab_size", int)),
+        layers=layers,
+        final_norm=layers[0].norm if layers else rms_norm(config),
+        head=HeadSpec(config.get("tie_word_embeddings", tied)),
+    )
+
+
+def windowed(config: Config, layer: LayerSpec) -> tuple[LayerSpec, ...]:
+    """Qwen's layers: those from `max_window_layers` on see a window, where windows are used at all."""
+    num = num_layers(config)
+    window = config.window() if config.get("use_sliding_window", False) else None
+    full = min(num, config.get("max_window_layers", 28))
+    types = config.layer_types(["full_attention"] * full + ["sliding_attention"] * (num - full))
+    return tuple(with_window(layer, window if kind == "sliding_attention" else None) for kind in types)
+
+
+def with_window(layer: LayerSpec, window: int | None) -> LayerSpec:
+    return replace(layer, attention=replace(layer.attention, sight=Sight(window=window)))

@@ -1,26 +1,49 @@
-"""Every supported `model_type` of `config.json`: how its spec is built and what its checkpoints call the parameters."""
+"""Every supported `model_type` of `config.json`, and what builds its spec and knows its checkpoints' names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from penstock_server.models import llama
+from penstock_server.models import (
+    bloom,
+    cohere,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_neox,
+    gptj,
+    llama,
+    mpt,
+    olmo,
+    opt,
+    phi,
+    stablelm,
+)
 from penstock_server.models.config import Config
 from penstock_server.models.spec import ModelSpec, NameMap
 
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    build_spec: Callable[[Config], ModelSpec]
-    names: NameMap
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(llama.llama, llama.NAMES),
-    "mistral": Architecture(llama.mistral, llama.NAMES),
-    "qwen2": Architecture(llama.qwen2, llama.NAMES),
+ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
+    "bloom": bloom.bloom,
+    "cohere": cohere.cohere,
+    "falcon": falcon.falcon,
+    "gemma": gemma.gemma,
+    "gemma2": gemma.gemma2,
+    "gemma3_text": gemma.gemma3,
+    "gpt2": gpt2.gpt2,
+    "gpt_bigcode": gpt2.gpt_bigcode,
+    "gpt_neox": gpt_neox.gpt_neox,
+    "gptj": gptj.gptj,
+    "llama": llama.llama,
+    "mistral": llama.mistral,
+    "mpt": mpt.mpt,
+    "olmo2": olmo.olmo2,
+    "opt": opt.opt,
+    "phi": phi.phi,
+    "phi3": phi.phi3,
+    "qwen2": llama.qwen2,
+    "qwen3": llama.qwen3,
+    "stablelm": stablelm.stablelm,
 }
 
 
@@ -28,8 +51,8 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
     """Raises ConfigError when the folder's model is of no supported architecture, or asks for something that is not."""
     config = Config.read(folder)
     model_type = config.require("model_type", str)
-    architecture = ARCHITECTURES.get(model_type)
-    if architecture is None:
+    build = ARCHITECTURES.get(model_type)
+    if build is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise config.refuse(f"model type {model_type!r} is not supported; supported: {supported}")
-    return architecture.build_spec(config), architecture.names
+    return build(config)

@@ -2,67 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from penstock_server.errors import ConfigError
-from penstock_server.layers.rope import RopeSpec
+from penstock_server.layers.attention import AttentionSpec
+from penstock_server.layers.embedding import EmbeddingSpec
+from penstock_server.layers.mlp import MlpSpec
+from penstock_server.layers.norm import NormSpec
+from penstock_server.weights.source import Source
+
+
+class Placement(Enum):
+    """Where a layer's norms stand, f being its attention or its MLP, x what comes in."""
+
+    PRE = "x + f(norm(x))"
+    POST = "x + norm(f(x))"  # OLMo 2
+    BOTH = "x + norm(f(norm(x)))"  # Gemma 2
+    SUM = "norm(x + f(x))"  # OPT-350m
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Attention and MLP, one after the other or side by side. The type of each part's spec says what runs it."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    norm: NormSpec
+    placement: Placement = Placement.PRE
+    parallel: bool = False  # x + attention(norm(x)) + mlp(norm(x)) (GPT-J, GPT-NeoX)
+    shares_norm: bool = False  # in parallel: of one norm, the attention's, instead of two
+    residual_is_normed: bool = False  # what is added to is the norm's result, not what came in (a BLOOM option)
+    residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
+
+    @property
+    def has_norms_before(self) -> bool:
+        return self.placement in (Placement.PRE, Placement.BOTH)
+
+    @property
+    def fits_stack(self) -> bool:
+        """Whether it is what `NativeStack` computes: Llama's layer."""
+        fits_attention = isinstance(self.attention, AttentionSpec) and self.attention.fits_stack
+        fits_mlp = isinstance(self.mlp, MlpSpec) and self.mlp.is_swiglu
+        plain = LayerSpec(self.attention, self.mlp, self.norm)
+        return fits_attention and fits_mlp and self.norm.is_plain_rms and self == plain
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """From the last layer to the logits."""
+
+    tied: bool  # its weight is the embedding's
+    bias: bool = False
+    multiplier: float = 1.0
+    soft_cap: float | None = None  # logits become cap * tanh(logits / cap) (Gemma 2)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One decoder: token embedding, layers of attention and MLP each behind an RMSNorm, a final norm, a head."""
+    """One decoder: embedding, layers, a final norm where there is one, a head."""
 
     architecture: str
-    vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope: RopeSpec
     max_position_tokens: int
-    tied_head: bool
-    qkv_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec | None
+    head: HeadSpec
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
+        attention = [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionSpec)]
+        mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpSpec)]
+        for name, sizes in (
+            ("vocab_size", [self.vocab_size]),
+            ("hidden_size", [self.hidden_size]),
+            ("max_position_tokens", [self.max_position_tokens]),
+            ("num_layers", [len(self.layers)]),
+            ("num_kv_heads", [spec.num_kv_heads for spec in attention]),
+            ("head_dim", [spec.head_dim for spec in attention]),
+            ("intermediate_size", [spec.intermediate_size for spec in mlps]),
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"config.json: {name} must be at least 1, not {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"config.json: {self.num_heads} attention heads are not a multiple of {self.num_kv_heads} KV heads"
-            )
+            if min(sizes, default=1) < 1:
+                raise ConfigError(f"config.json: {name} must be at least 1, not {min(sizes)}")
+        for spec in attention:
+            if spec.num_heads % spec.num_kv_heads:
+                raise ConfigError(
+                    f"config.json: {spec.num_heads} attention heads are not a multiple of {spec.num_kv_heads} KV heads"
+                )
+        if self.head.tied and self.head.bias:
+            raise ConfigError("config.json: a head that is tied to the embedding and has a bias is not supported")
 
     @property
-    def attention_scale(self) -> float:
-        return float(self.head_dim**-0.5)
+    def vocab_size(self) -> int:
+        return self.embedding.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """What a checkpoint calls our parameters, with {i} for the layer, and which of its tensors are never needed."""
+    """What a checkpoint calls our parameters, with {i} for the layer, and which of its tensors are never needed.
 
-    names: Mapping[str, str]
+    A key is a parameter without .weight or .bias, which checkpoints add to their name as we do to ours, or all of it.
+    """
+
+    names: Mapping[str, str | Source]
     ignored: tuple[str, ...] = field(default=())  # regular expressions that match whole names
+    prefix: str = ""  # of names; a model that was saved without its head does without it
 
-    def checkpoint_name(self, parameter: str) -> str:
+    def source(self, parameter: str) -> Source:
         """layers.3.attention.q.weight → model.layers.3.self_attn.q_proj.weight"""
-        layer, stem = split_layer(parameter)
-        stem, _, suffix = stem.rpartition(".")
-        return f"{self.names[stem]}.{suffix}".replace("{i}", str(layer))
+        layer, name = split_layer(parameter)
+        stem, _, suffix = name.rpartition(".")
+        suffix = "" if name in self.names else f".{suffix}"
+        found = self.names[name] if name in self.names else self.names[stem]
+        source = Source(found) if isinstance(found, str) else found
+        return replace(source, name=f"{source.name}{suffix}".replace("{i}", str(layer)))
+
+    def fitted(self, there: Collection[str]) -> NameMap:
+        """The map for a checkpoint with these names: with the prefix or without."""
+        if not self.prefix or any(name.startswith(self.prefix) for name in there):
+            return self
+        names: dict[str, str | Source] = {}
+        for key, found in self.names.items():
+            source = Source(found) if isinstance(found, str) else found
+            names[key] = replace(source, name=source.name.removeprefix(self.prefix))
+        bare = re.escape(self.prefix)
+        return NameMap(names, tuple(pattern.removeprefix(bare) for pattern in self.ignored))
 
 
 def split_layer(parameter: str) -> tuple[int | None, str]:

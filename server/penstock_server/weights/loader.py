@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Checkpoint, Part
+from penstock_server.weights.source import Source
 
 NAMES_SHOWN = 3
 
@@ -38,7 +39,7 @@ class NameSource(Protocol):
     @property
     def ignored(self) -> tuple[str, ...]: ...
 
-    def checkpoint_name(self, parameter: str) -> str: ...
+    def source(self, parameter: str) -> Source: ...
 
 
 class Loader:
@@ -54,19 +55,23 @@ class Loader:
     ) -> None:
         self.checkpoint = checkpoint
         self.parameters = parameters
-        self.sources = {name: names.checkpoint_name(name) for name in parameters}
+        self.sources = {name: names.source(name) for name in parameters}
         self.dtype = dtype
         self.device = device
         self.unfilled = set(parameters)
         self.loaded_bytes = 0
-        _check_names(checkpoint.names(), self.sources.values(), names.ignored)
+        tensors = {name: self.sources[name].names(parameter.shape) for name, parameter in parameters.items()}
+        wanted = [tensor for several in tensors.values() for tensor in several]
+        _check_names(checkpoint.names(), wanted, names.ignored)
         for name, parameter in parameters.items():
-            shape = checkpoint.shape(self.sources[name])
-            if shape != parameter.shape:
-                raise ConfigError(
-                    f"tensor {self.sources[name]} has shape {list(shape)} in the checkpoint, "
-                    f"but config.json makes it {list(parameter.shape)}"
-                )
+            expected = self.sources[name].tensor_shape(parameter.shape)
+            for tensor in tensors[name]:
+                shape = checkpoint.shape(tensor)
+                if shape != expected:
+                    raise ConfigError(
+                        f"tensor {tensor} has shape {list(shape)} in the checkpoint, "
+                        f"but config.json makes it {list(expected)}"
+                    )
 
     def read(self, *names: str) -> Tensor:
         """This rank's part of a parameter, on the device; of several, their parts one behind the other."""
@@ -75,7 +80,8 @@ class Loader:
         fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype)
         for name, out in zip(names, fused.split(rows), strict=True):
             self.unfilled.remove(name)
-            self.checkpoint.read(self.sources[name], self.parameters[name].part, out)
+            parameter = self.parameters[name]
+            self.sources[name].read(self.checkpoint, parameter.shape, parameter.part, out)
         self.loaded_bytes += fused.nbytes
         return fused.to(self.device)
 

@@ -5,8 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_server.errors import ConfigError
-from penstock_server.models.spec import ModelSpec
 from penstock_server.parallel import RankGroup, Split, split_evenly, split_heads
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The heads of one layer's attention."""
+
+    heads: Split  # query heads
+    kv_heads: tuple[range, ...]  # of each rank; several ranks hold the same where there are fewer than ranks
+
+    @property
+    def mine(self) -> range:
+        return self.heads.mine
+
+    @property
+    def my_kv(self) -> range:
+        return self.kv_heads[self.heads.rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,25 +33,26 @@ class Shard:
     their inputs and the ranks' results summed: half the messages, but a rounding for each rank.
     """
 
+    group: RankGroup
     exact: bool
     hidden: Split
-    heads: Split
-    kv_heads: range  # on this rank
-    intermediate: Split
     vocab: Split
 
     @classmethod
-    def of(cls, spec: ModelSpec, group: RankGroup, exact: bool = True) -> Shard:
+    def of(cls, hidden_size: int, vocab_size: int, group: RankGroup, exact: bool = True) -> Shard:
         """Raises ConfigError when the model cannot be split over so many ranks."""
-        heads = [split_heads(spec.num_heads, spec.num_kv_heads, rank, group.size) for rank in range(group.size)]
-        return cls(
-            exact=exact,
-            hidden=_split(spec.hidden_size, group, "hidden size"),
-            heads=Split(group.rank, tuple(query_heads for query_heads, _ in heads)),
-            kv_heads=heads[group.rank][1],
-            intermediate=_split(spec.intermediate_size, group, "intermediate size"),
-            vocab=_split(spec.vocab_size, group, "vocabulary"),
-        )
+        hidden = _split(hidden_size, group, "hidden size")
+        return cls(group, exact, hidden, _split(vocab_size, group, "vocabulary"))
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> HeadShare:
+        """Raises ConfigError when there are fewer heads than ranks."""
+        parts = [split_heads(num_heads, num_kv_heads, rank, self.group.size) for rank in range(self.group.size)]
+        heads, kv_heads = zip(*parts, strict=True)
+        return HeadShare(Split(self.group.rank, heads), kv_heads)
+
+    def split(self, total: int, what: str) -> Split:
+        """A layer's inner dimension. Raises ConfigError when it is smaller than the number of ranks."""
+        return _split(total, self.group, what)
 
 
 def _split(total: int, group: RankGroup, what: str) -> Split:

@@ -1,0 +1,80 @@
+"""From token ids to what the first layer gets: the tokens' embedding, then scale, projection, positions and a norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from penstock_server.attention.interface import StepBatch
+from penstock_server.kernels.ops import Lookup, PackedLinear
+from penstock_server.layers.context import BuildContext
+from penstock_server.layers.norm import Norm, NormSpec, norm_parameters
+from penstock_server.layers.shard import Shard
+from penstock_server.layers.vocabulary import VocabularyEmbedding
+from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.loader import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSpec:
+    vocab_size: int
+    size: int | None = None  # of a token's vector where it is not the hidden size: projected in and out (OPT-350m)
+    multiplier: float = 1.0
+    multiplier_is_rounded: bool = False  # to the model's dtype before it is applied (Gemma)
+    num_positions: int = 0  # rows of the table of learned positions; 0: none
+    position_offset: int = 0  # the row of position 0 (2 in OPT)
+    norm: NormSpec | None = None  # BLOOM
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    spec: EmbeddingSpec
+    tokens: VocabularyEmbedding
+    multiplier: float
+    project: PackedLinear | None
+    positions: Tensor | None  # [num_positions, hidden]
+    norm: Norm | None
+
+    @staticmethod
+    def parameters(spec: EmbeddingSpec, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
+        size = spec.size or hidden_size
+        table = {"embedding.weight": Parameter((spec.vocab_size, size), Part(0, shard.vocab.mine))}
+        if size != hidden_size:
+            table["project_in.weight"] = Parameter((hidden_size, size))
+            table["project_out.weight"] = Parameter((size, hidden_size))
+        if spec.num_positions:
+            table["positions.weight"] = Parameter((spec.num_positions, hidden_size))
+        if spec.norm is not None:
+            table |= norm_parameters("embedding_norm", spec.norm, (hidden_size,))
+        return table
+
+    @classmethod
+    def load(cls, spec: EmbeddingSpec, lookup: Lookup, context: BuildContext) -> Embedding:
+        """All but the token table, which comes as `lookup`."""
+        loader, shard = context.loader, context.shard
+        project = loader.read_if_there("project_in.weight")
+        multiplier = spec.multiplier
+        if spec.multiplier_is_rounded:
+            multiplier = float(torch.tensor(multiplier, dtype=loader.dtype))
+        return cls(
+            spec=spec,
+            tokens=VocabularyEmbedding(lookup, shard.vocab.mine, shard.group),
+            multiplier=multiplier,
+            project=None if project is None else context.ops.pack_linear(project, None),
+            positions=loader.read_if_there("positions.weight"),
+            norm=None if spec.norm is None else Norm.load(loader, context.ops, "embedding_norm", spec.norm),
+        )
+
+    def __call__(self, batch: StepBatch) -> Tensor:
+        """[tokens, hidden], the caller's to write to."""
+        x = self.tokens(batch.token_ids)
+        if self.multiplier != 1.0:
+            x *= self.multiplier
+        if self.project is not None:
+            x = self.project(x)
+        if self.positions is not None:
+            x += embedding(batch.positions + self.spec.position_offset, self.positions)
+        return x if self.norm is None else self.norm(x)

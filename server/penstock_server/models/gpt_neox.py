@@ -1,0 +1,60 @@
+"""GPT-NeoX and Pythia: attention and MLP side by side, each behind its own norm; q, k and v of a head together."""
+
+from __future__ import annotations
+
+from penstock_server.layers.attention import AttentionSpec
+from penstock_server.layers.embedding import EmbeddingSpec
+from penstock_server.layers.mlp import MlpSpec
+from penstock_server.layers.norm import NormSpec
+from penstock_server.models.config import Config
+from penstock_server.models.rope_config import read_rope
+from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
+from penstock_server.weights.source import fused
+
+LAYER = "gpt_neox.layers.{i}"
+
+
+def gpt_neox(config: Config) -> tuple[ModelSpec, NameMap]:
+    num_heads, head_dim = config.heads()
+    bias = config.get("attention_bias", True)
+    # COMPAT: before transformers 5 rope's theta and part had names of their own here.
+    theta, partial = config.get("rotary_emb_base", 10000.0), config.get("rotary_pct", 0.25)
+    rope = read_rope(config, head_dim, default_theta=theta, default_partial=partial)
+    attention = AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, rope, qkv_bias=bias, output_bias=bias)
+    activation = config.activation("hidden_act", "gelu")
+    mlp = MlpSpec(config.require("intermediate_size", int), activation, gated=False, bias=True, down_bias=True)
+    norm = NormSpec("layer", config.get("layer_norm_eps", 1e-5), bias=True)
+    layer = LayerSpec(attention, mlp, norm, parallel=config.get("use_parallel_residual", True))
+    spec = ModelSpec(
+        architecture="gpt_neox",
+        hidden_size=config.require("hidden_size", int),
+        max_position_tokens=config.require("max_position_embeddings", int),
+        embedding=EmbeddingSpec(config.require("vocab_size", int)),
+        layers=(layer,) * config.require("num_hidden_layers", int),
+        final_norm=norm,
+        head=HeadSpec(config.get("tie_word_embeddings", False)),
+    )
+    return spec, _names(attention)
+
+
+def _names(attention: AttentionSpec) -> NameMap:
+    qkv = f"{LAYER}.attention.query_key_value"
+    return NameMap(
+        names={
+            "embedding": "gpt_neox.embed_in",
+            "layers.{i}.attention_norm": f"{LAYER}.input_layernorm",
+            **fused("layers.{i}.attention", qkv, attention.widths, attention.num_heads),
+            "layers.{i}.attention.output": f"{LAYER}.attention.dense",
+            "layers.{i}.mlp_norm": f"{LAYER}.post_attention_layernorm",
+            "layers.{i}.mlp.up": f"{LAYER}.mlp.dense_h_to_4h",
+            "layers.{i}.mlp.down": f"{LAYER}.mlp.dense_4h_to_h",
+            "norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+        },
+        # Masks and tables that old exporters saved, and the second copy of a tied head.
+        ignored=(
+            r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+            r"embed_out\.weight",
+        ),
+        prefix="gpt_neox.",
+    )

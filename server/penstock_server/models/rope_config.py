@@ -1,0 +1,109 @@
+"""The rotary embedding that a `config.json` asks for, in the spelling of transformers 5 and of those before."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from penstock_server.layers.rope import RopeSpec, yarn_magnitude
+from penstock_server.models.config import Config
+
+KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+
+
+def read_rope(
+    config: Config,
+    head_dim: int,
+    *,
+    default_theta: float = 10000.0,
+    default_partial: float = 1.0,
+    layer_type: str | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`; ConfigError for other kinds.
+
+    layer_type: where parameters differ between layers, the name of this layer's.
+    """
+    parameters: Any = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    if layer_type is not None and isinstance(parameters, dict) and isinstance(parameters.get(layer_type), dict):
+        parameters = parameters[layer_type]
+    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
+        raise config.refuse("rope parameters that differ between layers are not supported for this architecture")
+    rope = Config(parameters, config.path)
+    theta = rope.get("rope_theta", config.get("rope_theta", default_theta))
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default_partial))
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise config.refuse(f"rope over {rotary_dim} of a head's {head_dim} numbers is not possible; it must be even")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind
+    if kind in ("default", "dynamic"):
+        # Dynamic scaling changes nothing up to `max_position_embeddings`, the longest sequence we serve.
+        return RopeSpec("default", theta, rotary_dim, interleaved=interleaved)
+    if kind == "linear":
+        return RopeSpec("linear", theta, rotary_dim, factor=rope.require("factor", float), interleaved=interleaved)
+    if kind == "llama3":
+        return RopeSpec(
+            "llama3",
+            theta,
+            rotary_dim,
+            factor=rope.require("factor", float),
+            low_freq_factor=rope.require("low_freq_factor", float),
+            high_freq_factor=rope.require("high_freq_factor", float),
+            original_max_tokens=_original_max_tokens(config, rope),
+            interleaved=interleaved,
+        )
+    if kind == "yarn":
+        return _yarn(config, rope, theta, rotary_dim, interleaved)
+    if kind == "longrope":
+        return _longrope(config, rope, theta, rotary_dim, interleaved)
+    raise config.refuse(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}")
+
+
+def _original_max_tokens(config: Config, rope: Config) -> int:
+    key = "original_max_position_embeddings"
+    return rope.get(key, config.get(key, config.require("max_position_embeddings", int)))
+
+
+def _yarn(config: Config, rope: Config, theta: float, rotary_dim: int, interleaved: bool) -> RopeSpec:
+    original = _original_max_tokens(config, rope)
+    factor = rope.get("factor", config.require("max_position_embeddings", int) / original)
+    mscale, mscale_all_dim = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
+    magnitude = yarn_magnitude(factor)
+    if mscale and mscale_all_dim:
+        magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return RopeSpec(
+        "yarn",
+        theta,
+        rotary_dim,
+        factor=factor,
+        original_max_tokens=original,
+        beta_fast=rope.get("beta_fast", 32.0),
+        beta_slow=rope.get("beta_slow", 1.0),
+        truncate=rope.get("truncate", True),
+        magnitude=rope.get("attention_factor", magnitude),
+        interleaved=interleaved,
+    )
+
+
+def _longrope(config: Config, rope: Config, theta: float, rotary_dim: int, interleaved: bool) -> RopeSpec:
+    """The long factors where sequences may be longer than in training, else the short ones.
+
+    COMPAT: transformers chooses by each text's length. Keys that stay in a cache, are shared by prompts of any length
+    and must not depend on how a prompt was cut can have been rotated in one way only.
+    """
+    original, longest = _original_max_tokens(config, rope), config.require("max_position_embeddings", int)
+    factor = rope.get("factor", longest / original)
+    magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    key = "long_factor" if longest > original else "short_factor"
+    factors = rope.values.get(key)
+    if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
+        raise config.refuse(f"{key} of rope scaling must be a list of {rotary_dim // 2} numbers, not {factors!r}")
+    return RopeSpec(
+        "longrope",
+        theta,
+        rotary_dim,
+        factors=tuple(float(value) for value in factors),
+        magnitude=rope.get("attention_factor", magnitude),
+        interleaved=interleaved,
+    )

@@ -1,0 +1,123 @@
+"""The tiny models of the parity tests: for every architecture its configuration, several where layouts differ by size.
+
+A line here, with a builder and a name map under `penstock_server/models`, is what an architecture needs to be tested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCAB = 131
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+PLAIN = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+GPT2_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
+NEVER = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def rope(kind: str, theta: float = 1000.0, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **parameters}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """transformers' configuration class, and what it is given."""
+
+    config: str
+    values: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
+    shortest: int = 1  # tokens of the shortest prompt
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
+# Head dimension 8: four frequencies.
+LONGROPE = rope("longrope", short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.2, 2.0, 4.0, 8.0])
+
+CASES: dict[str, Case] = {
+    "llama": Case("LlamaConfig"),
+    "llama-nine-heads": Case(
+        "LlamaConfig",
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
+    "llama-biases": Case("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "llama-gelu": Case("LlamaConfig", {"hidden_act": "gelu", "head_dim": 16}),
+    "llama3-rope": Case("LlamaConfig", LLAMA3),
+    "llama-yarn": Case("LlamaConfig", YARN),
+    "mistral": Case("MistralConfig", {"sliding_window": 16}),
+    "mistral-no-window": Case("MistralConfig", {"sliding_window": None}),
+    "qwen2": Case("Qwen2Config"),
+    "qwen2-window": Case("Qwen2Config", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    "qwen3": Case("Qwen3Config", {"head_dim": 16}),
+    "gemma": Case("GemmaConfig", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": Case("Gemma2Config", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 24}),
+    "gemma3": Case(
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gpt2": Case("GPT2Config", {}, GPT2_SIZES),
+    "gpt2-scaled": Case(
+        "GPT2Config",
+        {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80, "activation_function": "relu"},
+        GPT2_SIZES,
+    ),
+    "gpt-neox": Case("GPTNeoXConfig", {}, PLAIN),
+    "gpt-neox-sequential": Case(
+        "GPTNeoXConfig",
+        {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True},
+        PLAIN,
+    ),
+    "gptj": Case("GPTJConfig", {"rotary_dim": 4}, GPT2_SIZES),
+    "falcon-7b": Case("FalconConfig", {}, PLAIN),
+    "falcon-40b": Case("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}, PLAIN),
+    "falcon-11b": Case(
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 80},
+        PLAIN,
+    ),
+    "falcon-rw": Case(
+        "FalconConfig",
+        # Twelve heads: slopes that bfloat16 rounds.
+        {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True, "num_attention_heads": 12},
+        PLAIN,
+    ),
+    "bloom": Case("BloomConfig", {}, {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
+    "bloom-normed-residual": Case(
+        "BloomConfig",
+        {"apply_residual_connection_post_layernorm": True},
+        {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 3, "n_head": 4},
+    ),
+    "opt": Case("OPTConfig", {"ffn_dim": 80}, PLAIN),
+    "opt-350m": Case("OPTConfig", {"ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 32}, PLAIN),
+    "phi": Case("PhiConfig", {"hidden_size": 96}),
+    "phi-qk-norm": Case("PhiConfig", {"hidden_size": 96, "qk_layernorm": True}),
+    "phi3": Case("Phi3Config", {"sliding_window": 14}),
+    "phi3-short-rope": Case("Phi3Config", {"original_max_position_embeddings": 256, **LONGROPE}),
+    "phi3-long-rope": Case("Phi3Config", {"original_max_position_embeddings": 8, **LONGROPE}, shortest=9),
+    "phi4": Case("Phi3Config", {"hidden_size": 96, **rope("default", partial_rotary_factor=0.5)}),
+    "cohere": Case("CohereConfig", {"logit_scale": 0.25}),
+    "cohere-qk-norm": Case("CohereConfig", {"use_qk_norm": True, "attention_bias": True}),
+    "olmo2": Case("Olmo2Config"),
+    "stablelm": Case("StableLmConfig", {"hidden_size": 96, "use_qkv_bias": True}),
+    "stablelm-12b": Case("StableLmConfig", {"hidden_size": 96, "qk_layernorm": True, "use_parallel_residual": True}),
+    "mpt": Case(
+        "MptConfig",
+        {"attn_config": {"clip_qkv": 1.5}},
+        {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 256},
+    ),
+    "gpt-bigcode": Case("GPTBigCodeConfig", {}, GPT2_SIZES),
+    "gpt-bigcode-mha": Case("GPTBigCodeConfig", {"multi_query": False}, GPT2_SIZES),
+}

@@ -1,0 +1,101 @@
+"""Runs prompts through the engine as a scheduler would on a bad day: chunks, a shared prefix, a preemption."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from penstock_server.config import WarmUpConfig
+from penstock_server.engine import Engine
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.plan import Advance, NewSequence, Plan
+
+BLOCK_TOKENS = 4
+MAX_STEP_TOKENS = 24
+
+
+@dataclass
+class Running:
+    """One sequence as the driver knows it."""
+
+    id: int
+    prompt: list[int]
+    token_ids: list[int]
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class EngineRun:
+    """An engine with a pool of blocks, handed out from the end."""
+
+    def __init__(self, folder: Path) -> None:
+        options = LoadOptions(folder, torch.float32, torch.device("cpu"), BLOCK_TOKENS)
+        self.engine = Engine(load_model(options, RankGroup()), RankGroup(), torch.device("cpu"), BLOCK_TOKENS)
+        self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=128, num_blocks=96))
+        self.free_blocks = list(range(96))
+        self.step = 0
+        self.next_id = 1
+
+    def greedy(self, prompts: list[list[int]], num_tokens: int, shared_tokens: int, chunk: int) -> list[list[int]]:
+        """The new tokens of three prompts. The third shares the second's first tokens, as many as whole blocks hold,
+        and starts when those are computed; the second is preempted halfway, and recomputed in other blocks."""
+        first, second = self._sequence(prompts[0]), self._sequence(prompts[1])
+        self._step([first], num_tokens, chunk, new=[first, second])
+        while second.num_computed < len(second.prompt):
+            self._step([first, second], num_tokens, chunk)
+        third = self._sequence(prompts[2])
+        third.num_computed = shared_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        third.blocks = second.blocks[: third.num_computed // BLOCK_TOKENS]
+        kept = list(third.blocks)
+        self._step([third, first, second], num_tokens, chunk, new=[third])
+        while len(second.token_ids) - len(second.prompt) < num_tokens // 2:
+            self._step([first, second, third], num_tokens, chunk)
+        again = Running(self._id(), second.prompt, second.token_ids)
+        self.free_blocks[:0] = [block for block in second.blocks if block not in kept]
+        self._step([again, third, first], num_tokens, chunk, new=[again], freed=[second.id])
+        while self._step([first, again, third], num_tokens, chunk):
+            pass
+        return [sequence.token_ids[len(sequence.prompt) :] for sequence in (first, again, third)]
+
+    def _id(self) -> int:
+        self.next_id += 1
+        return self.next_id - 1
+
+    def _sequence(self, prompt: list[int]) -> Running:
+        return Running(self._id(), prompt, list(prompt))
+
+    def _step(
+        self,
+        sequences: list[Running],
+        num_tokens: int,
+        chunk: int,
+        new: list[Running] | None = None,
+        freed: list[int] | None = None,
+    ) -> bool:
+        """One plan; False when there is nothing left to do."""
+        told = [NewSequence(s.id, list(s.token_ids), len(s.prompt), s.num_computed, list(s.blocks)) for s in new or []]
+        advances, advanced = [], []
+        for sequence in sequences:
+            if len(sequence.token_ids) - len(sequence.prompt) >= num_tokens:
+                continue
+            count = min(chunk, len(sequence.token_ids) - sequence.num_computed)
+            sequence.num_computed += count
+            added = []
+            while (len(sequence.blocks) + len(added)) * BLOCK_TOKENS < sequence.num_computed:
+                added.append(self.free_blocks.pop())
+            sequence.blocks += added
+            is_sampled = sequence.num_computed == len(sequence.token_ids)
+            advances.append(Advance(sequence.id, count, added, is_sampled))
+            advanced.append(sequence)
+        if not advances:
+            return False
+        self.step += 1
+        result = self.engine.step(Plan(self.step, freed or (), told, advances=advances))
+        by_id = {sequence.id: sequence for sequence in advanced}
+        for output in result.outputs:
+            assert not output.error, output.error
+            by_id[output.sequence_id].token_ids += [token.id for token in output.tokens]
+        return True

@@ -1,0 +1,83 @@
+"""Rank processes that live for the whole session: importing torch for every case would cost more than the cases.
+
+`python rank_pool.py` is one of them: it reads jobs from stdin, a JSON line each, and answers each with a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+PATHS = [str(TESTS), str(TESTS.parent)]
+
+
+class RankPool:
+    """As many processes as the largest group of ranks; smaller groups use the first of them."""
+
+    def __init__(self, size: int) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "GLOO_SOCKET_IFNAME": "lo"}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(size)
+        ]
+
+    def run(self, folder: Path, size: int, texts: list[list[int]], num_tokens: int, dtype: str, exact: bool) -> Any:
+        """What `rank_program.run` found on rank 0."""
+        import torch
+
+        with tempfile.TemporaryDirectory() as place:
+            job = {
+                "folder": str(folder),
+                "dtype": dtype,
+                "size": size,
+                "rendezvous": f"file://{place}/rendezvous",
+                "texts": texts,
+                "num_tokens": num_tokens,
+                "exact": exact,
+                "out": f"{place}/out",
+            }
+            ranks = self.processes[:size]
+            for rank, process in enumerate(ranks):
+                assert process.stdin is not None
+                process.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
+                process.stdin.flush()
+            answers = [process.stdout.readline() if process.stdout is not None else "" for process in ranks]
+            assert answers == ["done\n"] * size, answers
+            return torch.load(f"{place}/out")
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    import torch
+    from penstock_server.parallel import RankGroup
+    from rank_program import run
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        group = RankGroup.join(job["rank"], job["size"], job["rendezvous"], "gloo")
+        result = run(Path(job["folder"]), job["dtype"], group, job["texts"], job["num_tokens"], job["exact"])
+        if group.rank == 0:
+            torch.save(result, job["out"])
+        torch.distributed.destroy_process_group()
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

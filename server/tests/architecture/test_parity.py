@@ -1,0 +1,157 @@
+"""Every architecture against transformers: logits in both precisions, greedy tokens, and the same on several ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from cases import CASES, VOCAB
+from engine_run import EngineRun
+from model_driver import ModelDriver
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.models.registry import ARCHITECTURES
+from penstock_server.parallel import RankGroup
+from rank_pool import RankPool
+from rank_program import run
+from tiny_model import make_model, save_model
+from tiny_models import prompts
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 64
+
+
+@dataclass
+class Made:
+    """A case's model, and the folder it was saved to."""
+
+    reference: transformers.PreTrainedModel
+    folder: Path
+    shortest: int
+
+    @torch.inference_mode()
+    def logits(self, text: list[int]) -> torch.Tensor:
+        return self.reference(torch.tensor([text]), use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small operators on a busy machine spend their time in OpenMP's barriers otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    @functools.cache
+    def made(name: str) -> Made:
+        reference = make_model(name, CASES[name])
+        return Made(reference, save_model(reference, tmp_path_factory.mktemp(name)), CASES[name].shortest)
+
+    return made
+
+
+@pytest.fixture(params=CASES)
+def made(make: Callable[[str], Made], request: pytest.FixtureRequest) -> Made:
+    return make(request.param)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def driver_of(folder: Path, dtype: torch.dtype, block_tokens: int) -> ModelDriver:
+    model = load_model(LoadOptions(folder, dtype, CPU, block_tokens), RankGroup())
+    return ModelDriver(model, block_tokens=block_tokens)
+
+
+def test_a_mixed_batch_gives_the_logits_of_transformers(made: Made) -> None:
+    driver = driver_of(made.folder, torch.float32, block_tokens=4)
+    texts = prompts(1, [37, made.shortest + 9, made.shortest + 2, made.shortest], VOCAB)
+    expected = [made.logits(text) for text in texts]
+    first, second, third, fourth = (driver.sequence(text) for text in texts)
+    steps = [
+        [(first, 7), (second, 8)],
+        [(second, 1), (first, 1), (third, made.shortest)],
+        [(third, 1), (first, 28), (fourth, made.shortest)],
+        [(third, 1), (first, 1)],
+    ]
+    for step in steps:
+        begins = [sequence.num_computed for sequence, _ in step]
+        logits = driver.step(step, every_row=True)
+        wanted = torch.cat(
+            [
+                expected[texts.index(sequence.token_ids)][begin : begin + count]
+                for (sequence, count), begin in zip(step, begins, strict=True)
+            ]
+        )
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_logits_are_those_of_transformers(made: Made) -> None:
+    """Within 2e-2 of the logits' scale, both taken as root mean squares; transformers computes in bfloat16 too."""
+    driver = driver_of(made.folder, torch.bfloat16, block_tokens=16)
+    text = prompts(2, [30], VOCAB)[0]
+    logits = driver.step([(driver.sequence(text), 30)], every_row=True)
+    reference = type(made.reference).from_pretrained(made.folder, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        rounded = reference.eval()(torch.tensor([text]), use_cache=False).logits[0].float()
+    exact = made.logits(text)
+    assert logits is not None
+    assert (logits - rounded).norm() < 2e-2 * exact.norm()
+
+
+def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
+    """In chunks, beside others, over a shared prefix and through a preemption. A token that transformers finds best
+    after each token that was found before is the token that it would have generated."""
+    shared, first, other = prompts(3, [10, made.shortest + 4, 6], VOCAB)
+    texts = [first, [*shared, *other[:3]], [*shared, *other[2:]]]
+    found = EngineRun(made.folder).greedy(texts, NUM_TOKENS, shared_tokens=len(shared), chunk=7)
+    for text, tokens in zip(texts, found, strict=True):
+        best = made.logits([*text, *tokens]).argmax(-1)[len(text) - 1 : -1].tolist()
+        assert tokens == best
+
+
+@pytest.mark.parametrize(("size", "exact"), [(2, True), (3, True), (2, False)])
+def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool) -> None:
+    check_ranks(made, pool, size, exact)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "falcon-40b", "olmo2", "stablelm-12b", "gpt2"])
+def test_four_ranks_agree_with_one(make: Callable[[str], Made], pool: RankPool, name: str) -> None:
+    check_ranks(make(name), pool, 4, exact=True)
+
+
+def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> None:
+    texts = prompts(4, [19, made.shortest + 12, made.shortest + 1], VOCAB)
+    one = run(made.folder, "float32", RankGroup(), texts, 6)
+    several = pool.run(made.folder, size, texts, 6, "float32", exact)
+    torch.testing.assert_close(several["logits"], one["logits"], atol=1e-4, rtol=1e-4)
+    assert several["tokens"] == one["tokens"]
+
+
+def test_every_architecture_has_a_case() -> None:
+    tested = {getattr(transformers, case.config).model_type for case in CASES.values()}
+    assert set(ARCHITECTURES) == tested
+
+
+def test_a_model_that_was_saved_without_its_head_is_the_same_model(tmp_path: Path) -> None:
+    reference = make_model("gpt2", CASES["gpt2"])
+    reference.transformer.save_pretrained(tmp_path)
+    text = prompts(5, [12], VOCAB)[0]
+    driver = driver_of(tmp_path, torch.float32, block_tokens=4)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([text])).logits[0]
+    torch.testing.assert_close(
+        driver.step([(driver.sequence(text), 12)], every_row=True), expected, atol=1e-4, rtol=1e-4
+    )

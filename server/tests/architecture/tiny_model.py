@@ -1,0 +1,33 @@
+"""Makes a case's model with transformers, in float32, and saves it as transformers does."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from pathlib import Path
+
+import torch
+import transformers
+from cases import NEVER, Case
+
+
+def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
+    """Every tensor random, norms too, and of a size that keeps the activations' scale: what is forgotten shows.
+
+    With the attention that transformers chooses: eager Falcon adds its ALiBi twice.
+    """
+    config = getattr(transformers, case.config)(**copy.deepcopy({**case.sizes, **case.values, **NEVER}))
+    torch.manual_seed(zlib.crc32(name.encode()))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
+            else:
+                parameter.normal_(std=0.8 / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def save_model(model: transformers.PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
