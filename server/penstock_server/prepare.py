@@ -53,7 +53,7 @@ def prepare(model_id: str | None, revision: str | None = None, trust_remote_code
                 f"{model_id} is a file but not a GGUF file; give a model folder, a .gguf file or a hub id"
             )
         return Prepared(model_id, str(gguf_folder(path, path.stem)))
-    if _looks_like_path(model_id):
+    if looks_like_path(model_id):
         raise ConfigError(f"there is no file or folder {model_id}")
     from penstock_server.hub import download
 
@@ -90,7 +90,7 @@ def readable_folder(folder: Path, name: str) -> Path:
     return converted_folder(folder, files, name) if files.kind == "bin" else folder
 
 
-def _looks_like_path(model_id: str) -> bool:
+def looks_like_path(model_id: str) -> bool:
     is_hub_id = model_id.count("/") <= 1 and not model_id.lower().endswith(".gguf")
     return not is_hub_id or model_id.startswith(("/", "./", "../", "~"))
 

@@ -17,6 +17,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.progress import Progress
 from penstock_server.weights.cache import content_key, made_folder
 from penstock_server.weights.folder import INDEX_NAME, SUFFIXES, WeightFiles, is_weight_name
+from penstock_server.weights.safetensors_header import ITEM_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,20 @@ if TYPE_CHECKING:
 LAYOUT_VERSION = 1  # raise it when what is written here changes
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 16 << 20
+DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 def converted_folder(folder: Path, files: WeightFiles, name: str) -> Path:
@@ -93,9 +108,9 @@ def write_safetensors(file: BinaryIO, tensors: dict[str, Tensor], progress: Prog
     header: dict[str, dict[str, object]] = {}
     offset = 0
     for name, tensor in tensors.items():
-        dtype = _dtype_names().get(tensor.dtype)
-        if dtype is None:
-            raise ConfigError(f"tensor {name} is of type {tensor.dtype}, which safetensors does not know")
+        dtype = dtype_name(tensor)
+        if dtype not in ITEM_BYTES:
+            raise ConfigError(f"tensor {name} is of type {dtype}, which safetensors does not know")
         stop = offset + tensor.nbytes
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
@@ -114,23 +129,10 @@ def write_safetensors(file: BinaryIO, tensors: dict[str, Tensor], progress: Prog
     os.fsync(file.fileno())
 
 
-def _dtype_names() -> dict[object, str]:
-    import torch
-
-    return {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.float8_e5m2: "F8_E5M2",
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-        torch.bool: "BOOL",
-    }
+def dtype_name(tensor: Tensor) -> str:
+    """What safetensors calls the type; torch's own name where it has none."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return DTYPE_NAMES.get(name, name)
 
 
 def _renew_links(source: Path, made: Path) -> None:
