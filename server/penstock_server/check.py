@@ -87,7 +87,8 @@ def as_text(report: Report) -> str:
             rows.append(("", f"and {len(source.files) - 8} more"))
     if text.tokenizer is not None:
         rows.append(("tokenizer", f"{text.tokenizer}, {text.num_tokens} tokens"))
-    rows.append(("chat template", text.chat_template or "none"))
+    if source.folder is not None:
+        rows.append(("chat template", text.chat_template or "none"))
     if text.eos_token_ids:
         rows.append(("ends with", ", ".join(map(str, text.eos_token_ids))))
     if layout is not None:

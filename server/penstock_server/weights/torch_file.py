@@ -50,12 +50,12 @@ def _load(path: Path, device: str) -> Any:
 
 
 def _refusal(path: Path, message: str) -> str:
-    name = re.search(
-        r"GLOBAL ([\w.]+) was not an allowed global|Unsupported (?:global|class|operand)[^\w]*([\w.]+)", message
-    )
+    name = re.search(r"GLOBAL ([\w.]+)", message)
     if name is None:
-        return f"{path} is damaged, or holds more than tensors: {' '.join(message.split())[:200]}"
+        # Without torch's advice to run the file all the same.
+        reason = re.sub(r"^.*?trusted source\.|Check the documentation.*$", "", message, flags=re.DOTALL)
+        return f"{path} is damaged, or holds more than tensors: {' '.join(reason.split())[:200]}"
     return (
-        f"{path} holds code ({name[1] or name[2]}), which is never run; only tensors are read from pickles. "
+        f"{path} holds code ({name[1]}), which is never run; only tensors are read from pickles. "
         "Take the model from a source that you trust, in safetensors"
     )
