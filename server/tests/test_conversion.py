@@ -144,7 +144,10 @@ def truncate(path: Path) -> None:
     ("damage", "message"),
     [
         (lambda path: torch.save({"x": Malicious()}, path), r"holds code \((posix|os)\.system\), which is never run"),
-        (lambda path: path.write_bytes(pickle.dumps(Malicious())), r"holds code|is damaged, or holds more than tensors"),
+        (
+            lambda path: path.write_bytes(pickle.dumps(Malicious())),
+            r"holds code|is damaged, or holds more than tensors",
+        ),
         (lambda path: torch.save({"model": {"x": torch.zeros(1)}, "epoch": 3}, path), "under 'model' it holds a dict"),
         (lambda path: torch.save([torch.zeros(1)], path), "holds a list, not a state dict"),
         (lambda path: torch.save({}, path), "hold no tensors"),

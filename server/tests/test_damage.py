@@ -41,7 +41,7 @@ def set_config(**values: object) -> Callable[[Path], None]:
 
 def set_index(**weight_map: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        names = {name: FILE for name in load_file(folder / FILE)}
+        names = dict.fromkeys(load_file(folder / FILE), FILE)
         (folder / INDEX).write_text(json.dumps({"weight_map": {**names, **weight_map}}))
 
     return change
@@ -95,7 +95,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (remove("config.json"), "holds no config.json"),
     "nothing": (remove("*"), "is empty; a model folder holds"),
     "adapter": (make_adapter, "holds a LORA adapter, not a model; it is for some/base: merge it"),
-    "broken config": (lambda folder: (folder / "config.json").write_text("{") and None, "config.json is not valid JSON"),
+    "broken config": (
+        lambda folder: (folder / "config.json").write_text("{") and None,
+        "config.json is not valid JSON",
+    ),
     "unknown architecture": (set_config(model_type="quux"), "model type 'quux' is not supported; supported: .*llama"),
     "other width": (set_config(hidden_size=96), "has shape .* but config.json makes it"),
     "more layers": (set_config(num_hidden_layers=4), "the checkpoint lacks 9 of 39 tensors"),

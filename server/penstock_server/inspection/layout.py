@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from penstock_server.engine.device import choose_device, choose_dtype
-from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.engine.memory import Memory as DeviceMemory
+from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.source import StoredTensor
 from penstock_server.models.parameters import parameters
