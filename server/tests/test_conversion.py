@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,20 +209,11 @@ def test_what_a_killed_process_left_is_cleared_away(folder: Path, cache: Path) -
     assert not (made / "stray").exists()
 
 
-def _prepare_at(barrier: Any, folder: str, answers: Any) -> None:
-    barrier.wait()
-    answers.put(prepare(folder).folder)
-
-
 def test_processes_at_the_same_time_make_one_folder(folder: Path, cache: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier, answers = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=_prepare_at, args=(barrier, str(folder), answers)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    found = {answers.get(timeout=120) for _ in processes}
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    command = [sys.executable, "-m", "penstock_server.prepare", "--model-id", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    found = {json.loads(process.communicate(timeout=200)[0])["folder"] for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(found) == 1
     assert list(cache.iterdir()) == [Path(found.pop())]
