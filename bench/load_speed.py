@@ -197,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--load-unchecked", help=argparse.SUPPRESS)
@@ -221,7 +222,7 @@ def main() -> None:
             f"synthetic {options.gigabytes:g} GB": (Path(scratch), ["--model-id", scratch]),
         }
         for name, (folder, flags) in models.items():
-            repeats: dict[str, list[Any]] = {"cold": [], "warm": []}
+            repeats: dict[str, list[Any]] = {state: [] for state in options.states}
             for repeat, (state, results) in itertools.product(range(options.repeats), repeats.items()):
                 print(f"{name}, {state}, repeat {repeat + 1}", flush=True)
                 results.append(measure(folder, flags, state == "cold"))
