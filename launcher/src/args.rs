@@ -10,10 +10,15 @@ use std::str::FromStr;
 use clap::builder::{BoolishValueParser, NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{ArgAction, Parser, ValueEnum};
 
+use crate::tool::Tool;
+
 /// Serves a large language model over HTTP: TGI's routes and OpenAI's.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "penstock", version, max_term_width = 120)]
+#[command(name = "penstock", version, max_term_width = 120, args_conflicts_with_subcommands = true)]
 pub struct Args {
+    #[command(subcommand)]
+    pub tool: Option<Tool>,
+
     /// Model folder, .gguf file, or model id on the Hugging Face hub [default: a small embedded model]
     #[arg(long, env, value_parser = NonEmptyStringValueParser::new())]
     pub model_id: Option<String>,

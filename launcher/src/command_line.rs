@@ -50,8 +50,10 @@ pub fn parse(
     let platform = Platform::detect(&get_env);
     let mut command = platform.apply(command());
     let matches = command.try_get_matches_from_mut(arguments)?;
-    let mut notes = compat::check(&matches)
-        .map_err(|refusals| command.error(ErrorKind::UnknownArgument, refusals.join("\n       ")))?;
+    // What the environment asks of a server is nothing to a tool that starts none.
+    let checked = if matches.subcommand_name().is_some() { Ok(Vec::new()) } else { compat::check(&matches) };
+    let mut notes =
+        checked.map_err(|refusals| command.error(ErrorKind::UnknownArgument, refusals.join("\n       ")))?;
     notes.extend(variable::check(&get_env));
     let args = Args::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
     let given = given(&command, &matches, &platform);

@@ -1,4 +1,5 @@
-//! The `penstock` binary: settings, the port, the workers, the router, signals, in that order; and the exit status.
+//! The `penstock` binary: settings, the port, the workers, the router, signals, in that order; and the exit status. Its
+//! subcommands start nothing of that.
 //!
 //! 0: stopped by a signal. 1: could not start, or its workers died again and again. 2: its settings are wrong. 128 + n: ended at once by
 //! a second signal n.
@@ -20,12 +21,13 @@ mod resolve;
 mod signals;
 mod start;
 mod supervise;
+mod tool;
 mod variable;
 mod weights;
 mod workers;
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -63,6 +65,11 @@ fn main() -> ExitCode {
         print!("{}", reference::render(page));
         return ExitCode::SUCCESS;
     }
+    if let Some(tool) = &parsed.args.tool {
+        let error = tool.run(&find_python());
+        let _ = writeln!(std::io::stderr(), "error: {error}");
+        return ExitCode::FAILURE;
+    }
     let _flush = match log::start(parsed.args.json_output, std::env::var("LOG_LEVEL").ok().as_deref()) {
         Ok(flush) => flush,
         Err(error) => {
@@ -86,8 +93,7 @@ fn run(parsed: &Parsed) -> anyhow::Result<End> {
     let settings = Settings::resolve(&parsed.args, machine)?;
     let api_keys = keys::read(&parsed.args)?;
     report_settings(parsed, &settings);
-    let binary = std::env::current_exe().ok();
-    let python = process::find_python(|name| std::env::var_os(name), binary.as_deref());
+    let python = find_python();
     if parsed.args.env {
         environment::report(&python, machine).iter().for_each(|line| tracing::info!("environment: {line}"));
     }
@@ -106,6 +112,10 @@ fn run(parsed: &Parsed) -> anyhow::Result<End> {
     // Tokenizing threads may be in the middle of a long input that nobody waits for.
     runtime.shutdown_background();
     end
+}
+
+fn find_python() -> PathBuf {
+    process::find_python(|name| std::env::var_os(name), std::env::current_exe().ok().as_deref())
 }
 
 fn report_settings(parsed: &Parsed, settings: &Settings) {

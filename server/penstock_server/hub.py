@@ -1,15 +1,20 @@
 """Fetches a model from the Hugging Face hub into its cache: only the files that serving needs. Imports no torch.
 
-Without a connection, or with HF_HUB_OFFLINE=1, what the cache holds is used.
+The library keeps every finished file and takes up a broken connection where it broke. Without a connection, or with
+HF_HUB_OFFLINE=1, what the cache holds is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     GatedRepoError,
     HfHubHTTPError,
@@ -22,9 +27,12 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.folder import UNSUPPORTED_BIN, is_weight_name
+from penstock_server.progress import Progress
+from penstock_server.weights.folder import choose_weights
 
 SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+DEFAULT_REVISION = "main"
+WATCH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +42,46 @@ class Snapshot:
     pipeline_tag: str | None
 
 
-def download(model_id: str, revision: str | None = None) -> Snapshot:
+def download(model_id: str, revision: str | None = None, with_code: bool = False) -> Snapshot:
     """Raises ConfigError when there is no such model, it is not open to us, or it has no weights that can be read."""
     disable_progress_bars()
+    with hub_errors(model_id, revision):
+        try:
+            return _download(model_id, revision, with_code)
+        except OfflineModeIsEnabled:
+            return cached(model_id, revision, "HF_HUB_OFFLINE is set")
+        except HfHubHTTPError as error:
+            if error.response is not None and error.response.status_code < 500:
+                raise
+            return cached(model_id, revision, f"the hub answers {error}")
+        except (HTTPError, ConnectionError, TimeoutError) as error:
+            return cached(model_id, revision, f"the hub cannot be reached ({error})")
+
+
+def _download(model_id: str, revision: str | None, with_code: bool) -> Snapshot:
+    info = HfApi().model_info(model_id, revision=revision, files_metadata=True)
+    # From here on the very commit, so that nobody's push comes between two files.
+    commit = info.sha or revision
+    cache = hub_cache(model_id)
+    sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+
+    def read(name: str) -> str:
+        return Path(hf_hub_download(model_id, name, revision=commit, cache_dir=cache)).read_text(encoding="utf-8")
+
+    names = wanted_files(model_id, sizes, read, with_code)
+    repository = cache / repository_name(model_id)
+    with _watched(model_id, repository, names, sum(sizes[name] for name in names), commit):
+        folder = snapshot_download(model_id, revision=commit, allow_patterns=names, cache_dir=cache)
+    if info.sha is not None:
+        _remember(repository, revision or DEFAULT_REVISION, info.sha)
+    return Snapshot(Path(folder), info.sha, info.pipeline_tag)
+
+
+@contextmanager
+def hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
+    """What the hub says, as ConfigErrors that tell what to do."""
     try:
-        info = HfApi().model_info(model_id, revision=revision)
-        names = wanted_files(model_id, [sibling.rfilename for sibling in info.siblings or []])
-        folder = snapshot_download(model_id, revision=revision, allow_patterns=names)
-        return Snapshot(Path(folder), info.sha, info.pipeline_tag)
+        yield
     except HFValidationError as error:
         raise ConfigError(
             f"{model_id!r} is neither a file or folder that exists nor a name on the hub: {error}"
@@ -56,34 +96,108 @@ def download(model_id: str, revision: str | None = None) -> Snapshot:
         raise ConfigError(f"{model_id} has no revision {revision}") from error
     except HfHubHTTPError as error:
         raise ConfigError(f"the hub refused to give {model_id}: {error}") from error
-    except OfflineModeIsEnabled:
-        return _cached(model_id, revision, "HF_HUB_OFFLINE is set")
     except (HTTPError, OSError) as error:
-        return _cached(model_id, revision, f"the hub cannot be reached ({error})")
+        raise ConfigError(f"{model_id} cannot be fetched from the hub: {error}") from error
 
 
-def wanted_files(model_id: str, names: Iterable[str]) -> list[str]:
-    """Of all files of a repository: configuration, tokenizer, and one copy of the weights."""
-    names = list(names)
+def wanted_files(
+    model_id: str, names: Collection[str], read: Callable[[str], str], with_code: bool = False
+) -> list[str]:
+    """Of all files of a repository: configuration, tokenizer, templates, and one copy of the weights.
+
+    `read` gives the text of a file; only an index is read. with_code: its Python files too.
+    """
     top = [name for name in names if "/" not in name]
-    templates = [name for name in names if name.startswith("additional_chat_templates/") and name.endswith(".jinja")]
-    weights = [name for name in top if is_weight_name(name)]
-    ggufs = [name for name in top if name.endswith(".gguf")]
-    if not weights and len(ggufs) > 1:
-        raise ConfigError(
-            f"{model_id} holds several GGUF files; download one ({', '.join(sorted(ggufs))}) and give its path"
-        )
-    if not weights and not ggufs:
-        if any(name.endswith((".bin", ".pt", ".pth")) for name in top):
-            raise ConfigError(f"{model_id} holds its weights only {UNSUPPORTED_BIN}")
-        raise ConfigError(f"{model_id} holds no weights: no *.safetensors and no *.gguf file")
-    small = [name for name in top if name.endswith(SMALL_FILE_SUFFIXES)]
-    return sorted(small + templates + (weights or ggufs))
+    weights = choose_weights(model_id, top, read).names
+    suffixes = (*SMALL_FILE_SUFFIXES, ".py") if with_code else SMALL_FILE_SUFFIXES
+    # Another format's index would promise files that are not there.
+    small = [name for name in top if name.endswith(suffixes) and not _is_other_index(name, weights)]
+    templates = [name for name in names if re.fullmatch(r"additional_chat_templates/[^/]+\.jinja", name)]
+    code = [name for name in names if with_code and "/" in name and name.endswith(".py")]
+    return sorted({*small, *templates, *code, *weights})
 
 
-def _cached(model_id: str, revision: str | None, why: str) -> Snapshot:
+def _is_other_index(name: str, weights: Collection[str]) -> bool:
+    suffix = name.removesuffix(".index.json")
+    return suffix != name and not any(weight.endswith(Path(suffix).suffix) for weight in weights)
+
+
+def hub_cache(model_id: str) -> Path:
+    """Where the model's files are or will be.
+
+    COMPAT: TGI's images up to 2.2 kept models in /data itself, later ones in /data/hub; a volume may hold either.
+    """
+    older = Path(constants.HF_HOME).expanduser()
+    is_given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    newer = Path(constants.HF_HUB_CACHE).expanduser()
+    name = repository_name(model_id)
+    return older if not is_given and (older / name).is_dir() and not (newer / name).exists() else newer
+
+
+def repository_name(model_id: str) -> str:
+    return "models--" + model_id.replace("/", "--")
+
+
+def cached(model_id: str, revision: str | None, why: str) -> Snapshot:
+    """The snapshot that the cache holds of a branch, tag or commit, whole or not. Raises ConfigError when none."""
+    repository = hub_cache(model_id) / repository_name(model_id)
+    wanted = revision or DEFAULT_REVISION
+    reference = repository / "refs" / wanted
+    sha = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
+    folder = repository / "snapshots" / sha
+    if not folder.is_dir():
+        revision_part = f" at revision {revision}" if revision else ""
+        raise ConfigError(f"{model_id}{revision_part} is not in the cache, and {why}")
+    return Snapshot(folder, sha, None)
+
+
+def _remember(repository: Path, revision: str, sha: str) -> None:
+    """So that the name of a branch is known without a connection, as the library does for its own downloads."""
+    reference = repository / "refs" / revision
+    if revision == sha or (reference.is_file() and reference.read_text(encoding="utf-8") == sha):
+        return
     try:
-        folder = Path(snapshot_download(model_id, revision=revision, local_files_only=True))
-    except OSError as error:
-        raise ConfigError(f"{model_id} is not in the cache, and {why}") from error
-    return Snapshot(folder, folder.name, None)
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = reference.with_name(f".{reference.name}.{os.getpid()}")
+        unfinished.write_text(sha, encoding="utf-8")
+        unfinished.replace(reference)
+    except OSError:
+        return  # a cache that is mounted read-only serves all the same
+
+
+@contextmanager
+def _watched(model_id: str, repository: Path, names: list[str], total_bytes: int, commit: str | None) -> Iterator[None]:
+    """Says how far the download is, by what has come to the disk: whatever way the library fetches it."""
+    snapshot = repository / "snapshots" / str(commit)
+    missing = [name for name in names if not (snapshot / name).exists()]
+    if not missing:
+        yield
+        return
+    before = _blob_bytes(repository)
+    ended = threading.Event()
+
+    def watch(progress: Progress) -> None:
+        while not ended.wait(WATCH_S):
+            progress.reach(_blob_bytes(repository) - before)
+
+    what = f"downloading {len(missing)} of {len(names)} files of {model_id}"
+    with Progress(what, total_bytes) as progress:
+        thread = threading.Thread(target=watch, args=[progress], daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            progress.done_bytes = _blob_bytes(repository) - before
+
+
+def _blob_bytes(repository: Path) -> int:
+    total = 0
+    for path in (repository / "blobs").glob("*"):
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # renamed in the meantime
+        total += min(status.st_size, status.st_blocks * 512)  # parts may be written out of order
+    return total

@@ -1,7 +1,8 @@
 """`python -m penstock_server.prepare`: a model reference → a folder that the router and the workers can read.
 
 Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag"}; on failure one line on stderr, beginning "error: ".
-Imports neither torch nor transformers: a model that is prepared already is found in 0.1 s.
+Progress of long work goes to stderr before. Imports torch only to convert: a model that is prepared already is found
+in 0.1 s.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock_server.errors import ConfigError
+from penstock_server.weights.conversion import converted_folder
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.gguf_folder import gguf_folder
 
@@ -31,34 +33,36 @@ class Prepared:
     pipeline_tag: str | None = None
 
 
-def prepare(model_id: str | None, revision: str | None = None) -> Prepared:
-    """A local folder stays where it is; a GGUF file gets a folder in the cache; anything else is looked for on the hub.
+def prepare(model_id: str | None, revision: str | None = None, trust_remote_code: bool = False) -> Prepared:
+    """A local folder stays where it is, unless its weights are PyTorch's pickles; they and GGUF files get a folder in
+    the cache; anything else is looked for on the hub.
 
     Raises ConfigError when there is no such model, or when it cannot be served.
     """
     if model_id is None:
-        folder = gguf_folder(_embedded_gguf(), "SmolLM2-135M-Instruct")
+        folder = gguf_folder(embedded_gguf(), "SmolLM2-135M-Instruct")
         return Prepared(EMBEDDED_MODEL_ID, str(folder), pipeline_tag="text-generation")
     if not model_id:
         raise ConfigError("the model id is empty; give a model folder, a .gguf file or a hub id")
     path = Path(model_id).expanduser()
     if path.is_dir():
-        return Prepared(model_id, str(_checked_folder(path.resolve())))
+        return Prepared(model_id, str(readable_folder(path.resolve(), path.resolve().name)))
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ConfigError(
                 f"{model_id} is a file but not a GGUF file; give a model folder, a .gguf file or a hub id"
             )
         return Prepared(model_id, str(gguf_folder(path, path.stem)))
-    if _looks_like_path(model_id):
+    if looks_like_path(model_id):
         raise ConfigError(f"there is no file or folder {model_id}")
     from penstock_server.hub import download
 
-    snapshot = download(model_id, revision)
-    return Prepared(model_id, str(_checked_folder(snapshot.folder)), snapshot.sha, snapshot.pipeline_tag)
+    snapshot = download(model_id, revision, with_code=trust_remote_code)
+    folder = readable_folder(snapshot.folder, model_id)
+    return Prepared(model_id, str(folder), snapshot.sha, snapshot.pipeline_tag)
 
 
-def _embedded_gguf() -> Path:
+def embedded_gguf() -> Path:
     # Looked up without importing: the package's own code needs another server's library.
     spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -70,22 +74,23 @@ def _embedded_gguf() -> Path:
     )
 
 
-def _checked_folder(folder: Path) -> Path:
-    """The folder itself, or the one made for the only GGUF file in it."""
-    if (folder / "config.json").is_file():
-        find_weights(folder)
-        return folder
-    ggufs = sorted(folder.glob("*.gguf"))
-    if len(ggufs) == 1 and not any(folder.glob("*.safetensors")):
-        return gguf_folder(ggufs[0], ggufs[0].stem)
+def readable_folder(folder: Path, name: str) -> Path:
+    """The folder itself, or the one in the cache made of its pickles or of the only GGUF file in it.
+
+    Raises ConfigError when it is no model's.
+    """
     if not any(folder.iterdir()):
         raise ConfigError(f"{folder} is empty; a model folder holds config.json, a tokenizer and weights")
-    if len(ggufs) > 1:
-        find_weights(folder)
-    raise ConfigError(f"{folder} holds no config.json, so it is not a model folder")
+    files = find_weights(folder)
+    has_config = (folder / "config.json").is_file()
+    if files.kind == "gguf" and not has_config:
+        return gguf_folder(files.paths[0], files.paths[0].stem)
+    if not has_config:
+        raise ConfigError(f"{folder} holds no config.json, so it is not a model folder")
+    return converted_folder(folder, files, name) if files.kind == "bin" else folder
 
 
-def _looks_like_path(model_id: str) -> bool:
+def looks_like_path(model_id: str) -> bool:
     is_hub_id = model_id.count("/") <= 1 and not model_id.lower().endswith(".gguf")
     return not is_hub_id or model_id.startswith(("/", "./", "../", "~"))
 
@@ -99,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="also fetch the checkpoint's own Python code")
     options = parser.parse_args(arguments)
     try:
-        prepared = prepare(options.model_id, options.revision)
+        prepared = prepare(options.model_id, options.revision, options.trust_remote_code)
     except (ConfigError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -93,7 +93,7 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
 
 def test_a_tensor_that_holds_no_weights_is_refused(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.update({Q_WEIGHT: torch.zeros(48, 48, dtype=torch.int32)}))
-    with pytest.raises(ConfigError, match=f"tensor {Q_WEIGHT} is of type torch.int32, which cannot be loaded"):
+    with pytest.raises(ConfigError, match=f"tensor {Q_WEIGHT} is of type I32, which cannot be loaded"):
         load(folder)
 
 
@@ -162,10 +162,7 @@ def test_a_damaged_index_is_refused(text: str, folder: Path) -> None:
 
 def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"holds no weights: no \*\.safetensors and no \*\.gguf file"):
-        load(folder)
-    (folder / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=r"\.bin files, which are not supported yet"):
+    with pytest.raises(ConfigError, match=r"holds no weights: no \*\.safetensors, no pytorch_model\*\.bin and no"):
         load(folder)
 
 

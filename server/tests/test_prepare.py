@@ -12,7 +12,6 @@ import pytest
 from gguf_files import save_gguf
 from penstock_server import prepare as program
 from penstock_server.errors import ConfigError
-from penstock_server.hub import wanted_files
 from penstock_server.prepare import prepare
 from tiny_models import make_model, save_model
 
@@ -127,8 +126,6 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
         prepare(str(make(tmp_path / "weights", "model.safetensors")))
     with pytest.raises(ConfigError, match="holds no weights"):
         prepare(str(make(tmp_path / "config", "config.json")))
-    with pytest.raises(ConfigError, match=r"\.bin files, which are not supported yet"):
-        prepare(str(make(tmp_path / "bin", "config.json", "pytorch_model.bin")))
     with pytest.raises(ConfigError, match="is a file but not a GGUF file"):
         prepare(str(make(tmp_path / "file", "config.json") / "config.json"))
 
@@ -170,26 +167,3 @@ def test_offline_what_the_hub_cache_holds_is_used(cache: Path) -> None:
     answer = run("--model-id", "someone/other", HF_HUB_OFFLINE="1")
     assert (answer.returncode, answer.stdout) == (1, "")
     assert answer.stderr == "error: someone/other is not in the cache, and HF_HUB_OFFLINE is set\n"
-
-
-def test_only_what_serving_needs_is_downloaded() -> None:
-    names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "README.md"]
-    names += ["model.safetensors.index.json", "consolidated.safetensors", "original/params.json", "tokenizer.model"]
-    names += ["pytorch_model.bin", "model-Q4_0.gguf", "chat_template.jinja", "adapter_model.safetensors", "onnx/m.onnx"]
-    assert wanted_files("x/y", names) == [
-        "chat_template.jinja",
-        "config.json",
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.model",
-    ]
-    assert wanted_files("x/y", ["a.gguf", "README.md"]) == ["a.gguf"]
-    named = ["additional_chat_templates/tool_use.jinja", "onnx/tool_use.jinja", "a.gguf"]
-    assert wanted_files("x/y", named) == ["a.gguf", "additional_chat_templates/tool_use.jinja"]
-    with pytest.raises(ConfigError, match="several GGUF files"):
-        wanted_files("x/y", ["a.gguf", "b.gguf"])
-    with pytest.raises(ConfigError, match=r"\.bin files, which are not supported yet"):
-        wanted_files("x/y", ["pytorch_model.bin", "config.json"])
-    with pytest.raises(ConfigError, match="holds no weights"):
-        wanted_files("x/y", ["config.json"])

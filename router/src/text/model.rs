@@ -55,6 +55,9 @@ impl TextModel {
         let malformed =
             |error: tokenizers::Error| LoadError::Malformed { path: path.clone(), reason: error.to_string() };
         let mut tokenizer = Tokenizer::from_file(&path).map_err(malformed)?;
+        if tokenizer.get_vocab_size(false) == 0 {
+            return Err(LoadError::NoVocabulary(path));
+        }
         // Some checkpoints carry the lengths they were trained with; here they would cut prompts silently.
         tokenizer.with_truncation(None).map_err(malformed)?;
         tokenizer.with_padding(None);

@@ -14,6 +14,8 @@ use super::template::TemplateSources;
 pub enum LoadError {
     #[error("{} has no tokenizer.json; it is needed to serve text (a slow tokenizer has to be converted first)", .0.display())]
     NoTokenizer(PathBuf),
+    #[error("{} has no vocabulary: no text can be encoded with it", .0.display())]
+    NoVocabulary(PathBuf),
     #[error("cannot read {}: {source}", .path.display())]
     Read { path: PathBuf, source: io::Error },
     #[error("{} is not what it should be: {reason}", .path.display())]

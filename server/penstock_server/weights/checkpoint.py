@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock_server.errors import ConfigError
 from penstock_server.weights.folder import find_weights
 
 
@@ -44,10 +45,12 @@ class Checkpoint(Protocol):
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Raises ConfigError when there are no weights, or a file is truncated or damaged."""
     files = find_weights(folder)
+    if files.kind == "bin":
+        raise ConfigError(f"{folder} is not prepared: its weights are PyTorch's pickles, which are converted first")
     if files.kind == "gguf":
         from penstock_server.weights.gguf_file import GgufCheckpoint
 
         return GgufCheckpoint(files.paths[0])
     from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
-    return SafetensorsCheckpoint(files.paths)
+    return SafetensorsCheckpoint(files.paths, files.weight_map)

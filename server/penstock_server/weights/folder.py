@@ -1,67 +1,136 @@
 """What lies in a model folder: which files hold its weights. Imports no torch.
 
-Order of preference: the index of a sharded checkpoint, one safetensors file, several without an index, one GGUF file.
+Order of preference: safetensors, PyTorch's pickles, one GGUF file; of each the index of a sharded checkpoint, one file,
+several without an index. The same choice is made from a repository's list of files before anything is downloaded.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock_server.errors import ConfigError
 
+SUFFIXES = {"safetensors": (".safetensors",), "bin": (".bin", ".pt", ".pth"), "gguf": (".gguf",)}
+STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-# Not the model's own weights, though they end like them: an adapter, and Mistral's second copy in another layout.
-IGNORED_PREFIXES = ("adapter_", "consolidated")
-UNSUPPORTED_BIN = "as .bin files, which are not supported yet; convert them to safetensors"
+# They end like weights and are not the model's own: adapters, the state of a training, Mistral's and Meta's second copy
+# in another layout, exports for other programs.
+NOT_WEIGHTS = re.compile(
+    r"(adapter_|consolidated|optimizer|scheduler|scaler|training_args|rng_state|random_states|trainer_|"
+    r"openvino_|tokenizer|params|tf_model|flax_model|\.).*",
+    re.IGNORECASE,
+)
+NUMBERED = re.compile(r".*-(\d{5})-of-(\d{5})\.\w+")
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The files of one checkpoint, by name, and which tensors its index says are where."""
+
+    kind: str  # "safetensors", "bin" or "gguf"
+    names: tuple[str, ...]
+    weight_map: Mapping[str, str] | None = None  # tensor → file
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
     """The files of one checkpoint, all of one kind."""
 
-    kind: str  # "safetensors" or "gguf"
+    kind: str  # "safetensors", "bin" or "gguf"
     paths: tuple[Path, ...]
+    weight_map: Mapping[str, str] | None = None  # tensor → file name, where there is an index
 
 
 def find_weights(folder: Path) -> WeightFiles:
     """Raises ConfigError when the folder holds no weights that can be read, or not all that its index names."""
-    if (folder / INDEX_NAME).is_file():
-        return WeightFiles("safetensors", _indexed(folder))
-    if (folder / SINGLE_NAME).is_file():
-        return WeightFiles("safetensors", (folder / SINGLE_NAME,))
-    several = tuple(sorted(path for path in folder.glob("*.safetensors") if is_weight_name(path.name)))
-    if several:
-        return WeightFiles("safetensors", several)
-    ggufs = tuple(sorted(folder.glob("*.gguf")))
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    choice = choose_weights(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"))
+    return WeightFiles(choice.kind, tuple(folder / name for name in choice.names), choice.weight_map)
+
+
+def choose_weights(where: str, names: Collection[str], read: Callable[[str], str]) -> Choice:
+    """`where` is what messages call the place, `names` are its files, `read` gives the text of one of them.
+
+    Raises ConfigError when there are no weights, not all of them, or several models.
+    """
+    for kind, stem in STEMS.items():
+        suffix = SUFFIXES[kind][0]
+        index = f"{stem}{suffix}.index.json"
+        if index in names:
+            weight_map = _weight_map(where, index, read, SUFFIXES[kind])
+            wanted = tuple(sorted(set(weight_map.values())))
+            _check_complete(where, wanted, names, "its index names")
+            return Choice(kind, wanted, weight_map)
+        if stem + suffix in names:
+            return Choice(kind, (stem + suffix,))
+        several = tuple(sorted(name for name in names if is_weight_name(name, kind)))
+        if several:
+            _check_complete(where, _series(several), names, "there are by their numbers")
+            return Choice(kind, several)
+    ggufs = tuple(sorted(name for name in names if name.endswith(SUFFIXES["gguf"])))
     if len(ggufs) == 1:
-        return WeightFiles("gguf", ggufs)
+        return Choice("gguf", ggufs)
     if ggufs:
-        names = ", ".join(path.name for path in ggufs)
-        raise ConfigError(f"{folder} holds several GGUF files ({names}); give the path of one of them as --model-id")
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-        raise ConfigError(f"{folder} holds its weights only {UNSUPPORTED_BIN}")
-    raise ConfigError(f"{folder} holds no weights: no *.safetensors and no *.gguf file")
+        raise ConfigError(f"{where} holds several GGUF files ({', '.join(ggufs)}); give the path of one as --model-id")
+    if ADAPTER_CONFIG in names:
+        raise ConfigError(_adapter_message(where, read))
+    raise ConfigError(f"{where} holds no weights: no *.safetensors, no pytorch_model*.bin and no *.gguf file")
 
 
-def is_weight_name(name: str) -> bool:
-    return name.endswith(".safetensors") and not name.startswith(IGNORED_PREFIXES)
+def is_weight_name(name: str, kind: str) -> bool:
+    """Whether a file may hold the model's own weights, by its name."""
+    return name.endswith(SUFFIXES[kind]) and not NOT_WEIGHTS.fullmatch(name)
 
 
-def _indexed(folder: Path) -> tuple[Path, ...]:
-    index = folder / INDEX_NAME
+def _weight_map(where: str, index: str, read: Callable[[str], str], suffixes: tuple[str, ...]) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
+        weight_map: Any = json.loads(read(index))["weight_map"]
+        pairs = {str(tensor): file for tensor, file in weight_map.items()}
+        files = sorted(set(pairs.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is damaged: {error}") from error
-    if any("/" in name or "\\" in name for name in names):
-        raise ConfigError(f"{index} names files outside its folder")
-    missing = [name for name in names if not (folder / name).is_file()]
+        raise ConfigError(f"{where}/{index} is damaged: {error}") from error
+    for file in files:
+        if not isinstance(file, str) or re.search(r"[/\\\0]", file):
+            raise ConfigError(f"{where}/{index} names files outside its folder: {file!r}")
+        if not file.endswith(suffixes):
+            raise ConfigError(f"{where}/{index} is damaged: it names {file!r}, which is no {suffixes[0]} file")
+    if not files:
+        raise ConfigError(f"{where}/{index} is damaged: it names no tensor")
+    return pairs
+
+
+def _series(names: tuple[str, ...]) -> tuple[str, ...]:
+    """All names of numbered series, `x-00001-of-00003`, of which some are there."""
+    wanted = set(names)
+    for name in names:
+        if match := NUMBERED.fullmatch(name):
+            start, stop = match.span(1)
+            total = int(match[2])
+            if total <= len(names) * 1000:  # not a number that somebody made up
+                wanted |= {f"{name[:start]}{number:05}{name[stop:]}" for number in range(1, total + 1)}
+    return tuple(sorted(wanted))
+
+
+def _check_complete(where: str, wanted: tuple[str, ...], names: Collection[str], why: str) -> None:
+    missing = [name for name in wanted if name not in names]
     if missing:
-        raise ConfigError(
-            f"{folder} lacks {len(missing)} of {len(names)} weight files that its index names, e.g. {missing[0]}"
-        )
-    return tuple(folder / name for name in names)
+        raise ConfigError(f"{where} lacks {len(missing)} of {len(wanted)} weight files that {why}, e.g. {missing[0]}")
+
+
+def _adapter_message(where: str, read: Callable[[str], str]) -> str:
+    try:
+        config = json.loads(read(ADAPTER_CONFIG))
+        base, kind = config.get("base_model_name_or_path"), config.get("peft_type")
+    except (ValueError, AttributeError):
+        base = kind = None
+    return (
+        f"{where} holds {f'a {kind}' if kind else 'an'} adapter, not a model; "
+        f"it is for {base or 'a base model that its adapter_config.json does not name'}: "
+        "merge it into that model's weights and serve the result"
+    )

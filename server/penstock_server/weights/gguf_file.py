@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.finite import check_finite
 from penstock_server.weights.gguf_config import Metadata
 from penstock_server.weights.gguf_header import TensorInfo, read_header
 from penstock_server.weights.mapping import MappedFile
@@ -82,6 +83,7 @@ class GgufCheckpoint:
             self._read_vector(info, part, out)
         else:
             self._read_matrix(info, part, out)
+        check_finite(out, out, name, self.file.path)
         rows, _ = _matrix(info.shape)
         self.file.forget(info.offset, info.offset + rows * _row_bytes(info))
 

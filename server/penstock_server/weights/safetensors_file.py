@@ -1,132 +1,90 @@
-"""Reads safetensors files by mapping them. Format: https://huggingface.co/docs/safetensors/index#format.
+"""Reads safetensors files by mapping them.
 
 Own code, not the library's, because it lets go of pages while it loads, and names what is wrong with a damaged file.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.finite import check_finite
 from penstock_server.weights.mapping import MappedFile
+from penstock_server.weights.safetensors_header import Place, read_header
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-LOADABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-LENGTH_BYTES = 8
+LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# PERF: of a tensor so many bytes are resident at a time beside what is made of them, and they are still in the
+# cache when they are checked; smaller pieces leave threads idle.
+PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where one tensor lies."""
+    """One tensor and the file that it is in."""
 
     file: MappedFile
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int  # from the start of the file
-    stop: int
+    place: Place
 
 
 class SafetensorsCheckpoint:
-    """The tensors of one or several files as one set of names."""
+    """The tensors of one or several files as one set of names; `weight_map` is what their index says."""
 
-    def __init__(self, paths: tuple[Path, ...]) -> None:
+    def __init__(self, paths: tuple[Path, ...], weight_map: Mapping[str, str] | None = None) -> None:
         self.entries: dict[str, Entry] = {}
         self.files: list[MappedFile] = []
         for path in paths:
-            for name, entry in self._entries(path).items():
+            header = read_header(path)
+            file = MappedFile(path)
+            self.files.append(file)
+            for name, place in header.items():
                 if name in self.entries:
                     raise ConfigError(
                         f"tensor {name} is in two files: {self.entries[name].file.path.name} and {path.name}"
                     )
-                self.entries[name] = entry
+                self.entries[name] = Entry(file, place)
+        for name, file_name in (weight_map or {}).items():
+            entry = self.entries.get(name)
+            if entry is None or entry.file.path.name != file_name:
+                raise ConfigError(
+                    f"the index of {paths[0].parent} says that tensor {name} is in {file_name}, which does not hold it"
+                )
 
     def names(self) -> Collection[str]:
         return self.entries.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.entries[name].shape
+        return self.entries[name].place.shape
 
     def read(self, name: str, part: Part | None, out: Tensor) -> None:
-        entry = self.entries[name]
-        if entry.dtype not in LOADABLE:
+        file, place = self.entries[name].file, self.entries[name].place
+        if place.dtype not in LOADABLE:
             raise ConfigError(
-                f"{entry.file.path}: tensor {name} is of type {entry.dtype}, which cannot be loaded as a weight"
+                f"{file.path}: tensor {name} is of type {place.dtype}, which cannot be loaded as a weight; "
+                f"{', '.join(LOADABLE)} can"
             )
-        if entry.start == entry.stop:
+        if place.start == place.stop:
             return
-        tensor = torch.frombuffer(entry.file.data, dtype=entry.dtype, count=math.prod(entry.shape), offset=entry.start)
-        tensor = tensor.view(entry.shape)
-        out.copy_(tensor if part is None else part.of(tensor))
-        entry.file.forget(entry.start, entry.stop)
+        tensor = torch.frombuffer(
+            file.data, dtype=LOADABLE[place.dtype], count=math.prod(place.shape), offset=place.start
+        ).view(place.shape or (1,))
+        first_row = part.range.start if part is not None and part.dim == 0 else 0
+        wanted, target = tensor if part is None else part.of(tensor), out.view(out.shape or (1,))
+        row_bytes = tensor[0].nbytes
+        step = max(1, PIECE_BYTES // row_bytes)
+        for row in range(0, len(wanted), step):
+            piece, filled = wanted[row : row + step], target[row : row + step]
+            filled.copy_(piece)
+            check_finite(filled, piece, name, file.path)
+            start = place.start + (first_row + row) * row_bytes
+            file.forget(start, start + len(piece) * row_bytes)
 
     def close(self) -> None:
         for file in self.files:
             file.close()
-
-    def _entries(self, path: Path) -> dict[str, Entry]:
-        size = path.stat().st_size
-        if size <= LENGTH_BYTES:
-            raise ConfigError(f"{path} is truncated: it has {size} bytes")
-        file = MappedFile(path)
-        self.files.append(file)
-        header_stop = LENGTH_BYTES + int.from_bytes(file.data[:LENGTH_BYTES], "little")
-        if header_stop > size:
-            raise ConfigError(
-                f"{path} is truncated or no safetensors file: its header ends at {header_stop}, the file at {size}"
-            )
-        try:
-            header = json.loads(file.data[LENGTH_BYTES:header_stop], object_pairs_hook=_unique)
-        except ValueError as error:
-            raise ConfigError(f"{path} is damaged: its header is not valid JSON: {error}") from error
-        if not isinstance(header, dict):
-            raise ConfigError(f"{path} is damaged: its header is not a JSON object")
-        header.pop("__metadata__", None)
-        return {name: _entry(file, name, value, header_stop) for name, value in header.items()}
-
-
-def _entry(file: MappedFile, name: str, value: dict[str, Any], data_start: int) -> Entry:
-    try:
-        dtype_name, shape, (begin, end) = str(value["dtype"]), tuple(map(int, value["shape"])), value["data_offsets"]
-        start, stop = data_start + int(begin), data_start + int(end)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file.path} is damaged: its header describes tensor {name} wrongly") from error
-    dtype = DTYPES.get(dtype_name)
-    if dtype is None:
-        raise ConfigError(f"{file.path}: tensor {name} is of type {dtype_name}, which is not supported")
-    if stop > file.size:
-        raise ConfigError(f"{file.path} is truncated: tensor {name} ends at byte {stop}, the file at {file.size}")
-    if start < data_start or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ConfigError(
-            f"{file.path} is damaged: tensor {name} of shape {list(shape)} does not fit its place in the file"
-        )
-    return Entry(file, dtype, shape, start, stop)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return values

@@ -1,0 +1,243 @@
+"""How fast weights become a model: time and peak memory of loading against a plain read of the same bytes.
+
+The embedded model, and a synthetic checkpoint of 4 GB (Llama's shape, random bf16, sharded) that is deleted afterwards.
+Every repeat: a plain sequential read, loading in a process of its own with and without the check for NaN, and the real
+binary from its start to "ready" by phase. "cold": the files' pages were dropped from the page cache before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from compare import from_root, in_own_process, revision
+from table import markdown
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCABULARY = 2048, 8192, 16, 4, 49152
+SHARD_BYTES = 1_000_000_000
+READ_BYTES = 16 << 20
+PENSTOCK = Path(sys.executable).with_name("penstock")
+
+
+def make_checkpoint(folder: Path, total_bytes: int, tokenizer: Path) -> None:
+    """A Llama of about so many bytes."""
+    import torch
+    from safetensors.torch import save_file
+
+    kv = HIDDEN * KV_HEADS // HEADS
+    shapes = {
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (kv, HIDDEN),
+        "self_attn.v_proj": (kv, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    layer_bytes = 2 * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
+    num_layers = max(1, (total_bytes - 4 * VOCABULARY * HIDDEN) // layer_bytes)
+    wanted = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    wanted |= {f"model.layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in shapes.items()}
+    wanted["model.norm.weight"] = (HIDDEN,)
+    shards: list[dict[str, Any]] = [{}]
+    weight_map = {}
+    for name, shape in wanted.items():
+        if sum(tensor.nbytes for tensor in shards[-1].values()) > SHARD_BYTES:
+            save_file(shards[-1], folder / f"model-{len(shards):05}.safetensors")
+            shards[-1] = {}
+            shards.append({})
+        shards[-1][name] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+        weight_map[name] = f"model-{len(shards):05}.safetensors"
+    save_file(shards[-1], folder / f"model-{len(shards):05}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").symlink_to(tokenizer)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(path.resolve() for suffix in ("safetensors", "gguf") for path in folder.glob(f"*.{suffix}"))
+
+
+def drop_pages(paths: list[Path]) -> None:
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_s(paths: list[Path]) -> float:
+    """Seconds of a plain sequential read."""
+    start = time.perf_counter()
+    buffer = bytearray(READ_BYTES)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - start
+
+
+def load_here(folder: str, is_checked: bool) -> dict[str, Any]:
+    """In this process: seconds of loading, and how far its memory rose."""
+    import torch
+    from penstock_server.engine.device import choose_dtype
+    from penstock_server.kernels import native_ops
+    from penstock_server.models import load_model
+    from penstock_server.models.interface import LoadOptions
+    from penstock_server.parallel import RankGroup
+    from penstock_server.weights import gguf_file, safetensors_file
+
+    if not is_checked:
+        for module in (gguf_file, safetensors_file):
+            module.check_finite = lambda *arguments: None  # type: ignore[assignment]
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    device = torch.device("cpu")
+    if native_ops.available():
+        native_ops.make_kernels()
+    torch.ones(1 << 20).sum()  # threads and libraries are there before the clock starts
+    before = status_bytes("VmRSS")
+    start = time.perf_counter()
+    model = load_model(LoadOptions(Path(folder), choose_dtype("", device), device, 16), RankGroup())
+    seconds = time.perf_counter() - start
+    peak, after = status_bytes("VmHWM"), status_bytes("VmRSS")
+    return {
+        "seconds": seconds,
+        "phases": dict(model.load_phases),
+        "weight_bytes": model.weight_bytes,
+        "rss_bytes": {"before": before, "peak": peak, "after": after},
+    }
+
+
+def status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def start_server(model: list[str]) -> dict[str, Any]:
+    """Seconds to ready by the server's own count, and by phase."""
+    command = [str(PENSTOCK), "--json-output", "--port", "0", "--hostname", "127.0.0.1", *model]
+    began = time.perf_counter()
+    phases: dict[str, float] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            fields = json.loads(line).get("fields", {}) if line.startswith("{") else {}
+            message = fields.get("message", "")
+            if message.startswith("phase "):
+                phases[message.removeprefix("phase ")] = fields["seconds"]
+            if message == "ready":
+                wall = time.perf_counter() - began
+                process.terminate()
+                return {"ready_s": fields["seconds"], "wall_s": wall, "phases": phases}
+    raise RuntimeError(f"{' '.join(command)} did not become ready")
+
+
+def measure(folder: Path, model: list[str], is_cold: bool) -> dict[str, Any]:
+    paths = weight_files(folder)
+
+    def prepared() -> None:
+        if is_cold:
+            drop_pages(paths)
+
+    def load(flag: str) -> Any:
+        prepared()
+        return in_own_process("load_speed.py", flag, str(folder))
+
+    prepared()
+    raw_s = read_s(paths)
+    result = {"raw_read_s": raw_s, "load": load("--load"), "load_unchecked": load("--load-unchecked")}
+    prepared()
+    return {**result, "server": start_server(model)}
+
+
+def report(record: dict[str, Any]) -> str:
+    rows = []
+    for name, of_model in record["models"].items():
+        for state, repeats in of_model["repeats"].items():
+            raw = statistics.median(repeat["raw_read_s"] for repeat in repeats)
+            load = statistics.median(repeat["load"]["seconds"] for repeat in repeats)
+            unchecked = statistics.median(repeat["load_unchecked"]["seconds"] for repeat in repeats)
+            ready = statistics.median(repeat["server"]["ready_s"] for repeat in repeats)
+            loads = [repeat["load"] for repeat in repeats]
+            peak = max((one["rss_bytes"]["peak"] - one["rss_bytes"]["before"]) / one["weight_bytes"] for one in loads)
+            row = [name, state, f"{raw:.2f}", f"{load:.2f}", f"{load / raw:.2f}", f"{load / unchecked - 1:+.1%}"]
+            rows.append([*row, f"{ready:.2f}", f"{ready / raw:.2f}", f"{peak:.2f}"])
+    header = ["model", "pages", "raw read s", "load s", "÷ raw", "NaN check", "ready s", "÷ raw", "peak ÷ weights"]
+    return (
+        f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, load average "
+        f"{record['machine']['load_average']:.1f}, `{record['command']}`, {record['revision']}\n\n"
+        + markdown(header, rows)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    parser.add_argument("--load-unchecked", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.load or options.load_unchecked:
+        print(json.dumps(load_here(options.load or options.load_unchecked, bool(options.load))))
+        return
+    command = [sys.executable, "-m", "penstock_server.prepare"]
+    embedded = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)["folder"]
+    started = datetime.datetime.now(datetime.timezone.utc)
+    record: dict[str, Any] = {
+        "command": from_root([Path(sys.executable).name, *sys.argv]),
+        "started": started.isoformat(timespec="seconds"),
+        "revision": revision(),
+        "machine": in_own_process("limits.py")["machine"],
+        "models": {},
+    }
+    with tempfile.TemporaryDirectory(prefix="penstock-load-") as scratch:
+        make_checkpoint(Path(scratch), int(options.gigabytes * 1e9), Path(embedded) / "tokenizer.json")
+        models = {
+            "embedded": (Path(embedded), []),
+            f"synthetic {options.gigabytes:g} GB": (Path(scratch), ["--model-id", scratch]),
+        }
+        for name, (folder, flags) in models.items():
+            repeats: dict[str, list[Any]] = {state: [] for state in options.states}
+            for repeat, (state, results) in itertools.product(range(options.repeats), repeats.items()):
+                print(f"{name}, {state}, repeat {repeat + 1}", flush=True)
+                results.append(measure(folder, flags, state == "cold"))
+            size = sum(path.stat().st_size for path in weight_files(folder))
+            record["models"][name] = {"file_bytes": size, "repeats": repeats}
+    options.out.mkdir(exist_ok=True)
+    machine = record["machine"]
+    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-load"
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    text = report(record)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nraw: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Model folders that cannot be served, and the subcommands that say so, through the real binary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from binary import PENSTOCK, launch
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random llama with a tokenizer."""
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("sound")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    vocabulary = {chr(48 + i): i for i in range(64)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def put_nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def empty_vocabulary(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def only_adapter(folder: Path) -> None:
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).unlink()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (put_nan, "tensor model.norm.weight holds NaN"),
+        (empty_vocabulary, "has no vocabulary"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (only_adapter, "holds a LORA adapter, not a model; it is for some/base"),
+    ],
+)
+def test_a_damaged_folder_ends_the_start_with_one_message(
+    damage: Callable[[Path], None], message: str, sound: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(sound, tmp_path / "model"))
+    damage(folder)
+    process = launch("--port", "0", "--hostname", "127.0.0.1", "--model-id", str(folder))
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 1
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    errors = [line["fields"]["message"] for line in lines if line["level"] == "ERROR"]
+    assert len(errors) == 1, said
+    assert message in errors[0]
+    assert "Traceback" not in said
+
+
+def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PENSTOCK, *arguments], capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_check_says_whether_a_model_can_be_served(sound: Path, tmp_path: Path) -> None:
+    answer = tool("check", str(sound), "--json", "--num-shard", "2")
+    report = json.loads(answer.stdout)
+    assert (answer.returncode, report["problems"]) == (0, [])
+    assert [rank["num_heads"] for rank in report["layout"]["ranks"]] == [1, 1]
+    answer = tool("check", str(tmp_path))
+    assert answer.returncode == 1
+    assert "is empty; a model folder holds" in answer.stdout
+
+
+def test_models_lists_what_can_be_served() -> None:
+    answer = tool("models")
+    assert answer.returncode == 0
+    assert "\n  llama\n" in answer.stdout

@@ -1,0 +1,56 @@
+"""`python -m penstock_server.catalog`: what can be served, from the tables that loading goes by. `penstock models` runs
+this."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from penstock_server.engine.device import DTYPES
+from penstock_server.models.registry import ARCHITECTURES
+from penstock_server.weights.folder import SUFFIXES
+from penstock_server.weights.gguf_config import BUILDERS
+from penstock_server.weights.safetensors_file import LOADABLE
+
+
+def catalog() -> dict[str, list[str]]:
+    """Architectures by their `model_type`, GGUF architectures by theirs, file formats, and types of numbers."""
+    return {
+        "architectures": sorted(ARCHITECTURES),
+        "gguf_architectures": sorted(BUILDERS),
+        "formats": [
+            f"{kind} ({', '.join('*' + suffix for suffix in suffixes)})" for kind, suffixes in SUFFIXES.items()
+        ],
+        "stored_dtypes": list(LOADABLE),
+        "dtypes": list(DTYPES),
+    }
+
+
+TITLES = {
+    "architectures": "Architectures (model_type in config.json)",
+    "gguf_architectures": "Architectures in GGUF files",
+    "formats": "Formats of weights, the first that is there is read",
+    "stored_dtypes": "Types of weights in safetensors and pickles",
+    "dtypes": "Types to compute in (--dtype)",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="penstock models", description="What can be served.")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    options = parser.parse_args(arguments)
+    found = catalog()
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(
+            "\n\n".join(
+                "\n".join([f"{TITLES[key]}:", *(f"  {name}" for name in names)]) for key, names in found.items()
+            )
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""`python -m penstock_server.check [MODEL]`: what a model is, how it would be served here, and all that is wrong.
+
+Starts no server and loads no weights. Exit status 0 when it can be served, 1 when not. `penstock check` runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock_server.inspection.source import Source, find_source
+from penstock_server.inspection.text import TextFacts, look_at_text
+
+MEMORY_FRACTION = 0.9  # as --cuda-memory-fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that is known of one model; `layout` as in `inspection.layout.Layout`."""
+
+    source: Source
+    text: TextFacts
+    layout: Any
+
+    @property
+    def num_parameters(self) -> int | None:
+        tensors = self.source.tensors
+        return None if tensors is None else sum(math.prod(tensor.shape) for tensor in tensors.values())
+
+    @property
+    def stored_as(self) -> dict[str, int]:
+        """How many tensors are of which type."""
+        return dict(Counter(tensor.dtype for tensor in (self.source.tensors or {}).values()).most_common())
+
+
+def check(model_id: str | None, revision: str | None, num_ranks: int, dtype: str, memory_fraction: float) -> Report:
+    """Never raises for what is wrong with a model: that is in the report."""
+    source = find_source(model_id, revision)
+    text, layout = TextFacts(), None
+    if source.folder is not None and any(source.folder.iterdir()):
+        text = look_at_text(source.folder, source.problems, source.notes)
+        # Torch takes seconds to import; what has no configuration needs none.
+        if (source.folder / "config.json").is_file():
+            from penstock_server.inspection.layout import lay_out
+
+            layout = lay_out(source.folder, source.tensors, num_ranks, dtype, memory_fraction, source.problems)
+        else:
+            source.problems.append(f"{source.folder} holds no config.json, so it is not a model folder")
+    return Report(source, text, layout)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    source = report.source
+    return {
+        "model": source.name,
+        "origin": source.origin,
+        "servable": not source.problems,
+        "problems": source.problems,
+        "notes": source.notes,
+        "weights": {"kind": source.kind, "files": source.files, "bytes": sum(source.files.values())},
+        "num_parameters": report.num_parameters,
+        "stored_as": report.stored_as,
+        "text": asdict(report.text),
+        "layout": None if report.layout is None else asdict(report.layout),
+    }
+
+
+def as_text(report: Report) -> str:
+    source, text, layout = report.source, report.text, report.layout
+    rows = [("model", source.name), ("origin", source.origin)]
+    if layout is not None:
+        rows.append(("architecture", layout.architecture))
+        rows.append(("context", f"{layout.max_position_tokens} tokens"))
+    if report.num_parameters is not None:
+        rows.append(("parameters", f"{report.num_parameters:,}"))
+        rows.append(("stored as", ", ".join(f"{name} ({num} tensors)" for name, num in report.stored_as.items())))
+    if source.files:
+        total = sum(source.files.values())
+        rows.append(("weights", f"{len(source.files)} {source.kind} file(s), {_size(total)}"))
+        rows += [("", f"{name}  {_size(size)}") for name, size in list(source.files.items())[:8]]
+        if len(source.files) > 8:
+            rows.append(("", f"and {len(source.files) - 8} more"))
+    if text.tokenizer is not None:
+        rows.append(("tokenizer", f"{text.tokenizer}, {text.num_tokens} tokens"))
+    if source.folder is not None:
+        rows.append(("chat template", text.chat_template or "none"))
+    if text.eos_token_ids:
+        rows.append(("ends with", ", ".join(map(str, text.eos_token_ids))))
+    if layout is not None:
+        rows.append(("computed in", f"{layout.dtype} on {layout.device}, {len(layout.ranks)} rank(s)"))
+        for number, rank in enumerate(layout.ranks):
+            rows.append((f"rank {number}", f"{rank.num_heads} heads, {rank.num_kv_heads} KV heads"))
+            rows.append(("", f"weights {_size(rank.weight_bytes)}, KV cache {rank.kv_bytes_per_token} bytes a token"))
+            rows.append(("", f"{rank.fitting_tokens} tokens fit now ({_size(rank.free_bytes)} are free)"))
+        rows.append(("KV cache", f"at most {min(rank.fitting_tokens for rank in layout.ranks)} tokens"))
+    rows += [("note", note) for note in source.notes]
+    rows += [("problem", problem) for problem in source.problems]
+    rows.append(("verdict", "cannot be served" if source.problems else "can be served"))
+    return "\n".join(f"{name:<14} {value}".rstrip() for name, value in rows)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="penstock check", description="What a model is, and whether it can be served."
+    )
+    parser.add_argument("model", nargs="?", help="model folder, .gguf file or hub id; without it the embedded model")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--num-shard", type=int, default=1, help="over how many ranks (1)")
+    parser.add_argument("--dtype", default="", help="float32, float16 or bfloat16; without it as the server chooses")
+    parser.add_argument(
+        "--cuda-memory-fraction", type=float, default=MEMORY_FRACTION, help="part of memory to use (0.9)"
+    )
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    options = parser.parse_args(arguments)
+    if options.num_shard < 1:
+        parser.error(f"--num-shard is {options.num_shard}, must be at least 1")
+    report = check(options.model, options.revision, options.num_shard, options.dtype, options.cuda_memory_fraction)
+    print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))
+    return 1 if report.source.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

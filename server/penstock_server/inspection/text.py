@@ -1,0 +1,78 @@
+"""What a model folder says about text: tokenizer, chat template and the tokens that end a sequence. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "chat_template.json")
+
+
+@dataclass(slots=True)
+class TextFacts:
+    """None or empty: there is none, or it could not be read."""
+
+    tokenizer: str | None = None
+    num_tokens: int | None = None
+    chat_template: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def look_at_text(folder: Path, problems: list[str], notes: list[str]) -> TextFacts:
+    """What is wrong is added to the problems, what is only worth knowing to the notes."""
+    facts = TextFacts()
+    _look_at_tokenizer(folder, facts, problems)
+    config = _read_object(folder / "tokenizer_config.json", problems)
+    found = [name for name in TEMPLATE_FILES if (folder / name).exists()]
+    found += ["tokenizer_config.json"] if config.get("chat_template") else []
+    facts.chat_template = found[0] if found else None
+    if not found:
+        notes.append("there is no chat template: chat requests are refused, unless --chat-template gives one")
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_object(folder / name, problems if name == "generation_config.json" else []).get("eos_token_id")
+        listed = ids if isinstance(ids, list) else [ids]
+        if ids is not None and not facts.eos_token_ids:
+            facts.eos_token_ids = tuple(id_ for id_ in listed if isinstance(id_, int))
+    if not facts.eos_token_ids and not config.get("eos_token"):
+        notes.append("nothing says which token ends a text: answers end at their length or a stop string")
+    return facts
+
+
+def _look_at_tokenizer(folder: Path, facts: TextFacts, problems: list[str]) -> None:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        slow = [name for name in SLOW_FILES if (folder / name).is_file()]
+        hint = f"; it has {', '.join(slow)}, which would have to be converted first" if slow else ""
+        problems.append(f"{folder} has no tokenizer.json{hint}")
+        return
+    tokenizer = _read_object(path, problems)
+    model = tokenizer.get("model")
+    if not isinstance(model, dict):
+        if tokenizer:
+            problems.append(f"{path} is not what it should be: it has no model")
+        return
+    vocabulary = model.get("vocab") or ()
+    added = tokenizer.get("added_tokens") or ()
+    facts.tokenizer = str(model.get("type") or "BPE")
+    texts = {entry[0] for entry in vocabulary} if isinstance(vocabulary, list) else set(vocabulary)
+    facts.num_tokens = len(texts | {entry.get("content") for entry in added})
+    if not texts:
+        problems.append(f"{path} has no vocabulary: no text can be encoded with it")
+
+
+def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Empty when there is no such file, or it is no JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        problems.append(f"{path} is not valid JSON: {error}")
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{path} is not a JSON object")
+        return {}
+    return value

@@ -1,0 +1,94 @@
+"""The header of a safetensors file: which tensors it holds, and where. Reads no tensor and imports no torch.
+
+Format: https://huggingface.co/docs/safetensors/index#format.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock_server.errors import ConfigError
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor lies in its file."""
+
+    dtype: str  # the format's name
+    shape: tuple[int, ...]
+    start: int  # bytes, from the start of the file
+    stop: int
+
+
+def read_header(path: Path) -> dict[str, Place]:
+    """Raises ConfigError when the file is truncated or its header damaged."""
+    size = path.stat().st_size
+    if size <= LENGTH_BYTES:
+        raise ConfigError(f"{path} is truncated: it has {size} bytes")
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if header_bytes > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+            raise ConfigError(
+                f"{path} is truncated or no safetensors file: its header ends at {LENGTH_BYTES + header_bytes}, "
+                f"the file at {size}"
+            )
+        return parse_header(path, file.read(header_bytes), size)
+
+
+def parse_header(path: Path, text: bytes, size: int) -> dict[str, Place]:
+    """The header's places, checked against the size of the file. `path` is for messages."""
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: its header is not valid JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path} is damaged: its header is not a JSON object")
+    header.pop("__metadata__", None)
+    data_start = LENGTH_BYTES + len(text)
+    places = {name: _place(path, name, value, data_start, size) for name, value in header.items()}
+    _check_apart(path, places)
+    return places
+
+
+def _place(path: Path, name: str, value: dict[str, Any], data_start: int, size: int) -> Place:
+    try:
+        dtype, shape, (begin, end) = str(value["dtype"]), tuple(map(int, value["shape"])), value["data_offsets"]
+        start, stop = data_start + int(begin), data_start + int(end)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged: its header describes tensor {name} wrongly") from error
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"{path}: tensor {name} is of type {dtype}, which is not supported")
+    if stop > size:
+        raise ConfigError(f"{path} is truncated: tensor {name} ends at byte {stop}, the file at {size}")
+    if start < data_start or min(shape, default=0) < 0 or stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ConfigError(f"{path} is damaged: tensor {name} of shape {list(shape)} does not fit its place in the file")
+    return Place(dtype, shape, start, stop)
+
+
+def _check_apart(path: Path, places: dict[str, Place]) -> None:
+    filled = sorted((place.start, place.stop, name) for name, place in places.items() if place.stop > place.start)
+    for (_, stop, name), (start, _, other) in itertools.pairwise(filled):
+        if start < stop:
+            raise ConfigError(f"{path} is damaged: tensors {name} and {other} overlap")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return values

@@ -1,0 +1,113 @@
+"""A model hub of our own, over HTTP, with as much of the real one's interface as a download needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class Hub:
+    """One repository, `someone/tiny`, and what was asked of it."""
+
+    files: dict[str, bytes]
+    url: str = ""
+    token: str | None = None  # whoever asks without it is turned away
+    gated: bool = False  # the files are, the list of them is not
+    break_after: dict[str, int] = field(default_factory=dict)  # file → bytes after which its connection breaks, once
+    status: int = 200  # what every request is answered with, if not this
+    gets: list[tuple[str, str | None]] = field(default_factory=list)  # files fetched, with the range asked for
+
+
+@contextmanager
+def running(hub: Hub) -> Iterator[Hub]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = unquote(self.path.split("?")[0])
+            if hub.status != 200:
+                return self.answer(b"{}", hub.status)
+            if hub.token and self.headers["Authorization"] != f"Bearer {hub.token}":
+                return self.answer(b"{}", 401, {"X-Error-Code": "RepoNotFound"})
+            parts = path.strip("/").split("/", 5)
+            if parts[:2] == ["api", "models"]:
+                return self.describe(parts[2:])
+            if parts[:2] == ["someone", "tiny"] and parts[2] == "resolve":
+                return self.give("/".join(path.strip("/").split("/")[4:]))
+            return self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
+
+        def describe(self, parts: list[str]) -> None:
+            if parts[:2] != ["someone", "tiny"]:
+                return self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
+            if len(parts) > 3 and parts[3].split("/")[0] not in ("main", SHA):
+                return self.answer(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
+            if len(parts) > 2 and parts[2] == "tree":
+                entries = [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in hub.files.items()
+                ]
+                return self.answer(json.dumps(entries).encode())
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in hub.files.items()]
+            info = {"id": "someone/tiny", "sha": SHA, "siblings": siblings, "pipeline_tag": "text-generation"}
+            return self.answer(json.dumps(info).encode())
+
+        def give(self, name: str) -> None:
+            if hub.gated:
+                return self.answer(b"{}", 403, {"X-Error-Code": "GatedRepo"})
+            data = hub.files.get(name)
+            if data is None:
+                return self.answer(b"", 404, {"X-Error-Code": "EntryNotFound"})
+            headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+            asked = self.headers["Range"]
+            if self.command == "GET":
+                hub.gets.append((name, asked))
+            if asked is None:
+                return self.answer(data, 200, headers, hub.break_after.pop(name, None) if self.is_get else None)
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, stop = int(first), int(last) + 1 if last else len(data)
+            headers["Content-Range"] = f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}"
+            return self.answer(data[start:stop], 206, headers)
+
+        @property
+        def is_get(self) -> bool:
+            return self.command == "GET"
+
+        def answer(
+            self, body: bytes, status: int = 200, headers: dict[str, str] | None = None, breaks: int | None = None
+        ) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.is_get:
+                self.wfile.write(body if breaks is None else body[:breaks])
+            if breaks is not None:
+                self.close_connection = True
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=[0.05], daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,167 @@
+"""`penstock check` says what a model is and all that is wrong with it; `penstock models` what can be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import save_gguf
+from hub_server import SHA, Hub, running
+from penstock_server import catalog, check
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.models.registry import ARCHITECTURES
+from penstock_server.parallel import RankGroup
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model, save_model
+
+TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<|end|>"}]}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return with_tokenizer(save_model(make_model("llama"), tmp_path / "model"))
+
+
+def with_tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def run(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """(exit status, the report)"""
+    status = check.main([*arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_sound_folder_is_described(folder: Path, capsys: Any) -> None:
+    status, report = run(capsys, str(folder), "--num-shard", "2", "--dtype", "float32")
+    assert (status, report["problems"], report["notes"], report["servable"]) == (0, [], [], True)
+    assert report["num_parameters"] == sum(
+        tensor.numel() for tensor in load_file(folder / "model.safetensors").values()
+    )
+    assert report["stored_as"] == {"F32": 30}
+    assert report["weights"]["files"] == {"model.safetensors": (folder / "model.safetensors").stat().st_size}
+    text = report["text"]
+    assert (text["tokenizer"], text["num_tokens"], text["chat_template"]) == ("BPE", 3, "chat_template.jinja")
+    layout = report["layout"]
+    assert (layout["architecture"], layout["dtype"], layout["max_position_tokens"]) == ("llama", "float32", 256)
+    assert [(rank["num_heads"], rank["num_kv_heads"]) for rank in layout["ranks"]] == [(3, 1), (3, 1)]
+    assert all(rank["fitting_tokens"] > 0 for rank in layout["ranks"])
+
+
+def test_the_memory_it_states_is_what_loading_takes(folder: Path, capsys: Any) -> None:
+    _, report = run(capsys, str(folder), "--dtype", "float32")
+    rank = report["layout"]["ranks"][0]
+    model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
+    assert rank["weight_bytes"] == model.weight_bytes
+    assert rank["kv_bytes_per_token"] * 16 == model.kv_bytes_per_block
+
+
+def test_all_that_is_wrong_is_said_at_once(folder: Path, capsys: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["stray"] = tensors.pop("model.norm.weight")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:7].clone()
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}}}')
+    (folder / "generation_config.json").write_text("{")
+    status, report = run(capsys, str(folder), "--num-shard", "7")
+    assert status == 1
+    said = "\n".join(report["problems"])
+    for part in (
+        "tokenizer.json has no vocabulary",
+        "generation_config.json is not valid JSON",
+        "lacks 1 of 30 tensors: model.norm.weight",
+        "holds 1 tensors that the model has no place for: stray",
+        "tensor lm_head.weight has shape [7, 48], but config.json makes it [131, 48]",
+        "1 weights are of type F8_E4M3",
+        "cannot be split over 7 ranks",
+    ):
+        assert part in said
+    assert len(report["problems"]) == 7
+
+
+def test_every_damaged_file_is_named(tmp_path: Path, capsys: Any) -> None:
+    folder = with_tokenizer(save_model(make_model("llama"), tmp_path / "model", "60KB"))
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files[:2]:
+        path.write_bytes(path.read_bytes()[:-5])
+    status, report = run(capsys, str(folder))
+    assert status == 1
+    assert [files[0].name in report["problems"][0], files[1].name in report["problems"][1]] == [True, True]
+    assert report["layout"]["architecture"] == "llama"
+
+
+def test_a_folder_without_a_tokenizer_says_what_there_is_instead(folder: Path, capsys: Any) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"x")
+    (folder / "chat_template.jinja").unlink()
+    status, report = run(capsys, str(folder))
+    assert status == 1
+    assert report["problems"][0].endswith(
+        "has no tokenizer.json; it has tokenizer.model, which would have to be converted first"
+    )
+    assert "no chat template" in report["notes"][0]
+
+
+def test_pickles_are_described_without_being_converted(tmp_path: Path, capsys: Any) -> None:
+    model = make_model("llama")
+    model.config.save_pretrained(tmp_path / "model")
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    status, report = run(capsys, str(with_tokenizer(tmp_path / "model")))
+    assert (status, report["problems"], report["stored_as"]) == (0, [], {"F32": 30})
+    assert not list((tmp_path / "cache").glob("penstock/*"))
+
+
+def test_a_gguf_file_is_described(tmp_path: Path, capsys: Any) -> None:
+    status, report = run(capsys, str(save_gguf(make_model("llama"), tmp_path / "tiny.gguf")))
+    assert report["weights"]["kind"] == "gguf"
+    assert report["stored_as"]["F32"] > 0
+    assert report["text"]["tokenizer"] == "BPE"
+    assert status == (1 if report["problems"] else 0)
+
+
+def test_what_is_not_there_is_one_problem(capsys: Any) -> None:
+    assert check.main(["/nowhere/model"]) == 1
+    said = capsys.readouterr().out
+    assert "problem        there is no file or folder /nowhere/model" in said
+    assert said.endswith("cannot be served\n")
+
+
+def test_of_a_hub_model_only_the_headers_are_read(
+    folder: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with running(Hub(files)) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        status, report = run(capsys, "someone/tiny")
+    assert (status, report["problems"]) == (0, [])
+    assert report["origin"] == f"on the hub, commit {SHA}"
+    assert report["stored_as"] == {"F32": 30}
+    fetched = [asked for name, asked in hub.gets if name == "model.safetensors"]
+    assert fetched
+    assert all(fetched)
+
+
+def test_the_list_of_models_is_the_loaders_own(capsys: Any) -> None:
+    assert catalog.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["architectures"] == sorted(ARCHITECTURES)
+    assert catalog.main([]) == 0
+    assert all(f"  {name}\n" in capsys.readouterr().out for name in list(ARCHITECTURES)[:1])

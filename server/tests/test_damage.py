@@ -1,0 +1,158 @@
+"""Every damage to a model folder gives one clear message, from preparing or from loading it, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from penstock_server.errors import ConfigError
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.prepare import prepare
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model, save_model
+
+Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def set_weight(value: float, dtype: torch.dtype = torch.float32, place: int = -1) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / FILE)
+        tensors[Q_WEIGHT] = tensors[Q_WEIGHT].to(dtype)
+        tensors[Q_WEIGHT].view(-1)[place] = value
+        save_file(tensors, folder / FILE)
+
+    return change
+
+
+def set_config(**values: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return change
+
+
+def set_index(**weight_map: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        names = dict.fromkeys(load_file(folder / FILE), FILE)
+        (folder / INDEX).write_text(json.dumps({"weight_map": {**names, **weight_map}}))
+
+    return change
+
+
+def remove(*patterns: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for pattern in patterns:
+            for path in folder.glob(pattern):
+                path.unlink()
+
+    return change
+
+
+def make_adapter(folder: Path) -> None:
+    remove("*")(folder)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
+    save_file({"lora_A.weight": torch.zeros(2)}, folder / "adapter_model.safetensors")
+
+
+def make_incomplete_series(folder: Path) -> None:
+    (folder / FILE).rename(folder / "model-00002-of-00003.safetensors")
+
+
+def append(name: str, num_bytes: int) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes() + bytes(num_bytes)) and None
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "nan": (set_weight(float("nan")), f"is damaged: tensor {Q_WEIGHT} holds NaN$"),
+    "infinity": (set_weight(float("-inf"), place=0), f"is damaged: tensor {Q_WEIGHT} holds infinity$"),
+    "nan in bf16": (set_weight(float("nan"), torch.bfloat16), f"is damaged: tensor {Q_WEIGHT} holds NaN$"),
+    "fp8": (
+        set_weight(0.0, torch.float8_e4m3fn),
+        f"tensor {Q_WEIGHT} is of type F8_E4M3, which cannot be loaded as a weight; F64, F32, F16, BF16 can",
+    ),
+    "index names a tensor that is not there": (
+        set_index(stray=FILE),
+        f"the index of .* says that tensor stray is in {FILE}, which does not hold it",
+    ),
+    "circular index": (set_index(stray=INDEX), f"is damaged: it names '{INDEX}', which is no .safetensors file"),
+    "escaping index": (set_index(stray="../other.safetensors"), "names files outside its folder"),
+    "empty index": (lambda folder: (folder / INDEX).write_text('{"weight_map": {}}') and None, "it names no tensor"),
+    "number as a file": (
+        lambda folder: (folder / INDEX).write_text('{"weight_map": {"x": 3}}') and None,
+        "index.json (is damaged|names files outside)",
+    ),
+    "missing shard without an index": (make_incomplete_series, "lacks 2 of 3 weight files that there are by their num"),
+    "zero length": (lambda folder: (folder / FILE).write_bytes(b"") and None, "is truncated: it has 0 bytes"),
+    "no weights": (remove("*.safetensors"), "holds no weights"),
+    "no config": (remove("config.json"), "holds no config.json"),
+    "nothing": (remove("*"), "is empty; a model folder holds"),
+    "adapter": (make_adapter, "holds a LORA adapter, not a model; it is for some/base: merge it"),
+    "broken config": (
+        lambda folder: (folder / "config.json").write_text("{") and None,
+        "config.json is not valid JSON",
+    ),
+    "unknown architecture": (set_config(model_type="quux"), "model type 'quux' is not supported; supported: .*llama"),
+    "other width": (set_config(hidden_size=96), "has shape .* but config.json makes it"),
+    "more layers": (set_config(num_hidden_layers=4), "the checkpoint lacks 9 of 39 tensors"),
+    "fewer layers": (set_config(num_hidden_layers=2), "the checkpoint holds 9 tensors that the model has no place for"),
+    "text for a number": (set_config(hidden_size="48"), "hidden_size must be of type int, not '48'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+    change, message = DAMAGES[damage]
+    folder = save_model(make_model("llama"), tmp_path)
+    change(folder)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load(Path(prepare(str(folder)).folder))
+    assert "\n" not in str(raised.value)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    load_model(LoadOptions(folder, dtype, torch.device("cpu"), 16), RankGroup())
+
+
+def test_numbers_beyond_the_dtype_are_named_with_it(tmp_path: Path) -> None:
+    folder = save_model(make_model("llama"), tmp_path)
+    set_weight(1e6)(folder)
+    load(folder)
+    with pytest.raises(ConfigError, match=f"{Q_WEIGHT} holds numbers beyond the range of float16; the largest is 1e"):
+        load(folder, torch.float16)
+
+
+def test_large_weights_whose_sum_runs_over_are_numbers_all_the_same(tmp_path: Path) -> None:
+    folder = save_model(make_model("llama"), tmp_path)
+    tensors = load_file(folder / FILE)
+    tensors[Q_WEIGHT].fill_(3e38)
+    save_file(tensors, folder / FILE)
+    load(folder)
+
+
+def test_odd_files_beside_the_weights_are_ignored_by_name(tmp_path: Path) -> None:
+    folder = save_model(make_model("llama"), tmp_path)
+    (folder / FILE).rename(folder / "weights.safetensors")  # so that nothing is found by its exact name
+    for name in (
+        "adapter_model.safetensors",
+        "consolidated.safetensors",
+        "consolidated.00.pth",
+        "optimizer.pt",
+        "scheduler.pt",
+        "training_args.bin",
+        "rng_state_0.pth",
+        "model.onnx",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "openvino_model.bin",
+        "._weights.safetensors",
+    ):
+        (folder / name).write_bytes(b"not what its name says")
+    load(Path(prepare(str(folder)).folder))

@@ -1,0 +1,216 @@
+"""Downloads from a hub: only what is needed, resumed, pinned, and without a connection from the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import SHA, Hub, running
+from penstock_server.errors import ConfigError
+from penstock_server.hub import wanted_files
+from penstock_server.weights.folder import choose_weights
+from tiny_models import make_model, save_model
+
+PACKAGES = str(Path(__file__).parents[1])
+SHARD = "model-00002-of-00005.safetensors"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A sharded llama with much beside it that serving does not need."""
+    folder = save_model(make_model("llama"), tmp_path_factory.mktemp("model"), "60KB")
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    others = ("README.md", "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "modeling_tiny.py")
+    others += ("original/params.json", "onnx/model.onnx", "tokenizer.json", "stray.safetensors", "training_args.bin")
+    return {**found, **{name: name.encode() * 100 for name in others}}
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes]) -> Iterator[Hub]:
+    with running(Hub(dict(files))) as hub:
+        yield hub
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def prepare(hub: Hub, home: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], str]:
+    """(its answer, or nothing; what it said)"""
+    answer = subprocess.run(
+        [sys.executable, "-m", "penstock_server.prepare", "--model-id", "someone/tiny", *arguments],
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))},
+            "PYTHONPATH": PACKAGES,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(home),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == (0 if answer.stdout else 1), answer.stderr
+    return json.loads(answer.stdout or "{}"), answer.stderr
+
+
+def error(said: str) -> str:
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, said
+    return lines[0]
+
+
+def test_only_what_serving_needs_is_fetched_and_only_once(hub: Hub, home: Path) -> None:
+    prepared, said = prepare(hub, home)
+    folder = Path(prepared["folder"])
+    assert folder == home / "hub" / "models--someone--tiny" / "snapshots" / SHA
+    assert (prepared["sha"], prepared["pipeline_tag"]) == (SHA, "text-generation")
+    shards = {name for name in hub.files if name.startswith("model-")}
+    assert len(shards) > 2
+    small = {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert {path.name for path in folder.iterdir()} == small | shards
+    assert all((folder / name).read_bytes() == hub.files[name] for name in shards)
+    assert "files of someone/tiny" in said
+    hub.gets.clear()
+    again, said = prepare(hub, home)
+    assert (again, hub.gets, said) == (prepared, [], "")
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(hub: Hub, home: Path) -> None:
+    weights = os.urandom(24 << 20)
+    hub.files = {"config.json": b"{}", "model.safetensors": weights}
+    hub.break_after["model.safetensors"] = 15 << 20
+    prepared, _ = prepare(hub, home)
+    assert (Path(prepared["folder"]) / "model.safetensors").read_bytes() == weights
+    first, second = [asked for fetched, asked in hub.gets if fetched == "model.safetensors"]
+    assert (first, second) == (None, f"bytes={10 << 20}-")  # the library writes pieces of 10 MiB
+
+
+def test_a_download_that_was_ended_goes_on_with_what_is_missing(hub: Hub, home: Path) -> None:
+    folder = Path(prepare(hub, home)[0]["folder"])
+    (folder / SHARD).resolve().unlink()
+    (folder / SHARD).unlink()
+    hub.status = 503
+    _, said = prepare(hub, home)
+    assert f"weight files that its index names, e.g. {SHARD}" in error(said)
+    hub.status = 200
+    hub.gets.clear()
+    assert Path(prepare(hub, home)[0]["folder"]) == folder
+    assert hub.gets == [(SHARD, None)]
+    assert (folder / SHARD).read_bytes() == hub.files[SHARD]
+
+
+def test_a_repository_that_lacks_a_file_is_refused_before_anything_is_fetched(hub: Hub, home: Path) -> None:
+    del hub.files[SHARD]
+    _, said = prepare(hub, home)
+    assert error(said) == f"error: someone/tiny lacks 1 of 5 weight files that its index names, e.g. {SHARD}"
+    assert [name for name, _ in hub.gets] == ["model.safetensors.index.json"]
+
+
+def test_a_hub_in_trouble_is_named_where_the_cache_holds_nothing(hub: Hub, home: Path) -> None:
+    hub.status = 503
+    _, said = prepare(hub, home)
+    assert error(said).startswith("error: someone/tiny is not in the cache, and the hub answers ")
+
+
+def test_without_a_connection_the_cache_serves(hub: Hub, home: Path) -> None:
+    prepared, _ = prepare(hub, home)
+    offline = {**prepared, "pipeline_tag": None}
+    assert prepare(hub, home, HF_HUB_OFFLINE="1") == (offline, "")
+    assert prepare(hub, home, HF_ENDPOINT="http://127.0.0.1:9")[0] == offline
+    hub.status = 503
+    assert prepare(hub, home, "--revision", "main")[0] == offline
+    assert prepare(hub, home, "--revision", SHA, HF_HUB_OFFLINE="1")[0] == offline
+    _, said = prepare(hub, home, "--revision", "other", HF_HUB_OFFLINE="1")
+    assert error(said) == "error: someone/tiny at revision other is not in the cache, and HF_HUB_OFFLINE is set"
+
+
+def test_a_snapshot_that_lacks_a_file_is_not_served_offline(hub: Hub, home: Path) -> None:
+    folder = Path(prepare(hub, home)[0]["folder"])
+    (folder / SHARD).unlink()
+    _, said = prepare(hub, home, HF_HUB_OFFLINE="1")
+    assert f"lacks 1 of 5 weight files that its index names, e.g. {SHARD}" in error(said)
+
+
+def test_code_is_fetched_only_where_it_is_trusted(hub: Hub, home: Path) -> None:
+    assert not (Path(prepare(hub, home)[0]["folder"]) / "modeling_tiny.py").exists()
+    assert (Path(prepare(hub, home, "--trust-remote-code")[0]["folder"]) / "modeling_tiny.py").exists()
+
+
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "file"])
+def test_a_token_is_taken_from_the_environment_or_its_file(variable: str, hub: Hub, home: Path) -> None:
+    hub.token = "hf_secret"
+    _, said = prepare(hub, home)
+    assert error(said) == (
+        "error: there is no folder and no model someone/tiny on the hub; if it is private, set HF_TOKEN"
+    )
+    environment = {variable: "hf_secret"}
+    if variable == "file":
+        home.mkdir(exist_ok=True)
+        (home / "token").write_text("hf_secret\n")
+        environment = {}
+    prepared, said = prepare(hub, home, **environment)
+    assert prepared["sha"] == SHA
+    assert "hf_secret" not in said
+
+
+def test_what_the_hub_refuses_is_said_with_what_to_do(hub: Hub, home: Path) -> None:
+    _, said = prepare(hub, home, "--revision", "nothing")
+    assert error(said) == "error: someone/tiny has no revision nothing"
+    hub.gated = True
+    _, said = prepare(hub, home)
+    assert error(said) == "error: someone/tiny is gated: accept its terms on the hub and set HF_TOKEN"
+
+
+def test_a_volume_of_an_older_server_is_used_as_it_is(hub: Hub, home: Path) -> None:
+    prepare(hub, home)
+    (home / "hub" / "models--someone--tiny").rename(home / "models--someone--tiny")
+    hub.gets.clear()
+    prepared, _ = prepare(hub, home)
+    assert Path(prepared["folder"]).parents[1] == home / "models--someone--tiny"
+    assert hub.gets == []
+    volume = home.parent / "volume"
+    given = prepare(hub, home, HUGGINGFACE_HUB_CACHE=str(volume))[0]
+    assert Path(given["folder"]).parents[1] == volume / "models--someone--tiny"
+
+
+def unread(name: str) -> str:
+    raise AssertionError(f"{name} was read")
+
+
+def index(*names: str) -> Any:
+    return lambda name: json.dumps({"weight_map": {str(i): file for i, file in enumerate(names)}})
+
+
+def test_weights_of_one_format_are_chosen() -> None:
+    everything = ["model.safetensors", "pytorch_model.bin", "x.gguf", "consolidated.safetensors", "config.json"]
+    assert choose_weights("x", everything, unread).names == ("model.safetensors",)
+    assert choose_weights("x", everything[1:], unread).names == ("pytorch_model.bin",)
+    assert choose_weights("x", everything[2:], unread).names == ("x.gguf",)
+    sharded = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+    choice = choose_weights("x", [*sharded, "optimizer.pt"], index(*sharded[:2]))
+    assert (choice.kind, choice.names) == ("bin", tuple(sharded[:2]))
+    for names in (["adapter_model.bin", "training_args.bin", "consolidated.00.pth"], ["config.json"]):
+        with pytest.raises(ConfigError, match="holds no weights"):
+            choose_weights("x", names, unread)
+    with pytest.raises(ConfigError, match="several GGUF files"):
+        choose_weights("x", ["a.gguf", "b.gguf"], unread)
+
+
+def test_files_of_other_formats_are_not_fetched() -> None:
+    names = ["a.gguf", "README.md", "additional_chat_templates/tool_use.jinja", "onnx/tool_use.jinja", "x.py", "a/b.py"]
+    assert wanted_files("x/y", names, unread) == ["a.gguf", "additional_chat_templates/tool_use.jinja"]
+    assert wanted_files("x/y", names, unread, with_code=True)[1:] == [
+        "a/b.py",
+        "additional_chat_templates/tool_use.jinja",
+        "x.py",
+    ]
+    names = ["model.safetensors", "pytorch_model.bin.index.json", "tokenizer.model", "chat_template.jinja"]
+    assert wanted_files("x/y", names, unread) == ["chat_template.jinja", "model.safetensors", "tokenizer.model"]
