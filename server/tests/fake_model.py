@@ -57,10 +57,6 @@ class FakeModel:
         self.cache = torch.full((num_blocks, BLOCK_TOKENS), -1)
         self.caches = [self.cache]
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            self.cache[target] = self.cache[source]
-
     def forward(self, batch: StepBatch) -> Tensor:
         """[samples, 1]: the next token, or POISON."""
         self.num_steps += 1

@@ -143,21 +143,6 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     assert torch.equal(logits[0], logits[1])
 
 
-def test_copied_blocks_continue_a_sequence(tmp_path: Path) -> None:
-    model = load(save_model(make_model("llama"), tmp_path))
-    driver = ModelDriver(model)
-    text = prompts(8, [11], 131)[0]
-    original = driver.sequence(text)
-    driver.step([(original, 10)])
-    copy = driver.sequence(text)
-    copy.blocks = [driver.free_blocks.pop() for _ in original.blocks]
-    copy.num_computed = 10
-    model.copy_blocks(list(zip(original.blocks, copy.blocks, strict=True)))
-    logits = driver.step([(original, 1), (copy, 1)])
-    assert logits is not None
-    torch.testing.assert_close(logits[0], logits[1])
-
-
 def test_description_states_what_it_takes(tmp_path: Path) -> None:
     model = load(save_model(make_model("llama-tied"), tmp_path), torch.bfloat16, block_tokens=8)
     stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))

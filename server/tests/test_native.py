@@ -332,15 +332,3 @@ def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps) -> No
         expected = plain(residual.clone(), batch)
         assert torch.equal(stack.run(residual, caches, batch), expected)
         assert all(torch.equal(a, b) for a, b in zip(caches, plain_caches, strict=True))
-
-
-def test_copied_blocks_hold_the_same_context() -> None:
-    world = pages(4, 2, 64, [33])
-    before = world.attend([(0, 32, 1)])
-    cache = torch.cat([world.caches[0], torch.full_like(world.caches[0], float("nan"))])
-    old = world.tables[0]
-    world.native.copy_blocks([cache], [(block, block + 3) for block in old])
-    cache[:3] = float("nan")
-    world.caches[0], world.tables[0] = cache, [block + 3 for block in old]
-    assert torch.equal(world.attend([(0, 32, 1)]), before)
-    assert world.native.bytes_per_block() == cache[0].nbytes

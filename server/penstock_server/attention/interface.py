@@ -107,7 +107,3 @@ class Attention(Protocol):
         was true when the implementation was chosen.
         """
         ...
-
-    def copy_blocks(self, caches: list[Tensor], pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks (from, to) in every layer."""
-        ...

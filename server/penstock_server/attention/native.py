@@ -95,13 +95,6 @@ class NativeAttention:
         )
         return output
 
-    def copy_blocks(self, caches: list[Tensor], pairs: list[tuple[int, int]]) -> None:
-        if not pairs:
-            return
-        sources, targets = map(list, zip(*pairs, strict=True))
-        for cache in caches:
-            cache[targets] = cache[sources]
-
 
 def batch_addresses(batch: StepBatch) -> tuple[int, int, int, int, int]:
     """What the kernels need to know of a batch."""

@@ -60,14 +60,6 @@ class ReferenceAttention:
                 out[rows] = self._attend_one(queries[rows].float(), stored, seen, base, sinks).to(out.dtype)
         return out
 
-    def copy_blocks(self, caches: list[Tensor], pairs: list[tuple[int, int]]) -> None:
-        if not pairs:
-            return
-        sources = torch.tensor([source for source, _ in pairs], device=self.device)
-        targets = torch.tensor([target for _, target in pairs], device=self.device)
-        for cache in caches:
-            cache[targets] = cache[sources]
-
     def _attend_one(
         self, queries: Tensor, stored: Tensor, seen: tuple[Tensor, Tensor], base: int, sinks: Tensor | None
     ) -> Tensor:

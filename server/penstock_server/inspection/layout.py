@@ -15,9 +15,10 @@ from penstock_server.engine.memory import Memory as DeviceMemory
 from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.source import StoredTensor
+from penstock_server.layers.shard import Shard
+from penstock_server.models.layer import ATTENTION_PARTS
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
-from penstock_server.models.shard import Shard
 from penstock_server.models.spec import ModelSpec, NameMap
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.safetensors_header import ITEM_BYTES
@@ -63,11 +64,10 @@ def lay_out(
         device = choose_device("", 0)
         dtype = choose_dtype(dtype_name, device)
         if tensors is not None:
-            table = parameters(spec, Shard.of(spec, RankGroup(), exact=True))
-            shapes = {names.checkpoint_name(name): parameter.shape for name, parameter in table.items()}
-            problems += misfits(tensors, shapes, names.ignored)
+            fitted = names.fitted(tensors)
+            problems += misfits(tensors, _wanted(spec, fitted), fitted.ignored)
         memory = MemoryMeter(device).measure()
-        ranks = [_share(spec, names, RankGroup(rank, num_ranks), dtype, device) for rank in range(num_ranks)]
+        ranks = [_share(spec, RankGroup(rank, num_ranks), dtype, device) for rank in range(num_ranks)]
     except ConfigError as error:
         problems.append(str(error))
         return None
@@ -114,15 +114,24 @@ def misfits(
     return problems
 
 
-def _share(
-    spec: ModelSpec, names: NameMap, group: RankGroup, dtype: torch.dtype, device: torch.device
-) -> tuple[int, int, int, int]:
-    """(query heads, KV heads, weight bytes, KV bytes a token)"""
-    shard = Shard.of(spec, group, exact=device.type == "cpu")
+def _wanted(spec: ModelSpec, names: NameMap) -> dict[str, tuple[int, ...]]:
+    """The checkpoint's tensors by name, and the shapes that they must have."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in parameters(spec, Shard.of(spec.hidden_size, spec.vocab_size, RankGroup())).items():
+        source = names.source(name)
+        shapes |= dict.fromkeys(source.names(parameter.shape), source.tensor_shape(parameter.shape))
+    return shapes
+
+
+def _share(spec: ModelSpec, group: RankGroup, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, int]:
+    """(query heads and KV heads of a layer, weight bytes, KV bytes a token)"""
+    shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact=device.type == "cpu")
     table = parameters(spec, shard)
     weights = sum(math.prod(parameter.local_shape) for parameter in table.values()) * dtype.itemsize
-    kv_bytes = 2 * len(shard.kv_heads) * spec.head_dim * spec.num_layers * dtype.itemsize
-    return len(shard.heads.mine), len(shard.kv_heads), weights, kv_bytes
+    attention = [layer.attention for layer in spec.layers]
+    kv_numbers = sum(ATTENTION_PARTS[type(each)].cached_numbers(each, shard) for each in attention)
+    heads = shard.heads(attention[0].num_heads, attention[0].num_kv_heads)
+    return len(heads.mine), len(heads.my_kv), weights, kv_numbers * dtype.itemsize
 
 
 def _some(names: Iterable[str]) -> str:

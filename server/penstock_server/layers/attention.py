@@ -81,6 +81,11 @@ class AttentionBlock:
             table[f"{prefix}.sinks"] = Parameter((spec.num_heads,), Part(0, heads))
         return table
 
+    @staticmethod
+    def cached_numbers(spec: AttentionSpec, shard: Shard) -> int:
+        """How many numbers of a token this rank's cache keeps."""
+        return 2 * len(shard.heads(spec.num_heads, spec.num_kv_heads).my_kv) * spec.head_dim
+
     @classmethod
     def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> AttentionBlock:
         """Fuses and packs the projections; the originals are free when it returns."""

@@ -59,10 +59,6 @@ class Decoder:
         self.caches = []
         self.caches = [attention.allocate(num_blocks, 1)[0] for attention in self.attentions]
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        for attention, cache in zip(self.attentions, self.caches, strict=True):
-            attention.copy_blocks([cache], pairs)
-
     def logits(self, outputs: Tensor) -> Tensor | None:
         return self.head(outputs)
 

@@ -41,10 +41,6 @@ class CausalModel(Protocol):
         """Make the paged KV pool, replacing one made before."""
         ...
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole KV blocks (from, to)."""
-        ...
-
     def forward(self, batch: StepBatch) -> Tensor:
         """One step: the outputs [samples, hidden] of `batch.sample_rows`, in the model's dtype, for `logits`."""
         ...
