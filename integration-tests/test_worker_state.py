@@ -1,5 +1,5 @@
 """What a lost worker knew of a sequence beyond its tokens is made again: grammars, stop strings, penalties, watermarks,
-prompt logprobs, candidates. Answers are those of an undisturbed server, to the last byte that a client sees."""
+prompt logprobs, several choices. Answers are those of an undisturbed server, to the last byte that a client sees."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ REQUESTS = {
     "penalties": generate("Once upon a time", repetition_penalty=1.3, frequency_penalty=0.5, do_sample=True),
     "watermark": generate("The river", watermark=True, do_sample=True, temperature=0.8),
     "prompt logprobs": generate("The capital of France is Paris. " * 30, decoder_input_details=True, top_n_tokens=3),
-    "candidates": generate("A poem:", best_of=2, do_sample=True),
     "n": ("/v1/chat/completions", {**CHAT, "n": 3, "temperature": 1.0, "logprobs": True, "top_logprobs": 2}),
     "tools": ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}),
 }
