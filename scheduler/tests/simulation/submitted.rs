@@ -57,3 +57,23 @@ pub fn circle(limits: &Limits, submission: &Submission, number: usize) -> Circle
         None => Circle::Alone(number),
     }
 }
+
+/// What a cancel finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    Queued,
+    Prefilling,
+    Decoding,
+    PlannedOut,
+}
+
+impl State {
+    pub fn as_cancelled(self) -> &'static str {
+        match self {
+            State::Queued => "cancelled in the queue",
+            State::Prefilling => "cancelled while prefilling",
+            State::Decoding => "cancelled while decoding",
+            State::PlannedOut => "cancelled with the last token in flight",
+        }
+    }
+}
