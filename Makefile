@@ -44,8 +44,8 @@ loom: ## every interleaving of the kernels' threads
 miri: ## undefined behaviour in the kernels' pool; needs a nightly toolchain with miri
 	cargo +nightly miri test --locked --quiet --package penstock-kernels --lib --target-dir target/miri pool::
 
-bench-scheduler: ## what planning a step costs; raw result under bench/runs/
-	$(PYTHON) scheduler/benches/record.py
+bench-scheduler: setup ## what planning a step costs; raw result under bench/runs/
+	$(BIN)/python scheduler/benches/record.py
 
 lint: setup ## formatters in check mode, clippy, ruff, mypy, import rules
 	cargo fmt --all --check
