@@ -19,7 +19,7 @@ COMMAND = ["cargo", "bench", "--locked", "--package", "penstock-scheduler", "--b
 def main() -> None:
     facts = machine()
     started = datetime.datetime.now(datetime.timezone.utc)
-    subprocess.run(COMMAND, cwd=ROOT, check=True)
+    subprocess.run(COMMAND, cwd=ROOT, check=True)  # noqa: S603
     steps = {}
     for path in sorted((ROOT / "target" / "criterion").glob("*/*/new/estimates.json")):
         if path.stat().st_mtime >= started.timestamp():
@@ -31,11 +31,12 @@ def main() -> None:
                 "median_95_us": [interval["lower_bound"] / 1000, interval["upper_bound"] / 1000],
                 "mean_us": estimates["mean"]["point_estimate"] / 1000,
             }
-    revision = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    revision = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()  # noqa: S603
     raw = {
         "command": " ".join(COMMAND),
         "started": started.isoformat(timespec="seconds"),
-        "revision": subprocess.run(revision, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
+        "revision": revision,
         "machine": facts,
         "plan_and_apply_per_step": steps,
     }

@@ -160,7 +160,10 @@ fn answer(plan: &Plan) -> StepResult {
 
 criterion_group! {
     name = benches;
-    config = Criterion::default().sample_size(30);
+    config = Criterion::default()
+        .sample_size(30)
+        .warm_up_time(Duration::from_secs(1))
+        .measurement_time(Duration::from_secs(3));
     targets = per_step
 }
 criterion_main!(benches);

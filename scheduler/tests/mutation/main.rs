@@ -15,8 +15,9 @@ const COPIED: [&str; 8] =
 /// Most bugs show within the first thousand.
 const STEPS: &str = "100000";
 
-/// Builds take longer than runs here.
-const QUICK_BUILD: [&str; 2] = ["profile.dev.debug=false", "profile.dev.package.penstock-scheduler.opt-level=1"];
+/// Of the scheduler, whose builds take longer than its runs.
+const QUICK_BUILD: [&str; 4] =
+    ["--config", "profile.dev.debug=false", "--config", "profile.dev.package.penstock-scheduler.opt-level=1"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -51,6 +52,8 @@ fn every_mutant_applies_and_is_documented() {
 fn every_mutant_is_caught() {
     let wanted = std::env::var("MUTANT").unwrap_or_default();
     let copy = root().join("target/mutation");
+    fs::create_dir_all(&copy).expect("a writable folder");
+    let copy = copy.canonicalize().expect("a path");
     for name in COPIED {
         copy_all(&root().join(name), &copy.join(name));
     }
@@ -82,17 +85,19 @@ fn failed_tests(suite: Suite, copy: &Path) -> Vec<String> {
 }
 
 fn run(suite: Suite, copy: &Path, only_builds: bool) -> Output {
-    let target = root().canonicalize().expect("a path").join("target");
     let mut command = Command::new(env!("CARGO"));
-    command.arg("test").current_dir(copy).args(["--offline", "--config", QUICK_BUILD[0], "--config", QUICK_BUILD[1]]);
+    command.arg("test").current_dir(copy).arg("--offline");
     command.env("SIMULATION_STEPS", STEPS).env("RUST_BACKTRACE", "0");
     match suite {
-        Suite::Unit => command.args(["--package", "penstock-scheduler", "--lib"]),
-        Suite::Simulation => command.args(["--package", "penstock-scheduler", "--test", "simulation"]),
+        Suite::Unit => command.args(QUICK_BUILD).args(["--package", "penstock-scheduler", "--lib"]),
+        Suite::Simulation => {
+            command.args(QUICK_BUILD).args(["--package", "penstock-scheduler", "--test", "simulation"])
+        }
         Suite::Loom => command.args(["--package", "penstock-kernels", "--lib"]).env("RUSTFLAGS", "--cfg loom"),
         Suite::Http => command.args(["--package", "penstock-router", "--test", "http"]),
     };
-    command.env("CARGO_TARGET_DIR", if suite == Suite::Loom { target.join("loom") } else { target });
+    // Not the folder of the code itself: cargo would take the mutant's build for that of the original.
+    command.env("CARGO_TARGET_DIR", copy.join(if suite == Suite::Loom { "target/loom" } else { "target" }));
     match (only_builds, suite) {
         (true, _) => command.arg("--no-run"),
         (false, Suite::Loom) => command.arg("pool::"),
