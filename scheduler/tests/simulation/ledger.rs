@@ -255,6 +255,14 @@ impl Ledger {
         self.tally.add("overtaken while waiting for another's blocks", overtaken.len() as u64);
     }
 
+    /// Whether somebody in the queue may be waiting for blocks that only `id` is computing.
+    pub fn is_awaited(&self, id: SequenceId, live: &Live) -> bool {
+        let others: Live = live.iter().filter(|(other, _)| **other != id).map(|(id, it)| (*id, it.clone())).collect();
+        let is_queued = |other: &SequenceId| !self.knows(*other);
+        let waits = |it: &Submitted| self.may_wait(it, live) && !self.may_wait(it, &others);
+        self.knows(id) && others.iter().any(|(other, it)| is_queued(other) && waits(it))
+    }
+
     /// Whether one ahead in line is computing what it needs.
     fn may_wait(&self, queued: &Submitted, live: &Live) -> bool {
         let block_tokens = self.limits.block_tokens as usize;
@@ -266,7 +274,7 @@ impl Ledger {
         queued.may_look_up()
             && self.rows.iter().any(|(id, row)| {
                 let num_full = row.num_computed_tokens as usize / block_tokens;
-                let computing = &live[id];
+                let Some(computing) = live.get(id) else { return false };
                 computing.circle == queued.circle
                     && row.order < queued.order
                     && is_common(&computing.known()) > num_full

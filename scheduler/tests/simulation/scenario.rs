@@ -180,6 +180,27 @@ fn kindred() -> impl Strategy<Value = Scenario> {
     })
 }
 
+/// Prompts in common take many steps, and whoever computes one for the others often leaves before it is done.
+fn forsaken() -> impl Strategy<Value = Scenario> {
+    kindred().prop_map(|mut scenario| {
+        let limits = &mut scenario.limits;
+        limits.max_step_tokens = limits.max_step_tokens % 6 + 2;
+        limits.max_step_sequences = limits.max_step_sequences.min(limits.max_step_tokens);
+        limits.num_blocks += 48;
+        for arrival in &mut scenario.arrivals {
+            arrival.text = 0;
+            arrival.continues = None;
+            arrival.num_prompt_tokens = arrival.num_prompt_tokens.max(30);
+            arrival.num_text_tokens = 40;
+            arrival.abort_after_ticks = arrival.abort_after_ticks.map(|ticks| ticks % 60 + 5);
+            if arrival.id % 2 == 0 {
+                arrival.abort_after_ticks = Some(arrival.tick % 7 * 8 + 5);
+            }
+        }
+        scenario
+    })
+}
+
 /// The worker dies now and then, often again before anything has come back.
 fn mortal() -> impl Strategy<Value = Scenario> {
     let scenario = prop_oneof![scenario(60), crowded(), kindred()];
@@ -203,12 +224,13 @@ fn solitary() -> impl Strategy<Value = Scenario> {
 }
 
 /// Every kind, in turn.
-pub fn kinds() -> [(&'static str, BoxedStrategy<Scenario>); 7] {
+pub fn kinds() -> [(&'static str, BoxedStrategy<Scenario>); 8] {
     [
         ("random traffic", scenario(150).boxed()),
         ("everybody at once", scenario(0).boxed()),
         ("the pool is always dry", crowded().boxed()),
         ("everybody shares", kindred().boxed()),
+        ("whoever is waited for leaves", forsaken().boxed()),
         ("the worker dies", mortal().boxed()),
         ("a long day", busy().boxed()),
         ("nobody shares", solitary().boxed()),

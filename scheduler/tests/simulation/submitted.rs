@@ -16,6 +16,7 @@ pub enum Circle {
     Alone(usize),
 }
 
+#[derive(Clone)]
 pub struct Submitted {
     /// Counts up.
     pub submission: usize,

@@ -9,7 +9,7 @@ pub const FULL_STEPS: u64 = 1_000_000;
 
 /// Each with how often it has to happen in `FULL_STEPS`: a tenth or less of what is usual. A simulation that does not get
 /// into these states proves little.
-const REQUIRED: [(&str, u64); 28] = [
+const REQUIRED: [(&str, u64); 29] = [
     ("sequences", 20_000),
     ("finished by length", 10_000),
     ("finished by a stop token", 2_000),
@@ -22,6 +22,7 @@ const REQUIRED: [(&str, u64); 28] = [
     ("chunks without a sample", 10_000),
     ("preemptions", 5_000),
     ("tokens discarded", 5_000),
+    ("left while others waited for it", 150),
     ("ids reused while the worker knows them", 30),
     ("hit tokens", 50_000),
     ("hit tokens in groups", 800),

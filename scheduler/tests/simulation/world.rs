@@ -198,6 +198,7 @@ impl World {
         let mut ids: Vec<_> = self.live.iter().filter(|(_, submitted)| due(submitted)).map(|(id, _)| *id).collect();
         ids.sort_unstable();
         for id in ids {
+            self.tally.add("left while others waited for it", u64::from(self.ledger.is_awaited(id, &self.live)));
             self.live.remove(&id);
             self.tally.add(self.ledger.state(id).as_cancelled(), 1);
             assert!(self.scheduler.abort(id), "{id:?} had not ended");
