@@ -81,6 +81,8 @@ impl Day {
             max_steps_in_flight: 2,
             prefix_caching: true,
             priority_ageing: Some(Duration::from_secs(10)),
+            max_inter_token: None,
+            max_overtaking: 0,
         });
         for text in 0..load.num_cached_blocks / 500 {
             submit(&mut scheduler, text, prompt(1_000_000 + text, 500 * BLOCK_TOKENS), 1);

@@ -74,19 +74,27 @@ fn every_mutant_is_caught() {
     assert!(missed.is_empty(), "not caught: {missed:?}");
 }
 
-/// Names of the tests that failed. Code that does not build has caught nothing.
+/// Names of the tests that failed, or that hang. Code that does not build has caught nothing.
 fn failed_tests(suite: Suite, copy: &Path) -> Vec<String> {
     let built = run(suite, copy, true);
     assert!(built.status.success(), "{suite:?} does not build: {}", String::from_utf8_lossy(&built.stderr));
     let output = run(suite, copy, false);
+    let hangs = output.status.code() == Some(137);
     let output = String::from_utf8_lossy(&output.stdout);
-    let failed = output.lines().filter_map(|line| line.strip_prefix("test ")?.strip_suffix(" ... FAILED"));
-    failed.map(str::to_owned).collect()
+    let name = |line: &str| match line.strip_prefix("test ")? {
+        line if hangs => {
+            line.strip_suffix(" has been running for over 60 seconds").map(|name| format!("{name} (hangs)"))
+        }
+        line => line.strip_suffix(" ... FAILED").map(str::to_owned),
+    };
+    output.lines().filter_map(name).collect()
 }
 
 fn run(suite: Suite, copy: &Path, only_builds: bool) -> Output {
-    let mut command = Command::new(env!("CARGO"));
-    command.arg("test").current_dir(copy).arg("--offline");
+    // A bug may be noticed by waiting for ever.
+    let seconds = if only_builds { "3600" } else { "120" };
+    let mut command = Command::new("timeout");
+    command.args(["-s", "KILL", seconds, env!("CARGO"), "test", "--offline"]).current_dir(copy);
     command.env("SIMULATION_STEPS", STEPS).env("RUST_BACKTRACE", "0");
     match suite {
         Suite::Unit => command.args(QUICK_BUILD).args(["--package", "penstock-scheduler", "--lib"]),

@@ -35,7 +35,7 @@ const fn mutant(
     Mutant { name, file, from, to, caught_by }
 }
 
-pub const MUTANTS: [Mutant; 28] = [
+pub const MUTANTS: [Mutant; 29] = [
     mutant(
         "a block is free while a step in flight writes it",
         "scheduler/src/pool.rs",
@@ -220,10 +220,17 @@ pub const MUTANTS: [Mutant; 28] = [
         &[Loom],
     ),
     mutant(
-        "the queue has no bound",
+        "the queue has no bound of requests",
         "router/src/http/admission.rs",
         "Arc::new(Semaphore::new(max_permits))",
         "Arc::new(Semaphore::new(Semaphore::MAX_PERMITS))",
+        &[Http],
+    ),
+    mutant(
+        "the queue has no bound of tokens",
+        "router/src/http/admission.rs",
+        "entries.queued_tokens > 0 && entries.queued_tokens + all_tokens > self.ledger.max_queued_tokens",
+        "entries.queued_tokens == u64::MAX",
         &[Http],
     ),
 ];

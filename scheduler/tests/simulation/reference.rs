@@ -122,14 +122,10 @@ impl Reference {
         let mut plan = Foretold { step: self.num_steps + 1, ..Foretold::default() };
         let (decodes, prefills): (Vec<_>, Vec<_>) =
             self.running().into_iter().partition(|index| self.sequences[*index].num_pending() == 1);
-        let mut tokens_left = self.limits.max_step_tokens;
-        for index in decodes.into_iter().chain(prefills) {
-            let sequence = &self.sequences[index];
-            let computed = sequence.stay.as_ref().map_or(0, |stay| stay.num_computed);
-            let slots = (sequence.num_blocks() + self.num_free()) as u32 * self.limits.block_tokens - computed;
-            tokens_left -= self.advance(&mut plan, index, sequence.num_pending().min(slots).min(tokens_left));
+        for index in &decodes {
+            self.advance(&mut plan, *index, 1);
         }
-        self.admit(&mut plan, tokens_left);
+        self.advance_prompts(&mut plan, prefills, self.limits.max_step_tokens - decodes.len() as u32);
         if plan.advances.is_empty() && self.freed.is_empty() {
             return None;
         }
@@ -160,21 +156,49 @@ impl Reference {
         }
     }
 
-    /// Strictly in order, whoever fits whole and leaves a block for each that runs.
-    fn admit(&mut self, plan: &mut Foretold, mut tokens_left: u32) {
+    /// Strictly in order, those who run and those who wait. A newcomer must fit whole beside the prompts under way, and
+    /// leave a block for each that runs. The first in line finds the block that it was promised.
+    fn advance_prompts(&mut self, plan: &mut Foretold, prefills: Vec<usize>, mut tokens_left: u32) {
+        let whole = |index: &usize| self.num_missing(*index, self.sequences[*index].num_pending());
+        let mut num_spare = self.num_free() as isize - prefills.iter().map(whole).sum::<usize>() as isize;
+        let first = self.running().first().copied();
+        let max_running = self.limits.max_step_sequences.min(self.limits.max_step_tokens) as usize;
+        let mut prefills = VecDeque::from(prefills);
+        let mut is_closed = false;
         while tokens_left > 0 && plan.advances.len() < self.limits.max_step_sequences as usize {
             let next = |sequence: &Sequence| sequence.stay.is_none() && self.alone.is_none_or(|id| id == sequence.id);
-            let Some(index) = self.sequences.iter().position(next) else { return };
-            let num_pending = self.sequences[index].num_pending();
-            if self.num_missing(index, num_pending) + self.running().len() > self.num_free() {
-                return;
+            is_closed |= self.running().len() >= max_running;
+            let newcomer = self.sequences.iter().position(next).filter(|_| !is_closed);
+            match (newcomer, prefills.front().copied()) {
+                (Some(index), running) if running.is_none_or(|running| index < running) => {
+                    let num_pending = self.sequences[index].num_pending();
+                    let num_wanted = self.num_missing(index, num_pending) as isize;
+                    is_closed = num_wanted > num_spare - self.running().len() as isize;
+                    if !is_closed {
+                        num_spare -= num_wanted;
+                        self.start(plan, index);
+                        tokens_left -= self.advance(plan, index, num_pending.min(tokens_left));
+                    }
+                }
+                (_, Some(index)) => {
+                    prefills.pop_front();
+                    let promised = first.filter(|first| *first != index && prefills.contains(first));
+                    let num_free = self.num_free() - promised.map_or(0, |first| self.num_missing(first, 1));
+                    let sequence = &self.sequences[index];
+                    let num_computed = sequence.stay.as_ref().map_or(0, |stay| stay.num_computed);
+                    let slots = (sequence.num_blocks() + num_free) as u32 * self.limits.block_tokens - num_computed;
+                    tokens_left -= self.advance(plan, index, sequence.num_pending().min(slots).min(tokens_left));
+                }
+                (_, None) => return,
             }
-            self.num_stays += 1;
-            let (number, num_known) = (self.num_stays, self.sequences[index].num_tokens);
-            self.sequences[index].stay = Some(Stay { number, num_known, num_computed: 0, written: Vec::new() });
-            plan.started.push(self.sequences[index].id);
-            tokens_left -= self.advance(plan, index, num_pending.min(tokens_left));
         }
+    }
+
+    fn start(&mut self, plan: &mut Foretold, index: usize) {
+        self.num_stays += 1;
+        let (number, num_known) = (self.num_stays, self.sequences[index].num_tokens);
+        self.sequences[index].stay = Some(Stay { number, num_known, num_computed: 0, written: Vec::new() });
+        plan.started.push(self.sequences[index].id);
     }
 
     fn advance(&mut self, plan: &mut Foretold, index: usize, num_tokens: u32) -> u32 {

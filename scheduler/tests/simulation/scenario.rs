@@ -19,6 +19,8 @@ pub struct Scenario {
     pub reports_dead: bool,
     /// Whether links of prefixes often have the same hash.
     pub has_poor_hash: bool,
+    /// Whether the scheduler is told how long steps take, and so bounds them.
+    pub observes: bool,
     /// Ticks at which the worker dies, rising.
     pub deaths: Vec<u64>,
     /// Whether those who were in a step when it died are each run alone until they got a token.
@@ -49,6 +51,11 @@ pub struct Arrival {
 }
 
 impl Scenario {
+    /// Whether prompts are served strictly in line, as far as budgets and the pool go.
+    pub fn is_in_line(&self) -> bool {
+        !self.observes && self.limits.max_overtaking == 0
+    }
+
     /// Whether no two sequences can ever share a block.
     pub fn is_solitary(&self) -> bool {
         let shares =
@@ -87,7 +94,8 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
 
 fn limits() -> impl Strategy<Value = Limits> {
     let sizes = (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..6u32);
-    (sizes, 0..5u32, weighted(0.5, 0..60u64)).prop_map(|(sizes, caching, ageing_ticks)| {
+    let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64));
+    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns).prop_map(|(sizes, caching, ageing_ticks, turns)| {
         let (max_step_tokens, max_step_sequences, max_sequence_tokens, num_blocks, block_tokens, max_steps_in_flight) =
             sizes;
         Limits {
@@ -99,6 +107,8 @@ fn limits() -> impl Strategy<Value = Limits> {
             max_steps_in_flight,
             prefix_caching: caching != 0,
             priority_ageing: ageing_ticks.map(Duration::from_millis),
+            max_inter_token: turns.1.map(Duration::from_millis),
+            max_overtaking: turns.0,
         }
     })
 }
@@ -109,14 +119,15 @@ fn scenario(last_tick: u64) -> impl Strategy<Value = Scenario> {
 }
 
 fn scenario_of(arrival: impl Strategy<Value = Arrival>, max_arrivals: usize) -> impl Strategy<Value = Scenario> {
-    (limits(), vec(arrival, 1..max_arrivals), vec(1..8u64, 1..6), 1..4u64, any::<(bool, bool)>()).prop_map(
-        |(limits, arrivals, latencies_ticks, ticks_per_plan, (reports_dead, has_poor_hash))| Scenario {
+    (limits(), vec(arrival, 1..max_arrivals), vec(1..8u64, 1..6), 1..4u64, any::<(bool, bool, bool)>()).prop_map(
+        |(limits, arrivals, latencies_ticks, ticks_per_plan, (reports_dead, has_poor_hash, observes))| Scenario {
             limits,
             arrivals,
             latencies_ticks,
             ticks_per_plan,
             reports_dead,
             has_poor_hash,
+            observes,
             deaths: Vec::new(),
             isolates: false,
         },
@@ -216,6 +227,8 @@ fn mortal() -> impl Strategy<Value = Scenario> {
 fn solitary() -> impl Strategy<Value = Scenario> {
     prop_oneof![scenario(150), crowded(), mortal(), busy()].prop_map(|mut scenario| {
         scenario.limits.prefix_caching = false;
+        scenario.limits.max_overtaking = 0;
+        scenario.observes = false;
         for arrival in &mut scenario.arrivals {
             arrival.group = None;
         }

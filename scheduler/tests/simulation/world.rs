@@ -61,8 +61,8 @@ impl World {
                 Scheduler::new(limits)
             },
             worker: Worker::new(limits.num_blocks, limits.block_tokens, scenario.reports_dead),
-            ledger: Ledger::new(limits),
-            reference: scenario.is_solitary().then(|| Reference::new(limits)),
+            ledger: Ledger::new(limits, scenario.is_in_line()),
+            reference: (scenario.is_solitary() && scenario.is_in_line()).then(|| Reference::new(limits)),
             live: HashMap::new(),
             texts: Vec::new(),
             flights: VecDeque::new(),
@@ -248,6 +248,11 @@ impl World {
         while self.flights.front().is_some_and(|flight| flight.done_tick <= self.tick) {
             let flight = self.flights.pop_front().expect("just seen");
             let (result, poisoned) = self.worker.execute(&flight.plan, &flight.natures);
+            if self.scenario.observes {
+                let latencies = &self.scenario.latencies_ticks;
+                let duration = Duration::from_millis(latencies[result.step as usize % latencies.len()]);
+                self.scheduler.observe(result.step, duration).expect("a step in flight");
+            }
             let events = self.scheduler.apply(&result).expect("a good result");
             self.scheduler.audit();
             if let Some(reference) = &mut self.reference {
