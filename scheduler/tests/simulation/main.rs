@@ -7,6 +7,7 @@ mod campaign;
 mod ledger;
 mod model;
 mod reference;
+mod regression;
 mod scenario;
 mod submitted;
 mod tally;
