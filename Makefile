@@ -9,7 +9,7 @@ ARGS ?=
 RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml) Cargo.toml Cargo.lock
 KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml') Cargo.lock
 
-.PHONY: help setup run test test-rust test-python lint fmt bench docs wheel lock proto clean
+.PHONY: help setup run test test-rust test-python simulate mutants loom miri bench-scheduler lint fmt bench docs wheel lock proto clean
 .DEFAULT_GOAL := help
 
 help: ## list the tasks
@@ -20,13 +20,32 @@ setup: .make/penstock .make/kernels ## create .venv, install the locked dependen
 run: setup ## serve the embedded model on port 3000; make run ARGS="--model-id … --num-shard 2"
 	$(BIN)/penstock $(ARGS)
 
-test: test-rust test-python ## every test of every language
+test: test-rust loom test-python ## every test of every language
 
 test-rust:
 	cargo test --workspace --locked --quiet
 
 test-python: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# STEPS=1 runs the scenario of SEED alone. Without SEED the clock chooses one.
+SEED ?= $(shell date +%s)
+STEPS ?= 20000000
+simulate: ## the scheduler in virtual time; make simulate SEED=7 STEPS=20000000
+	SIMULATION_SEED=$(SEED) SIMULATION_STEPS=$(STEPS) \
+		cargo test --locked --quiet --package penstock-scheduler --test simulation every_promise -- --nocapture
+
+mutants: ## put known bugs into copies of the code, one by one, and show which test notices
+	cargo test --locked --quiet --package penstock-scheduler --test mutation -- --ignored --nocapture
+
+loom: ## every interleaving of the kernels' threads
+	RUSTFLAGS="--cfg loom" cargo test --locked --quiet --package penstock-kernels --lib --target-dir target/loom pool::
+
+miri: ## undefined behaviour in the kernels' pool; needs a nightly toolchain with miri
+	cargo +nightly miri test --locked --quiet --package penstock-kernels --lib --target-dir target/miri pool::
+
+bench-scheduler: setup ## what planning a step costs; raw result under bench/runs/
+	$(BIN)/python scheduler/benches/record.py
 
 lint: setup ## formatters in check mode, clippy, ruff, mypy, import rules
 	cargo fmt --all --check

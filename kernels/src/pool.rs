@@ -7,7 +7,13 @@
 use std::cell::Cell;
 use std::ffi::{c_uint, c_void};
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+#[cfg(not(loom))]
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering;
+
+// The tests of every interleaving (`make loom`) put their own in the place of what threads meet through.
+#[cfg(loom)]
+use loom::sync::atomic::AtomicUsize;
 
 /// `GOMP_parallel(fn, data, num_threads, flags)` of libgomp's C ABI.
 pub type GompParallel = unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
@@ -170,7 +176,12 @@ pub struct Walker<'a> {
 }
 
 /// Looks at a counter before the thread offers its core to others; some 30 µs.
-const MAX_SPINS: usize = 2000;
+const MAX_SPINS: usize = if cfg!(loom) { 0 } else { 2000 };
+
+#[cfg(loom)]
+use loom::thread::yield_now;
+#[cfg(not(loom))]
+use std::thread::yield_now;
 
 impl Executor for Walker<'_> {
     fn num_threads(&self) -> usize {
@@ -189,60 +200,14 @@ impl Executor for Walker<'_> {
                 std::hint::spin_loop();
                 spins += 1;
             } else {
-                std::thread::yield_now();
+                yield_now();
             }
             done = phase.done.0.load(Ordering::Acquire);
         }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::spawning_pool;
-
-    #[test]
-    fn every_part_runs_exactly_once() {
-        for pool in [Pool::single(), spawning_pool(3)] {
-            for num_parts in [0, 1, 2, 7, 100] {
-                let counts: Vec<AtomicUsize> = (0..num_parts).map(|_| AtomicUsize::new(0)).collect();
-                pool.for_each(num_parts, |part| {
-                    counts[part].fetch_add(1, Ordering::Relaxed);
-                });
-                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
-            }
-        }
-    }
-
-    #[test]
-    fn a_walk_finishes_each_kernel_before_the_next() {
-        for pool in [Pool::single(), spawning_pool(2), spawning_pool(5)] {
-            let sum = AtomicUsize::new(0);
-            pool.section(100, |walker| {
-                let mut expected = 0;
-                for round in 0..100 {
-                    let num_parts = round % 7;
-                    walker.for_each(num_parts, |_| {
-                        assert!(sum.fetch_add(1, Ordering::Relaxed) >= expected);
-                    });
-                    expected += num_parts;
-                    assert!(sum.load(Ordering::Relaxed) >= expected);
-                }
-            });
-            assert_eq!(sum.load(Ordering::Relaxed), (0..100).map(|round| round % 7).sum());
-        }
-    }
-
-    #[test]
-    fn ranges_cover_all_items_once() {
-        for (num_items, least) in [(0, 1), (1, 4), (13, 4), (1000, 1)] {
-            let counts: Vec<AtomicUsize> = (0..num_items).map(|_| AtomicUsize::new(0)).collect();
-            spawning_pool(2).for_ranges(num_items, least, |range| {
-                for item in range {
-                    counts[item].fetch_add(1, Ordering::Relaxed);
-                }
-            });
-            assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
-        }
-    }
-}
+#[cfg(all(test, loom))]
+mod interleavings;
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -134,15 +134,17 @@ impl Cache {
         }
     }
 
-    /// Gives up what a sequence has. `left` if its blocks were told so.
+    /// Gives up what a sequence has. `left` if its blocks were told so. Returns the nodes that had no block and got one of
+    /// these.
     ///
     /// From the last to the first, and the whole path counts as used: so of a prefix the end is always evicted first, and
     /// what is idle can be reached from its root.
-    pub fn release(&mut self, table: &Table, left: bool) {
+    pub fn release(&mut self, table: &Table, left: bool) -> Vec<NodeId> {
+        let mut regained = Vec::new();
         for index in (0..table.block_ids.len()).rev() {
             let block_id = table.block_ids[index];
-            if index < table.num_offered {
-                self.use_node(table.path[index], block_id);
+            if index < table.num_offered && self.use_node(table.path[index], block_id) {
+                regained.push(table.path[index]);
             }
             self.pool.release(block_id, left);
             self.drop_unkept(block_id);
@@ -150,16 +152,21 @@ impl Cache {
         for node in table.path.iter().rev() {
             self.tree.exit(*node);
         }
+        regained
     }
 
-    /// `block_id` has the content of `node`, but may not be the block that the tree knows.
-    fn use_node(&mut self, node: NodeId, block_id: BlockId) {
+    /// `block_id` has the content of `node`, but may not be the block that the tree knows. Whether it is from now on.
+    fn use_node(&mut self, node: NodeId, block_id: BlockId) -> bool {
         match self.tree.block_id(node) {
             Some(known) if known != block_id => self.pool.touch(known),
             // The known one was evicted, or is forgotten: then this one stands in, unless it may be part of the fault.
-            None if self.pool.is_written(block_id) => self.offer(node, block_id),
+            None if self.pool.is_written(block_id) => {
+                self.offer(node, block_id);
+                return true;
+            }
             _ => {}
         }
+        false
     }
 
     fn drop_unkept(&mut self, block_id: BlockId) {

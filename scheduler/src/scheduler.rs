@@ -204,7 +204,10 @@ impl Scheduler {
         let is_planned_out = sequence.is_planned_out();
         let table = sequence.leave();
         self.end_promises(sequence.id(), &table);
-        self.cache.release(&table, is_planned_out);
+        // Also who waits until another one has computed it: here it is.
+        for node in self.cache.release(&table, is_planned_out) {
+            self.wake(node);
+        }
         self.running.remove(sequence.precedence());
         self.freed.push(sequence.id());
         self.max_running_tokens -= u64::from(sequence.max_tokens());

@@ -60,7 +60,7 @@ impl Scheduler {
         }
     }
 
-    fn wake(&mut self, node: NodeId) {
+    pub(crate) fn wake(&mut self, node: NodeId) {
         if self.num_waiting == 0 {
             return;
         }

@@ -5,12 +5,15 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use penstock_scheduler::{Advance, BlockId, Limits, Plan, SequenceId, Start, Stats, TokenId};
 
-use crate::submitted::{Circle, Order, Submitted};
+use crate::submitted::{Circle, Order, State, Submitted};
+use crate::tally::Tally;
 
 pub type Live = HashMap<SequenceId, Submitted>;
 
 pub struct Ledger {
     limits: Limits,
+    /// Whether prompts are served strictly in line.
+    is_in_line: bool,
     rows: HashMap<SequenceId, Row>,
     num_owners: HashMap<BlockId, usize>,
     /// Among whom a block may be shared: the circle of the one who wrote it last.
@@ -26,9 +29,8 @@ pub struct Ledger {
     num_queried_tokens: u64,
     /// Who had to start again because of another one's failure, by the step of its start.
     pub voided: Vec<(SequenceId, u64)>,
-    pub num_preemptions: usize,
-    pub num_overtaken: usize,
-    pub num_shared_unwritten: usize,
+    num_cached_blocks: usize,
+    pub tally: Tally,
 }
 
 /// What the worker will know of a sequence when all plans are executed.
@@ -53,9 +55,10 @@ impl Row {
 }
 
 impl Ledger {
-    pub fn new(limits: Limits) -> Self {
+    pub fn new(limits: Limits, is_in_line: bool) -> Self {
         Self {
             limits,
+            is_in_line,
             rows: HashMap::new(),
             num_owners: HashMap::new(),
             circles: HashMap::new(),
@@ -66,9 +69,8 @@ impl Ledger {
             num_hit_tokens: 0,
             num_queried_tokens: 0,
             voided: Vec::new(),
-            num_preemptions: 0,
-            num_overtaken: 0,
-            num_shared_unwritten: 0,
+            num_cached_blocks: 0,
+            tally: Tally::default(),
         }
     }
 
@@ -85,6 +87,16 @@ impl Ledger {
         self.num_steps = 0;
         self.alone = None;
         self.failed_step = None;
+        self.num_cached_blocks = 0;
+    }
+
+    pub fn state(&self, id: SequenceId) -> State {
+        match self.rows.get(&id) {
+            None => State::Queued,
+            Some(row) if row.is_planned_out() => State::PlannedOut,
+            Some(row) if row.is_decoding() => State::Decoding,
+            Some(_) => State::Prefilling,
+        }
     }
 
     pub fn knows(&self, id: SequenceId) -> bool {
@@ -115,15 +127,41 @@ impl Ledger {
         }
         match self.alone {
             Some(id) => assert!(plan.advances.iter().all(|advance| advance.id == id), "{id:?} is not alone"),
-            None => self.check_queue_order(plan, live),
+            None if self.is_in_line => self.check_queue_order(plan, live),
+            None => {}
         }
         self.check_decodes(plan, &decodes);
+        let running = self.rows.iter().filter(|(_, row)| self.is_in_line && !row.is_planned_out());
+        let first = running.min_by_key(|(_, row)| row.order).map(|(id, _)| *id);
+        let advances = |id| plan.advances.iter().any(|advance| advance.id == id);
+        assert!(first.is_none_or(advances), "{first:?} is first in line and does not advance");
         self.written.push_back(HashSet::new());
         for advance in &plan.advances {
             self.advance(advance, live);
         }
         self.check_budget(plan);
         self.check_stats(stats, live);
+        self.check_free(stats, live);
+        self.tally.add("blocks evicted", self.num_cached_blocks.saturating_sub(stats.num_cached_blocks) as u64);
+        self.num_cached_blocks = stats.num_cached_blocks;
+        self.tally
+            .add("chunks without a sample", plan.advances.iter().filter(|advance| !advance.sample).count() as u64);
+        match self.written.len() {
+            1 => self.tally.add("steps at depth 1", 1),
+            2 => self.tally.add("steps at depth 2", 1),
+            _ => self.tally.add("steps at depth 3 and more", 1),
+        }
+    }
+
+    /// G2: what nobody has who is alive is free, as soon as those steps are over that were planned to write it before its
+    /// last owner went.
+    pub fn check_free(&self, stats: Stats, live: &Live) {
+        let is_live = |id: &SequenceId, row: &Row| live.get(id).is_some_and(|it| it.submission == row.submission);
+        let alive = self.rows.iter().filter(|(id, row)| is_live(id, row));
+        let mut busy: HashSet<_> = alive.flat_map(|(_, row)| &row.block_ids).collect();
+        busy.extend(self.written.iter().flatten());
+        let num_unused = self.limits.num_blocks as usize - busy.len();
+        assert!(stats.num_free_blocks >= num_unused, "{num_unused} blocks are not in use: {stats:?}");
     }
 
     fn free(&mut self, plan: &Plan, live: &Live) {
@@ -150,7 +188,7 @@ impl Ledger {
             if self.alone.is_some() {
                 assert_ne!(self.alone, Some(id), "who is alone has nobody to give way to");
             } else if is_last && !row.is_planned_out() {
-                self.num_preemptions += 1;
+                self.tally.add("preemptions", 1);
             } else {
                 let relied = self.failed_step.is_some_and(|step| step < row.start_step);
                 assert!(relied, "{id:?} was taken out of turn");
@@ -195,14 +233,19 @@ impl Ledger {
         } else {
             assert_eq!(start.num_computed_tokens, 0, "{id:?} must compute all");
         }
-        self.num_hit_tokens += u64::from(start.num_computed_tokens);
+        let num_hit_tokens = u64::from(start.num_computed_tokens);
+        self.num_hit_tokens += num_hit_tokens;
+        self.tally.add("hit tokens", num_hit_tokens);
+        if matches!(submitted.circle, Circle::Group(..)) {
+            self.tally.add("hit tokens in groups", num_hit_tokens);
+        }
         for block_id in &start.block_ids {
             assert_eq!(self.circles[block_id], submitted.circle, "block {block_id} is not shared with {id:?}");
             if matches!(submitted.circle, Circle::Group(..)) {
                 assert!(self.num_owners.contains_key(block_id), "{id:?} finds a block that nobody has");
             }
             let unwritten = self.written.iter().any(|written| written.contains(block_id));
-            self.num_shared_unwritten += usize::from(unwritten);
+            self.tally.add("blocks shared before they were written", u64::from(unwritten));
         }
     }
 
@@ -213,7 +256,15 @@ impl Ledger {
         for (id, queued) in &overtaken {
             assert!(self.may_wait(queued, live), "{id:?} was not served in its turn");
         }
-        self.num_overtaken += overtaken.len();
+        self.tally.add("overtaken while waiting for another's blocks", overtaken.len() as u64);
+    }
+
+    /// Whether somebody in the queue may be waiting for blocks that only `id` is computing.
+    pub fn is_awaited(&self, id: SequenceId, live: &Live) -> bool {
+        let others: Live = live.iter().filter(|(other, _)| **other != id).map(|(id, it)| (*id, it.clone())).collect();
+        let is_queued = |other: &SequenceId| !self.knows(*other);
+        let waits = |it: &Submitted| self.may_wait(it, live) && !self.may_wait(it, &others);
+        self.knows(id) && others.iter().any(|(other, it)| is_queued(other) && waits(it))
     }
 
     /// Whether one ahead in line is computing what it needs.
@@ -227,7 +278,7 @@ impl Ledger {
         queued.may_look_up()
             && self.rows.iter().any(|(id, row)| {
                 let num_full = row.num_computed_tokens as usize / block_tokens;
-                let computing = &live[id];
+                let Some(computing) = live.get(id) else { return false };
                 computing.circle == queued.circle
                     && row.order < queued.order
                     && is_common(&computing.known()) > num_full

@@ -32,6 +32,16 @@ pub enum End {
     Failed,
 }
 
+impl End {
+    pub fn as_name(self) -> &'static str {
+        match self {
+            End::Finished(FinishReason::Length) => "finished by length",
+            End::Finished(FinishReason::StopToken) => "finished by a stop token",
+            End::Failed => "failed",
+        }
+    }
+}
+
 /// What a sequence yields when it runs undisturbed. Computing position `fail_position` fails.
 pub fn expected(
     salt: u64,

@@ -16,6 +16,7 @@ pub enum Circle {
     Alone(usize),
 }
 
+#[derive(Clone)]
 pub struct Submitted {
     /// Counts up.
     pub submission: usize,
@@ -55,5 +56,25 @@ pub fn circle(limits: &Limits, submission: &Submission, number: usize) -> Circle
         _ if limits.prefix_caching && submission.prefix_caching => Circle::All { salt },
         Some(group) => Circle::Group(salt, group),
         None => Circle::Alone(number),
+    }
+}
+
+/// What a cancel finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    Queued,
+    Prefilling,
+    Decoding,
+    PlannedOut,
+}
+
+impl State {
+    pub fn as_cancelled(self) -> &'static str {
+        match self {
+            State::Queued => "cancelled in the queue",
+            State::Prefilling => "cancelled while prefilling",
+            State::Decoding => "cancelled while decoding",
+            State::PlannedOut => "cancelled with the last token in flight",
+        }
     }
 }

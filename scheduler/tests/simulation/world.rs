@@ -4,7 +4,7 @@
 mod death;
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::ops::AddAssign;
+use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,53 +12,14 @@ use penstock_scheduler::{Event, Limits, Plan, Scheduler, SequenceId, StepResult,
 
 use crate::ledger::{Ledger, Live};
 use crate::model::{self, End};
+use crate::reference::{Foretold, Reference, Sequence};
+use crate::scenario::{Arrival, Scenario};
 use crate::submitted::{self, Submitted};
+use crate::tally::Tally;
 use crate::worker::{Nature, Worker};
 
-/// Far beyond what any scenario needs; reached only by one that makes no progress.
-const MAX_STEPS: u64 = 20_000;
+/// Far beyond what any scenario needs to tell the worker what to free.
 const MAX_TICKS: u64 = 200_000;
-
-#[derive(Clone, Debug)]
-pub struct Scenario {
-    pub limits: Limits,
-    pub arrivals: Vec<Arrival>,
-    /// How long the steps take, in turn.
-    pub latencies_ticks: Vec<u64>,
-    /// The engine gets to planning only so often.
-    pub ticks_per_plan: u64,
-    /// See `Worker::reports_dead`.
-    pub reports_dead: bool,
-    /// Whether links of prefixes often have the same hash.
-    pub has_poor_hash: bool,
-    /// Ticks at which the worker dies, rising.
-    pub deaths: Vec<u64>,
-    /// Whether those who were in a step when it died are each run alone until they got a token.
-    pub isolates: bool,
-}
-
-#[derive(Clone, Debug)]
-pub struct Arrival {
-    pub tick: u64,
-    pub id: u64,
-    pub num_prompt_tokens: usize,
-    pub max_new_tokens: u32,
-    /// Whether the model's stop token ends it.
-    pub stops: bool,
-    pub abort_after_ticks: Option<u64>,
-    /// Computing this position fails.
-    pub fail_position: Option<u32>,
-    /// The prompt begins like one of so many texts, and then goes on alone.
-    pub text: u64,
-    pub num_text_tokens: usize,
-    /// It begins with an earlier sequence's prompt and answer instead: the last one, the one before, …
-    pub continues: Option<usize>,
-    pub priority: i32,
-    pub salt: u64,
-    pub group: Option<u64>,
-    pub prefix_caching: bool,
-    pub needs_prompt_logprobs: bool,
-}
 
 struct InFlight {
     plan: Plan,
@@ -66,51 +27,13 @@ struct InFlight {
     done_tick: u64,
 }
 
-/// What happened in a run.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Tally {
-    pub num_preemptions: usize,
-    pub num_discarded_tokens: usize,
-    pub num_aborts_on_worker: usize,
-    pub num_failures: usize,
-    /// Submissions under an id that the worker still knew from an earlier one.
-    pub num_reused_ids: usize,
-    pub num_hit_tokens: usize,
-    /// Shared blocks that a step in flight was still to write.
-    pub num_shared_unwritten: usize,
-    /// Times that one who waited was overtaken.
-    pub num_overtaken: usize,
-    /// Sequences that had relied on one that failed.
-    pub num_voided: usize,
-    /// Sequences that were on the worker when it died, and those of them that had got tokens.
-    pub num_lost: usize,
-    pub num_replayed: usize,
-    /// Sequences that were run alone until they got a token.
-    pub num_cleared: usize,
-}
-
-impl AddAssign for Tally {
-    fn add_assign(&mut self, other: Self) {
-        self.num_preemptions += other.num_preemptions;
-        self.num_discarded_tokens += other.num_discarded_tokens;
-        self.num_aborts_on_worker += other.num_aborts_on_worker;
-        self.num_failures += other.num_failures;
-        self.num_reused_ids += other.num_reused_ids;
-        self.num_hit_tokens += other.num_hit_tokens;
-        self.num_shared_unwritten += other.num_shared_unwritten;
-        self.num_overtaken += other.num_overtaken;
-        self.num_voided += other.num_voided;
-        self.num_lost += other.num_lost;
-        self.num_replayed += other.num_replayed;
-        self.num_cleared += other.num_cleared;
-    }
-}
-
 pub struct World {
     scenario: Scenario,
     scheduler: Scheduler,
     worker: Worker,
     ledger: Ledger,
+    /// For scenarios in which nobody shares.
+    reference: Option<Reference>,
     live: Live,
     /// Every prompt so far with its answer.
     texts: Vec<Vec<TokenId>>,
@@ -119,8 +42,12 @@ pub struct World {
     trials: VecDeque<(SequenceId, usize, usize)>,
     tick: u64,
     num_steps: u64,
+    /// Steps that may be planned before the next submission, cancel, failure or death.
+    patience_steps: u64,
     num_submissions: usize,
     tally: Tally,
+    /// Of every plan and event, in order.
+    trace: DefaultHasher,
 }
 
 impl World {
@@ -134,20 +61,24 @@ impl World {
                 Scheduler::new(limits)
             },
             worker: Worker::new(limits.num_blocks, limits.block_tokens, scenario.reports_dead),
-            ledger: Ledger::new(limits),
+            ledger: Ledger::new(limits, scenario.is_in_line()),
+            reference: (scenario.is_solitary() && scenario.is_in_line()).then(|| Reference::new(limits)),
             live: HashMap::new(),
             texts: Vec::new(),
             flights: VecDeque::new(),
             trials: VecDeque::new(),
             tick: 0,
             num_steps: 0,
+            patience_steps: 0,
             num_submissions: 0,
             tally: Tally::default(),
+            trace: DefaultHasher::new(),
             scenario,
         }
     }
 
-    pub fn run(mut self) -> Tally {
+    /// What happened, and a digest of every plan and event.
+    pub fn run(mut self) -> (Tally, u64) {
         let mut arrivals: VecDeque<_> = std::mem::take(&mut self.scenario.arrivals).into();
         let mut deaths: VecDeque<_> = std::mem::take(&mut self.scenario.deaths).into();
         while !(arrivals.is_empty() && self.live.is_empty() && self.flights.is_empty()) || self.owes_frees() {
@@ -171,11 +102,10 @@ impl World {
         assert_eq!(stats.num_free_blocks, stats.num_blocks, "a block leaked");
         assert_eq!((stats.num_queued, stats.num_running, stats.max_running_tokens), (0, 0, 0));
         self.check_voided();
-        self.tally.num_preemptions = self.ledger.num_preemptions;
-        self.tally.num_hit_tokens = stats.num_hit_tokens as usize;
-        self.tally.num_shared_unwritten = self.ledger.num_shared_unwritten;
-        self.tally.num_overtaken = self.ledger.num_overtaken;
-        self.tally
+        self.tally += &self.ledger.tally;
+        self.tally.add("steps", self.num_steps);
+        self.tally.add("ticks", self.tick);
+        (self.tally, self.trace.finish())
     }
 
     fn owes_frees(&self) -> bool {
@@ -192,11 +122,19 @@ impl World {
         match self.scheduler.submit(submission.clone(), Duration::from_millis(self.tick)) {
             Ok(()) => assert!(!self.live.contains_key(&id), "an id was taken twice"),
             Err(SubmitError::AlreadyKnown { .. }) => return assert!(self.live.contains_key(&id)),
-            Err(SubmitError::TooLong { .. }) => return assert!(max_tokens > max_sequence_tokens),
-            Err(SubmitError::TooManyBlocks { .. }) => return assert!(max_tokens - 1 > num_blocks * block_tokens),
+            Err(SubmitError::TooLong { .. }) => {
+                self.tally.add("refused", 1);
+                return assert!(max_tokens > max_sequence_tokens);
+            }
+            Err(SubmitError::TooManyBlocks { .. }) => {
+                self.tally.add("refused", 1);
+                return assert!(max_tokens - 1 > num_blocks * block_tokens);
+            }
             Err(error) => panic!("a good submission was refused: {error}"),
         }
-        self.tally.num_reused_ids += usize::from(self.ledger.knows(id));
+        self.tally.add("sequences", 1);
+        self.tally.add("ids reused while the worker knows them", u64::from(self.ledger.knows(id)));
+        self.tally.add("prompt logprobs asked for", u64::from(arrival.needs_prompt_logprobs));
         let Arrival { salt, max_new_tokens, fail_position, .. } = arrival;
         let expected = model::expected(salt, &prompt, max_new_tokens, &submission.stop_token_ids, fail_position);
         self.texts.push(prompt.iter().chain(&expected.0).copied().collect());
@@ -214,7 +152,20 @@ impl World {
             nature: Nature { salt, fail_position },
         };
         self.num_submissions += 1;
+        if let Some(reference) = &mut self.reference {
+            let (order, num_tokens) = (submitted.order, submitted.prompt.len() as u32);
+            let stop_token_ids = submission.stop_token_ids;
+            reference.submit(Sequence { id, order, num_tokens, max_tokens, stop_token_ids, stay: None });
+        }
         self.live.insert(id, submitted);
+        self.reset_patience();
+    }
+
+    /// Nobody runs for ever: without disturbance the first in line advances in every step, and is preempted by nobody but
+    /// those ahead of it.
+    fn reset_patience(&mut self) {
+        let tokens = |submitted: &Submitted| submitted.prompt.len() as u64 + u64::from(submitted.max_new_tokens) + 2;
+        self.patience_steps = (self.live.len() as u64 + 1) * self.live.values().map(tokens).sum::<u64>() + 8;
     }
 
     fn submission(&self, arrival: &Arrival) -> Submission {
@@ -247,16 +198,23 @@ impl World {
         let mut ids: Vec<_> = self.live.iter().filter(|(_, submitted)| due(submitted)).map(|(id, _)| *id).collect();
         ids.sort_unstable();
         for id in ids {
+            self.tally.add("left while others waited for it", u64::from(self.ledger.is_awaited(id, &self.live)));
             self.live.remove(&id);
-            self.tally.num_aborts_on_worker += usize::from(self.ledger.knows(id));
+            self.tally.add(self.ledger.state(id).as_cancelled(), 1);
             assert!(self.scheduler.abort(id), "{id:?} had not ended");
             assert!(!self.scheduler.abort(id), "{id:?} was aborted twice");
+            self.scheduler.audit();
+            self.ledger.check_free(self.scheduler.stats(), &self.live);
+            if let Some(reference) = &mut self.reference {
+                reference.end(id);
+            }
+            self.reset_patience();
         }
     }
 
     fn plan(&mut self) {
         self.isolate();
-        while let Some(plan) = self.scheduler.plan(Duration::from_millis(self.tick)) {
+        while let Some(plan) = self.next_plan() {
             self.scheduler.audit();
             self.ledger.enter(&plan, &self.live, self.scheduler.stats());
             let natures = plan.started.iter().map(|start| self.live[&start.id].nature).collect();
@@ -265,9 +223,24 @@ impl World {
             let begin = self.flights.back().map_or(self.tick, |flight| flight.done_tick);
             self.flights.push_back(InFlight { plan, natures, done_tick: begin + latency });
             self.num_steps += 1;
-            assert!(self.num_steps < MAX_STEPS, "no end in sight");
+            assert!(self.patience_steps > 0, "livelock: {:?}", self.scheduler.stats());
+            self.patience_steps -= 1;
         }
-        assert!(self.live.is_empty() || !self.flights.is_empty(), "deadlock: {:?}", self.scheduler.stats());
+        let stats = self.scheduler.stats();
+        assert!(self.live.is_empty() || !self.flights.is_empty(), "deadlock: {stats:?}");
+        let has_room =
+            self.ledger.alone.is_none() && self.flights.len() < self.scenario.limits.max_steps_in_flight as usize;
+        self.tally.add("waited for blocks to retire", u64::from(has_room && stats.num_retiring_blocks > 0));
+    }
+
+    fn next_plan(&mut self) -> Option<Plan> {
+        let plan = self.scheduler.plan(Duration::from_millis(self.tick));
+        if let Some(reference) = &mut self.reference {
+            assert_eq!(plan.as_ref().map(Foretold::from), reference.plan(), "not the plan that the contract asks for");
+            self.tally.add("steps foretold by the reference", u64::from(plan.is_some()));
+        }
+        self.trace.write(format!("{plan:?}").as_bytes());
+        plan
     }
 
     /// Executes and applies every step that is done by now.
@@ -275,12 +248,26 @@ impl World {
         while self.flights.front().is_some_and(|flight| flight.done_tick <= self.tick) {
             let flight = self.flights.pop_front().expect("just seen");
             let (result, poisoned) = self.worker.execute(&flight.plan, &flight.natures);
+            if self.scenario.observes {
+                let latencies = &self.scenario.latencies_ticks;
+                let duration = Duration::from_millis(latencies[result.step as usize % latencies.len()]);
+                self.scheduler.observe(result.step, duration).expect("a step in flight");
+            }
             let events = self.scheduler.apply(&result).expect("a good result");
             self.scheduler.audit();
-            self.ledger.retire(result.step, result.outputs.iter().any(|output| output.token_ids.is_none()));
+            if let Some(reference) = &mut self.reference {
+                assert_eq!(events, reference.apply(&result), "not the events that the contract asks for");
+            }
+            self.trace.write(format!("{events:?}").as_bytes());
+            let failed = result.outputs.iter().any(|output| output.token_ids.is_none());
+            self.ledger.retire(result.step, failed);
+            if failed {
+                self.reset_patience();
+            }
             let num_sampled = result.outputs.iter().flat_map(|output| &output.token_ids).flatten().count();
             let num_taken: usize = events.iter().map(|event| self.take(event, &result, &poisoned)).sum();
-            self.tally.num_discarded_tokens += num_sampled - num_taken;
+            self.tally.add("tokens discarded", (num_sampled - num_taken) as u64);
+            self.ledger.check_free(self.scheduler.stats(), &self.live);
         }
     }
 
@@ -297,15 +284,13 @@ impl World {
                 submitted.received.extend_from_slice(&token_ids[..num_tokens]);
                 (num_tokens, finished.map(End::Finished))
             }
-            Event::Failed { .. } => {
-                self.tally.num_failures += 1;
-                (0, Some(End::Failed))
-            }
+            Event::Failed { .. } => (0, Some(End::Failed)),
         };
         let (expected, expected_end) = &submitted.expected;
         match end {
             Some(end) => {
                 assert_eq!((&submitted.received, &end), (expected, expected_end), "{id:?}");
+                self.tally.add(end.as_name(), 1);
                 self.live.remove(&id);
             }
             None => assert!(expected.starts_with(&submitted.received), "{id:?} lost or repeated a token"),

@@ -9,7 +9,7 @@ impl World {
     /// Of this worker's life. What it did not come to execute could not be poisoned.
     pub(super) fn check_voided(&mut self) {
         for (id, start_step) in std::mem::take(&mut self.ledger.voided) {
-            self.tally.num_voided += 1;
+            self.tally.add("restarted after another's failure", 1);
             let executed = start_step <= self.worker.last_step;
             assert!(!executed || self.worker.poisoned.contains(&(id, start_step)), "{id:?} lost its stay for nothing");
         }
@@ -20,9 +20,10 @@ impl World {
         self.check_voided();
         let is_on_worker = |id: &&SequenceId| self.ledger.knows(**id);
         let on_worker: Vec<_> = self.live.keys().filter(is_on_worker).copied().collect();
-        self.tally.num_lost += on_worker.len();
+        self.tally.add("deaths", 1);
+        self.tally.add("lost in a death", on_worker.len() as u64);
         let got_tokens = on_worker.iter().filter(|id| !self.live[id].received.is_empty());
-        self.tally.num_replayed += got_tokens.count();
+        self.tally.add("went on after a death", got_tokens.count() as u64);
         let lost = self.scheduler.restart();
         self.scheduler.audit();
         let in_flight = self.flights.iter().flat_map(|flight| &flight.plan.advances).map(|advance| advance.id);
@@ -35,6 +36,10 @@ impl World {
         assert_eq!((stats.num_queued, stats.num_running), (self.live.len(), 0), "a sequence was lost");
         self.flights.clear();
         self.ledger.restart();
+        if let Some(reference) = &mut self.reference {
+            reference.restart();
+        }
+        self.reset_patience();
         let limits = self.scenario.limits;
         self.worker = Worker::new(limits.num_blocks, limits.block_tokens, self.scenario.reports_dead);
         if self.scenario.isolates {
@@ -50,12 +55,15 @@ impl World {
             if suspect.is_some_and(|suspect| suspect.received.len() == num_tokens) {
                 break;
             }
-            self.tally.num_cleared += usize::from(suspect.is_some());
+            self.tally.add("run alone and cleared", u64::from(suspect.is_some()));
             self.trials.pop_front();
         }
         let alone = self.trials.front().map(|trial| trial.0);
         self.scheduler.isolate(alone);
         self.scheduler.audit();
         self.ledger.alone = alone;
+        if let Some(reference) = &mut self.reference {
+            reference.isolate(alone);
+        }
     }
 }

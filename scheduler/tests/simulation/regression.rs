@@ -1,0 +1,68 @@
+//! Scenarios that have failed, as small as shrinking made them.
+
+use penstock_scheduler::Limits;
+
+use crate::scenario::{Arrival, Scenario};
+use crate::world::World;
+
+/// One of many who have 40 tokens in common.
+const ARRIVAL: Arrival = Arrival {
+    tick: 0,
+    id: 1,
+    num_prompt_tokens: 30,
+    max_new_tokens: 1,
+    stops: false,
+    abort_after_ticks: None,
+    fail_position: None,
+    text: 0,
+    num_text_tokens: 40,
+    continues: None,
+    priority: 0,
+    salt: 0,
+    group: None,
+    prefix_caching: true,
+    needs_prompt_logprobs: false,
+};
+
+/// Somebody went on waiting although the blocks were there: of a sequence that had computed them too, and left.
+#[test]
+fn who_waits_is_woken_when_another_copy_takes_the_place_of_one_that_is_lost() {
+    let limits = Limits {
+        max_step_tokens: 4,
+        max_step_sequences: 3,
+        max_sequence_tokens: 80,
+        num_blocks: 68,
+        block_tokens: 1,
+        max_steps_in_flight: 5,
+        prefix_caching: true,
+        priority_ageing: None,
+        max_inter_token: None,
+        max_overtaking: 0,
+    };
+    let arrivals = vec![
+        Arrival { tick: 7, id: 5, needs_prompt_logprobs: true, ..ARRIVAL },
+        Arrival { tick: 27, id: 2, abort_after_ticks: Some(53), ..ARRIVAL },
+        Arrival { max_new_tokens: 7, needs_prompt_logprobs: true, ..ARRIVAL },
+        Arrival {
+            tick: 5,
+            id: 3,
+            num_prompt_tokens: 31,
+            max_new_tokens: 4,
+            fail_position: Some(23),
+            priority: 1,
+            ..ARRIVAL
+        },
+    ];
+    World::new(Scenario {
+        limits,
+        arrivals,
+        latencies_ticks: vec![2, 3, 1, 3],
+        ticks_per_plan: 1,
+        reports_dead: false,
+        has_poor_hash: false,
+        observes: true,
+        deaths: Vec::new(),
+        isolates: false,
+    })
+    .run();
+}

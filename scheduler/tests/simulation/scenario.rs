@@ -1,0 +1,251 @@
+//! Random scenarios, a kind for each sort of trouble. Their values are proptest's, so a scenario that fails can be shrunk.
+
+use std::time::Duration;
+
+use penstock_scheduler::Limits;
+use proptest::collection::vec;
+use proptest::option::weighted;
+use proptest::prelude::*;
+
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    pub limits: Limits,
+    pub arrivals: Vec<Arrival>,
+    /// How long the steps take, in turn.
+    pub latencies_ticks: Vec<u64>,
+    /// The engine gets to planning only so often.
+    pub ticks_per_plan: u64,
+    /// Whether the worker reports a failed sequence again in the steps that were already planned.
+    pub reports_dead: bool,
+    /// Whether links of prefixes often have the same hash.
+    pub has_poor_hash: bool,
+    /// Whether the scheduler is told how long steps take, and so bounds them.
+    pub observes: bool,
+    /// Ticks at which the worker dies, rising.
+    pub deaths: Vec<u64>,
+    /// Whether those who were in a step when it died are each run alone until they got a token.
+    pub isolates: bool,
+}
+
+#[derive(Clone, Debug)]
+pub struct Arrival {
+    pub tick: u64,
+    pub id: u64,
+    pub num_prompt_tokens: usize,
+    pub max_new_tokens: u32,
+    /// Whether the model's stop token ends it.
+    pub stops: bool,
+    pub abort_after_ticks: Option<u64>,
+    /// Computing this position fails.
+    pub fail_position: Option<u32>,
+    /// The prompt begins like one of so many texts, and then goes on alone.
+    pub text: u64,
+    pub num_text_tokens: usize,
+    /// It begins with an earlier sequence's prompt and answer instead: the last one, the one before, …
+    pub continues: Option<usize>,
+    pub priority: i32,
+    pub salt: u64,
+    pub group: Option<u64>,
+    pub prefix_caching: bool,
+    pub needs_prompt_logprobs: bool,
+}
+
+impl Scenario {
+    /// Whether prompts are served strictly in line, as far as budgets and the pool go.
+    pub fn is_in_line(&self) -> bool {
+        !self.observes && self.limits.max_overtaking == 0
+    }
+
+    /// Whether no two sequences can ever share a block.
+    pub fn is_solitary(&self) -> bool {
+        let shares =
+            |arrival: &Arrival| arrival.group.is_some() || self.limits.prefix_caching && arrival.prefix_caching;
+        !self.arrivals.iter().any(shares)
+    }
+}
+
+fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
+    let life = (0..=last_tick, 0..10u64, 1..40usize, 1..24u32, any::<bool>(), weighted(0.3, 0..80u64));
+    let prefix = (0..3u64, 0..40usize, weighted(0.3, 0..4usize), weighted(0.15, 0..50u32));
+    let kind = (-1..2i32, 0..4u64, weighted(0.5, 0..2u64), 0..8u32, 0..8u32);
+    (life, prefix, kind).prop_map(|(life, prefix, kind)| {
+        let (tick, id, num_prompt_tokens, max_new_tokens, stops, abort_after_ticks) = life;
+        let (text, num_text_tokens, continues, fail_position) = prefix;
+        let (priority, salt, group, caching, logprobs) = kind;
+        Arrival {
+            tick,
+            id,
+            num_prompt_tokens,
+            max_new_tokens,
+            stops,
+            abort_after_ticks,
+            fail_position,
+            text,
+            num_text_tokens,
+            continues,
+            priority,
+            salt: salt / 3,
+            group,
+            prefix_caching: caching != 0,
+            needs_prompt_logprobs: logprobs == 0,
+        }
+    })
+}
+
+fn limits() -> impl Strategy<Value = Limits> {
+    let sizes = (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..6u32);
+    let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64));
+    (sizes, 0..5u32, weighted(0.5, 0..60u64), turns).prop_map(|(sizes, caching, ageing_ticks, turns)| {
+        let (max_step_tokens, max_step_sequences, max_sequence_tokens, num_blocks, block_tokens, max_steps_in_flight) =
+            sizes;
+        Limits {
+            max_step_tokens,
+            max_step_sequences,
+            max_sequence_tokens,
+            num_blocks,
+            block_tokens,
+            max_steps_in_flight,
+            prefix_caching: caching != 0,
+            priority_ageing: ageing_ticks.map(Duration::from_millis),
+            max_inter_token: turns.1.map(Duration::from_millis),
+            max_overtaking: turns.0,
+        }
+    })
+}
+
+/// `last_tick` 0: everybody comes at once.
+fn scenario(last_tick: u64) -> impl Strategy<Value = Scenario> {
+    scenario_of(arrival(last_tick), 16)
+}
+
+fn scenario_of(arrival: impl Strategy<Value = Arrival>, max_arrivals: usize) -> impl Strategy<Value = Scenario> {
+    (limits(), vec(arrival, 1..max_arrivals), vec(1..8u64, 1..6), 1..4u64, any::<(bool, bool, bool)>()).prop_map(
+        |(limits, arrivals, latencies_ticks, ticks_per_plan, (reports_dead, has_poor_hash, observes))| Scenario {
+            limits,
+            arrivals,
+            latencies_ticks,
+            ticks_per_plan,
+            reports_dead,
+            has_poor_hash,
+            observes,
+            deaths: Vec::new(),
+            isolates: false,
+        },
+    )
+}
+
+/// A long day: many sequences at once, and a cache that has time to fill and to be evicted.
+fn busy() -> impl Strategy<Value = Scenario> {
+    scenario_of(arrival(600), 120).prop_map(|mut scenario| {
+        let limits = &mut scenario.limits;
+        limits.max_step_tokens += 16;
+        limits.max_step_sequences += 8;
+        limits.num_blocks += 16;
+        limits.max_sequence_tokens = 80;
+        for (arrival, id) in scenario.arrivals.iter_mut().zip(0..) {
+            arrival.id = id;
+            arrival.abort_after_ticks = arrival.abort_after_ticks.filter(|_| id % 2 == 0);
+        }
+        scenario
+    })
+}
+
+/// Every sequence grows to most of the pool, so that they keep running into each other.
+fn crowded() -> impl Strategy<Value = Scenario> {
+    scenario(20).prop_map(|mut scenario| {
+        let limits = &mut scenario.limits;
+        limits.max_step_tokens = limits.max_step_tokens.max(8);
+        limits.max_step_sequences = limits.max_step_sequences.max(4);
+        limits.max_sequence_tokens = 80;
+        for arrival in &mut scenario.arrivals {
+            let most_tokens = limits.num_blocks * limits.block_tokens + 1;
+            arrival.num_prompt_tokens = arrival.num_prompt_tokens.min(most_tokens as usize / 4).max(1);
+            arrival.max_new_tokens = most_tokens.min(60) - arrival.num_prompt_tokens as u32;
+            arrival.stops = false;
+        }
+        scenario
+    })
+}
+
+/// Almost all who come at the same time have the same prompt, and many fail in it.
+fn kindred() -> impl Strategy<Value = Scenario> {
+    scenario(30).prop_map(|mut scenario| {
+        let limits = &mut scenario.limits;
+        limits.max_steps_in_flight = limits.max_steps_in_flight.max(2);
+        limits.max_step_tokens = limits.max_step_tokens.max(8);
+        limits.max_step_sequences = limits.max_step_sequences.max(3);
+        limits.block_tokens = limits.block_tokens.min(3);
+        // Every other time the pool is dry too.
+        limits.num_blocks += if scenario.reports_dead { 16 } else { 4 };
+        limits.max_sequence_tokens = 80;
+        for arrival in &mut scenario.arrivals {
+            arrival.text = arrival.tick / 8;
+            arrival.salt = 0;
+            arrival.group = arrival.group.map(|_| 0);
+            arrival.num_text_tokens = arrival.num_text_tokens.max(25);
+            arrival.num_prompt_tokens = arrival.num_prompt_tokens.max(10);
+            arrival.max_new_tokens = arrival.max_new_tokens.min(8);
+            arrival.fail_position = (arrival.id.is_multiple_of(3)).then_some(arrival.num_prompt_tokens as u32 * 3 / 4);
+        }
+        scenario
+    })
+}
+
+/// Prompts in common take many steps, and whoever computes one for the others often leaves before it is done.
+fn forsaken() -> impl Strategy<Value = Scenario> {
+    kindred().prop_map(|mut scenario| {
+        let limits = &mut scenario.limits;
+        limits.max_step_tokens = limits.max_step_tokens % 6 + 2;
+        limits.max_step_sequences = limits.max_step_sequences.min(limits.max_step_tokens);
+        limits.num_blocks += 48;
+        for arrival in &mut scenario.arrivals {
+            arrival.text = 0;
+            arrival.continues = None;
+            arrival.num_prompt_tokens = arrival.num_prompt_tokens.max(30);
+            arrival.num_text_tokens = 40;
+            arrival.abort_after_ticks = arrival.abort_after_ticks.map(|ticks| ticks % 60 + 5);
+            if arrival.id % 2 == 0 {
+                arrival.abort_after_ticks = Some(arrival.tick % 7 * 8 + 5);
+            }
+        }
+        scenario
+    })
+}
+
+/// The worker dies now and then, often again before anything has come back.
+fn mortal() -> impl Strategy<Value = Scenario> {
+    let scenario = prop_oneof![scenario(60), crowded(), kindred()];
+    (scenario, vec((0..100u64, 0..4u64), 1..8), any::<bool>()).prop_map(|(scenario, deaths, isolates)| {
+        let deaths = deaths.into_iter().flat_map(|(tick, again_after)| [tick, tick + again_after]);
+        let mut deaths: Vec<_> = deaths.collect();
+        deaths.sort_unstable();
+        Scenario { deaths, isolates, ..scenario }
+    })
+}
+
+/// Nobody shares with anybody: every plan and every event can be foretold.
+fn solitary() -> impl Strategy<Value = Scenario> {
+    prop_oneof![scenario(150), crowded(), mortal(), busy()].prop_map(|mut scenario| {
+        scenario.limits.prefix_caching = false;
+        scenario.limits.max_overtaking = 0;
+        scenario.observes = false;
+        for arrival in &mut scenario.arrivals {
+            arrival.group = None;
+        }
+        scenario
+    })
+}
+
+/// Every kind, in turn.
+pub fn kinds() -> [(&'static str, BoxedStrategy<Scenario>); 8] {
+    [
+        ("random traffic", scenario(150).boxed()),
+        ("everybody at once", scenario(0).boxed()),
+        ("the pool is always dry", crowded().boxed()),
+        ("everybody shares", kindred().boxed()),
+        ("whoever is waited for leaves", forsaken().boxed()),
+        ("the worker dies", mortal().boxed()),
+        ("a long day", busy().boxed()),
+        ("nobody shares", solitary().boxed()),
+    ]
+}
