@@ -26,7 +26,7 @@ class Parameter:
     """One tensor of a model."""
 
     shape: tuple[int, ...]  # over all ranks
-    part: Part | None = None  # what this rank holds; None: all of it
+    part: Part | None = None  # what this rank holds; None: all of it. An empty part is never read
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class Loader:
         self.sources = {name: names.source(name) for name in parameters}
         self.dtype = dtype
         self.device = device
-        self.unfilled = set(parameters)
+        self.unfilled = {name for name, parameter in parameters.items() if 0 not in parameter.local_shape}
         self.loaded_bytes = 0
         tensors = {name: self.sources[name].names(parameter.shape) for name, parameter in parameters.items()}
         wanted = [tensor for several in tensors.values() for tensor in several]
@@ -73,11 +73,12 @@ class Loader:
                         f"but config.json makes it {list(expected)}"
                     )
 
-    def read(self, *names: str) -> Tensor:
-        """This rank's part of a parameter, on the device; of several, their parts one behind the other."""
+    def read(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's part of a parameter, on the device; of several, their parts one behind the other. dtype: where it
+        is not the model's."""
         shapes = [self.parameters[name].local_shape for name in names]
         rows = [shape[0] for shape in shapes]
-        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype)
+        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype or self.dtype)
         for name, out in zip(names, fused.split(rows), strict=True):
             self.unfilled.remove(name)
             parameter = self.parameters[name]
