@@ -14,7 +14,7 @@ from penstock_server.kernels import native_ops
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.experts import ExpertShard, MixtureOfExperts, MoeSpec, RoutingSpec, moe_parameters
-from penstock_server.layers.experts.routing import choose_experts
+from penstock_server.layers.experts.routing import WideLinear, choose_experts, widened
 from penstock_server.parallel import RankGroup, split_tiles
 from penstock_server.weights.loader import Loader
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
@@ -189,6 +189,20 @@ def test_correction_changes_the_choice_and_not_the_weights() -> None:
     weights, experts = choose_experts(logits, torch.tensor([0.0, -1.0, 0.0, 0.9]), spec)
     assert experts.tolist() == [[3, 0]]
     torch.testing.assert_close(weights, logits[0, [3, 0]].sigmoid()[None])
+
+
+@torch.inference_mode()
+def test_wide_routing_does_not_depend_on_the_place_in_the_batch() -> None:
+    """To the last bit of float32, where torch's own float32 does."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(30, 512, generator=generator).bfloat16() / 16
+    x = torch.randn(257, 512, generator=generator).bfloat16()
+    linear, spec = WideLinear(widened(weight), None), RoutingSpec(30, 4, scoring="sigmoid", is_wide=True)
+    together = choose_experts(linear(x), None, spec)
+    for row in range(257):
+        alone = choose_experts(linear(x[row : row + 1]), None, spec)
+        assert torch.equal(alone[0][0], together[0][row])
+        assert torch.equal(alone[1][0], together[1][row])
 
 
 def test_an_expert_that_stands_out_is_chosen_alone_by_the_sparsemixer() -> None:
