@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
+from penstock_server.weights.source import Source, fused
 from torch import Tensor, nn
 
 HIDDEN = 48
@@ -40,15 +41,15 @@ QWEN = "model.layers.0.mlp"
 
 BY_EXPERT_W = {
     "router.weight": f"{MIXTRAL}.gate.weight",
-    "experts.{e}.gate.weight": f"{MIXTRAL}.experts.{{e}}.w1.weight",
-    "experts.{e}.up.weight": f"{MIXTRAL}.experts.{{e}}.w3.weight",
-    "experts.{e}.down.weight": f"{MIXTRAL}.experts.{{e}}.w2.weight",
+    "experts.gate.weight": f"{MIXTRAL}.experts.{{e}}.w1.weight",
+    "experts.up.weight": f"{MIXTRAL}.experts.{{e}}.w3.weight",
+    "experts.down.weight": f"{MIXTRAL}.experts.{{e}}.w2.weight",
 }
 BY_EXPERT = {
     "router.weight": f"{QWEN}.gate.weight",
-    "experts.{e}.gate.weight": f"{QWEN}.experts.{{e}}.gate_proj.weight",
-    "experts.{e}.up.weight": f"{QWEN}.experts.{{e}}.up_proj.weight",
-    "experts.{e}.down.weight": f"{QWEN}.experts.{{e}}.down_proj.weight",
+    "experts.gate.weight": f"{QWEN}.experts.{{e}}.gate_proj.weight",
+    "experts.up.weight": f"{QWEN}.experts.{{e}}.up_proj.weight",
+    "experts.down.weight": f"{QWEN}.experts.{{e}}.down_proj.weight",
 }
 STACKED = {
     "router.weight": f"{QWEN}.gate.weight",
@@ -61,8 +62,12 @@ GRANITE = {
     "experts.down.weight": f"{MIXTRAL}.output_linear.weight",
 }
 GRANITE_SHARED = {
-    "shared.gate.weight": "model.layers.0.shared_mlp.input_linear.weight",
-    "shared.up.weight": "model.layers.0.shared_mlp.input_linear.weight",
+    **{
+        f"{name}.weight": source
+        for name, source in fused(
+            "shared", "model.layers.0.shared_mlp.input_linear.weight", {"gate": 32, "up": 32}
+        ).items()
+    },
     "shared.down.weight": "model.layers.0.shared_mlp.output_linear.weight",
 }
 DBRX = "transformer.blocks.0.ffn"
@@ -79,7 +84,7 @@ class Case:
     config: str
     differences: dict[str, Any]
     spec: MoeSpec
-    names: Mapping[str, str]  # ours without prefix → the checkpoint's; {e} is the expert
+    names: Mapping[str, str | Source]  # ours without prefix → the checkpoint's
     save: dict[str, Any] = field(default_factory=dict)
 
 
@@ -152,7 +157,6 @@ CASES = {
             40,
             storage="stacked",
             shared_intermediate_size=32,
-            shared_is_fused=True,
         ),
         {**GRANITE, **GRANITE_SHARED},
     ),

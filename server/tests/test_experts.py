@@ -13,11 +13,14 @@ from penstock_server.errors import ConfigError
 from penstock_server.kernels import native_ops
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
-from penstock_server.layers.experts import ExpertShard, MixtureOfExperts, MoeSpec, RoutingSpec, moe_parameters
+from penstock_server.layers.context import BuildContext
+from penstock_server.layers.experts import MixtureOfExperts, MoeSpec, RoutingSpec
 from penstock_server.layers.experts.routing import WideLinear, choose_experts, widened
-from penstock_server.parallel import RankGroup, split_tiles
+from penstock_server.layers.shard import Shard
+from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
+from penstock_server.weights.source import Source
 from rank_threads import run_ranks
 from torch import Tensor
 
@@ -30,12 +33,9 @@ class Names:
     case: Case
     ignored: tuple[str, ...] = (".*",)  # the rest of the model
 
-    def checkpoint_name(self, parameter: str) -> str:
-        stem = parameter.removeprefix("mlp.")
-        parts = stem.split(".")
-        if parts[0] == "experts" and parts[1].isdigit():
-            return self.case.names[stem.replace(f".{parts[1]}.", ".{e}.")].replace("{e}", parts[1])
-        return self.case.names[stem]
+    def source(self, parameter: str) -> Source:
+        found = self.case.names[parameter.removeprefix("mlp.")]
+        return Source(found) if isinstance(found, str) else found
 
 
 @functools.lru_cache(maxsize=4)
@@ -52,10 +52,11 @@ def load(
     path: Path, case: Case, group: RankGroup, dtype: torch.dtype, exact: bool = True, ops: Ops | None = None
 ) -> tuple[MixtureOfExperts, int]:
     """The layer, and the bytes that it read."""
-    shard = ExpertShard.of(case.spec, split_tiles(HIDDEN, group, "hidden size"), group, exact)
-    table = moe_parameters("mlp", case.spec, HIDDEN, shard)
+    shard = Shard.of(HIDDEN, 64, group, exact)
+    table = MixtureOfExperts.parameters(case.spec, "mlp", HIDDEN, shard)
     loader = Loader(SafetensorsCheckpoint((path,)), table, Names(case), dtype, CPU)
-    layer = MixtureOfExperts.load(loader, "mlp", case.spec, HIDDEN, ops or TorchOps(), shard)
+    context = BuildContext(loader, ops or TorchOps(), shard, HIDDEN, max_position_tokens=64, block_tokens=16)
+    layer = MixtureOfExperts.load(case.spec, "mlp", context)
     loader.finish()
     return layer, loader.loaded_bytes
 
@@ -178,9 +179,8 @@ def test_what_cannot_be_is_refused(make: object, message: str) -> None:
 
 def test_too_many_ranks_are_refused() -> None:
     group = RankGroup(0, 9)
-    hidden = split_tiles(HIDDEN, group, "hidden size")
     with pytest.raises(ConfigError, match="intermediate size of experts 8 cannot be split over 9 ranks"):
-        ExpertShard.of(MoeSpec(RoutingSpec(2, 1), 8), hidden, group, True)
+        MixtureOfExperts.parameters(MoeSpec(RoutingSpec(2, 1), 8), "mlp", HIDDEN, Shard.of(HIDDEN, 64, group))
 
 
 def test_correction_changes_the_choice_and_not_the_weights() -> None:

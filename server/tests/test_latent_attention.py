@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +10,22 @@ import pytest
 import torch
 import transformers
 from penstock_server.attention import choose_attention
-from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.errors import ConfigError
 from penstock_server.kernels import native_ops
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.layers.context import BuildContext
 from penstock_server.layers.latent_attention import (
     LatentAttentionBlock,
     LatentAttentionSpec,
-    latent_attention_parameters,
     yarn_mscale,
 )
-from penstock_server.layers.linear import Layout
-from penstock_server.parallel import RankGroup, Split, split_evenly, split_tiles
+from penstock_server.layers.rope import RopeSpec
+from penstock_server.layers.shard import Shard
+from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
+from penstock_server.weights.source import Source
 from rank_threads import run_ranks
 from test_attention import BLOCK_TOKENS, make_batch
 from torch import Tensor
@@ -50,29 +51,39 @@ NAMES = {
     "kv_b": "kv_b_proj",
     "output": "o_proj",
 }
+ROPE = RopeSpec("default", 10000.0, 4, interleaved=True)
+YARN_ROPE = RopeSpec(
+    "yarn",
+    10000.0,
+    4,
+    factor=4.0,
+    original_max_tokens=32,
+    magnitude=yarn_mscale(4.0, 0.707) / yarn_mscale(4.0, 1.2),
+    interleaved=True,
+)
 # name → (configuration class, what differs, our spec)
 CASES: dict[str, tuple[str, dict[str, Any], LatentAttentionSpec]] = {
-    "v2-lite": ("DeepseekV2Config", {"q_lora_rank": None}, LatentAttentionSpec(HEADS, **SIZES)),
+    "v2-lite": ("DeepseekV2Config", {"q_lora_rank": None}, LatentAttentionSpec(HEADS, **SIZES, rope=ROPE)),
     "v2": (
         "DeepseekV2Config",
         {"q_lora_rank": 24, "attention_bias": True},
-        LatentAttentionSpec(HEADS, **SIZES, q_lora_rank=24, has_bias=True),
+        LatentAttentionSpec(HEADS, **SIZES, rope=ROPE, q_lora_rank=24, has_bias=True),
     ),
     "v2-yarn": (
         "DeepseekV2Config",
         {"q_lora_rank": 24, "rope_parameters": YARN},
-        LatentAttentionSpec(HEADS, **SIZES, q_lora_rank=24, mscale=yarn_mscale(4.0, 1.2)),
+        LatentAttentionSpec(HEADS, **SIZES, rope=YARN_ROPE, q_lora_rank=24, mscale=yarn_mscale(4.0, 1.2)),
     ),
-    "v3": ("DeepseekV3Config", {"q_lora_rank": 24}, LatentAttentionSpec(HEADS, **SIZES, q_lora_rank=24)),
+    "v3": ("DeepseekV3Config", {"q_lora_rank": 24}, LatentAttentionSpec(HEADS, **SIZES, rope=ROPE, q_lora_rank=24)),
     "v3-yarn": (
         "DeepseekV3Config",
         {"q_lora_rank": 24, "rope_parameters": YARN},
-        LatentAttentionSpec(HEADS, **SIZES, q_lora_rank=24, mscale=yarn_mscale(4.0, 1.2)),
+        LatentAttentionSpec(HEADS, **SIZES, rope=YARN_ROPE, q_lora_rank=24, mscale=yarn_mscale(4.0, 1.2)),
     ),
     "v3-halves": (
         "DeepseekV3Config",
         {"q_lora_rank": None, "rope_interleave": False},
-        LatentAttentionSpec(HEADS, **SIZES, rope_is_interleaved=False),
+        LatentAttentionSpec(HEADS, **SIZES, rope=replace(ROPE, interleaved=False)),
     ),
 }
 SPANS = [(0, 9), (5, 1), (3, 6), (17, 1)]
@@ -82,9 +93,9 @@ SPANS = [(0, 9), (5, 1), (3, 6), (17, 1)]
 class Names:
     ignored: tuple[str, ...] = (".*",)
 
-    def checkpoint_name(self, parameter: str) -> str:
+    def source(self, parameter: str) -> Source:
         _, stem, suffix = parameter.split(".")
-        return f"model.layers.0.self_attn.{NAMES[stem]}.{suffix}"
+        return Source(f"model.layers.0.self_attn.{NAMES[stem]}.{suffix}")
 
 
 def make_model(name: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
@@ -113,13 +124,6 @@ def make_model(name: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     return model.to(dtype).eval()
 
 
-def rope_tables(model: transformers.PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """As transformers has them, yarn and its factor included: their making is tested elsewhere."""
-    rotary = model.model.rotary_emb
-    angles = torch.outer(torch.arange(MAX_TOKENS).float(), rotary.inv_freq.float())
-    return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
-
-
 @torch.inference_mode()
 def expected(model: transformers.PreTrainedModel, x: Tensor) -> Tensor:
     """The attention module's output for a sequence [tokens, hidden] from its beginning."""
@@ -132,17 +136,12 @@ def expected(model: transformers.PreTrainedModel, x: Tensor) -> Tensor:
     )[0][0]
 
 
-def load(path: Path, model: Any, name: str, group: RankGroup, exact: bool, ops: Ops, dtype: torch.dtype) -> Any:
-    spec = CASES[name][2]
-    heads = Split(group.rank, tuple(split_evenly(HEADS, rank, group.size) for rank in range(group.size)))
-    hidden = split_tiles(HIDDEN, group, "hidden size")
-    shape = spec.attention_shape(heads.mine, BLOCK_TOKENS)
-    table = latent_attention_parameters("layer.attention", spec, HIDDEN, heads, hidden, exact)
-    table = {parameter.removeprefix("layer."): value for parameter, value in table.items()}
+def load(path: Path, name: str, group: RankGroup, exact: bool, ops: Ops, dtype: torch.dtype) -> LatentAttentionBlock:
+    spec, shard = CASES[name][2], Shard.of(HIDDEN, 64, group, exact)
+    table = LatentAttentionBlock.parameters(spec, "attention", HIDDEN, shard)
     loader = Loader(SafetensorsCheckpoint((path,)), table, Names(), dtype, CPU)
-    layout = Layout(group, exact, heads.widths(spec.v_head_dim), hidden.widths())
-    attention = ReferenceAttention(shape, CPU, dtype)
-    block = LatentAttentionBlock.load(loader, "attention", spec, shape, ops, attention, rope_tables(model), layout)
+    context = BuildContext(loader, ops, shard, HIDDEN, MAX_TOKENS, BLOCK_TOKENS)
+    block = LatentAttentionBlock.load(spec, "attention", context)
     loader.finish()
     return block
 
@@ -181,7 +180,7 @@ def test_latent_attention_is_that_of_transformers(
     model = make_model(name, dtype)
     model.save_pretrained(tmp_path)
     texts = make_texts(dtype)
-    block = load(tmp_path / "model.safetensors", model, name, RankGroup(), True, TorchOps(), dtype)
+    block = load(tmp_path / "model.safetensors", name, RankGroup(), True, TorchOps(), dtype)
     for got, text, (seen, _) in zip(run(block, texts), texts, SPANS, strict=True):
         want = expected(model, text)[seen:]
         scale = float(want.float().std())
@@ -198,7 +197,7 @@ def test_several_ranks_give_what_one_gives(name: str, size: int, exact: bool, tm
     texts, path = make_texts(torch.float32), tmp_path / "model.safetensors"
 
     def run_rank(group: RankGroup) -> Tensor:
-        return torch.cat(run(load(path, model, name, group, exact, TorchOps(), torch.float32), texts))
+        return torch.cat(run(load(path, name, group, exact, TorchOps(), torch.float32), texts))
 
     with torch.inference_mode():
         want = run_rank(RankGroup())
@@ -213,14 +212,16 @@ def test_native_operators_give_the_same(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     texts, path = make_texts(torch.bfloat16), tmp_path / "model.safetensors"
     plain, native = (
-        torch.cat(run(load(path, model, "v3-yarn", RankGroup(), True, ops, torch.bfloat16), texts))
+        torch.cat(run(load(path, "v3-yarn", RankGroup(), True, ops, torch.bfloat16), texts))
         for ops in (TorchOps(), native_ops.NativeOps())
     )
     torch.testing.assert_close(native, plain, atol=6e-2, rtol=2e-2)
 
 
 def test_the_cache_holds_the_latent_alone() -> None:
-    spec = LatentAttentionSpec(128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    spec = LatentAttentionSpec(
+        128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope=ROPE
+    )
     attention = choose_attention(spec.attention_shape(range(64), 16), CPU, torch.bfloat16)
     assert attention.bytes_per_block() == 16 * (512 + 64) * 2
     (cache,) = attention.allocate(num_blocks=3, num_layers=1)
@@ -228,7 +229,9 @@ def test_the_cache_holds_the_latent_alone() -> None:
 
 
 def test_the_scale_is_of_what_heads_unfold_to() -> None:
-    spec = LatentAttentionSpec(4, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    spec = LatentAttentionSpec(
+        4, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope=ROPE
+    )
     assert spec.attention_shape(range(4), 16).scale == 192**-0.5
     assert (yarn_mscale(1.0, 1.0), yarn_mscale(40.0, 0.0)) == (1.0, 1.0)
     assert yarn_mscale(40.0, 1.0) == pytest.approx(1.36888794)
@@ -244,4 +247,4 @@ def test_the_scale_is_of_what_heads_unfold_to() -> None:
 )
 def test_sizes_that_cannot_be_are_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LatentAttentionSpec(HEADS, **{**SIZES, **changes})
+        LatentAttentionSpec(HEADS, **{**SIZES, **changes}, rope=ROPE)

@@ -16,10 +16,12 @@ from torch import Tensor
 from penstock_server.attention.interface import Attention, AttentionShape, StepBatch
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.ops import Ops, PackedLinear
-from penstock_server.layers.linear import Layout, LinearOut
-from penstock_server.parallel import Split
+from penstock_server.layers.context import BuildContext
+from penstock_server.layers.linear import Layout, LinearOut, out_parameters
+from penstock_server.layers.rope import RopeSpec
+from penstock_server.layers.shard import Shard
 from penstock_server.weights.checkpoint import Part
-from penstock_server.weights.loader import Loader, Parameter
+from penstock_server.weights.loader import Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,10 @@ class LatentAttentionSpec:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    rope: RopeSpec  # of the rotated part; interleaved as DeepSeek stores it
     q_lora_rank: int | None = None  # None: queries are projected directly
     norm_eps: float = 1e-6  # of the norms of the latents; transformers has no setting for it
     has_bias: bool = False  # of the projections from and to the hidden dimension, other than the direct one of queries
-    rope_is_interleaved: bool = True  # rotated pairs lie side by side, as DeepSeek stores them
     mscale: float = 1.0  # the softmax scale is multiplied with its square: see `yarn_mscale`
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class LatentAttentionSpec:
             scale=self.query_dim**-0.5 * self.mscale**2,
             block_tokens=block_tokens,
             value_dim=self.kv_lora_rank,
+            values_in_keys=True,
         )
 
 
@@ -74,27 +77,26 @@ def yarn_mscale(factor: float, mscale_all_dim: float) -> float:
 
 
 def latent_attention_parameters(
-    prefix: str, spec: LatentAttentionSpec, hidden_size: int, heads: Split, hidden: Split, exact: bool
+    spec: LatentAttentionSpec, prefix: str, hidden_size: int, shard: Shard
 ) -> dict[str, Parameter]:
     """`prefix.{q_a,q_b}.weight` and `prefix.q_norm.weight`, or `prefix.q.weight`; `prefix.{kv_a,kv_b}.weight`,
     `prefix.kv_norm.weight`, `prefix.output.weight`. Split over the ranks: heads of q, q_b, kv_b and output."""
-    mine = heads.mine
+    mine = shard.heads(spec.num_heads, 1).mine
 
     def by_heads(dim: int) -> Part:
         return Part(0, range(mine.start * dim, mine.stop * dim))
 
     queries = spec.num_heads * spec.query_dim
     unfolded_dim = spec.qk_nope_head_dim + spec.v_head_dim
-    out_shape = (hidden_size, spec.num_heads * spec.v_head_dim)
-    out_part = (
-        Part(0, hidden.mine) if exact else Part(1, range(mine.start * spec.v_head_dim, mine.stop * spec.v_head_dim))
-    )
     table = {
         f"{prefix}.kv_a.weight": Parameter((spec.key_dim, hidden_size)),
         f"{prefix}.kv_norm.weight": Parameter((spec.kv_lora_rank,)),
         f"{prefix}.kv_b.weight": Parameter((spec.num_heads * unfolded_dim, spec.kv_lora_rank), by_heads(unfolded_dim)),
-        f"{prefix}.output.weight": Parameter(out_shape, out_part),
     }
+    columns = by_heads(spec.v_head_dim).range
+    table |= out_parameters(
+        f"{prefix}.output", (hidden_size, spec.num_heads * spec.v_head_dim), columns, shard, spec.has_bias
+    )
     if spec.q_lora_rank is None:
         table[f"{prefix}.q.weight"] = Parameter((queries, hidden_size), by_heads(spec.query_dim))
     else:
@@ -103,7 +105,6 @@ def latent_attention_parameters(
         table[f"{prefix}.q_b.weight"] = Parameter((queries, spec.q_lora_rank), by_heads(spec.query_dim))
     if spec.has_bias:
         table[f"{prefix}.kv_a.bias"] = Parameter((spec.key_dim,))
-        table[f"{prefix}.output.bias"] = Parameter((hidden_size,), out_part if exact else None)
         if spec.q_lora_rank is not None:
             table[f"{prefix}.q_a.bias"] = Parameter((spec.q_lora_rank,))
     return table
@@ -151,19 +152,17 @@ class LatentAttentionBlock:
     cos: Tensor  # [max positions, qk_rope_head_dim / 2] float32, with yarn's factor where it has one
     sin: Tensor
 
+    @staticmethod
+    def parameters(spec: LatentAttentionSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
+        return latent_attention_parameters(spec, prefix, hidden_size, shard)
+
     @classmethod
-    def load(
-        cls,
-        loader: Loader,
-        prefix: str,
-        spec: LatentAttentionSpec,
-        shape: AttentionShape,
-        ops: Ops,
-        attention: Attention,
-        rope: tuple[Tensor, Tensor],
-        layout: Layout,
-    ) -> LatentAttentionBlock:
-        """layout: from heads times v_head_dim to the hidden dimension. Parameters: `latent_attention_parameters`."""
+    def load(cls, spec: LatentAttentionSpec, prefix: str, context: BuildContext) -> LatentAttentionBlock:
+        loader, ops = context.loader, context.ops
+        heads = context.shard.heads(spec.num_heads, 1).heads
+        shape = spec.attention_shape(heads.mine, context.block_tokens)
+        layout = Layout.into_hidden(context.shard, heads.widths(spec.v_head_dim))
+        cos, sin = context.rope(spec.rope)
         kv_a, kv_a_bias = loader.read(f"{prefix}.kv_a.weight"), loader.read_if_there(f"{prefix}.kv_a.bias")
         down, down_bias = _rotated_rows_in_halves(kv_a, spec), kv_a_bias
         if down_bias is not None:
@@ -189,9 +188,9 @@ class LatentAttentionBlock:
             output=LinearOut.load(loader, ops, f"{prefix}.output", layout),
             shape=shape,
             ops=ops,
-            attention=attention,
-            cos=rope[0],
-            sin=rope[1],
+            attention=context.attention(shape),
+            cos=cos,
+            sin=sin,
         )
 
     def store(self, x: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
@@ -228,7 +227,7 @@ class LatentAttentionBlock:
 def _rotated_rows_in_halves(weight: Tensor, spec: LatentAttentionSpec) -> Tensor:
     """[..., rows that end in those of a rotated part, or its bias]: pairs side by side become halves, as `Ops.rotate`
     has them. Products of queries and keys stay the same when both are reordered."""
-    if not spec.rope_is_interleaved:
+    if not spec.rope.interleaved:
         return weight
     plain, rotated = weight[: -spec.qk_rope_head_dim], weight[-spec.qk_rope_head_dim :]
     return torch.cat([plain, rotated[0::2], rotated[1::2]])

@@ -10,6 +10,8 @@ from enum import Enum
 from penstock_server.errors import ConfigError
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
+from penstock_server.layers.experts import MoeSpec
+from penstock_server.layers.latent_attention import LatentAttentionSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.weights.source import Source
@@ -28,8 +30,8 @@ class Placement(Enum):
 class LayerSpec:
     """Attention and MLP, one after the other or side by side. The type of each part's spec says what runs it."""
 
-    attention: AttentionSpec
-    mlp: MlpSpec
+    attention: AttentionSpec | LatentAttentionSpec
+    mlp: MlpSpec | MoeSpec
     norm: NormSpec
     placement: Placement = Placement.PRE
     parallel: bool = False  # x + attention(norm(x)) + mlp(norm(x)) (GPT-J, GPT-NeoX)

@@ -26,7 +26,7 @@ class Parameter:
     """One tensor of a model."""
 
     shape: tuple[int, ...]  # over all ranks
-    part: Part | None = None  # what this rank holds; None: all of it. An empty part is never read
+    part: Part | None = None  # what this rank holds; None: all of it
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class Loader:
         self.sources = {name: names.source(name) for name in parameters}
         self.dtype = dtype
         self.device = device
-        self.unfilled = {name for name, parameter in parameters.items() if 0 not in parameter.local_shape}
+        self.unfilled = set(parameters)
         self.loaded_bytes = 0
         tensors = {name: self.sources[name].names(parameter.shape) for name, parameter in parameters.items()}
         wanted = [tensor for several in tensors.values() for tensor in several]

@@ -13,12 +13,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from penstock_server.kernels.ops import Ops, PackedLinear
-from penstock_server.layers.experts.parameters import read_experts
+from penstock_server.layers.context import BuildContext
+from penstock_server.layers.experts.parameters import moe_parameters, read_experts
 from penstock_server.layers.experts.routing import Router, widened
 from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.experts.spec import MoeSpec
-from penstock_server.layers.mlp import GatedMlp
-from penstock_server.weights.loader import Loader
+from penstock_server.layers.mlp import Mlp
+from penstock_server.layers.shard import Shard
+from penstock_server.weights.loader import Parameter
 
 RowFunction = Callable[[Tensor], Tensor]
 """[rows, features] → [rows, other features]"""
@@ -28,7 +30,7 @@ RowFunction = Callable[[Tensor], Tensor]
 class Shared:
     """The expert that every token goes to."""
 
-    mlp: GatedMlp
+    mlp: Mlp
     gate: PackedLinear | None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,36 +48,39 @@ class MixtureOfExperts:
     down: list[PackedLinear]
     shared: Shared | None
 
+    @staticmethod
+    def parameters(spec: MoeSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
+        return moe_parameters(spec, prefix, hidden_size, ExpertShard.of(spec, shard))
+
     @classmethod
-    def load(
-        cls, loader: Loader, prefix: str, spec: MoeSpec, hidden_size: int, ops: Ops, shard: ExpertShard
-    ) -> MixtureOfExperts:
-        """Packs expert by expert; the originals are free when it returns. Parameters: `moe_parameters`."""
+    def load(cls, spec: MoeSpec, prefix: str, context: BuildContext) -> MixtureOfExperts:
+        """Packs expert by expert; the originals are free when it returns."""
+        loader, ops, shard = context.loader, context.ops, ExpertShard.of(spec, context.shard)
         gate_up: list[RowFunction] = []
         down: list[PackedLinear] = []
         # Of a sum only one summand may hold the bias.
-        adds_bias = shard.exact or shard.experts is not None or shard.group.rank == 0
-        for weights in read_experts(loader, prefix, spec, hidden_size, shard):
+        adds_bias = context.shard.exact or shard.intermediate is None or context.shard.group.rank == 0
+        for weights in read_experts(spec, prefix, context.hidden_size, shard, loader):
             gate_up.append(_packed_gate_up(spec, ops, weights.gate_up, weights.gate_up_bias))
             down.append(ops.pack_linear(weights.down, weights.down_bias if adds_bias else None))
         shared = None
-        if shard.shared is not None:
+        if spec.shared is not None:
             gate = ops.pack_linear(loader.read(f"{prefix}.shared_gate.weight"), None) if spec.shared_is_gated else None
-            shared = Shared(GatedMlp.load(loader, f"{prefix}.shared", ops, shard.shared_layout), gate)
+            shared = Shared(Mlp.load(spec.shared, f"{prefix}.shared", context), gate)
         return cls(spec, shard, Router.load(loader, f"{prefix}.router", spec.routing, ops), gate_up, down, shared)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → the same, on all ranks."""
-        shard = self.shard
+        shard, by_expert = self.shard.shard, self.shard.intermediate is None
         weights, experts = self.router(x)
         results = self._results(x, experts)  # [rows, top_k, hidden, or this rank's part of it]
-        if shard.experts is not None and shard.exact:
+        if by_expert and shard.exact:
             # Every result is some rank's; zeros are added to it.
             shard.group.all_reduce(results)
         output = _weighted_sum(results, weights)
         if not shard.exact:
             output = shard.group.all_reduce(output.to(x.dtype)).float()
-        elif shard.experts is None:
+        elif not by_expert:
             output = shard.group.all_gather_columns(output, shard.hidden.widths())
         if self.shared is not None:
             output = output + self.shared(x)
@@ -83,8 +88,7 @@ class MixtureOfExperts:
 
     def _results(self, x: Tensor, experts: Tensor) -> Tensor:
         """What the chosen experts [rows, top_k] say to each row: zero for those of other ranks."""
-        shard, top_k = self.shard, experts.shape[1]
-        mine = shard.my_experts(self.spec)
+        intermediate, top_k, mine = self.shard.intermediate, experts.shape[1], self.shard.experts.mine
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)  # pairs of a row and an expert, by expert
         counts = chosen.bincount(minlength=self.spec.routing.num_experts).tolist()
@@ -92,8 +96,8 @@ class MixtureOfExperts:
         my_counts = counts[mine.start : mine.stop]
         pairs = order[first : first + sum(my_counts)]
         inner = _by_expert(self.gate_up, x[pairs // top_k], my_counts)
-        if shard.intermediate is not None and shard.exact:
-            inner = shard.group.all_gather_columns(inner, shard.intermediate.widths())
+        if intermediate is not None and self.shard.shard.exact:
+            inner = self.shard.shard.group.all_gather_columns(inner, intermediate.widths())
         outputs = _by_expert(self.down, inner, my_counts)
         results = x.new_zeros((chosen.shape[0], self.down[0].out_features))
         results[pairs] = outputs

@@ -14,18 +14,17 @@ from torch import Tensor
 
 from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.experts.spec import STORAGES, MoeSpec
+from penstock_server.layers.mlp import Mlp
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Loader, Parameter
 
-NOTHING = Part(0, range(0))
 # The dimension that a matrix takes its inputs in.
 INPUTS = {"gate": "h", "up": "h", "gate_up": "h", "down": "i"}
 
 
-def moe_parameters(prefix: str, spec: MoeSpec, hidden_size: int, shard: ExpertShard) -> dict[str, Parameter]:
-    """`prefix.router.{weight,bias,correction}`, `prefix.experts.{gate,up,gate_up,down}.{weight,bias}`, with
-    `prefix.experts.3.` for experts stored apart, `prefix.shared.{gate,up,down}.weight`, `prefix.shared_gate.weight`.
-    """
+def moe_parameters(spec: MoeSpec, prefix: str, hidden_size: int, shard: ExpertShard) -> dict[str, Parameter]:
+    """`prefix.router.{weight,bias,correction}`, `prefix.experts.{gate,up,gate_up,down}.{weight,bias}`,
+    `prefix.shared.{gate,up,down}.weight`, `prefix.shared_gate.weight`."""
     num_experts = spec.routing.num_experts
     table = {f"{prefix}.router.weight": Parameter((num_experts, hidden_size))}
     if spec.routing.has_bias:
@@ -33,31 +32,9 @@ def moe_parameters(prefix: str, spec: MoeSpec, hidden_size: int, shard: ExpertSh
     if spec.routing.has_correction:
         table[f"{prefix}.router.correction"] = Parameter((num_experts,))
     for name, matrix in _matrices(spec, hidden_size, shard).items():
-        if spec.storage != "separate":
-            table[f"{prefix}.experts.{name}"] = matrix.parameter()
-            continue
-        mine = shard.my_experts(spec)
-        for expert in range(num_experts):
-            parameter = matrix.parameter()
-            table[f"{prefix}.experts.{expert}.{name}"] = (
-                parameter if expert in mine else Parameter(parameter.shape, NOTHING)
-            )
-    if shard.shared is not None:
-        table |= _shared(prefix, spec, hidden_size, shard)
-    return table
-
-
-def _shared(prefix: str, spec: MoeSpec, hidden_size: int, shard: ExpertShard) -> dict[str, Parameter]:
-    assert shard.shared is not None
-    width, mine = spec.shared_intermediate_size, shard.shared.mine
-    rows = (2 * width if spec.shared_is_fused else width, hidden_size)
-    up_start = width if spec.shared_is_fused else 0
-    out = Part(0, shard.hidden.mine) if shard.exact else Part(1, mine)
-    table = {
-        f"{prefix}.shared.gate.weight": Parameter(rows, Part(0, mine)),
-        f"{prefix}.shared.up.weight": Parameter(rows, Part(0, range(up_start + mine.start, up_start + mine.stop))),
-        f"{prefix}.shared.down.weight": Parameter((hidden_size, width), out),
-    }
+        table[f"{prefix}.experts.{name}"] = matrix.parameter()
+    if spec.shared is not None:
+        table |= Mlp.parameters(spec.shared, f"{prefix}.shared", hidden_size, shard.shard)
     if spec.shared_is_gated:
         table[f"{prefix}.shared_gate.weight"] = Parameter((1, hidden_size))
     return table
@@ -95,23 +72,19 @@ class StoredMatrix:
 
 
 def _matrices(spec: MoeSpec, hidden_size: int, shard: ExpertShard) -> dict[str, StoredMatrix]:
-    """By name behind `experts.`, of one expert where they are stored apart."""
+    """By name behind `experts.`."""
     sizes = {"e": spec.routing.num_experts, "2": 2, "i": spec.intermediate_size, "h": hidden_size}
-    parts: dict[str, range] = {}
-    if shard.experts is not None:
-        parts["e"] = shard.experts.mine
-    if shard.intermediate is not None:
-        parts["i"] = shard.intermediate.mine
+    mine = {"e": shard.experts.mine} if shard.intermediate is None else {"i": shard.intermediate.mine}
     matrices = {}
     for name, pattern in STORAGES[spec.storage].items():
         patterns = {f"{name}.weight": pattern}
         if spec.has_bias:
             patterns[f"{name}.bias"] = " ".join(pattern.replace(INPUTS[name], "").split())
         for full_name, dims in patterns.items():
-            own = dict(parts)
-            if name == "down" and shard.intermediate is not None and shard.exact:
+            own = mine
+            if name == "down" and shard.intermediate is not None and shard.shard.exact:
                 # Split by its results, over gathered inputs.
-                own = {"h": shard.hidden.mine}
+                own = {"h": shard.shard.hidden.mine}
             split = next((dim for dim in own if dim in dims), None)
             matrices[full_name] = StoredMatrix(dims, sizes, split, own[split] if split else range(0))
     return matrices
@@ -128,19 +101,10 @@ class ExpertWeights:
 
 
 def read_experts(
-    loader: Loader, prefix: str, spec: MoeSpec, hidden_size: int, shard: ExpertShard
+    spec: MoeSpec, prefix: str, hidden_size: int, shard: ExpertShard, loader: Loader
 ) -> Iterator[ExpertWeights]:
-    """This rank's experts in order, each read when it is asked for where it is stored apart."""
-    matrices = _matrices(spec, hidden_size, shard)
-    mine = shard.my_experts(spec)
-    if spec.storage == "separate":
-        for expert in mine:
-            yield from _experts(loader, f"{prefix}.experts.{expert}", matrices)
-    else:
-        yield from _experts(loader, f"{prefix}.experts", matrices)
-
-
-def _experts(loader: Loader, prefix: str, matrices: dict[str, StoredMatrix]) -> Iterator[ExpertWeights]:
+    """This rank's experts in order."""
+    matrices, prefix = _matrices(spec, hidden_size, shard), f"{prefix}.experts"
     gate_up = _read_gate_up(loader, prefix, matrices, "weight", "e2ih")
     down = _read(loader, prefix, matrices, "down.weight", "ehi")
     gate_up_bias = down_bias = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_server.errors import ConfigError
+from penstock_server.layers.mlp import MlpSpec
 
 SCORINGS = ("softmax", "softmax-chosen", "sigmoid", "sparsemixer")
 GROUP_SCORES = ("best", "best-two")
@@ -13,16 +14,15 @@ ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "clamped-swiglu")
 # How a checkpoint stores the matrices of all experts, dimension by dimension: e expert, i intermediate, h hidden, 2 the
 # gate and up. What is written together is folded into one dimension. A bias lacks the dimension of its matrix' inputs.
 STORAGES: dict[str, dict[str, str]] = {
-    # One tensor for each matrix of each expert (most publishers): Mixtral, Qwen, OLMoE, DeepSeek, Phi-3.5-MoE.
-    "separate": {"gate": "i h", "up": "i h", "down": "h i"},
+    # One tensor for each matrix of each expert, with {e} in the name map (most publishers: Mixtral, Qwen, OLMoE,
+    # DeepSeek, Phi-3.5-MoE), or one for each matrix of all (GGUF).
+    "apart": {"gate": "e i h", "up": "e i h", "down": "e h i"},
     # Granite, and what transformers 5 writes with save_original_format=False.
     "stacked": {"gate_up": "e 2i h", "down": "e h i"},
     # gpt-oss: by inputs, and gate and up in turn.
     "by-input": {"gate_up": "e h i2", "down": "e i h"},
     # DBRX: all experts' rows one behind the other, the matrix out by its inputs.
     "rows": {"gate": "ei h", "up": "ei h", "down": "ei h"},
-    # GGUF.
-    "stacked-apart": {"gate": "e i h", "up": "e i h", "down": "e h i"},
 }
 
 
@@ -77,10 +77,13 @@ class MoeSpec:
     has_bias: bool = False  # of all matrices of the experts
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
-    storage: str = "separate"
+    storage: str = "apart"
     shared_intermediate_size: int = 0  # 0: no shared expert. Several shared experts are one, so much wider
-    shared_is_fused: bool = False  # whether the checkpoint holds its gate and up as one matrix (Granite)
     shared_is_gated: bool = False  # whether its result is multiplied with a sigmoid of its own (Qwen2-MoE)
+
+    @property
+    def shared(self) -> MlpSpec | None:
+        return MlpSpec(self.shared_intermediate_size) if self.shared_intermediate_size else None
 
     def __post_init__(self) -> None:
         _check_one_of("activation of experts", self.activation, ACTIVATIONS)
