@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -49,8 +49,8 @@ class MlpPart(Protocol):
 
 # What runs a part, by the type of its spec. Each has `parameters(spec, prefix, hidden_size, shard)` and
 # `load(spec, prefix, context)`.
-ATTENTION_PARTS = {AttentionSpec: AttentionBlock, LatentAttentionSpec: LatentAttentionBlock}
-MLP_PARTS = {MlpSpec: Mlp, MoeSpec: MixtureOfExperts}
+ATTENTION_PARTS: dict[type, Any] = {AttentionSpec: AttentionBlock, LatentAttentionSpec: LatentAttentionBlock}
+MLP_PARTS: dict[type, Any] = {MlpSpec: Mlp, MoeSpec: MixtureOfExperts}
 
 
 def layer_parameters(spec: LayerSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
