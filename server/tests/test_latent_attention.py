@@ -15,12 +15,8 @@ from penstock_server.kernels import native_ops
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
-from penstock_server.layers.latent_attention import (
-    LatentAttentionBlock,
-    LatentAttentionSpec,
-    yarn_mscale,
-)
-from penstock_server.layers.rope import RopeSpec
+from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
+from penstock_server.layers.rope import RopeSpec, yarn_magnitude
 from penstock_server.layers.shard import Shard
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
@@ -58,7 +54,7 @@ YARN_ROPE = RopeSpec(
     4,
     factor=4.0,
     original_max_tokens=32,
-    magnitude=yarn_mscale(4.0, 0.707) / yarn_mscale(4.0, 1.2),
+    magnitude=yarn_magnitude(4.0, 0.707) / yarn_magnitude(4.0, 1.2),
     interleaved=True,
 )
 # name → (configuration class, what differs, our spec)
@@ -72,13 +68,13 @@ CASES: dict[str, tuple[str, dict[str, Any], LatentAttentionSpec]] = {
     "v2-yarn": (
         "DeepseekV2Config",
         {"q_lora_rank": 24, "rope_parameters": YARN},
-        LatentAttentionSpec(HEADS, **SIZES, rope=YARN_ROPE, q_lora_rank=24, mscale=yarn_mscale(4.0, 1.2)),
+        LatentAttentionSpec(HEADS, **SIZES, rope=YARN_ROPE, q_lora_rank=24, mscale=yarn_magnitude(4.0, 1.2)),
     ),
     "v3": ("DeepseekV3Config", {"q_lora_rank": 24}, LatentAttentionSpec(HEADS, **SIZES, rope=ROPE, q_lora_rank=24)),
     "v3-yarn": (
         "DeepseekV3Config",
         {"q_lora_rank": 24, "rope_parameters": YARN},
-        LatentAttentionSpec(HEADS, **SIZES, rope=YARN_ROPE, q_lora_rank=24, mscale=yarn_mscale(4.0, 1.2)),
+        LatentAttentionSpec(HEADS, **SIZES, rope=YARN_ROPE, q_lora_rank=24, mscale=yarn_magnitude(4.0, 1.2)),
     ),
     "v3-halves": (
         "DeepseekV3Config",
@@ -226,6 +222,8 @@ def test_the_cache_holds_the_latent_alone() -> None:
     assert attention.bytes_per_block() == 16 * (512 + 64) * 2
     (cache,) = attention.allocate(num_blocks=3, num_layers=1)
     assert cache.nbytes == 3 * attention.bytes_per_block()
+    shard = Shard.of(48, 64, RankGroup())
+    assert LatentAttentionBlock.cached_numbers(spec, shard) * 16 * 2 == attention.bytes_per_block()
 
 
 def test_the_scale_is_of_what_heads_unfold_to() -> None:
@@ -233,8 +231,8 @@ def test_the_scale_is_of_what_heads_unfold_to() -> None:
         4, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope=ROPE
     )
     assert spec.attention_shape(range(4), 16).scale == 192**-0.5
-    assert (yarn_mscale(1.0, 1.0), yarn_mscale(40.0, 0.0)) == (1.0, 1.0)
-    assert yarn_mscale(40.0, 1.0) == pytest.approx(1.36888794)
+    assert (yarn_magnitude(1.0, 1.0), yarn_magnitude(40.0, 0.0)) == (1.0, 1.0)
+    assert yarn_magnitude(40.0, 1.0) == pytest.approx(1.36888794)
 
 
 @pytest.mark.parametrize(

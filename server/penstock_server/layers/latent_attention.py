@@ -7,7 +7,6 @@ to the queries and to the outputs instead (§2.1.2 there). Sharded by query head
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +36,7 @@ class LatentAttentionSpec:
     q_lora_rank: int | None = None  # None: queries are projected directly
     norm_eps: float = 1e-6  # of the norms of the latents; transformers has no setting for it
     has_bias: bool = False  # of the projections from and to the hidden dimension, other than the direct one of queries
-    mscale: float = 1.0  # the softmax scale is multiplied with its square: see `yarn_mscale`
+    mscale: float = 1.0  # the softmax scale is multiplied with its square: yarn's magnitude for `mscale_all_dim`
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -47,6 +46,11 @@ class LatentAttentionSpec:
             raise ConfigError(f"config.json: q_lora_rank must be at least 1 or null, not {self.q_lora_rank}")
         if self.qk_rope_head_dim % 2:
             raise ConfigError(f"config.json: qk_rope_head_dim must be even, not {self.qk_rope_head_dim}")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The latent, which all heads read."""
+        return 1
 
     @property
     def query_dim(self) -> int:
@@ -62,7 +66,7 @@ class LatentAttentionSpec:
         """heads: the query heads on this rank."""
         return AttentionShape(
             num_heads=len(heads),
-            num_kv_heads=1,
+            num_kv_heads=self.num_kv_heads,
             head_dim=self.key_dim,
             scale=self.query_dim**-0.5 * self.mscale**2,
             block_tokens=block_tokens,
@@ -71,17 +75,12 @@ class LatentAttentionSpec:
         )
 
 
-def yarn_mscale(factor: float, mscale_all_dim: float) -> float:
-    """What yarn's `factor` and DeepSeek's `mscale_all_dim` (0: none) make of `LatentAttentionSpec.mscale`."""
-    return 1.0 if factor <= 1 else 0.1 * mscale_all_dim * math.log(factor) + 1.0
-
-
 def latent_attention_parameters(
     spec: LatentAttentionSpec, prefix: str, hidden_size: int, shard: Shard
 ) -> dict[str, Parameter]:
     """`prefix.{q_a,q_b}.weight` and `prefix.q_norm.weight`, or `prefix.q.weight`; `prefix.{kv_a,kv_b}.weight`,
     `prefix.kv_norm.weight`, `prefix.output.weight`. Split over the ranks: heads of q, q_b, kv_b and output."""
-    mine = shard.heads(spec.num_heads, 1).mine
+    mine = shard.heads(spec.num_heads, spec.num_kv_heads).mine
 
     def by_heads(dim: int) -> Part:
         return Part(0, range(mine.start * dim, mine.stop * dim))
@@ -156,10 +155,15 @@ class LatentAttentionBlock:
     def parameters(spec: LatentAttentionSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
         return latent_attention_parameters(spec, prefix, hidden_size, shard)
 
+    @staticmethod
+    def cached_numbers(spec: LatentAttentionSpec, shard: Shard) -> int:
+        """How many numbers of a token this rank's cache keeps: the same on all ranks."""
+        return spec.key_dim
+
     @classmethod
     def load(cls, spec: LatentAttentionSpec, prefix: str, context: BuildContext) -> LatentAttentionBlock:
         loader, ops = context.loader, context.ops
-        heads = context.shard.heads(spec.num_heads, 1).heads
+        heads = context.shard.heads(spec.num_heads, spec.num_kv_heads).heads
         shape = spec.attention_shape(heads.mine, context.block_tokens)
         layout = Layout.into_hidden(context.shard, heads.widths(spec.v_head_dim))
         cos, sin = context.rope(spec.rope)

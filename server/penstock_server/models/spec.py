@@ -40,6 +40,18 @@ class LayerSpec:
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
 
     @property
+    def plain_attention(self) -> AttentionSpec:
+        """The attention of a layer that is known to have keys and values of its own heads."""
+        assert isinstance(self.attention, AttentionSpec)
+        return self.attention
+
+    @property
+    def plain_mlp(self) -> MlpSpec:
+        """The MLP of a layer that is known to be without experts."""
+        assert isinstance(self.mlp, MlpSpec)
+        return self.mlp
+
+    @property
     def has_norms_before(self) -> bool:
         return self.placement in (Placement.PRE, Placement.BOTH)
 
