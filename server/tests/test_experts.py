@@ -168,7 +168,7 @@ def test_rows_do_not_see_each_other(name: str, folder: Path) -> None:
         (lambda: RoutingSpec(8, 2, num_groups=3), "8 experts cannot be in 3 equal groups"),
         (lambda: RoutingSpec(8, 5, num_groups=4, top_groups=2), "5 experts cannot be chosen from 2 of 4 groups of 2"),
         (lambda: RoutingSpec(8, 2, scoring="random"), "routing 'random' is not supported; supported: softmax, "),
-        (lambda: MoeSpec(RoutingSpec(8, 2), 4, activation="tanh"), "activation of experts 'tanh' is not supported"),
+        (lambda: MoeSpec(RoutingSpec(8, 2), 4, activation="wave"), "activation of experts 'wave' is not supported"),
         (lambda: MoeSpec(RoutingSpec(8, 2), 0), "experts must be at least 1 wide, not 0"),
     ],
 )

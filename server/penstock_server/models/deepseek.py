@@ -83,7 +83,10 @@ def _model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[Mod
     layers = tuple(
         LayerSpec(attention, dense if index < num_dense else experts, norm) for index in range(llama.num_layers(config))
     )
-    return llama.llama_model(config, architecture, layers), NAMES
+    # Layers that guess further tokens follow the model's own. They are a draft model, which is not served here.
+    drafts = range(len(layers), len(layers) + config.get("num_nextn_predict_layers", 0))
+    ignored = tuple(rf"model\.layers\.{index}\..*" for index in drafts)
+    return llama.llama_model(config, architecture, layers), replace(NAMES, ignored=(*NAMES.ignored, *ignored))
 
 
 def _attention(config: Config) -> LatentAttentionSpec:

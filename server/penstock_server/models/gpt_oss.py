@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
+from penstock_server.layers.experts.spec import CLAMPED_SWIGLU
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models import llama, moe
 from penstock_server.models.config import Config
@@ -33,7 +34,7 @@ def gpt_oss(config: Config) -> tuple[ModelSpec, NameMap]:
     experts = MoeSpec(
         routing,
         config.require("intermediate_size", int),
-        "clamped-swiglu",
+        CLAMPED_SWIGLU,
         has_bias=True,
         swiglu_alpha=config.get("swiglu_alpha", 1.702),
         swiglu_limit=config.get("swiglu_limit", 7.0),
@@ -42,7 +43,7 @@ def gpt_oss(config: Config) -> tuple[ModelSpec, NameMap]:
     bias = config.get("attention_bias", True)
     layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias)
     norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5), wide=True)
-    layer = replace(layer, attention=replace(layer.attention, sinks=True), mlp=experts, norm=norm)
+    layer = replace(layer, attention=replace(layer.plain_attention, sinks=True), mlp=experts, norm=norm)
     types = config.layer_types(["full_attention" if index % 2 else "sliding_attention" for index in range(num)])
     windowed = llama.with_window(layer, config.window())
     layers = tuple(windowed if kind == "sliding_attention" else layer for kind in types)

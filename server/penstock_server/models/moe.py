@@ -1,4 +1,5 @@
-"""Llama's layer with experts for its MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE, Phi-3.5-MoE."""
+"""Llama's layer with experts for its MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE with and without an expert
+that every token goes to, Phi-3.5-MoE."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import Source
+from penstock_server.weights.source import Source, fused
 
 MLP = "model.layers.{i}.mlp"
 BLOCK = "model.layers.{i}.block_sparse_moe"
+SHARED = "model.layers.{i}.shared_mlp"
 
 
 def with_experts(names: dict[str, str | Source]) -> NameMap:
@@ -100,19 +102,32 @@ def olmoe(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def granitemoe(config: Config) -> tuple[ModelSpec, NameMap]:
+    return _granite(config, "granitemoe"), GRANITE_NAMES
+
+
+def granitemoeshared(config: Config) -> tuple[ModelSpec, NameMap]:
+    shared_size = config.get("shared_intermediate_size", 0)
+    widths = dict.fromkeys(("gate", "up"), shared_size)
+    own = fused("layers.{i}.mlp.shared", f"{SHARED}.input_linear", widths) if shared_size else {}
+    names = {**GRANITE_NAMES.names, **own, "layers.{i}.mlp.shared.down": f"{SHARED}.output_linear"}
+    return _granite(config, "granitemoeshared", shared_size), replace(GRANITE_NAMES, names=names)
+
+
+def _granite(config: Config, architecture: str, shared_size: int = 0) -> ModelSpec:
     routing = RoutingSpec(num_experts(config, 8), config.get("num_experts_per_tok", 2), scoring="softmax-chosen")
     bias = config.get("attention_bias", False)
     layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias)
+    experts = _experts(config, routing, "intermediate_size")
     layer = replace(
         layer,
-        attention=replace(layer.attention, scale=config.get("attention_multiplier", 1.0)),
-        mlp=replace(_experts(config, routing, "intermediate_size"), storage="stacked"),
+        attention=replace(layer.plain_attention, scale=config.get("attention_multiplier", 1.0)),
+        mlp=replace(experts, storage="stacked", shared_intermediate_size=shared_size),
         residual_multiplier=config.get("residual_multiplier", 1.0),
     )
-    spec = llama.llama_model(config, "granitemoe", (layer,) * llama.num_layers(config))
+    spec = llama.llama_model(config, architecture, (layer,) * llama.num_layers(config))
     embedding = replace(spec.embedding, multiplier=config.get("embedding_multiplier", 1.0))
     head = replace(spec.head, multiplier=1.0 / config.get("logits_scaling", 1.0))
-    return replace(spec, embedding=embedding, head=head), GRANITE_NAMES
+    return replace(spec, embedding=embedding, head=head)
 
 
 def phimoe(config: Config) -> tuple[ModelSpec, NameMap]:

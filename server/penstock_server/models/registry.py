@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock_server.models import (
     bloom,
     cohere,
+    dbrx,
     deepseek,
     falcon,
     gemma,
@@ -29,6 +30,7 @@ from penstock_server.models.spec import ModelSpec, NameMap
 ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "bloom": bloom.bloom,
     "cohere": cohere.cohere,
+    "dbrx": dbrx.dbrx,
     "deepseek_v2": deepseek.deepseek_v2,
     "deepseek_v3": deepseek.deepseek_v3,
     "falcon": falcon.falcon,
@@ -40,6 +42,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "gpt_neox": gpt_neox.gpt_neox,
     "gpt_oss": gpt_oss.gpt_oss,
     "granitemoe": moe.granitemoe,
+    "granitemoeshared": moe.granitemoeshared,
     "gptj": gptj.gptj,
     "llama": llama.llama,
     "mistral": llama.mistral,
@@ -67,4 +70,10 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
     if build is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise config.refuse(f"model type {model_type!r} is not supported; supported: {supported}")
+    quantization = config.values.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise config.refuse(
+            f"the checkpoint is quantized ({method}); supported are weights in float32, float16, bfloat16"
+        )
     return build(config)

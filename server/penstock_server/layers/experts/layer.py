@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from penstock_server.kernels.activation import ACTIVATIONS
 from penstock_server.kernels.ops import Ops, PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.parameters import moe_parameters, read_experts
 from penstock_server.layers.experts.routing import Router, widened
 from penstock_server.layers.experts.shard import ExpertShard
-from penstock_server.layers.experts.spec import MoeSpec
+from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, MoeSpec
 from penstock_server.layers.mlp import Mlp
 from penstock_server.layers.shard import Shard
 from penstock_server.weights.loader import Parameter
@@ -120,7 +120,7 @@ def _weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
 
 
 def _packed_gate_up(spec: MoeSpec, ops: Ops, weight: Tensor, bias: Tensor | None) -> RowFunction:
-    if spec.activation == "silu":
+    if spec.is_swiglu:
         return ops.pack_gate_up(weight, bias)
     linear = ops.pack_linear(weight, bias)
 
@@ -132,9 +132,9 @@ def _packed_gate_up(spec: MoeSpec, ops: Ops, weight: Tensor, bias: Tensor | None
 
 
 def _gated(spec: MoeSpec, gate: Tensor, up: Tensor) -> Tensor:
-    if spec.activation == "clamped-swiglu":
+    if spec.activation == CLAMPED_SWIGLU:
         # gpt-oss: gates are bounded above, and what they gate is one more than what was computed.
         gate = gate.clamp(max=spec.swiglu_limit)
         up = up.clamp(min=-spec.swiglu_limit, max=spec.swiglu_limit)
         return gate * torch.sigmoid(gate * spec.swiglu_alpha) * (up + 1)
-    return F.gelu(gate, approximate="tanh" if spec.activation == "gelu-tanh" else "none") * up
+    return ACTIVATIONS[spec.activation](gate) * up

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.activation import ACTIVATIONS
 from penstock_server.layers.mlp import MlpSpec
 
 SCORINGS = ("softmax", "softmax-chosen", "sigmoid", "sparsemixer")
 GROUP_SCORES = ("best", "best-two")
-ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "clamped-swiglu")
+CLAMPED_SWIGLU = "clamped-swiglu"
 
 # How a checkpoint stores the matrices of all experts, dimension by dimension: e expert, i intermediate, h hidden, 2 the
 # gate and up. What is written together is folded into one dimension. A bias lacks the dimension of its matrix' inputs.
@@ -73,7 +74,7 @@ class MoeSpec:
 
     routing: RoutingSpec
     intermediate_size: int  # of one expert
-    activation: str = "silu"  # of the gate; clamped-swiglu is gpt-oss's: see layer.py
+    activation: str = "silu"  # of the gate: a key of ACTIVATIONS, or gpt-oss's, see layer.py
     has_bias: bool = False  # of all matrices of the experts
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
@@ -82,11 +83,16 @@ class MoeSpec:
     shared_is_gated: bool = False  # whether its result is multiplied with a sigmoid of its own (Qwen2-MoE)
 
     @property
+    def is_swiglu(self) -> bool:
+        """What `Ops.pack_gate_up` computes."""
+        return self.activation != CLAMPED_SWIGLU and ACTIVATIONS[self.activation] is ACTIVATIONS["silu"]
+
+    @property
     def shared(self) -> MlpSpec | None:
-        return MlpSpec(self.shared_intermediate_size) if self.shared_intermediate_size else None
+        return MlpSpec(self.shared_intermediate_size, self.activation) if self.shared_intermediate_size else None
 
     def __post_init__(self) -> None:
-        _check_one_of("activation of experts", self.activation, ACTIVATIONS)
+        _check_one_of("activation of experts", self.activation, (*ACTIVATIONS, CLAMPED_SWIGLU))
         _check_one_of("storage of experts", self.storage, tuple(STORAGES))
         if self.intermediate_size < 1:
             raise ConfigError(f"config.json: experts must be at least 1 wide, not {self.intermediate_size}")
