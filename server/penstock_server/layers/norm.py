@@ -62,7 +62,9 @@ class Norm:
         """[..., dim], or [..., heads, dim] where each head has a weight of its own → the same."""
         spec, weight = self.spec, self.weight
         if spec.is_plain_rms and weight is not None and weight.dim() == 1:
-            return self.ops.rms_norm(x.reshape(-1, x.shape[-1]), weight, spec.eps).view(x.shape)
+            # Queries and keys are columns of a wider projection: as rows they may lie apart.
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            return self.ops.rms_norm(rows, weight, spec.eps).view(x.shape)
         if spec.kind == "layer" and (weight is None or weight.dim() == 1):
             return F.layer_norm(x, x.shape[-1:], weight, self.bias, spec.eps)
         wide = x.float()

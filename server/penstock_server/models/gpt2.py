@@ -17,21 +17,21 @@ LAYER = "transformer.h.{i}"
 
 def gpt2(config: Config) -> tuple[ModelSpec, NameMap]:
     layer = _layer(config, "gelu_new")
-    scale = layer.attention.scale
+    scale = layer.plain_attention.scale
     by_depth = config.get("scale_attn_by_inverse_layer_idx", False)
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, scale=scale / (i + 1) if by_depth else scale))
+        replace(layer, attention=replace(layer.plain_attention, scale=scale / (i + 1) if by_depth else scale))
         for i in range(config.require("n_layer", int))
     )
-    return _model(config, "gpt2", layers), _names(layer.attention, blocks=1, transposed=True)
+    return _model(config, "gpt2", layers), _names(layer.plain_attention, blocks=1, transposed=True)
 
 
 def gpt_bigcode(config: Config) -> tuple[ModelSpec, NameMap]:
     layer = _layer(config, "gelu_pytorch_tanh")
     if config.get("multi_query", True):
-        layer = replace(layer, attention=replace(layer.attention, num_kv_heads=1))
+        layer = replace(layer, attention=replace(layer.plain_attention, num_kv_heads=1))
     layers = (layer,) * config.require("n_layer", int)
-    names = _names(layer.attention, blocks=layer.attention.num_kv_heads, transposed=False)
+    names = _names(layer.plain_attention, blocks=layer.plain_attention.num_kv_heads, transposed=False)
     return _model(config, "gpt_bigcode", layers), names
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from penstock_server.attention.interface import Attention, StepBatch
 from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
+from penstock_server.layers.experts import MixtureOfExperts, MoeSpec
+from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
 from penstock_server.layers.mlp import ActivatedLinear, Mlp, MlpSpec
 from penstock_server.layers.native_stack import StackLayer
 from penstock_server.layers.norm import Norm, norm_parameters
@@ -47,8 +49,8 @@ class MlpPart(Protocol):
 
 # What runs a part, by the type of its spec. Each has `parameters(spec, prefix, hidden_size, shard)` and
 # `load(spec, prefix, context)`.
-ATTENTION_PARTS = {AttentionSpec: AttentionBlock}
-MLP_PARTS = {MlpSpec: Mlp}
+ATTENTION_PARTS: dict[type, Any] = {AttentionSpec: AttentionBlock, LatentAttentionSpec: LatentAttentionBlock}
+MLP_PARTS: dict[type, Any] = {MlpSpec: Mlp, MoeSpec: MixtureOfExperts}
 
 
 def layer_parameters(spec: LayerSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:

@@ -121,4 +121,4 @@ def windowed(config: Config, layer: LayerSpec) -> tuple[LayerSpec, ...]:
 
 
 def with_window(layer: LayerSpec, window: int | None) -> LayerSpec:
-    return replace(layer, attention=replace(layer.attention, sight=Sight(window=window)))
+    return replace(layer, attention=replace(layer.plain_attention, sight=Sight(window=window)))

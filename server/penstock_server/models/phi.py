@@ -64,8 +64,8 @@ def phi3(config: Config) -> tuple[ModelSpec, NameMap]:
         llama.NAMES,
         names={
             **llama.NAMES.names,
-            **fused("layers.{i}.attention", f"{LAYER}.self_attn.qkv_proj", layer.attention.widths),
-            **fused("layers.{i}.mlp", f"{LAYER}.mlp.gate_up_proj", layer.mlp.widths),
+            **fused("layers.{i}.attention", f"{LAYER}.self_attn.qkv_proj", layer.plain_attention.widths),
+            **fused("layers.{i}.mlp", f"{LAYER}.mlp.gate_up_proj", layer.plain_mlp.widths),
         },
     )
     return llama.llama_model(config, "phi3", (layer,) * llama.num_layers(config)), names

@@ -10,6 +10,8 @@ from enum import Enum
 from penstock_server.errors import ConfigError
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
+from penstock_server.layers.experts import MoeSpec
+from penstock_server.layers.latent_attention import LatentAttentionSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.weights.source import Source
@@ -28,14 +30,26 @@ class Placement(Enum):
 class LayerSpec:
     """Attention and MLP, one after the other or side by side. The type of each part's spec says what runs it."""
 
-    attention: AttentionSpec
-    mlp: MlpSpec
+    attention: AttentionSpec | LatentAttentionSpec
+    mlp: MlpSpec | MoeSpec
     norm: NormSpec
     placement: Placement = Placement.PRE
     parallel: bool = False  # x + attention(norm(x)) + mlp(norm(x)) (GPT-J, GPT-NeoX)
     shares_norm: bool = False  # in parallel: of one norm, the attention's, instead of two
     residual_is_normed: bool = False  # what is added to is the norm's result, not what came in (a BLOOM option)
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
+
+    @property
+    def plain_attention(self) -> AttentionSpec:
+        """The attention of a layer that is known to have keys and values of its own heads."""
+        assert isinstance(self.attention, AttentionSpec)
+        return self.attention
+
+    @property
+    def plain_mlp(self) -> MlpSpec:
+        """The MLP of a layer that is known to be without experts."""
+        assert isinstance(self.mlp, MlpSpec)
+        return self.mlp
 
     @property
     def has_norms_before(self) -> bool:

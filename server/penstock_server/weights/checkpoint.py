@@ -19,13 +19,18 @@ class Part:
 
     dim: int
     range: range
+    view: tuple[int, ...] | None = (
+        None  # the shape that `dim` counts in, where the tensor has folded dimensions into one
+    )
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        shape = self.view or shape
         return (*shape[: self.dim], len(self.range), *shape[self.dim + 1 :])
 
     def of(self, tensor: Tensor) -> Tensor:
         """A view."""
-        return tensor.narrow(self.dim, self.range.start, len(self.range))
+        unfolded = tensor if self.view is None else tensor.view(self.view)
+        return unfolded.narrow(self.dim, self.range.start, len(self.range))
 
 
 class Checkpoint(Protocol):

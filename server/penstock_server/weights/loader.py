@@ -73,11 +73,12 @@ class Loader:
                         f"but config.json makes it {list(expected)}"
                     )
 
-    def read(self, *names: str) -> Tensor:
-        """This rank's part of a parameter, on the device; of several, their parts one behind the other."""
+    def read(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's part of a parameter, on the device; of several, their parts one behind the other. dtype: where it
+        is not the model's."""
         shapes = [self.parameters[name].local_shape for name in names]
         rows = [shape[0] for shape in shapes]
-        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype)
+        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype or self.dtype)
         for name, out in zip(names, fused.split(rows), strict=True):
             self.unfilled.remove(name)
             parameter = self.parameters[name]

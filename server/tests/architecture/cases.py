@@ -42,6 +42,29 @@ YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
 # Head dimension 8: four frequencies.
 LONGROPE = rope("longrope", short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.2, 2.0, 4.0, 8.0])
 
+GRANITE: dict[str, Any] = {
+    "num_local_experts": 4,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+}
+DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
+
 CASES: dict[str, Case] = {
     "llama": Case("LlamaConfig"),
     "llama-nine-heads": Case(
@@ -111,6 +134,46 @@ CASES: dict[str, Case] = {
     "cohere": Case("CohereConfig", {"logit_scale": 0.25}),
     "cohere-qk-norm": Case("CohereConfig", {"use_qk_norm": True, "attention_bias": True}),
     "olmo2": Case("Olmo2Config"),
+    "mixtral": Case("MixtralConfig", {"num_local_experts": 4}),
+    "mixtral-two-experts": Case("MixtralConfig", {"num_local_experts": 2, "sliding_window": 16}),
+    "qwen2-moe": Case(
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 6,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe": Case(
+        "Qwen3MoeConfig",
+        # One KV head: a key's rows are not one behind the other in the projection that it comes from.
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_key_value_heads": 1},
+    ),
+    "olmoe": Case("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "granitemoe": Case("GraniteMoeConfig", GRANITE),
+    "granitemoeshared": Case(
+        "GraniteMoeSharedConfig", {**GRANITE, "shared_intermediate_size": 40, "hidden_act": "gelu"}
+    ),
+    "phimoe": Case("PhimoeConfig", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
+    "gpt-oss": Case(
+        "GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 12}
+    ),
+    "dbrx": Case(
+        "DbrxConfig",
+        {
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 1000.0},
+            "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 2},
+            **rope("default"),
+        },
+        {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 256},
+    ),
+    "deepseek-v2-lite": Case("DeepseekV2Config", {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek-v2": Case(
+        "DeepseekV2Config", {**DEEPSEEK, "q_lora_rank": 24, "topk_method": "group_limited_greedy", **DEEPSEEK_YARN}
+    ),
+    "deepseek-v3": Case("DeepseekV3Config", {**DEEPSEEK, "q_lora_rank": 24, **DEEPSEEK_YARN}),
     "stablelm": Case("StableLmConfig", {"hidden_size": 96, "use_qkv_bias": True}),
     "stablelm-12b": Case("StableLmConfig", {"hidden_size": 96, "qk_layernorm": True, "use_parallel_residual": True}),
     "mpt": Case(

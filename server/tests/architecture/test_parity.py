@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,15 @@ import transformers
 from cases import CASES, VOCAB
 from engine_run import EngineRun
 from model_driver import ModelDriver
+from near_tie import Followed
+from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
-from penstock_server.models.registry import ARCHITECTURES
+from penstock_server.models.registry import ARCHITECTURES, read_spec
 from penstock_server.parallel import RankGroup
 from rank_pool import RankPool
 from rank_program import run
+from safetensors.torch import load_file, save_file
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
@@ -98,17 +102,23 @@ def test_a_mixed_batch_gives_the_logits_of_transformers(made: Made) -> None:
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_logits_are_those_of_transformers(made: Made) -> None:
-    """Within 2e-2 of the logits' scale, both taken as root mean squares; transformers computes in bfloat16 too."""
+def test_bfloat16_logits_are_those_of_transformers(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 2e-2 of the logits' scale, both taken as root mean squares; transformers computes in bfloat16 too. Where
+    rounding decides between two experts, it goes on with ours."""
+    followed = Followed()
+    followed.record(monkeypatch)
     driver = driver_of(made.folder, torch.bfloat16, block_tokens=16)
     text = prompts(2, [30], VOCAB)[0]
     logits = driver.step([(driver.sequence(text), 30)], every_row=True)
     reference = type(made.reference).from_pretrained(made.folder, dtype=torch.bfloat16)
+    followed.lead(reference)
     with torch.inference_mode():
         rounded = reference.eval()(torch.tensor([text]), use_cache=False).logits[0].float()
     exact = made.logits(text)
     assert logits is not None
     assert (logits - rounded).norm() < 2e-2 * exact.norm()
+    assert followed.num_layers == len(followed.choices)
+    assert followed.num_changed <= followed.num_rows // 10
 
 
 def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
@@ -127,7 +137,19 @@ def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool
     check_ranks(made, pool, size, exact)
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "falcon-40b", "olmo2", "stablelm-12b", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-biases",
+        "falcon-40b",
+        "olmo2",
+        "stablelm-12b",
+        "gpt2",
+        "dbrx",
+        "deepseek-v3",
+        "mixtral-two-experts",
+    ],
+)
 def test_four_ranks_agree_with_one(make: Callable[[str], Made], pool: RankPool, name: str) -> None:
     check_ranks(make(name), pool, 4, exact=True)
 
@@ -143,6 +165,28 @@ def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> None:
 def test_every_architecture_has_a_case() -> None:
     tested = {getattr(transformers, case.config).model_type for case in CASES.values()}
     assert set(ARCHITECTURES) == tested
+
+
+def test_draft_layers_behind_the_last_are_left_alone(tmp_path: Path) -> None:
+    make_model("deepseek-v3", CASES["deepseek-v3"]).save_pretrained(tmp_path)
+    weights, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    draft = {f"model.layers.3.{name}": torch.zeros(2) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
+    save_file({**weights, **draft}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    assert driver_of(tmp_path, torch.float32, block_tokens=4).model.num_layers == 3
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ConfigError, match=r"2 tensors that the model has no place for: model\.layers\.3\.eh_proj"):
+        driver_of(tmp_path, torch.float32, block_tokens=4)
+
+
+def test_the_theta_of_published_dbrx_counts(tmp_path: Path) -> None:
+    """transformers 5 reads 10000 from such a configuration; the checkpoint was trained with what it says."""
+    values = {**CASES["dbrx"].sizes, **CASES["dbrx"].values, "model_type": "dbrx"}
+    del values["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    rope = read_spec(tmp_path)[0].layers[0].plain_attention.rope
+    assert rope is not None
+    assert rope.theta == 1000.0
 
 
 def test_a_model_that_was_saved_without_its_head_is_the_same_model(tmp_path: Path) -> None:

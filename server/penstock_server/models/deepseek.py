@@ -1,0 +1,107 @@
+"""DeepSeek V2 and V3: latent attention, and experts behind the first dense layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock_server.layers.experts import MoeSpec, RoutingSpec
+from penstock_server.layers.latent_attention import LatentAttentionSpec
+from penstock_server.layers.mlp import MlpSpec
+from penstock_server.layers.rope import yarn_magnitude
+from penstock_server.models import llama, moe
+from penstock_server.models.config import Config
+from penstock_server.models.rope_config import read_rope
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
+
+ATTENTION = "model.layers.{i}.self_attn"
+EXPERT_NAMES = moe.with_experts(
+    {
+        **moe.QWEN_EXPERTS,
+        "router.correction": f"{moe.MLP}.gate.e_score_correction_bias",
+        "shared.gate": f"{moe.MLP}.shared_experts.gate_proj",
+        "shared.up": f"{moe.MLP}.shared_experts.up_proj",
+        "shared.down": f"{moe.MLP}.shared_experts.down_proj",
+    }
+)
+NAMES = replace(
+    EXPERT_NAMES,
+    names={
+        **EXPERT_NAMES.names,
+        "layers.{i}.attention.q_a": f"{ATTENTION}.q_a_proj",
+        "layers.{i}.attention.q_norm": f"{ATTENTION}.q_a_layernorm",
+        "layers.{i}.attention.q_b": f"{ATTENTION}.q_b_proj",
+        "layers.{i}.attention.kv_a": f"{ATTENTION}.kv_a_proj_with_mqa",
+        "layers.{i}.attention.kv_norm": f"{ATTENTION}.kv_a_layernorm",
+        "layers.{i}.attention.kv_b": f"{ATTENTION}.kv_b_proj",
+    },
+)
+
+
+def deepseek_v2(config: Config) -> tuple[ModelSpec, NameMap]:
+    routing = _routing(config)
+    method = config.get("topk_method", "greedy")
+    if method == "group_limited_greedy":
+        routing = _with_groups(config, routing)
+    elif method != "greedy":
+        raise config.refuse(f"topk_method {method!r} is not supported; supported: greedy, group_limited_greedy")
+    return _model(config, "deepseek_v2", routing)
+
+
+def deepseek_v3(config: Config) -> tuple[ModelSpec, NameMap]:
+    routing = replace(
+        _with_groups(config, _routing(config)),
+        scoring="sigmoid",
+        norm_power=1.0 if config.get("norm_topk_prob", True) else None,
+        norm_epsilon=1e-20,
+        has_correction=True,
+        group_score="best-two",
+    )
+    return _model(config, "deepseek_v3", routing)
+
+
+def _routing(config: Config) -> RoutingSpec:
+    return RoutingSpec(
+        config.require("n_routed_experts", int),
+        config.require("num_experts_per_tok", int),
+        scale=config.get("routed_scaling_factor", 1.0),
+        is_wide=True,
+    )
+
+
+def _with_groups(config: Config, routing: RoutingSpec) -> RoutingSpec:
+    return replace(routing, num_groups=config.require("n_group", int), top_groups=config.require("topk_group", int))
+
+
+def _model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[ModelSpec, NameMap]:
+    attention, norm, activation = _attention(config), llama.rms_norm(config), config.activation()
+    width, bias = config.require("moe_intermediate_size", int), config.get("mlp_bias", False)
+    if bias:
+        raise config.refuse("mlp_bias is not supported for experts; it must be false")
+    experts = MoeSpec(routing, width, activation, shared_intermediate_size=width * config.get("n_shared_experts", 0))
+    dense = MlpSpec(config.require("intermediate_size", int), activation)
+    num_dense = config.get("first_k_dense_replace", 0)
+    layers = tuple(
+        LayerSpec(attention, dense if index < num_dense else experts, norm) for index in range(llama.num_layers(config))
+    )
+    # Layers that guess further tokens follow the model's own. They are a draft model, which is not served here.
+    drafts = range(len(layers), len(layers) + config.get("num_nextn_predict_layers", 0))
+    ignored = tuple(rf"model\.layers\.{index}\..*" for index in drafts)
+    return llama.llama_model(config, architecture, layers), replace(NAMES, ignored=(*NAMES.ignored, *ignored))
+
+
+def _attention(config: Config) -> LatentAttentionSpec:
+    rope_dim = config.require("qk_rope_head_dim", int)
+    rope = read_rope(config, rope_dim, interleaved=config.get("rope_interleave", True))
+    parameters = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    mscale = Config(parameters, config.path).get("mscale_all_dim", 0.0)
+    return LatentAttentionSpec(
+        num_heads=config.require("num_attention_heads", int),
+        kv_lora_rank=config.require("kv_lora_rank", int),
+        qk_nope_head_dim=config.require("qk_nope_head_dim", int),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=config.require("v_head_dim", int),
+        rope=rope,
+        q_lora_rank=config.optional_int("q_lora_rank"),
+        has_bias=config.get("attention_bias", False),
+        mscale=1.0 if rope.kind == "default" else yarn_magnitude(rope.factor, mscale),
+    )

@@ -1,0 +1,50 @@
+"""gpt-oss: attention sinks, every other layer with a window, biased experts with a clamped gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock_server.layers.experts import MoeSpec, RoutingSpec
+from penstock_server.layers.experts.spec import CLAMPED_SWIGLU
+from penstock_server.layers.norm import NormSpec
+from penstock_server.models import llama, moe
+from penstock_server.models.config import Config
+from penstock_server.models.spec import ModelSpec, NameMap
+
+EXPERT_NAMES = moe.with_experts(
+    {
+        "router": f"{moe.MLP}.router",
+        "experts.gate_up.weight": f"{moe.MLP}.experts.gate_up_proj",
+        "experts.gate_up.bias": f"{moe.MLP}.experts.gate_up_proj_bias",
+        "experts.down.weight": f"{moe.MLP}.experts.down_proj",
+        "experts.down.bias": f"{moe.MLP}.experts.down_proj_bias",
+    }
+)
+NAMES = replace(
+    EXPERT_NAMES,
+    names={**EXPERT_NAMES.names, "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks"},
+)
+
+
+def gpt_oss(config: Config) -> tuple[ModelSpec, NameMap]:
+    num = llama.num_layers(config)
+    routing = RoutingSpec(
+        moe.num_experts(config, 128), config.get("num_experts_per_tok", 4), scoring="softmax-chosen", has_bias=True
+    )
+    experts = MoeSpec(
+        routing,
+        config.require("intermediate_size", int),
+        CLAMPED_SWIGLU,
+        has_bias=True,
+        swiglu_alpha=config.get("swiglu_alpha", 1.702),
+        swiglu_limit=config.get("swiglu_limit", 7.0),
+        storage="by-input",
+    )
+    bias = config.get("attention_bias", True)
+    layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias)
+    norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5), wide=True)
+    layer = replace(layer, attention=replace(layer.plain_attention, sinks=True), mlp=experts, norm=norm)
+    types = config.layer_types(["full_attention" if index % 2 else "sliding_attention" for index in range(num)])
+    windowed = llama.with_window(layer, config.window())
+    layers = tuple(windowed if kind == "sliding_attention" else layer for kind in types)
+    return llama.llama_model(config, "gpt_oss", layers), NAMES

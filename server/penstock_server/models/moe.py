@@ -1,0 +1,161 @@
+"""Llama's layer with experts for its MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE with and without an expert
+that every token goes to, Phi-3.5-MoE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock_server.attention.interface import Sight
+from penstock_server.layers.experts import MoeSpec, RoutingSpec
+from penstock_server.layers.norm import NormSpec
+from penstock_server.layers.qk_norm import QkNormSpec
+from penstock_server.models import llama
+from penstock_server.models.config import Config
+from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
+from penstock_server.weights.source import Source, fused
+
+MLP = "model.layers.{i}.mlp"
+BLOCK = "model.layers.{i}.block_sparse_moe"
+SHARED = "model.layers.{i}.shared_mlp"
+
+
+def with_experts(names: dict[str, str | Source]) -> NameMap:
+    """Llama's names and these, of what is in `layers.{i}.mlp`."""
+    own = {f"layers.{{i}}.mlp.{name}": source for name, source in names.items()}
+    return replace(llama.NAMES, names={**llama.NAMES.names, **own})
+
+
+MIXTRAL_NAMES = with_experts(
+    {
+        "router": f"{BLOCK}.gate",
+        "experts.gate": f"{BLOCK}.experts.{{e}}.w1",
+        "experts.up": f"{BLOCK}.experts.{{e}}.w3",
+        "experts.down": f"{BLOCK}.experts.{{e}}.w2",
+    }
+)
+QWEN_EXPERTS: dict[str, str | Source] = {
+    "router": f"{MLP}.gate",
+    "experts.gate": f"{MLP}.experts.{{e}}.gate_proj",
+    "experts.up": f"{MLP}.experts.{{e}}.up_proj",
+    "experts.down": f"{MLP}.experts.{{e}}.down_proj",
+}
+QWEN_NAMES = with_experts(
+    {
+        **QWEN_EXPERTS,
+        "shared.gate": f"{MLP}.shared_expert.gate_proj",
+        "shared.up": f"{MLP}.shared_expert.up_proj",
+        "shared.down": f"{MLP}.shared_expert.down_proj",
+        "shared_gate": f"{MLP}.shared_expert_gate",
+    }
+)
+GRANITE_NAMES = with_experts(
+    {
+        "router": f"{BLOCK}.router.layer",
+        "experts.gate_up": f"{BLOCK}.input_linear",
+        "experts.down": f"{BLOCK}.output_linear",
+    }
+)
+
+
+def num_experts(config: Config, default: int) -> int:
+    """In the spelling of transformers 5 or of before."""
+    return config.get("num_local_experts", config.get("num_experts", default))
+
+
+def mixtral(config: Config) -> tuple[ModelSpec, NameMap]:
+    routing = RoutingSpec(num_experts(config, 8), config.get("num_experts_per_tok", 2), norm_power=1.0)
+    layer = llama.llama_layer(config, sight=Sight(window=config.window()))
+    layer = replace(layer, mlp=_experts(config, routing, "intermediate_size"))
+    return llama.llama_model(config, "mixtral", (layer,) * llama.num_layers(config)), MIXTRAL_NAMES
+
+
+def qwen2_moe(config: Config) -> tuple[ModelSpec, NameMap]:
+    routing = _qwen_routing(config, RoutingSpec(num_experts(config, 60), config.get("num_experts_per_tok", 4)))
+    mlp = replace(
+        _experts(config, routing, "moe_intermediate_size"),
+        shared_intermediate_size=config.require("shared_expert_intermediate_size", int),
+        shared_is_gated=True,
+    )
+    layers = llama.windowed(config, llama.llama_layer(config, qkv_bias=config.get("qkv_bias", True)))
+    return llama.llama_model(config, "qwen2_moe", _sparse(config, layers, mlp)), QWEN_NAMES
+
+
+def qwen3_moe(config: Config) -> tuple[ModelSpec, NameMap]:
+    routing = _qwen_routing(config, RoutingSpec(num_experts(config, 128), config.get("num_experts_per_tok", 8)))
+    bias = config.get("attention_bias", False)
+    layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias, qk_norm=QkNormSpec(llama.rms_norm(config)))
+    if config.get("use_sliding_window", False):
+        layer = llama.with_window(layer, config.window())
+    layers = _sparse(config, (layer,) * llama.num_layers(config), _experts(config, routing, "moe_intermediate_size"))
+    return llama.llama_model(config, "qwen3_moe", layers), QWEN_NAMES
+
+
+def olmoe(config: Config) -> tuple[ModelSpec, NameMap]:
+    routing = _qwen_routing(config, RoutingSpec(num_experts(config, 64), config.get("num_experts_per_tok", 8)))
+    bias, norm = config.get("attention_bias", False), NormSpec("rms", config.get("rms_norm_eps", 1e-5))
+    layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias, qk_norm=QkNormSpec(norm, over="projection"))
+    if config.get("clip_qkv", 0.0):
+        # It would be applied behind the norms, where other architectures have it before them.
+        raise config.refuse("clip_qkv is not supported for olmoe; it must be null")
+    layer = replace(layer, mlp=_experts(config, routing, "intermediate_size"), norm=norm)
+    return llama.llama_model(config, "olmoe", (layer,) * llama.num_layers(config)), QWEN_NAMES
+
+
+def granitemoe(config: Config) -> tuple[ModelSpec, NameMap]:
+    return _granite(config, "granitemoe"), GRANITE_NAMES
+
+
+def granitemoeshared(config: Config) -> tuple[ModelSpec, NameMap]:
+    shared_size = config.get("shared_intermediate_size", 0)
+    widths = dict.fromkeys(("gate", "up"), shared_size)
+    own = fused("layers.{i}.mlp.shared", f"{SHARED}.input_linear", widths) if shared_size else {}
+    names = {**GRANITE_NAMES.names, **own, "layers.{i}.mlp.shared.down": f"{SHARED}.output_linear"}
+    return _granite(config, "granitemoeshared", shared_size), replace(GRANITE_NAMES, names=names)
+
+
+def _granite(config: Config, architecture: str, shared_size: int = 0) -> ModelSpec:
+    routing = RoutingSpec(num_experts(config, 8), config.get("num_experts_per_tok", 2), scoring="softmax-chosen")
+    bias = config.get("attention_bias", False)
+    layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias)
+    experts = _experts(config, routing, "intermediate_size")
+    layer = replace(
+        layer,
+        attention=replace(layer.plain_attention, scale=config.get("attention_multiplier", 1.0)),
+        mlp=replace(experts, storage="stacked", shared_intermediate_size=shared_size),
+        residual_multiplier=config.get("residual_multiplier", 1.0),
+    )
+    spec = llama.llama_model(config, architecture, (layer,) * llama.num_layers(config))
+    embedding = replace(spec.embedding, multiplier=config.get("embedding_multiplier", 1.0))
+    head = replace(spec.head, multiplier=1.0 / config.get("logits_scaling", 1.0))
+    return replace(spec, embedding=embedding, head=head)
+
+
+def phimoe(config: Config) -> tuple[ModelSpec, NameMap]:
+    routing = RoutingSpec(
+        num_experts(config, 16),
+        config.get("num_experts_per_tok", 2),
+        scoring="sparsemixer",
+        jitter=config.get("router_jitter_noise", 0.01),
+    )
+    bias, norm = config.get("attention_bias", False), NormSpec("layer", config.get("rms_norm_eps", 1e-5), bias=True)
+    layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias, sight=Sight(window=config.window()))
+    layer = replace(layer, mlp=_experts(config, routing, "intermediate_size"), norm=norm)
+    spec = llama.llama_model(config, "phimoe", (layer,) * llama.num_layers(config))
+    head = HeadSpec(spec.head.tied, bias=config.get("lm_head_bias", False))
+    return replace(spec, head=head), MIXTRAL_NAMES
+
+
+def _experts(config: Config, routing: RoutingSpec, width: str) -> MoeSpec:
+    return MoeSpec(routing, config.require(width, int), config.activation())
+
+
+def _qwen_routing(config: Config, routing: RoutingSpec) -> RoutingSpec:
+    return replace(routing, norm_power=1.0 if config.get("norm_topk_prob", False) else None)
+
+
+def _sparse(config: Config, layers: tuple[LayerSpec, ...], mlp: MoeSpec) -> tuple[LayerSpec, ...]:
+    """Every `decoder_sparse_step`th layer has experts, other than those of `mlp_only_layers`."""
+    dense, step = config.values.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    return tuple(
+        layer if index in dense or (index + 1) % step else replace(layer, mlp=mlp) for index, layer in enumerate(layers)
+    )

@@ -1,0 +1,61 @@
+"""Experts whose scores are nearly the same: rounding to bfloat16 decides between them, here and in transformers.
+
+A token that goes elsewhere has another result, and through attention so have all tokens behind it: there is nothing to
+compare. So the reference is made to follow our choice in such rows, of which there may only be a few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from penstock_server.layers.experts.routing import Router
+from torch import Tensor, nn
+
+# Of a row's weights together: rounding moves them by less than 1%, another expert by more than this.
+DIFFERENT = 0.05
+
+
+@dataclass
+class Followed:
+    """Our choices of one step, layer by layer, and how often the reference had to be changed to follow them."""
+
+    choices: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # weights, experts: [rows, top_k]
+    num_layers: int = 0  # of the reference, so far
+    num_rows: int = 0
+    num_changed: int = 0
+
+    def record(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From now on, what our routers choose."""
+        choose = Router.__call__
+
+        def spy(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.choices.append(choose(router, x))
+            return self.choices[-1]
+
+        monkeypatch.setattr(Router, "__call__", spy)
+
+    def lead(self, reference: transformers.PreTrainedModel) -> None:
+        """Every mixture of experts in transformers is a module `...Experts` called with x, experts and weights."""
+        for module in reference.modules():
+            if type(module).__name__.endswith("Experts"):
+                module.register_forward_pre_hook(self._follow)
+
+    def _follow(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, experts, weights = args
+        our_weights, our_experts = self.choices[self.num_layers]
+        num_experts = int(max(experts.max(), our_experts.max())) + 1
+        ours, theirs = (
+            torch.zeros(len(chosen), num_experts).scatter_(1, chosen, of_chosen.float())
+            for of_chosen, chosen in ((our_weights, our_experts), (weights, experts))
+        )
+        changed = (ours - theirs).abs().amax(dim=1) > DIFFERENT * theirs.sum(dim=1)
+        self.num_layers += 1
+        self.num_rows += len(changed)
+        self.num_changed += int(changed.sum())
+        experts, weights = experts.clone(), weights.clone()
+        experts[changed], weights[changed] = our_experts[changed], our_weights[changed].to(weights.dtype)
+        return x, experts, weights

@@ -1,0 +1,224 @@
+"""Mixtures of experts against those of transformers, on one rank and on several, from checkpoints that it saved."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from expert_models import CASES, HIDDEN, Case, expected, make_model, save
+from penstock_server.errors import ConfigError
+from penstock_server.kernels import native_ops
+from penstock_server.kernels.ops import Ops
+from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.layers.context import BuildContext
+from penstock_server.layers.experts import MixtureOfExperts, MoeSpec, RoutingSpec
+from penstock_server.layers.experts.routing import WideLinear, choose_experts, widened
+from penstock_server.layers.shard import Shard
+from penstock_server.parallel import RankGroup
+from penstock_server.weights.loader import Loader
+from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
+from penstock_server.weights.source import Source
+from rank_threads import run_ranks
+from torch import Tensor
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(not native_ops.available(), reason="needs native operators")
+
+
+@dataclass(frozen=True)
+class Names:
+    case: Case
+    ignored: tuple[str, ...] = (".*",)  # the rest of the model
+
+    def source(self, parameter: str) -> Source:
+        found = self.case.names[parameter.removeprefix("mlp.")]
+        return Source(found) if isinstance(found, str) else found
+
+
+@functools.lru_cache(maxsize=4)
+def saved(name: str, dtype: torch.dtype, folder: Path) -> Path:
+    return save(CASES[name], make_model(CASES[name], dtype), folder / f"{name}-{dtype}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experts")
+
+
+def load(
+    path: Path, case: Case, group: RankGroup, dtype: torch.dtype, exact: bool = True, ops: Ops | None = None
+) -> tuple[MixtureOfExperts, int]:
+    """The layer, and the bytes that it read."""
+    shard = Shard.of(HIDDEN, 64, group, exact)
+    table = MixtureOfExperts.parameters(case.spec, "mlp", HIDDEN, shard)
+    loader = Loader(SafetensorsCheckpoint((path,)), table, Names(case), dtype, CPU)
+    context = BuildContext(loader, ops or TorchOps(), shard, HIDDEN, max_position_tokens=64, block_tokens=16)
+    layer = MixtureOfExperts.load(case.spec, "mlp", context)
+    loader.finish()
+    return layer, loader.loaded_bytes
+
+
+def inputs(rows: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_experts_are_those_of_transformers(name: str, folder: Path) -> None:
+    case = CASES[name]
+    layer, _ = load(saved(name, torch.float32, folder), case, RankGroup(), torch.float32)
+    x = inputs(33, torch.float32)
+    want = expected(case, make_model(case), x)
+    assert want.std() > 0.05
+    torch.testing.assert_close(layer(x), want, atol=1e-5 * float(want.std().clamp(min=1)), rtol=1e-5)
+    for row in (0, 7, 32):
+        torch.testing.assert_close(layer(x[row : row + 1])[0], want[row], atol=1e-4, rtol=1e-5)
+    assert layer(x[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_experts_are_those_of_transformers_in_bfloat16(name: str, folder: Path) -> None:
+    case = CASES[name]
+    layer, _ = load(saved(name, torch.bfloat16, folder), case, RankGroup(), torch.bfloat16)
+    x = inputs(33, torch.bfloat16)
+    want = expected(case, make_model(case, torch.bfloat16), x)
+    got = layer(x)
+    assert got.dtype == torch.bfloat16
+    assert_close_but_for_ties(got, want)
+
+
+def assert_close_but_for_ties(got: Tensor, want: Tensor) -> None:
+    """In bfloat16 logits are equal or turn around now and then, and a row goes to another expert: not to many."""
+    error = (got.float() - want.float()).abs().amax(dim=-1) / want.float().std()
+    assert (error > 4e-2).sum() <= 0.1 * len(error), error.sort().values
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_several_ranks_give_what_one_gives(name: str, size: int, exact: bool, folder: Path) -> None:
+    case, path = CASES[name], saved(name, torch.float32, folder)
+    x = inputs(19, torch.float32)
+    with torch.inference_mode():
+        alone, all_bytes = load(path, case, RankGroup(), torch.float32)
+        want = alone(x)
+
+    def of_rank(group: RankGroup) -> tuple[Tensor, int]:
+        layer, num_bytes = load(path, case, group, torch.float32, exact)
+        return layer(x), num_bytes
+
+    ranks = run_ranks(size, of_rank)
+    for got, _ in ranks:
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
+    check_bytes(case, [num_bytes for _, num_bytes in ranks], all_bytes)
+
+
+def check_bytes(case: Case, ranks: list[int], alone: int) -> None:
+    """Every rank reads the router, and its part of all else: whole experts, or a part of each."""
+    routing, shared, size = case.spec.routing, case.spec.shared_intermediate_size, len(ranks)
+    router = 4 * routing.num_experts * (HIDDEN + routing.has_bias + routing.has_correction)
+    copied = router + 4 * HIDDEN * case.spec.shared_is_gated
+    shared_bytes = 4 * 3 * shared * HIDDEN
+    most = -(-routing.num_experts // size) / routing.num_experts if routing.num_experts >= size else 0.4
+    # Parts are whole tiles of at least eight columns where there are as many; and biases out may be copied.
+    slack = 4 * (3 * 32 * HIDDEN if shared else 0) + 4 * routing.num_experts * HIDDEN * case.spec.has_bias
+    assert max(ranks) <= copied + (alone - copied - shared_bytes) * most + shared_bytes / size + slack
+    if not case.spec.has_bias:
+        assert sum(ranks) == alone + (size - 1) * copied
+
+
+@needs_native
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_with_native_operators_give_the_very_numbers_of_one(name: str, size: int, folder: Path) -> None:
+    case, path = CASES[name], saved(name, torch.bfloat16, folder)
+    x = inputs(19, torch.bfloat16)
+
+    def run(group: RankGroup) -> Tensor:
+        return load(path, case, group, torch.bfloat16, ops=native_ops.NativeOps(1))[0](x)
+
+    with torch.inference_mode():
+        want = run(RankGroup())
+    for got in run_ranks(size, run):
+        assert torch.equal(got, want)
+
+
+@needs_native
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_rows_do_not_see_each_other(name: str, folder: Path) -> None:
+    case = CASES[name]
+    ops = native_ops.NativeOps()
+    layer, _ = load(saved(name, torch.bfloat16, folder), case, RankGroup(), torch.bfloat16, ops=ops)
+    x = inputs(67, torch.bfloat16)
+    together = layer(x)
+    assert_close_but_for_ties(together, expected(case, make_model(case, torch.bfloat16), x))
+    for start, stop in [(0, 1), (1, 2), (5, 12), (30, 67)]:
+        assert torch.equal(layer(x[start:stop]), together[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RoutingSpec(4, 5), "cannot go to 5 of 4 experts; from 1 to 4 are possible"),
+        (lambda: RoutingSpec(8, 2, num_groups=3), "8 experts cannot be in 3 equal groups"),
+        (lambda: RoutingSpec(8, 5, num_groups=4, top_groups=2), "5 experts cannot be chosen from 2 of 4 groups of 2"),
+        (lambda: RoutingSpec(8, 2, scoring="random"), "routing 'random' is not supported; supported: softmax, "),
+        (lambda: MoeSpec(RoutingSpec(8, 2), 4, activation="wave"), "activation of experts 'wave' is not supported"),
+        (lambda: MoeSpec(RoutingSpec(8, 2), 0), "experts must be at least 1 wide, not 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_too_many_ranks_are_refused() -> None:
+    group = RankGroup(0, 9)
+    with pytest.raises(ConfigError, match="intermediate size of experts 8 cannot be split over 9 ranks"):
+        MixtureOfExperts.parameters(MoeSpec(RoutingSpec(2, 1), 8), "mlp", HIDDEN, Shard.of(HIDDEN, 64, group))
+
+
+def test_correction_changes_the_choice_and_not_the_weights() -> None:
+    spec = RoutingSpec(4, 2, scoring="sigmoid", has_correction=True)
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    weights, experts = choose_experts(logits, torch.tensor([0.0, -1.0, 0.0, 0.9]), spec)
+    assert experts.tolist() == [[3, 0]]
+    torch.testing.assert_close(weights, logits[0, [3, 0]].sigmoid()[None])
+
+
+@torch.inference_mode()
+def test_wide_routing_does_not_depend_on_the_place_in_the_batch() -> None:
+    """To the last bit of float32, where torch's own float32 does."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(30, 512, generator=generator).bfloat16() / 16
+    x = torch.randn(257, 512, generator=generator).bfloat16()
+    linear, spec = WideLinear(widened(weight), None), RoutingSpec(30, 4, scoring="sigmoid", is_wide=True)
+    together = choose_experts(linear(x), None, spec)
+    for row in range(257):
+        alone = choose_experts(linear(x[row : row + 1]), None, spec)
+        assert torch.equal(alone[0][0], together[0][row])
+        assert torch.equal(alone[1][0], together[1][row])
+
+
+def test_an_expert_that_stands_out_is_chosen_alone_by_the_sparsemixer() -> None:
+    spec = RoutingSpec(4, 2, scoring="sparsemixer", jitter=0.01)
+    weights, experts = choose_experts(torch.tensor([[1.0, 4.0, 3.0, 2.99]]), None, spec)
+    assert experts.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[1.0, torch.tensor([3.0, 2.99]).softmax(0)[0]]]))
+
+
+def test_storage_is_data(folder: Path) -> None:
+    """The same experts, apart and stacked, are the same layer."""
+    x = inputs(5, torch.float32)
+    with torch.inference_mode():
+        apart, stacked = (
+            load(saved(name, torch.float32, folder), CASES[name], RankGroup(), torch.float32)[0](x)
+            for name in ("mixtral", "mixtral-stacked")
+        )
+    assert torch.equal(apart, stacked)
+    assert replace(CASES["mixtral"].spec, storage="stacked") == CASES["mixtral-stacked"].spec
