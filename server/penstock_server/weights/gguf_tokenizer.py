@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_server.weights.gguf_config import Metadata
+from penstock_server.weights.gguf_metadata import Metadata
 
 # tokenizer.ggml.token_type
 CONTROL, USER_DEFINED = 3, 4
