@@ -68,23 +68,32 @@ def model_metadata(config: transformers.PretrainedConfig, architecture: str) -> 
     return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
-def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray], kind: str = "F32") -> Path:
-    """Matrices are stored as `kind`, vectors in float32."""
+def raw_writer(path: Path, metadata: dict[str, Any]) -> gguf.GGUFWriter:
     metadata = dict(metadata)
     writer = gguf.GGUFWriter(path, metadata.pop("general.architecture"))
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in metadata.items():
         add.get(type(value), writer.add_array)(key, value)
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray], kind: str = "F32") -> Path:
+    """Matrices are stored as `kind`, vectors in float32."""
+    writer = raw_writer(path, metadata)
     type_ = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
         if array.ndim == 1 or kind == "F32":
             writer.add_tensor(name, array.astype(np.float32))
         else:
             writer.add_tensor(name, gguf.quants.quantize(array, type_), raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -102,7 +111,9 @@ def gguf_tensors(model: transformers.PreTrainedModel, architecture: str) -> dict
             name = name.partition(".norms.")[0]
             heads = [value for key, value in model.state_dict().items() if key.startswith(f"{name}.norms.")]
             name, tensor = f"{name}.weight", torch.stack(heads)
-        gguf_name = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        # BLOOM's converter takes the prefix away first.
+        names = (name, name.removeprefix("transformer."))
+        gguf_name = next(filter(None, (table.get_name(each, (".weight", ".bias")) for each in names)), None)
         assert gguf_name is not None, name
         tensors[gguf_name] = converted(tensor, gguf_name, config, architecture).float().numpy()
     return tensors

@@ -13,12 +13,17 @@ from cases import CASES, LONGROPE, SIZES, Case, rope
 from gguf_files import save_gguf
 from model_driver import ModelDriver
 from penstock_server.errors import ConfigError
+from penstock_server.layers.shard import Shard
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
+from penstock_server.models.parameters import parameters
+from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
+from penstock_server.weights.checkpoint import open_checkpoint
 from penstock_server.weights.gguf_config import BUILDERS
 from penstock_server.weights.gguf_folder import gguf_folder
-from tiny_model import make_model
+from penstock_server.weights.loader import Loader
+from tiny_model import make_model, save_model
 from tiny_models import prompts
 
 NUM_TOKENS = 24
@@ -150,6 +155,31 @@ def test_a_gguf_file_has_the_logits_and_the_greedy_tokens_of_its_model(name: str
     assert logits is not None
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert logits.argmax(dim=-1)[len(prompt) - 1 : -1].tolist() == ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", GGUF_CASES)
+@pytest.mark.parametrize("exact", [True, False])
+def test_each_rank_reads_what_it_reads_of_the_model_itself(name: str, exact: bool, tmp_path: Path) -> None:
+    reference, folder = made(name, tmp_path)
+    hf = save_model(reference, tmp_path / "hf")
+    for rank in range(3):
+        ours, theirs = (parameters_of(place, RankGroup(rank, 3), exact) for place in (folder, hf))
+        assert ours.keys() == theirs.keys()
+        for parameter, tensor in theirs.items():
+            # One is added to Gemma's norms in the file, which rounds.
+            torch.testing.assert_close(ours[parameter], tensor, rtol=0, atol=1e-7, msg=parameter)
+
+
+def parameters_of(folder: Path, group: RankGroup, exact: bool) -> dict[str, torch.Tensor]:
+    """What a rank loads, by our names."""
+    spec, names = read_spec(folder)
+    table = parameters(spec, Shard.of(spec.hidden_size, spec.vocab_size, group, exact))
+    checkpoint = open_checkpoint(folder)
+    sources = checkpoint.own_names() or names.fitted(checkpoint.names())
+    loader = Loader(checkpoint, table, sources, torch.float32, torch.device("cpu"))
+    read = {name: loader.read(name) for name in table}
+    loader.finish()
+    return read
 
 
 def test_every_architecture_with_a_builder_has_a_case() -> None:
