@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from penstock_server.weights.gguf_file import COUNTED_FROM_ZERO, INTERLEAVED
 from penstock_server.tokenizer.byte_level import byte_spelling
+from penstock_server.weights.gguf_file import COUNTED_FROM_ZERO, INTERLEAVED
 from torch import Tensor
 
 TOKENS = ["<|end|>", "<|user|>", "<tool>", *byte_spelling().values(), "he", "ll", "Ġw", "hell", "12"]

@@ -214,7 +214,7 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], messa
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "rwkv6"}, {})
-    with pytest.raises(ConfigError, match="GGUF architecture 'rwkv6' is not supported; supported: bloom, command-r, falcon, .*qwen3, stablelm, starcoder"):
+    with pytest.raises(ConfigError, match=r"architecture 'rwkv6' is not supported; supported: bloom, .*, starcoder$"):
         gguf_folder(path, "x")
 
 

@@ -1,1 +1,1 @@
-"""Tokenizers in any published form → `tokenizer.json`, as plain data. Imports no torch, no tokenizers, no transformers."""
+"""Tokenizers in any published form → `tokenizer.json`, as plain data. Imports no torch, tokenizers or transformers."""

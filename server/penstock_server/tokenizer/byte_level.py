@@ -152,6 +152,13 @@ def byte_level_json(vocabulary: dict[str, int], merges: list[str], cutting: Cutt
     }
 
 
+def with_prefix_space(pre_tokenizer: Json) -> Json:
+    """The same with a space put before a text's first word."""
+    if pre_tokenizer["type"] == "Sequence":
+        return {**pre_tokenizer, "pretokenizers": [with_prefix_space(step) for step in pre_tokenizer["pretokenizers"]]}
+    return {**pre_tokenizer, "add_prefix_space": True} if pre_tokenizer["type"] == "ByteLevel" else pre_tokenizer
+
+
 def bpe_model(vocabulary: dict[str, int], merges: list[Any], **options: Any) -> Json:
     return {
         "type": "BPE",

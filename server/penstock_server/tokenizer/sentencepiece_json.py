@@ -50,7 +50,8 @@ def sentencepiece_json(vocabulary: Vocabulary, prefix: Prefix) -> dict[str, Any]
         charsmap = base64.b64encode(vocabulary.charsmap).decode()
         normalizers.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
     if vocabulary.removes_extra_spaces:
-        normalizers.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        # Spaces only: line ends and tabs stay.
+        normalizers.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
         normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     pre_tokenizer: dict[str, Any] | None = None
     if prefix == "sentencepiece":

@@ -84,9 +84,8 @@ class GgufNames:
 
     def _is_gated_up(self, name: str, prefix: str) -> bool:
         """Whether `ffn_up` holds the gates too: Phi-3."""
-        return (
-            f"{prefix}.ffn_gate.weight" not in self.shapes
-            and self.shapes[name][0] == 2 * self.metadata.integer("feed_forward_length")
+        return f"{prefix}.ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * self.metadata.integer(
+            "feed_forward_length"
         )
 
     def _one_by_one(self, name: str, prefix: str) -> Source | None:

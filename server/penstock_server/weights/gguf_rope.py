@@ -30,7 +30,9 @@ def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     if kind == "yarn":
         return {**common, **_yarn(metadata)}
     if kind != "none":
-        raise metadata.refuse(f"rope scaling {kind!r} is not supported; supported: none, linear, llama3, longrope, yarn")
+        raise metadata.refuse(
+            f"rope scaling {kind!r} is not supported; supported: none, linear, llama3, longrope, yarn"
+        )
     return {**common, "rope_type": "default"}
 
 
