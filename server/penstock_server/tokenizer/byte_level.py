@@ -26,11 +26,8 @@ GPT4O_PATTERN = (
 )
 BLOOM_PATTERN = r" ?[^(\s|.,!?…。，、।۔،)]+"
 CJK_PATTERN = "[一-龥ࠀ-一가-퟿]+"
-# The letters that have a case, as DeepSeek spells them.
-CASED_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼι"
-    "ῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-)
+# The letters that have a case, which DeepSeek lists one by one, without those of mathematics.
+CASED_LETTER = r"(?:(?![\x{1D400}-\x{1D7FF}])[\p{Lu}\p{Ll}\p{Lt}])"
 DEEPSEEK3_WORDS = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -55,8 +52,7 @@ def _split_by(*patterns: str) -> Json:
     return _sequence(*(_split(pattern) for pattern in patterns), byte_level(use_regex=False))
 
 
-def _digits(individual: bool) -> Json:
-    return {"type": "Digits", "individual_digits": individual}
+SINGLE = {"type": "Digits", "individual_digits": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class Cutting:
 
 GPT2 = Cutting(byte_level(use_regex=True))
 NEOX = Cutting(byte_level(use_regex=True), nfc=True)
-SINGLE_DIGITS = Cutting(_sequence(_digits(True), byte_level(use_regex=True)))
+SINGLE_DIGITS = Cutting(_sequence(SINGLE, byte_level(use_regex=True)))
 COMMAND_R = Cutting(SINGLE_DIGITS.pre_tokenizer, nfc=True)
 CL100K = Cutting(_split_by(LLAMA3_PATTERN))
 LLAMA3 = Cutting(_split_by(LLAMA3_PATTERN), ignore_merges=True, adds_bos=True)
@@ -80,23 +76,22 @@ SINGLE_DIGIT_WORDS = Cutting(_split_by(QWEN2_PATTERN))
 TEKKEN = Cutting(_split_by(TEKKEN_PATTERN), ignore_merges=True, adds_bos=True)
 GPT4O = Cutting(_split_by(GPT4O_PATTERN))
 BLOOM = Cutting(_split_by(BLOOM_PATTERN))
-VIKING = Cutting(_sequence(_split(BLOOM_PATTERN), _digits(True), byte_level(use_regex=False)))
+VIKING = Cutting(_sequence(_split(BLOOM_PATTERN), SINGLE, byte_level(use_regex=False)))
 FALCON = Cutting(
     _sequence(
         {"type": "Punctuation", "behavior": "Contiguous"},
         byte_level(use_regex=True),
-        _digits(False),
         _split("[0-9][0-9][0-9]"),
     )
 )
 DEEPSEEK_LLM = Cutting(
     _sequence(
         _split(r"[\r\n]"),
-        _split(rf"\s?[{CASED_LETTERS}]+"),
+        _split(rf"\s?{CASED_LETTER}+"),
         _split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"),
         _split(r"\s+$"),
         _split(CJK_PATTERN),
-        _digits(True),
+        SINGLE,
         byte_level(use_regex=False),
     )
 )
@@ -106,7 +101,7 @@ DEEPSEEK_CODER = Cutting(
         _split(r"\s?\p{L}+"),
         _split(r"\s?\p{P}+"),
         _split(CJK_PATTERN),
-        _digits(True),
+        SINGLE,
         byte_level(use_regex=False),
     )
 )
