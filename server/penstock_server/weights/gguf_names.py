@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from penstock_server.weights.gguf_metadata import Metadata
-from penstock_server.weights.source import EACH, Source, Strip
+from penstock_server.weights.source import Source, Strip
 
 # Ours, without .weight or .bias → GGUF's, with {i} for the layer.
 NAMES = {
@@ -28,14 +28,6 @@ NAMES = {
     "mlp.up": "blk.{i}.ffn_up",
     "mlp.down": "blk.{i}.ffn_down",
     "mlp_post_norm": "blk.{i}.post_ffw_norm",
-    "mlp.router": "blk.{i}.ffn_gate_inp",
-    "mlp.experts.gate": "blk.{i}.ffn_gate_exps",
-    "mlp.experts.up": "blk.{i}.ffn_up_exps",
-    "mlp.experts.down": "blk.{i}.ffn_down_exps",
-    "mlp.shared.gate": "blk.{i}.ffn_gate_shexp",
-    "mlp.shared.up": "blk.{i}.ffn_up_shexp",
-    "mlp.shared.down": "blk.{i}.ffn_down_shexp",
-    "mlp.shared_gate": "blk.{i}.ffn_gate_inp_shexp",
 }
 # Falcon 40B has two norms side by side, and GGUF calls the attention's the second.
 SECOND_NORM = {"blk.{i}.attn_norm": "blk.{i}.attn_norm_2", "blk.{i}.ffn_norm": "blk.{i}.attn_norm"}
@@ -64,7 +56,7 @@ class GgufNames:
         name = f"{pattern.replace('blk.{i}', prefix)}.{suffix}"
         if name in self.shapes and not (stem == "mlp.up" and self._is_gated_up(name, prefix)):
             return Source(name)
-        return self._fused(stem, prefix, suffix) or self._one_by_one(name, prefix) or Source(name)
+        return self._fused(stem, prefix, suffix) or Source(name)
 
     def _fused(self, stem: str, prefix: str, suffix: str) -> Source | None:
         """A strip of the tensor that holds q, k and v, or gate and up."""
@@ -87,11 +79,6 @@ class GgufNames:
         return f"{prefix}.ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * self.metadata.integer(
             "feed_forward_length"
         )
-
-    def _one_by_one(self, name: str, prefix: str) -> Source | None:
-        """Old files have a tensor for every expert."""
-        each = name.replace("_exps.", f".{EACH}.")
-        return Source(each) if each.replace(EACH, "0") in self.shapes else None
 
     def _attention_widths(self) -> list[tuple[str, int]]:
         metadata = self.metadata
