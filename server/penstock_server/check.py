@@ -48,7 +48,7 @@ def check(model_id: str | None, revision: str | None, num_ranks: int, dtype: str
         if (source.folder / "config.json").is_file():
             from penstock_server.inspection.layout import lay_out
 
-            layout = lay_out(source.folder, source.tensors, num_ranks, dtype, memory_fraction, source.problems)
+            layout = lay_out(source, source.folder, num_ranks, dtype, memory_fraction)
         else:
             source.problems.append(f"{source.folder} holds no config.json, so it is not a model folder")
     return Report(source, text, layout)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock_server.errors import ConfigError
+from penstock_server.tokenizer.folder import with_tokenizer
 from penstock_server.weights.conversion import converted_folder
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.gguf_folder import gguf_folder
@@ -75,7 +76,7 @@ def embedded_gguf() -> Path:
 
 
 def readable_folder(folder: Path, name: str) -> Path:
-    """The folder itself, or the one in the cache made of its pickles or of the only GGUF file in it.
+    """The folder itself, or the one in the cache made of its pickles, its slow tokenizer or its only GGUF file.
 
     Raises ConfigError when it is no model's.
     """
@@ -87,7 +88,7 @@ def readable_folder(folder: Path, name: str) -> Path:
         return gguf_folder(files.paths[0], files.paths[0].stem)
     if not has_config:
         raise ConfigError(f"{folder} holds no config.json, so it is not a model folder")
-    return converted_folder(folder, files, name) if files.kind == "bin" else folder
+    return with_tokenizer(converted_folder(folder, files, name) if files.kind == "bin" else folder, name)
 
 
 def looks_like_path(model_id: str) -> bool:

@@ -104,14 +104,25 @@ def test_every_damaged_file_is_named(tmp_path: Path, capsys: Any) -> None:
 
 def test_a_folder_without_a_tokenizer_says_what_there_is_instead(folder: Path, capsys: Any) -> None:
     (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.model").write_bytes(b"x")
+    (folder / "tekken.json").write_bytes(b"x")
     (folder / "chat_template.jinja").unlink()
     status, report = run(capsys, str(folder))
     assert status == 1
-    assert report["problems"][0].endswith(
-        "has no tokenizer.json; it has tokenizer.model, which would have to be converted first"
-    )
+    assert report["problems"][0].endswith("has no tokenizer.json; it has tekken.json, which cannot be converted")
     assert "no chat template" in report["notes"][0]
+
+
+def test_a_slow_tokenizer_is_described_as_it_would_be_converted(folder: Path, capsys: Any) -> None:
+    (folder / "tokenizer.json").unlink()
+    source = Path(__file__).parent / "sentencepiece" / "t5.model"
+    (folder / "spiece.model").write_bytes(source.read_bytes())
+    status, report = run(capsys, str(folder))
+    assert (status, report["problems"]) == (0, [])
+    assert report["text"]["tokenizer"] == "Unigram"
+    (folder / "spiece.model").write_bytes(b"x")
+    status, report = run(capsys, str(folder))
+    assert status == 1
+    assert "spiece.model is damaged or no SentencePiece model" in report["problems"][0]
 
 
 def test_pickles_are_described_without_being_converted(tmp_path: Path, capsys: Any) -> None:
@@ -128,7 +139,7 @@ def test_a_gguf_file_is_described(tmp_path: Path, capsys: Any) -> None:
     assert report["weights"]["kind"] == "gguf"
     assert report["stored_as"]["F32"] > 0
     assert report["text"]["tokenizer"] == "BPE"
-    assert status == (1 if report["problems"] else 0)
+    assert (status, report["problems"]) == (0, [])
 
 
 def test_what_is_not_there_is_one_problem(capsys: Any) -> None:

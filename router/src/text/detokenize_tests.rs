@@ -24,6 +24,15 @@ fn byte_level() -> Arc<Tokenizer> {
 
 /// As Llama 2 has it: spaces are `▁`, the text's first one is dropped, and rare characters are written in bytes.
 fn byte_fallback() -> Arc<Tokenizer> {
+    byte_fallback_with(&[json!({"type": "Strip", "content": " ", "start": 1, "stop": 0})])
+}
+
+/// As Gemma has it: no text begins with a space that is not its own.
+fn byte_fallback_without_prefix() -> Arc<Tokenizer> {
+    byte_fallback_with(&[])
+}
+
+fn byte_fallback_with(last_decoders: &[serde_json::Value]) -> Arc<Tokenizer> {
     let mut vocabulary = serde_json::Map::new();
     for byte in 0..=255_u8 {
         vocabulary.insert(format!("<0x{byte:02X}>"), byte.into());
@@ -31,11 +40,18 @@ fn byte_fallback() -> Arc<Tokenizer> {
     for (index, word) in ["▁Hello", "▁world", "▁", "a", "é", "▁▁"].into_iter().enumerate() {
         vocabulary.insert(word.to_owned(), (256 + index).into());
     }
-    let decoder = json!({"type": "Sequence", "decoders": [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-    ]});
+    let first = json!([{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]);
+    let decoders = [first.as_array().unwrap().as_slice(), last_decoders].concat();
+    let decoder = json!({"type": "Sequence", "decoders": decoders});
     tokenizer(json!({"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": true}), decoder, 262)
+}
+
+/// As T5 and others without byte fallback have it, with each way of treating a text's first space.
+fn metaspace(prepend_scheme: &str) -> Arc<Tokenizer> {
+    let words = ["<unk>", "▁Hello", "▁world", "▁", "a", "é😀", "▁▁"].map(|word| json!([word, -1.0]));
+    let model = json!({"type": "Unigram", "unk_id": 0, "vocab": words, "byte_fallback": false});
+    let decoder = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": prepend_scheme, "split": true});
+    tokenizer(model, decoder, 7)
 }
 
 fn word_piece() -> Arc<Tokenizer> {
@@ -143,6 +159,20 @@ proptest! {
     #[test]
     fn words_and_spaces_are_the_whole(ids in prop::collection::vec(256..263_u32, 0..20)) {
         holds(&byte_fallback(), &ids)?;
+    }
+
+    #[test]
+    fn a_text_keeps_its_own_first_space(ids in prop::collection::vec(256..263_u32, 0..20), text in "[ aé€😀]{0,20}") {
+        let spelled: Vec<u32> = text.bytes().map(u32::from).collect();
+        holds(&byte_fallback_without_prefix(), &ids)?;
+        holds(&byte_fallback_without_prefix(), &spelled)?;
+    }
+
+    #[test]
+    fn every_prefix_policy_gives_the_whole(ids in prop::collection::vec(0..8_u32, 0..20)) {
+        for prepend_scheme in ["always", "first", "never"] {
+            holds(&metaspace(prepend_scheme), &ids)?;
+        }
     }
 
     #[test]

@@ -14,13 +14,14 @@ from penstock_server.engine.device import choose_device, choose_dtype
 from penstock_server.engine.memory import Memory as DeviceMemory
 from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
-from penstock_server.inspection.source import StoredTensor
+from penstock_server.inspection.source import Source, StoredTensor
 from penstock_server.layers.shard import Shard
 from penstock_server.models.layer import ATTENTION_PARTS
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
-from penstock_server.models.spec import ModelSpec, NameMap
+from penstock_server.models.spec import ModelSpec
 from penstock_server.parallel import RankGroup
+from penstock_server.weights.loader import NameSource
 from penstock_server.weights.safetensors_header import ITEM_BYTES
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -50,22 +51,16 @@ class Layout:
     ranks: tuple[RankShare, ...]
 
 
-def lay_out(
-    folder: Path,
-    tensors: Mapping[str, StoredTensor] | None,
-    num_ranks: int,
-    dtype_name: str,
-    memory_fraction: float,
-    problems: list[str],
-) -> Layout | None:
-    """None when config.json describes no model that is known. What is wrong is added to the problems."""
+def lay_out(source: Source, folder: Path, num_ranks: int, dtype_name: str, memory_fraction: float) -> Layout | None:
+    """None when the folder's config.json describes no model that is known. What is wrong is added to the problems."""
+    tensors, problems = source.tensors, source.problems
     try:
         spec, names = read_spec(folder)
         device = choose_device("", 0)
         dtype = choose_dtype(dtype_name, device)
         if tensors is not None:
-            fitted = names.fitted(tensors)
-            problems += misfits(tensors, _wanted(spec, fitted), fitted.ignored)
+            sources = source.own_names or names.fitted(tensors)
+            problems += misfits(tensors, _wanted(spec, sources), sources.ignored)
         memory = MemoryMeter(device).measure()
         ranks = [_share(spec, RankGroup(rank, num_ranks), dtype, device) for rank in range(num_ranks)]
     except ConfigError as error:
@@ -114,7 +109,7 @@ def misfits(
     return problems
 
 
-def _wanted(spec: ModelSpec, names: NameMap) -> dict[str, tuple[int, ...]]:
+def _wanted(spec: ModelSpec, names: NameSource) -> dict[str, tuple[int, ...]]:
     """The checkpoint's tensors by name, and the shapes that they must have."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in parameters(spec, Shard.of(spec.hidden_size, spec.vocab_size, RankGroup())).items():

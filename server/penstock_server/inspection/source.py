@@ -7,11 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock_server.errors import ConfigError
 from penstock_server.prepare import EMBEDDED_MODEL_ID, embedded_gguf, looks_like_path
 from penstock_server.weights.folder import WeightFiles, find_weights
 from penstock_server.weights.gguf_folder import gguf_folder
+
+if TYPE_CHECKING:
+    from penstock_server.weights.loader import NameSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class Source:
     kind: str = ""  # of the weights
     files: dict[str, int] = field(default_factory=dict)  # of the weights, and their bytes
     tensors: Mapping[str, StoredTensor] | None = None  # by the names that the loader will use; None: not known
+    own_names: NameSource | None = None  # where parameters are, where the format has names of its own
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -72,6 +77,8 @@ def _look_at_folder(source: Source, folder: Path, origin: str) -> None:
     source.kind = files.kind
     source.files = {path.name: path.stat().st_size for path in files.paths}
     source.tensors = _stored(files, source)
+    if files.kind == "gguf" and source.tensors is not None:
+        source.own_names = _gguf_names(files.paths[0])
 
 
 def _stored(files: WeightFiles, source: Source) -> dict[str, StoredTensor] | None:
@@ -102,7 +109,7 @@ def _look_at_gguf(source: Source, path: Path) -> None:
     source.kind = "gguf"
     source.files = {path.name: path.stat().st_size}
     source.folder = gguf_folder(path, path.stem if source.name != EMBEDDED_MODEL_ID else "SmolLM2-135M-Instruct")
-    source.tensors = _read_gguf(path)
+    source.tensors, source.own_names = _read_gguf(path), _gguf_names(path)
 
 
 def _look_at_hub(source: Source, model_id: str, revision: str | None) -> None:
@@ -131,6 +138,15 @@ def _read_gguf(path: Path) -> dict[str, StoredTensor]:
     }
     checkpoint.close()
     return tensors
+
+
+def _gguf_names(path: Path) -> NameSource:
+    from penstock_server.weights.gguf_header import read_header
+    from penstock_server.weights.gguf_metadata import Metadata
+    from penstock_server.weights.gguf_names import GgufNames
+
+    header = read_header(path)
+    return GgufNames({name: info.shape for name, info in header.tensors.items()}, Metadata(header, path))
 
 
 def _read_pickle(path: Path) -> dict[str, StoredTensor]:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+from penstock_server.errors import ConfigError
+from penstock_server.tokenizer.slow import convert, vocabulary_files
+
+OTHER_FILES = ("sentencepiece.bpe.model", "vocab.json", "tekken.json")
 TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "chat_template.json")
 
 
@@ -42,13 +45,22 @@ def look_at_text(folder: Path, problems: list[str], notes: list[str]) -> TextFac
 
 
 def _look_at_tokenizer(folder: Path, facts: TextFacts, problems: list[str]) -> None:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        slow = [name for name in SLOW_FILES if (folder / name).is_file()]
-        hint = f"; it has {', '.join(slow)}, which would have to be converted first" if slow else ""
+    path, slow = folder / "tokenizer.json", vocabulary_files(folder)
+    if path.is_file():
+        tokenizer = _read_object(path, problems)
+    elif slow:
+        # As it would be made when the model is prepared.
+        path = slow[0]
+        try:
+            tokenizer = convert(folder)
+        except ConfigError as error:
+            problems.append(str(error))
+            return
+    else:
+        others = [name for name in OTHER_FILES if (folder / name).is_file()]
+        hint = f"; it has {', '.join(others)}, which cannot be converted" if others else ""
         problems.append(f"{folder} has no tokenizer.json{hint}")
         return
-    tokenizer = _read_object(path, problems)
     model = tokenizer.get("model")
     if not isinstance(model, dict):
         if tokenizer:

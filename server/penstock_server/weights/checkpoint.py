@@ -1,16 +1,19 @@
-"""One interface over the weight formats: tensors by their Hugging Face names, read slice by slice."""
+"""One interface over the weight formats: tensors by name, read slice by slice."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.folder import find_weights
+
+if TYPE_CHECKING:
+    from penstock_server.weights.loader import NameSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,10 @@ class Checkpoint(Protocol):
     def names(self) -> Collection[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def own_names(self) -> NameSource | None:
+        """Where its parameters are, where the format has names of its own; None: under Hugging Face's."""
+        ...
 
     def read(self, name: str, part: Part | None, out: Tensor) -> None:
         """Fills `out`, on the CPU and in any floating type, with the tensor or a part of it. Touches no other bytes."""

@@ -1,50 +1,22 @@
 """GGUF metadata → the `config.json` and `generation_config.json` of a Hugging Face folder. Imports no torch.
 
-One builder for each GGUF architecture; an architecture without one is refused by name.
+One builder for each GGUF architecture; an architecture without one is refused by name. What metadata do not say is said
+by which tensors are there, and where they do not either, by the constants of llama.cpp.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from penstock_server.errors import ConfigError
-from penstock_server.weights.gguf_header import GgufHeader
+from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf_rope import rope_parameters
 
-# Llama 3 files carry its rope scaling only as a table of divisors. Meta published two factors with these constants.
-LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_TOKENS = 1.0, 4.0, 8192
-F32 = 0  # GGMLQuantizationType
-
-
-class Metadata:
-    """The metadata of one file, with errors that name the file and the key."""
-
-    def __init__(self, header: GgufHeader, path: Path) -> None:
-        self.header = header
-        self.path = path
-        self.architecture = str(self.require("general.architecture"))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.header.metadata.get(key, default)
-
-    def require(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ConfigError(f"{self.path} lacks the metadata {key}")
-        return value
-
-    def model(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's own section."""
-        return self.get(f"{self.architecture}.{key}", default)
-
-    def require_model(self, key: str) -> Any:
-        return self.require(f"{self.architecture}.{key}")
-
-    def refuse(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.path}: {what}")
+# Files do not say by what Gemma's queries are scaled. The largest model of each generation, known by its layers, scales
+# by hidden_size / num_heads, the others by head_dim.
+GEMMA_LARGEST_LAYERS = {"gemma2": 46, "gemma3": 62}
+GEMMA3_PERIOD = 6  # every so many layers one sees everything
+GEMMA3_LOCAL_THETA = 10000.0
 
 
 def model_config(metadata: Metadata) -> dict[str, Any]:
@@ -53,7 +25,9 @@ def model_config(metadata: Metadata) -> dict[str, Any]:
     if builder is None:
         supported = ", ".join(sorted(BUILDERS))
         raise metadata.refuse(f"GGUF architecture {metadata.architecture!r} is not supported; supported: {supported}")
-    return builder(metadata)
+    if metadata.model("expert_count", 0):
+        raise metadata.refuse("mixtures of experts are not supported in GGUF files")
+    return {**builder(metadata), **_shared(metadata)}
 
 
 def generation_config(metadata: Metadata) -> dict[str, Any]:
@@ -69,117 +43,241 @@ def generation_config(metadata: Metadata) -> dict[str, Any]:
     return config
 
 
-def _decoder_config(metadata: Metadata) -> dict[str, Any]:
-    """What Llama and its relatives share."""
-    if metadata.model("expert_count", 0):
-        raise metadata.refuse("mixtures of experts are not supported in GGUF files")
+def _shared(metadata: Metadata) -> dict[str, Any]:
+    """What every configuration says alike."""
     embedding = metadata.header.tensors.get("token_embd.weight")
     if embedding is None:
         raise metadata.refuse("tensor token_embd.weight is missing")
-    hidden_size = int(metadata.require_model("embedding_length"))
-    num_heads = int(metadata.require_model("attention.head_count"))
-    head_dim = int(metadata.model("attention.key_length", hidden_size // num_heads))
-    rope_dim = int(metadata.model("rope.dimension_count", head_dim))
-    if rope_dim != head_dim:
-        raise metadata.refuse(f"rope over {rope_dim} of {head_dim} dimensions is not supported")
     return {
         "vocab_size": embedding.shape[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": int(metadata.require_model("feed_forward_length")),
-        "num_hidden_layers": int(metadata.require_model("block_count")),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": int(metadata.model("attention.head_count_kv", num_heads)),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": int(metadata.require_model("context_length")),
-        "rms_norm_eps": _shortest_float32(metadata.require_model("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": _rope_parameters(metadata, head_dim),
-        "tie_word_embeddings": "output.weight" not in metadata.header.tensors,
+        "tie_word_embeddings": not metadata.has("output.weight"),
         **generation_config(metadata),
     }
 
 
-def _llama_config(metadata: Metadata) -> dict[str, Any]:
-    names = metadata.header.tensors
+def head_dim(metadata: Metadata) -> int:
+    hidden_size, num_heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
+    return metadata.integer("attention.key_length", hidden_size // num_heads)
+
+
+def _sizes(metadata: Metadata) -> dict[str, Any]:
+    num_heads = metadata.integer("attention.head_count")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": "blk.0.attn_q.bias" in names,
-        "mlp_bias": "blk.0.ffn_gate.bias" in names,
-        **_decoder_config(metadata),
+        "hidden_size": metadata.integer("embedding_length"),
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_hidden_layers": metadata.integer("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim(metadata),
+        "max_position_embeddings": metadata.integer("context_length"),
     }
 
 
-def _qwen2_config(metadata: Metadata) -> dict[str, Any]:
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_decoder_config(metadata)}
-
-
-BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {"llama": _llama_config, "qwen2": _qwen2_config}
-
-
-def _rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
-    theta = _shortest_float32(metadata.model("rope.freq_base", 10000.0))
-    kind = metadata.model("rope.scaling.type", "none")
-    # Files from before `rope.scaling` carry a linear factor under this key.
-    old_factor = metadata.model("rope.scale_linear", 1.0)
-    if kind == "linear" or (kind == "none" and old_factor not in (0.0, 1.0)):
-        factor = metadata.model("rope.scaling.factor", old_factor)
-        return {"rope_type": "linear", "rope_theta": theta, "factor": _shortest_float32(factor)}
-    if kind != "none":
-        raise metadata.refuse(f"rope scaling {kind!r} is not supported; supported: none, linear, llama3")
-    if "rope_freqs.weight" in metadata.header.tensors:
-        return _llama3_rope(metadata, head_dim, theta)
-    return {"rope_type": "default", "rope_theta": theta}
-
-
-def _llama3_rope(metadata: Metadata, head_dim: int, theta: float) -> dict[str, Any]:
-    """The parameters whose divisors are the file's table; refuses a table that no published parameters make."""
-    info = metadata.header.tensors["rope_freqs.weight"]
-    if info.type_number != F32 or info.shape != (head_dim // 2,):
-        raise metadata.refuse("rope_freqs.weight is not a float32 table of half a head's dimensions")
-    with metadata.path.open("rb") as file:
-        file.seek(info.offset)
-        data = file.read(4 * (head_dim // 2))
-    if len(data) != 4 * (head_dim // 2):
-        raise metadata.refuse("the file is truncated: rope_freqs.weight ends beyond it")
-    table = struct.unpack(f"<{head_dim // 2}f", data)
-    factor = _shortest_float32(max(table))
-    made = _llama3_divisors(head_dim, theta, factor)
-    if any(not math.isclose(a, b, rel_tol=1e-3) for a, b in zip(table, made, strict=True)):
-        raise metadata.refuse("rope_freqs.weight is not the table of Llama 3's rope scaling, and no other is supported")
+def _llama_like(metadata: Metadata, class_name: str, model_type: str) -> dict[str, Any]:
     return {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": factor,
-        "low_freq_factor": LLAMA3_LOW_FREQ_FACTOR,
-        "high_freq_factor": LLAMA3_HIGH_FREQ_FACTOR,
-        "original_max_position_embeddings": LLAMA3_ORIGINAL_TOKENS,
+        "architectures": [class_name],
+        "model_type": model_type,
+        **_sizes(metadata),
+        "hidden_act": "silu",
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rope_parameters(metadata, head_dim(metadata)),
+        "attention_bias": metadata.has("blk.0.attn_q.bias"),
     }
 
 
-def _llama3_divisors(head_dim: int, theta: float, factor: float) -> list[float]:
-    low = LLAMA3_ORIGINAL_TOKENS / LLAMA3_LOW_FREQ_FACTOR
-    high = LLAMA3_ORIGINAL_TOKENS / LLAMA3_HIGH_FREQ_FACTOR
-    divisors = []
-    for i in range(0, head_dim, 2):
-        wavelength = 2 * math.pi * theta ** (i / head_dim)
-        if wavelength < high:
-            divisors.append(1.0)
-        elif wavelength > low:
-            divisors.append(factor)
-        else:
-            smooth = (LLAMA3_ORIGINAL_TOKENS / wavelength - LLAMA3_LOW_FREQ_FACTOR) / (
-                LLAMA3_HIGH_FREQ_FACTOR - LLAMA3_LOW_FREQ_FACTOR
-            )
-            divisors.append(1 / ((1 - smooth) / factor + smooth))
-    return divisors
+def _llama(metadata: Metadata) -> dict[str, Any]:
+    return {**_llama_like(metadata, "LlamaForCausalLM", "llama"), "mlp_bias": metadata.has("blk.0.ffn_gate.bias")}
 
 
-def _shortest_float32(value: float) -> float:
-    """The number somebody typed before it was stored as float32: 9.999999747378752e-06 → 1e-05."""
-    stored = struct.pack("<f", value)
-    for digits in range(1, 10):
-        shorter = float(f"{value:.{digits}g}")
-        if struct.pack("<f", shorter) == stored:
-            return shorter
-    return float(value)
+def _qwen2(metadata: Metadata) -> dict[str, Any]:
+    return _llama_like(metadata, "Qwen2ForCausalLM", "qwen2")
+
+
+def _qwen3(metadata: Metadata) -> dict[str, Any]:
+    return _llama_like(metadata, "Qwen3ForCausalLM", "qwen3")
+
+
+def _olmo2(metadata: Metadata) -> dict[str, Any]:
+    return _llama_like(metadata, "Olmo2ForCausalLM", "olmo2")
+
+
+def _phi3(metadata: Metadata) -> dict[str, Any]:
+    window = metadata.integer("attention.sliding_window", 0)
+    return {**_llama_like(metadata, "Phi3ForCausalLM", "phi3"), "sliding_window": window or None}
+
+
+def _gemma(metadata: Metadata) -> dict[str, Any]:
+    return {**_llama_like(metadata, "GemmaForCausalLM", "gemma"), "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _newer_gemma(metadata: Metadata, class_name: str, model_type: str) -> dict[str, Any]:
+    config = _llama_like(metadata, class_name, model_type)
+    is_largest = config["num_hidden_layers"] == GEMMA_LARGEST_LAYERS[metadata.architecture]
+    return {
+        **config,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if is_largest
+        else config["head_dim"],
+        "sliding_window": metadata.integer("attention.sliding_window"),
+    }
+
+
+def _gemma2(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_newer_gemma(metadata, "Gemma2ForCausalLM", "gemma2"),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(metadata: Metadata) -> dict[str, Any]:
+    config = _newer_gemma(metadata, "Gemma3ForCausalLM", "gemma3_text")
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA)}
+    pattern = metadata.model("attention.sliding_window_pattern", GEMMA3_PERIOD)
+    num_layers = config["num_hidden_layers"]
+    is_sliding = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(num_layers)]
+    return {
+        **config,
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in is_sliding],
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _with_layer_norm(metadata: Metadata, class_name: str, model_type: str) -> dict[str, Any]:
+    return {
+        "architectures": [class_name],
+        "model_type": model_type,
+        **_sizes(metadata),
+        "layer_norm_eps": metadata.number("attention.layer_norm_epsilon"),
+        "rope_parameters": rope_parameters(metadata, head_dim(metadata)),
+    }
+
+
+def _phi2(metadata: Metadata) -> dict[str, Any]:
+    return {**_with_layer_norm(metadata, "PhiForCausalLM", "phi"), "hidden_act": "gelu_new"}
+
+
+def _gpt_neox(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_with_layer_norm(metadata, "GPTNeoXForCausalLM", "gpt_neox"),
+        "hidden_act": "gelu",
+        "use_parallel_residual": bool(metadata.model("use_parallel_residual", True)),
+        "attention_bias": metadata.has("blk.0.attn_qkv.bias"),
+    }
+
+
+def _stablelm(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_with_layer_norm(metadata, "StableLmForCausalLM", "stablelm"),
+        "hidden_act": "silu",
+        "use_qkv_bias": metadata.has("blk.0.attn_q.bias"),
+        "qk_layernorm": metadata.has("blk.0.attn_q_norm.weight"),
+        # The metadata say true for models that are not: there is one norm or there are two.
+        "use_parallel_residual": not metadata.has("blk.0.ffn_norm.weight"),
+    }
+
+
+def _command_r(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_with_layer_norm(metadata, "CohereForCausalLM", "cohere"),
+        "hidden_act": "silu",
+        "logit_scale": metadata.number("logit_scale"),
+        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _falcon(metadata: Metadata) -> dict[str, Any]:
+    num_kv_heads = metadata.integer("attention.head_count_kv")
+    has_two_norms = metadata.has("blk.0.attn_norm_2.weight")
+    return {
+        **_with_layer_norm(metadata, "FalconForCausalLM", "falcon"),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
+        "activation": "gelu",
+        "ffn_hidden_size": metadata.integer("feed_forward_length"),
+        "new_decoder_architecture": has_two_norms or num_kv_heads > 1,
+        "num_ln_in_parallel_attn": 2 if has_two_norms else 1,
+        "num_kv_heads": num_kv_heads,
+        "multi_query": True,
+        "parallel_attn": True,
+        "alibi": False,
+        "bias": False,
+    }
+
+
+def _gpt2_like(metadata: Metadata, class_name: str, model_type: str, activation: str) -> dict[str, Any]:
+    return {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "n_embd": metadata.integer("embedding_length"),
+        "n_layer": metadata.integer("block_count"),
+        "n_head": metadata.integer("attention.head_count"),
+        "n_positions": metadata.integer("context_length"),
+        "n_inner": metadata.integer("feed_forward_length"),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
+        "activation_function": activation,
+    }
+
+
+def _gpt2(metadata: Metadata) -> dict[str, Any]:
+    return _gpt2_like(metadata, "GPT2LMHeadModel", "gpt2", "gelu_new")
+
+
+def _starcoder(metadata: Metadata) -> dict[str, Any]:
+    config = _gpt2_like(metadata, "GPTBigCodeForCausalLM", "gpt_bigcode", "gelu_pytorch_tanh")
+    return {**config, "multi_query": metadata.integer("attention.head_count_kv", 1) == 1}
+
+
+def _bloom(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "hidden_size": metadata.integer("embedding_length"),
+        "num_hidden_layers": metadata.integer("block_count"),
+        "num_attention_heads": metadata.integer("attention.head_count"),
+        "seq_length": metadata.integer("context_length"),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
+    }
+
+
+def _mpt(metadata: Metadata) -> dict[str, Any]:
+    hidden_size = metadata.integer("embedding_length")
+    clip = metadata.number("attention.clamp_kqv", 0.0)
+    return {
+        "architectures": ["MptForCausalLM"],
+        "model_type": "mpt",
+        "d_model": hidden_size,
+        "n_layers": metadata.integer("block_count"),
+        "n_heads": metadata.integer("attention.head_count"),
+        "max_seq_len": metadata.integer("context_length"),
+        "expansion_ratio": metadata.integer("feed_forward_length") // hidden_size,
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
+        "attn_config": {
+            "clip_qkv": clip or None,
+            "alibi": metadata.number("attention.max_alibi_bias", 0.0) > 0,
+            "alibi_bias_max": metadata.number("attention.max_alibi_bias", 8.0),
+        },
+    }
+
+
+BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+    "bloom": _bloom,
+    "command-r": _command_r,
+    "falcon": _falcon,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt2": _gpt2,
+    "gptneox": _gpt_neox,
+    "llama": _llama,
+    "mpt": _mpt,
+    "olmo2": _olmo2,
+    "phi2": _phi2,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "stablelm": _stablelm,
+    "starcoder": _starcoder,
+}

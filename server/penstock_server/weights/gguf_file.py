@@ -1,8 +1,7 @@
-"""Reads GGUF files as a checkpoint: tensors by their Hugging Face names, dequantized, in Hugging Face's row order."""
+"""Reads GGUF files as a checkpoint: tensors dequantized, with rows and norms as Hugging Face's models have them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,30 +14,17 @@ from torch import Tensor
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.finite import check_finite
-from penstock_server.weights.gguf_config import Metadata
+from penstock_server.weights.gguf_config import BUILDERS, head_dim
 from penstock_server.weights.gguf_header import TensorInfo, read_header
+from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf_names import GgufNames
+from penstock_server.weights.loader import NameSource
 from penstock_server.weights.mapping import MappedFile
 
-# GGUF's name, {i} for the layer → Hugging Face's. The same for every architecture of the Llama family.
-LLAMA_FAMILY_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
-    "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
-    "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
-    "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
-    "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
-    "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
-    "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
-    "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
-    "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-NAMES = {"llama": LLAMA_FAMILY_NAMES, "qwen2": LLAMA_FAMILY_NAMES}
 # llama.cpp's converter interleaves the halves of each head's q and k rows for its own rope.
 INTERLEAVED = {"llama": ("attn_q", "attn_k")}
-# The table of Llama 3's rope scaling: it is in the configuration.
-IGNORED = ("rope_freqs.weight",)
+# Its graphs multiply by these norms as they are, and Hugging Face's add one to them first.
+COUNTED_FROM_ZERO = ("gemma", "gemma2", "gemma3")
 
 # PERF: dequantizing makes several float32 arrays of its input. Pieces of so many weights stay in the L2 cache, keep
 # the peak of memory at the weights themselves, and are too small for torch to start threads for copying them.
@@ -46,30 +32,22 @@ PIECE_WEIGHTS = 1 << 15
 
 
 class GgufCheckpoint:
-    """The tensors of one GGUF file."""
+    """The tensors of one GGUF file, by their names in it."""
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
         metadata = Metadata(header, path)
-        names = NAMES.get(metadata.architecture)
-        if names is None:
+        if metadata.architecture not in BUILDERS:
             raise metadata.refuse(
-                f"GGUF architecture {metadata.architecture!r} is not supported; supported: {', '.join(NAMES)}"
+                f"GGUF architecture {metadata.architecture!r} is not supported; supported: {', '.join(BUILDERS)}"
             )
-        self.head_dim = int(
-            metadata.model(
-                "attention.key_length",
-                metadata.require_model("embedding_length") // metadata.require_model("attention.head_count"),
-            )
-        )
+        self.metadata = metadata
+        self.head_dim = head_dim(metadata)
         self.file = MappedFile(path)
         self.interleaved = INTERLEAVED.get(metadata.architecture, ())
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = header.tensors
         for info in header.tensors.values():
-            if info.name not in IGNORED:
-                _check(info, self.file)
-                # A name without a translation stays as it is; the loader will refuse it by that name.
-                self.tensors[_translate(info.name, names)] = info
+            _check(info, self.file)
 
     def names(self) -> Collection[str]:
         return self.tensors.keys()
@@ -77,12 +55,15 @@ class GgufCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
 
+    def own_names(self) -> NameSource:
+        return GgufNames({name: info.shape for name, info in self.tensors.items()}, self.metadata)
+
     def read(self, name: str, part: Part | None, out: Tensor) -> None:
         info = self.tensors[name]
         if len(info.shape) == 1:
             self._read_vector(info, part, out)
         else:
-            self._read_matrix(info, part, out)
+            self._read_matrices(info, info.shape, 0, part, out)
         check_finite(out, out, name, self.file.path)
         rows, _ = _matrix(info.shape)
         self.file.forget(info.offset, info.offset + rows * _row_bytes(info))
@@ -94,24 +75,43 @@ class GgufCheckpoint:
         vector = self._rows(info, 0, 1).view(info.shape)
         if self._is_interleaved(info):
             vector = vector.view(-1, self.head_dim // 2, 2).transpose(1, 2).reshape(info.shape)
+        if self.metadata.architecture in COUNTED_FROM_ZERO and info.name.endswith("norm.weight"):
+            vector = vector - 1
         out.copy_(vector if part is None else part.of(vector))
 
-    def _read_matrix(self, info: TensorInfo, part: Part | None, out: Tensor) -> None:
-        assert len(info.shape) == 2
-        rows, columns = range(info.shape[0]), slice(None)
+    def _read_matrices(
+        self, info: TensorInfo, shape: tuple[int, ...], first_row: int, part: Part | None, out: Tensor
+    ) -> None:
+        """A tensor of any number of dimensions: a matrix for each index of those before the last two. `first_row` is
+        where the tensor of this shape begins."""
+        if len(shape) == 2:
+            self._read_matrix(info, first_row, shape, part, out)
+            return
+        indexes, rows = range(shape[0]), _matrix(shape[1:])[0]
+        if part is not None and part.dim == 0:
+            indexes, part = part.range, None
+        elif part is not None:
+            part = Part(part.dim - 1, part.range)
+        for place, index in enumerate(indexes):
+            self._read_matrices(info, shape[1:], first_row + index * rows, part, out[place])
+
+    def _read_matrix(
+        self, info: TensorInfo, first_row: int, shape: tuple[int, ...], part: Part | None, out: Tensor
+    ) -> None:
+        rows, columns = range(shape[0]), slice(None)
         if part is not None and part.dim == 0:
             rows = part.range
         elif part is not None:
             columns = slice(part.range.start, part.range.stop)
         # An even number of rows, so that no piece cuts a pair of interleaved rows.
-        step = max(2, PIECE_WEIGHTS // info.shape[1] // 2 * 2)
+        step = max(2, PIECE_WEIGHTS // shape[1] // 2 * 2)
         interleaved = self._is_interleaved(info)
         # Interleaved parts are whole heads; each is put in order by itself.
         block = self.head_dim if interleaved else len(rows)
         for start in range(rows.start, rows.stop, max(1, block)):
             target = out[start - rows.start : start - rows.start + block]
             for first in range(0, block, step):
-                piece = self._rows(info, start + first, min(step, block - first))[:, columns]
+                piece = self._rows(info, first_row + start + first, min(step, block - first))[:, columns]
                 if interleaved:
                     pairs = piece.view(-1, 2, piece.shape[1]).transpose(0, 1)  # [half, pair, column]
                     halves = target.view(2, block // 2, piece.shape[1])
@@ -128,15 +128,6 @@ class GgufCheckpoint:
 
     def _is_interleaved(self, info: TensorInfo) -> bool:
         return any(f".{stem}." in info.name for stem in self.interleaved)
-
-
-def _translate(name: str, names: dict[str, str]) -> str:
-    stem, _, suffix = name.rpartition(".")
-    layer = re.match(r"blk\.(\d+)\.", stem)
-    if layer is None:
-        return f"{names[stem]}.{suffix}" if stem in names else name
-    pattern = stem.replace(layer[0], "blk.{i}.", 1)
-    return f"{names[pattern]}.{suffix}".replace("{i}", layer[1]) if pattern in names else name
 
 
 def _check(info: TensorInfo, file: MappedFile) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from penstock_server.weights.cache import content_key, made_folder
 
 # Part of every folder's key: raise it when the files written here change, and old folders are no longer found.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 LINK_NAME = "model.gguf"
 
 
@@ -26,8 +26,9 @@ def _write(folder: Path, path: Path) -> None:
 
 
 def _files(path: Path) -> dict[str, dict[str, Any]]:
-    from penstock_server.weights.gguf_config import Metadata, generation_config, model_config
+    from penstock_server.weights.gguf_config import generation_config, model_config
     from penstock_server.weights.gguf_header import read_header
+    from penstock_server.weights.gguf_metadata import Metadata
     from penstock_server.weights.gguf_tokenizer import tokenizer_config, tokenizer_json
 
     metadata = Metadata(read_header(path), path)

@@ -59,6 +59,9 @@ class SafetensorsCheckpoint:
     def names(self) -> Collection[str]:
         return self.entries.keys()
 
+    def own_names(self) -> None:
+        return None
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.entries[name].place.shape
 

@@ -1,0 +1,170 @@
+"""Byte-level BPE: how a text is cut into words before the merges, by the names that GGUF files know this under.
+
+A wrong way of cutting gives plausible but different ids. The patterns are those of the published `tokenizer.json`s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Words with one leading character that is no letter, numbers, punctuation, line ends, other whitespace. The patterns
+# differ in how many digits make a piece.
+WORDS = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+LLAMA3_PATTERN = WORDS + r"\p{N}{1,3}" + REST
+QWEN2_PATTERN = WORDS + r"\p{N}" + REST
+SEED_PATTERN = WORDS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+# A new word begins at a capital letter behind small ones.
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = r"[^\r\n\p{L}\p{N}]?"
+CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN_PATTERN = rf"{CASED}{UPPER}*{LOWER}+|{CASED}{UPPER}+{LOWER}*|\p{{N}}" + CASED_REST
+GPT4O_PATTERN = (
+    rf"{CASED}{UPPER}*{LOWER}+{CONTRACTIONS}?|{CASED}{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}" + CASED_REST
+)
+BLOOM_PATTERN = r" ?[^(\s|.,!?…。，、।۔،)]+"
+CJK_PATTERN = "[一-龥ࠀ-一가-퟿]+"
+# The letters that have a case, which DeepSeek lists one by one, without those of mathematics.
+CASED_LETTER = r"(?:(?![\x{1D400}-\x{1D7FF}])[\p{Lu}\p{Ll}\p{Lt}])"
+DEEPSEEK3_WORDS = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+Json = dict[str, Any]
+
+
+def byte_level(use_regex: bool) -> Json:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _split(pattern: str) -> Json:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _sequence(*steps: Json) -> Json:
+    return {"type": "Sequence", "pretokenizers": list(steps)}
+
+
+def _split_by(*patterns: str) -> Json:
+    return _sequence(*(_split(pattern) for pattern in patterns), byte_level(use_regex=False))
+
+
+SINGLE = {"type": "Digits", "individual_digits": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """What happens to a text before the merges."""
+
+    pre_tokenizer: Json
+    nfc: bool = False
+    ignore_merges: bool = False  # a whole word that is in the vocabulary is taken without asking the merges
+    adds_bos: bool = False  # where nothing else is said
+
+
+GPT2 = Cutting(byte_level(use_regex=True))
+NEOX = Cutting(byte_level(use_regex=True), nfc=True)
+SINGLE_DIGITS = Cutting(_sequence(SINGLE, byte_level(use_regex=True)))
+COMMAND_R = Cutting(SINGLE_DIGITS.pre_tokenizer, nfc=True)
+CL100K = Cutting(_split_by(LLAMA3_PATTERN))
+LLAMA3 = Cutting(_split_by(LLAMA3_PATTERN), ignore_merges=True, adds_bos=True)
+QWEN2 = Cutting(_split_by(QWEN2_PATTERN), nfc=True)
+SINGLE_DIGIT_WORDS = Cutting(_split_by(QWEN2_PATTERN))
+TEKKEN = Cutting(_split_by(TEKKEN_PATTERN), ignore_merges=True, adds_bos=True)
+GPT4O = Cutting(_split_by(GPT4O_PATTERN))
+BLOOM = Cutting(_split_by(BLOOM_PATTERN))
+VIKING = Cutting(_sequence(_split(BLOOM_PATTERN), SINGLE, byte_level(use_regex=False)))
+FALCON = Cutting(
+    _sequence(
+        {"type": "Punctuation", "behavior": "Contiguous"},
+        byte_level(use_regex=True),
+        _split("[0-9][0-9][0-9]"),
+    )
+)
+DEEPSEEK_LLM = Cutting(
+    _sequence(
+        _split(r"[\r\n]"),
+        _split(rf"\s?{CASED_LETTER}+"),
+        _split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"),
+        _split(r"\s+$"),
+        _split(CJK_PATTERN),
+        SINGLE,
+        byte_level(use_regex=False),
+    )
+)
+DEEPSEEK_CODER = Cutting(
+    _sequence(
+        _split(r"[\r\n]"),
+        _split(r"\s?\p{L}+"),
+        _split(r"\s?\p{P}+"),
+        _split(CJK_PATTERN),
+        SINGLE,
+        byte_level(use_regex=False),
+    )
+)
+DEEPSEEK3 = Cutting(_split_by(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3_WORDS))
+
+# tokenizer.ggml.pre → how it cuts
+CUTTINGS: dict[str, Cutting] = {
+    **dict.fromkeys(("default", "gpt-2", "gpt2", "phi-2", "jais", "trillion", "granite-docling"), GPT2),
+    **dict.fromkeys(("mpt", "olmo"), NEOX),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), SINGLE_DIGITS),
+    "command-r": COMMAND_R,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), CL100K),
+    "qwen2": QWEN2,
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan", "grok-2"), SINGLE_DIGIT_WORDS),
+    "seed-coder": Cutting(_split_by(SEED_PATTERN)),
+    "tekken": TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), GPT4O),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), BLOOM),
+    "viking": VIKING,
+    "falcon": FALCON,
+    "deepseek-llm": DEEPSEEK_LLM,
+    "deepseek-coder": DEEPSEEK_CODER,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
+}
+
+
+def byte_spelling() -> dict[int, str]:
+    """GPT-2's spelling of each byte as a printable character: itself where it is one, else a letter from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    spelling = {byte: chr(byte) for byte in printable}
+    others = [byte for byte in range(256) if byte not in spelling]
+    return spelling | {byte: chr(256 + index) for index, byte in enumerate(others)}
+
+
+def byte_level_json(vocabulary: dict[str, int], merges: list[str], cutting: Cutting) -> Json:
+    """The parts of `tokenizer.json` that are this kind's. Merges are pairs with a space between."""
+    return {
+        "normalizer": {"type": "NFC"} if cutting.nfc else None,
+        "pre_tokenizer": cutting.pre_tokenizer,
+        "decoder": byte_level(use_regex=True),
+        "model": bpe_model(vocabulary, merges, ignore_merges=cutting.ignore_merges),
+    }
+
+
+def with_prefix_space(pre_tokenizer: Json) -> Json:
+    """The same with a space put before a text's first word."""
+    if pre_tokenizer["type"] == "Sequence":
+        return {**pre_tokenizer, "pretokenizers": [with_prefix_space(step) for step in pre_tokenizer["pretokenizers"]]}
+    return {**pre_tokenizer, "add_prefix_space": True} if pre_tokenizer["type"] == "ByteLevel" else pre_tokenizer
+
+
+def bpe_model(vocabulary: dict[str, int], merges: list[Any], **options: Any) -> Json:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **options,
+        "vocab": vocabulary,
+        "merges": merges,
+    }

@@ -1,0 +1,30 @@
+"""A model folder without `tokenizer.json` → one in the cache that has it, and links to everything else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from penstock_server.tokenizer.slow import convert, vocabulary_files
+from penstock_server.weights.cache import content_key, made_folder
+
+# Part of every folder's key: raise it when what is made of the same files changes.
+LAYOUT_VERSION = 1
+
+
+def with_tokenizer(folder: Path, name: str) -> Path:
+    """The folder itself where it has `tokenizer.json`, or nothing to make one of: the router says what is missing.
+
+    Raises ConfigError when the vocabulary's files are damaged, or the cache cannot be written.
+    """
+    if (folder / "tokenizer.json").is_file() or not vocabulary_files(folder):
+        return folder
+    files = sorted(path for path in folder.iterdir() if path.exists())
+    return made_folder(f"{name}-tokenizer", content_key(LAYOUT_VERSION, files), lambda made: _write(folder, made))
+
+
+def _write(folder: Path, made: Path) -> None:
+    text = json.dumps(convert(folder), ensure_ascii=False, indent=1)
+    (made / "tokenizer.json").write_text(text, encoding="utf-8")
+    for path in folder.iterdir():
+        (made / path.name).symlink_to(path.absolute())

@@ -1,0 +1,74 @@
+"""The parts of `tokenizer.json` that all kinds share: added tokens, and what is put around a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that stays whole. A special one is no part of the visible text."""
+
+    id: int
+    content: str
+    special: bool
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    single_word: bool = False
+
+
+def tokenizer_json(
+    parts: Mapping[str, Any], added: list[AddedToken], before: AddedToken | None, behind: AddedToken | None
+) -> dict[str, Any]:
+    """parts: normalizer, pre_tokenizer, decoder and model. `before` and `behind` are put around every text."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": token.id,
+                "content": token.content,
+                "single_word": token.single_word,
+                "lstrip": token.lstrip,
+                "rstrip": token.rstrip,
+                "normalized": token.normalized,
+                "special": token.special,
+            }
+            for token in sorted(added, key=lambda token: token.id)
+        ],
+        "normalizer": parts["normalizer"],
+        "pre_tokenizer": parts["pre_tokenizer"],
+        "post_processor": _around(before, behind),
+        "decoder": parts["decoder"],
+        "model": parts["model"],
+    }
+
+
+def _around(before: AddedToken | None, behind: AddedToken | None) -> dict[str, Any] | None:
+    if before is None and behind is None:
+        return None
+
+    def template(*names: str) -> list[dict[str, Any]]:
+        pieces: list[dict[str, Any]] = []
+        for type_id, name in enumerate(names):
+            if before is not None:
+                pieces.append({"SpecialToken": {"id": before.content, "type_id": type_id}})
+            pieces.append({"Sequence": {"id": name, "type_id": type_id}})
+            if behind is not None:
+                pieces.append({"SpecialToken": {"id": behind.content, "type_id": type_id}})
+        return pieces
+
+    return {
+        "type": "TemplateProcessing",
+        "single": template("A"),
+        "pair": template("A", "B"),
+        "special_tokens": {
+            token.content: {"id": token.content, "ids": [token.id], "tokens": [token.content]}
+            for token in (before, behind)
+            if token is not None
+        },
+    }

@@ -1,0 +1,77 @@
+"""The metadata of a GGUF file, with errors that name the file and the key. Imports no torch."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+from penstock_server.errors import ConfigError
+from penstock_server.weights.gguf_header import GgufHeader
+
+F32 = 0  # GGMLQuantizationType
+
+
+class Metadata:
+    """The metadata of one file, with errors that name the file and the key."""
+
+    def __init__(self, header: GgufHeader, path: Path) -> None:
+        self.header = header
+        self.path = path
+        self.architecture = str(self.require("general.architecture"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.header.metadata.get(key, default)
+
+    def require(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise ConfigError(f"{self.path} lacks the metadata {key}")
+        return value
+
+    def model(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture's own section."""
+        return self.get(f"{self.architecture}.{key}", default)
+
+    def require_model(self, key: str) -> Any:
+        return self.require(f"{self.architecture}.{key}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A number of the architecture's own section. Files of models whose layers differ in it hold an array."""
+        value = self.require_model(key) if default is None else self.model(key, default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise self.refuse(f"{self.architecture}.{key} differs between layers, which is not supported")
+            value = value[0]
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return shortest_float32(self.require_model(key) if default is None else self.model(key, default))
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.header.tensors
+
+    def floats(self, tensor: str, count: int) -> list[float]:
+        """A small table that the configuration is made from."""
+        info = self.header.tensors[tensor]
+        if info.type_number != F32 or info.shape != (count,):
+            raise self.refuse(f"{tensor} is not a float32 table of {count} numbers")
+        with self.path.open("rb") as file:
+            file.seek(info.offset)
+            data = file.read(4 * count)
+        if len(data) != 4 * count:
+            raise self.refuse(f"the file is truncated: {tensor} ends beyond it")
+        return list(struct.unpack(f"<{count}f", data))
+
+    def refuse(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {what}")
+
+
+def shortest_float32(value: float) -> float:
+    """The number somebody typed before it was stored as float32: 9.999999747378752e-06 → 1e-05."""
+    stored = struct.pack("<f", value)
+    for digits in range(1, 10):
+        shorter = float(f"{value:.{digits}g}")
+        if struct.pack("<f", shorter) == stored:
+            return shorter
+    return float(value)

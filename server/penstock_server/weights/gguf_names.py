@@ -1,0 +1,89 @@
+"""Where GGUF files keep our parameters. Their names are the same for every architecture, and so are ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.source import Source, Strip
+
+# Ours, without .weight or .bias → GGUF's, with {i} for the layer.
+NAMES = {
+    "embedding": "token_embd",
+    "embedding_norm": "token_embd_norm",
+    "positions": "position_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "attention_norm": "blk.{i}.attn_norm",
+    "attention.q": "blk.{i}.attn_q",
+    "attention.k": "blk.{i}.attn_k",
+    "attention.v": "blk.{i}.attn_v",
+    "attention.q_norm": "blk.{i}.attn_q_norm",
+    "attention.k_norm": "blk.{i}.attn_k_norm",
+    "attention.output": "blk.{i}.attn_output",
+    "attention_post_norm": "blk.{i}.post_attention_norm",
+    "mlp_norm": "blk.{i}.ffn_norm",
+    "mlp.gate": "blk.{i}.ffn_gate",
+    "mlp.up": "blk.{i}.ffn_up",
+    "mlp.down": "blk.{i}.ffn_down",
+    "mlp_post_norm": "blk.{i}.post_ffw_norm",
+}
+# Falcon 40B has two norms side by side, and GGUF calls the attention's the second.
+SECOND_NORM = {"blk.{i}.attn_norm": "blk.{i}.attn_norm_2", "blk.{i}.ffn_norm": "blk.{i}.attn_norm"}
+LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+class GgufNames:
+    """A `NameSource` for one file: what is fused in one file is not in another of the same architecture."""
+
+    # The tables of rope's scaling: they are in the configuration.
+    ignored = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], metadata: Metadata) -> None:
+        self.shapes = shapes
+        self.metadata = metadata
+
+    def source(self, parameter: str) -> Source:
+        """layers.3.attention.q.weight → blk.3.attn_q.weight, or a strip of blk.3.attn_qkv.weight."""
+        layer = LAYER.match(parameter)
+        stem, _, suffix = LAYER.sub("", parameter, count=1).rpartition(".")
+        # An unknown parameter keeps its name; the loader will say that the file lacks it.
+        pattern = NAMES.get(stem, stem)
+        if "blk.0.attn_norm_2.weight" in self.shapes:
+            pattern = SECOND_NORM.get(pattern, pattern)
+        prefix = f"blk.{layer[1]}" if layer else ""
+        name = f"{pattern.replace('blk.{i}', prefix)}.{suffix}"
+        if name in self.shapes and not (stem == "mlp.up" and self._is_gated_up(name, prefix)):
+            return Source(name)
+        return self._fused(stem, prefix, suffix) or Source(name)
+
+    def _fused(self, stem: str, prefix: str, suffix: str) -> Source | None:
+        """A strip of the tensor that holds q, k and v, or gate and up."""
+        room, _, key = stem.partition(".")
+        if room == "attention" and key in ("q", "k", "v"):
+            name, parts = f"{prefix}.attn_qkv.{suffix}", self._attention_widths()
+        elif room == "mlp" and key in ("gate", "up"):
+            width = self.metadata.integer("feed_forward_length")
+            name, parts = f"{prefix}.ffn_up.{suffix}", [("gate", width), ("up", width)]
+        else:
+            return None
+        if name not in self.shapes:
+            return None
+        place = [part for part, _ in parts].index(key)
+        widths = [width for _, width in parts]
+        return Source(name, strip=Strip(sum(widths[:place]), widths[place], sum(widths)))
+
+    def _is_gated_up(self, name: str, prefix: str) -> bool:
+        """Whether `ffn_up` holds the gates too: Phi-3."""
+        return f"{prefix}.ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * self.metadata.integer(
+            "feed_forward_length"
+        )
+
+    def _attention_widths(self) -> list[tuple[str, int]]:
+        metadata = self.metadata
+        num_heads = metadata.integer("attention.head_count")
+        num_kv_heads = metadata.integer("attention.head_count_kv", num_heads)
+        key = metadata.integer("attention.key_length", metadata.integer("embedding_length") // num_heads)
+        value = metadata.integer("attention.value_length", key)
+        return [("q", num_heads * key), ("k", num_kv_heads * key), ("v", num_kv_heads * value)]

@@ -1,0 +1,95 @@
+"""GGUF metadata → `rope_parameters` of a Hugging Face configuration. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from penstock_server.weights.gguf_metadata import Metadata, shortest_float32
+
+# Llama 3 files carry its rope scaling only as a table of divisors. Meta published two factors with these constants.
+LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_TOKENS = 1.0, 4.0, 8192
+
+
+def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
+    """Raises ConfigError for a scaling that is not supported."""
+    theta = metadata.number("rope.freq_base", 10000.0)
+    rotary_dim = metadata.integer("rope.dimension_count", head_dim)
+    common: dict[str, Any] = {"rope_theta": theta}
+    if rotary_dim != head_dim:
+        common["partial_rotary_factor"] = rotary_dim / head_dim
+    if metadata.has("rope_factors_long.weight"):
+        return {**common, **_longrope(metadata, rotary_dim)}
+    if metadata.has("rope_freqs.weight"):
+        return {**common, **_llama3(metadata, rotary_dim, theta)}
+    kind = metadata.model("rope.scaling.type", "none")
+    # Files from before `rope.scaling` carry a linear factor under this key.
+    old_factor = metadata.model("rope.scale_linear", 1.0)
+    if kind == "linear" or (kind == "none" and old_factor not in (0.0, 1.0)):
+        return {**common, "rope_type": "linear", "factor": metadata.number("rope.scaling.factor", old_factor)}
+    if kind == "yarn":
+        return {**common, **_yarn(metadata)}
+    if kind != "none":
+        raise metadata.refuse(
+            f"rope scaling {kind!r} is not supported; supported: none, linear, llama3, longrope, yarn"
+        )
+    return {**common, "rope_type": "default"}
+
+
+def _yarn(metadata: Metadata) -> dict[str, Any]:
+    parameters = {
+        "rope_type": "yarn",
+        "factor": metadata.number("rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
+    }
+    optional = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
+    return parameters | {
+        name: metadata.number(key) for name, key in optional.items() if metadata.model(key) is not None
+    }
+
+
+def _longrope(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
+    parameters: dict[str, Any] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
+    }
+    for name in ("long", "short"):
+        table = metadata.floats(f"rope_factors_{name}.weight", rotary_dim // 2)
+        parameters[f"{name}_factor"] = [shortest_float32(value) for value in table]
+    if metadata.model("rope.scaling.attn_factor") is not None:
+        parameters["attention_factor"] = metadata.number("rope.scaling.attn_factor")
+    return parameters
+
+
+def _llama3(metadata: Metadata, rotary_dim: int, theta: float) -> dict[str, Any]:
+    """The parameters whose divisors are the file's table; refuses a table that no published parameters make."""
+    table = metadata.floats("rope_freqs.weight", rotary_dim // 2)
+    factor = shortest_float32(max(table))
+    made = _llama3_divisors(rotary_dim, theta, factor)
+    if any(not math.isclose(a, b, rel_tol=1e-3) for a, b in zip(table, made, strict=True)):
+        raise metadata.refuse("rope_freqs.weight is not the table of Llama 3's rope scaling, and no other is supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": LLAMA3_LOW_FREQ_FACTOR,
+        "high_freq_factor": LLAMA3_HIGH_FREQ_FACTOR,
+        "original_max_position_embeddings": LLAMA3_ORIGINAL_TOKENS,
+    }
+
+
+def _llama3_divisors(head_dim: int, theta: float, factor: float) -> list[float]:
+    low = LLAMA3_ORIGINAL_TOKENS / LLAMA3_LOW_FREQ_FACTOR
+    high = LLAMA3_ORIGINAL_TOKENS / LLAMA3_HIGH_FREQ_FACTOR
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (i / head_dim)
+        if wavelength < high:
+            divisors.append(1.0)
+        elif wavelength > low:
+            divisors.append(factor)
+        else:
+            smooth = (LLAMA3_ORIGINAL_TOKENS / wavelength - LLAMA3_LOW_FREQ_FACTOR) / (
+                LLAMA3_HIGH_FREQ_FACTOR - LLAMA3_LOW_FREQ_FACTOR
+            )
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors
