@@ -18,7 +18,10 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
     """
     config = getattr(transformers, case.config)(**copy.deepcopy({**case.sizes, **case.values, **NEVER}))
     torch.manual_seed(zlib.crc32(name.encode()))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if case.published is not None:
+        model = case.published.reference._from_config(config, dtype=torch.float32)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
