@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock_server.models import (
+    apertus,
     baichuan,
     bloom,
     cohere,
@@ -35,6 +36,7 @@ from penstock_server.models.config import Config
 from penstock_server.models.spec import ModelSpec, NameMap
 
 ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
+    "apertus": apertus.apertus,
     "arcee": llama.arcee,
     "baichuan": baichuan.baichuan,
     "bloom": bloom.bloom,

@@ -189,15 +189,20 @@ CASES: dict[str, Case] = {
     "nemotron": Case("NemotronConfig", {"hidden_size": 96}),
     "ministral": Case(
         "MinistralConfig",
-        {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {
+            "head_dim": 8,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
-    "cwm": Case("CwmConfig", {"head_dim": 16, "sliding_window": 12, **LLAMA3}),
+    "cwm": Case("CwmConfig", {"head_dim": 16, "sliding_window": 12, "bos_token_id": 1, **LLAMA3}),
     "seed-oss": Case("SeedOssConfig", {"head_dim": 16}),
     "exaone4": Case("Exaone4Config", {"sliding_window": 12, "sliding_window_pattern": 2}),
     "exaone4-no-window": Case(
         "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}
     ),
     "arcee": Case("ArceeConfig"),
+    "apertus": Case("ApertusConfig", LLAMA3),
     "persimmon": Case("PersimmonConfig", {"hidden_size": 96}, PLAIN),
     "hunyuan": Case("HunYuanDenseV1Config", {"head_dim": 16, **rope("dynamic", alpha=50.0, factor=1.0)}),
     "ernie4-5": Case("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),

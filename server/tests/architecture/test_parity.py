@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 from cases import CASES, VOCAB
 from engine_run import EngineRun
 from model_driver import ModelDriver
+from models_page import Measured
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES
@@ -30,6 +32,7 @@ NUM_TOKENS = 64
 class Made:
     """A case's model, and the folder it was saved to."""
 
+    name: str
     reference: transformers.PreTrainedModel
     reference_folder: Path
     folder: Path  # the same, but for layouts that transformers has no class for
@@ -58,7 +61,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
         folder = reference_folder = save_model(reference, tmp_path_factory.mktemp(name))
         if case.published is not None:
             folder = case.published.save(reference, reference_folder / "published")
-        return Made(reference, reference_folder, folder, case.shortest)
+        return Made(name, reference, reference_folder, folder, case.shortest)
 
     return made
 
@@ -80,7 +83,8 @@ def driver_of(folder: Path, dtype: torch.dtype, block_tokens: int) -> ModelDrive
     return ModelDriver(model, block_tokens=block_tokens)
 
 
-def test_a_mixed_batch_gives_the_logits_of_transformers(made: Made) -> None:
+@pytest.mark.column("float32")
+def test_a_mixed_batch_gives_the_logits_of_transformers(made: Made, measured: Measured) -> None:
     driver = driver_of(made.folder, torch.float32, block_tokens=4)
     texts = prompts(1, [37, made.shortest + 9, made.shortest + 2, made.shortest], VOCAB)
     expected = [made.logits(text) for text in texts]
@@ -101,9 +105,11 @@ def test_a_mixed_batch_gives_the_logits_of_transformers(made: Made) -> None:
             ]
         )
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+        measured.difference(made.name, "float32", float((logits - wanted).abs().max()))
 
 
-def test_bfloat16_logits_are_those_of_transformers(made: Made) -> None:
+@pytest.mark.column("bfloat16")
+def test_bfloat16_logits_are_those_of_transformers(made: Made, measured: Measured) -> None:
     """Within 2e-2 of the logits' scale, both taken as root mean squares; transformers computes in bfloat16 too."""
     driver = driver_of(made.folder, torch.bfloat16, block_tokens=16)
     text = prompts(2, [30], VOCAB)[0]
@@ -113,10 +119,13 @@ def test_bfloat16_logits_are_those_of_transformers(made: Made) -> None:
         rounded = reference.eval()(torch.tensor([text]), use_cache=False).logits[0].float()
     exact = made.logits(text)
     assert logits is not None
-    assert (logits - rounded).norm() < 2e-2 * exact.norm()
+    difference = float((logits - rounded).norm() / exact.norm())
+    assert difference < 2e-2
+    measured.difference(made.name, "bfloat16", difference)
 
 
-def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
+@pytest.mark.column("greedy")
+def test_greedy_tokens_are_those_of_transformers(made: Made, measured: Measured) -> None:
     """In chunks, beside others, over a shared prefix and through a preemption. A token that transformers finds best
     after each token that was found before is the token that it would have generated."""
     shared, first, other = prompts(3, [10, made.shortest + 4, 6], VOCAB)
@@ -125,11 +134,13 @@ def test_greedy_tokens_are_those_of_transformers(made: Made) -> None:
     for text, tokens in zip(texts, found, strict=True):
         best = made.logits([*text, *tokens]).argmax(-1)[len(text) - 1 : -1].tolist()
         assert tokens == best
+        measured.tokens(made.name, len(tokens))
 
 
+@pytest.mark.column("ranks")
 @pytest.mark.parametrize(("size", "exact"), [(2, True), (3, True), (2, False)])
-def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool) -> None:
-    check_ranks(made, pool, size, exact)
+def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool, measured: Measured) -> None:
+    measured.difference(made.name, "ranks", check_ranks(made, pool, size, exact))
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "falcon-40b", "olmo2", "stablelm-12b", "gpt2"])
@@ -137,17 +148,27 @@ def test_four_ranks_agree_with_one(make: Callable[[str], Made], pool: RankPool, 
     check_ranks(make(name), pool, 4, exact=True)
 
 
-def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> None:
+def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> float:
+    """The largest difference between logits."""
     texts = prompts(4, [19, made.shortest + 12, made.shortest + 1], VOCAB)
     one = run(made.folder, "float32", RankGroup(), texts, 6)
     several = pool.run(made.folder, size, texts, 6, "float32", exact)
     torch.testing.assert_close(several["logits"], one["logits"], atol=1e-4, rtol=1e-4)
     assert several["tokens"] == one["tokens"]
+    return float((several["logits"] - one["logits"]).abs().max())
 
 
 def test_every_architecture_has_a_case() -> None:
     tested = {case.model_type for case in CASES.values()}
     assert set(ARCHITECTURES) == tested
+
+
+def test_the_page_of_models_lists_every_architecture() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert listed == sorted(ARCHITECTURES), "the page is stale: make docs"
+    assert "✗" not in page
+    assert "not run" not in page
 
 
 def test_a_model_that_was_saved_without_its_head_is_the_same_model(tmp_path: Path) -> None:
