@@ -51,7 +51,7 @@ def codegen(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def _attention(config: Config) -> AttentionSpec:
     num_heads, head_dim = config.heads("n_head", "n_embd")
-    rope = RopeSpec("default", 10000.0, config.get("rotary_dim", head_dim), interleaved=True)
+    rope = RopeSpec("default", 10000.0, config.get("rotary_dim", 64), interleaved=True)
     return AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, rope)
 
 

@@ -49,13 +49,13 @@ def llama(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def mistral(config: Config) -> tuple[ModelSpec, NameMap]:
     # COMPAT: a configuration that does not speak of the window has transformers' default; one that says null has none.
-    default = Config({"sliding_window": 4096, **config.values}, config.path)
-    layer = llama_layer(config, sight=Sight(window=default.window()))
+    config = config.with_defaults(sliding_window=4096, num_key_value_heads=8)
+    layer = llama_layer(config, sight=Sight(window=config.window()))
     return llama_model(config, "mistral", (layer,) * num_layers(config)), NAMES
 
 
 def ministral(config: Config) -> tuple[ModelSpec, NameMap]:
-    config = config.with_defaults(sliding_window=4096)
+    config = config.with_defaults(sliding_window=4096, num_key_value_heads=8)
     has_window = config.values["sliding_window"] is not None
     types = config.layer_types(["sliding_attention" if has_window else "full_attention"] * num_layers(config))
     return llama_model(config, "ministral", windowed_by_type(config, types)), NAMES
@@ -66,13 +66,14 @@ def cwm(config: Config) -> tuple[ModelSpec, NameMap]:
     if not config.values.get("rope_scaling"):
         scaling = {**llama3, "original_max_position_embeddings": 8192}
         config = config.with_defaults(rope_parameters=scaling)
-    config = config.with_defaults(sliding_window=8192, head_dim=128, rope_theta=1e6, rms_norm_eps=1e-5)
+    config = config.with_defaults(head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5)
+    config = config.with_defaults(sliding_window=8192, rope_theta=1e6)
     types = config.layer_types(["sliding_attention" if i % 4 else "full_attention" for i in range(num_layers(config))])
     return llama_model(config, "cwm", windowed_by_type(config, types)), NAMES
 
 
 def seed_oss(config: Config) -> tuple[ModelSpec, NameMap]:
-    config = config.with_defaults(head_dim=128)
+    config = config.with_defaults(head_dim=128, num_key_value_heads=8)
     layer = llama_layer(
         config,
         qkv_bias=config.get("attention_bias", True),
@@ -92,7 +93,7 @@ def arcee(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def ernie4_5(config: Config) -> tuple[ModelSpec, NameMap]:
-    config = config.with_defaults(rope_theta=500000.0, head_dim=128, rms_norm_eps=1e-5)
+    config = config.with_defaults(rope_theta=500000.0, head_dim=128, num_key_value_heads=2, rms_norm_eps=1e-5)
     bias = config.get("use_bias", False)
     attention = llama_attention(config, qkv_bias=bias, output_bias=bias, interleaved=True)
     layer = LayerSpec(attention, llama_mlp(config, bias=bias), rms_norm(config))

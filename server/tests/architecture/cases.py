@@ -110,8 +110,8 @@ CASES: dict[str, Case] = {
         {"apply_residual_connection_post_layernorm": True},
         {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 3, "n_head": 4},
     ),
-    "opt": Case("OPTConfig", {"ffn_dim": 80}, PLAIN),
-    "opt-350m": Case("OPTConfig", {"ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 32}, PLAIN),
+    "opt": Case("OPTConfig", {}, {**PLAIN, "ffn_dim": 80}),
+    "opt-350m": Case("OPTConfig", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}, {**PLAIN, "ffn_dim": 80}),
     "phi": Case("PhiConfig", {"hidden_size": 96}),
     "phi-qk-norm": Case("PhiConfig", {"hidden_size": 96, "qk_layernorm": True}),
     "phi3": Case("Phi3Config", {"sliding_window": 14}),
@@ -152,7 +152,7 @@ CASES: dict[str, Case] = {
             },
         },
     ),
-    "cohere2": Case("Cohere2Config", {"sliding_window": 12, "sliding_window_pattern": 2}),
+    "cohere2": Case("Cohere2Config", {"sliding_window": 12, "sliding_window_pattern": 2, "logit_scale": 1.5}),
     "smollm3": Case("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "smollm3-window": Case(
         "SmolLM3Config", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 12}
@@ -169,12 +169,10 @@ CASES: dict[str, Case] = {
     "gpt-neo": Case(
         "GPTNeoConfig",
         {
-            "num_layers": 3,
-            "num_heads": 6,
             "window_size": 12,
             "attention_types": [[["local", "global"], 1], [["local"], 1]],
         },
-        {key: SIZES[key] for key in ("vocab_size", "hidden_size", "max_position_embeddings")},
+        {"vocab_size": VOCAB, "hidden_size": 48, "num_layers": 3, "num_heads": 6, "max_position_embeddings": 256},
     ),
     "codegen": Case("CodeGenConfig", {"n_embd": 64, "n_head": 8, "rotary_dim": 4}, GPT2_SIZES),
     "internlm2": Case("LlamaConfig", published=INTERNLM2),
@@ -203,6 +201,7 @@ CASES: dict[str, Case] = {
     ),
     "arcee": Case("ArceeConfig"),
     "apertus": Case("ApertusConfig", LLAMA3),
+    "jais2": Case("Jais2Config", {"head_dim": 16}),
     "persimmon": Case("PersimmonConfig", {"hidden_size": 96}, PLAIN),
     "hunyuan": Case("HunYuanDenseV1Config", {"head_dim": 16, **rope("dynamic", alpha=50.0, factor=1.0)}),
     "ernie4-5": Case("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),

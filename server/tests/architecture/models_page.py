@@ -41,7 +41,7 @@ class Row:
             return "not run"
         if not all(outcomes):
             return "✗"
-        return f"✓ {self.tokens}" if column == "greedy" else f"✓ {self.worst[column]:.0e}"
+        return f"✓ {self.tokens}" if column == "greedy" else f"✓ {self.worst[column]:.1e}"
 
 
 class Measured:

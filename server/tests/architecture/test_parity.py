@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from cases import CASES, VOCAB
+from cases import CASES, VOCAB, Case
 from engine_run import EngineRun
 from model_driver import ModelDriver
 from models_page import Measured
 from penstock_server.models import load_model
+from penstock_server.models.config import Config
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.parallel import RankGroup
@@ -161,6 +164,21 @@ def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> float:
 def test_every_architecture_has_a_case() -> None:
     tested = {case.model_type for case in CASES.values()}
     assert set(ARCHITECTURES) == tested
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.published is None])
+def test_a_configuration_that_leaves_keys_out_means_what_transformers_takes(name: str) -> None:
+    case = CASES[name]
+    check_defaults(case, {**case.sizes, **case.values})
+    sizes = getattr(transformers, case.config)().to_dict()
+    check_defaults(case, {key: sizes[key] for key in case.sizes if key in sizes and key != "num_key_value_heads"})
+
+
+def check_defaults(case: Case, given: dict[str, Any]) -> None:
+    """The values alone mean the same as the configuration that transformers makes of them."""
+    whole = getattr(transformers, case.config)(**copy.deepcopy(given)).to_dict()
+    build, path = ARCHITECTURES[case.model_type], Path("config.json")
+    assert build(Config(given, path)) == build(Config(whole, path))
 
 
 def test_the_page_of_models_lists_every_architecture() -> None:
