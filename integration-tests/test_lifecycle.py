@@ -127,7 +127,8 @@ def test_second_signal_ends_at_once(number: int) -> None:
 
 
 def test_worker_that_hangs_is_unhealthy_and_goes_on_where_it_was() -> None:
-    server = start()
+    # By itself it would be patient for as long as this machine's slowest steps ask for.
+    server = start("--step-timeout", "30")
     (worker,) = server.worker_pids()
     with streams(server, 1, 120) as futures:
         assert ask(server, "/health/ready")[0] == 200

@@ -24,6 +24,19 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+def xielu(alpha_p: Tensor, alpha_n: Tensor) -> Activation:
+    """A square above zero, an exponential below, of learned sizes [1] each (https://arxiv.org/abs/2411.13010)."""
+    beta, almost_zero = 0.5, torch.tensor(-1e-6, dtype=alpha_p.dtype, device=alpha_p.device)
+    above, below = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+
+    def activation(x: Tensor) -> Tensor:
+        # Near zero the difference below would be all rounding.
+        negative = (torch.expm1(x.minimum(almost_zero)) - x) * below
+        return torch.where(x > 0, above * x * x, negative) + beta * x
+
+    return activation
+
+
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 ACTIVATIONS: dict[str, Activation] = {

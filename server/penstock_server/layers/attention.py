@@ -124,11 +124,13 @@ class AttentionBlock:
         if self.spec.clip is not None:
             qkv.clamp_(-self.spec.clip, self.spec.clip)
         queries, keys, values = qkv.view(x.shape[0], heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
-        if self.norms is not None:
-            norm_queries, norm_keys = self.norms
-            queries, keys = norm_queries(queries), norm_keys(keys)
+        is_after_rope = self.spec.qk_norm is not None and self.spec.qk_norm.is_after_rope
+        if self.norms is not None and not is_after_rope:
+            queries, keys = self.norms[0](queries), self.norms[1](keys)
         if self.rope is not None:
             self._rotate(queries, keys, self.rope, batch.positions)
+        if self.norms is not None and is_after_rope:
+            queries, keys = self.norms[0](queries), self.norms[1](keys)
         self.attention.write(cache, keys, values, batch.slots)
         return queries
 

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock_server.kernels.activation import ACTIVATIONS, Activation
+from penstock_server.kernels.activation import ACTIVATIONS, Activation, xielu
 from penstock_server.kernels.ops import Ops, PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.linear import Layout, LinearOut, out_parameters, read_fused, rows_parameters
 from penstock_server.layers.shard import Shard
 from penstock_server.weights.loader import Loader, Parameter
 
+XIELU_NAMES = ("alpha_p", "alpha_n")
+
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
     intermediate_size: int
-    activation: str = "silu"  # a key of ACTIVATIONS
+    activation: str = "silu"  # a key of ACTIVATIONS, or "xielu", whose parameters are learned
     gated: bool = True
     bias: bool = False  # of gate and up
     down_bias: bool = False
@@ -28,7 +30,7 @@ class MlpSpec:
     @property
     def is_swiglu(self) -> bool:
         """What `Ops.pack_gate_up` computes."""
-        return self.gated and ACTIVATIONS[self.activation] is ACTIVATIONS["silu"]
+        return self.gated and ACTIVATIONS.get(self.activation) is ACTIVATIONS["silu"]
 
     @property
     def inner_names(self) -> tuple[str, ...]:
@@ -68,6 +70,8 @@ class Mlp:
         table: dict[str, Parameter] = {}
         for name in spec.inner_names:
             table |= rows_parameters(f"{prefix}.{name}", shape, part, spec.bias)
+        if spec.activation == "xielu":
+            table |= {f"{prefix}.{name}": Parameter((1,)) for name in XIELU_NAMES}
         return table | out_parameters(f"{prefix}.down", (shape[1], shape[0]), part, shard, spec.down_bias)
 
     @classmethod
@@ -87,4 +91,8 @@ def load_inner(spec: MlpSpec, prefix: str, loader: Loader, ops: Ops) -> PackedLi
     weight, bias = read_fused(loader, [f"{prefix}.{name}" for name in spec.inner_names])
     if spec.is_swiglu:
         return ops.pack_gate_up(weight, bias)
-    return ActivatedLinear(ops.pack_linear(weight, bias), ACTIVATIONS[spec.activation], spec.gated)
+    if spec.activation == "xielu":
+        activation = xielu(*(loader.read(f"{prefix}.{name}") for name in XIELU_NAMES))
+    else:
+        activation = ACTIVATIONS[spec.activation]
+    return ActivatedLinear(ops.pack_linear(weight, bias), activation, spec.gated)

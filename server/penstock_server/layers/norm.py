@@ -23,7 +23,7 @@ class NormSpec:
     eps: float
     weight: bool = True
     bias: bool = False
-    offset: float = 0.0  # added to the weight; 1 in Gemma
+    offset: float = 0.0  # added to the weight; 1 in Gemma and Nemotron
     wide: bool = False
 
     @property
@@ -56,6 +56,8 @@ class Norm:
         bias = loader.read(f"{name}.bias") if spec.bias else None
         if weight is not None and not spec.is_plain_rms and (spec.kind == "rms" or weight.dim() > 1):
             weight = weight.float() + spec.offset
+        elif weight is not None and spec.offset:
+            weight = weight + spec.offset
         return cls(spec, weight, bias, ops)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Normalization of queries and keys before their rotation: head by head, or over a whole projection."""
+"""Normalization of queries and keys, before their rotation or behind it: head by head, or over a whole projection."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class QkNormSpec:
     norm: NormSpec
     # "head": all heads by one weight (Qwen3); "heads": each head by its own (Cohere); "projection": all heads at once
     over: Literal["head", "heads", "projection"] = "head"
+    is_after_rope: bool = False  # Hunyuan
 
 
 def qk_norm_parameters(spec: QkNormSpec, prefix: str, head_dim: int, share: HeadShare) -> dict[str, Parameter]:

@@ -32,6 +32,10 @@ class Config:
             raise ConfigError(f"{path} is not a JSON object")
         return cls(values, path)
 
+    def with_defaults(self, **defaults: Any) -> Config:
+        """For keys that an architecture's configurations may leave out, the values that transformers takes then."""
+        return Config({**defaults, **self.values}, self.path)
+
     def get(self, key: str, default: T) -> T:
         """The value of the default's type."""
         value = self.values.get(key)

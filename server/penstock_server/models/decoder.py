@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, normalize
 
 from penstock_server.attention.interface import StepBatch
 from penstock_server.layers.attention import AttentionBlock
@@ -36,7 +36,10 @@ class Decoder:
         if spec.head.tied:
             head, lookup = ops.pack_tied(loader.read("embedding.weight"))
         else:
-            head = ops.pack_linear(loader.read("head.weight"), loader.read_if_there("head.bias"))
+            weight = loader.read("head.weight")
+            if spec.head.is_normalized:
+                weight = normalize(weight.float()).to(weight.dtype)
+            head = ops.pack_linear(weight, loader.read_if_there("head.bias"))
             lookup = partial(embedding, weight=loader.read("embedding.weight"))
         self.head = VocabularyHead(head, shard.vocab.widths(), shard.group, spec.head.multiplier, spec.head.soft_cap)
         self.embedding = Embedding.load(spec.embedding, lookup, context)

@@ -35,12 +35,13 @@ def gemma(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def gemma2(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(num_key_value_heads=4)
     head_dim = config.get("head_dim", 256)
     attention = _attention(config, head_dim, config.get("query_pre_attn_scalar", 256.0), read_rope(config, head_dim))
     attention = replace(attention, soft_cap=_soft_cap(config, "attn_logit_softcapping", 50.0))
     layer = replace(_layer(config, attention), placement=Placement.BOTH)
     alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(config))]
-    window = Config({"sliding_window": 4096, **config.values}, config.path).window()
+    window = config.with_defaults(sliding_window=4096).window()
     layers = tuple(
         replace(layer, attention=replace(attention, sight=Sight(window))) if kind == "sliding_attention" else layer
         for kind in config.layer_types(alternating)
@@ -49,6 +50,7 @@ def gemma2(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def gemma3(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(num_key_value_heads=4)
     head_dim = config.get("head_dim", 256)
     scale_dim = config.get("query_pre_attn_scalar", 256.0)
     kinds = {}
@@ -56,7 +58,7 @@ def gemma3(config: Config) -> tuple[ModelSpec, NameMap]:
     local = {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq", 10000.0)}
     old = {"full_attention": config.values.get("rope_scaling") or {}, "sliding_attention": local}
     ropes = Config({"rope_parameters": old, **config.values}, config.path)
-    window = Config({"sliding_window": 4096, **config.values}, config.path).window()
+    window = config.with_defaults(sliding_window=4096).window()
     for kind, theta, width in (("full_attention", 1e6, None), ("sliding_attention", 1e4, window)):
         rope = read_rope(ropes, head_dim, default_theta=theta, layer_type=kind)
         attention = replace(

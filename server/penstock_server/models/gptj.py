@@ -1,6 +1,9 @@
-"""GPT-J: attention and MLP side by side behind one norm; rope turns neighbouring numbers of a part of each head."""
+"""GPT-J and CodeGen: attention and MLP side by side behind one norm; rope turns neighbouring numbers of a part
+of each head."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
@@ -9,8 +12,11 @@ from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.models.config import Config
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
+from penstock_server.weights.source import fused
 
 LAYER = "transformer.h.{i}"
+# CodeGen was trained on so many chips, each of which kept its heads' queries, values and keys together.
+CODEGEN_BLOCKS = 4
 NAMES = NameMap(
     names={
         "embedding": "transformer.wte",
@@ -25,22 +31,38 @@ NAMES = NameMap(
         "head": "lm_head",
     },
     # Masks and tables that old exporters saved.
-    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)",),
+    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|causal_mask|embed_positions)",),
     prefix="transformer.",
 )
 
 
 def gptj(config: Config) -> tuple[ModelSpec, NameMap]:
+    return _model(config, "gptj", _attention(config)), NAMES
+
+
+def codegen(config: Config) -> tuple[ModelSpec, NameMap]:
+    attention = _attention(config)
+    if attention.num_heads % CODEGEN_BLOCKS:
+        raise config.refuse(f"n_head must be a multiple of {CODEGEN_BLOCKS}, not {attention.num_heads}")
+    widths = {name: attention.widths[name] for name in ("q", "v", "k")}
+    qkv = fused("layers.{i}.attention", f"{LAYER}.attn.qkv_proj", widths, CODEGEN_BLOCKS)
+    return _model(config, "codegen", attention), replace(NAMES, names={**NAMES.names, **qkv})
+
+
+def _attention(config: Config) -> AttentionSpec:
     num_heads, head_dim = config.heads("n_head", "n_embd")
+    rope = RopeSpec("default", 10000.0, config.get("rotary_dim", 64), interleaved=True)
+    return AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, rope)
+
+
+def _model(config: Config, architecture: str, attention: AttentionSpec) -> ModelSpec:
     hidden_size = config.require("n_embd", int)
-    rope = RopeSpec("default", 10000.0, config.get("rotary_dim", head_dim), interleaved=True)
-    attention = AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, rope)
     activation = config.activation("activation_function", "gelu_new")
     mlp = MlpSpec(config.get("n_inner", 4 * hidden_size), activation, gated=False, bias=True, down_bias=True)
     norm = NormSpec("layer", config.get("layer_norm_epsilon", 1e-5), bias=True)
     layer = LayerSpec(attention, mlp, norm, parallel=True, shares_norm=True)
-    spec = ModelSpec(
-        architecture="gptj",
+    return ModelSpec(
+        architecture=architecture,
         hidden_size=hidden_size,
         max_position_tokens=config.require("n_positions", int),
         embedding=EmbeddingSpec(config.require("vocab_size", int)),
@@ -48,4 +70,3 @@ def gptj(config: Config) -> tuple[ModelSpec, NameMap]:
         final_norm=norm,
         head=HeadSpec(config.get("tie_word_embeddings", False), bias=True),
     )
-    return spec, NAMES

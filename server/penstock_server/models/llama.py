@@ -1,4 +1,4 @@
-"""Llama and the architectures that differ from it in options only: Mistral, Qwen2, Qwen3."""
+"""Llama and the architectures that differ from it in options only."""
 
 from __future__ import annotations
 
@@ -49,9 +49,76 @@ def llama(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def mistral(config: Config) -> tuple[ModelSpec, NameMap]:
     # COMPAT: a configuration that does not speak of the window has transformers' default; one that says null has none.
-    default = Config({"sliding_window": 4096, **config.values}, config.path)
-    layer = llama_layer(config, sight=Sight(window=default.window()))
+    config = config.with_defaults(sliding_window=4096, num_key_value_heads=8)
+    layer = llama_layer(config, sight=Sight(window=config.window()))
     return llama_model(config, "mistral", (layer,) * num_layers(config)), NAMES
+
+
+def ministral(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(sliding_window=4096, num_key_value_heads=8)
+    has_window = config.values["sliding_window"] is not None
+    types = config.layer_types(["sliding_attention" if has_window else "full_attention"] * num_layers(config))
+    return llama_model(config, "ministral", windowed_by_type(config, types)), NAMES
+
+
+def cwm(config: Config) -> tuple[ModelSpec, NameMap]:
+    llama3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if not config.values.get("rope_scaling"):
+        scaling = {**llama3, "original_max_position_embeddings": 8192}
+        config = config.with_defaults(rope_parameters=scaling)
+    config = config.with_defaults(head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5)
+    config = config.with_defaults(sliding_window=8192, rope_theta=1e6)
+    types = config.layer_types(["sliding_attention" if i % 4 else "full_attention" for i in range(num_layers(config))])
+    return llama_model(config, "cwm", windowed_by_type(config, types)), NAMES
+
+
+def seed_oss(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(head_dim=128, num_key_value_heads=8)
+    layer = llama_layer(
+        config,
+        qkv_bias=config.get("attention_bias", True),
+        output_bias=config.get("attention_out_bias", False),
+        mlp_bias=config.get("mlp_bias", False),
+    )
+    return llama_model(config, "seed_oss", (layer,) * num_layers(config)), NAMES
+
+
+def arcee(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(hidden_act="relu2", rms_norm_eps=1e-5)
+    bias = config.get("attention_bias", False)
+    attention = llama_attention(config, qkv_bias=bias, output_bias=bias)
+    mlp = llama_mlp(config, gated=False, bias=config.get("mlp_bias", False))
+    layer = LayerSpec(attention, mlp, rms_norm(config))
+    return llama_model(config, "arcee", (layer,) * num_layers(config)), NAMES
+
+
+def ernie4_5(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(rope_theta=500000.0, head_dim=128, num_key_value_heads=2, rms_norm_eps=1e-5)
+    bias = config.get("use_bias", False)
+    attention = llama_attention(config, qkv_bias=bias, output_bias=bias, interleaved=True)
+    layer = LayerSpec(attention, llama_mlp(config, bias=bias), rms_norm(config))
+    return llama_model(config, "ernie4_5", (layer,) * num_layers(config), tied=True), NAMES
+
+
+def smollm3(config: Config) -> tuple[ModelSpec, NameMap]:
+    """Every fourth layer does without rope."""
+    config = config.with_defaults(rope_theta=2e6, num_key_value_heads=4)
+    num, interval = num_layers(config), config.get("no_rope_layer_interval", 4)
+    turns = config.values.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(num)]
+    if not isinstance(turns, list) or len(turns) < num:
+        raise config.refuse(f"no_rope_layers must be a list of {num} numbers, not {turns!r}")
+    has_window = config.get("use_sliding_window", False)
+    default = ["sliding_attention" if has_window and not turn else "full_attention" for turn in turns[:num]]
+    bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+    attention = llama_attention(config, qkv_bias=bias, output_bias=bias)
+    rotating = LayerSpec(attention, llama_mlp(config, bias=mlp_bias), rms_norm(config))
+    still = replace(rotating, attention=replace(attention, rope=None))
+    window = config.window() if has_window else None
+    layers = tuple(
+        with_window(rotating if turn else still, window if kind == "sliding_attention" else None)
+        for turn, kind in zip(turns, config.layer_types(default), strict=False)
+    )
+    return llama_model(config, "smollm3", layers, tied=True), NAMES
 
 
 def qwen2(config: Config) -> tuple[ModelSpec, NameMap]:
@@ -83,20 +150,37 @@ def llama_layer(
     sight: Sight = Sight(),  # noqa: B008 - frozen
     qk_norm: QkNormSpec | None = None,
 ) -> LayerSpec:
+    attention = llama_attention(config, qkv_bias=qkv_bias, output_bias=output_bias, sight=sight, qk_norm=qk_norm)
+    return LayerSpec(attention, llama_mlp(config, bias=mlp_bias), rms_norm(config))
+
+
+def llama_attention(
+    config: Config,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    sight: Sight = Sight(),  # noqa: B008 - frozen
+    qk_norm: QkNormSpec | None = None,
+    interleaved: bool = False,
+    layer_type: str | None = None,
+) -> AttentionSpec:
+    """interleaved, layer_type: as `read_rope` has them."""
     num_heads, head_dim = config.heads()
-    attention = AttentionSpec(
+    return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads", num_heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=read_rope(config, head_dim),
+        rope=read_rope(config, head_dim, interleaved=interleaved, layer_type=layer_type),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         sight=sight,
         qk_norm=qk_norm,
     )
-    mlp = MlpSpec(config.require("intermediate_size", int), config.activation(), bias=mlp_bias, down_bias=mlp_bias)
-    return LayerSpec(attention, mlp, rms_norm(config))
+
+
+def llama_mlp(config: Config, *, gated: bool = True, bias: bool = False) -> MlpSpec:
+    return MlpSpec(config.require("intermediate_size", int), config.activation(), gated, bias=bias, down_bias=bias)
 
 
 def llama_model(config: Config, architecture: str, layers: tuple[LayerSpec, ...], tied: bool = False) -> ModelSpec:
@@ -117,6 +201,12 @@ def windowed(config: Config, layer: LayerSpec) -> tuple[LayerSpec, ...]:
     window = config.window() if config.get("use_sliding_window", False) else None
     full = min(num, config.get("max_window_layers", 28))
     types = config.layer_types(["full_attention"] * full + ["sliding_attention"] * (num - full))
+    return tuple(with_window(layer, window if kind == "sliding_attention" else None) for kind in types)
+
+
+def windowed_by_type(config: Config, types: list[str]) -> tuple[LayerSpec, ...]:
+    """Layers without biases; those of type sliding_attention see the window."""
+    layer, window = llama_layer(config), config.window()
     return tuple(with_window(layer, window if kind == "sliding_attention" else None) for kind in types)
 
 

@@ -59,6 +59,7 @@ def phi(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def phi3(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(rms_norm_eps=1e-5)
     layer = llama.llama_layer(config, sight=Sight(window=config.window()))
     names = replace(
         llama.NAMES,

@@ -71,6 +71,7 @@ class HeadSpec:
     tied: bool  # its weight is the embedding's
     bias: bool = False
     multiplier: float = 1.0
+    is_normalized: bool = False  # its weight's rows are divided by their lengths (Baichuan 2)
     soft_cap: float | None = None  # logits become cap * tanh(logits / cap) (Gemma 2)
 
 
@@ -107,6 +108,8 @@ class ModelSpec:
                 )
         if self.head.tied and self.head.bias:
             raise ConfigError("config.json: a head that is tied to the embedding and has a bias is not supported")
+        if self.head.tied and self.head.is_normalized:
+            raise ConfigError("config.json: a head that is tied to the embedding and normalized is not supported")
 
     @property
     def vocab_size(self) -> int:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
+from published import BAICHUAN, BAICHUAN2, BAICHUAN_13B, INTERNLM2, INTERNLM2_BIAS, Published
+
 VOCAB = 131
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -35,6 +38,13 @@ class Case:
     values: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
     shortest: int = 1  # tokens of the shortest prompt
+    published: Published | None = None  # saved in another layout than transformers'
+
+    @property
+    def model_type(self) -> str:
+        if self.published is not None:
+            return self.published.model_type
+        return getattr(transformers, self.config).model_type
 
 
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
@@ -123,8 +133,8 @@ CASES: dict[str, Case] = {
         {"apply_residual_connection_post_layernorm": True},
         {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 3, "n_head": 4},
     ),
-    "opt": Case("OPTConfig", {"ffn_dim": 80}, PLAIN),
-    "opt-350m": Case("OPTConfig", {"ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 32}, PLAIN),
+    "opt": Case("OPTConfig", {}, {**PLAIN, "ffn_dim": 80}),
+    "opt-350m": Case("OPTConfig", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}, {**PLAIN, "ffn_dim": 80}),
     "phi": Case("PhiConfig", {"hidden_size": 96}),
     "phi-qk-norm": Case("PhiConfig", {"hidden_size": 96, "qk_layernorm": True}),
     "phi3": Case("Phi3Config", {"sliding_window": 14}),
@@ -182,5 +192,81 @@ CASES: dict[str, Case] = {
         {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 256},
     ),
     "gpt-bigcode": Case("GPTBigCodeConfig", {}, GPT2_SIZES),
+    "starcoder2": Case("Starcoder2Config", {"sliding_window": 14}),
+    "granite": Case(
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+            "attention_bias": True,
+        },
+    ),
+    "olmo": Case("OlmoConfig", {"clip_qkv": 0.7}),
+    "olmo3": Case(
+        "Olmo3Config",
+        {
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "cohere2": Case("Cohere2Config", {"sliding_window": 12, "sliding_window_pattern": 2, "logit_scale": 1.5}),
+    "smollm3": Case("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "smollm3-window": Case(
+        "SmolLM3Config", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 12}
+    ),
+    "qwen3-window": Case(
+        "Qwen3Config",
+        {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt-neo": Case(
+        "GPTNeoConfig",
+        {
+            "window_size": 12,
+            "attention_types": [[["local", "global"], 1], [["local"], 1]],
+        },
+        {"vocab_size": VOCAB, "hidden_size": 48, "num_layers": 3, "num_heads": 6, "max_position_embeddings": 256},
+    ),
+    "codegen": Case("CodeGenConfig", {"n_embd": 64, "n_head": 8, "rotary_dim": 4}, GPT2_SIZES),
+    "internlm2": Case("LlamaConfig", published=INTERNLM2),
+    "internlm2-biases": Case("LlamaConfig", {"attention_bias": True}, published=INTERNLM2_BIAS),
+    "internlm3": Case("InternLM3Config", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "baichuan": Case("LlamaConfig", {}, PLAIN, published=BAICHUAN),
+    "baichuan2": Case("LlamaConfig", {}, PLAIN, published=BAICHUAN2),
+    "baichuan-13b": Case("LlamaConfig", {}, PLAIN, published=BAICHUAN_13B),
+    "glm": Case("GlmConfig", {"head_dim": 16}),
+    "glm4": Case("Glm4Config", {"head_dim": 16}),
+    "helium": Case("HeliumConfig", {"head_dim": 8}),
+    "nemotron": Case("NemotronConfig", {"hidden_size": 96}),
+    "ministral": Case(
+        "MinistralConfig",
+        {
+            "head_dim": 8,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "cwm": Case("CwmConfig", {"head_dim": 16, "sliding_window": 12, "bos_token_id": 1, **LLAMA3}),
+    "seed-oss": Case("SeedOssConfig", {"head_dim": 16}),
+    "exaone4": Case("Exaone4Config", {"sliding_window": 12, "sliding_window_pattern": 2}),
+    "exaone4-no-window": Case(
+        "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}
+    ),
+    "arcee": Case("ArceeConfig"),
+    "apertus": Case("ApertusConfig", LLAMA3),
+    "jais2": Case("Jais2Config", {"head_dim": 16}),
+    "persimmon": Case("PersimmonConfig", {"hidden_size": 96}, PLAIN),
+    "hunyuan": Case("HunYuanDenseV1Config", {"head_dim": 16, **rope("dynamic", alpha=50.0, factor=1.0)}),
+    "ernie4-5": Case("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),
     "gpt-bigcode-mha": Case("GPTBigCodeConfig", {"multi_query": False}, GPT2_SIZES),
 }

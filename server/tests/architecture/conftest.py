@@ -1,8 +1,47 @@
-"""Lets the tests here import the modules beside them and those of the folder above."""
+"""Lets the tests here import the modules beside them and those of the folder above; adds --models-table."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
+import pytest
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from models_page import Measured  # noqa: E402 - found by the path above
+
+MEASURED = pytest.StashKey[Measured]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--models-table", metavar="PATH", help="write what the parity tests measured to this page")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "column(name): the column of docs/models.md that the test stands for")
+    config.stash[MEASURED] = Measured()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    # A failure while the model is made counts as well.
+    column, case = item.get_closest_marker("column"), getattr(item, "callspec", None)
+    if column is not None and case is not None and (report.when == "call" or report.failed):
+        item.config.stash[MEASURED].outcome(case.params["made"], column.args[0], report.passed)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--models-table", None)
+    if path is not None:
+        session.config.stash[MEASURED].write(Path(path))
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> Measured:
+    return request.config.stash[MEASURED]

@@ -16,9 +16,12 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
 
     With the attention that transformers chooses: eager Falcon adds its ALiBi twice.
     """
-    config = getattr(transformers, case.config)(**copy.deepcopy({**case.sizes, **case.values, **NEVER}))
+    config = getattr(transformers, case.config)(**copy.deepcopy({**NEVER, **case.sizes, **case.values}))
     torch.manual_seed(zlib.crc32(name.encode()))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if case.published is not None:
+        model = case.published.reference._from_config(config, dtype=torch.float32)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -1,0 +1,46 @@
+"""InternLM 2 and 3: Llama; 2 keeps each KV head's queries, its key and its value together, under names of its own."""
+
+from __future__ import annotations
+
+from penstock_server.layers.attention import AttentionSpec
+from penstock_server.models import llama
+from penstock_server.models.config import Config
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
+from penstock_server.weights.source import fused
+
+LAYER = "model.layers.{i}"
+
+
+def internlm2(config: Config) -> tuple[ModelSpec, NameMap]:
+    bias = config.get("bias", False)
+    attention = llama.llama_attention(config, qkv_bias=bias, output_bias=bias)
+    layer = LayerSpec(attention, llama.llama_mlp(config), llama.rms_norm(config))
+    return llama.llama_model(config, "internlm2", (layer,) * llama.num_layers(config)), _names(attention)
+
+
+def internlm3(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(rms_norm_eps=1e-5, head_dim=128, num_key_value_heads=2)
+    # COMPAT: configurations for the code that was published with the model say qkv_bias and bias.
+    bias = config.get("bias", config.get("mlp_bias", False))
+    qkv_bias = config.get("qkv_bias", config.get("attention_bias", False))
+    layer = llama.llama_layer(config, qkv_bias=qkv_bias, output_bias=bias, mlp_bias=bias)
+    return llama.llama_model(config, "internlm3", (layer,) * llama.num_layers(config)), llama.NAMES
+
+
+def _names(attention: AttentionSpec) -> NameMap:
+    return NameMap(
+        names={
+            "embedding": "model.tok_embeddings",
+            "layers.{i}.attention_norm": f"{LAYER}.attention_norm",
+            **fused("layers.{i}.attention", f"{LAYER}.attention.wqkv", attention.widths, attention.num_kv_heads),
+            "layers.{i}.attention.output": f"{LAYER}.attention.wo",
+            "layers.{i}.mlp_norm": f"{LAYER}.ffn_norm",
+            "layers.{i}.mlp.gate": f"{LAYER}.feed_forward.w1",
+            "layers.{i}.mlp.up": f"{LAYER}.feed_forward.w3",
+            "layers.{i}.mlp.down": f"{LAYER}.feed_forward.w2",
+            "norm": "model.norm",
+            "head": "output",
+        },
+        ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq", r"output\.weight"),
+        prefix="model.",
+    )

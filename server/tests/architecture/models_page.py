@@ -1,0 +1,72 @@
+"""Writes docs/models.md from what the parity tests measured: `pytest server/tests/architecture --models-table PATH`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from cases import CASES
+
+COLUMNS = ("float32", "bfloat16", "greedy", "ranks")
+HEAD = """# Models
+
+Every architecture that Penstock serves, by the `model_type` of a model's `config.json`, and how the last run of its
+tests came out. [How to add one](adding-a-model.md).
+
+This page is written by `make docs` from a run of `server/tests/architecture`. For each architecture tiny models with
+random weights are made, several where layouts differ by size, and compared with `transformers`:
+
+- **float32**: logits of a batch that mixes chunks of prompts with single tokens, within 1e-4; the largest difference.
+- **bfloat16**: logits within 2e-2 of their scale; the root mean square of the differences, divided by the logits'.
+- **greedy**: 64 tokens of three sequences, equal to those of `transformers`, with chunks of prompts, a shared prefix
+  and a preemption; the number of tokens compared.
+- **ranks**: logits on two and three ranks within 1e-4 of those on one, and the same tokens; the largest difference.
+
+"""
+
+
+@dataclass
+class Row:
+    """What was measured for one architecture, the worst of its cases."""
+
+    cases: list[str] = field(default_factory=list)
+    passed: dict[str, list[bool]] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+
+    def cell(self, column: str) -> str:
+        outcomes = self.passed.get(column, [])
+        if not outcomes:
+            return "not run"
+        if not all(outcomes):
+            return "✗"
+        return f"✓ {self.tokens}" if column == "greedy" else f"✓ {self.worst[column]:.1e}"
+
+
+class Measured:
+    """Collects, test by test, and writes the page."""
+
+    @cached_property
+    def rows(self) -> dict[str, Row]:
+        rows = {case.model_type: Row() for case in CASES.values()}
+        for name, case in CASES.items():
+            rows[case.model_type].cases.append(name)
+        return rows
+
+    def difference(self, case: str, column: str, value: float) -> None:
+        worst = self.rows[CASES[case].model_type].worst
+        worst[column] = max(value, worst.get(column, 0.0))
+
+    def tokens(self, case: str, count: int) -> None:
+        self.rows[CASES[case].model_type].tokens += count
+
+    def outcome(self, case: str, column: str, passed: bool) -> None:
+        self.rows[CASES[case].model_type].passed.setdefault(column, []).append(passed)
+
+    def write(self, path: Path) -> None:
+        lines = [f"| model type | tiny models | {' | '.join(COLUMNS)} |", "|---|---|---|---|---|---|"]
+        for model_type, row in sorted(self.rows.items()):
+            cells = " | ".join(row.cell(column) for column in COLUMNS)
+            lines.append(f"| `{model_type}` | {', '.join(row.cases)} | {cells} |")
+        path.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
