@@ -129,7 +129,7 @@ def test_second_signal_ends_at_once(number: int) -> None:
 def test_worker_that_hangs_is_unhealthy_and_goes_on_where_it_was() -> None:
     # By itself it would be patient for as long as this machine's slowest steps ask for.
     server = start("--step-timeout", "30")
-    (worker,) = server.worker_pids()
+    worker = min(server.worker_pids())  # those in reserve come later
     with streams(server, 1, 120) as futures:
         assert ask(server, "/health/ready")[0] == 200
         os.kill(worker, signal.SIGSTOP)
