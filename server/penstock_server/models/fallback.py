@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Fallback:
     def __init__(self, model: Any, options: LoadOptions) -> None:
         self.architecture: str = model.config.model_type
         self.load_phases: list[tuple[str, float]] = []
+        self.caches: list[Tensor] = []
         self._model, self._trunk = model, model.base_model
         if self._trunk is model:
             raise ConfigError("its class does not tell its decoder from its head")
@@ -56,7 +58,7 @@ class Fallback:
         model.set_attn_implementation(pager.RECORDING)
         ids = torch.zeros((1, 2), dtype=torch.int64, device=options.device)
         positions = torch.arange(2, device=options.device)[None]
-        self._pager.record(lambda: self._trunk(input_ids=ids, position_ids=positions, use_cache=False))
+        self._pager.record(partial(self._trunk, input_ids=ids, position_ids=positions, use_cache=False))
         model.set_attn_implementation(pager.PAGED)
         attentions = self._pager.attentions
         self.num_layers = len(attentions)
@@ -67,18 +69,18 @@ class Fallback:
             1
         ]
 
-    @property
-    def caches(self) -> list[Tensor]:
-        return self._pager.caches
-
     def allocate_cache(self, num_blocks: int) -> None:
-        self._pager.allocate(num_blocks)
+        # The old pool goes first: both together may not fit.
+        self.release_cache()
+        self.caches = [attention.allocate(num_blocks, 1)[0] for attention in self._pager.attentions]
+
+    def release_cache(self) -> None:
+        self.caches = []
 
     def forward(self, batch: StepBatch) -> Tensor:
         ids, positions = batch.token_ids[None], batch.positions[None]
-        out = self._pager.step(
-            batch, lambda: self._trunk(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True)
-        )
+        run = partial(self._trunk, input_ids=ids, position_ids=positions, use_cache=False, return_dict=True)
+        out = self._pager.step(batch, self.caches, run)
         hidden: Tensor = out.last_hidden_state[0, batch.sample_rows]
         return hidden
 
@@ -86,16 +88,13 @@ class Fallback:
         return self._head(outputs)
 
     def own_logits(self, ids: Tensor) -> Tensor:
-        """What the model gives by itself for one text [tokens], with its own attention and no cache: [tokens, vocab]."""
+        """What the model gives by itself for one text [tokens], with its own attention and no cache [tokens, vocab]."""
         self._model.set_attn_implementation("eager")
         try:
             logits: Tensor = self._model(input_ids=ids[None], use_cache=False).logits[0]
         finally:
             self._model.set_attn_implementation(pager.PAGED)
         return logits
-
-    def release_cache(self) -> None:
-        self._pager.caches = []
 
     def _head(self, outputs: Tensor) -> Tensor:
         """The model's whole way from its decoder's outputs to logits, scales and caps too: the decoder is left out."""

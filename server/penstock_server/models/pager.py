@@ -31,9 +31,8 @@ class Pager:
         self.dtype = dtype
         self.block_tokens = block_tokens
         self.attentions: list[Attention] = []
-        self.caches: list[Tensor] = []
         self._known: dict[tuple[AttentionShape, bool], Attention] = {}
-        self._batch: StepBatch | None = None
+        self._step: tuple[StepBatch, list[Tensor]] | None = None  # None while recording
         self._next = 0
 
     def plug_in(self, model: nn.Module) -> None:
@@ -48,33 +47,29 @@ class Pager:
 
     def record(self, run: Callable[[], Any]) -> None:
         """Learns the layers from a forward pass, of which nothing is used. Raises ConfigError when there are none."""
-        self._batch = None
+        self._step = None
         run()
         if not self.attentions:
             raise ConfigError("the model never calls transformers' attention interface")
 
-    def step(self, batch: StepBatch, run: Callable[[], Any]) -> Any:
+    def step(self, batch: StepBatch, caches: list[Tensor], run: Callable[[], Any]) -> Any:
         """What a forward pass over this batch returns."""
-        self._batch, self._next = batch, 0
+        self._step, self._next = (batch, caches), 0
         result = run()
         assert self._next == len(self.attentions), "attention was not called once a layer"
         return result
 
-    def allocate(self, num_blocks: int) -> None:
-        # The old pool goes first: both together may not fit.
-        self.caches = []
-        self.caches = [attention.allocate(num_blocks, 1)[0] for attention in self.attentions]
-
     def attend(self, heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """heads: queries, keys, values [1, heads, tokens, dim] → [1, tokens, heads, value_dim], in the queries' dtype."""
+        """heads: queries, keys, values [1, heads, tokens, dim] → [1, tokens, heads, value_dim], in queries' dtype."""
         queries, keys, values = heads
-        if self._batch is None:
+        if self._step is None:
             self.attentions.append(self._choose(heads, mask, options))
             return queries.new_zeros((1, queries.shape[2], queries.shape[1], values.shape[3]))
         index, self._next = self._next, self._next + 1
-        attention, cache = self.attentions[index], self.caches[index]
-        attention.write(cache, self._rows(keys), self._rows(values), self._batch.slots)
-        return attention.attend(self._rows(queries), cache, self._batch, options.get("s_aux"))[None].to(queries.dtype)
+        batch, caches = self._step
+        attention, cache = self.attentions[index], caches[index]
+        attention.write(cache, self._rows(keys), self._rows(values), batch.slots)
+        return attention.attend(self._rows(queries), cache, batch, options.get("s_aux"))[None].to(queries.dtype)
 
     def _rows(self, x: Tensor) -> Tensor:
         """[1, heads, tokens, dim] → [tokens, heads, dim] in the cache's dtype"""

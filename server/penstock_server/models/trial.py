@@ -43,8 +43,8 @@ def check_logits(model: Fallback, options: LoadOptions) -> None:
     tolerance = _TOLERANCE if options.dtype == torch.float32 else _ROUNDED_TOLERANCE
     if not difference <= tolerance:
         raise ConfigError(
-            f"beside other texts and in chunks it gives other logits than by itself (they differ by {difference:.2g} of "
-            f"their norm, at most {tolerance:g} is allowed), so it keeps more than keys and values"
+            f"beside other texts and in chunks it gives other logits than by itself (they differ by {difference:.2g} "
+            f"of their norm, at most {tolerance:g} is allowed), so it keeps more than keys and values"
         )
 
 

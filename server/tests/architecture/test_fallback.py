@@ -1,4 +1,4 @@
-"""Architectures without a decoder of ours, on transformers' modules and our cache: its logits and tokens, or a refusal."""
+"""Architectures without a decoder of ours, over our cache: the logits and tokens of transformers, or a refusal."""
 
 from __future__ import annotations
 
@@ -138,7 +138,6 @@ def test_none_of_the_cases_but_two_has_a_decoder_of_ours() -> None:
         ("JambaConfig", "keeps a state"),
         ("RwkvConfig", "keeps a state"),
         ("T5Config", "an encoder and a decoder"),
-        ("Lfm2Config", "not plain attention: conv"),
         ("XGLMConfig", "code of its own"),
         ("ViTConfig", "neither supported"),
     ],
@@ -154,6 +153,8 @@ def test_support_is_told_without_loading() -> None:
     assert support_of("llama", {}) == "native"
     assert support_of("jais2", {}) == "fallback"
     assert "--trust-remote-code" in support_of("unheard_of", {"auto_map": {"AutoModelForCausalLM": "a.B"}})
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    assert "not plain attention: conv" in support_of("lfm2", layers)
     assert "unquantized" in support_of("jais2", {"quantization_config": {"quant_method": "awq"}})
 
 
@@ -165,7 +166,7 @@ def test_several_ranks_are_refused_with_what_shards(make: Callable[[str], Made])
 
 def test_masks_of_a_models_own_are_refused(tmp_path: Path) -> None:
     save_model(make_model("doge", Case("DogeConfig")), tmp_path)
-    with pytest.raises(ConfigError, match="'doge' is not served: .*masks of its own"):
+    with pytest.raises(ConfigError, match=r"'doge' is not served: .*masks of its own"):
         load(tmp_path)
 
 
@@ -191,7 +192,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     model = make_model("jais2", CASES["jais2"])
     state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp" not in name}
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ConfigError, match="missing keys, e.g. model.layers.1.mlp"):
+    with pytest.raises(ConfigError, match=r"missing keys, e\.g\. model\.layers\.1\.mlp"):
         load(tmp_path)
 
 
@@ -210,7 +211,7 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_checkpoints_own_code_runs_only_with_the_flag(own_code: Path, make: Callable[[str], Made]) -> None:
-    with pytest.raises(ConfigError, match="'tiny_of_its_own'.*--trust-remote-code"):
+    with pytest.raises(ConfigError, match=r"'tiny_of_its_own'.*--trust-remote-code"):
         load(own_code)
     assert not (own_code.parent / "modules").exists()
     driver = ModelDriver(load(own_code, trust=True), block_tokens=4)
