@@ -31,7 +31,7 @@ pub struct Args {
     #[arg(long, env)]
     pub dtype: Option<Dtype>,
 
-    /// Allow the checkpoint's own Python code; none is run in this version
+    /// Run the checkpoint's own Python code, where the model type is known by nothing else; it may do anything
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub trust_remote_code: bool,
 

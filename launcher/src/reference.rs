@@ -23,7 +23,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("port", "0 takes any that is free"),
     ("rope-scaling", "`linear` only, and its factor is applied"),
     ("shard-uds-path", "a private folder in place of /tmp"),
-    ("trust-remote-code", "accepted with a warning: none is run in this version"),
+    ("trust-remote-code", "run only where neither this version nor transformers knows the model type"),
     ("validation-workers", "TGI forces 1 for slow tokenizers, which are converted here"),
     ("watermark-gamma", "between 0 and 1, checked at the start"),
 ];

@@ -119,8 +119,8 @@ impl Settings {
             format!("{} cores, {num_ranks} rank(s)", machine.num_cores),
         ));
         if args.trust_remote_code {
-            // COMPAT: many deployments set it for models that need none of it, so it is not refused.
-            let warning = "trust-remote-code has no effect: no checkpoint's own code is run in this version";
+            // COMPAT: many deployments set it for models that need none of it.
+            let warning = "trust-remote-code: a model type that nothing else knows is run by the checkpoint's own code";
             warnings.push(warning.to_owned());
         }
         let max_step_sequences = max_step_sequences(args, &mut choices);

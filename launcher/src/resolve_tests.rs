@@ -165,6 +165,6 @@ fn visible_devices_are_counted_as_tgi_did() {
 }
 
 #[test]
-fn trusting_remote_code_is_said_to_have_no_effect() {
+fn trusting_remote_code_is_warned_of() {
     assert!(settings("--trust-remote-code").unwrap().warnings[0].contains("trust-remote-code"));
 }

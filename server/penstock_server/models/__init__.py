@@ -19,13 +19,17 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.kernels import choose_ops
     from penstock_server.layers.context import BuildContext
     from penstock_server.layers.shard import Shard
+    from penstock_server.models.config import Config
     from penstock_server.models.decoder import Decoder
+    from penstock_server.models.fallback import load_fallback
     from penstock_server.models.parameters import parameters
-    from penstock_server.models.registry import read_spec
+    from penstock_server.models.registry import ARCHITECTURES, read_spec
     from penstock_server.weights.checkpoint import open_checkpoint
     from penstock_server.weights.loader import Loader
 
     begin = time.perf_counter()
+    if Config.read(options.folder).require("model_type", str) not in ARCHITECTURES:
+        return load_fallback(options, group)
     spec, names = read_spec(options.folder)
     if exact is None:
         exact = options.device.type == "cpu" or options.deterministic

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import Engine
+from penstock_server.engine.engine import LoadModel
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -31,9 +32,9 @@ class Running:
 class EngineRun:
     """An engine with a pool of blocks, handed out from the end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, load: LoadModel = load_model) -> None:
         options = LoadOptions(folder, torch.float32, torch.device("cpu"), BLOCK_TOKENS)
-        self.engine = Engine(load_model(options, RankGroup()), RankGroup(), torch.device("cpu"), BLOCK_TOKENS)
+        self.engine = Engine(load(options, RankGroup()), RankGroup(), torch.device("cpu"), BLOCK_TOKENS)
         self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=128, num_blocks=96))
         self.free_blocks = list(range(96))
         self.step = 0

@@ -1,0 +1,197 @@
+"""Serves causal models of transformers that have no decoder of ours: its modules, our paged attention and cache.
+
+All tokens of a step stand in one row, told apart by their positions and by the cache. Not every model stands that, so
+each is tried at load: it must give, in chunks and beside others, the logits that it gives by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock_server.attention.interface import StepBatch
+from penstock_server.errors import ConfigError
+from penstock_server.models import pager
+from penstock_server.models.config import Config
+from penstock_server.models.interface import LoadOptions
+from penstock_server.models.registry import ARCHITECTURES
+from penstock_server.models.support import (
+    CODE_KEY,
+    FALLBACK,
+    FOREIGN_ERRORS,
+    NATIVE,
+    builtin_class,
+    refusal,
+    support_of,
+    transformers,
+)
+from penstock_server.models.trial import check_logits
+from penstock_server.parallel import RankGroup
+
+logger = logging.getLogger(__name__)
+
+# Their rotations depend on the longest text of a batch.
+_BATCH_ROPES = {"dynamic", "longrope"}
+
+
+class Fallback:
+    """A causal model of transformers on the only rank. Implements `CausalModel`."""
+
+    def __init__(self, model: Any, options: LoadOptions) -> None:
+        self.architecture: str = model.config.model_type
+        self.load_phases: list[tuple[str, float]] = []
+        self.caches: list[Tensor] = []
+        self._model, self._trunk = model, model.base_model
+        if self._trunk is model:
+            raise ConfigError("its class does not tell its decoder from its head")
+        _check_ropes(model)
+        text = model.config.get_text_config()
+        self.max_position_tokens = _max_position_tokens(text)
+        self._pager = pager.Pager(options.device, options.dtype, options.block_tokens)
+        self._pager.plug_in(model)
+        model.set_attn_implementation(pager.RECORDING)
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=options.device)
+        positions = torch.arange(2, device=options.device)[None]
+        self._pager.record(partial(self._trunk, input_ids=ids, position_ids=positions, use_cache=False))
+        model.set_attn_implementation(pager.PAGED)
+        attentions = self._pager.attentions
+        self.num_layers = len(attentions)
+        self.attention_name = " and ".join(sorted({attention.name for attention in attentions}))
+        self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
+        self.weight_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+        self.vocab_size = self._head(torch.zeros((1, _width(model)), dtype=options.dtype, device=options.device)).shape[
+            1
+        ]
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        # The old pool goes first: both together may not fit.
+        self.release_cache()
+        self.caches = [attention.allocate(num_blocks, 1)[0] for attention in self._pager.attentions]
+
+    def release_cache(self) -> None:
+        self.caches = []
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        ids, positions = batch.token_ids[None], batch.positions[None]
+        run = partial(self._trunk, input_ids=ids, position_ids=positions, use_cache=False, return_dict=True)
+        out = self._pager.step(batch, self.caches, run)
+        hidden: Tensor = out.last_hidden_state[0, batch.sample_rows]
+        return hidden
+
+    def logits(self, outputs: Tensor) -> Tensor | None:
+        return self._head(outputs)
+
+    def own_logits(self, ids: Tensor) -> Tensor:
+        """What the model gives by itself for one text [tokens], with its own attention and no cache [tokens, vocab]."""
+        self._model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = self._model(input_ids=ids[None], use_cache=False).logits[0]
+        finally:
+            self._model.set_attn_implementation(pager.PAGED)
+        return logits
+
+    def _head(self, outputs: Tensor) -> Tensor:
+        """The model's whole way from its decoder's outputs to logits, scales and caps too: the decoder is left out."""
+        result = importlib.import_module("transformers.modeling_outputs").MoeModelOutputWithPast
+        self._trunk.forward = lambda *_, **__: result(last_hidden_state=outputs[None])
+        ids = torch.zeros((1, outputs.shape[0]), dtype=torch.int64, device=outputs.device)
+        try:
+            logits: Tensor = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        finally:
+            del self._trunk.forward
+        return logits.to(outputs.dtype)
+
+
+def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
+    """Raises ConfigError when the folder's model cannot be served over our cache, or not on so many ranks."""
+    begin = time.perf_counter()
+    config = Config.read(options.folder)
+    model_type = config.require("model_type", str)
+    runs_code = _runs_code(model_type, config, options)
+    if group.size > 1:
+        raise config.refuse(
+            f"model type {model_type!r} is served by transformers, on one rank only, not on {group.size}; "
+            f"over several ranks: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    whose = "the checkpoint's own code" if runs_code else f"transformers {transformers().__version__}"
+    logger.warning("no decoder of ours for model type %s: %s runs it, slower and on one rank", model_type, whose)
+    try:
+        model = _read(config, options, runs_code)
+        reason = refusal(model_type, type(model), model.config.to_dict())
+        if reason is not None:
+            raise ConfigError(reason)
+        loaded = time.perf_counter()
+        fallback = Fallback(model, options)
+        check_logits(fallback, options)
+    except ConfigError as error:
+        raise config.refuse(f"model type {model_type!r} is not served: {error}") from error
+    except FOREIGN_ERRORS as error:
+        message = " ".join(str(error).split())[:500]
+        raise config.refuse(f"model type {model_type!r} does not run over the paged cache: {message}") from error
+    fallback.load_phases = [("read weights", loaded - begin), ("try model", time.perf_counter() - loaded)]
+    return fallback
+
+
+def _runs_code(model_type: str, config: Config, options: LoadOptions) -> bool:
+    """Whether the checkpoint's own code is to be run: only where it may be, and nobody else knows the model."""
+    has_code = CODE_KEY in (config.values.get("auto_map") or {})
+    if has_code and options.trust_remote_code and builtin_class(model_type) is None:
+        return True
+    support = support_of(model_type, config.values)
+    if support not in (NATIVE, FALLBACK):
+        raise config.refuse(support)
+    return False
+
+
+def _read(config: Config, options: LoadOptions, runs_code: bool) -> Any:
+    """The model, in eval mode on its device, of safetensors files only."""
+    library = transformers()
+    library.utils.logging.disable_progress_bar()
+    model, info = library.AutoModelForCausalLM.from_pretrained(
+        options.folder,
+        dtype=options.dtype,
+        trust_remote_code=runs_code,
+        local_files_only=True,
+        use_safetensors=True,
+        weights_only=True,
+        output_loading_info=True,
+    )
+    for key in ("missing_keys", "mismatched_keys"):
+        if info.get(key):
+            names = sorted(map(str, info[key]))
+            raise ConfigError(f"its weights have {len(names)} {key.replace('_', ' ')}, e.g. {names[0]}")
+    if info.get("unexpected_keys"):
+        names = sorted(info["unexpected_keys"])
+        logger.warning("%d tensors of %s are not used, e.g. %s", len(names), config.path.parent, names[0])
+    return model.eval().requires_grad_(False).to(options.device)
+
+
+def _check_ropes(model: Any) -> None:
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+        if kinds & _BATCH_ROPES:
+            raise ConfigError(f"its rope, {kind!r}, depends on the longest text of a batch")
+
+
+def _max_position_tokens(text: Any) -> int:
+    for key in ("max_position_embeddings", "max_sequence_length", "seq_length"):
+        value = getattr(text, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ConfigError("its config.json does not say how long texts may be: it lacks max_position_embeddings")
+
+
+def _width(model: Any) -> int:
+    """Of the decoder's outputs."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ConfigError("it has no head that gives logits")
+    width: int = head.weight.shape[1]
+    return width

@@ -1,0 +1,114 @@
+"""Which model types are served, and how: by a decoder of ours, by the fallback on transformers, or why not.
+
+Reads no weights; beyond our own architectures it asks the installed transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from penstock_server.errors import ConfigError
+from penstock_server.models.registry import ARCHITECTURES
+
+NATIVE, FALLBACK = "native", "fallback"
+CODE_KEY = "AutoModelForCausalLM"  # of auto_map: the checkpoint's own class
+# What code that is not ours raises where something does not fit.
+FOREIGN_ERRORS = (
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# What transformers also counts as kinds of layers, and says nothing of attention.
+_FEED_FORWARD_LAYERS = {"dense", "sparse"}
+
+
+def support_of(model_type: str, config: Mapping[str, Any]) -> str:
+    """ "native", "fallback", or else the reason why such a model is not served. config: the parsed config.json.
+
+    Raises ConfigError when only transformers could tell, and it is not installed.
+    """
+    if model_type in ARCHITECTURES:
+        return NATIVE
+    if config.get("quantization_config"):
+        return f"model type {model_type!r} is served unquantized only, and this checkpoint is quantized"
+    if config.get("is_encoder_decoder") or model_type in _mapping("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"):
+        return f"model type {model_type!r} has an encoder and a decoder; only decoders are served"
+    model_class = builtin_class(model_type)
+    if model_class is not None:
+        return _refusal_of(model_type, model_class, config) or FALLBACK
+    if CODE_KEY in (config.get("auto_map") or {}):
+        return (
+            f"model type {model_type!r} is run by the checkpoint's own Python code, which is executed only with "
+            "--trust-remote-code"
+        )
+    supported = ", ".join(sorted(ARCHITECTURES))
+    return (
+        f"model type {model_type!r} is neither supported ({supported}) nor a causal language model of the installed "
+        f"transformers {transformers().__version__}"
+    )
+
+
+def _refusal_of(model_type: str, model_class: Any, config: Mapping[str, Any]) -> str | None:
+    """`refusal` by a config.json, with what it leaves to the defaults of transformers."""
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        filled = transformers().AutoConfig.for_model(model_type, **values).to_dict()
+    except FOREIGN_ERRORS as error:
+        return f"model type {model_type!r} has a configuration that transformers does not accept: {error}"
+    return refusal(model_type, model_class, filled)
+
+
+def refusal(model_type: str, model_class: Any, config: Mapping[str, Any]) -> str | None:
+    """Why a class of transformers cannot run over our cache, as far as the class and its whole configuration tell."""
+    text = config.get("text_config") or {}
+    layers = set(config.get("layer_types") or text.get("layer_types") or ())
+    others = sorted(layers - _PAGED_LAYERS - _FEED_FORWARD_LAYERS)
+    if model_class._is_stateful:
+        return (
+            f"model type {model_type!r} keeps a state between tokens; only models whose memory is attention are served"
+        )
+    if others:
+        return f"model type {model_type!r} has layers that are not plain attention: {', '.join(others)}"
+    if not (model_class.is_backend_compatible() and model_class._can_set_attn_implementation()):
+        return (
+            f"model type {model_type!r} computes attention in code of its own, not through transformers' attention "
+            "interface, so it cannot use the paged cache"
+        )
+    return None
+
+
+def builtin_class(model_type: str) -> Any | None:
+    """The causal language model of such a type that transformers brings."""
+    names = _mapping("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
+    if names is None:
+        return None
+    name = names if isinstance(names, str) else names[0]
+    try:
+        return getattr(transformers(), name)
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(f"model type {model_type!r} cannot be loaded by transformers: {error}") from error
+
+
+def transformers() -> Any:
+    """The library, which is not there in every installation. Not typed: its own types do not hold."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise ConfigError(
+            f"models of other types than {supported} need transformers: pip install 'penstock[transformers]' ({error})"
+        ) from error
+
+
+def _mapping(name: str) -> Mapping[str, Any]:
+    transformers()
+    mapping: Mapping[str, Any] = getattr(importlib.import_module("transformers.models.auto.modeling_auto"), name)
+    return mapping

@@ -1,0 +1,69 @@
+"""Tries a fallback model at load: two texts in chunks and side by side, against each by itself without a cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock_server.attention.interface import StepBatch
+from penstock_server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock_server.models.fallback import Fallback
+    from penstock_server.models.interface import LoadOptions
+
+# Of the logits' norm. What a state or a shifted position changes is of the order of 1.
+_TOLERANCE = 1e-3
+_ROUNDED_TOLERANCE = 0.1  # two bytes: rounding sends some tokens to other experts
+_LENGTHS = (9, 7)
+_STEPS = (((0, 4), (0, 0)), ((4, 6), (0, 3)), ((6, 9), (3, 7)))  # of each text, from here to there
+
+
+def check_logits(model: Fallback, options: LoadOptions) -> None:
+    """Raises ConfigError when the model needs more than attention over our cache. Leaves no cache behind."""
+    texts = [
+        (torch.arange(length, device=options.device) * 7 + 11 * (index + 1)) % model.vocab_size
+        for index, length in enumerate(_LENGTHS)
+    ]
+    expected = torch.cat([model.own_logits(text) for text in texts]).float()
+    blocks = -(-max(_LENGTHS) // options.block_tokens)
+    model.allocate_cache(blocks * len(texts))
+    found: list[list[Tensor]] = [[] for _ in texts]
+    for step in _STEPS:
+        batch = _batch(texts, step, blocks, options)
+        logits = model.logits(model.forward(batch))
+        assert logits is not None
+        for rows, part in zip(found, logits.split([stop - start for start, stop in step]), strict=True):
+            rows.append(part)
+    model.release_cache()
+    given = torch.cat([row for rows in found for row in rows]).float()
+    difference = float((given - expected).norm() / expected.norm())
+    tolerance = _TOLERANCE if options.dtype == torch.float32 else _ROUNDED_TOLERANCE
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"beside other texts and in chunks it gives other logits than by itself (they differ by {difference:.2g} "
+            f"of their norm, at most {tolerance:g} is allowed), so it keeps more than keys and values"
+        )
+
+
+def _batch(texts: list[Tensor], step: tuple[tuple[int, int], ...], blocks: int, options: LoadOptions) -> StepBatch:
+    """All rows of a step; each text has `blocks` blocks of its own."""
+    device, parts = options.device, [part for part in enumerate(step) if part[1][0] < part[1][1]]
+    positions = torch.cat([torch.arange(start, stop, device=device) for _, (start, stop) in parts])
+    counts = [stop - start for _, (start, stop) in parts]
+    owners = torch.tensor([owner for owner, _ in parts], device=device)
+    bases = torch.repeat_interleave(owners, torch.tensor(counts, device=device)) * blocks * options.block_tokens
+    tables = owners[:, None] * blocks + torch.arange(blocks, device=device)
+    return StepBatch(
+        token_ids=torch.cat([texts[owner][start:stop] for owner, (start, stop) in parts]),
+        positions=positions,
+        slots=bases + positions,
+        query_starts=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([stop for _, (_, stop) in parts], dtype=torch.int32, device=device),
+        block_tables=tables.int().contiguous(),
+        sample_rows=torch.arange(len(positions), device=device),
+        max_query_tokens=max(counts),
+        max_context_tokens=max(stop for _, (_, stop) in parts),
+    )

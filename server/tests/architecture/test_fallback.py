@@ -1,0 +1,230 @@
+"""Architectures without a decoder of ours, over our cache: the logits and tokens of transformers, or a refusal."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from cases import VOCAB, Case
+from engine_run import EngineRun
+from model_driver import ModelDriver
+from penstock_server.errors import ConfigError
+from penstock_server.models import load_model
+from penstock_server.models.fallback import Fallback, load_fallback
+from penstock_server.models.interface import LoadOptions
+from penstock_server.models.registry import ARCHITECTURES
+from penstock_server.models.support import support_of
+from penstock_server.parallel import RankGroup
+from test_parity import Made, one_thread  # noqa: F401 - a fixture
+from tiny_model import make_model, save_model
+from tiny_models import prompts
+
+CPU = torch.device("cpu")
+LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
+CASES: dict[str, Case] = {
+    "jais2": Case("Jais2Config"),
+    "helium": Case("HeliumConfig", {"head_dim": 8}),
+    "diffllama": Case("DiffLlamaConfig"),  # calls attention twice a layer
+    "nanochat": Case("NanoChatConfig"),  # caps its logits
+    "ernie4_5": Case("Ernie4_5Config"),
+    "apertus": Case("ApertusConfig"),
+    "arcee": Case("ArceeConfig"),
+    "afmoe": Case("AfmoeConfig", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, **LAYERS}),
+    "hunyuan_v1_dense": Case("HunYuanDenseV1Config", {"head_dim": 8}),
+    # Those that have a decoder of ours, past it.
+    "llama": Case("LlamaConfig"),
+    "gemma2": Case("Gemma2Config", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 24}),
+}
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class TinyConfig(LlamaConfig):
+    model_type = "tiny_of_its_own"
+
+class TinyForCausalLM(LlamaForCausalLM):
+    config_class = TinyConfig
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits.flip(-1)
+        return out
+"""
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    @functools.cache
+    def made(name: str) -> Made:
+        reference = make_model(name, CASES[name])
+        folder = save_model(reference, tmp_path_factory.mktemp(name))
+        reference.set_attn_implementation("eager")
+        return Made(reference, folder, 1)
+
+    return made
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, block_tokens: int = 4, trust: bool = False) -> Fallback:
+    options = LoadOptions(folder, dtype, CPU, block_tokens, trust_remote_code=trust)
+    with torch.inference_mode():
+        return load_fallback(options, RankGroup())
+
+
+@torch.inference_mode()
+def load_past_ours(options: LoadOptions, group: RankGroup) -> Fallback:
+    return load_fallback(options, group)
+
+
+def saved(folder: Path, config: transformers.PreTrainedConfig) -> Path:
+    """A folder of which only the configuration is looked at."""
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mixed_batch_gives_the_logits_of_transformers(make: Callable[[str], Made], name: str) -> None:
+    made = make(name)
+    driver = ModelDriver(load(made.folder), block_tokens=4)
+    texts = prompts(1, [37, 9, 5], VOCAB)
+    expected = [made.logits(text) for text in texts]
+    first, second, third = (driver.sequence(text) for text in texts)
+    steps = [[(first, 7), (second, 8)], [(second, 1), (first, 1), (third, 4)], [(third, 1), (first, 28)], [(first, 1)]]
+    for step in steps:
+        begins = [sequence.num_computed for sequence, _ in step]
+        logits = driver.step(step, every_row=True)
+        wanted = [
+            expected[texts.index(sequence.token_ids)][begin : begin + count]
+            for (sequence, count), begin in zip(step, begins, strict=True)
+        ]
+        torch.testing.assert_close(logits, torch.cat(wanted), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_those_of_transformers(make: Callable[[str], Made], name: str) -> None:
+    """In chunks, beside others, over a shared prefix and through a preemption."""
+    made = make(name)
+    shared, first, other = prompts(3, [10, 5, 6], VOCAB)
+    texts = [first, [*shared, *other[:3]], [*shared, *other[2:]]]
+    engine = EngineRun(made.folder, load_past_ours)
+    for text, tokens in zip(texts, engine.greedy(texts, 64, shared_tokens=len(shared), chunk=7), strict=True):
+        assert tokens == made.logits([*text, *tokens]).argmax(-1)[len(text) - 1 : -1].tolist()
+
+
+@pytest.mark.parametrize("name", ["jais2", "gemma2"])
+def test_bfloat16_logits_are_those_of_transformers(make: Callable[[str], Made], name: str) -> None:
+    made = make(name)
+    driver = ModelDriver(load(made.folder, torch.bfloat16, block_tokens=16), block_tokens=16)
+    text = prompts(2, [30], VOCAB)[0]
+    logits = driver.step([(driver.sequence(text), 30)], every_row=True)
+    assert logits is not None
+    assert logits.dtype == torch.bfloat16
+    exact = made.logits(text)
+    assert (logits - exact).norm() < 5e-2 * exact.norm()
+
+
+def test_none_of_the_cases_but_two_has_a_decoder_of_ours() -> None:
+    types = {getattr(transformers, case.config).model_type for case in CASES.values()}
+    assert types & set(ARCHITECTURES) == {"llama", "gemma2"}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("MambaConfig", "keeps a state"),
+        ("JambaConfig", "keeps a state"),
+        ("RwkvConfig", "keeps a state"),
+        ("T5Config", "an encoder and a decoder"),
+        ("XGLMConfig", "code of its own"),
+        ("ViTConfig", "neither supported"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path, config: str, reason: str) -> None:
+    made = getattr(transformers, config)()
+    with pytest.raises(ConfigError, match=f"{made.model_type!r}.*{reason}"):
+        load(saved(tmp_path, made))
+    assert reason in support_of(made.model_type, made.to_dict())
+
+
+def test_support_is_told_without_loading() -> None:
+    assert support_of("llama", {}) == "native"
+    assert support_of("jais2", {}) == "fallback"
+    assert "--trust-remote-code" in support_of("unheard_of", {"auto_map": {"AutoModelForCausalLM": "a.B"}})
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    assert "not plain attention: conv" in support_of("lfm2", layers)
+    assert "unquantized" in support_of("jais2", {"quantization_config": {"quant_method": "awq"}})
+
+
+def test_several_ranks_are_refused_with_what_shards(make: Callable[[str], Made]) -> None:
+    options = LoadOptions(make("jais2").folder, torch.float32, CPU, 4)
+    with pytest.raises(ConfigError, match=r"'jais2'.*one rank only, not on 2.*llama"):
+        load_model(options, RankGroup(0, 2))
+
+
+def test_masks_of_a_models_own_are_refused(tmp_path: Path) -> None:
+    save_model(make_model("doge", Case("DogeConfig")), tmp_path)
+    with pytest.raises(ConfigError, match=r"'doge' is not served: .*masks of its own"):
+        load(tmp_path)
+
+
+def test_a_rope_that_depends_on_the_batch_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}}
+    save_model(make_model("jais2", Case("Jais2Config", rope)), tmp_path)
+    with pytest.raises(ConfigError, match="its rope, 'dynamic'"):
+        load(tmp_path)
+
+
+def test_a_model_that_looks_beyond_attention_is_found_out(
+    make: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers see the row before, which in a batch may be another text's."""
+    layer = transformers.models.jais2.modeling_jais2.Jais2MLP
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, x: forward(self, x + x.roll(1, dims=1)))
+    with pytest.raises(ConfigError, match="other logits than by itself"):
+        load(make("jais2").folder)
+
+
+def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
+    model = make_model("jais2", CASES["jais2"])
+    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match=r"missing keys, e\.g\. model\.layers\.1\.mlp"):
+        load(tmp_path)
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose class only its own code knows: Llama with the vocabulary reversed."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "checkpoint"
+    save_model(make_model("llama", CASES["llama"]), folder)
+    (folder / "modeling_tiny.py").write_text(CODE)
+    path = folder / "config.json"
+    auto_map = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "tiny_of_its_own", "auto_map": auto_map}))
+    return folder
+
+
+def test_a_checkpoints_own_code_runs_only_with_the_flag(own_code: Path, make: Callable[[str], Made]) -> None:
+    with pytest.raises(ConfigError, match=r"'tiny_of_its_own'.*--trust-remote-code"):
+        load(own_code)
+    assert not (own_code.parent / "modules").exists()
+    driver = ModelDriver(load(own_code, trust=True), block_tokens=4)
+    text = prompts(4, [11], VOCAB)[0]
+    logits = driver.step([(driver.sequence(text), 11)], every_row=True)
+    torch.testing.assert_close(logits, make("llama").logits(text).flip(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_code_that_nobody_needs_is_not_run(make: Callable[[str], Made], tmp_path: Path) -> None:
+    """Where transformers knows the model, the flag changes nothing."""
+    save_model(make("jais2").reference, tmp_path)
+    (tmp_path / "modeling_bad.py").write_text("raise RuntimeError('was run')")
+    path = tmp_path / "config.json"
+    auto_map = {"AutoModelForCausalLM": "modeling_bad.Bad"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map}))
+    assert load(tmp_path, trust=True).architecture == "jais2"
