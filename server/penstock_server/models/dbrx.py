@@ -31,7 +31,7 @@ def dbrx(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _section(config: Config, key: str) -> Config:
-    values = config.values.get(key)
+    values = config.values.get(key) or {}
     if not isinstance(values, dict):
         raise config.refuse(f"{key} must be an object, not {values!r}")
     return Config(values, config.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
@@ -37,7 +38,36 @@ NAMES = replace(
 )
 
 
+# Where a configuration does not speak of them.
+ATTENTION_DEFAULTS: dict[str, Any] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+V2_DEFAULTS: dict[str, Any] = {
+    **ATTENTION_DEFAULTS,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+}
+V3_DEFAULTS: dict[str, Any] = {
+    **ATTENTION_DEFAULTS,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_nextn_predict_layers": 1,
+}
+
+
 def deepseek_v2(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(**V2_DEFAULTS)
     routing = _routing(config)
     method = config.get("topk_method", "greedy")
     if method == "group_limited_greedy":
@@ -48,6 +78,7 @@ def deepseek_v2(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def deepseek_v3(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(**V3_DEFAULTS)
     routing = replace(
         _with_groups(config, _routing(config)),
         scoring="sigmoid",

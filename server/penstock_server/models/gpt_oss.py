@@ -24,9 +24,22 @@ NAMES = replace(
     EXPERT_NAMES,
     names={**EXPERT_NAMES.names, "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks"},
 )
+# Where a configuration does not speak of it.
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def gpt_oss(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(num_key_value_heads=8, head_dim=64, sliding_window=128)
+    if not config.values.get("rope_scaling"):
+        config = config.with_defaults(rope_parameters=ROPE)
     num = llama.num_layers(config)
     routing = RoutingSpec(
         moe.num_experts(config, 128), config.get("num_experts_per_tok", 4), scoring="softmax-chosen", has_bias=True

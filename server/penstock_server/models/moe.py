@@ -63,6 +63,7 @@ def num_experts(config: Config, default: int) -> int:
 
 
 def mixtral(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5)
     routing = RoutingSpec(num_experts(config, 8), config.get("num_experts_per_tok", 2), norm_power=1.0)
     layer = llama.llama_layer(config, sight=Sight(window=config.window()))
     layer = replace(layer, mlp=_experts(config, routing, "intermediate_size"))
@@ -70,6 +71,7 @@ def mixtral(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def qwen2_moe(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
     routing = _qwen_routing(config, RoutingSpec(num_experts(config, 60), config.get("num_experts_per_tok", 4)))
     mlp = replace(
         _experts(config, routing, "moe_intermediate_size"),
@@ -81,6 +83,7 @@ def qwen2_moe(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def qwen3_moe(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(num_key_value_heads=4, moe_intermediate_size=768)
     routing = _qwen_routing(config, RoutingSpec(num_experts(config, 128), config.get("num_experts_per_tok", 8)))
     bias = config.get("attention_bias", False)
     layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias, qk_norm=QkNormSpec(llama.rms_norm(config)))
@@ -131,6 +134,7 @@ def _granite(config: Config, architecture: str, shared_size: int = 0) -> ModelSp
 
 
 def phimoe(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(num_key_value_heads=8, rope_theta=1e6)
     routing = RoutingSpec(
         num_experts(config, 16),
         config.get("num_experts_per_tok", 2),
