@@ -198,7 +198,7 @@ mod tests {
     fn neither_steps_that_are_done_nor_having_none_are_a_hang() {
         assert_eq!(hangs(|tick| Some(u64::from(tick) / 9), |_| vec![says(0.0)]), None);
         assert_eq!(hangs(|_| None, |_| vec![says(0.0)]), None);
-        let late = |tick: u32| if tick % 8 == 0 { vec![says(0.0)] } else { vec![None] };
+        let late = |tick: u32| if tick.is_multiple_of(8) { vec![says(0.0)] } else { vec![None] };
         assert_eq!(hangs(|tick| Some(u64::from(tick)), late), None);
     }
 }
