@@ -9,8 +9,6 @@ Everything follows from the seed but the moments themselves. The raw result is w
 from __future__ import annotations
 
 import argparse
-import datetime
-import itertools
 import json
 import sys
 import time
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from compare import from_root, in_own_process, revision
+from compare import in_own_process
 from load import percentile
 
 sys.path.insert(0, str(peers.ROOT / "integration-tests"))
@@ -34,6 +32,7 @@ from disturbance.kill import kill_workers
 from disturbance.malformed import malform
 from disturbance.probe import Footprint, footprint, wait_for_rest, wait_until
 from disturbance.soak import Soak, soak
+from result import heading, new_path
 
 NUM_PERMITS = 64
 LIMITS = ("--max-concurrent-requests", str(NUM_PERMITS), "--max-batch-size", "12", "--max-total-tokens", "1024")
@@ -190,23 +189,13 @@ def run_slow(run: Run, asked: Sequence[mix.Request], num_pairs: int) -> None:
 
 
 def new_record(options: argparse.Namespace) -> dict[str, Any]:
-    started = datetime.datetime.now(datetime.timezone.utc)
     return {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "machine": in_own_process("limits.py")["machine"],
         "seed": options.seed,
         "tokens": options.tokens,
         "parts": {},
     }
-
-
-def path_of(record: dict[str, Any], folder: Path) -> Path:
-    machine = record["machine"]
-    stem = f"{record['started'][:10]}-{machine['vendor']}-{machine['num_cores']}c-chaos"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    return next(path for number in numbers if not (path := folder / f"{stem}{number}.json").exists())
 
 
 def main() -> None:
@@ -226,9 +215,8 @@ def main() -> None:
         options.seed, options.tokens = record["seed"], record["tokens"]
         run = Run(options.resume, record)
     else:
-        options.out.mkdir(exist_ok=True)
         record = new_record(options)
-        run = Run(path_of(record, options.out), record)
+        run = Run(new_path(record, record["machine"], "chaos", options.out), record)
     asked = mix.requests(options.tokens)
     print(f"raw: {run.path}", flush=True)
     run_kills(run, asked, 1, options.kills - options.kills // 2)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import itertools
 import json
 import os
 import shlex
@@ -28,6 +26,7 @@ from typing import Any
 
 import peers
 from load import LLAMA_CPP, PENSTOCK, Dialect, Load, LoadError, run
+from result import from_root, heading, keep
 from table import report
 
 START_TIMEOUT_S = 240
@@ -69,11 +68,6 @@ def llama_server(name: str, gguf: Path, max_streams: int, extra: Sequence[str]) 
     fixed = [str(binary), "--model", str(gguf), *threads, *slots, "--offline", *extra]
     weights = gguf.name.split(".")[-2].lower()
     return Server(name, weights, lambda port: [*fixed, "--port", str(port)], LLAMA_CPP)
-
-
-def from_root(command: Sequence[str]) -> str:
-    """A command as one would type it in the project's folder."""
-    return shlex.join(argument.removeprefix(f"{peers.ROOT}/") for argument in command)
 
 
 def free_port() -> int:
@@ -199,12 +193,6 @@ def torch_rss_bytes() -> int:
     return int(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout) * 1024
 
 
-def revision() -> str:
-    """The commit, marked when the tree has changes of its own."""
-    command = ["git", "-C", str(peers.ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     names = ("penstock", "llama.cpp", "llama.cpp-q4", "transformers")
@@ -227,12 +215,9 @@ def main() -> None:
     }
     servers = [makers[name]() for name in options.only if name in makers]
     words, loads = peers.prompt_words(), loads_of(options.streams, options.quick)
-    started = datetime.datetime.now(datetime.timezone.utc)
     print("limits", flush=True)
     record: dict[str, Any] = {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "python": sys.version.split()[0],
         "limits": in_own_process("limits.py"),
         "torch_rss_bytes": torch_rss_bytes(),
@@ -265,15 +250,7 @@ def main() -> None:
             except subprocess.CalledProcessError as error:
                 measured["transformers"] = {"error": str(error)}
     record["limits_after"] = in_own_process("limits.py")
-    options.out.mkdir(exist_ok=True)
-    machine = record["limits"]["machine"]
-    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-compare"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
-    text = report(record)
-    path.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nraw samples: {path}")
+    keep(record, record["limits"]["machine"], "compare", report(record), options.out)
     if any("error" in result for measured in record["repeats"] for result in measured.values()):
         raise SystemExit(1)
 

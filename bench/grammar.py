@@ -7,7 +7,6 @@ that a busy machine slows all of them alike. Writes every step's time beside the
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import statistics
@@ -16,7 +15,8 @@ import time
 from pathlib import Path
 
 import peers
-from compare import from_root, in_own_process, revision
+from compare import in_own_process
+from result import heading, keep
 
 sys.path.insert(0, str(peers.ROOT / "server"))
 
@@ -127,7 +127,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
-    started = datetime.datetime.now(datetime.timezone.utc)
     limits = in_own_process("limits.py")
     engine, description = Engine.load(LoadConfig(Path(prepare(None).folder), BLOCK_TOKENS))
     blocks_each = -(-(PROMPT_TOKENS + options.tokens + 1) // BLOCK_TOKENS)
@@ -145,25 +144,15 @@ def main() -> None:
         print(f"repeat {repeat + 1} of {options.repeats}", flush=True)
     engine.close()
     record = {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "limits": limits,
         "load_s": {phase.name: phase.seconds for phase in description.phases},
         "compile_s": compile_s,
         "streams": options.streams,
         "repeats": repeats,
     }
-    options.out.mkdir(exist_ok=True)
-    machine = limits["machine"]
-    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-grammar"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
     text = f"{options.streams} streams; compiled in " + ", ".join(f"{s:.3f} s ({n})" for n, s in compile_s.items())
-    text += f"\n{report(repeats)}"
-    path.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
-    print(f"\n{text}\nraw samples: {path}")
+    keep(record, limits["machine"], "grammar", f"```\n{text}\n{report(repeats)}\n```\n", options.out)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import itertools
-import json
 import random
 import shlex
 import signal
@@ -23,18 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from compare import (
-    Server,
-    free_port,
-    from_root,
-    in_own_process,
-    llama_server,
-    metrics_of,
-    penstock_server,
-    revision,
-    running,
-)
+from compare import Server, free_port, in_own_process, llama_server, metrics_of, penstock_server, running
 from load import Dialect, Load, LoadError, Sample, _ask, _run, percentile, prompt_of, run
+from result import from_root, heading, keep
 from table import markdown
 
 NUM_STREAMS, STREAM_INPUT_TOKENS = 8, 32
@@ -180,11 +169,8 @@ def main() -> None:
         server = llama_server("llama.cpp", peers.bf16_gguf(), num_slots, context)
         servers["llama.cpp"] = (server, server.dialect)
     words = peers.prompt_words()
-    started = datetime.datetime.now(datetime.timezone.utc)
     record: dict[str, Any] = {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "machine": in_own_process("limits.py")["machine"],
         "load": {"streams": NUM_STREAMS, "tokens": options.tokens, "prompt_tokens": PROMPT_TOKENS},
         "servers": {name: {"command": from_root(server.command(0))} for name, (server, _) in servers.items()},
@@ -200,14 +186,7 @@ def main() -> None:
             except (LoadError, OSError) as error:
                 print(f"error: {name}: {error}", file=sys.stderr)
                 measured[name] = {"error": str(error)}
-    options.out.mkdir(exist_ok=True)
-    stem = f"{started:%Y-%m-%d}-{record['machine']['vendor']}-{record['machine']['num_cores']}c-latency"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
-    text = report(record)
-    path.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nraw samples: {path}")
+    keep(record, record["machine"], "latency", report(record), options.out)
     if any("error" in result for measured in record["repeats"] for result in measured.values()):
         raise SystemExit(1)
 

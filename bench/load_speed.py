@@ -8,7 +8,6 @@ binary from its start to "ready" by phase. "cold": the files' pages were dropped
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
@@ -20,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from compare import from_root, in_own_process, revision
+from compare import in_own_process
+from result import heading, keep
 from table import markdown
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCABULARY = 2048, 8192, 16, 4, 49152
@@ -207,11 +207,8 @@ def main() -> None:
         return
     command = [sys.executable, "-m", "penstock_server.prepare"]
     embedded = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)["folder"]
-    started = datetime.datetime.now(datetime.timezone.utc)
     record: dict[str, Any] = {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "machine": in_own_process("limits.py")["machine"],
         "models": {},
     }
@@ -228,15 +225,7 @@ def main() -> None:
                 results.append(measure(folder, flags, state == "cold"))
             size = sum(path.stat().st_size for path in weight_files(folder))
             record["models"][name] = {"file_bytes": size, "repeats": repeats}
-    options.out.mkdir(exist_ok=True)
-    machine = record["machine"]
-    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-load"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text = report(record)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nraw: {path}")
+    keep(record, record["machine"], "load", report(record), options.out)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
-import itertools
-import json
 import os
 import random
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import peers
-from compare import Server, free_port, from_root, in_own_process, metrics_of, penstock_server, revision, running
+from compare import Server, free_port, in_own_process, metrics_of, penstock_server, running
 from load import PENSTOCK, Load, _ask, percentile, prompt_of, run
+from result import heading, keep
 from table import markdown
 
 NUM_CONVERSATIONS = 8
@@ -132,12 +129,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=24, help="of loads of random prompts")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
-    started = datetime.datetime.now(datetime.timezone.utc)
     words = peers.prompt_words()
     record: dict[str, Any] = {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "machine": in_own_process("limits.py")["machine"],
         "turns": [],
         "random": [],
@@ -152,15 +146,7 @@ def main() -> None:
             record["turns"].append(measure_turns(ports, words, options.turns, f"turns {repeat} {os.getpid()}"))
         print("random prompts", flush=True)
         record["random"] = measure_overhead(ports, words, options.pairs, f"random {os.getpid()}")
-    options.out.mkdir(exist_ok=True)
-    machine = record["machine"]
-    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-multi-turn"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text = report(record)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nraw: {path}")
+    keep(record, record["machine"], "multi-turn", report(record), options.out)
 
 
 if __name__ == "__main__":

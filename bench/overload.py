@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import itertools
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from compare import free_port, from_root, in_own_process, metrics_of, penstock_server, revision, running
+from compare import free_port, in_own_process, metrics_of, penstock_server, running
 from load import PENSTOCK, Load, LoadError, ask, percentile, prompt_of, run
+from result import heading, keep
 from table import markdown
 
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 32
@@ -161,11 +158,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     words = peers.prompt_words()
-    started = datetime.datetime.now(datetime.timezone.utc)
     record: dict[str, Any] = {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "limits": in_own_process("limits.py"),
         "factor": options.factor,
         "repeats": [],
@@ -178,15 +172,7 @@ def main() -> None:
             measured = measure(port, words, options, str(repeat))
             record["repeats"].append(measured)
             print(f"repeat {repeat + 1}: ratio {measured['ratio']:.3f}", flush=True)
-    text = report(record)
-    options.out.mkdir(exist_ok=True)
-    machine = record["limits"]["machine"]
-    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-overload"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
-    path.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nraw samples: {path}")
+    keep(record, record["limits"]["machine"], "overload", report(record), options.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import itertools
 import json
 import os
@@ -21,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from compare import Server, free_port, from_root, in_own_process, penstock_server, revision, running
+from compare import Server, free_port, in_own_process, penstock_server, running
 from load import PENSTOCK, Dialect, Load, percentile, run
 from load import _run as run_async
+from result import heading, keep
 from table import markdown
 from tokenizers import Tokenizer
 
@@ -190,11 +190,8 @@ def main() -> None:
         "--max-total-tokens",
         "40000",
     ]
-    started = datetime.datetime.now(datetime.timezone.utc)
     record: dict[str, Any] = {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "machine": in_own_process("limits.py")["machine"],
         "step_microseconds": STEP_MICROSECONDS,
         "costs": [],
@@ -208,15 +205,7 @@ def main() -> None:
                 print(f"repeat {repeat + 1}", flush=True)
                 record["costs"].append(measure_cost(port, pid, words, options.streams, str(repeat)))
             record["delay"] = measure_delay(port, words, options.repeats)
-    options.out.mkdir(exist_ok=True)
-    machine = record["machine"]
-    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-router"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text = report(record)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nraw: {path}")
+    keep(record, record["machine"], "router", report(record), options.out)
 
 
 def report(record: dict[str, Any]) -> str:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import peers
-from compare import free_port, from_root, in_own_process, metrics_of, penstock_server, revision, running
+from compare import free_port, in_own_process, metrics_of, penstock_server, running
 from load import PENSTOCK, Load, percentile, run
+from result import heading, keep
 from table import markdown
 
 DEPTHS = (1, 2)  # 2 is the default
@@ -72,12 +70,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
-    started = datetime.datetime.now(datetime.timezone.utc)
     words = peers.prompt_words()
     record: dict[str, Any] = {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "machine": in_own_process("limits.py")["machine"],
         "loads": {str(streams): [] for streams in options.streams},
     }
@@ -94,15 +89,7 @@ def main() -> None:
             record["loads"][str(streams)].append(row)
             idle = ", ".join(f"{depth}: {row[str(depth)]['idle_s'] * 1e6:.0f} µs" for depth in DEPTHS)
             print(f"  {streams:3d} streams, idle a step with so many in flight: {idle}", flush=True)
-    options.out.mkdir(exist_ok=True)
-    machine = record["machine"]
-    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-run-ahead"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text = report(record)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nraw: {path}")
+    keep(record, record["machine"], "run-ahead", report(record), options.out)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ before. Writes every kill beside the other runs.
 from __future__ import annotations
 
 import argparse
-import datetime
 import http.client
 import itertools
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from compare import free_port, from_root, in_own_process, penstock_server, revision
+from compare import free_port, in_own_process, penstock_server
 from load import percentile
+from result import heading, keep
 from table import markdown
 
 STREAMS, TOKENS = 4, 400
@@ -210,23 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, default=peers.ROOT / "bench" / "runs")
     options = parser.parse_args(arguments)
-    started = datetime.datetime.now(datetime.timezone.utc)
     record: dict[str, Any] = {
-        "command": from_root([Path(sys.executable).name, *sys.argv]),
-        "started": started.isoformat(timespec="seconds"),
-        "revision": revision(),
+        **heading(),
         "machine": in_own_process("limits.py")["machine"],
         "servers": [measure(num_ranks, options.kills) for num_ranks in options.ranks],
     }
-    options.out.mkdir(exist_ok=True)
-    machine = record["machine"]
-    stem = f"{started:%Y-%m-%d}-{machine['vendor']}-{machine['num_cores']}c-death"
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := options.out / f"{stem}{number}.json").exists())
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text = report(record)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nraw: {path}")
+    keep(record, record["machine"], "death", report(record), options.out)
 
 
 if __name__ == "__main__":
