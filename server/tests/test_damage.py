@@ -99,7 +99,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "config.json").write_text("{") and None,
         "config.json is not valid JSON",
     ),
-    "unknown architecture": (set_config(model_type="quux"), "model type 'quux' is not supported; supported: .*llama"),
+    "unknown architecture": (
+        set_config(model_type="quux"),
+        "model type 'quux' is neither supported \\(.*llama.*nor a causal language model",
+    ),
     "other width": (set_config(hidden_size=96), "has shape .* but config.json makes it"),
     "more layers": (set_config(num_hidden_layers=4), "the checkpoint lacks 9 of 39 tensors"),
     "fewer layers": (set_config(num_hidden_layers=2), "the checkpoint holds 9 tensors that the model has no place for"),

@@ -215,7 +215,7 @@ def test_model_logprobs_are_those_without_the_grammar(driver: AnswerDriver, prom
         NewSequence(i, prompt, len(prompt), block_ids=range(16 * i, 16 * i + 16), sampling=sampling)
         for i, sampling in enumerate(samplings)
     ]
-    outputs = driver.engine.step(Plan(1, (), new, (), [Advance(i, len(prompt), (), True) for i in (0, 1)])).outputs
+    outputs = driver.engine.step(Plan(1, (), new, [Advance(i, len(prompt), (), True) for i in (0, 1)])).outputs
     processed, own = (output.tokens[0] for output in outputs)
     assert processed.id == own.id
     assert processed.logprob == 0
