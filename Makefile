@@ -9,7 +9,7 @@ ARGS ?=
 RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml) Cargo.toml Cargo.lock
 KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml') Cargo.lock
 
-.PHONY: help setup run test test-rust test-python simulate mutants loom miri bench-scheduler lint fmt bench docs wheel lock proto clean
+.PHONY: help setup run test test-rust test-python chaos simulate mutants loom miri bench-scheduler lint fmt bench docs wheel lock proto clean
 .DEFAULT_GOAL := help
 
 help: ## list the tasks
@@ -20,7 +20,7 @@ setup: .make/penstock .make/kernels ## create .venv, install the locked dependen
 run: setup ## serve the embedded model on port 3000; make run ARGS="--model-id … --num-shard 2"
 	$(BIN)/penstock $(ARGS)
 
-test: test-rust loom test-python ## every test of every language
+test: test-rust loom test-python ## every test of every language but the slow ones of make chaos
 
 test-rust:
 	cargo test --workspace --locked --quiet
@@ -31,6 +31,9 @@ test-python: setup
 # STEPS=1 runs the scenario of SEED alone. Without SEED the clock chooses one.
 SEED ?= $(shell date +%s)
 STEPS ?= 20000000
+chaos: setup ## the slow tests: workers killed beside streams, logs that cannot be written, clocks that jump, nothing grows
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
 simulate: ## the scheduler in virtual time; make simulate SEED=7 STEPS=20000000
 	SIMULATION_SEED=$(SEED) SIMULATION_STEPS=$(STEPS) \
 		cargo test --locked --quiet --package penstock-scheduler --test simulation every_promise -- --nocapture

@@ -46,6 +46,7 @@ def expected(small: Server) -> list[Answer]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_killed_workers_change_nobodys_answer(expected: list[Answer], num_ranks: int) -> None:
     mortal = start("--num-shard", str(num_ranks))
@@ -93,6 +94,7 @@ def test_half_open_connections_hold_up_nobody(small: Server, expected: list[Answ
     wait_until(lambda: footprint(small).router_files <= before.router_files, "their file descriptors are closed")
 
 
+@pytest.mark.slow
 def test_nothing_grows_with_work(small: Server, expected: list[Answer]) -> None:
     soak(small, MIX, expected, 1.0, f"{SEED}/before", 1)
     before = footprint(small)
@@ -129,6 +131,7 @@ def test_a_stopped_server_goes_on(small: Server, expected: list[Answer]) -> None
 CHATTER = [Request("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 1}})] * 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", ["full disk", "gone reader", "blocked reader"])
 def test_a_log_that_cannot_be_written_stops_nothing(log: str) -> None:
     outputs = {"full disk": host.full_disk, "gone reader": lambda: host.unread_pipe(False)}
@@ -140,6 +143,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(log: str) -> None:
                 assert all(len(answer[-1]) == 1 for answer in answers(server, CHATTER))
 
 
+@pytest.mark.slow
 def test_clock_jumps_change_nothing(expected: list[Answer]) -> None:
     compiler = shutil.which("cc")
     if compiler is None:

@@ -162,7 +162,7 @@ def change_config(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "rwkv"}, "model type 'rwkv' is not supported; supported: apertus, .*llama, ministral"),
+        ({"model_type": "rwkv"}, "model type 'rwkv' keeps a state between tokens"),
         ({"model_type": "absent"}, "lacks model_type"),
         ({"hidden_act": "wave"}, "hidden_act 'wave' is not supported; supported: gelu, "),
         ({"hidden_size": "absent"}, "lacks hidden_size"),
