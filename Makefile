@@ -31,7 +31,7 @@ test-python: setup
 # STEPS=1 runs the scenario of SEED alone. Without SEED the clock chooses one.
 SEED ?= $(shell date +%s)
 STEPS ?= 20000000
-chaos: setup ## the slow tests: workers killed beside streams, logs that cannot be written, clocks that jump, nothing grows
+chaos: setup ## the slow tests: what clients, workers and hosts do to a server
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 simulate: ## the scheduler in virtual time; make simulate SEED=7 STEPS=20000000

@@ -20,6 +20,8 @@ from disturbance.mix import Answer, Repeated, Request, answer_of, answers, error
 from disturbance.probe import footprint, health, metrics, wait_for_rest, wait_until
 from disturbance.soak import soak
 
+pytestmark = pytest.mark.slow
+
 SEED = "chaos"
 NUM_PERMITS = 64
 MIX = requests(12)
@@ -46,7 +48,6 @@ def expected(small: Server) -> list[Answer]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_killed_workers_change_nobodys_answer(expected: list[Answer], num_ranks: int) -> None:
     mortal = start("--num-shard", str(num_ranks))
@@ -94,7 +95,6 @@ def test_half_open_connections_hold_up_nobody(small: Server, expected: list[Answ
     wait_until(lambda: footprint(small).router_files <= before.router_files, "their file descriptors are closed")
 
 
-@pytest.mark.slow
 def test_nothing_grows_with_work(small: Server, expected: list[Answer]) -> None:
     soak(small, MIX, expected, 1.0, f"{SEED}/before", 1)
     before = footprint(small)
@@ -124,14 +124,13 @@ def test_a_stopped_server_goes_on(small: Server, expected: list[Answer]) -> None
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)
     assert not streams.differences
-    assert small.worker_pids() == pids[1:]
+    assert set(pids[1:]) <= set(small.worker_pids())
     assert health(small) == 200
 
 
 CHATTER = [Request("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 1}})] * 20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("log", ["full disk", "gone reader", "blocked reader"])
 def test_a_log_that_cannot_be_written_stops_nothing(log: str) -> None:
     outputs = {"full disk": host.full_disk, "gone reader": lambda: host.unread_pipe(False)}
@@ -143,7 +142,6 @@ def test_a_log_that_cannot_be_written_stops_nothing(log: str) -> None:
                 assert all(len(answer[-1]) == 1 for answer in answers(server, CHATTER))
 
 
-@pytest.mark.slow
 def test_clock_jumps_change_nothing(expected: list[Answer]) -> None:
     compiler = shutil.which("cc")
     if compiler is None:

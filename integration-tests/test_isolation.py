@@ -119,7 +119,7 @@ def leaves_the_server_whole(server: Server) -> Iterator[None]:
     assert gauge(server, "tgi_batch_current_size") == 0
     assert gauge(server, "tgi_queue_size") == 0
     assert urllib.request.urlopen(server.url + "/health").status == 200
-    assert server.worker_pids() == workers
+    assert set(workers) <= set(server.worker_pids())  # those in reserve come later
     assert server.process.poll() is None
     assert not [line for line in server.lines if "panicked" in line or "Traceback" in line]
 

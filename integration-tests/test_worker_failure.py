@@ -14,6 +14,8 @@ from binary import Server, start
 from reference_model import model_folder
 from test_worker_death import REQUESTS, Stream, groups, health, metric, ranks, wait_until
 
+pytestmark = pytest.mark.slow
+
 FEW = REQUESTS[:4]
 STEP_TIMEOUT_S = 6
 
