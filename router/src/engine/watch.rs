@@ -86,6 +86,11 @@ impl Sign {
     fn is_believed(&self) -> bool {
         self.age >= self.patience
     }
+
+    /// Of its patience, how much is over.
+    fn clarity(&self) -> f64 {
+        self.age.div_duration_f64(self.patience)
+    }
 }
 
 /// What was seen since the last sign of progress.
@@ -128,7 +133,8 @@ impl Signs {
             self.waited += passed;
             self.idle = if computes { Duration::ZERO } else { self.idle + passed };
         }
-        [self.silence(), self.idleness(), self.slowness()].into_iter().flatten().find(Sign::is_told)
+        let signs = [self.silence(), self.idleness(), self.slowness()].into_iter().flatten().filter(Sign::is_told);
+        signs.max_by(|one, other| one.clarity().total_cmp(&other.clarity()))
     }
 
     fn silence(&self) -> Option<Sign> {
@@ -192,6 +198,14 @@ mod tests {
     fn a_step_in_which_one_rank_computes_has_more_time() {
         let (tick, reason) = hangs(|_| Some(3), |tick| vec![says(f64::from(tick) * 0.05), says(1.0)]).unwrap();
         assert_eq!((tick, reason.as_str()), (61, "a step was not done after 60.0 s"));
+    }
+
+    #[test]
+    fn a_weaker_sign_does_not_hide_one_that_is_believed() {
+        // Nobody computes from the first tick on; from the fourth on a rank is silent as well.
+        let silent_later = |tick: u32| if tick < 4 { vec![says(0.0)] } else { vec![None] };
+        let (tick, reason) = hangs(|_| Some(3), silent_later).unwrap();
+        assert_eq!((tick, reason.as_str()), (11, "a step was not done after 10.0 s, and no rank computes"));
     }
 
     #[test]
