@@ -248,6 +248,7 @@ impl Worker for Service {
             weight_bytes: 1000,
             kv_bytes_per_block: 16,
             phases: vec![proto::Phase { name: "read weights".to_owned(), seconds: 0.5 }],
+            ..Default::default()
         }))
     }
 
