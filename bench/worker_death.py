@@ -135,6 +135,7 @@ def measure_kill(server: Running, index: int, with_reserve: bool, since: int) ->
     found = {record["message"]: float(record["milliseconds"]) for record in timed}
     return {
         "with_reserve": with_reserve,
+        "first_record": before,
         "phases_ms": {phase: found[f"restart phase {phase}"] for phase in PHASES},
         "total_ms": found["the model workers work again"],
         "longest_gap_ms": [max(b - a for a, b in itertools.pairwise(times)) * 1000 for times in arrivals],
@@ -163,10 +164,9 @@ def measure(num_ranks: int, kills: int) -> dict[str, Any]:
         since = 0
         for with_reserve in (True, False):
             for _ in range(kills):
-                before = len(server.records)
                 kill = measure_kill(server, len(result["kills"]), with_reserve, since)
+                since = kill.pop("first_record")
                 result["kills"].append(kill)
-                since = before
                 print(f"{num_ranks} rank(s): {kill['total_ms']:.0f} ms", flush=True)
     return result
 
