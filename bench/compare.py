@@ -43,6 +43,7 @@ class Server:
     command: Callable[[int], list[str]]
     dialect: Dialect
     environment: dict[str, str] = field(default_factory=dict)
+    settled: str = ""  # what its log says when nothing of its start goes on any more
 
 
 def penstock_server(extra: Sequence[str]) -> Server:
@@ -54,7 +55,8 @@ def penstock_server(extra: Sequence[str]) -> Server:
         raise SystemExit("error: no penstock binary; run `make setup` (or cargo build --release) first")
     paths = [str(peers.ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {} if binary == installed else {"PYTHONPATH": ":".join(paths), "PENSTOCK_PYTHON": sys.executable}
-    return Server("penstock", "bf16", lambda port: [str(binary), "--port", str(port), *extra], PENSTOCK, environment)
+    command = [str(binary), *extra, "--port"]
+    return Server("penstock", "bf16", lambda port: [*command, str(port)], PENSTOCK, environment, "in reserve")
 
 
 def llama_server(name: str, gguf: Path, max_streams: int, extra: Sequence[str]) -> Server:
@@ -88,7 +90,7 @@ def fetch(port: int, path: str) -> str | None:
 
 @contextlib.contextmanager
 def running(server: Server, port: int) -> Iterator[tuple[int, float]]:
-    """Gives (process id, seconds until healthy); the whole process group is gone afterwards."""
+    """Gives (process id, seconds until healthy) when it has settled; the whole process group is gone afterwards."""
     environment = {**os.environ, **server.environment}
     with tempfile.NamedTemporaryFile(prefix=f"{server.name}-", suffix=".log") as log:
         start = time.monotonic()
@@ -96,12 +98,20 @@ def running(server: Server, port: int) -> Iterator[tuple[int, float]]:
             server.command(port), stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
         try:
-            while fetch(port, "/health") is None:
-                if process.poll() is not None or time.monotonic() - start > START_TIMEOUT_S:
-                    tail = Path(log.name).read_text(encoding="utf-8", errors="replace")[-2000:]
-                    raise LoadError(f"{server.name} did not become healthy:\n{tail}")
-                time.sleep(0.05)
-            yield process.pid, time.monotonic() - start
+
+            def logged() -> str:
+                return Path(log.name).read_text(encoding="utf-8", errors="replace")
+
+            def wait_until(holds: Callable[[], bool], what: str) -> float:
+                while not holds():
+                    if process.poll() is not None or time.monotonic() - start > START_TIMEOUT_S:
+                        raise LoadError(f"{server.name} did not become {what}:\n{logged()[-2000:]}")
+                    time.sleep(0.05)
+                return time.monotonic() - start
+
+            healthy_s = wait_until(lambda: fetch(port, "/health") is not None, "healthy")
+            wait_until(lambda: server.settled in logged(), "settled")
+            yield process.pid, healthy_s
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
