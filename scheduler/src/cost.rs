@@ -47,6 +47,14 @@ impl Work {
         self.terms[DECODE_CONTEXT] += f64::from(num_computed_tokens);
     }
 
+    /// The same with so many more decodes, of the same context in the mean.
+    pub fn with_decodes(mut self, num_more: usize) -> Self {
+        let growth = (self.terms[DECODES] + num_more as f64) / self.terms[DECODES];
+        self.terms[DECODES] *= growth;
+        self.terms[DECODE_CONTEXT] *= growth;
+        self
+    }
+
     /// `num_tokens` more of a prompt, with `num_computed_tokens` behind them.
     pub fn add_prefill(&mut self, num_computed_tokens: u32, num_tokens: u32) {
         let (context, tokens) = (f64::from(num_computed_tokens), f64::from(num_tokens));

@@ -57,7 +57,7 @@ impl Scheduler {
             draft.estimate.work.add_decode(self.sequence(id).num_computed_tokens());
             self.advance(&mut draft, id, 1, Vec::new());
         }
-        draft.estimate.bound = self.bound(&draft.estimate.work);
+        draft.estimate.bound = self.bound(&draft.estimate.work, prefills.len());
         self.advance_prefills(&mut draft, prefills, now);
         if draft.plan.advances.is_empty() && self.freed.is_empty() {
             return None;

@@ -7,8 +7,8 @@ use crate::plan::SequenceId;
 use crate::scheduler::Scheduler;
 use crate::step::Draft;
 
-/// How long a step with decodes may take by default, as a multiple of what its decodes take alone. A little less than two:
-/// a gap between tokens is then at most doubled, whatever the prompts beside it, with room for what no forecast foresees.
+/// How long a step with decodes may take by default, as a multiple of what decodes take alone. A little less than two: a
+/// prompt then at most doubles the gap between tokens, however long it is, with room for what no forecast foresees.
 const STRETCH: f64 = 1.75;
 
 /// What was expected of a step.
@@ -43,11 +43,19 @@ impl Scheduler {
         })
     }
 
-    /// Seconds that a step with these decodes may take.
-    pub(crate) fn bound(&self, decodes: &Work) -> Option<f64> {
+    /// Seconds that a step with these decodes may take beside `num_prefills` prompts under way.
+    ///
+    /// By default a multiple of what the decodes take together with those to come: many prompts at once are many streams
+    /// soon, so that steps are as long anyway, and all of them wait less for it. The first to come is the prompt that the
+    /// multiple is for.
+    pub(crate) fn bound(&self, decodes: &Work, num_prefills: usize) -> Option<f64> {
         (decodes.has_decodes() && self.cost.is_informed()).then(|| match self.limits.max_inter_token {
             Some(max_inter_token) => max_inter_token.as_secs_f64(),
-            None => STRETCH * self.cost.seconds(decodes),
+            None => {
+                let num_places = (self.limits.max_step_sequences as usize).saturating_sub(self.running.len());
+                let num_to_come = num_prefills + self.queue.len().min(num_places);
+                STRETCH * self.cost.seconds(&decodes.with_decodes(num_to_come.saturating_sub(1)))
+            }
         })
     }
 

@@ -87,6 +87,30 @@ fn without_a_target_a_step_stays_under_twice_its_decodes() {
 }
 
 #[test]
+fn without_a_target_many_prompts_at_once_have_the_time_of_the_streams_that_they_become() {
+    let mut scheduler = practised(wide(None, 0));
+    for id in 2..18 {
+        submit(&mut scheduler, submission(id, 40, 100));
+    }
+    let (plan, forecast) = timed_step(&mut scheduler, &[1]);
+    // 1 ms and one for each of sixteen decodes: one that runs, fifteen that are to come behind the first.
+    let target = forecast.target.unwrap();
+    assert!(target.abs_diff(17 * MS.mul_f64(1.75)) < 4 * MS, "{target:?}");
+    let num_tokens: u32 = advances(&plan).iter().map(|advance| advance.1).sum();
+    assert!(num_tokens > 40, "{num_tokens} where the time of one decode has room for one block");
+}
+
+#[test]
+fn places_that_are_taken_become_no_streams() {
+    let mut scheduler = practised(Limits { max_step_sequences: 2, ..wide(None, 0) });
+    for id in 2..18 {
+        submit(&mut scheduler, submission(id, 40, 100));
+    }
+    let target = timed_step(&mut scheduler, &[1]).1.target.unwrap();
+    assert!(target < 4 * MS, "{target:?} where one decodes and another one may");
+}
+
+#[test]
 fn a_prompt_alone_takes_the_whole_budget() {
     let mut scheduler = practised(wide(Some(10 * MS), 0));
     scheduler.abort(SequenceId(1));
