@@ -141,7 +141,7 @@ def report(record: dict[str, Any]) -> str:
                 prompts = [second for result in results for second in result["with"]["prompt_ttft_s"]]
                 count, ttft = str(len(prompts)), f"{percentile(prompts, 0.5):.2f}"
             rows.append([name, load, *cells, ratio, count, ttft])
-    rows.append(["vLLM", "not installed here, not measured", "", "", "", "", "", ""])
+    rows.append(["vLLM", "its wheel has kernels for CUDA only: not measured", "", "", "", "", "", ""])
     return (
         f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
         f"`{record['command']}`, {record['revision']}\n\n"
