@@ -33,6 +33,7 @@ pub(crate) struct Sequence {
     /// `None`: shares its blocks with nobody.
     root: Option<Root>,
     needs_prompt_logprobs: bool,
+    num_source_tokens: u32,
     /// Where another one is computing what it needs; it is out of the queue until then.
     awaits: Option<NodeId>,
     /// Blocks that had to be available when it was last found to have too few.
@@ -69,6 +70,7 @@ impl Sequence {
             table: Table::default(),
             root,
             needs_prompt_logprobs: submission.needs_prompt_logprobs,
+            num_source_tokens: submission.num_source_tokens,
             awaits: None,
             num_wanted_blocks: 0,
             served_at: arrived_at,
@@ -191,6 +193,7 @@ impl Sequence {
             id: self.id,
             token_ids: self.token_ids.clone(),
             num_prompt_tokens: self.num_prompt_tokens,
+            num_source_tokens: self.num_source_tokens,
             num_computed_tokens: self.num_computed_tokens,
             block_ids: self.table.block_ids.clone(),
         }

@@ -109,6 +109,7 @@ fn limits() -> impl Strategy<Value = Limits> {
             priority_ageing: ageing_ticks.map(Duration::from_millis),
             max_inter_token: turns.1.map(Duration::from_millis),
             max_overtaking: turns.0,
+            window_tokens: None,
         }
     })
 }

@@ -180,6 +180,7 @@ impl World {
             group: arrival.group,
             prefix_caching: arrival.prefix_caching,
             needs_prompt_logprobs: arrival.needs_prompt_logprobs,
+            num_source_tokens: 0,
         }
     }
 
