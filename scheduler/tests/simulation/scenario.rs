@@ -90,7 +90,7 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
             group,
             prefix_caching: caching != 0,
             needs_prompt_logprobs: logprobs == 0,
-            num_source_tokens: source.unwrap_or(0).min(num_prompt_tokens),
+            num_source_tokens: source.unwrap_or(0),
         }
     })
 }

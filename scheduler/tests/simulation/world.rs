@@ -197,7 +197,7 @@ impl World {
             group: arrival.group,
             prefix_caching: arrival.prefix_caching,
             needs_prompt_logprobs: arrival.needs_prompt_logprobs,
-            num_source_tokens: arrival.num_source_tokens as u32,
+            num_source_tokens: arrival.num_source_tokens.min(arrival.num_prompt_tokens) as u32,
         }
     }
 
