@@ -27,6 +27,7 @@ fn model(device: &str) -> Description {
         attention: "reference".to_owned(),
         vocab_size: 100,
         max_position_tokens: 8192,
+        window_tokens: None,
         weight_bytes: 0,
         kv_bytes_per_block: 0,
         phases: Vec::new(),

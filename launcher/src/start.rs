@@ -98,6 +98,7 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         priority_ageing: Some(PRIORITY_AGEING),
         max_inter_token: settings.max_inter_token,
         max_overtaking: MAX_OVERTAKING,
+        window_tokens: loaded.model.window_tokens,
     };
     let options = EngineOptions {
         limits,

@@ -32,6 +32,7 @@ fn limits() -> Limits {
         priority_ageing: None,
         max_inter_token: None,
         max_overtaking: 0,
+        window_tokens: None,
     }
 }
 

@@ -101,6 +101,7 @@ impl Router {
             priority_ageing: None,
             max_inter_token: None,
             max_overtaking: 0,
+            window_tokens: None,
         };
         let metrics = server::exporter();
         batch_total_tokens(256 * 16);

@@ -32,6 +32,7 @@ fn options() -> EngineOptions {
         priority_ageing: None,
         max_inter_token: None,
         max_overtaking: 0,
+        window_tokens: None,
     };
     EngineOptions { limits, step_deadline: PATIENCE, max_failures: 5 }
 }

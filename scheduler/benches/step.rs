@@ -83,6 +83,7 @@ impl Day {
             priority_ageing: Some(Duration::from_secs(10)),
             max_inter_token: None,
             max_overtaking: 0,
+            window_tokens: None,
         });
         for text in 0..load.num_cached_blocks / 500 {
             submit(&mut scheduler, text, prompt(1_000_000 + text, 500 * BLOCK_TOKENS), 1);
@@ -142,6 +143,7 @@ fn submit(scheduler: &mut Scheduler, id: u32, prompt_token_ids: Vec<TokenId>, ma
         prefix_caching: true,
         group: None,
         needs_prompt_logprobs: false,
+        num_source_tokens: 0,
     };
     scheduler.submit(submission, Duration::ZERO).expect("a sequence that fits");
 }

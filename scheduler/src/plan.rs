@@ -40,6 +40,9 @@ pub struct Limits {
     /// Of several prompts the one with the least left to compute goes first, until so many tokens of later ones were
     /// computed ahead of an earlier one for each token that it has left. 0: strictly in line.
     pub max_overtaking: u32,
+    /// A token is computed from so many of the last ones, itself included; what stands before them is given up. `None`:
+    /// from all before it.
+    pub window_tokens: Option<u32>,
 }
 
 /// A sequence to generate.
@@ -63,6 +66,9 @@ pub struct Submission {
     pub group: Option<u64>,
     /// All of the prompt is computed, whatever is cached, until a token has come back.
     pub needs_prompt_logprobs: bool,
+    /// So many tokens at the beginning of the prompt are an encoder's: they are computed in one step, and shared with
+    /// nobody. At most the prompt; 0: none.
+    pub num_source_tokens: u32,
 }
 
 /// What one step does; only differences to what the worker already knows.
@@ -82,6 +88,8 @@ pub struct Start {
     /// Every token known: the prompt, and what was generated before a preemption.
     pub token_ids: Vec<TokenId>,
     pub num_prompt_tokens: u32,
+    /// The first advance covers so many at least.
+    pub num_source_tokens: u32,
     /// How many stand in `block_ids` already, shared: in whole blocks, and never all. In a sequence's first start these
     /// are the cached tokens of its prompt.
     pub num_computed_tokens: u32,

@@ -196,6 +196,7 @@ impl StepLoop {
             prefix_caching: true,
             group: request.group,
             needs_prompt_logprobs: request.sampling.prompt_logprobs,
+            num_source_tokens: 0,
         };
         match self.scheduler.submit(submission, self.epoch.elapsed()) {
             Ok(()) => {

@@ -27,7 +27,7 @@ fn new_sequence(sampling: &Sampling, start: Start) -> proto::NewSequence {
         block_ids: start.block_ids,
         sampling: Some(message(sampling)),
         adapter_id: String::new(),
-        num_source_tokens: 0,
+        num_source_tokens: start.num_source_tokens,
     }
 }
 

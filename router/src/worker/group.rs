@@ -48,6 +48,8 @@ pub struct Description {
     pub vocab_size: u32,
     /// The longest sequence the model was made for.
     pub max_position_tokens: u32,
+    /// Every layer sees at most so many of the last tokens; `None`: some layer sees all.
+    pub window_tokens: Option<u32>,
     /// Of all ranks together.
     pub weight_bytes: u64,
     /// Of all ranks together.
@@ -125,6 +127,7 @@ impl Group {
             attention: first.attention,
             vocab_size: first.vocab_size,
             max_position_tokens: first.max_position_tokens,
+            window_tokens: (first.window_tokens > 0).then_some(first.window_tokens),
             weight_bytes,
             kv_bytes_per_block,
             phases: phases(first.phases),

@@ -32,6 +32,7 @@ pub const LIMITS: Limits = Limits {
     priority_ageing: None,
     max_inter_token: None,
     max_overtaking: 4,
+    window_tokens: None,
 };
 const REQUEST_LIMITS: RequestLimits = RequestLimits {
     max_concurrent_requests: 1,

@@ -31,6 +31,7 @@ fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
         priority_ageing: None,
         max_inter_token: None,
         max_overtaking: 0,
+        window_tokens: None,
     }
 }
 
@@ -45,6 +46,7 @@ fn submission(id: u64, num_prompt_tokens: usize, max_new_tokens: u32) -> Submiss
         prefix_caching: true,
         group: None,
         needs_prompt_logprobs: false,
+        num_source_tokens: 0,
     }
 }
 

@@ -48,6 +48,7 @@ fn limits_of_zero_count_as_one() {
         priority_ageing: Some(Duration::ZERO),
         max_inter_token: None,
         max_overtaking: 0,
+        window_tokens: None,
     };
     let mut scheduler = scheduler(zero, &[(1, 2, 1)]);
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)]);

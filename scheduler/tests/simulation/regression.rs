@@ -22,6 +22,7 @@ const ARRIVAL: Arrival = Arrival {
     group: None,
     prefix_caching: true,
     needs_prompt_logprobs: false,
+    num_source_tokens: 0,
 };
 
 /// Somebody went on waiting although the blocks were there: of a sequence that had computed them too, and left.
@@ -38,6 +39,7 @@ fn who_waits_is_woken_when_another_copy_takes_the_place_of_one_that_is_lost() {
         priority_ageing: None,
         max_inter_token: None,
         max_overtaking: 0,
+        window_tokens: None,
     };
     let arrivals = vec![
         Arrival { tick: 7, id: 5, needs_prompt_logprobs: true, ..ARRIVAL },
