@@ -77,6 +77,8 @@ pub struct Settings {
 pub struct SequenceLimits {
     pub max_input_tokens: u32,
     pub max_total_tokens: u32,
+    /// Of an encoder–decoder's answer alone.
+    pub max_new_tokens: Option<u32>,
     pub max_queued_tokens: u64,
     pub choices: Vec<Choice>,
 }
@@ -105,6 +107,8 @@ pub enum ResolveError {
     BeyondMemory { name: &'static str, given: u32, capacity: u64 },
     #[error("--max-input-tokens is {given}, but sequences can have at most {max_total_tokens} tokens ({reason})")]
     InputBeyondTotal { given: u32, max_total_tokens: u32, reason: String },
+    #[error("--max-input-tokens is {given}, but this model's inputs can have at most {allowed} tokens ({reason})")]
+    InputBeyondSource { given: u32, allowed: u32, reason: &'static str },
 }
 
 impl Settings {
@@ -152,23 +156,40 @@ impl Settings {
         } else {
             (DEFAULT_STEP_TOKENS_GPU, "GPU")
         };
+        // An encoder reads its source in one step, or not at all.
+        let source_tokens = model
+            .max_source_tokens
+            .min(self.max_input_tokens.unwrap_or(u32::MAX))
+            .min(args.max_total_tokens.unwrap_or(u32::MAX));
         // Every running sequence advances in every step, so each needs its token.
-        let tokens = wanted.min(model.max_position_tokens).max(self.max_step_sequences);
+        let tokens = wanted.min(model.max_position_tokens).max(source_tokens.saturating_add(self.max_step_sequences));
         let reason = format!("the default on a {device}, within what the model and max-batch-size need");
         (tokens, Some(Choice::new("max-batch-prefill-tokens", tokens, reason)))
+    }
+
+    /// Whether sequences share what is computed of prompts that begin alike.
+    pub fn prefix_caching(args: &Args, model: &Description) -> (bool, Option<Choice>) {
+        if !args.prefix_caching || !model.is_encoder_decoder() {
+            return (args.prefix_caching, None);
+        }
+        let reason = "in an encoder–decoder every token of a source depends on all of it";
+        (false, Some(Choice::new("prefix-caching", false, reason)))
     }
 }
 
 impl SequenceLimits {
+    /// `step_tokens`: what one step may compute.
     pub fn resolve(
         args: &Args,
         settings: &Settings,
         model: &Description,
+        step_tokens: u32,
         num_blocks: u32,
     ) -> Result<Self, ResolveError> {
         let mut choices = Vec::new();
         let capacity = u64::from(num_blocks) * u64::from(BLOCK_TOKENS);
-        let model_limit = model.max_position_tokens;
+        let capacity = capacity.saturating_sub(u64::from(model.num_prefix_tokens()));
+        let model_limit = model.max_total_tokens();
         let (max_total_tokens, reason) = match args.max_total_tokens {
             Some(given) if given > model_limit => {
                 return Err(ResolveError::BeyondModel { given, allowed: model_limit });
@@ -188,15 +209,18 @@ impl SequenceLimits {
                 (tokens, reason)
             }
         };
+        let (longest_input, why) = longest_input(model, step_tokens, max_total_tokens);
         let max_input_tokens = match settings.max_input_tokens {
             Some(given) if given >= max_total_tokens => {
                 return Err(ResolveError::InputBeyondTotal { given, max_total_tokens, reason });
             }
+            Some(given) if given > longest_input => {
+                return Err(ResolveError::InputBeyondSource { given, allowed: longest_input, reason: why });
+            }
             Some(given) => given,
             None => {
-                let tokens = max_total_tokens.saturating_sub(1);
-                choices.push(Choice::new("max-input-tokens", tokens, "max-total-tokens - 1"));
-                tokens
+                choices.push(Choice::new("max-input-tokens", longest_input, why));
+                longest_input
             }
         };
         let max_queued_tokens = args.max_queued_tokens.unwrap_or_else(|| {
@@ -205,8 +229,20 @@ impl SequenceLimits {
             choices.push(Choice::new("max-queued-tokens", tokens, reason));
             tokens
         });
-        Ok(Self { max_input_tokens, max_total_tokens, max_queued_tokens, choices })
+        let max_new_tokens = model.max_new_tokens();
+        Ok(Self { max_input_tokens, max_total_tokens, max_new_tokens, max_queued_tokens, choices })
     }
+}
+
+/// In tokens, and why it is no longer.
+fn longest_input(model: &Description, step_tokens: u32, max_total_tokens: u32) -> (u32, &'static str) {
+    let total = (max_total_tokens.saturating_sub(1), "max-total-tokens - 1");
+    if !model.is_encoder_decoder() {
+        return total;
+    }
+    let source = (model.max_source_tokens, "the model's longest source");
+    let step = (step_tokens, "max-batch-prefill-tokens: an encoder reads its source in one step");
+    [source, step, total].into_iter().min_by_key(|(tokens, _)| *tokens).unwrap_or(total)
 }
 
 fn check_ranges(args: &Args) -> Result<(), ResolveError> {

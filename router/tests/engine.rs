@@ -51,6 +51,7 @@ async fn engine(group: &FakeGroup) -> Engine {
 
 fn request(prompt_token_ids: &[u32], max_new_tokens: u32) -> SequenceRequest {
     SequenceRequest {
+        num_source_tokens: 0,
         prompt_token_ids: prompt_token_ids.to_vec(),
         max_new_tokens,
         sampling: Sampling::default(),

@@ -47,6 +47,7 @@ fn dies_at(step: u64) -> Vec<Script> {
 
 fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
     SequenceRequest {
+        num_source_tokens: 0,
         prompt_token_ids: prompt.to_vec(),
         max_new_tokens,
         sampling: Sampling::default(),

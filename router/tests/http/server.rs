@@ -33,6 +33,7 @@ pub const LIMITS: RequestLimits = RequestLimits {
     max_top_n_tokens: 5,
     max_input_tokens: 200,
     max_total_tokens: 256,
+    max_new_tokens: None,
     max_client_batch_size: 4,
 };
 
@@ -231,6 +232,7 @@ pub fn config(folder: &Path) -> Config {
         pipeline_tag: None,
         model_folder: folder.to_owned(),
         limits: LIMITS,
+        decoder_prefix: Arc::default(),
         queue: QueueLimits { max_tokens: u64::MAX, timeout: None },
         validation_workers: 1,
         payload_limit_bytes: 10_000,

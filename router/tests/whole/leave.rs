@@ -82,6 +82,7 @@ fn body(num_prompt_tokens: u32, max_new_tokens: u32) -> Value {
 fn witness(server: &Server) -> SequenceStream {
     server.engine.submit(SequenceRequest {
         prompt_token_ids: vec![7],
+        num_source_tokens: 0,
         max_new_tokens: 400,
         sampling: Sampling::default(),
         priority: 1,
