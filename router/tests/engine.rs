@@ -147,6 +147,15 @@ async fn a_broken_sequence_fails_alone_with_the_workers_words() {
 }
 
 #[tokio::test]
+async fn a_sequence_that_cannot_go_on_by_its_own_doing_is_told_apart() {
+    let broken_fault = penstock_proto::Fault::Request;
+    let script = Script { broken_first_token: Some(13), broken_fault, ..Script::default() };
+    let group = FakeGroup::start(vec![script]);
+    let (_, terminal) = collect(engine(&group).await.submit(request(&[13, 1], 50))).await;
+    assert_eq!(terminal, SequenceEvent::Failed(SequenceFailure::Request("not a number".to_owned())));
+}
+
+#[tokio::test]
 async fn two_ranks_get_the_same_plans_and_give_the_same_tokens() {
     let group = FakeGroup::start(vec![Script::default(), Script::default()]);
     let engine = engine(&group).await;
@@ -289,6 +298,8 @@ async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
     let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     let description = connected.load(&load_options()).await.unwrap();
     assert_eq!((description.weight_bytes, description.kv_bytes_per_block), (2000, 32));
+    assert_eq!((description.max_total_tokens(), description.max_new_tokens()), (4096, None));
+    assert_eq!(description.pipeline_tag(), None);
     assert_eq!(description.phases, [Phase { name: "read weights".to_owned(), duration: Duration::from_millis(500) }]);
     let options = WarmUpOptions {
         max_step_tokens: 64,
@@ -326,6 +337,22 @@ async fn a_refused_load_surfaces_as_the_worker_said_it() {
     let group = FakeGroup::start(vec![Script { load_failure: Some(message.to_owned()), ..Script::default() }]);
     let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     assert_eq!(connected.load(&load_options()).await.unwrap_err().to_string(), message);
+}
+
+#[tokio::test]
+async fn an_encoder_decoder_says_what_its_answers_follow_and_how_long_they_are() {
+    let of = |decoder_prefix: &[u32]| Script { decoder_prefix: decoder_prefix.to_vec(), ..Script::default() };
+    let group = FakeGroup::start(vec![of(&[2, 0]), of(&[2, 0])]);
+    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let description = connected.load(&load_options()).await.unwrap();
+    assert_eq!((&*description.decoder_prefix, description.max_source_tokens), (&[2, 0][..], 3000));
+    assert_eq!((description.max_total_tokens(), description.max_new_tokens()), (4094, Some(1094)));
+    assert_eq!(description.pipeline_tag(), Some("text2text-generation"));
+
+    let group = FakeGroup::start(vec![of(&[2]), of(&[0])]);
+    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let error = connected.load(&load_options()).await.unwrap_err();
+    assert_eq!(error.to_string(), "the ranks do not agree on the decoder's prefix: [[2], [0]]");
 }
 
 #[tokio::test]

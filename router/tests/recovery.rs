@@ -110,6 +110,32 @@ async fn streams_go_on_with_the_same_tokens_whatever_step_a_worker_is_lost_in() 
 }
 
 #[tokio::test]
+async fn sources_are_sent_again_whole_and_the_answers_behind_them() {
+    for step in [1, 2, 5, 9] {
+        let fleet = Fleet::new([dies_at(step), healthy()]);
+        let limits = Limits { max_step_tokens: 64, ..options().limits };
+        let engine = fleet.engine(EngineOptions { limits, ..options() }).await;
+        // Sources of several lengths, and two tokens that every answer follows.
+        let prompts: Vec<Vec<u32>> = [1, 5, 16, 11].iter().map(|&n| (n..2 * n).chain([7, 8]).collect()).collect();
+        let streams = prompts.iter().map(|prompt| {
+            let num_source_tokens = prompt.len() as u32 - 2;
+            collect(engine.submit(SequenceRequest { num_source_tokens, ..request(prompt, 12) }))
+        });
+        for (prompt, stream) in prompts.iter().zip(join_all(streams.collect::<Vec<_>>()).await) {
+            assert_eq!(stream, (expected_tokens(prompt, 12), FINISHED));
+        }
+        let again = fleet.started(2).await.ranks[0]
+            .look(|seen| seen.plans.iter().flat_map(|plan| plan.new_sequences.clone()).collect::<Vec<_>>());
+        assert!(!again.is_empty(), "step {step} was never reached");
+        for new in again {
+            let prompt = prompts.iter().find(|prompt| new.token_ids.starts_with(prompt)).expect("source and prefix");
+            assert_eq!(new.num_source_tokens as usize, prompt.len() - 2);
+            assert_eq!(new.num_computed_tokens, 0);
+        }
+    }
+}
+
+#[tokio::test]
 async fn it_does_not_matter_which_rank_is_lost() {
     for step in [1, 5, 11] {
         let fleet = Fleet::new([

@@ -33,3 +33,34 @@ pub(super) fn configure(stream: &TcpStream, limits: ConnectionLimits) -> io::Res
     }
     Ok(())
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_kernel_asks_a_quiet_client_and_gives_up_one_that_does_not_answer() {
+        let limits = ConnectionLimits {
+            head_timeout: Duration::ZERO,
+            body_timeout: Duration::ZERO,
+            max_head_bytes: 0,
+            max_streams: 0,
+            keep_alive: Duration::from_secs(20),
+            client_timeout: Duration::from_secs(40),
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        configure(&stream, limits).unwrap();
+        let socket = SockRef::from(&stream);
+        assert!(stream.nodelay().unwrap() && socket.keepalive().unwrap());
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(20));
+        assert_eq!(socket.tcp_keepalive_interval().unwrap(), Duration::from_secs(5));
+        assert_eq!(socket.tcp_user_timeout().unwrap(), Some(Duration::from_secs(40)));
+        let soon = ConnectionLimits { keep_alive: Duration::from_millis(1), ..limits };
+        configure(&stream, soon).unwrap();
+        assert_eq!(socket.tcp_keepalive_interval().unwrap(), Duration::from_secs(1));
+    }
+}

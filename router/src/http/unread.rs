@@ -27,11 +27,7 @@ pub(super) async fn limit(State(patience): State<Duration>, request: Request, ne
     if http_body::Body::size_hint(response.body()).exact().is_some() {
         return response;
     }
-    response.map(|body| {
-        let state = Arc::new(Mutex::new(Reading { body: Some(body), is_due: false, num_ticks: 0 }));
-        let watch = tokio::spawn(watch(Arc::downgrade(&state), patience, identity));
-        Body::new(WatchedBody { state, _watch: AbortOnDropHandle::new(watch) })
-    })
+    response.map(|body| WatchedBody::new(Reading::of(body), patience, identity))
 }
 
 struct Reading {
@@ -41,6 +37,12 @@ struct Reading {
     is_due: bool,
     /// Since when, in parts of the patience.
     num_ticks: u32,
+}
+
+impl Reading {
+    fn of(body: Body) -> Arc<Mutex<Self>> {
+        Arc::new(Mutex::new(Self { body: Some(body), is_due: false, num_ticks: 0 }))
+    }
 }
 
 async fn watch(state: Weak<Mutex<Reading>>, patience: Duration, identity: Option<RequestIdentity>) {
@@ -72,6 +74,13 @@ struct WatchedBody {
     _watch: AbortOnDropHandle<()>,
 }
 
+impl WatchedBody {
+    fn new(state: Arc<Mutex<Reading>>, patience: Duration, identity: Option<RequestIdentity>) -> Body {
+        let watch = tokio::spawn(watch(Arc::downgrade(&state), patience, identity));
+        Body::new(Self { state, _watch: AbortOnDropHandle::new(watch) })
+    }
+}
+
 impl http_body::Body for WatchedBody {
     type Data = Bytes;
     type Error = axum::Error;
@@ -92,5 +101,67 @@ impl http_body::Body for WatchedBody {
 
     fn size_hint(&self) -> SizeHint {
         lock(&self.state).body.as_ref().map(http_body::Body::size_hint).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use futures::stream;
+    use http_body_util::BodyExt;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(40);
+
+    /// A body under watch, and whether the one inside is still there.
+    fn watched(body: Body) -> (Body, Arc<Mutex<Reading>>) {
+        let state = Reading::of(body);
+        (WatchedBody::new(Arc::clone(&state), PATIENCE, None), state)
+    }
+
+    fn is_given_up(state: &Mutex<Reading>) -> bool {
+        lock(state).body.is_none()
+    }
+
+    fn endless() -> Body {
+        Body::from_stream(stream::repeat_with(|| Ok::<_, Infallible>("x")))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_of_which_nothing_more_is_asked_for_is_given_up() {
+        let (mut body, state) = watched(endless());
+        body.frame().await.unwrap().unwrap();
+        tokio::time::sleep(PATIENCE).await;
+        assert!(!is_given_up(&state));
+        tokio::time::sleep(PATIENCE / NUM_TICKS * 2).await;
+        assert!(is_given_up(&state));
+        assert!(body.frame().await.unwrap().is_err(), "it broke off, it did not end");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_takes_a_frame_now_and_then_is_waited_for() {
+        let (mut body, state) = watched(endless());
+        for _ in 0..20 {
+            body.frame().await.unwrap().unwrap();
+            tokio::time::sleep(PATIENCE - Duration::from_secs(1)).await;
+        }
+        assert!(!is_given_up(&state));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_for_us_is_not_given_up() {
+        let (mut body, state) = watched(Body::from_stream(stream::pending::<Result<Bytes, Infallible>>()));
+        assert!(futures::poll!(body.frame()).is_pending());
+        tokio::time::sleep(PATIENCE * 10).await;
+        assert!(!is_given_up(&state));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nor_is_a_body_that_was_never_asked() {
+        let (_body, state) = watched(endless());
+        tokio::time::sleep(PATIENCE * 10).await;
+        assert!(!is_given_up(&state));
     }
 }

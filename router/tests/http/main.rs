@@ -25,3 +25,4 @@ mod tgi_fold;
 mod tgi_odd_input;
 mod tgi_order;
 mod tool;
+mod unread;
