@@ -19,6 +19,9 @@ const DEFAULT_MAX_STEP_SEQUENCES: u32 = 256;
 /// streams for seconds with a larger one.
 const DEFAULT_STEP_TOKENS_CPU: u32 = 512;
 const DEFAULT_STEP_TOKENS_GPU: u32 = 4096;
+/// An encoder's source is computed in one step, however long that takes; what T5 could read is longer than anybody wants.
+const DEFAULT_SOURCE_TOKENS_CPU: u32 = 1024;
+const DEFAULT_SOURCE_TOKENS_GPU: u32 = 4096;
 
 /// What may wait by default: as many of the longest sequences as `--max-concurrent-requests` lets in by default, so that
 /// nobody is refused who would not be by it; and more where the KV cache would soon have room for more.
@@ -151,16 +154,13 @@ impl Settings {
         if let Some(tokens) = args.max_batch_prefill_tokens {
             return (tokens, None);
         }
-        let (wanted, device) = if model.device.starts_with("cpu") {
-            (DEFAULT_STEP_TOKENS_CPU, "CPU")
+        let (wanted, longest_source, device) = if model.device.starts_with("cpu") {
+            (DEFAULT_STEP_TOKENS_CPU, DEFAULT_SOURCE_TOKENS_CPU, "CPU")
         } else {
-            (DEFAULT_STEP_TOKENS_GPU, "GPU")
+            (DEFAULT_STEP_TOKENS_GPU, DEFAULT_SOURCE_TOKENS_GPU, "GPU")
         };
-        // An encoder reads its source in one step, or not at all.
-        let source_tokens = model
-            .max_source_tokens
-            .min(self.max_input_tokens.unwrap_or(u32::MAX))
-            .min(args.max_total_tokens.unwrap_or(u32::MAX));
+        let longest_source = self.max_input_tokens.unwrap_or(longest_source);
+        let source_tokens = model.max_source_tokens.min(longest_source).min(args.max_total_tokens.unwrap_or(u32::MAX));
         // Every running sequence advances in every step, so each needs its token.
         let tokens = wanted.min(model.max_position_tokens).max(source_tokens.saturating_add(self.max_step_sequences));
         let reason = format!("the default on a {device}, within what the model and max-batch-size need");
@@ -209,18 +209,15 @@ impl SequenceLimits {
                 (tokens, reason)
             }
         };
-        let (longest_input, why) = longest_input(model, step_tokens, max_total_tokens);
         let max_input_tokens = match settings.max_input_tokens {
             Some(given) if given >= max_total_tokens => {
                 return Err(ResolveError::InputBeyondTotal { given, max_total_tokens, reason });
             }
-            Some(given) if given > longest_input => {
-                return Err(ResolveError::InputBeyondSource { given, allowed: longest_input, reason: why });
-            }
-            Some(given) => given,
+            Some(given) => check_source(given, model, step_tokens)?,
             None => {
-                choices.push(Choice::new("max-input-tokens", longest_input, why));
-                longest_input
+                let (tokens, reason) = default_input(settings, model, step_tokens, max_total_tokens);
+                choices.push(Choice::new("max-input-tokens", tokens, reason));
+                tokens
             }
         };
         let max_queued_tokens = args.max_queued_tokens.unwrap_or_else(|| {
@@ -234,14 +231,33 @@ impl SequenceLimits {
     }
 }
 
-/// In tokens, and why it is no longer.
-fn longest_input(model: &Description, step_tokens: u32, max_total_tokens: u32) -> (u32, &'static str) {
+/// An encoder reads its source in one step, or not at all.
+fn check_source(given: u32, model: &Description, step_tokens: u32) -> Result<u32, ResolveError> {
+    let (allowed, reason) = if model.max_source_tokens <= step_tokens {
+        (model.max_source_tokens, "the model's longest source")
+    } else {
+        (step_tokens, "max-batch-prefill-tokens: an encoder reads its source in one step")
+    };
+    if model.is_encoder_decoder() && given > allowed {
+        return Err(ResolveError::InputBeyondSource { given, allowed, reason });
+    }
+    Ok(given)
+}
+
+/// In tokens, and why.
+fn default_input(
+    settings: &Settings,
+    model: &Description,
+    step_tokens: u32,
+    max_total_tokens: u32,
+) -> (u32, &'static str) {
     let total = (max_total_tokens.saturating_sub(1), "max-total-tokens - 1");
     if !model.is_encoder_decoder() {
         return total;
     }
+    let beside_others = step_tokens.saturating_sub(settings.max_step_sequences).max(step_tokens / 2);
+    let step = (beside_others, "what an encoder can read in one step, beside the other sequences' tokens");
     let source = (model.max_source_tokens, "the model's longest source");
-    let step = (step_tokens, "max-batch-prefill-tokens: an encoder reads its source in one step");
     [source, step, total].into_iter().min_by_key(|(tokens, _)| *tokens).unwrap_or(total)
 }
 

@@ -133,13 +133,22 @@ fn an_encoder_reads_its_source_in_one_step() {
     assert_eq!(step_tokens(""), 600 + 128, "beside everybody else's token");
     assert_eq!(step_tokens("--max-input-tokens 500"), 500 + 128);
     assert_eq!(step_tokens("--max-total-tokens 100"), 512);
+    let long = Description { max_position_tokens: 16_384, max_source_tokens: 8192, ..encoder_decoder() };
+    let pair = |flags: &str| {
+        let limits = limits_of(&long, flags, 10_000).unwrap();
+        (settings(flags).unwrap().step_tokens(&args(flags), &long).0, limits.max_input_tokens)
+    };
+    assert_eq!(pair(""), (1024 + 128, 1024));
+    assert_eq!(pair("--max-input-tokens 8192"), (8192 + 128, 8192));
     let parts = |flags: &str, num_blocks| {
         let limits = limits_of(&model, flags, num_blocks).unwrap();
         (limits.max_input_tokens, limits.max_new_tokens, limits.max_total_tokens)
     };
     assert_eq!(parts("", 1000), (600, Some(99), 699));
     assert_eq!(parts("", 10), (158, Some(99), 159));
-    assert_eq!(parts("--max-batch-prefill-tokens 300", 1000), (300, Some(99), 699));
+    assert_eq!(parts("--max-batch-prefill-tokens 300", 1000), (300 - 128, Some(99), 699));
+    assert_eq!(parts("--max-batch-prefill-tokens 64", 1000), (32, Some(99), 699));
+    assert_eq!(parts("--max-batch-prefill-tokens 300 --max-input-tokens 300", 1000), (300, Some(99), 699));
     assert_eq!(parts("--max-input-tokens 20 --max-total-tokens 30", 1000), (20, Some(99), 30));
     let refusal = |flags: &str| limits_of(&model, flags, 1000).unwrap_err().to_string();
     assert_eq!(
