@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from binary import Server, start
+from binary import Server, launch, start
 from disturbance.probe import metrics, wait_for_rest, wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedModel
@@ -203,7 +203,7 @@ def test_several_answers_of_one_source(pair: Pair) -> None:
 def test_who_leaves_gives_everything_back(pair: Pair) -> None:
     parameters = {"max_new_tokens": pair.answer_tokens, "ignore_eos": True}
     connection, response = send(pair.server, "/generate_stream", {"inputs": TEXTS[4], "parameters": parameters})
-    assert response.fp.readline().startswith(b"data: ")
+    assert response.readline().startswith(b"data: ")
     response.close()
     connection.close()
     wait_until(lambda: metrics(pair.server)["tgi_batch_current_size"] == 0, "nothing runs")
@@ -260,13 +260,11 @@ def test_what_cannot_be_is_refused(pair: Pair) -> None:
 
 
 def test_a_source_longer_than_a_step_is_a_contradiction_at_the_start(tmp_path: Path) -> None:
-    from binary import launch
-
     tokenizer = unigram()
     t5(tokenizer.get_vocab_size()).save_pretrained(tmp_path)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     flags = ("--max-input-tokens", "200", "--max-batch-prefill-tokens", "100", "--max-batch-size", "8")
     process = launch("--port", "0", "--hostname", "127.0.0.1", "--model-id", str(tmp_path), *flags)
     said, _ = process.communicate(timeout=180)
-    assert process.returncode == 2 or process.returncode == 1
+    assert process.returncode == 1
     assert "--max-input-tokens is 200, but this model's inputs can have at most 100 tokens" in said

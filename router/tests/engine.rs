@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
+use fake_worker::setting::{limits, request};
 use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use penstock_router::engine::{
@@ -20,22 +21,6 @@ use tokio::sync::watch;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-fn limits() -> Limits {
-    Limits {
-        max_step_tokens: 64,
-        max_step_sequences: 16,
-        max_sequence_tokens: 512,
-        num_blocks: 256,
-        block_tokens: 16,
-        max_steps_in_flight: 2,
-        prefix_caching: false,
-        priority_ageing: None,
-        max_inter_token: None,
-        max_overtaking: 0,
-        window_tokens: None,
-    }
-}
-
 /// The first failure is the last.
 fn options(limits: Limits) -> EngineOptions {
     EngineOptions { limits, step_deadline: PATIENCE, max_failures: 1 }
@@ -47,17 +32,6 @@ async fn engine(group: &FakeGroup) -> Engine {
         options(limits()),
         Arc::new(Fleet::new([])),
     )
-}
-
-fn request(prompt_token_ids: &[u32], max_new_tokens: u32) -> SequenceRequest {
-    SequenceRequest {
-        num_source_tokens: 0,
-        prompt_token_ids: prompt_token_ids.to_vec(),
-        max_new_tokens,
-        sampling: Sampling::default(),
-        priority: 0,
-        group: None,
-    }
 }
 
 /// Tokens and the terminal event; fails unless there is exactly one, at the end.

@@ -4,6 +4,7 @@
 
 pub mod fleet;
 mod sequences;
+pub mod setting;
 
 use std::collections::HashSet;
 use std::net::Shutdown;
