@@ -25,6 +25,11 @@ impl Admission {
         Self { spare_blocks, num_looked_up_blocks: 0, is_closed: false }
     }
 
+    /// One step takes more blocks of a prompt than the whole of it needs at a time: windows pass them when it is over.
+    pub fn borrow(&mut self, num_taken: usize, num_lacking: usize) {
+        self.spare_blocks -= num_taken.saturating_sub(num_lacking) as isize;
+    }
+
     /// Blocks that a newcomer may take. One for each sequence that runs stays free, or the newcomer would soon be
     /// preempted; and so one that was just preempted does not come back in the same step.
     pub fn available(&self, scheduler: &Scheduler) -> usize {
@@ -58,19 +63,27 @@ impl Scheduler {
             self.lend(node, effort, lookup.num_awaited_blocks as u32 * self.limits.block_tokens);
             return;
         }
-        let num_wanted = self.num_blocks_of(id) - lookup.block_ids.len() + lookup.num_available;
+        let (sequence, num_hit_blocks) = (self.sequence(id), lookup.block_ids.len());
+        let num_known_tokens = sequence.num_pending_tokens();
+        let layout = sequence.layout();
+        let num_lacking = layout.num_lacking_blocks(num_known_tokens, num_hit_blocks, lookup.held().len());
+        let num_wanted = num_lacking + lookup.num_available;
         if num_wanted > num_available {
             self.sequence_mut(id).set_num_wanted_blocks(num_wanted);
             admission.is_closed = true;
             return;
         }
-        let num_hit_tokens = lookup.block_ids.len() as u32 * self.limits.block_tokens;
-        let possible = self.sequence(id).num_pending_tokens() - num_hit_tokens;
+        let num_hit_tokens = num_hit_blocks as u32 * layout.block_tokens;
+        let slots = (num_available - lookup.num_available) as u64 * u64::from(layout.block_tokens);
+        let possible = slots.min(u64::from(num_known_tokens - num_hit_tokens)) as u32;
         let num_tokens = self.chunk_tokens(draft, id, num_hit_tokens, possible);
         if num_tokens == 0 {
+            // A source may not fit into what is left of the step.
+            admission.is_closed = true;
             return;
         }
         admission.spare_blocks -= num_wanted as isize;
+        admission.borrow(layout.num_blocks(num_hit_tokens + num_tokens) - num_hit_blocks, num_lacking);
         let relied_on = self.start(draft, id, lookup);
         self.advance_prompt(draft, id, num_tokens, relied_on);
     }
@@ -85,8 +98,7 @@ impl Scheduler {
 
     /// Blocks that a sequence lacks to hold all that is known of it.
     pub(crate) fn num_blocks_of(&self, id: SequenceId) -> usize {
-        let sequence = self.sequence(id);
-        sequence.num_missing_blocks(sequence.num_pending_tokens(), self.limits.block_tokens)
+        self.sequence(id).num_lacking_blocks()
     }
 
     /// Returns the shared blocks that are not written yet.
@@ -100,14 +112,14 @@ impl Scheduler {
             self.num_hit_tokens += lookup.block_ids.len() as u64 * u64::from(block_tokens);
         }
         let unwritten = |block_id: &BlockId| !self.cache.pool.is_written(*block_id);
-        let relied_on = lookup.block_ids.iter().copied().filter(unwritten).collect();
+        let relied_on = lookup.held().iter().copied().filter(unwritten).collect();
         let mut table = Table::default();
         if let Some(root) = sequence.root() {
             table = self.cache.hold(root, sequence.token_ids(), lookup);
             self.cache.promise(&table, sequence.promise());
         }
         let (precedence, max_tokens) = (sequence.precedence(), sequence.max_tokens());
-        draft.plan.started.push(sequence.start(stay, table, block_tokens));
+        draft.plan.started.push(sequence.start(stay, table));
         self.queue.remove(precedence);
         self.running.insert(precedence, id);
         self.max_running_tokens += u64::from(max_tokens);

@@ -12,7 +12,7 @@ impl Scheduler {
         let (mut num_waiting, mut num_on_worker) = (0, 0);
         for (id, sequence) in &self.sequences {
             let table = sequence.table();
-            for block_id in &table.block_ids {
+            for block_id in table.held() {
                 let (num_holders, num_leaving) = &mut holders[*block_id as usize];
                 *num_holders += 1;
                 *num_leaving += u32::from(sequence.is_planned_out());

@@ -17,6 +17,9 @@ pub enum SubmitError {
     /// Not even alone in the pool.
     #[error("the sequence can grow to {needed_blocks} KV blocks, the pool has {num_blocks}; ask for fewer tokens")]
     TooManyBlocks { needed_blocks: u32, num_blocks: u32 },
+    /// It is computed in one step, and the prompt begins with it.
+    #[error("the source has {num_source_tokens} tokens, at most {max_source_tokens} are allowed")]
+    SourceTooLong { num_source_tokens: u32, max_source_tokens: u32 },
     #[error("sequence {} is already known", id.0)]
     AlreadyKnown { id: SequenceId },
 }

@@ -13,6 +13,7 @@ mod cost;
 mod error;
 mod fault;
 mod flight;
+mod layout;
 mod order;
 mod plan;
 mod pool;

@@ -53,7 +53,7 @@ impl Scheduler {
                 (Some((_, id)), _) => {
                     waiting.pop_front();
                     promised = promised.filter(|promised| *promised != id);
-                    if !self.advance_prefill(draft, id, promised) {
+                    if !self.advance_prefill(draft, &mut admission, id, promised) {
                         passed_over.push(id);
                     }
                     id
@@ -81,12 +81,19 @@ impl Scheduler {
     }
 
     /// Leaves in the pool what has been `promised` to another one. False when there is nothing for it.
-    fn advance_prefill(&mut self, draft: &mut Draft, id: SequenceId, promised: Option<SequenceId>) -> bool {
-        let block_tokens = self.limits.block_tokens;
-        let num_promised = promised.map_or(0, |id| self.sequence(id).num_missing_blocks(1, block_tokens));
+    fn advance_prefill(
+        &mut self,
+        draft: &mut Draft,
+        admission: &mut Admission,
+        id: SequenceId,
+        promised: Option<SequenceId>,
+    ) -> bool {
+        let num_promised = promised.map_or(0, |id| self.sequence(id).num_missing_blocks(1));
         let num_free = self.cache.pool.num_available().saturating_sub(num_promised);
-        let possible = self.sequence(id).max_advance_tokens(num_free, block_tokens);
-        let num_tokens = self.chunk_tokens(draft, id, self.sequence(id).num_computed_tokens(), possible);
+        let sequence = self.sequence(id);
+        let possible = sequence.max_advance_tokens(num_free);
+        let num_tokens = self.chunk_tokens(draft, id, sequence.num_computed_tokens(), possible);
+        admission.borrow(sequence.num_missing_blocks(num_tokens), sequence.num_lacking_blocks());
         self.advance_prompt(draft, id, num_tokens, Vec::new());
         num_tokens > 0
     }

@@ -14,6 +14,7 @@ use crate::cache::Cache;
 use crate::cost::CostModel;
 use crate::error::SubmitError;
 use crate::flight::Flight;
+use crate::layout::Layout;
 use crate::order::{Line, Precedence};
 use crate::plan::{Limits, LinkHash, SequenceId, Submission, TokenId};
 use crate::prefix::{NodeId, Root};
@@ -79,11 +80,12 @@ impl Scheduler {
             max_step_sequences: limits.max_step_sequences.max(1),
             block_tokens: limits.block_tokens.max(1),
             max_steps_in_flight: limits.max_steps_in_flight.max(1),
+            window_tokens: limits.window_tokens.map(|window| window.max(1)),
             ..limits
         };
         Self {
             limits,
-            cache: Cache::new(limits.num_blocks, limits.block_tokens, hash),
+            cache: Cache::new(limits.num_blocks, Layout::new(&limits), hash),
             sequences: HashMap::new(),
             queue: Line::default(),
             running: Line::default(),
@@ -116,12 +118,22 @@ impl Scheduler {
         self.num_submissions += 1;
         let root = self.root(&submission);
         self.queue.insert(precedence, submission.id);
-        self.sequences.insert(submission.id, Sequence::new(submission, precedence, root, arrived_at));
+        let layout = self.layout(&submission);
+        self.sequences.insert(submission.id, Sequence::new(submission, precedence, root, layout, arrived_at));
         Ok(())
     }
 
+    /// A source is seen to the end.
+    fn layout(&self, submission: &Submission) -> Layout {
+        let layout = Layout::new(&self.limits);
+        Layout { window_tokens: layout.window_tokens.filter(|_| submission.num_source_tokens == 0), ..layout }
+    }
+
     fn root(&self, submission: &Submission) -> Option<Root> {
-        if self.limits.prefix_caching && submission.prefix_caching {
+        if submission.num_source_tokens > 0 {
+            // Its blocks hold other things than what the ids before them say.
+            None
+        } else if self.limits.prefix_caching && submission.prefix_caching {
             Some(Root { salt: submission.salt, group: None })
         } else {
             submission.group.map(|group| Root { salt: submission.salt, group: Some(group) })
@@ -143,10 +155,15 @@ impl Scheduler {
             return Err(SubmitError::TooLong { num_prompt_tokens, max_new_tokens, max_sequence_tokens });
         };
         // The last token is never computed.
-        let needed_blocks = (max_tokens - 1).div_ceil(self.limits.block_tokens);
+        let needed_blocks = self.layout(submission).num_needed_blocks(max_tokens - 1) as u32;
         let num_blocks = self.cache.pool.num_blocks();
         if needed_blocks > num_blocks {
             return Err(SubmitError::TooManyBlocks { needed_blocks, num_blocks });
+        }
+        let num_source_tokens = submission.num_source_tokens;
+        let max_source_tokens = self.limits.max_step_tokens.min(num_prompt_tokens as u32);
+        if num_source_tokens > max_source_tokens {
+            return Err(SubmitError::SourceTooLong { num_source_tokens, max_source_tokens });
         }
         if self.sequences.contains_key(&submission.id) {
             return Err(SubmitError::AlreadyKnown { id: submission.id });

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::cache::Table;
 use crate::flight::Stay;
+use crate::layout::Layout;
 use crate::order::{Precedence, Turn};
 use crate::plan::{Advance, BlockId, FinishReason, Limits, SequenceId, Start, Submission, TokenId};
 use crate::prefix::{NodeId, Promise, Root};
@@ -30,6 +31,7 @@ pub(crate) struct Sequence {
     num_unseen_tokens: u32,
     num_computed_tokens: u32,
     table: Table,
+    layout: Layout,
     /// `None`: shares its blocks with nobody.
     root: Option<Root>,
     needs_prompt_logprobs: bool,
@@ -54,7 +56,13 @@ struct Loan {
 
 impl Sequence {
     /// `submission` has been checked: its token counts fit in `u32` together.
-    pub fn new(submission: Submission, precedence: Precedence, root: Option<Root>, arrived_at: Duration) -> Self {
+    pub fn new(
+        submission: Submission,
+        precedence: Precedence,
+        root: Option<Root>,
+        layout: Layout,
+        arrived_at: Duration,
+    ) -> Self {
         let num_prompt_tokens = submission.prompt_token_ids.len() as u32;
         Self {
             id: submission.id,
@@ -68,6 +76,7 @@ impl Sequence {
             num_unseen_tokens: 0,
             num_computed_tokens: 0,
             table: Table::default(),
+            layout,
             root,
             needs_prompt_logprobs: submission.needs_prompt_logprobs,
             num_source_tokens: submission.num_source_tokens,
@@ -171,22 +180,37 @@ impl Sequence {
         self.served_at = now;
     }
 
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Of the pending tokens, how many the next advance has at least: the source is never cut.
+    pub fn num_indivisible_tokens(&self, num_computed_tokens: u32) -> u32 {
+        if num_computed_tokens == 0 { self.num_source_tokens.max(1) } else { 1 }
+    }
+
     /// Blocks it lacks to advance by `num_tokens`.
-    pub fn num_missing_blocks(&self, num_tokens: u32, block_tokens: u32) -> usize {
-        let needed = (self.num_computed_tokens + num_tokens).div_ceil(block_tokens) as usize;
+    pub fn num_missing_blocks(&self, num_tokens: u32) -> usize {
+        let needed = self.layout.num_blocks(self.num_computed_tokens + num_tokens);
         needed.saturating_sub(self.table.block_ids.len())
     }
 
+    /// Blocks it lacks to compute all that is known of it, in as many steps as need be.
+    pub fn num_lacking_blocks(&self) -> usize {
+        let table = &self.table;
+        self.layout.num_lacking_blocks(self.num_known_tokens(), table.block_ids.len(), table.held().len())
+    }
+
     /// Tokens it can advance by with `num_free` more blocks.
-    pub fn max_advance_tokens(&self, num_free: usize, block_tokens: u32) -> u32 {
-        let slots = (self.table.block_ids.len() + num_free) as u64 * u64::from(block_tokens);
+    pub fn max_advance_tokens(&self, num_free: usize) -> u32 {
+        let slots = (self.table.block_ids.len() + num_free) as u64 * u64::from(self.layout.block_tokens);
         (slots - u64::from(self.num_computed_tokens)).min(u64::from(self.num_pending_tokens())) as u32
     }
 
     /// Makes it known to the worker, with what stands in the blocks of `table`.
-    pub fn start(&mut self, stay: Stay, table: Table, block_tokens: u32) -> Start {
+    pub fn start(&mut self, stay: Stay, table: Table) -> Start {
         self.stay = Some(stay);
-        self.num_computed_tokens = table.block_ids.len() as u32 * block_tokens;
+        self.num_computed_tokens = table.block_ids.len() as u32 * self.layout.block_tokens;
         self.num_wanted_blocks = 0;
         self.table = table;
         Start {
@@ -209,7 +233,8 @@ impl Sequence {
     }
 
     /// The blocks that the last `num_tokens` computed tokens are written to; and how many of them, from the first, those fill.
-    pub fn written_blocks(&self, num_tokens: u32, block_tokens: u32) -> (&[BlockId], usize) {
+    pub fn written_blocks(&self, num_tokens: u32) -> (&[BlockId], usize) {
+        let block_tokens = self.layout.block_tokens;
         let first = (self.num_computed_tokens - num_tokens) / block_tokens;
         let num_full = self.num_computed_tokens / block_tokens;
         (&self.table.block_ids[first as usize..], (num_full - first) as usize)
@@ -229,9 +254,18 @@ impl Sequence {
     }
 
     /// Its blocks; where their prefixes start, if it shares them; all ids known of it; and how many blocks are full.
-    pub fn shared_parts(&mut self, block_tokens: u32) -> Option<(&mut Table, Root, &[TokenId], usize)> {
-        let num_full = (self.num_computed_tokens / block_tokens) as usize;
+    pub fn shared_parts(&mut self) -> Option<(&mut Table, Root, &[TokenId], usize)> {
+        let num_full = (self.num_computed_tokens / self.layout.block_tokens) as usize;
         self.root.map(|root| (&mut self.table, root, &*self.token_ids, num_full))
+    }
+
+    /// Its blocks, and how many of the first it has passed. All of its last step's count until that is back.
+    pub fn passed_blocks(&mut self) -> (&mut Table, usize) {
+        let num_passed = match self.is_planned_out() {
+            true => self.table.num_passed,
+            false => self.layout.num_passed_blocks(self.num_computed_tokens),
+        };
+        (&mut self.table, num_passed)
     }
 
     pub fn root(&self) -> Option<Root> {

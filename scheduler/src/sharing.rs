@@ -13,10 +13,10 @@ use crate::scheduler::Scheduler;
 impl Scheduler {
     /// Offers every block of a sequence that is planned to its end and whose ids are known.
     pub(crate) fn share(&mut self, id: SequenceId) {
-        let block_tokens = self.limits.block_tokens;
+        let block_tokens = self.limits.block_tokens as usize;
         let sequence = self.sequences.get_mut(&id).expect("invariant: who advances is known");
-        let Some((table, root, token_ids, num_full)) = sequence.shared_parts(block_tokens) else { return };
-        if table.path.len() < token_ids.len() / block_tokens as usize {
+        let Some((table, root, token_ids, num_full)) = sequence.shared_parts() else { return };
+        if table.path.len() < token_ids.len() / block_tokens {
             self.cache.extend_path(&mut table.path, root, token_ids);
         }
         let offered = table.num_offered..num_full.min(table.path.len()).max(table.num_offered);
@@ -24,13 +24,23 @@ impl Scheduler {
         let mut done = Vec::new();
         for index in offered {
             let node = table.path[index];
-            self.cache.offer(node, table.block_ids[index]);
+            // It may have been passed before its ids were known.
+            if index >= table.num_passed {
+                self.cache.offer(node, table.block_ids[index]);
+            }
             self.cache.tree.end_promise(node, id);
             done.push(node);
         }
         for node in done {
             self.wake(node);
         }
+    }
+
+    /// Gives up the blocks of a sequence that no step reads which is planned from now on.
+    pub(crate) fn pass(&mut self, id: SequenceId) {
+        let sequence = self.sequences.get_mut(&id).expect("invariant: who advances is known");
+        let (table, num_passed) = sequence.passed_blocks();
+        self.cache.pass(table, num_passed);
     }
 
     /// What a sequence that leaves the worker has promised and not computed, nobody needs to wait for.

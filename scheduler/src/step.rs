@@ -63,9 +63,12 @@ impl Scheduler {
             return None;
         }
         self.num_steps = draft.plan.step;
-        // Only now: nobody reads in a step what another one writes in the same.
+        // Only now: nobody reads in a step what another one writes in the same, nor writes what another one reads.
         for in_flight in &draft.in_flight {
             self.share(in_flight.id);
+            if self.limits.window_tokens.is_some() {
+                self.pass(in_flight.id);
+            }
         }
         draft.plan.freed = std::mem::take(&mut self.freed);
         let estimate = Estimate { seconds: self.cost.seconds(&draft.estimate.work), ..draft.estimate };
@@ -93,7 +96,7 @@ impl Scheduler {
     fn needed_blocks(&self, id: SequenceId, first: Option<SequenceId>) -> usize {
         let sequence = self.sequence(id);
         if sequence.is_decoding() || Some(id) == first {
-            sequence.num_missing_blocks(1, self.limits.block_tokens)
+            sequence.num_missing_blocks(1)
         } else {
             0
         }
@@ -104,21 +107,20 @@ impl Scheduler {
         if num_tokens == 0 {
             return;
         }
-        let block_tokens = self.limits.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("invariant: who is in line is known");
         sequence.serve(draft.now);
-        let num_blocks = sequence.num_missing_blocks(num_tokens, block_tokens);
+        let num_blocks = sequence.num_missing_blocks(num_tokens);
         let take = || self.cache.take().expect("invariant: the caller made room in the pool");
         let new_block_ids = std::iter::repeat_with(take).take(num_blocks).collect();
         let advance = sequence.advance(num_tokens, new_block_ids);
-        let (written, num_filled) = sequence.written_blocks(num_tokens, block_tokens);
+        let (written, num_filled) = sequence.written_blocks(num_tokens);
         for block_id in written {
             self.cache.pool.write(*block_id, draft.plan.step);
         }
         let filled = if sequence.root().is_some() { written[..num_filled].to_vec() } else { Vec::new() };
         let stay = sequence.stay().expect("invariant: a running sequence is known to the worker");
         if sequence.is_planned_out() {
-            for block_id in &sequence.table().block_ids {
+            for block_id in sequence.table().held() {
                 self.cache.pool.leave(*block_id);
             }
             self.running.remove(sequence.precedence());

@@ -54,6 +54,8 @@ impl Scheduler {
     /// How many of `possible` tokens of a prompt there is room and time for. Where time is short in whole blocks, since half
     /// a one cannot be shared; when there is none for a block, it is over.
     ///
+    /// A source is taken whole or not at all.
+    ///
     /// A stream that computes again what was lost has as much time as it needs: of all gaps between tokens its own is the
     /// longest already.
     pub(crate) fn chunk_tokens(
@@ -64,6 +66,10 @@ impl Scheduler {
         possible: u32,
     ) -> u32 {
         let possible = possible.min(draft.tokens_left);
+        let indivisible = self.sequence(id).num_indivisible_tokens(num_computed_tokens);
+        if possible < indivisible {
+            return 0;
+        }
         let Some(bound) = draft.estimate.bound.filter(|_| !self.sequence(id).has_begun()) else { return possible };
         let time_left = bound - self.cost.seconds(&draft.estimate.work);
         let fitting = self.cost.prefill_tokens(time_left, num_computed_tokens);
@@ -72,12 +78,13 @@ impl Scheduler {
         }
         let block_tokens = self.limits.block_tokens;
         let to_boundary = block_tokens - num_computed_tokens % block_tokens;
-        if fitting >= to_boundary {
-            fitting - (fitting - to_boundary) % block_tokens
+        let least = to_boundary.max(indivisible);
+        if fitting >= least {
+            (fitting - (fitting - to_boundary) % block_tokens).max(indivisible)
         } else {
             draft.is_out_of_time = true;
             // Somebody always gets on, however slow the decodes are.
-            if draft.estimate.work.has_prefills() { 0 } else { to_boundary.min(possible) }
+            if draft.estimate.work.has_prefills() { 0 } else { least.min(possible) }
         }
     }
 }

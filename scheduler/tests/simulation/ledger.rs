@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use penstock_scheduler::{Advance, BlockId, Limits, Plan, SequenceId, Start, Stats, TokenId};
 
-use crate::submitted::{Circle, Order, State, Submitted};
+use crate::submitted::{Circle, Order, Sight, State, Submitted};
 use crate::tally::Tally;
 
 pub type Live = HashMap<SequenceId, Submitted>;
@@ -41,10 +41,18 @@ struct Row {
     num_known_tokens: u32,
     num_computed_tokens: u32,
     max_tokens: u32,
+    num_source_tokens: u32,
+    sight: Sight,
     block_ids: Vec<BlockId>,
+    /// How many of the first it has given up.
+    num_passed: usize,
 }
 
 impl Row {
+    fn held(&self) -> &[BlockId] {
+        &self.block_ids[self.num_passed..]
+    }
+
     fn is_planned_out(&self) -> bool {
         self.num_known_tokens == self.max_tokens
     }
@@ -140,6 +148,10 @@ impl Ledger {
             self.advance(advance, live);
         }
         self.check_budget(plan);
+        self.tally_sources(plan, live);
+        for advance in &plan.advances {
+            self.pass(advance.id);
+        }
         self.check_stats(stats, live);
         self.check_free(stats, live);
         self.tally.add("blocks evicted", self.num_cached_blocks.saturating_sub(stats.num_cached_blocks) as u64);
@@ -158,7 +170,7 @@ impl Ledger {
     pub fn check_free(&self, stats: Stats, live: &Live) {
         let is_live = |id: &SequenceId, row: &Row| live.get(id).is_some_and(|it| it.submission == row.submission);
         let alive = self.rows.iter().filter(|(id, row)| is_live(id, row));
-        let mut busy: HashSet<_> = alive.flat_map(|(_, row)| &row.block_ids).collect();
+        let mut busy: HashSet<_> = alive.flat_map(|(_, row)| row.held()).collect();
         busy.extend(self.written.iter().flatten());
         let num_unused = self.limits.num_blocks as usize - busy.len();
         assert!(stats.num_free_blocks >= num_unused, "{num_unused} blocks are not in use: {stats:?}");
@@ -168,13 +180,7 @@ impl Ledger {
         let mut gone = Vec::new();
         for id in &plan.freed {
             let row = self.rows.remove(id).unwrap_or_else(|| panic!("{id:?} is freed, the worker does not know it"));
-            for block_id in &row.block_ids {
-                let num_owners = self.num_owners.get_mut(block_id).expect("an owner");
-                *num_owners -= 1;
-                if *num_owners == 0 {
-                    self.num_owners.remove(block_id);
-                }
-            }
+            row.held().iter().for_each(|block_id| self.disown(*block_id));
             if live.get(id).is_some_and(|submitted| submitted.submission == row.submission) {
                 gone.push((*id, row));
             }
@@ -197,6 +203,43 @@ impl Ledger {
         }
     }
 
+    fn disown(&mut self, block_id: BlockId) {
+        let num_owners = self.num_owners.get_mut(&block_id).expect("an owner");
+        *num_owners -= 1;
+        if *num_owners == 0 {
+            self.num_owners.remove(&block_id);
+        }
+    }
+
+    /// What a sequence will not read again it does not keep, unless it is only waiting for its last token.
+    fn pass(&mut self, id: SequenceId) {
+        let row = self.rows.get_mut(&id).expect("who advances is on the worker");
+        if row.is_planned_out() {
+            return;
+        }
+        let passed = row.num_passed..row.sight.first_block(row.num_computed_tokens);
+        row.num_passed = passed.end;
+        let most = row.sight.max_blocks(0, row.num_computed_tokens + 1);
+        assert!(row.held().len() <= most, "{id:?} holds {:?}, it needs {most} at most", row.held());
+        let passed = row.block_ids[passed].to_vec();
+        self.tally.add("blocks passed", passed.len() as u64);
+        passed.into_iter().for_each(|block_id| self.disown(block_id));
+    }
+
+    fn tally_sources(&mut self, plan: &Plan, live: &Live) {
+        for start in plan.started.iter().filter(|start| start.num_source_tokens > 0) {
+            self.tally.add("sources", 1);
+            self.tally.add("sources beside others", u64::from(plan.advances.len() > 1));
+            self.tally.add("sources computed again", u64::from(start.token_ids.len() > start.num_prompt_tokens as usize));
+        }
+        let num_tokens: u32 = plan.advances.iter().map(|advance| advance.num_tokens).sum();
+        let is_waiting = |(id, it): &(&SequenceId, &Submitted)| {
+            !self.rows.contains_key(id) && it.num_source_tokens > self.limits.max_step_tokens - num_tokens
+        };
+        let num_waiting = live.iter().filter(is_waiting).count();
+        self.tally.add("sources that did not fit into a step", num_waiting as u64);
+    }
+
     fn decodes(&self) -> Vec<SequenceId> {
         let mut decodes: Vec<_> =
             self.rows.iter().filter(|(_, row)| row.is_decoding()).map(|(id, row)| (row.order, *id)).collect();
@@ -208,8 +251,10 @@ impl Ledger {
         let submitted = &live[&start.id];
         assert_eq!(start.token_ids, submitted.known(), "a sequence starts with all that is known of it");
         assert_eq!(start.num_prompt_tokens as usize, submitted.prompt.len());
-        self.check_hit(start, submitted);
-        for block_id in &start.block_ids {
+        assert_eq!(start.num_source_tokens, submitted.num_source_tokens);
+        let num_passed = submitted.sight.first_block(start.num_computed_tokens);
+        self.check_hit(start, num_passed, submitted);
+        for block_id in &start.block_ids[num_passed..] {
             *self.num_owners.entry(*block_id).or_default() += 1;
         }
         let row = Row {
@@ -219,12 +264,15 @@ impl Ledger {
             num_known_tokens: start.token_ids.len() as u32,
             num_computed_tokens: start.num_computed_tokens,
             max_tokens: submitted.prompt.len() as u32 + submitted.max_new_tokens,
+            num_source_tokens: submitted.num_source_tokens,
+            sight: submitted.sight,
+            num_passed,
             block_ids: start.block_ids.clone(),
         };
         assert!(self.rows.insert(start.id, row).is_none(), "{:?} is started twice", start.id);
     }
 
-    fn check_hit(&mut self, start: &Start, submitted: &Submitted) {
+    fn check_hit(&mut self, start: &Start, num_passed: usize, submitted: &Submitted) {
         let id = start.id;
         assert_eq!(start.num_computed_tokens, start.block_ids.len() as u32 * self.limits.block_tokens);
         assert!(start.num_computed_tokens < start.token_ids.len() as u32, "{id:?} has nothing to sample from");
@@ -236,10 +284,11 @@ impl Ledger {
         let num_hit_tokens = u64::from(start.num_computed_tokens);
         self.num_hit_tokens += num_hit_tokens;
         self.tally.add("hit tokens", num_hit_tokens);
+        self.tally.add("hits of a window", u64::from(num_passed > 0));
         if matches!(submitted.circle, Circle::Group(..)) {
             self.tally.add("hit tokens in groups", num_hit_tokens);
         }
-        for block_id in &start.block_ids {
+        for block_id in &start.block_ids[num_passed..] {
             assert_eq!(self.circles[block_id], submitted.circle, "block {block_id} is not shared with {id:?}");
             if matches!(submitted.circle, Circle::Group(..)) {
                 assert!(self.num_owners.contains_key(block_id), "{id:?} finds a block that nobody has");
@@ -303,6 +352,8 @@ impl Ledger {
         let row = self.rows.get_mut(&id).unwrap_or_else(|| panic!("{id:?} advances, the worker does not know it"));
         assert!(!row.is_planned_out(), "{id:?} is planned past its last token");
         assert!(advance.num_tokens >= 1);
+        let is_whole = row.num_computed_tokens > 0 || advance.num_tokens >= row.num_source_tokens;
+        assert!(is_whole, "{id:?}: its source is cut");
         let first_written = row.num_computed_tokens / block_tokens;
         row.num_computed_tokens += advance.num_tokens;
         assert!(row.num_computed_tokens <= row.num_known_tokens, "{id:?} computes unknown tokens");
@@ -334,7 +385,7 @@ impl Ledger {
     /// No block leaks: each is free, retiring, or in the table of a sequence that will be advanced again.
     fn check_stats(&self, stats: Stats, live: &Live) {
         let running = self.rows.values().filter(|row| !row.is_planned_out());
-        let owned: HashSet<_> = running.flat_map(|row| &row.block_ids).collect();
+        let owned: HashSet<_> = running.flat_map(|row| row.held()).collect();
         assert_eq!(stats.num_free_blocks + stats.num_retiring_blocks + owned.len(), self.limits.num_blocks as usize);
         assert_eq!(stats.num_running, self.rows.len());
         assert_eq!(stats.num_queued, live.len() - self.rows.len());

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use penstock_scheduler::{Event, FinishReason, Limits, Plan, SequenceId, StepResult, TokenId};
 
-use crate::submitted::Order;
+use crate::submitted::{Order, Sight};
 
 /// What a plan must say.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -36,6 +36,8 @@ pub struct Sequence {
     /// Whose ids are here: the prompt's, and those that came back.
     pub num_tokens: u32,
     pub max_tokens: u32,
+    pub num_source_tokens: u32,
+    pub sight: Sight,
     pub stop_token_ids: Arc<[TokenId]>,
     /// `None`: in the queue.
     pub stay: Option<Stay>,
@@ -48,6 +50,8 @@ pub struct Stay {
     num_computed: u32,
     /// By block, the last step that writes it.
     written: Vec<u64>,
+    /// How many of the first blocks are given up.
+    num_passed: usize,
 }
 
 impl Sequence {
@@ -60,8 +64,19 @@ impl Sequence {
         self.stay.as_ref().map_or(self.num_tokens, |stay| stay.num_known - stay.num_computed)
     }
 
+    fn num_computed(&self) -> u32 {
+        self.stay.as_ref().map_or(0, |stay| stay.num_computed)
+    }
+
+    /// Blocks beside its own that it needs to compute all that is known, token by token.
+    fn num_lacking(&self) -> usize {
+        let num_computed = self.num_computed();
+        let most = self.sight.max_blocks(num_computed, num_computed + self.num_pending());
+        most.saturating_sub(self.num_blocks())
+    }
+
     fn num_blocks(&self) -> usize {
-        self.stay.as_ref().map_or(0, |stay| stay.written.len())
+        self.stay.as_ref().map_or(0, |stay| stay.written.len() - stay.num_passed)
     }
 }
 
@@ -129,6 +144,9 @@ impl Reference {
         if plan.advances.is_empty() && self.freed.is_empty() {
             return None;
         }
+        for (id, ..) in &plan.advances {
+            self.pass(self.index(*id));
+        }
         self.num_steps += 1;
         plan.freed = std::mem::take(&mut self.freed);
         plan.freed.sort_unstable();
@@ -159,8 +177,8 @@ impl Reference {
     /// Strictly in order, those who run and those who wait. A newcomer must fit whole beside the prompts under way, and
     /// leave a block for each that runs. The first in line finds the block that it was promised.
     fn advance_prompts(&mut self, plan: &mut Foretold, prefills: Vec<usize>, mut tokens_left: u32) {
-        let whole = |index: &usize| self.num_missing(*index, self.sequences[*index].num_pending());
-        let mut num_spare = self.num_free() as isize - prefills.iter().map(whole).sum::<usize>() as isize;
+        let num_lacking: usize = prefills.iter().map(|index| self.sequences[*index].num_lacking()).sum();
+        let mut num_spare = self.num_free() as isize - num_lacking as isize;
         let first = self.running().first().copied();
         let max_running = self.limits.max_step_sequences.min(self.limits.max_step_tokens) as usize;
         let mut prefills = VecDeque::from(prefills);
@@ -171,13 +189,16 @@ impl Reference {
             let newcomer = self.sequences.iter().position(next).filter(|_| !is_closed);
             match (newcomer, prefills.front().copied()) {
                 (Some(index), running) if running.is_none_or(|running| index < running) => {
-                    let num_pending = self.sequences[index].num_pending();
-                    let num_wanted = self.num_missing(index, num_pending) as isize;
-                    is_closed = num_wanted > num_spare - self.running().len() as isize;
+                    let sequence = &self.sequences[index];
+                    let num_lacking = sequence.num_lacking() as isize;
+                    let num_free = num_spare - self.running().len() as isize;
+                    let slots = num_free.max(0) as u32 * self.limits.block_tokens;
+                    let num_tokens = sequence.num_pending().min(tokens_left).min(slots);
+                    is_closed = num_lacking > num_free || num_tokens < sequence.num_source_tokens;
                     if !is_closed {
-                        num_spare -= num_wanted;
+                        num_spare -= num_lacking.max(self.num_missing(index, num_tokens) as isize);
                         self.start(plan, index);
-                        tokens_left -= self.advance(plan, index, num_pending.min(tokens_left));
+                        tokens_left -= self.advance(plan, index, num_tokens);
                     }
                 }
                 (_, Some(index)) => {
@@ -185,9 +206,12 @@ impl Reference {
                     let promised = first.filter(|first| *first != index && prefills.contains(first));
                     let num_free = self.num_free() - promised.map_or(0, |first| self.num_missing(first, 1));
                     let sequence = &self.sequences[index];
-                    let num_computed = sequence.stay.as_ref().map_or(0, |stay| stay.num_computed);
-                    let slots = (sequence.num_blocks() + num_free) as u32 * self.limits.block_tokens - num_computed;
-                    tokens_left -= self.advance(plan, index, sequence.num_pending().min(slots).min(tokens_left));
+                    let num_blocks = sequence.stay.as_ref().map_or(0, |stay| stay.written.len()) + num_free;
+                    let slots = num_blocks as u32 * self.limits.block_tokens - sequence.num_computed();
+                    let num_tokens = sequence.num_pending().min(slots).min(tokens_left);
+                    let num_borrowed = self.num_missing(index, num_tokens).saturating_sub(sequence.num_lacking());
+                    num_spare -= num_borrowed as isize;
+                    tokens_left -= self.advance(plan, index, num_tokens);
                 }
                 (_, None) => return,
             }
@@ -197,7 +221,7 @@ impl Reference {
     fn start(&mut self, plan: &mut Foretold, index: usize) {
         self.num_stays += 1;
         let (number, num_known) = (self.num_stays, self.sequences[index].num_tokens);
-        self.sequences[index].stay = Some(Stay { number, num_known, num_computed: 0, written: Vec::new() });
+        self.sequences[index].stay = Some(Stay { number, num_known, num_computed: 0, written: Vec::new(), num_passed: 0 });
         plan.started.push(self.sequences[index].id);
     }
 
@@ -215,6 +239,19 @@ impl Reference {
             plan.advances.push((sequence.id, num_tokens, num_new, sample));
         }
         num_tokens
+    }
+
+    /// What it will not read again is given up, unless it only waits for its last token.
+    fn pass(&mut self, index: usize) {
+        let num_retired = self.num_steps - self.flights.len() as u64;
+        let sequence = &mut self.sequences[index];
+        if sequence.runs()
+            && let Some(stay) = &mut sequence.stay
+        {
+            let passed = stay.num_passed..sequence.sight.first_block(stay.num_computed);
+            stay.num_passed = passed.end;
+            self.retiring.extend(stay.written[passed].iter().filter(|step| **step > num_retired));
+        }
     }
 
     pub fn apply(&mut self, result: &StepResult) -> Vec<Event> {
@@ -249,7 +286,7 @@ impl Reference {
     fn evict(&mut self, index: usize) {
         let num_retired = self.num_steps - self.flights.len() as u64;
         if let Some(stay) = self.sequences[index].stay.take() {
-            self.retiring.extend(stay.written.into_iter().filter(|step| *step > num_retired));
+            self.retiring.extend(stay.written[stay.num_passed..].iter().filter(|step| **step > num_retired));
             self.freed.push(self.sequences[index].id);
         }
     }
@@ -261,8 +298,8 @@ impl Reference {
 
     fn num_missing(&self, index: usize, num_tokens: u32) -> usize {
         let sequence = &self.sequences[index];
-        let num_computed = sequence.stay.as_ref().map_or(0, |stay| stay.num_computed) + num_tokens;
-        (num_computed.div_ceil(self.limits.block_tokens) as usize).saturating_sub(sequence.num_blocks())
+        let num_placed = sequence.stay.as_ref().map_or(0, |stay| stay.written.len());
+        ((sequence.num_computed() + num_tokens).div_ceil(self.limits.block_tokens) as usize).saturating_sub(num_placed)
     }
 
     fn running(&self) -> Vec<usize> {

@@ -22,6 +22,7 @@ const ARRIVAL: Arrival = Arrival {
     group: None,
     prefix_caching: true,
     needs_prompt_logprobs: false,
+    num_source_tokens: 0,
 };
 
 /// Somebody went on waiting although the blocks were there: of a sequence that had computed them too, and left.

@@ -48,6 +48,8 @@ pub struct Arrival {
     pub group: Option<u64>,
     pub prefix_caching: bool,
     pub needs_prompt_logprobs: bool,
+    /// Or the whole prompt, if that is shorter.
+    pub num_source_tokens: usize,
 }
 
 impl Scenario {
@@ -67,11 +69,11 @@ impl Scenario {
 fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
     let life = (0..=last_tick, 0..10u64, 1..40usize, 1..24u32, any::<bool>(), weighted(0.3, 0..80u64));
     let prefix = (0..3u64, 0..40usize, weighted(0.3, 0..4usize), weighted(0.15, 0..50u32));
-    let kind = (-1..2i32, 0..4u64, weighted(0.5, 0..2u64), 0..8u32, 0..8u32);
+    let kind = (-1..2i32, 0..4u64, weighted(0.5, 0..2u64), 0..8u32, 0..8u32, weighted(0.12, 1..30usize));
     (life, prefix, kind).prop_map(|(life, prefix, kind)| {
         let (tick, id, num_prompt_tokens, max_new_tokens, stops, abort_after_ticks) = life;
         let (text, num_text_tokens, continues, fail_position) = prefix;
-        let (priority, salt, group, caching, logprobs) = kind;
+        let (priority, salt, group, caching, logprobs, source) = kind;
         Arrival {
             tick,
             id,
@@ -88,13 +90,14 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
             group,
             prefix_caching: caching != 0,
             needs_prompt_logprobs: logprobs == 0,
+            num_source_tokens: source.unwrap_or(0).min(num_prompt_tokens),
         }
     })
 }
 
 fn limits() -> impl Strategy<Value = Limits> {
     let sizes = (1..32u32, 1..8u32, 1..80u32, 1..24u32, 1..6u32, 1..6u32);
-    let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64));
+    let turns = (prop_oneof![Just(0), 1..6u32], weighted(0.3, 0..20u64), weighted(0.35, 1..40u32));
     (sizes, 0..5u32, weighted(0.5, 0..60u64), turns).prop_map(|(sizes, caching, ageing_ticks, turns)| {
         let (max_step_tokens, max_step_sequences, max_sequence_tokens, num_blocks, block_tokens, max_steps_in_flight) =
             sizes;
@@ -109,7 +112,7 @@ fn limits() -> impl Strategy<Value = Limits> {
             priority_ageing: ageing_ticks.map(Duration::from_millis),
             max_inter_token: turns.1.map(Duration::from_millis),
             max_overtaking: turns.0,
-            window_tokens: None,
+            window_tokens: turns.2,
         }
     })
 }

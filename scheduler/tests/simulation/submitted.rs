@@ -8,6 +8,41 @@ use crate::worker::Nature;
 /// The smaller is served first. Worked out anew, in ticks.
 pub type Order = (i64, u64, usize);
 
+/// What the next token of a sequence reads. Worked out anew, position by position.
+#[derive(Clone, Copy, Debug)]
+pub struct Sight {
+    block_tokens: u32,
+    window_tokens: Option<u32>,
+}
+
+impl Sight {
+    /// Who has a source sees all.
+    pub fn new(limits: &Limits, num_source_tokens: u32) -> Self {
+        let window_tokens = limits.window_tokens.filter(|_| num_source_tokens == 0);
+        Self { block_tokens: limits.block_tokens, window_tokens }
+    }
+
+    /// The first position that is read by the token at `position`.
+    pub fn first(&self, position: u32) -> u32 {
+        self.window_tokens.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
+    /// The first block that is read by the token at `position`.
+    pub fn first_block(&self, position: u32) -> usize {
+        (self.first(position) / self.block_tokens) as usize
+    }
+
+    /// Blocks that the token at `position` reads or is written to.
+    pub fn num_blocks(&self, position: u32) -> usize {
+        (position / self.block_tokens) as usize + 1 - self.first_block(position)
+    }
+
+    /// The most that any token from `first` to before `end` does.
+    pub fn max_blocks(&self, first: u32, end: u32) -> usize {
+        (first..end).map(|position| self.num_blocks(position)).max().unwrap_or(0)
+    }
+}
+
 /// Sequences share blocks within a circle only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Circle {
@@ -25,6 +60,8 @@ pub struct Submitted {
     pub prompt: Vec<TokenId>,
     pub max_new_tokens: u32,
     pub needs_prompt_logprobs: bool,
+    pub num_source_tokens: u32,
+    pub sight: Sight,
     pub received: Vec<TokenId>,
     pub expected: (Vec<TokenId>, End),
     pub abort_tick: Option<u64>,
@@ -53,6 +90,7 @@ pub fn order(limits: &Limits, priority: i32, tick: u64, submission: usize) -> Or
 pub fn circle(limits: &Limits, submission: &Submission, number: usize) -> Circle {
     let salt = submission.salt;
     match submission.group {
+        _ if submission.num_source_tokens > 0 => Circle::Alone(number),
         _ if limits.prefix_caching && submission.prefix_caching => Circle::All { salt },
         Some(group) => Circle::Group(salt, group),
         None => Circle::Alone(number),

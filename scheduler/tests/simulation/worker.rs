@@ -10,6 +10,7 @@ use std::collections::{HashMap, HashSet};
 use penstock_scheduler::{Advance, BlockId, Output, Plan, SequenceId, Start, StepResult, TokenId};
 
 use crate::model;
+use crate::submitted::Sight;
 
 pub struct Worker {
     block_tokens: usize,
@@ -28,6 +29,7 @@ pub struct Nature {
     pub salt: u64,
     /// Computing this position fails.
     pub fail_position: Option<u32>,
+    pub sight: Sight,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,6 +44,7 @@ struct Known {
     start_step: u64,
     nature: Nature,
     token_ids: Vec<TokenId>,
+    num_source_tokens: usize,
     num_computed_tokens: usize,
     block_ids: Vec<BlockId>,
     dead: bool,
@@ -75,20 +78,27 @@ impl Worker {
         for (start, nature) in plan.started.iter().zip(natures) {
             self.start(plan.step, start, *nature);
         }
-        // As one batch: nobody reads what another one writes in the same step.
+        // As one batch: nobody reads what another one writes in the same step, nor writes what another one reads.
         for advance in &plan.advances {
-            self.read(advance);
+            self.read(advance.id, self.sequences[&advance.id].num_computed_tokens);
         }
         let outputs: Vec<_> = plan.advances.iter().filter_map(|advance| self.write(advance)).collect();
+        for advance in &plan.advances {
+            let num_computed_tokens = self.sequences[&advance.id].num_computed_tokens;
+            self.read(advance.id, num_computed_tokens - advance.num_tokens as usize);
+        }
         let poisoned = outputs.iter().map(|output| output.id).filter(|id| self.sequences[id].poisoned).collect();
         (StepResult { step: plan.step, outputs }, poisoned)
     }
 
     fn start(&mut self, step: u64, start: &Start, nature: Nature) {
+        let num_source_tokens = start.num_source_tokens;
+        assert!(num_source_tokens == 0 || start.num_computed_tokens == 0, "{:?} starts with some of its source", start.id);
         let known = Known {
             start_step: step,
             nature,
             token_ids: start.token_ids.clone(),
+            num_source_tokens: num_source_tokens as usize,
             num_computed_tokens: start.num_computed_tokens as usize,
             block_ids: start.block_ids.clone(),
             dead: false,
@@ -97,22 +107,26 @@ impl Worker {
         assert!(self.sequences.insert(start.id, known).is_none(), "{:?} is started while known", start.id);
     }
 
-    /// Reads all that is computed.
-    fn read(&mut self, advance: &Advance) {
-        let sequence = self.sequences.get_mut(&advance.id).expect("only a known sequence is advanced");
+    /// Reads what the token behind so many computed ones sees.
+    fn read(&mut self, id: SequenceId, num_computed_tokens: usize) {
+        let sequence = self.sequences.get_mut(&id).expect("only a known sequence is advanced");
+        let first = sequence.nature.sight.first(num_computed_tokens as u32) as usize;
         let mut digest = model::root(sequence.nature.salt);
-        for position in 0..sequence.num_computed_tokens {
+        for position in 0..num_computed_tokens {
             if sequence.dead || sequence.poisoned {
                 break;
             }
             digest = model::extend(digest, sequence.token_ids[position]);
+            if position < first {
+                continue;
+            }
             match self.kv[sequence.slot(position, self.block_tokens)] {
                 Slot::Poison => sequence.poisoned = true,
-                slot => assert_eq!(slot, Slot::Digest(digest), "{:?}: position {position} is not its own", advance.id),
+                slot => assert_eq!(slot, Slot::Digest(digest), "{id:?}: position {position} is not its own"),
             }
         }
         if sequence.poisoned {
-            self.poisoned.insert((advance.id, sequence.start_step));
+            self.poisoned.insert((id, sequence.start_step));
         }
     }
 
@@ -121,6 +135,7 @@ impl Worker {
         sequence.block_ids.extend_from_slice(&advance.new_block_ids);
         let from = sequence.num_computed_tokens;
         let to = from + advance.num_tokens as usize;
+        assert!(from > 0 || to >= sequence.num_source_tokens, "{:?}: its source is cut at {to}", advance.id);
         sequence.num_computed_tokens = to;
         let fails = sequence.nature.fail_position.is_some_and(|position| (position as usize) < to);
         if sequence.dead || fails {

@@ -14,7 +14,7 @@ use crate::ledger::{Ledger, Live};
 use crate::model::{self, End};
 use crate::reference::{Foretold, Reference, Sequence};
 use crate::scenario::{Arrival, Scenario};
-use crate::submitted::{self, Submitted};
+use crate::submitted::{self, Sight, Submitted};
 use crate::tally::Tally;
 use crate::worker::{Nature, Worker};
 
@@ -117,7 +117,9 @@ impl World {
         let submission = self.submission(&arrival);
         let prompt = submission.prompt_token_ids.clone();
         let limits = self.scenario.limits;
-        let Limits { max_sequence_tokens, num_blocks, block_tokens, .. } = limits;
+        let Limits { max_sequence_tokens, max_step_tokens, num_blocks, .. } = limits;
+        let num_source_tokens = submission.num_source_tokens;
+        let sight = Sight::new(&limits, num_source_tokens);
         let max_tokens = prompt.len() as u32 + arrival.max_new_tokens;
         match self.scheduler.submit(submission.clone(), Duration::from_millis(self.tick)) {
             Ok(()) => assert!(!self.live.contains_key(&id), "an id was taken twice"),
@@ -128,7 +130,11 @@ impl World {
             }
             Err(SubmitError::TooManyBlocks { .. }) => {
                 self.tally.add("refused", 1);
-                return assert!(max_tokens - 1 > num_blocks * block_tokens);
+                return assert!(sight.max_blocks(0, max_tokens - 1) > num_blocks as usize);
+            }
+            Err(SubmitError::SourceTooLong { .. }) => {
+                self.tally.add("sources refused", 1);
+                return assert!(num_source_tokens > max_step_tokens);
             }
             Err(error) => panic!("a good submission was refused: {error}"),
         }
@@ -146,16 +152,27 @@ impl World {
             prompt,
             max_new_tokens,
             needs_prompt_logprobs: arrival.needs_prompt_logprobs,
+            num_source_tokens,
+            sight,
             received: Vec::new(),
             expected,
             abort_tick: arrival.abort_after_ticks.map(|ticks| self.tick + ticks),
-            nature: Nature { salt, fail_position },
+            nature: Nature { salt, fail_position, sight },
         };
         self.num_submissions += 1;
         if let Some(reference) = &mut self.reference {
             let (order, num_tokens) = (submitted.order, submitted.prompt.len() as u32);
             let stop_token_ids = submission.stop_token_ids;
-            reference.submit(Sequence { id, order, num_tokens, max_tokens, stop_token_ids, stay: None });
+            reference.submit(Sequence {
+                id,
+                order,
+                num_tokens,
+                max_tokens,
+                num_source_tokens,
+                sight,
+                stop_token_ids,
+                stay: None,
+            });
         }
         self.live.insert(id, submitted);
         self.reset_patience();
@@ -180,7 +197,7 @@ impl World {
             group: arrival.group,
             prefix_caching: arrival.prefix_caching,
             needs_prompt_logprobs: arrival.needs_prompt_logprobs,
-            num_source_tokens: 0,
+            num_source_tokens: arrival.num_source_tokens as u32,
         }
     }
 
