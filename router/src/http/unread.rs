@@ -27,7 +27,7 @@ pub(super) async fn limit(State(patience): State<Duration>, request: Request, ne
     if http_body::Body::size_hint(response.body()).exact().is_some() {
         return response;
     }
-    response.map(|body| WatchedBody::new(Reading::of(body), patience, identity))
+    response.map(|body| watched(Reading::of(body), patience, identity))
 }
 
 struct Reading {
@@ -74,11 +74,9 @@ struct WatchedBody {
     _watch: AbortOnDropHandle<()>,
 }
 
-impl WatchedBody {
-    fn new(state: Arc<Mutex<Reading>>, patience: Duration, identity: Option<RequestIdentity>) -> Body {
-        let watch = tokio::spawn(watch(Arc::downgrade(&state), patience, identity));
-        Body::new(Self { state, _watch: AbortOnDropHandle::new(watch) })
-    }
+fn watched(state: Arc<Mutex<Reading>>, patience: Duration, identity: Option<RequestIdentity>) -> Body {
+    let watch = tokio::spawn(watch(Arc::downgrade(&state), patience, identity));
+    Body::new(WatchedBody { state, _watch: AbortOnDropHandle::new(watch) })
 }
 
 impl http_body::Body for WatchedBody {
@@ -115,10 +113,10 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(40);
 
-    /// A body under watch, and whether the one inside is still there.
-    fn watched(body: Body) -> (Body, Arc<Mutex<Reading>>) {
+    /// A body under watch, and what is known of it.
+    fn under_watch(body: Body) -> (Body, Arc<Mutex<Reading>>) {
         let state = Reading::of(body);
-        (WatchedBody::new(Arc::clone(&state), PATIENCE, None), state)
+        (watched(Arc::clone(&state), PATIENCE, None), state)
     }
 
     fn is_given_up(state: &Mutex<Reading>) -> bool {
@@ -131,7 +129,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_body_of_which_nothing_more_is_asked_for_is_given_up() {
-        let (mut body, state) = watched(endless());
+        let (mut body, state) = under_watch(endless());
         body.frame().await.unwrap().unwrap();
         tokio::time::sleep(PATIENCE).await;
         assert!(!is_given_up(&state));
@@ -142,7 +140,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn who_takes_a_frame_now_and_then_is_waited_for() {
-        let (mut body, state) = watched(endless());
+        let (mut body, state) = under_watch(endless());
         for _ in 0..20 {
             body.frame().await.unwrap().unwrap();
             tokio::time::sleep(PATIENCE - Duration::from_secs(1)).await;
@@ -152,7 +150,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn who_waits_for_us_is_not_given_up() {
-        let (mut body, state) = watched(Body::from_stream(stream::pending::<Result<Bytes, Infallible>>()));
+        let (mut body, state) = under_watch(Body::from_stream(stream::pending::<Result<Bytes, Infallible>>()));
         assert!(futures::poll!(body.frame()).is_pending());
         tokio::time::sleep(PATIENCE * 10).await;
         assert!(!is_given_up(&state));
@@ -160,7 +158,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn nor_is_a_body_that_was_never_asked() {
-        let (_body, state) = watched(endless());
+        let (_body, state) = under_watch(endless());
         tokio::time::sleep(PATIENCE * 10).await;
         assert!(!is_given_up(&state));
     }
