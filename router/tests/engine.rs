@@ -15,7 +15,7 @@ use penstock_router::engine::{
     Engine, EngineOptions, FinishReason, Generator, Health, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
     SequenceStream,
 };
-use penstock_router::worker::{Group, LoadOptions, Phase, WarmUpOptions, WorkerError};
+use penstock_router::worker::{Group, LoadOptions, PROTOCOL_VERSION, Phase, WarmUpOptions, WorkerError};
 use penstock_scheduler::Limits;
 use tokio::sync::watch;
 
@@ -299,7 +299,7 @@ async fn a_worker_of_another_version_is_refused_naming_both() {
     let group = FakeGroup::start(vec![Script { protocol_version: Some(9), ..Script::default() }]);
     let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     let error = connected.load(&load_options()).await.unwrap_err();
-    assert_eq!(error, WorkerError::Version { rank: 0, theirs: 9, ours: 2 });
+    assert_eq!(error, WorkerError::Version { rank: 0, theirs: 9, ours: PROTOCOL_VERSION });
     assert!(
         error.to_string().starts_with("rank 0 speaks version 9 of the worker protocol, this router speaks version 2")
     );

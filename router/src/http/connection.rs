@@ -124,7 +124,9 @@ fn http2(limits: ConnectionLimits) -> http2::Builder<TokioExecutor> {
 
 /// The kernel or a ping found that the client takes nothing, or is not there any more.
 fn is_given_up(error: &hyper::Error) -> bool {
-    let is_kernels = |error: &io::Error| error.kind() == io::ErrorKind::TimedOut;
+    use io::ErrorKind::{HostUnreachable, NetworkUnreachable, TimedOut};
+    // What the network last said of it goes before the plain reason.
+    let is_kernels = |error: &io::Error| matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable);
     let mut causes = std::iter::successors(error.source(), |&error| error.source());
     // A head that did not come in time has no further cause; an answer to a ping has.
     causes.any(|cause| error.is_timeout() || cause.downcast_ref().is_some_and(is_kernels))
