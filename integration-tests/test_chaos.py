@@ -87,6 +87,15 @@ def test_slow_readers_hold_up_nobody(small: Server, expected: list[Answer]) -> N
     assert answers(small, MIX) == expected
 
 
+def test_who_does_not_read_loses_his_connection(small: Server) -> None:
+    files = footprint(small).router_files
+    before = metrics(small).get("penstock_clients_given_up", 0.0)
+    with slow.slow_readers(small, 2):
+        wait_until(lambda: metrics(small).get("penstock_clients_given_up", 0.0) > before, "one is given up")
+        wait_until(lambda: footprint(small).router_files <= files + 1, "its connection is closed")
+    wait_for_rest(small)
+
+
 def test_half_open_connections_hold_up_nobody(small: Server, expected: list[Answer]) -> None:
     before = footprint(small)
     with slow.half_open(small, 20) as clients:

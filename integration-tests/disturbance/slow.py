@@ -36,7 +36,10 @@ def _whole(request: Request) -> bytes:
 
 @contextmanager
 def slow_readers(server: Server, num: int) -> Iterator[list[socket.socket]]:
-    """Every other one reads a byte a second, the rest nothing at all. They have small buffers and want long answers."""
+    """Every other one reads a byte a second, the rest nothing at all. They have small buffers and want long answers.
+
+    The server gives them up after a while (`ConnectionLimits::client_timeout`).
+    """
     clients = [_connect(server) for _ in range(num)]
     stopping = threading.Event()
 

@@ -72,7 +72,8 @@ pub struct Args {
     #[arg(long, env, default_value_t = 4)]
     pub max_client_batch_size: usize,
 
-    /// Longest prompt, in tokens [default: max-total-tokens - 1]
+    /// Longest prompt, in tokens; an encoder's must fit into a step [default: max-total-tokens - 1; of an encoder 1024 on a CPU,
+    /// 4096 on a GPU]
     #[arg(long, env)]
     pub max_input_tokens: Option<u32>,
 
@@ -85,7 +86,7 @@ pub struct Args {
     pub max_total_tokens: Option<u32>,
 
     /// Tokens that one step may compute; while streams run, max-inter-token-ms bounds it further
-    /// [default: 512 on a CPU, 4096 on a GPU]
+    /// [default: 512 on a CPU, 4096 on a GPU, or what an encoder's prompt needs]
     #[arg(long, env)]
     pub max_batch_prefill_tokens: Option<u32>,
 

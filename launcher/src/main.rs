@@ -153,14 +153,16 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
         max_top_n_tokens: args.max_top_n_tokens,
         max_input_tokens: limits.max_input_tokens as usize,
         max_total_tokens: limits.max_total_tokens as usize,
+        max_new_tokens: limits.max_new_tokens,
         max_client_batch_size: args.max_client_batch_size,
     };
     let config = Config {
         model_id: prepared.model_id,
         model_sha: prepared.sha,
-        pipeline_tag: prepared.pipeline_tag,
+        pipeline_tag: prepared.pipeline_tag.or_else(|| model.pipeline_tag().map(str::to_owned)),
         model_folder: folder.path.clone(),
         limits,
+        decoder_prefix: model.decoder_prefix,
         queue,
         validation_workers: args.validation_workers,
         payload_limit_bytes: args.payload_limit,

@@ -19,6 +19,9 @@ const DEFAULT_MAX_STEP_SEQUENCES: u32 = 256;
 /// streams for seconds with a larger one.
 const DEFAULT_STEP_TOKENS_CPU: u32 = 512;
 const DEFAULT_STEP_TOKENS_GPU: u32 = 4096;
+/// An encoder's source is computed in one step, however long that takes; what T5 could read is longer than anybody wants.
+const DEFAULT_SOURCE_TOKENS_CPU: u32 = 1024;
+const DEFAULT_SOURCE_TOKENS_GPU: u32 = 4096;
 
 /// What may wait by default: as many of the longest sequences as `--max-concurrent-requests` lets in by default, so that
 /// nobody is refused who would not be by it; and more where the KV cache would soon have room for more.
@@ -77,6 +80,8 @@ pub struct Settings {
 pub struct SequenceLimits {
     pub max_input_tokens: u32,
     pub max_total_tokens: u32,
+    /// Of an encoder–decoder's answer alone.
+    pub max_new_tokens: Option<u32>,
     pub max_queued_tokens: u64,
     pub choices: Vec<Choice>,
 }
@@ -105,6 +110,8 @@ pub enum ResolveError {
     BeyondMemory { name: &'static str, given: u32, capacity: u64 },
     #[error("--max-input-tokens is {given}, but sequences can have at most {max_total_tokens} tokens ({reason})")]
     InputBeyondTotal { given: u32, max_total_tokens: u32, reason: String },
+    #[error("--max-input-tokens is {given}, but this model's inputs can have at most {allowed} tokens ({reason})")]
+    InputBeyondSource { given: u32, allowed: u32, reason: &'static str },
 }
 
 impl Settings {
@@ -147,28 +154,42 @@ impl Settings {
         if let Some(tokens) = args.max_batch_prefill_tokens {
             return (tokens, None);
         }
-        let (wanted, device) = if model.device.starts_with("cpu") {
-            (DEFAULT_STEP_TOKENS_CPU, "CPU")
+        let (wanted, longest_source, device) = if model.device.starts_with("cpu") {
+            (DEFAULT_STEP_TOKENS_CPU, DEFAULT_SOURCE_TOKENS_CPU, "CPU")
         } else {
-            (DEFAULT_STEP_TOKENS_GPU, "GPU")
+            (DEFAULT_STEP_TOKENS_GPU, DEFAULT_SOURCE_TOKENS_GPU, "GPU")
         };
+        let longest_source = self.max_input_tokens.unwrap_or(longest_source);
+        let source_tokens = model.max_source_tokens.min(longest_source).min(args.max_total_tokens.unwrap_or(u32::MAX));
         // Every running sequence advances in every step, so each needs its token.
-        let tokens = wanted.min(model.max_position_tokens).max(self.max_step_sequences);
+        let tokens = wanted.min(model.max_position_tokens).max(source_tokens.saturating_add(self.max_step_sequences));
         let reason = format!("the default on a {device}, within what the model and max-batch-size need");
         (tokens, Some(Choice::new("max-batch-prefill-tokens", tokens, reason)))
+    }
+
+    /// Whether sequences share what is computed of prompts that begin alike.
+    pub fn prefix_caching(args: &Args, model: &Description) -> (bool, Option<Choice>) {
+        if !args.prefix_caching || !model.is_encoder_decoder() {
+            return (args.prefix_caching, None);
+        }
+        let reason = "in an encoder–decoder every token of a source depends on all of it";
+        (false, Some(Choice::new("prefix-caching", false, reason)))
     }
 }
 
 impl SequenceLimits {
+    /// `step_tokens`: what one step may compute.
     pub fn resolve(
         args: &Args,
         settings: &Settings,
         model: &Description,
+        step_tokens: u32,
         num_blocks: u32,
     ) -> Result<Self, ResolveError> {
         let mut choices = Vec::new();
         let capacity = u64::from(num_blocks) * u64::from(BLOCK_TOKENS);
-        let model_limit = model.max_position_tokens;
+        let capacity = capacity.saturating_sub(u64::from(model.num_prefix_tokens()));
+        let model_limit = model.max_total_tokens();
         let (max_total_tokens, reason) = match args.max_total_tokens {
             Some(given) if given > model_limit => {
                 return Err(ResolveError::BeyondModel { given, allowed: model_limit });
@@ -192,10 +213,10 @@ impl SequenceLimits {
             Some(given) if given >= max_total_tokens => {
                 return Err(ResolveError::InputBeyondTotal { given, max_total_tokens, reason });
             }
-            Some(given) => given,
+            Some(given) => check_source(given, model, step_tokens)?,
             None => {
-                let tokens = max_total_tokens.saturating_sub(1);
-                choices.push(Choice::new("max-input-tokens", tokens, "max-total-tokens - 1"));
+                let (tokens, reason) = default_input(settings, model, step_tokens, max_total_tokens);
+                choices.push(Choice::new("max-input-tokens", tokens, reason));
                 tokens
             }
         };
@@ -205,8 +226,39 @@ impl SequenceLimits {
             choices.push(Choice::new("max-queued-tokens", tokens, reason));
             tokens
         });
-        Ok(Self { max_input_tokens, max_total_tokens, max_queued_tokens, choices })
+        let max_new_tokens = model.max_new_tokens();
+        Ok(Self { max_input_tokens, max_total_tokens, max_new_tokens, max_queued_tokens, choices })
     }
+}
+
+/// An encoder reads its source in one step, or not at all.
+fn check_source(given: u32, model: &Description, step_tokens: u32) -> Result<u32, ResolveError> {
+    let (allowed, reason) = if model.max_source_tokens <= step_tokens {
+        (model.max_source_tokens, "the model's longest source")
+    } else {
+        (step_tokens, "max-batch-prefill-tokens: an encoder reads its source in one step")
+    };
+    if model.is_encoder_decoder() && given > allowed {
+        return Err(ResolveError::InputBeyondSource { given, allowed, reason });
+    }
+    Ok(given)
+}
+
+/// In tokens, and why.
+fn default_input(
+    settings: &Settings,
+    model: &Description,
+    step_tokens: u32,
+    max_total_tokens: u32,
+) -> (u32, &'static str) {
+    let total = (max_total_tokens.saturating_sub(1), "max-total-tokens - 1");
+    if !model.is_encoder_decoder() {
+        return total;
+    }
+    let beside_others = step_tokens.saturating_sub(settings.max_step_sequences).max(step_tokens / 2);
+    let step = (beside_others, "what an encoder can read in one step, beside the other sequences' tokens");
+    let source = (model.max_source_tokens, "the model's longest source");
+    [source, step, total].into_iter().min_by_key(|(tokens, _)| *tokens).unwrap_or(total)
 }
 
 fn check_ranges(args: &Args) -> Result<(), ResolveError> {

@@ -28,6 +28,8 @@ fn model(device: &str) -> Description {
         vocab_size: 100,
         max_position_tokens: 8192,
         window_tokens: None,
+        decoder_prefix: [].into(),
+        max_source_tokens: 0,
         weight_bytes: 0,
         kv_bytes_per_block: 0,
         phases: Vec::new(),
@@ -35,7 +37,17 @@ fn model(device: &str) -> Description {
 }
 
 fn limits(flags: &str, num_blocks: u32) -> Result<SequenceLimits, ResolveError> {
-    SequenceLimits::resolve(&args(flags), &settings(flags).unwrap(), &model("cpu"), num_blocks)
+    limits_of(&model("cpu"), flags, num_blocks)
+}
+
+fn limits_of(model: &Description, flags: &str, num_blocks: u32) -> Result<SequenceLimits, ResolveError> {
+    let (args, settings) = (args(flags), settings(flags).unwrap());
+    SequenceLimits::resolve(&args, &settings, model, settings.step_tokens(&args, model).0, num_blocks)
+}
+
+/// Sources of 600 tokens, and answers of 99 behind one that the decoder begins with.
+fn encoder_decoder() -> Description {
+    Description { max_position_tokens: 700, decoder_prefix: [0].into(), max_source_tokens: 600, ..model("cpu") }
 }
 
 #[test]
@@ -112,6 +124,53 @@ fn the_longest_sequence_is_what_model_and_memory_allow() {
     assert_eq!(pair(limits("--max-input-tokens 7 --max-total-tokens 20", 10).unwrap()), (7, 20));
     let reason = &limits("", 10).unwrap().choices[0].reason;
     assert_eq!(reason, "what the KV cache holds; the model's limit is 8192");
+}
+
+#[test]
+fn an_encoder_reads_its_source_in_one_step() {
+    let model = encoder_decoder();
+    let step_tokens = |flags: &str| settings(flags).unwrap().step_tokens(&args(flags), &model).0;
+    assert_eq!(step_tokens(""), 600 + 128, "beside everybody else's token");
+    assert_eq!(step_tokens("--max-input-tokens 500"), 500 + 128);
+    assert_eq!(step_tokens("--max-total-tokens 100"), 512);
+    let long = Description { max_position_tokens: 16_384, max_source_tokens: 8192, ..encoder_decoder() };
+    let pair = |flags: &str| {
+        let limits = limits_of(&long, flags, 10_000).unwrap();
+        (settings(flags).unwrap().step_tokens(&args(flags), &long).0, limits.max_input_tokens)
+    };
+    assert_eq!(pair(""), (1024 + 128, 1024));
+    assert_eq!(pair("--max-input-tokens 8192"), (8192 + 128, 8192));
+    let parts = |flags: &str, num_blocks| {
+        let limits = limits_of(&model, flags, num_blocks).unwrap();
+        (limits.max_input_tokens, limits.max_new_tokens, limits.max_total_tokens)
+    };
+    assert_eq!(parts("", 1000), (600, Some(99), 699));
+    assert_eq!(parts("", 10), (158, Some(99), 159));
+    assert_eq!(parts("--max-batch-prefill-tokens 300", 1000), (300 - 128, Some(99), 699));
+    assert_eq!(parts("--max-batch-prefill-tokens 64", 1000), (32, Some(99), 699));
+    assert_eq!(parts("--max-batch-prefill-tokens 300 --max-input-tokens 300", 1000), (300, Some(99), 699));
+    assert_eq!(parts("--max-input-tokens 20 --max-total-tokens 30", 1000), (20, Some(99), 30));
+    let refusal = |flags: &str| limits_of(&model, flags, 1000).unwrap_err().to_string();
+    assert_eq!(
+        refusal("--max-input-tokens 601"),
+        "--max-input-tokens is 601, but this model's inputs can have at most 600 tokens (the model's longest source)"
+    );
+    assert!(
+        refusal("--max-input-tokens 301 --max-batch-prefill-tokens 300")
+            .contains("at most 300 tokens (max-batch-prefill-tokens: an encoder reads its source in one step)")
+    );
+    assert!(refusal("--max-total-tokens 700").contains("sequences of at most 699 tokens"));
+}
+
+#[test]
+fn sources_share_nothing() {
+    let shares = |flags: &str, model: &Description| {
+        let (shares, choice) = Settings::prefix_caching(&args(flags), model);
+        (shares, choice.is_some())
+    };
+    assert_eq!(shares("", &model("cpu")), (true, false));
+    assert_eq!(shares("", &encoder_decoder()), (false, true));
+    assert_eq!(shares("--prefix-caching false", &encoder_decoder()), (false, false));
 }
 
 #[test]

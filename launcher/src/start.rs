@@ -87,14 +87,16 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
     let sockets = workers.sockets().to_vec();
     let rendezvous = workers.rendezvous();
     let loaded = while_alive(&mut workers, load(args, settings, python, &sockets, rendezvous)).await?;
+    let (prefix_caching, choice) = Settings::prefix_caching(args, &loaded.model);
+    choice.iter().for_each(log_choice);
     let limits = Limits {
         max_step_tokens: loaded.step_tokens,
         max_step_sequences: settings.max_step_sequences,
-        max_sequence_tokens: loaded.limits.max_total_tokens,
+        max_sequence_tokens: loaded.limits.max_total_tokens + loaded.model.num_prefix_tokens(),
         num_blocks: loaded.pool.num_blocks,
         block_tokens: BLOCK_TOKENS,
         max_steps_in_flight: args.max_steps_in_flight,
-        prefix_caching: args.prefix_caching,
+        prefix_caching,
         priority_ageing: Some(PRIORITY_AGEING),
         max_inter_token: settings.max_inter_token,
         max_overtaking: MAX_OVERTAKING,
@@ -212,13 +214,13 @@ async fn load(
     let since = Instant::now();
     let (step_tokens, choice) = settings.step_tokens(args, &model);
     choice.iter().for_each(log_choice);
-    if let Some(given) = args.max_total_tokens.filter(|given| *given > model.max_position_tokens) {
-        return Err(ResolveError::BeyondModel { given, allowed: model.max_position_tokens }.into());
+    if let Some(given) = args.max_total_tokens.filter(|given| *given > model.max_total_tokens()) {
+        return Err(ResolveError::BeyondModel { given, allowed: model.max_total_tokens() }.into());
     }
     let warm_up = WarmUpOptions {
         max_step_tokens: step_tokens,
         max_step_sequences: settings.max_step_sequences,
-        max_sequence_tokens: args.max_total_tokens,
+        max_sequence_tokens: args.max_total_tokens.map(|tokens| tokens + model.num_prefix_tokens()),
         num_blocks: settings.num_blocks.map(u64::from),
         memory_fraction: settings.memory_fraction,
         proven: false,
@@ -232,7 +234,7 @@ async fn load(
         pool.num_blocks,
         (u64::from(pool.num_blocks) * model.kv_bytes_per_block) >> 20,
     );
-    let limits = SequenceLimits::resolve(args, settings, &model, pool.num_blocks)?;
+    let limits = SequenceLimits::resolve(args, settings, &model, step_tokens, pool.num_blocks)?;
     limits.choices.iter().for_each(log_choice);
     Ok(Loaded { group, prepared, folder, text, model, pool, load, warm_up, step_tokens, limits, phases })
 }

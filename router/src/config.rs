@@ -1,6 +1,7 @@
 //! What the router is told when it starts. Resolved once, by the launcher; nothing here is optional by accident.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use crate::http::auth::ApiKeys;
@@ -16,6 +17,9 @@ pub struct Config {
     /// Prepared model folder: tokenizer.json, tokenizer_config.json, generation_config.json, chat template.
     pub model_folder: PathBuf,
     pub limits: RequestLimits,
+    /// Of an encoder–decoder: these token ids stand behind every input, and the answer follows them. Empty: a decoder
+    /// alone, whose answer goes on from its input.
+    pub decoder_prefix: Arc<[u32]>,
     pub queue: QueueLimits,
     /// Tokenizer threads.
     pub validation_workers: usize,
@@ -46,7 +50,10 @@ pub struct RequestLimits {
     pub max_stop_sequences: usize,
     pub max_top_n_tokens: u32,
     pub max_input_tokens: usize,
+    /// Input and answer.
     pub max_total_tokens: usize,
+    /// The answer alone; `None`: whatever the input leaves of the total.
+    pub max_new_tokens: Option<u32>,
     pub max_client_batch_size: usize,
 }
 
@@ -77,8 +84,10 @@ pub struct ConnectionLimits {
     pub max_head_bytes: usize,
     /// Requests that are open on one HTTP/2 connection.
     pub max_streams: u32,
-    /// How often a quiet HTTP/2 client is asked whether it is still there, and how long it may take to answer.
+    /// How often a quiet client is asked whether it is still there, and how long one of HTTP/2 may take to answer.
     pub keep_alive: Duration,
+    /// How long a client may take nothing of what waits for it, or one of HTTP/1.1 not answer the kernel's questions.
+    pub client_timeout: Duration,
 }
 
 impl ConnectionLimits {
@@ -92,6 +101,7 @@ impl ConnectionLimits {
             max_head_bytes: 64 << 10,
             max_streams: u32::try_from(max_streams).unwrap_or(u32::MAX),
             keep_alive: Duration::from_secs(20),
+            client_timeout: Duration::from_secs(40),
         }
     }
 }

@@ -8,33 +8,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
+use fake_worker::setting::{limits, request};
 use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use penstock_router::engine::{
     Engine, EngineOptions, FinishReason, Generator, Health, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
     SequenceStream,
 };
-use penstock_router::worker::{Group, LoadOptions, Phase, WarmUpOptions, WorkerError};
+use penstock_router::worker::{Group, LoadOptions, PROTOCOL_VERSION, Phase, WarmUpOptions, WorkerError};
 use penstock_scheduler::Limits;
 use tokio::sync::watch;
 
 const PATIENCE: Duration = Duration::from_secs(30);
-
-fn limits() -> Limits {
-    Limits {
-        max_step_tokens: 64,
-        max_step_sequences: 16,
-        max_sequence_tokens: 512,
-        num_blocks: 256,
-        block_tokens: 16,
-        max_steps_in_flight: 2,
-        prefix_caching: false,
-        priority_ageing: None,
-        max_inter_token: None,
-        max_overtaking: 0,
-        window_tokens: None,
-    }
-}
 
 /// The first failure is the last.
 fn options(limits: Limits) -> EngineOptions {
@@ -47,16 +32,6 @@ async fn engine(group: &FakeGroup) -> Engine {
         options(limits()),
         Arc::new(Fleet::new([])),
     )
-}
-
-fn request(prompt_token_ids: &[u32], max_new_tokens: u32) -> SequenceRequest {
-    SequenceRequest {
-        prompt_token_ids: prompt_token_ids.to_vec(),
-        max_new_tokens,
-        sampling: Sampling::default(),
-        priority: 0,
-        group: None,
-    }
 }
 
 /// Tokens and the terminal event; fails unless there is exactly one, at the end.
@@ -143,6 +118,15 @@ async fn a_broken_sequence_fails_alone_with_the_workers_words() {
     assert_eq!(terminal, SequenceEvent::Failed(SequenceFailure::Sequence("not a number".to_owned())));
     assert_eq!(collect(healthy).await.0, expected_tokens(&[14, 1], 50));
     assert!(engine.health().is_well());
+}
+
+#[tokio::test]
+async fn a_sequence_that_cannot_go_on_by_its_own_doing_is_told_apart() {
+    let broken_fault = penstock_proto::Fault::Request;
+    let script = Script { broken_first_token: Some(13), broken_fault, ..Script::default() };
+    let group = FakeGroup::start(vec![script]);
+    let (_, terminal) = collect(engine(&group).await.submit(request(&[13, 1], 50))).await;
+    assert_eq!(terminal, SequenceEvent::Failed(SequenceFailure::Request("not a number".to_owned())));
 }
 
 #[tokio::test]
@@ -288,6 +272,8 @@ async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
     let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     let description = connected.load(&load_options()).await.unwrap();
     assert_eq!((description.weight_bytes, description.kv_bytes_per_block), (2000, 32));
+    assert_eq!((description.max_total_tokens(), description.max_new_tokens()), (4096, None));
+    assert_eq!(description.pipeline_tag(), None);
     assert_eq!(description.phases, [Phase { name: "read weights".to_owned(), duration: Duration::from_millis(500) }]);
     let options = WarmUpOptions {
         max_step_tokens: 64,
@@ -313,7 +299,7 @@ async fn a_worker_of_another_version_is_refused_naming_both() {
     let group = FakeGroup::start(vec![Script { protocol_version: Some(9), ..Script::default() }]);
     let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     let error = connected.load(&load_options()).await.unwrap_err();
-    assert_eq!(error, WorkerError::Version { rank: 0, theirs: 9, ours: 2 });
+    assert_eq!(error, WorkerError::Version { rank: 0, theirs: 9, ours: PROTOCOL_VERSION });
     assert!(
         error.to_string().starts_with("rank 0 speaks version 9 of the worker protocol, this router speaks version 2")
     );
@@ -325,6 +311,22 @@ async fn a_refused_load_surfaces_as_the_worker_said_it() {
     let group = FakeGroup::start(vec![Script { load_failure: Some(message.to_owned()), ..Script::default() }]);
     let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     assert_eq!(connected.load(&load_options()).await.unwrap_err().to_string(), message);
+}
+
+#[tokio::test]
+async fn an_encoder_decoder_says_what_its_answers_follow_and_how_long_they_are() {
+    let of = |decoder_prefix: &[u32]| Script { decoder_prefix: decoder_prefix.to_vec(), ..Script::default() };
+    let group = FakeGroup::start(vec![of(&[2, 0]), of(&[2, 0])]);
+    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let description = connected.load(&load_options()).await.unwrap();
+    assert_eq!((&*description.decoder_prefix, description.max_source_tokens), (&[2, 0][..], 3000));
+    assert_eq!((description.max_total_tokens(), description.max_new_tokens()), (4094, Some(1094)));
+    assert_eq!(description.pipeline_tag(), Some("text2text-generation"));
+
+    let group = FakeGroup::start(vec![of(&[2]), of(&[0])]);
+    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let error = connected.load(&load_options()).await.unwrap_err();
+    assert_eq!(error.to_string(), "the ranks do not agree on the decoder's prefix: [[2], [0]]");
 }
 
 #[tokio::test]

@@ -18,6 +18,7 @@ use std::time::Duration;
 use axum::body::Bytes;
 use axum::http::{Request, Response, StatusCode};
 use fake_worker::fleet::Fleet;
+use fake_worker::setting::limits;
 use fake_worker::{FakeGroup, Script};
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
@@ -90,19 +91,7 @@ impl Router {
         let script = Script { gate: Some(gate), broken_first_token: Some(BROKEN.into()), ..Script::default() };
         let fleet = Fleet::new([vec![script.clone()], vec![script]]);
         let group = fleet.next().unwrap();
-        let limits = Limits {
-            max_step_tokens: 64,
-            max_step_sequences: 16,
-            max_sequence_tokens: 256,
-            num_blocks: 256,
-            block_tokens: 16,
-            max_steps_in_flight: 2,
-            prefix_caching: false,
-            priority_ageing: None,
-            max_inter_token: None,
-            max_overtaking: 0,
-            window_tokens: None,
-        };
+        let limits = Limits { max_sequence_tokens: 256, ..limits() };
         let metrics = server::exporter();
         batch_total_tokens(256 * 16);
         let ranks = Group::connect(&group.sockets(), PATIENCE).await.unwrap();

@@ -9,19 +9,15 @@ mod model;
 mod server;
 
 use http_body_util::BodyExt;
-use penstock_router::Config;
 use penstock_router::engine::{SequenceEvent, SequenceFailure};
 use serde_json::json;
-use tokio::sync::mpsc;
 
 use crate::model::{IM_END, word};
 use crate::server::Server;
 
 #[tokio::test]
 async fn every_request_is_counted_once_and_ends_once() {
-    let (sender, mut sequences) = mpsc::unbounded_channel();
-    let script = move |sequence| sender.send(sequence).unwrap();
-    let server = Server::start(script, |config: &mut Config| config.limits.max_concurrent_requests = 2).await;
+    let (server, mut sequences) = Server::manual_with(|config| config.limits.max_concurrent_requests = 2).await;
     let tokens = [word("Hello"), IM_END];
 
     let chat = json!({"messages": [{"role": "user", "content": "Hi"}]});

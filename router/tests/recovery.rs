@@ -7,12 +7,13 @@ mod fake_worker;
 use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
+use fake_worker::setting::{limits, request};
 use fake_worker::{Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::join_all;
 use penstock_router::engine::{
-    Engine, EngineOptions, FinishReason, Generator, Grammar, GrammarError, Health, Sampling, SequenceEvent,
-    SequenceFailure, SequenceRequest, SequenceStream,
+    Engine, EngineOptions, FinishReason, Generator, Grammar, GrammarError, Health, SequenceEvent, SequenceFailure,
+    SequenceRequest, SequenceStream,
 };
 use penstock_scheduler::Limits;
 use tokio::sync::watch;
@@ -21,19 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const FINISHED: SequenceEvent = SequenceEvent::Finished(FinishReason::Length);
 
 fn options() -> EngineOptions {
-    let limits = Limits {
-        max_step_tokens: 16,
-        max_step_sequences: 16,
-        max_sequence_tokens: 512,
-        num_blocks: 256,
-        block_tokens: 16,
-        max_steps_in_flight: 2,
-        prefix_caching: false,
-        priority_ageing: None,
-        max_inter_token: None,
-        max_overtaking: 0,
-        window_tokens: None,
-    };
+    let limits = Limits { max_step_tokens: 16, ..limits() };
     EngineOptions { limits, step_deadline: PATIENCE, max_failures: 5 }
 }
 
@@ -43,16 +32,6 @@ fn healthy() -> Vec<Script> {
 
 fn dies_at(step: u64) -> Vec<Script> {
     vec![Script { die_at_step: Some(step), ..Script::default() }]
-}
-
-fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
-    SequenceRequest {
-        prompt_token_ids: prompt.to_vec(),
-        max_new_tokens,
-        sampling: Sampling::default(),
-        priority: 0,
-        group: None,
-    }
 }
 
 /// Tokens and the terminal event. The start is announced once, before all else.
@@ -104,6 +83,32 @@ async fn streams_go_on_with_the_same_tokens_whatever_step_a_worker_is_lost_in() 
             let fleet = Fleet::new([vec![fault], healthy()]);
             streams_are_undisturbed(&fleet, options()).await;
             assert_eq!(fleet.num_started(), 2, "step {step} was never reached");
+        }
+    }
+}
+
+#[tokio::test]
+async fn sources_are_sent_again_whole_and_the_answers_behind_them() {
+    for step in [1, 2, 5, 9] {
+        let fleet = Fleet::new([dies_at(step), healthy()]);
+        let limits = Limits { max_step_tokens: 64, ..options().limits };
+        let engine = fleet.engine(EngineOptions { limits, ..options() }).await;
+        // Sources of several lengths, and two tokens that every answer follows.
+        let prompts: Vec<Vec<u32>> = [1, 5, 16, 11].iter().map(|&n| (n..2 * n).chain([7, 8]).collect()).collect();
+        let streams = prompts.iter().map(|prompt| {
+            let num_source_tokens = prompt.len() as u32 - 2;
+            collect(engine.submit(SequenceRequest { num_source_tokens, ..request(prompt, 12) }))
+        });
+        for (prompt, stream) in prompts.iter().zip(join_all(streams.collect::<Vec<_>>()).await) {
+            assert_eq!(stream, (expected_tokens(prompt, 12), FINISHED));
+        }
+        let again = fleet.started(2).await.ranks[0]
+            .look(|seen| seen.plans.iter().flat_map(|plan| plan.new_sequences.clone()).collect::<Vec<_>>());
+        assert!(!again.is_empty(), "step {step} was never reached");
+        for new in again {
+            let prompt = prompts.iter().find(|prompt| new.token_ids.starts_with(prompt)).expect("source and prefix");
+            assert_eq!(new.num_source_tokens as usize, prompt.len() - 2);
+            assert_eq!(new.num_computed_tokens, 0);
         }
     }
 }
@@ -282,6 +287,28 @@ async fn who_was_there_at_every_loss_and_is_innocent_goes_on() {
     // At most all four: their prompts in pieces of a step, and the two tokens that steps in flight would have given.
     assert!((3..=15).contains(&alone), "{alone} steps with one sequence");
     assert!(plans[alone..].iter().any(|plan| plan.advances.len() == 4), "they never run together again");
+}
+
+#[tokio::test]
+async fn a_third_loss_is_blamed_on_nobody_but_the_one_that_was_alone() {
+    // All four are suspects after the second loss, and the third comes while one is tried.
+    let fleet = Fleet::new([dies_at(4), dies_at(1), dies_at(1), healthy()]);
+    let engine = fleet.engine(options()).await;
+    let prompts = prompts();
+    let streams: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 20)))).collect();
+    let mut num_failed = 0;
+    for (prompt, (tokens, terminal)) in prompts.iter().zip(join_all(streams).await) {
+        if terminal == FINISHED {
+            assert_eq!(tokens, expected_tokens(prompt, 20));
+        } else {
+            assert!(matches!(terminal, SequenceEvent::Failed(SequenceFailure::Sequence(_))), "{terminal:?}");
+            num_failed += 1;
+        }
+    }
+    assert_eq!(num_failed, 1);
+    let alone = fleet.started(3).await.ranks[0].look(|seen| seen.plans.clone());
+    assert!(alone.iter().all(|plan| plan.advances.len() == 1), "{alone:?}");
+    assert!(engine.health().is_well());
 }
 
 async fn compile(engine: &Engine, grammar: &str) -> Result<(), GrammarError> {

@@ -315,8 +315,12 @@ impl Checked {
         if num_input_tokens == 0 {
             return Err(ValidationError::EmptyInput);
         }
+        let max_new_tokens = limits.max_new_tokens.unwrap_or(u32::MAX);
+        if let Some(given) = self.max_new_tokens.filter(|&given| given > max_new_tokens) {
+            return Err(ValidationError::NewTokens { max: max_new_tokens, given });
+        }
         let room = limits.max_total_tokens.saturating_sub(num_input_tokens);
-        let room = u32::try_from(room).unwrap_or(u32::MAX);
+        let room = u32::try_from(room).unwrap_or(u32::MAX).min(max_new_tokens);
         if let Some(new) = self.max_new_tokens.filter(|&new| new > room) {
             return Err(ValidationError::TotalTokens { max: limits.max_total_tokens, input: num_input_tokens, new });
         }

@@ -54,6 +54,8 @@ pub(crate) enum ValidationError {
         "`inputs` tokens + `max_new_tokens` must be <= {max}. Given: {input} `inputs` tokens and {new} `max_new_tokens`"
     )]
     TotalTokens { max: usize, input: usize, new: u32 },
+    #[error("`max_new_tokens` must be <= {max}. Given: {given}")]
+    NewTokens { max: u32, given: u32 },
     #[error("`inputs` must have at most {max} tokens. Given: {given}")]
     InputTokens { max: usize, given: usize },
     #[error("`adapter_id` {0} is unknown: no adapters are served")]
@@ -107,7 +109,9 @@ impl ValidationError {
             Self::TopP => Some("top_p"),
             Self::TypicalP => Some("typical_p"),
             Self::TopK => Some("top_k"),
-            Self::NoNewTokens | Self::TotalTokens { .. } | Self::TwoLengths => Some("max_tokens"),
+            Self::NoNewTokens | Self::NewTokens { .. } | Self::TotalTokens { .. } | Self::TwoLengths => {
+                Some("max_tokens")
+            }
             Self::StopCount { .. } | Self::EmptyStop => Some("stop"),
             Self::TopNTokens { .. } => Some("top_logprobs"),
             Self::Logprobs { field, .. } | Self::Unsupported { field, .. } => Some(field),

@@ -7,6 +7,8 @@ use std::sync::Arc;
 pub struct SequenceRequest {
     /// Not empty.
     pub prompt_token_ids: Vec<u32>,
+    /// So many of them, at their beginning, are an encoder's; 0: the model is a decoder alone.
+    pub num_source_tokens: u32,
     /// At least 1.
     pub max_new_tokens: u32,
     pub sampling: Sampling,

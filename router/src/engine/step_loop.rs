@@ -196,7 +196,7 @@ impl StepLoop {
             prefix_caching: true,
             group: request.group,
             needs_prompt_logprobs: request.sampling.prompt_logprobs,
-            num_source_tokens: 0,
+            num_source_tokens: request.num_source_tokens,
         };
         match self.scheduler.submit(submission, self.epoch.elapsed()) {
             Ok(()) => {

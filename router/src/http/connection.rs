@@ -2,6 +2,7 @@
 //!
 //! INVARIANT: when [`serve`] has ended, or was dropped, no connection is left.
 
+use std::error::Error;
 use std::io;
 use std::pin::pin;
 use std::time::Duration;
@@ -17,8 +18,9 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use super::vertex_route;
+use super::{socket, vertex_route};
 use crate::config::{ConnectionLimits, VertexRoutes};
+use crate::telemetry::metrics;
 
 /// How HTTP/2 begins, and no request of HTTP/1 does (RFC 9113, section 3.4).
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -66,9 +68,11 @@ fn is_of_connection(error: &io::Error) -> bool {
 }
 
 async fn serve_connection(stream: TcpStream, app: App, closing: CancellationToken) {
-    // Events are small and each is awaited by somebody. A socket that refuses this is slower, not broken.
-    let _ = stream.set_nodelay(true);
     let limits = app.limits;
+    if let Err(error) = socket::configure(&stream, limits) {
+        // As when the client is gone already; a socket that refuses something is not broken by that.
+        tracing::debug!("a connection's socket is as it was: {error}");
+    }
     let begins = tokio::time::timeout(limits.head_timeout, begins_as_http2(&stream));
     let Some(Ok(Ok(is_http2))) = closing.run_until_cancelled(begins).await else { return };
     let stream = TokioIo::new(stream);
@@ -118,6 +122,16 @@ fn http2(limits: ConnectionLimits) -> http2::Builder<TokioExecutor> {
     builder
 }
 
+/// The kernel or a ping found that the client takes nothing, or is not there any more.
+fn is_given_up(error: &hyper::Error) -> bool {
+    use io::ErrorKind::{HostUnreachable, NetworkUnreachable, TimedOut};
+    // What the network last said of it goes before the plain reason.
+    let is_kernels = |error: &io::Error| matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable);
+    let mut causes = std::iter::successors(error.source(), |&error| error.source());
+    // A head that did not come in time has no further cause; an answer to a ping has.
+    causes.any(|cause| error.is_timeout() || cause.downcast_ref().is_some_and(is_kernels))
+}
+
 /// Runs a connection to its end; when closing, to the end of the requests that are open.
 async fn finish<C>(connection: C, closing: CancellationToken)
 where
@@ -132,6 +146,9 @@ where
         }
     };
     if let Err(error) = result {
+        if is_given_up(&error) {
+            metrics::client_given_up();
+        }
         // Clients leave in many ways, and none of them is our error.
         tracing::debug!("a connection ended: {error}");
     }

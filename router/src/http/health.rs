@@ -51,8 +51,10 @@ impl Report {
         }
     }
 
-    fn answer(self, ok: bool) -> (StatusCode, Json<Self>) {
-        (if ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }, Json(self))
+    /// Its status is that of one of the three.
+    fn answer(self, asked: impl Fn(&Self) -> &Condition) -> (StatusCode, Json<Self>) {
+        let status = if asked(&self).ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+        (status, Json(self))
     }
 }
 
@@ -86,9 +88,7 @@ pub(super) async fn root(service: State<Service>) -> Result<StatusCode, TgiError
     )
 )]
 pub(super) async fn live(State(service): State<Service>) -> (StatusCode, Json<Report>) {
-    let report = Report::of(&service);
-    let ok = report.live.ok;
-    report.answer(ok)
+    Report::of(&service).answer(|report| &report.live)
 }
 
 /// Whether the server takes requests: `/health` with the reasons.
@@ -102,7 +102,5 @@ pub(super) async fn live(State(service): State<Service>) -> (StatusCode, Json<Re
     )
 )]
 pub(super) async fn ready(State(service): State<Service>) -> (StatusCode, Json<Report>) {
-    let report = Report::of(&service);
-    let ok = report.ready.ok;
-    report.answer(ok)
+    Report::of(&service).answer(|report| &report.ready)
 }

@@ -21,9 +21,11 @@ mod service;
 mod service_rate;
 mod side_by_side;
 mod slow_body;
+mod socket;
 mod sse;
 mod status;
 mod tokenize;
+mod unread;
 mod vertex;
 mod vertex_route;
 
@@ -41,6 +43,7 @@ use utoipa_axum::routes;
 pub(crate) use service::Service;
 
 use crate::api::error::ApiError;
+use crate::config::ConnectionLimits;
 
 /// `--cors-allow-origin` was given something that cannot be an origin.
 #[derive(Debug, thiserror::Error)]
@@ -51,7 +54,7 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
     let config = service.config();
     let cors = cors(&config.cors_allow_origins)?;
     let max_body_bytes = config.payload_limit_bytes;
-    let body_timeout = config.connections.body_timeout;
+    let ConnectionLimits { body_timeout, client_timeout, .. } = config.connections;
     let api_keys = config.api_keys.clone();
     let (router, document) = routes();
     let router = router
@@ -62,6 +65,7 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
         .layer(middleware::from_fn_with_state(body_timeout, slow_body::limit))
         .layer(middleware::from_fn_with_state(api_keys, auth::require_key))
         .layer(middleware::from_fn(observe::observe))
+        .layer(middleware::from_fn_with_state(client_timeout, unread::limit))
         .layer(cors)
         .layer(middleware::from_fn(request_id::identify));
     Ok(router)

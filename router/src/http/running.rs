@@ -158,6 +158,7 @@ impl Prepared {
         metrics::prompt_accepted(self.prompt_token_ids.len(), self.max_new_tokens);
         let options = GenerationOptions {
             prompt_token_ids: self.prompt_token_ids.clone(),
+            decoder_prefix: Arc::clone(&service.config().decoder_prefix),
             max_new_tokens: self.max_new_tokens,
             sampling: Sampling { seed: checked.seed_of(index), ..checked.sampling.clone() },
             ignore_eos: checked.ignore_eos,

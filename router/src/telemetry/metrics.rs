@@ -136,6 +136,11 @@ pub(crate) fn request_refused(reason: RefusalReason) {
     counter!(name::REQUESTS_REFUSED, "reason" => reason.label()).increment(1);
 }
 
+/// A client took nothing of what waited for it for too long.
+pub(crate) fn client_given_up() {
+    counter!(name::CLIENTS_GIVEN_UP).increment(1);
+}
+
 /// How long the parts of an answered request took.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RequestDurations {
@@ -324,6 +329,7 @@ mod tests {
         max_top_n_tokens: 1,
         max_input_tokens: 200,
         max_total_tokens: 400,
+        max_new_tokens: None,
         max_client_batch_size: 1,
     };
 

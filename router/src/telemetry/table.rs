@@ -62,6 +62,7 @@ pub(super) const REQUEST_SKIPPED_TOKENS: &str = "tgi_request_skipped_tokens";
 pub(super) const QUEUE_SIZE: &str = "tgi_queue_size";
 pub(super) const QUEUE_TOKENS: &str = "penstock_queue_tokens";
 pub(super) const REQUESTS_REFUSED: &str = "penstock_requests_refused";
+pub(super) const CLIENTS_GIVEN_UP: &str = "penstock_clients_given_up";
 pub(super) const BATCH_CURRENT_SIZE: &str = "tgi_batch_current_size";
 pub(super) const BATCH_CURRENT_MAX_TOKENS: &str = "tgi_batch_current_max_tokens";
 pub(super) const BATCH_NEXT_SIZE: &str = "tgi_batch_next_size";
@@ -193,6 +194,10 @@ pub(super) const METRICS: &[Metric] = &[
          --queue-timeout, or the server was shutting down",
     )
     .by(REFUSAL),
+    counter_of(
+        CLIENTS_GIVEN_UP,
+        "Clients that took nothing of their answer, or did not show that they are still there, for 40 s",
+    ),
     gauge_of(KV_BLOCKS, "Blocks of the KV pool"),
     gauge_of(KV_FREE_BLOCKS, "Blocks of the KV pool that can be handed out now, those that are only kept included"),
     gauge_of(KV_CACHED_BLOCKS, "Blocks of the KV pool that are kept, in case that a prompt begins like theirs"),

@@ -27,6 +27,8 @@ pub(crate) enum StopText {
 #[derive(Clone, Debug)]
 pub(crate) struct GenerationOptions {
     pub(crate) prompt_token_ids: Vec<u32>,
+    /// Not empty: the prompt is an encoder's source, and the answer is a text of its own that follows these.
+    pub(crate) decoder_prefix: Arc<[u32]>,
     pub(crate) max_new_tokens: u32,
     /// Its stop tokens are the client's; the model's own join them here, unless they are to be ignored.
     pub(crate) sampling: Sampling,
@@ -78,7 +80,7 @@ pub(crate) struct TopText {
 pub(crate) struct PromptToken {
     pub(crate) id: u32,
     pub(crate) text: String,
-    /// `None`: the first one, which nothing precedes.
+    /// `None`: nothing precedes it, or it was not chosen but given by the model.
     pub(crate) logprob: Option<f32>,
     pub(crate) top: Vec<TopText>,
 }
@@ -161,18 +163,24 @@ impl Generation {
         received: Instant,
         abandoned: CancellationToken,
     ) -> Self {
-        let mut sampling = options.sampling;
+        let GenerationOptions { mut prompt_token_ids, decoder_prefix, mut sampling, .. } = options;
         if !options.ignore_eos {
             sampling.stop_token_ids = union(&model.eos_token_ids(), &sampling.stop_token_ids);
         }
         let stop_token_ids = Arc::clone(&sampling.stop_token_ids);
-        let detokenizer = model.detokenizer(&options.prompt_token_ids);
-        let first = options.prompt_token_ids.first().filter(|_| sampling.prompt_logprobs);
-        let first =
-            first.map(|&id| PromptToken { id, text: detokenizer.token_text(id), logprob: None, top: Vec::new() });
+        let has_source = !decoder_prefix.is_empty();
+        let detokenizer = model.detokenizer(if has_source { &[] } else { &prompt_token_ids });
+        // COMPAT: of an encoder–decoder TGI tells the tokens that its decoder starts with, and no logprobs.
+        let given = if has_source { &decoder_prefix[..] } else { &prompt_token_ids[..prompt_token_ids.len().min(1)] };
+        let prompt_token = |&id| PromptToken { id, text: detokenizer.token_text(id), logprob: None, top: Vec::new() };
+        let prompt_tokens = given.iter().filter(|_| sampling.prompt_logprobs).map(prompt_token).collect();
+        sampling.prompt_logprobs &= !has_source;
+        let num_source_tokens = if has_source { prompt_token_ids.len() as u32 } else { 0 };
+        prompt_token_ids.extend_from_slice(&decoder_prefix);
         let submitted = Instant::now();
         let events = generator.submit(SequenceRequest {
-            prompt_token_ids: options.prompt_token_ids,
+            prompt_token_ids,
+            num_source_tokens,
             max_new_tokens: options.max_new_tokens,
             sampling,
             priority: options.priority,
@@ -188,7 +196,7 @@ impl Generation {
             held: HeldText::default(),
             stop_token_ids,
             shown_token_ids: options.shown_token_ids,
-            prompt_tokens: first.into_iter().collect(),
+            prompt_tokens,
             max_new_tokens: options.max_new_tokens,
             num_generated_tokens: 0,
             num_cached_tokens: 0,

@@ -1,6 +1,7 @@
 //! All ranks that hold one model. Whatever one of them must do, all must do at the same time: they meet inside it.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::{join_all, try_join_all};
@@ -50,6 +51,10 @@ pub struct Description {
     pub max_position_tokens: u32,
     /// Every layer sees at most so many of the last tokens; `None`: some layer sees all.
     pub window_tokens: Option<u32>,
+    /// Of an encoder–decoder: the tokens that stand behind every source, before the answer. Empty: a decoder alone.
+    pub decoder_prefix: Arc<[u32]>,
+    /// Of an encoder–decoder: the longest source. Its answers have what that leaves of the longest sequence.
+    pub max_source_tokens: u32,
     /// Of all ranks together.
     pub weight_bytes: u64,
     /// Of all ranks together.
@@ -89,6 +94,31 @@ pub struct Pool {
     pub phases: Vec<Phase>,
 }
 
+impl Description {
+    pub fn is_encoder_decoder(&self) -> bool {
+        !self.decoder_prefix.is_empty()
+    }
+
+    /// The hub's name for what the model does, as far as its kind tells.
+    pub fn pipeline_tag(&self) -> Option<&'static str> {
+        self.is_encoder_decoder().then_some("text2text-generation")
+    }
+
+    /// Input and answer of the longest sequence.
+    pub fn max_total_tokens(&self) -> u32 {
+        self.max_position_tokens.saturating_sub(self.num_prefix_tokens())
+    }
+
+    pub fn num_prefix_tokens(&self) -> u32 {
+        self.decoder_prefix.len() as u32
+    }
+
+    /// The longest answer that does not depend on its input's length; `None`: each is as long as its input leaves it.
+    pub fn max_new_tokens(&self) -> Option<u32> {
+        self.is_encoder_decoder().then(|| self.max_total_tokens().saturating_sub(self.max_source_tokens))
+    }
+}
+
 impl Group {
     /// Waits until every rank listens and answers. Drop the future to give up early, as when a worker's process ended.
     pub async fn connect(sockets: &[PathBuf], patience: Duration) -> Result<Self, WorkerError> {
@@ -116,6 +146,7 @@ impl Group {
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
         agree("the vocabulary size", answers.iter().map(|answer| answer.vocab_size))?;
         agree("the data type", answers.iter().map(|answer| &answer.dtype))?;
+        agree("the decoder's prefix", answers.iter().map(|answer| &answer.decoder_prefix))?;
         let weight_bytes = answers.iter().map(|answer| answer.weight_bytes).sum();
         let kv_bytes_per_block = answers.iter().map(|answer| answer.kv_bytes_per_block).sum();
         let first = first_rank(answers);
@@ -128,6 +159,8 @@ impl Group {
             vocab_size: first.vocab_size,
             max_position_tokens: first.max_position_tokens,
             window_tokens: (first.window_tokens > 0).then_some(first.window_tokens),
+            decoder_prefix: first.decoder_prefix.into(),
+            max_source_tokens: first.max_source_tokens,
             weight_bytes,
             kv_bytes_per_block,
             phases: phases(first.phases),

@@ -4,6 +4,7 @@
 
 pub mod fleet;
 mod sequences;
+pub mod setting;
 
 use std::collections::HashSet;
 use std::net::Shutdown;
@@ -45,6 +46,10 @@ pub struct Script {
     pub deadly: Option<(u32, usize)>,
     /// The sequence whose prompt begins with this token fails when it is sampled for the second time.
     pub broken_first_token: Option<u32>,
+    /// Whose fault that is.
+    pub broken_fault: proto::Fault,
+    /// It is an encoder–decoder.
+    pub decoder_prefix: Vec<u32>,
     /// Steps wait until this lets them: the number of the last step that may be answered.
     pub gate: Option<watch::Receiver<u64>>,
     pub num_blocks: u64,
@@ -248,6 +253,8 @@ impl Worker for Service {
             weight_bytes: 1000,
             kv_bytes_per_block: 16,
             phases: vec![proto::Phase { name: "read weights".to_owned(), seconds: 0.5 }],
+            decoder_prefix: self.script.decoder_prefix.clone(),
+            max_source_tokens: 3000,
             ..Default::default()
         }))
     }
@@ -335,7 +342,7 @@ impl Worker for Service {
                 if let Some((_, message)) = script.failure_at_step.filter(|(step, _)| *step == plan.step) {
                     return Some((Err(Status::internal(message)), (queue, sequences)));
                 }
-                let mut result = sequences.execute(&plan, script.broken_first_token);
+                let mut result = sequences.execute(&plan, script.broken_first_token, script.broken_fault);
                 if script.die_at_step == Some(plan.step) || script.deadly.is_some_and(|deadly| sequences.has(deadly)) {
                     death.cancel();
                     std::future::pending::<()>().await;

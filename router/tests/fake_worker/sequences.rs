@@ -13,6 +13,7 @@ pub struct Sequences {
 
 pub struct Sequence {
     token_ids: Vec<u32>,
+    num_source: usize,
     num_computed: usize,
     num_samples: usize,
     block_ids: Vec<u32>,
@@ -26,13 +27,19 @@ impl Sequences {
         sequences.any(|sequence| sequence.token_ids[0] == first_token && sequence.token_ids.len() > position)
     }
 
-    pub fn execute(&mut self, plan: &proto::Plan, broken_first_token: Option<u32>) -> proto::StepResult {
+    pub fn execute(
+        &mut self,
+        plan: &proto::Plan,
+        broken_first_token: Option<u32>,
+        broken_fault: proto::Fault,
+    ) -> proto::StepResult {
         for id in &plan.freed_sequence_ids {
             assert!(self.by_id.remove(id).is_some(), "sequence {id} was freed and is not known");
         }
         for new in &plan.new_sequences {
             let sequence = Sequence {
                 token_ids: new.token_ids.clone(),
+                num_source: new.num_source_tokens as usize,
                 num_computed: new.num_computed_tokens as usize,
                 num_samples: 0,
                 block_ids: new.block_ids.clone(),
@@ -45,6 +52,9 @@ impl Sequences {
         for advance in &plan.advances {
             let sequence = self.by_id.get_mut(&advance.sequence_id).expect("only what is known advances");
             outputs.extend(sequence.advance(advance, broken_first_token));
+        }
+        for output in outputs.iter_mut().filter(|output| !output.error.is_empty()) {
+            output.set_fault(broken_fault);
         }
         let mut owned = HashSet::new();
         for block in self.by_id.values().flat_map(|sequence| &sequence.block_ids) {
@@ -62,6 +72,7 @@ impl Sequence {
             return Some(self.error(advance));
         }
         self.num_computed += advance.num_tokens as usize;
+        assert!(self.num_computed >= self.num_source, "a part of a source was advanced");
         assert!(self.num_computed <= self.token_ids.len(), "advanced beyond what is known");
         assert!(self.num_computed <= self.block_ids.len() * 16, "advanced beyond the blocks");
         if !advance.sample {

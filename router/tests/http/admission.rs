@@ -9,16 +9,12 @@ use penstock_router::engine::SequenceEvent;
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
-use tokio::sync::mpsc;
 
 use crate::model::{IM_END, word};
-use crate::server::{Answer, Sequence, Server, whole};
+use crate::server::{Answer, Sequences, Server, whole, within};
 
-async fn one_at_a_time() -> (Server, mpsc::UnboundedReceiver<Sequence>) {
-    let (sender, sequences) = mpsc::unbounded_channel();
-    let script = move |sequence| sender.send(sequence).unwrap();
-    let server = Server::start(script, |config: &mut Config| config.limits.max_concurrent_requests = 1).await;
-    (server, sequences)
+async fn one_at_a_time() -> (Server, Sequences) {
+    Server::manual_with(|config| config.limits.max_concurrent_requests = 1).await
 }
 
 #[tokio::test]
@@ -37,7 +33,7 @@ async fn too_many_are_refused_at_once_on_every_route() {
     insta::assert_snapshot!(answer.body, @r#"{"error":{"message":"Model is overloaded","type":"rate_limit_error","param":null,"code":"overloaded"}}"#);
 
     sequence.answer(&[IM_END]);
-    first.into_body().collect().await.unwrap();
+    whole(first).await;
     let (answer, ()) = tokio::join!(server.post("/generate", json!({"inputs": "Hi"})), async {
         sequences.recv().await.unwrap().answer(&[IM_END]);
     });
@@ -60,7 +56,7 @@ async fn a_client_that_leaves_its_stream_aborts_its_sequence() {
     let mut response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
     let sequence = sequences.recv().await.unwrap();
     sequence.send_token(word("Hello"));
-    response.body_mut().frame().await.unwrap().unwrap();
+    within("an event", response.body_mut().frame()).await.unwrap().unwrap();
     drop(response);
     sequence.aborted.await.unwrap();
 }
@@ -121,9 +117,7 @@ fn is_overloaded(path: &str, answer: &Answer) -> bool {
 
 #[tokio::test]
 async fn what_waits_for_its_first_step_is_bounded_by_its_tokens() {
-    let (sender, mut sequences) = mpsc::unbounded_channel();
-    let script = move |sequence| sender.send(sequence).unwrap();
-    let server = Server::start(script, |config: &mut Config| config.queue.max_tokens = 100).await;
+    let (server, mut sequences) = Server::manual_with(|config: &mut Config| config.queue.max_tokens = 100).await;
     // It waits alone: whatever its size, it may.
     let body = json!({"inputs": "Hi", "parameters": {"max_new_tokens": 90}});
     let mut first = server.open("/generate_stream", body).await;
@@ -136,7 +130,7 @@ async fn what_waits_for_its_first_step_is_bounded_by_its_tokens() {
 
     sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
     sequence.send_token(word("Hello"));
-    first.body_mut().frame().await.unwrap().unwrap();
+    within("an event", first.body_mut().frame()).await.unwrap().unwrap();
     let body = json!({"inputs": "Hi", "parameters": {"max_new_tokens": 60}});
     let (answer, ()) = tokio::join!(server.post("/generate", body), async {
         sequences.recv().await.unwrap().answer(&[IM_END]);
@@ -146,9 +140,7 @@ async fn what_waits_for_its_first_step_is_bounded_by_its_tokens() {
 
 #[tokio::test]
 async fn a_full_queue_refuses_before_it_reads_the_prompt() {
-    let (sender, mut sequences) = mpsc::unbounded_channel();
-    let script = move |sequence| sender.send(sequence).unwrap();
-    let server = Server::start(script, |config: &mut Config| config.queue.max_tokens = 1).await;
+    let (server, mut sequences) = Server::manual_with(|config: &mut Config| config.queue.max_tokens = 1).await;
     let _first = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
     let _sequence = sequences.recv().await.unwrap();
     let answer = server.post("/generate", json!({"inputs": ""})).await;
@@ -157,10 +149,8 @@ async fn a_full_queue_refuses_before_it_reads_the_prompt() {
 
 #[tokio::test]
 async fn who_waits_for_too_long_is_refused_before_any_stream_begins() {
-    let (sender, mut sequences) = mpsc::unbounded_channel();
-    let script = move |sequence| sender.send(sequence).unwrap();
     let soon = |config: &mut Config| config.queue.timeout = Some(Duration::from_millis(20));
-    let server = Server::start(script, soon).await;
+    let (server, mut sequences) = Server::manual_with(soon).await;
     for (path, body) in generating(5) {
         let answer = server.post(path, body).await;
         assert!(is_overloaded(path, &answer), "{path}: {}", answer.body);
@@ -175,10 +165,8 @@ async fn who_waits_for_too_long_is_refused_before_any_stream_begins() {
 
 #[tokio::test]
 async fn where_nobody_waits_for_ever_a_stream_begins_with_the_first_step() {
-    let (sender, mut sequences) = mpsc::unbounded_channel();
-    let script = move |sequence| sender.send(sequence).unwrap();
     let late = |config: &mut Config| config.queue.timeout = Some(Duration::from_secs(600));
-    let server = Server::start(script, late).await;
+    let (server, mut sequences) = Server::manual_with(late).await;
     for (path, body) in generating(5).into_iter().skip(1).step_by(2) {
         let mut answer = std::pin::pin!(server.open(path, body));
         let sequence = tokio::select! {

@@ -5,7 +5,6 @@ use std::time::Duration;
 use axum::http::StatusCode;
 use penstock_router::Config;
 use serde_json::json;
-use tokio::sync::mpsc;
 
 use crate::model::{IM_END, word};
 use crate::server::{Server, whole};
@@ -37,10 +36,8 @@ async fn running_requests_finish_and_new_ones_are_refused() {
 
 #[tokio::test]
 async fn what_outlives_the_grace_period_ends_with_an_error() {
-    let (sender, mut sequences) = mpsc::unbounded_channel();
-    let script = move |sequence| sender.send(sequence).unwrap();
     let hurry = |config: &mut Config| config.graceful_termination_timeout = Duration::from_millis(10);
-    let server = Server::start(script, hurry).await;
+    let (server, mut sequences) = Server::manual_with(hurry).await;
     let response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
     let sequence = sequences.recv().await.unwrap();
     server.shutdown.cancel();

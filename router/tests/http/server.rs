@@ -33,15 +33,19 @@ pub const LIMITS: RequestLimits = RequestLimits {
     max_top_n_tokens: 5,
     max_input_tokens: 200,
     max_total_tokens: 256,
+    max_new_tokens: None,
     max_client_batch_size: 4,
 };
+
+/// How long a test waits for what a broken server would never do.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A sequence in the hands of the test. Dropping it ends the stream early.
 pub struct Sequence {
     pub request: SequenceRequest,
     events: mpsc::UnboundedSender<SequenceEvent>,
     /// Resolves when the router has dropped the stream before its end.
-    pub aborted: oneshot::Receiver<()>,
+    pub aborted: BoxFuture<'static, Result<(), oneshot::error::RecvError>>,
 }
 
 impl Sequence {
@@ -69,6 +73,20 @@ impl Sequence {
     }
 }
 
+/// Those that the router has submitted, in their order.
+pub struct Sequences(mpsc::UnboundedReceiver<Sequence>);
+
+impl Sequences {
+    pub async fn recv(&mut self) -> Option<Sequence> {
+        within("a sequence", self.0.recv()).await
+    }
+
+    /// One that is there already.
+    pub fn try_recv(&mut self) -> Result<Sequence, mpsc::error::TryRecvError> {
+        self.0.try_recv()
+    }
+}
+
 type Script = Box<dyn Fn(Sequence) + Send + Sync>;
 
 /// An engine that does what the test says.
@@ -83,7 +101,7 @@ impl Generator for Engine {
         let (events, receiver) = mpsc::unbounded_channel();
         let (abort, aborted) = oneshot::channel();
         self.requests.lock().unwrap().push(request.clone());
-        (self.script)(Sequence { request, events, aborted });
+        (self.script)(Sequence { request, events, aborted: Box::pin(within("an abort", aborted)) });
         SequenceStream::new(receiver, move || {
             let _ = abort.send(());
         })
@@ -149,12 +167,16 @@ impl Server {
     }
 
     /// Every sequence is handed to the test.
-    pub async fn manual() -> (Self, mpsc::UnboundedReceiver<Sequence>) {
+    pub async fn manual() -> (Self, Sequences) {
+        Self::manual_with(|_| ()).await
+    }
+
+    pub async fn manual_with(adjust: impl FnOnce(&mut Config)) -> (Self, Sequences) {
         let (sender, sequences) = mpsc::unbounded_channel();
         let script = move |sequence| {
             let _ = sender.send(sequence);
         };
-        (Self::scripted(script).await, sequences)
+        (Self::start(script, adjust).await, Sequences(sequences))
     }
 
     pub async fn scripted(script: impl Fn(Sequence) + Send + Sync + 'static) -> Self {
@@ -190,7 +212,7 @@ impl Server {
     pub async fn post_bytes(&self, path: &str, body: &[u8]) -> Answer {
         let request = self.request("POST", path).header("content-type", "application/json");
         let request = request.body(Full::new(Bytes::copy_from_slice(body))).unwrap();
-        whole(self.client.request(request).await.unwrap()).await
+        whole(within("an answer", self.client.request(request)).await.unwrap()).await
     }
 
     pub async fn get(&self, path: &str) -> Answer {
@@ -209,7 +231,7 @@ impl Server {
 
     pub async fn send(&self, request: axum::http::request::Builder, body: &str) -> Response<hyper::body::Incoming> {
         let request = request.body(Full::new(Bytes::from(body.to_owned()))).unwrap();
-        self.client.request(request).await.unwrap()
+        within("an answer", self.client.request(request)).await.unwrap()
     }
 
     pub fn last_request(&self) -> SequenceRequest {
@@ -217,9 +239,15 @@ impl Server {
     }
 }
 
+/// What would never come fails the test, and does not hang it.
+pub async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
+    let result = tokio::time::timeout(PATIENCE, future).await;
+    result.unwrap_or_else(|_| panic!("{what} did not come within {PATIENCE:?}"))
+}
+
 pub async fn whole(response: Response<hyper::body::Incoming>) -> Answer {
     let (parts, body) = response.into_parts();
-    let body = body.collect().await.unwrap().to_bytes();
+    let body = within("an answer's end", body.collect()).await.unwrap().to_bytes();
     Answer { status: parts.status, headers: parts.headers, body: String::from_utf8(body.to_vec()).unwrap() }
 }
 
@@ -231,6 +259,7 @@ pub fn config(folder: &Path) -> Config {
         pipeline_tag: None,
         model_folder: folder.to_owned(),
         limits: LIMITS,
+        decoder_prefix: Arc::default(),
         queue: QueueLimits { max_tokens: u64::MAX, timeout: None },
         validation_workers: 1,
         payload_limit_bytes: 10_000,

@@ -3,11 +3,12 @@
 //! A witness generates beside it, so that there are steps; no step is answered before the test lets it.
 
 use penstock_proto as proto;
-use penstock_router::engine::{Generator, Sampling, SequenceRequest, SequenceStream};
+use penstock_router::engine::{Generator, SequenceRequest, SequenceStream};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use crate::fake_worker::fleet::Fleet;
+use crate::fake_worker::setting::request;
 use crate::fake_worker::{FakeWorker, Script, Seen};
 use crate::server::{LIMITS, Server};
 
@@ -80,13 +81,7 @@ fn body(num_prompt_tokens: u32, max_new_tokens: u32) -> Value {
 }
 
 fn witness(server: &Server) -> SequenceStream {
-    server.engine.submit(SequenceRequest {
-        prompt_token_ids: vec![7],
-        max_new_tokens: 400,
-        sampling: Sampling::default(),
-        priority: 1,
-        group: None,
-    })
+    server.engine.submit(SequenceRequest { priority: 1, ..request(&[7], 400) })
 }
 
 fn advances(seen: &Seen, sequence_id: u64) -> Vec<proto::Advance> {

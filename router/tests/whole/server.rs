@@ -41,6 +41,7 @@ const REQUEST_LIMITS: RequestLimits = RequestLimits {
     max_top_n_tokens: 1,
     max_input_tokens: 256,
     max_total_tokens: 512,
+    max_new_tokens: None,
     max_client_batch_size: 1,
 };
 
@@ -62,6 +63,7 @@ impl Server {
             model_id: "test/model".to_owned(),
             model_sha: None,
             pipeline_tag: None,
+            decoder_prefix: Arc::default(),
             model_folder: folder.path().to_owned(),
             limits: REQUEST_LIMITS,
             queue: QueueLimits { max_tokens: u64::MAX, timeout: None },

@@ -74,6 +74,10 @@ fn check(service: &Service, request: &mut CompletionRequest, num_prompts: usize)
     if num_prompts > max {
         return Err(ApiError::BatchSize { given: num_prompts, max });
     }
+    if request.echo && !config.decoder_prefix.is_empty() {
+        let why = "the model is an encoder–decoder, whose answer does not go on from the prompt";
+        return Err(ValidationError::Unsupported { field: "echo", why }.into());
+    }
     let (parameters, num_choices) = request.parameters(&config.limits)?;
     if parameters.grammar.is_some() && !config.grammar_support {
         return Err(ValidationError::GrammarDisabled.into());

@@ -1,0 +1,270 @@
+"""Encoder–decoders through the real binary: tiny random ones, token for token as transformers generates."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.parse
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from binary import Server, launch, start
+from disturbance.probe import metrics, wait_for_rest, wait_until
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
+
+WORDS = "the a cat dog house sea runs sleeps eats reads small large in on over and then translate English to German".split()
+LONGEST = 40  # tokens of a source that the server is told to allow
+NUM_TOKENS = 12
+TEXTS = ["the cat", "a small dog sleeps in the house", "translate English to German: the sea", "x", "the dog " * 12]
+
+
+def unigram() -> Tokenizer:
+    """As T5's: spaces belong to words, and </s> ends every source."""
+    pieces = [f"▁{word}" for word in WORDS] + ["▁", *"abcdefghijklmnopqrstuvwxyzETG:"]
+    scored = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), *((piece, -float(len(piece) < 3)) for piece in pieces)]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """As BART's: <s> and </s> around every source."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["<s>", "<pad>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    ends = [("<s>", 0), ("</s>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    tokenizer.add_special_tokens(["<s>", "<pad>", "</s>"])
+    return tokenizer
+
+
+def t5(vocab_size: int) -> PreTrainedModel:
+    config = transformers.T5Config(
+        vocab_size=vocab_size,
+        d_model=48,
+        d_kv=12,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        relative_attention_max_distance=24,
+        decoder_start_token_id=0,
+        initializer_factor=3.0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bart(vocab_size: int) -> PreTrainedModel:
+    config = transformers.BartConfig(
+        vocab_size=vocab_size,
+        d_model=48,
+        max_position_embeddings=128,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        forced_eos_token_id=None,
+        init_std=0.3,
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+@dataclass
+class Pair:
+    """The same weights, served and in transformers."""
+
+    server: Server
+    model: Any
+    tokenizer: Tokenizer
+    answer_tokens: int  # the longest answer
+
+    def source(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+    def expected(self, text: str, num_tokens: int = NUM_TOKENS) -> tuple[list[int], str]:
+        """The greedy answer's token ids, its end included, and its text."""
+        source = torch.tensor([self.source(text)])
+        answer = self.model.generate(source, max_new_tokens=num_tokens, do_sample=False, num_beams=1)
+        ids = answer[0, 1:].tolist()  # the first is what the decoder begins with
+        return ids, self.tokenizer.decode(ids)
+
+
+@pytest.fixture(scope="module", params=["t5", "bart"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp(request.param)
+    build, tokenizer = {"t5": (t5, unigram()), "bart": (bart, byte_level())}[request.param]
+    torch.manual_seed(1)
+    model = build(tokenizer.get_vocab_size()).eval()
+    assert isinstance(model, GenerationMixin)
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    limits = ("--max-input-tokens", str(LONGEST), "--max-concurrent-requests", "16")
+    server = start("--model-id", str(folder), "--dtype", "float32", "--enable-prefill-logprobs", *limits)
+    yield Pair(server, model, tokenizer, {"t5": 8191, "bart": 127}[request.param])
+    assert server.stop() == 0
+
+
+def send(server: Server, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    address = urllib.parse.urlsplit(server.url)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=120)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    return connection, connection.getresponse()
+
+
+def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
+    connection, response = send(server, path, body)
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+def events(server: Server, path: str, body: Any) -> list[Any]:
+    connection, response = send(server, path, body)
+    lines = response.read().decode().splitlines()
+    connection.close()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def generate(pair: Pair, text: str, **parameters: Any) -> tuple[list[int], str]:
+    fixed = {"max_new_tokens": NUM_TOKENS, "details": True}
+    status, answer = post(pair.server, "/generate", {"inputs": text, "parameters": {**fixed, **parameters}})
+    assert status == 200, answer
+    return [token["id"] for token in answer["details"]["tokens"]], answer["generated_text"]
+
+
+def test_greedy_answers_are_those_of_transformers(pair: Pair) -> None:
+    answers = {text: generate(pair, text) for text in TEXTS}
+    assert answers == {text: pair.expected(text) for text in TEXTS}
+    assert len({tuple(ids) for ids, _ in answers.values()}) > 1, "the source makes no difference"
+
+
+def test_a_stream_is_the_plain_answer(pair: Pair) -> None:
+    text = TEXTS[1]
+    ids, whole = pair.expected(text)
+    parameters = {"max_new_tokens": NUM_TOKENS, "details": True}
+    stream = events(pair.server, "/generate_stream", {"inputs": text, "parameters": parameters})
+    assert [event["token"]["id"] for event in stream] == ids
+    assert "".join(event["token"]["text"] for event in stream if not event["token"]["special"]) == whole
+    assert (stream[-1]["generated_text"], stream[-1]["details"]["input_length"]) == (whole, len(pair.source(text)))
+
+
+def test_answers_of_every_length_side_by_side(pair: Pair) -> None:
+    wanted = [(text, num_tokens) for num_tokens in (1, 5, 23) for text in TEXTS]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        answers = list(pool.map(lambda one: generate(pair, one[0], max_new_tokens=one[1]), wanted))
+    assert answers == [pair.expected(text, num_tokens) for text, num_tokens in wanted]
+    wait_for_rest(pair.server)
+
+
+def test_completions_answer_texts_and_tokens_and_count_the_source(pair: Pair) -> None:
+    text = TEXTS[2]
+    ids, whole = pair.expected(text)
+    for prompt in (text, pair.source(text)):
+        body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+        status, answer = post(pair.server, "/v1/completions", body)
+        assert (status, answer["choices"][0]["text"]) == (200, whole)
+        assert answer["usage"]["prompt_tokens"] == len(pair.source(text))
+        assert answer["usage"]["completion_tokens"] == len(ids)
+
+
+def test_several_answers_of_one_source(pair: Pair) -> None:
+    drawn = {"do_sample": True, "temperature": 1.0, "seed": 5}
+    alone = [generate(pair, TEXTS[0], **drawn) for _ in range(2)]
+    assert alone[0] == alone[1]
+    body = {"prompt": TEXTS[0], "max_tokens": NUM_TOKENS, "temperature": 1.0, "n": 3, "seed": 5}
+    _, answer = post(pair.server, "/v1/completions", body)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(texts) == 3
+    assert texts[0] == alone[0][1]
+    parameters = {"best_of": 2, "do_sample": True, "details": True, "max_new_tokens": NUM_TOKENS}
+    status, answer = post(pair.server, "/generate", {"inputs": TEXTS[0], "parameters": parameters})
+    assert (status, len(answer["details"]["best_of_sequences"])) == (200, 1)
+    wait_for_rest(pair.server)
+
+
+def test_who_leaves_gives_everything_back(pair: Pair) -> None:
+    parameters = {"max_new_tokens": pair.answer_tokens, "ignore_eos": True}
+    connection, response = send(pair.server, "/generate_stream", {"inputs": TEXTS[4], "parameters": parameters})
+    assert response.readline().startswith(b"data: ")
+    response.close()
+    connection.close()
+    wait_until(lambda: metrics(pair.server)["tgi_batch_current_size"] == 0, "nothing runs")
+    wait_for_rest(pair.server)
+
+
+def test_the_root_does_not_repeat_the_source(pair: Pair) -> None:
+    text = TEXTS[0]
+    _, whole = pair.expected(text)
+    body = {"inputs": text, "parameters": {"max_new_tokens": NUM_TOKENS}}
+    assert post(pair.server, "/", body) == (200, [{"generated_text": whole}])
+    body["parameters"]["return_full_text"] = True
+    assert post(pair.server, "/", body) == (200, [{"generated_text": text + whole}])
+
+
+def test_info_says_what_it_is_and_its_limits(pair: Pair) -> None:
+    address = urllib.parse.urlsplit(pair.server.url)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
+    connection.request("GET", "/info")
+    info = json.loads(connection.getresponse().read())
+    connection.close()
+    assert (info["model_pipeline_tag"], info["max_input_tokens"]) == ("text2text-generation", LONGEST)
+    logged = [line for line in pair.server.lines if "prefix-caching is false" in line]
+    assert len(logged) == 1, "it is said once that nothing is shared"
+
+
+def test_prefill_is_what_the_decoder_begins_with(pair: Pair) -> None:
+    parameters = {"max_new_tokens": 1, "decoder_input_details": True}
+    _, answer = post(pair.server, "/generate", {"inputs": TEXTS[0], "parameters": parameters})
+    start_id = pair.model.generation_config.decoder_start_token_id
+    text = pair.tokenizer.id_to_token(start_id)
+    assert answer["details"]["prefill"] == [{"id": start_id, "text": text, "logprob": None}]
+
+
+def test_what_cannot_be_is_refused(pair: Pair) -> None:
+    long = "the " * LONGEST
+    given = len(pair.source(long))
+    status, answer = post(pair.server, "/generate", {"inputs": long})
+    told = f"Input validation error: `inputs` must have at most {LONGEST} tokens. Given: {given}"
+    assert (status, answer["error"]) == (422, told)
+    status, answer = post(pair.server, "/generate", {"inputs": ""})
+    assert (status, answer["error"]) == (422, "Input validation error: `inputs` cannot be empty")
+    # Cut to its end, it is read.
+    truncated, _ = generate(pair, long, truncate=LONGEST)
+    assert truncated
+    too_many = {"inputs": "the", "parameters": {"max_new_tokens": pair.answer_tokens + 1}}
+    status, answer = post(pair.server, "/generate", too_many)
+    told = f"Input validation error: `max_new_tokens` must be <= {pair.answer_tokens}. Given: {pair.answer_tokens + 1}"
+    assert (status, answer["error"]) == (422, told)
+    status, answer = post(pair.server, "/v1/completions", {"prompt": "the", "echo": True})
+    assert (status, answer["error"]["param"]) == (400, "echo")
+    status, answer = post(pair.server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+    assert (status, answer["error"]["code"]) == (400, "template_error")
+
+
+def test_a_source_longer_than_a_step_is_a_contradiction_at_the_start(tmp_path: Path) -> None:
+    tokenizer = unigram()
+    t5(tokenizer.get_vocab_size()).save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    flags = ("--max-input-tokens", "200", "--max-batch-prefill-tokens", "100", "--max-batch-size", "8")
+    process = launch("--port", "0", "--hostname", "127.0.0.1", "--model-id", str(tmp_path), *flags)
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 1
+    assert "--max-input-tokens is 200, but this model's inputs can have at most 100 tokens" in said

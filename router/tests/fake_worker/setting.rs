@@ -1,0 +1,32 @@
+//! What the tests of the engine ask of it, unless they care.
+
+use penstock_router::engine::{Sampling, SequenceRequest};
+use penstock_scheduler::Limits;
+
+pub fn limits() -> Limits {
+    Limits {
+        max_step_tokens: 64,
+        max_step_sequences: 16,
+        max_sequence_tokens: 512,
+        num_blocks: 256,
+        block_tokens: 16,
+        max_steps_in_flight: 2,
+        prefix_caching: false,
+        priority_ageing: None,
+        max_inter_token: None,
+        max_overtaking: 0,
+        window_tokens: None,
+    }
+}
+
+/// Greedy, and of a decoder alone.
+pub fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
+    SequenceRequest {
+        prompt_token_ids: prompt.to_vec(),
+        num_source_tokens: 0,
+        max_new_tokens,
+        sampling: Sampling::default(),
+        priority: 0,
+        group: None,
+    }
+}

@@ -1,0 +1,78 @@
+//! Whose fault it is that a generation broke off, and what each route says of it.
+
+use axum::http::StatusCode;
+use penstock_router::engine::{SequenceEvent, SequenceFailure};
+use serde_json::{Value, json};
+
+use crate::model::word;
+use crate::server::{Sequence, Server};
+
+const REASON: &str = "the grammar leaves no way on";
+
+type Fault = fn(String) -> SequenceFailure;
+
+/// Every sequence breaks off after a token.
+async fn failing(fault: Fault) -> Server {
+    Server::scripted(move |sequence: Sequence| {
+        sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
+        sequence.send_token(word("Hello"));
+        sequence.send(SequenceEvent::Failed(fault(REASON.to_owned())));
+    })
+    .await
+}
+
+fn chat(streams: bool) -> Value {
+    json!({"messages": [{"role": "user", "content": "Hi"}], "stream": streams})
+}
+
+fn completion(streams: bool) -> Value {
+    json!({"prompt": "Hi", "stream": streams})
+}
+
+#[tokio::test]
+async fn on_tgi_s_routes_a_generation_that_breaks_off_is_424_whoever_is_to_blame() {
+    for (fault, error) in [
+        (SequenceFailure::Request as Fault, format!("Request failed during generation: {REASON}")),
+        (SequenceFailure::Sequence, format!("Request failed during generation: {REASON}")),
+        (SequenceFailure::Worker, format!("Request failed during generation: the model workers stopped: {REASON}")),
+    ] {
+        let server = failing(fault).await;
+        let body = json!({"error": error, "error_type": "generation"});
+        for path in ["/generate", "/", "/invocations"] {
+            let answer = server.post(path, json!({"inputs": "Hi"})).await;
+            assert_eq!((answer.status, answer.json()), (StatusCode::FAILED_DEPENDENCY, body.clone()), "{path}");
+        }
+        for path in ["/generate_stream", "/", "/invocations"] {
+            let answer = server.post(path, json!({"inputs": "Hi", "stream": true})).await;
+            let events = answer.events();
+            assert_eq!((answer.status, events.len()), (StatusCode::OK, 2), "{path}");
+            assert_eq!(events[1], body.to_string(), "{path}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn on_openai_s_routes_the_request_s_own_fault_is_400_and_ours_is_500() {
+    for (fault, status, kind) in [
+        (SequenceFailure::Request as Fault, StatusCode::BAD_REQUEST, "invalid_request_error"),
+        (SequenceFailure::Sequence, StatusCode::INTERNAL_SERVER_ERROR, "server_error"),
+        (SequenceFailure::Worker, StatusCode::INTERNAL_SERVER_ERROR, "server_error"),
+    ] {
+        let server = failing(fault).await;
+        for (path, body) in [("/v1/chat/completions", chat as fn(bool) -> Value), ("/v1/completions", completion)] {
+            let answer = server.post(path, body(false)).await;
+            let error = &answer.json()["error"];
+            assert_eq!((answer.status, &error["type"], &error["code"]), (status, &json!(kind), &json!("generation")));
+            assert!(error["message"].as_str().unwrap().ends_with(REASON), "{path}: {error}");
+            assert!(error.get("http_status_code").is_none(), "{path}: {error}");
+
+            let answer = server.post(path, body(true)).await;
+            let events = answer.events();
+            let [_, failure, done] = &events[..] else { panic!("{path}: {events:?}") };
+            let failure: Value = serde_json::from_str(failure).unwrap();
+            assert_eq!((answer.status, done.as_str()), (StatusCode::OK, "[DONE]"), "{path}");
+            assert_eq!(failure["error"]["type"], kind, "{path}");
+            assert_eq!(failure["error"]["http_status_code"], status.as_u16(), "{path}");
+        }
+    }
+}
