@@ -20,9 +20,16 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
     torch.manual_seed(zlib.crc32(name.encode()))
     if case.published is not None:
         model = case.published.reference._from_config(config, dtype=torch.float32)
+    elif case.has_encoder:
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
     else:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if case.has_own_head:
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name == "final_logits_bias":
+                buffer.uniform_(-0.4, 0.4)
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
