@@ -13,7 +13,7 @@ from penstock_server.engine.engine import LoadModel
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Advance, NewSequence, Plan
+from penstock_server.plan import Advance, NewSequence, Plan, Sampling
 
 BLOCK_TOKENS = 4
 MAX_STEP_TOKENS = 24
@@ -42,6 +42,7 @@ class EngineRun:
         self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=128, num_blocks=96))
         self.free_blocks = list(range(96))
         self.num_source = num_source
+        self.sampling = Sampling()
         self.step = 0
         self.next_id = 1
 
@@ -89,6 +90,7 @@ class EngineRun:
                 len(s.prompt),
                 s.num_computed,
                 list(s.blocks),
+                sampling=self.sampling,
                 num_source_tokens=s.num_source,
             )
             for s in new or []

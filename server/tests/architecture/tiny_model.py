@@ -30,11 +30,13 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name == "final_logits_bias":
                 buffer.uniform_(-0.4, 0.4)
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
             else:
                 parameter.normal_(std=0.8 / parameter.shape[-1] ** 0.5)
+            if name.endswith("Attention.q.weight"):
+                parameter.mul_(config.d_kv**-0.5)  # T5 does not scale scores: its queries are small
     return model.eval()
 
 
