@@ -1,4 +1,4 @@
-"""Sources in plans and batches: what breaks their rules fails its sequence alone, and a step is cut at the right rows."""
+"""Sources in plans and batches: what breaks their rules fails its sequence alone; a step is split where they end."""
 
 from __future__ import annotations
 
@@ -111,15 +111,15 @@ def test_a_step_is_split_into_its_sources_and_its_answers(data: st.DataObject) -
     expected = [(slots, num) for slots, num in of_source if slots]
     assert (sources is None) == (not expected)
     if sources is not None:
-        assert sources.slots.tolist() == sum((slots for slots, _ in expected), [])
+        assert sources.slots.tolist() == [slot for slots, _ in expected for slot in slots]
         assert sources.query_starts.diff().tolist() == [len(slots) for slots, _ in expected]
         assert sources.context_lens.tolist() == [num for _, num in expected]
         assert sources.sample_rows.tolist() == []
     expected = [answer for answer in of_answer if answer[0]]
     assert (answers is None) == (not expected)
     if answers is not None:
-        assert answers.slots.tolist() == sum((slots for slots, *_ in expected), [])
-        assert answers.positions.tolist() == sum((positions for _, positions, *_ in expected), [])
+        assert answers.slots.tolist() == [slot for slots, *_ in expected for slot in slots]
+        assert answers.positions.tolist() == [p for _, positions, *_ in expected for p in positions]
         assert answers.query_starts.diff().tolist() == [len(slots) for slots, *_ in expected]
         assert answers.context_lens.tolist() == [stop for _, _, stop, _ in expected]
         assert answers.slots[answers.sample_rows].tolist() == [slots[-1] for slots, *_, ends in expected if ends]

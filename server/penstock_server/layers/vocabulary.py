@@ -39,10 +39,10 @@ class VocabularyHead:
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """[rows, hidden] → [rows, vocabulary] on rank 0; None on the others."""
-        logits = self.linear(x)
+        mine = self.linear(x)
         if self.logits_bias is not None:
-            logits = logits + self.logits_bias
-        logits = self.group.gather_columns(logits, self.widths)
+            mine += self.logits_bias
+        logits = self.group.gather_columns(mine, self.widths)
         if logits is not None and self.multiplier != 1.0:
             logits *= self.multiplier
         if logits is not None and self.soft_cap is not None:

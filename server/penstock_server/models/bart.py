@@ -22,9 +22,7 @@ def mbart(config: Config) -> tuple[ModelSpec, NameMap]:
     return _model("mbart", config, Placement.PRE, default_start=config.get("bos_token_id", 0))
 
 
-def _model(
-    architecture: str, config: Config, placement: Placement, default_start: int
-) -> tuple[ModelSpec, NameMap]:
+def _model(architecture: str, config: Config, placement: Placement, default_start: int) -> tuple[ModelSpec, NameMap]:
     _check(config)
     hidden_size, max_tokens = config.require("d_model", int), config.get("max_position_embeddings", 1024)
     num_heads, head_dim = config.heads("decoder_attention_heads", "d_model")

@@ -25,9 +25,7 @@ class Encoder:
 
     def __init__(self, spec: EncoderSpec, lookup: Lookup, context: BuildContext) -> None:
         self.embedding = Embedding.load(spec.embedding, lookup, context)
-        self.layers = [
-            Layer.load(layer, f"encoder.layers.{index}", context) for index, layer in enumerate(spec.layers)
-        ]
+        self.layers = [Layer.load(layer, f"encoder.layers.{index}", context) for index, layer in enumerate(spec.layers)]
         self.norm = None
         if spec.final_norm is not None:
             self.norm = Norm.load(context.loader, context.ops, "encoder.norm", spec.final_norm)

@@ -53,7 +53,8 @@ class Fallback:
         _check_ropes(model)
         text = model.config.get_text_config()
         self.max_position_tokens = _max_position_tokens(text)
-        self.max_source_tokens, self.decoder_prefix = 0, ()
+        self.max_source_tokens = 0
+        self.decoder_prefix: tuple[int, ...] = ()
         self._pager = pager.Pager(options.device, options.dtype, options.block_tokens)
         self._pager.plug_in(model)
         model.set_attn_implementation(pager.RECORDING)

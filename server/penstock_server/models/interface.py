@@ -25,7 +25,8 @@ class LoadOptions:
 
 
 class CausalModel(Protocol):
-    """A decoder on one rank, with an encoder before it or without. `load_model(options, group)` in `penstock_server.models` makes one."""
+    """A decoder on one rank, with an encoder before it or without. `load_model(options, group)` in
+    `penstock_server.models` makes one."""
 
     architecture: str
     attention_name: str

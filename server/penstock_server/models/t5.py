@@ -12,8 +12,9 @@ from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.models.config import Config
 from penstock_server.models.spec import EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NameMap
 
-# A bias by distance sets no limit, and what `n_positions` tells is what the first T5 was trained on. Sixteen times that,
-# and four times the longest that any of them was fine-tuned on (Flan-UL2, 2,048).
+# Of a source, and of an answer. A bias by distance sets no limit, and what `n_positions` tells is what the first T5 was
+# trained on, 512. This is four times the longest that any of them was trained on (Flan-UL2, 2,048): beyond it nobody
+# knows what comes out, and what a source costs grows with its square.
 MAX_TOKENS = 8192
 
 

@@ -200,9 +200,7 @@ def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> float:
     texts = prompts(4, [19, made.shortest + 12, made.shortest + 1], VOCAB)
     sources = [made.case.num_source(text) for text in texts]
     one = run(made.folder, "float32", RankGroup(), texts, 6, sources=sources)
-    several = pool.run(
-        made.folder, size, dtype="float32", texts=texts, num_tokens=6, exact=exact, sources=sources
-    )
+    several = pool.run(made.folder, size, dtype="float32", texts=texts, num_tokens=6, exact=exact, sources=sources)
     torch.testing.assert_close(several["logits"], one["logits"], atol=1e-4, rtol=1e-4)
     assert several["tokens"] == one["tokens"]
     return float((several["logits"] - one["logits"]).abs().max())
