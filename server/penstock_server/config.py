@@ -48,6 +48,9 @@ class Description:
     weight_bytes: int
     kv_bytes_per_block: int
     phases: tuple[Phase, ...]
+    window_tokens: int = 0  # no layer sees more of the last tokens; 0: some layer sees all
+    decoder_prefix: tuple[int, ...] = ()  # token ids behind every source; empty: there is no encoder
+    max_source_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

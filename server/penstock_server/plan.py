@@ -57,6 +57,7 @@ class NewSequence:
     block_ids: Sequence[int] = ()
     sampling: Sampling = field(default_factory=Sampling)
     adapter_id: str = ""
+    num_source_tokens: int = 0  # of an encoder–decoder: how many of token_ids, at the beginning, are the encoder's
 
 
 @dataclass(frozen=True, slots=True)

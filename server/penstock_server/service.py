@@ -116,6 +116,9 @@ class Worker(rpc.WorkerServicer):
             weight_bytes=description.weight_bytes,
             kv_bytes_per_block=description.kv_bytes_per_block,
             phases=_phases((*phases, *description.phases)),
+            window_tokens=description.window_tokens,
+            decoder_prefix=description.decoder_prefix,
+            max_source_tokens=description.max_source_tokens,
         )
 
     def WarmUp(self, request: pb.WarmUpRequest, context: grpc.ServicerContext) -> pb.WarmUpResponse:  # noqa: N802
@@ -315,6 +318,7 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         block_ids=list(message.block_ids),
         sampling=_sampling(message.sampling),
         adapter_id=message.adapter_id,
+        num_source_tokens=message.num_source_tokens,
     )
 
 

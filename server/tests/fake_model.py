@@ -41,6 +41,9 @@ class FakeModel:
     vocab_size = VOCAB
     num_layers = 1
     max_position_tokens = 64
+    max_source_tokens = 0
+    decoder_prefix = ()
+    window_tokens = 0
     weight_bytes = 1
     kv_bytes_per_block = 8 * BLOCK_TOKENS
 

@@ -15,6 +15,7 @@ class DrivenSequence:
     token_ids: list[int]
     blocks: list[int]
     num_computed: int = 0
+    num_source: int = 0
 
 
 @dataclass
@@ -30,8 +31,8 @@ class ModelDriver:
         self.model.allocate_cache(self.num_blocks)
         self.free_blocks = list(range(self.num_blocks))
 
-    def sequence(self, token_ids: list[int]) -> DrivenSequence:
-        return DrivenSequence(list(token_ids), [])
+    def sequence(self, token_ids: list[int], num_source: int = 0) -> DrivenSequence:
+        return DrivenSequence(list(token_ids), [], num_source=num_source)
 
     def free(self, sequence: DrivenSequence) -> None:
         self.free_blocks.extend(sequence.blocks)
@@ -39,8 +40,9 @@ class ModelDriver:
 
     @torch.inference_mode()
     def step(self, advances: list[tuple[DrivenSequence, int]], every_row: bool = False) -> Tensor | None:
-        """Advance each sequence by so many tokens. Logits [sequences, vocab] after the last of each, or of all."""
-        token_ids, positions, slots, starts, last_rows = [], [], [], [0], []
+        """Advance each sequence by so many tokens. Logits [sequences, vocab] after the last of each, or of all but the
+        sources'."""
+        token_ids, positions, slots, starts, last_rows, rows = [], [], [], [0], [], []
         for sequence, num_tokens in advances:
             first, stop = sequence.num_computed, sequence.num_computed + num_tokens
             assert num_tokens >= 1
@@ -48,6 +50,7 @@ class ModelDriver:
             while len(sequence.blocks) * self.block_tokens < stop:
                 sequence.blocks.append(self.free_blocks.pop())
             token_ids += sequence.token_ids[first:stop]
+            rows += [len(positions) + p - first for p in range(max(first, sequence.num_source), stop)]
             positions += range(first, stop)
             slots += [
                 sequence.blocks[p // self.block_tokens] * self.block_tokens + p % self.block_tokens
@@ -66,15 +69,25 @@ class ModelDriver:
             query_starts=self._tensor(starts, torch.int32),
             context_lens=self._tensor(context_lens, torch.int32),
             block_tables=self._tensor(tables, torch.int32),
-            sample_rows=self._tensor(list(range(len(token_ids))) if every_row else last_rows, torch.int64),
+            sample_rows=self._tensor(rows if every_row else last_rows, torch.int64),
             max_query_tokens=max(num_tokens for _, num_tokens in advances),
             max_context_tokens=max(context_lens),
+            source_lens=self._tensor([sequence.num_source for sequence, _ in advances], torch.int32)
+            if self.model.max_source_tokens
+            else None,
         )
         return self.model.logits(self.model.forward(batch))
 
-    def greedy(self, prompts: list[list[int]], num_tokens: int, chunk_tokens: int = 1 << 30) -> list[list[int]]:
-        """The new tokens of each prompt: all run at once, each prefilled in chunks while others decode."""
-        sequences = [self.sequence(prompt) for prompt in prompts]
+    def greedy(
+        self,
+        prompts: list[list[int]],
+        num_tokens: int,
+        chunk_tokens: int = 1 << 30,
+        sources: list[int] | None = None,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt: all run at once, each prefilled in chunks while others decode. No source, the
+        first so many tokens of its prompt, may be longer than a chunk."""
+        sequences = [self.sequence(*of_one) for of_one in zip(prompts, sources or [0] * len(prompts), strict=True)]
         while True:
             advances = []
             for sequence, prompt in zip(sequences, prompts, strict=True):

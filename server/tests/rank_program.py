@@ -18,20 +18,29 @@ from penstock_server.parallel import RankGroup
 
 
 def run(
-    folder: Path, dtype: str, group: RankGroup, texts: list[list[int]], num_tokens: int, exact: bool = True
+    folder: Path,
+    dtype: str,
+    group: RankGroup,
+    texts: list[list[int]],
+    num_tokens: int,
+    exact: bool = True,
+    sources: list[int] | None = None,
 ) -> dict[str, Any]:
-    """The logits of a mixed batch and the greedy tokens of the texts; without logits on ranks other than 0."""
+    """The logits of a mixed batch and the greedy tokens of the texts; without logits on ranks other than 0.
+
+    sources: for a model with an encoder, how many of each text's tokens are the encoder's."""
     model = load_model(LoadOptions(folder, getattr(torch, dtype), torch.device("cpu"), 16), group, exact)
     driver = ModelDriver(model, block_tokens=16, num_blocks=256)
-    sequences = [driver.sequence(text) for text in texts]
-    driver.step([(sequence, len(sequence.token_ids) // 2) for sequence in sequences if len(sequence.token_ids) > 1])
+    sequences = [driver.sequence(*of_one) for of_one in zip(texts, sources or [0] * len(texts), strict=True)]
+    halves = [(sequence, max(len(sequence.token_ids) // 2, sequence.num_source)) for sequence in sequences]
+    driver.step([(sequence, half) for sequence, half in halves if half])
     rest = [(sequence, len(sequence.token_ids) - sequence.num_computed) for sequence in sequences]
     logits = driver.step(rest)
     for sequence in sequences:
         driver.free(sequence)
     return {
         "logits": logits,
-        "tokens": driver.greedy(texts, num_tokens, chunk_tokens=16),
+        "tokens": driver.greedy(texts, num_tokens, chunk_tokens=16, sources=sources),
         "weight_bytes": model.weight_bytes,
         "smallest": group.minimum(model.weight_bytes),
     }

@@ -194,6 +194,23 @@ def test_the_load_and_warm_up_answers_describe_the_model(client: Client) -> None
     assert client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S).num_blocks == 40
 
 
+def test_sources_and_windows_cross_the_line(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("max_source_tokens", 8), ("decoder_prefix", (5, 6)), ("window_tokens", 32)):
+        monkeypatch.setattr(FakeModel, name, value)
+    description = client.stub.Load(LOAD, timeout=TIMEOUT_S)
+    assert (description.max_source_tokens, list(description.decoder_prefix)) == (8, [5, 6])
+    assert description.window_tokens == 32
+    client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S)
+    steps, prompt = client.steps(), [21, 22, 23, 5, 6]
+    with_source = new_sequence(1, prompt)
+    with_source.num_source_tokens = 3
+    steps.send(advance(1, 5), advance(2, 5), new=[with_source, new_sequence(2, prompt)])
+    steps.end()
+    (result,) = steps.results
+    assert [token.id for token in result.outputs[0].tokens] == continuation(prompt, 1)
+    assert result.outputs[1].error == "has no source tokens, but the model has an encoder"
+
+
 UNACCEPTABLE = {
     "typical_p is 1.5, must be in (0, 1]": {"typical_p": 1.5},
     "frequency_penalty is inf, must be finite": {"frequency_penalty": math.inf},

@@ -155,6 +155,22 @@ def test_t5_cuts_at_whitespace_ends_texts_and_has_its_sentinels(tmp_path: Path) 
     assert converted(no_sentinels).token_to_id("<extra_id_0>") is None
 
 
+@pytest.mark.parametrize("model_type", ["t5", "mt5"])
+def test_a_folder_with_only_a_sentencepiece_file_gives_the_ids_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """Nothing says the class but the model's type; every text gets its end, and the sentinels stand behind the rest."""
+    folder = model_folder(tmp_path, "t5.model")
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours = Tokenizer.from_file(str(with_tokenizer(folder, model_type) / "tokenizer.json"))
+    vocabulary = read_sentencepiece(MODELS / "t5.model")
+    pieces = [(piece.text, piece.score) for piece in vocabulary.pieces]
+    sentinels = [(f"<extra_id_{index}>", 0.0) for index in reversed(range(100))]
+    theirs = transformers.T5Tokenizer([*pieces, *sentinels], _spm_precompiled_charsmap=vocabulary.charsmap)
+    for text in [*TEXTS, "fill <extra_id_0> and <extra_id_99>.", "end</s> again"]:
+        assert ours.encode(text).ids == theirs.encode(text), text
+    assert ours.encode("x").tokens[-1] == "</s>"
+
+
 def bpe_files(folder: Path, special: list[str]) -> None:
     """vocab.json and merges.txt, trained on the texts."""
     tokenizer = Tokenizer(tokenizer_models.BPE())

@@ -5,8 +5,9 @@ An implementation owns the layout of its cache; nobody else looks inside a cache
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -24,23 +25,36 @@ class StepBatch:
     sample_rows: Tensor  # [samples] int64: rows of the batch whose outputs are wanted, ascending
     max_query_tokens: int  # the most tokens one sequence advances
     max_context_tokens: int  # the longest context
+    # [sequences] int32: how many of the tokens are the source's, at the beginning. None: the model has no encoder.
+    source_lens: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a query sees of its sequence's context: one interval of positions, up to its own."""
+    """What a query sees of its sequence's context: one interval of positions. It ends with the query's own, but for
+    sources, which are seen whole."""
 
     window: int | None = None  # the last so many positions, its own included (Mistral)
     chunk: int | None = None  # those of its own chunk of so many (Llama 4)
+    # Encoder and decoder: the source from anywhere, or what stands behind the source.
+    part: Literal["context", "source", "answer"] = "context"
 
-    def first(self, positions: Tensor) -> Tensor:
-        """Where the interval begins, for queries at these positions; never descending from one to the next."""
-        first = positions.new_zeros(positions.shape)
+    def interval(self, positions: Tensor, source_len: int) -> tuple[Tensor, Tensor]:
+        """Where the interval begins and where it stops, for queries at these positions of a sequence with such a
+        source; neither ever descends from one query to the next."""
+        if self.part == "source":
+            return positions.new_zeros(positions.shape), positions.new_full(positions.shape, source_len)
+        first = positions.new_full(positions.shape, source_len if self.part == "answer" else 0)
         if self.window is not None:
-            first = (positions - self.window + 1).clamp_(min=0)
+            first = first.maximum(positions - self.window + 1)
         if self.chunk is not None:
             first = first.maximum(positions - positions % self.chunk)
-        return first
+        return first, positions + 1
+
+    @property
+    def width(self) -> int | None:
+        """The most positions that a query sees, from its own back; None: there is no such bound."""
+        return min((bound for bound in (self.window, self.chunk) if bound is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,7 @@ class AttentionShape:
     sight: Sight = Sight()
     soft_cap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
     alibi: Alibi | None = None
+    has_bias: bool = False  # scores have a learned bias by the key's distance, which `attend` is given (T5)
 
     @property
     def result_dim(self) -> int:
@@ -82,10 +97,17 @@ class AttentionShape:
         return self == plain
 
 
+def window_tokens(attentions: Iterable[Attention]) -> int:
+    """How many of the last positions layers with these attentions see at most; 0: some sees all."""
+    widths = [attention.shape.sight.width for attention in attentions]
+    return 0 if None in widths else max(width for width in widths if width is not None)
+
+
 class Attention(Protocol):
     """Attention of a batch's new tokens over their sequences' paged context. Stateless."""
 
     name: str
+    shape: AttentionShape
 
     def allocate(self, num_blocks: int, num_layers: int) -> list[Tensor]:
         """One cache tensor for each layer (its layout is private), zeroed; who asked for it touches its pages."""
@@ -100,10 +122,19 @@ class Attention(Protocol):
         at their slots. Where values are in the keys, they are not looked at."""
         ...
 
-    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        queries: Tensor,
+        cache: Tensor,
+        batch: StepBatch,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         """[tokens, num_heads, head_dim] → [tokens, num_heads, value_dim]. Each query sees what `Sight` says.
 
         sinks [num_heads]: a score that takes part in the softmax and has no value (gpt-oss); only where `has_sinks`
-        was true when the implementation was chosen.
+        was true when the implementation was chosen. bias [num_heads, 2 * n + 1] float32, where the shape has one:
+        added to the score of a key by how many positions it is ahead of its query, from -n to n; those farther away
+        count as the farthest of these.
         """
         ...

@@ -83,8 +83,16 @@ class NativeAttention:
             queries.shape[0],
         )
 
-    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        queries: Tensor,
+        cache: Tensor,
+        batch: StepBatch,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         assert sinks is None, "the kernels know no sinks"
+        assert bias is None, "nor biases"
         output = queries.new_empty(queries.shape)
         self.native.attend(
             (queries.data_ptr(), native_ops.token_stride(queries)),

@@ -66,6 +66,7 @@ def _refused(table: SequenceTable, chosen: Selection) -> npt.NDArray[np.bool_]:
     refused: npt.NDArray[np.bool_] = (
         (chosen.num_tokens < 1)
         | (ends > known)
+        | (ends < table.source[chosen.rows])
         | (ends > table.limits.max_sequence_tokens)
         | (ends > table.num_blocks[chosen.rows] * table.limits.block_tokens)
         | (chosen.sample & (ends != known))
@@ -80,6 +81,8 @@ def _reason(table: SequenceTable, row: int, advance: Advance) -> str:
         return "an advance of 0 tokens"
     if end > known:
         return f"an advance of {advance.num_tokens} tokens to {end}, but only {known} are known"
+    if end < table.source[row]:
+        return f"an advance to {end} tokens, but its source has {int(table.source[row])}, which go together"
     if end > table.limits.max_sequence_tokens:
         return f"would have {end} tokens, at most {table.limits.max_sequence_tokens} are allowed"
     if end > room:
@@ -158,7 +161,8 @@ def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Buil
     asks = table.sampling["prompt_logprobs"][rows]
     of_prompt: Rows | None = None
     if asks.any():
-        is_prompt = np.repeat(asks, counts) & (positions + 1 < table.prompt[token_rows])
+        in_prompt = (positions >= table.source[token_rows]) & (positions + 1 < table.prompt[token_rows])
+        is_prompt = np.repeat(asks, counts) & in_prompt
         of_prompt = np.flatnonzero(is_prompt)
         outputs |= is_prompt
     output_of_row = np.cumsum(outputs) - 1
@@ -181,5 +185,6 @@ def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Buil
         sample_rows=tensor(np.flatnonzero(outputs)),
         max_query_tokens=max_query,
         max_context_tokens=max_context,
+        source_lens=tensor(table.source[rows].astype(np.int32)) if table.limits.max_source_tokens else None,
     )
     return Built(batch, output_of_row[last], prompt)

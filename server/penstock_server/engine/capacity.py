@@ -55,6 +55,7 @@ class CapacityProbe:
             longest,
             self.group.minimum(max(1, hoped_blocks)) * self.block_tokens,
             self.block_tokens,
+            self.model.max_source_tokens,
         )
         self.model.allocate_cache(worst.num_blocks())
         memory.touch_pages(self.model.caches)

@@ -127,6 +127,9 @@ class Engine:
             weight_bytes=model.weight_bytes,
             kv_bytes_per_block=model.kv_bytes_per_block,
             phases=tuple(clock.phases),
+            window_tokens=model.window_tokens,
+            decoder_prefix=model.decoder_prefix,
+            max_source_tokens=model.max_source_tokens,
         )
         return cls(model, group, device, config.block_tokens, watermark, compiler), description
 
@@ -168,6 +171,7 @@ class Engine:
             num_blocks=num_blocks,
             max_sequence_tokens=min(probe.longest_sequence(config), num_blocks * self._block_tokens),
             num_rows=config.max_step_sequences,
+            max_source_tokens=self.model.max_source_tokens,
         )
         grammars = None
         if self._compiler is not None:
@@ -179,9 +183,13 @@ class Engine:
 
     def _rehearse(self) -> None:
         """A prompt and a decode through everything that a request passes: nothing is used for the first time by one."""
-        new = NewSequence(0, [0], 1, block_ids=[0])
-        self.step(Plan(1, new_sequences=[new], advances=[Advance(0, 1, sample=True)]))
-        self.step(Plan(2, advances=[Advance(0, 1, [1] if self._block_tokens == 1 else [], sample=True)]))
+        num_source = 1 if self.model.max_source_tokens else 0
+        prompt = [0] * (num_source + 1)
+        blocks = range(-(-(len(prompt) + 1) // self._block_tokens))
+        started = -(-len(prompt) // self._block_tokens)
+        new = NewSequence(0, prompt, len(prompt), block_ids=blocks[:started], num_source_tokens=num_source)
+        self.step(Plan(1, new_sequences=[new], advances=[Advance(0, len(prompt), sample=True)]))
+        self.step(Plan(2, advances=[Advance(0, 1, blocks[started:], sample=True)]))
         self.reset()
 
     def reset(self) -> None:

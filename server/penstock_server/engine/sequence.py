@@ -27,6 +27,7 @@ class TableLimits:
     num_blocks: int
     max_sequence_tokens: int
     num_rows: int  # sequences expected at a time; more only cost a copy
+    max_source_tokens: int = 0  # 0: the model has no encoder
 
 
 class SequenceTable:
@@ -46,6 +47,7 @@ class SequenceTable:
         self.block_ids = np.zeros((limits.num_rows, -(-width // limits.block_tokens)), np.int32)
         self.known = np.zeros(limits.num_rows, np.int64)
         self.prompt = np.zeros(limits.num_rows, np.int64)  # how many of the known are the prompt
+        self.source = np.zeros(limits.num_rows, np.int64)  # how many of the prompt are the encoder's
         self.computed = np.zeros(limits.num_rows, np.int64)
         self.num_blocks = np.zeros(limits.num_rows, np.int64)
         self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
@@ -87,6 +89,7 @@ class SequenceTable:
         self.num_blocks[row] = len(new.block_ids)
         self.block_ids[row, : len(new.block_ids)] = new.block_ids
         self.prompt[row] = new.num_prompt_tokens
+        self.source[row] = new.num_source_tokens
         self.sampling[row] = record(new.sampling)
         if names_tokens(new.sampling):
             self._naming[row] = new.sampling
@@ -126,10 +129,10 @@ class SequenceTable:
         return self._composition[1]
 
     def known_ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[rows, longest]: every token known, the shorter rows filled up with their own first token."""
-        known = self.known[rows]
-        ids = self.token_ids[rows, : known.max()].astype(np.int64)
-        return np.where(np.arange(ids.shape[1]) < known[:, None], ids, ids[:, :1])
+        """[rows, longest]: every token known that is not the encoder's, the shorter rows filled up with the first."""
+        first, known = self.source[rows][:, None], self.known[rows][:, None]
+        places = first + np.arange(int((known - first).max()))
+        return self.token_ids[rows[:, None], np.where(places < known, places, first)].astype(np.int64)
 
     def generated_ids(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """[rows, longest ≥ 1]: the tokens behind each prompt, and which of them are real."""
@@ -156,6 +159,10 @@ class SequenceTable:
             return f"has {known} tokens, at most {limits.max_sequence_tokens} are allowed"
         if not 1 <= new.num_prompt_tokens <= known:
             return f"has {new.num_prompt_tokens} prompt tokens among {known} known tokens"
+        if new.num_source_tokens or limits.max_source_tokens:
+            reason = self._source_refusal(new)
+            if reason:
+                return reason
         if new.num_computed_tokens > known:
             return f"has {new.num_computed_tokens} computed tokens, but only {known} are known"
         if new.num_computed_tokens > len(new.block_ids) * limits.block_tokens:
@@ -165,6 +172,20 @@ class SequenceTable:
         if new.adapter_id:
             return f"unknown adapter {new.adapter_id!r}: this worker serves the base model only"
         return self._block_refusal(new.block_ids, len(new.block_ids)) or refusal(new.sampling, limits.vocab_size)
+
+    def _source_refusal(self, new: NewSequence) -> str:
+        num, limit = new.num_source_tokens, self.limits.max_source_tokens
+        if not limit:
+            return f"has {num} source tokens, but the model has no encoder"
+        if num == 0:
+            return "has no source tokens, but the model has an encoder"
+        if num > limit:
+            return f"has {num} source tokens, at most {limit} are allowed"
+        if num >= new.num_prompt_tokens:
+            return f"has {num} source tokens, so its prompt must have more than {new.num_prompt_tokens}"
+        if new.num_computed_tokens:
+            return f"has {new.num_computed_tokens} computed tokens; with a source there can be none"
+        return ""
 
     def _block_refusal(self, block_ids: Sequence[int], num_blocks: int) -> str:
         if num_blocks > self.block_ids.shape[1]:
@@ -176,7 +197,7 @@ class SequenceTable:
     def _grow(self) -> None:
         old = len(self.known)
         width, blocks = int(self.known.max()), int(self.num_blocks.max())
-        for name in ("token_ids", "block_ids", "known", "prompt", "computed", "num_blocks", "sampling"):
+        for name in ("token_ids", "block_ids", "known", "prompt", "source", "computed", "num_blocks", "sampling"):
             before = getattr(self, name)
             after = np.zeros((2 * old, *before.shape[1:]), before.dtype)
             used = {"token_ids": width, "block_ids": blocks}.get(name)

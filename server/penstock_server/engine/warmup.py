@@ -6,7 +6,7 @@ pool that they would fill: time and scratch memory are those of the real thing, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,7 @@ class WorstStep:
     max_sequence_tokens: int
     max_context_tokens: int  # of all sequences together: what the pool could hold
     block_tokens: int
+    max_source_tokens: int = 0  # 0: the model has no encoder
 
     def num_blocks(self) -> int:
         """Blocks that the temporary cache needs."""
@@ -73,11 +74,12 @@ Step = tuple[list[int], list[int]]  # of each sequence: tokens that it advances,
 
 def worst_steps(limits: WorstStep) -> tuple[tuple[str, Step], ...]:
     """By name. No step within the limits takes more memory than the largest of these."""
-    return (
+    steps = (
         ("worst prefill", prefill(limits)),
         ("worst decode", decode(limits)),
         ("worst mixed step", mixed(limits)),
     )
+    return (*steps, ("worst sources", sources(limits))) if limits.max_source_tokens else steps
 
 
 def prefill(limits: WorstStep) -> Step:
@@ -91,6 +93,12 @@ def prefill(limits: WorstStep) -> Step:
         left -= num_tokens[-1]
         room = max(0, room - contexts[-1])
     return num_tokens, contexts
+
+
+def sources(limits: WorstStep) -> Step:
+    """As many tokens of sources as there may be: whole prompts, each with the one token that begins the answer."""
+    longest = min(limits.max_source_tokens + 1, limits.max_step_tokens, limits.max_sequence_tokens)
+    return prefill(replace(limits, max_sequence_tokens=longest))
 
 
 def decode(limits: WorstStep) -> Step:
@@ -120,12 +128,13 @@ def run(
     step_batch = _batch(limits, num_tokens, contexts, device)
     hidden = model.forward(step_batch)
     num = len(num_tokens)
-    # Every row has an output, as if all were prompt tokens whose logprobs are wanted; one chunk of them takes as much
-    # memory as all one after the other.
+    # Every row that can have an output has one, as if all were prompt tokens whose logprobs are wanted; one chunk of
+    # them takes as much memory as all one after the other.
     chunk = np.arange(min(len(hidden), CHUNK_ROWS[device.type]))
     prompt = PromptRows(chunk, np.zeros_like(chunk), chunk)
     score_prompt(model, sampler, hidden, prompt, np.full(len(chunk), _TOP_N))
-    logits = model.logits(hidden[torch.from_numpy(np.cumsum(num_tokens) - 1).to(device)])
+    last = torch.from_numpy(np.cumsum(num_tokens) - 1).to(device)
+    logits = model.logits(hidden[torch.searchsorted(step_batch.sample_rows, last)])
     if logits is None:
         return
     history = _LongHistory(max(contexts))
@@ -146,6 +155,9 @@ def _batch(limits: WorstStep, num_tokens: list[int], contexts: list[int], device
     width = -(-max(contexts) // limits.block_tokens)
     table = np.broadcast_to(np.arange(width) % limits.num_blocks(), (len(counts), width))
     slots = np.arange(starts[-1]) % (limits.num_blocks() * limits.block_tokens)
+    # The longest sources: of a prompt that begins here all but a token, of one that goes on all before this step.
+    room = np.where(counts == lens, lens - 1, lens - counts)
+    source_lens = np.minimum(room, limits.max_source_tokens)
 
     def tensor(array: npt.NDArray[np.int64], dtype: type[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.array(array, dtype, order="C")).to(device)
@@ -157,7 +169,8 @@ def _batch(limits: WorstStep, num_tokens: list[int], contexts: list[int], device
         query_starts=tensor(starts, np.int32),
         context_lens=tensor(lens, np.int32),
         block_tables=tensor(table, np.int32),
-        sample_rows=tensor(np.arange(starts[-1]), np.int64),
+        sample_rows=tensor(np.flatnonzero(positions >= np.repeat(source_lens, counts)), np.int64),
         max_query_tokens=max(num_tokens),
         max_context_tokens=max(contexts),
+        source_lens=tensor(source_lens, np.int32) if limits.max_source_tokens else None,
     )

@@ -60,6 +60,7 @@ def lay_out(source: Source, folder: Path, num_ranks: int, dtype_name: str, memor
         dtype = choose_dtype(dtype_name, device)
         if tensors is not None:
             sources = source.own_names or names.fitted(tensors)
+            spec = spec.fitted(sources, tensors)
             problems += misfits(tensors, _wanted(spec, sources), sources.ignored)
         memory = MemoryMeter(device).measure()
         ranks = [_share(spec, RankGroup(rank, num_ranks), dtype, device) for rank in range(num_ranks)]

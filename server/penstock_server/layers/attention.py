@@ -16,6 +16,7 @@ from penstock_server.layers.context import BuildContext
 from penstock_server.layers.linear import Layout, LinearOut, out_parameters, read_fused, rows_parameters
 from penstock_server.layers.norm import Norm
 from penstock_server.layers.qk_norm import QkNormSpec, WholeNorm, load_qk_norms, qk_norm_parameters
+from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec, rotate_interleaved
 from penstock_server.layers.shard import Shard
 from penstock_server.weights.checkpoint import Part
@@ -37,6 +38,25 @@ class AttentionSpec:
     soft_cap: float | None = None
     alibi: Alibi | None = None  # with a slope for every head of all ranks
     sinks: bool = False
+    relative_bias: RelativeBiasSpec | None = None
+
+    def shape(self, shard: Shard, block_tokens: int) -> AttentionShape:
+        share = shard.heads(self.num_heads, self.num_kv_heads)
+        return AttentionShape(
+            num_heads=len(share.mine),
+            num_kv_heads=len(share.my_kv),
+            head_dim=self.head_dim,
+            scale=self.scale,
+            block_tokens=block_tokens,
+            sight=self.sight,
+            soft_cap=self.soft_cap,
+            alibi=None if self.alibi is None else self.alibi.of(share.mine),
+            has_bias=self.relative_bias is not None,
+        )
+
+    def output_layout(self, shard: Shard) -> Layout:
+        """Of the projection from the heads to the hidden dimension."""
+        return Layout.into_hidden(shard, shard.heads(self.num_heads, self.num_kv_heads).heads.widths(self.head_dim))
 
     @property
     def widths(self) -> dict[str, int]:
@@ -62,6 +82,7 @@ class AttentionBlock:
     rope: tuple[Tensor, Tensor] | None  # cos, sin [max positions, rotary_dim / 2] float32
     norms: tuple[Norm | WholeNorm, Norm | WholeNorm] | None  # of queries and keys
     sinks: Tensor | None  # [heads on this rank]
+    bias: Tensor | None  # [heads on this rank, distances]
 
     @staticmethod
     def parameters(spec: AttentionSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
@@ -79,6 +100,8 @@ class AttentionBlock:
             table |= qk_norm_parameters(spec.qk_norm, prefix, dim, share)
         if spec.sinks:
             table[f"{prefix}.sinks"] = Parameter((spec.num_heads,), Part(0, heads))
+        if spec.relative_bias is not None:
+            table |= spec.relative_bias.parameters(spec.num_heads, heads)
         return table
 
     @staticmethod
@@ -90,31 +113,22 @@ class AttentionBlock:
     def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> AttentionBlock:
         """Fuses and packs the projections; the originals are free when it returns."""
         loader, ops, shard = context.loader, context.ops, context.shard
-        share = shard.heads(spec.num_heads, spec.num_kv_heads)
-        shape = AttentionShape(
-            num_heads=len(share.mine),
-            num_kv_heads=len(share.my_kv),
-            head_dim=spec.head_dim,
-            scale=spec.scale,
-            block_tokens=context.block_tokens,
-            sight=spec.sight,
-            soft_cap=spec.soft_cap,
-            alibi=None if spec.alibi is None else spec.alibi.of(share.mine),
-        )
-        layout = Layout.into_hidden(shard, share.heads.widths(spec.head_dim))
+        shape = spec.shape(shard, context.block_tokens)
         norms = None
         if spec.qk_norm is not None:
+            share = shard.heads(spec.num_heads, spec.num_kv_heads)
             norms = load_qk_norms(spec.qk_norm, prefix, spec.head_dim, share, context)
         return cls(
             spec=spec,
             qkv=ops.pack_linear(*read_fused(loader, [f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"])),
-            output=LinearOut.load(loader, ops, f"{prefix}.output", layout),
+            output=LinearOut.load(loader, ops, f"{prefix}.output", spec.output_layout(shard)),
             shape=shape,
             ops=ops,
             attention=context.attention(shape, spec.sinks),
             rope=None if spec.rope is None else context.rope(spec.rope),
             norms=norms,
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
+            bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
         )
 
     def store(self, x: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
@@ -136,7 +150,7 @@ class AttentionBlock:
 
     def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
         """[tokens, heads on this rank * head_dim]"""
-        return self.attention.attend(queries, cache, batch, self.sinks).reshape(queries.shape[0], -1)
+        return self.attention.attend(queries, cache, batch, self.sinks, self.bias).reshape(queries.shape[0], -1)
 
     def project(self, attended: Tensor) -> Tensor:
         """[rows, hidden], the same on all ranks."""

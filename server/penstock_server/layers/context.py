@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock_server.attention import choose_attention
 from penstock_server.attention.interface import Attention, AttentionShape
 from penstock_server.kernels.ops import Ops
+from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec, rope_tables
 from penstock_server.layers.shard import Shard
 from penstock_server.weights.loader import Loader
@@ -16,7 +17,7 @@ from penstock_server.weights.loader import Loader
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Layers with the same attention share its implementation, and those with the same rope its tables."""
+    """Layers with the same attention share its implementation, and those with the same rope or bias its tables."""
 
     loader: Loader
     ops: Ops
@@ -26,6 +27,7 @@ class BuildContext:
     block_tokens: int
     attentions: dict[tuple[AttentionShape, bool], Attention] = field(default_factory=dict)
     ropes: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    relative_biases: dict[RelativeBiasSpec, Tensor] = field(default_factory=dict)
 
     def attention(self, shape: AttentionShape, has_sinks: bool = False) -> Attention:
         key = (shape, has_sinks)
@@ -38,3 +40,9 @@ class BuildContext:
         if spec not in self.ropes:
             self.ropes[spec] = rope_tables(spec, self.max_position_tokens, self.loader.device)
         return self.ropes[spec]
+
+    def relative_bias(self, spec: RelativeBiasSpec) -> Tensor:
+        """[heads on this rank, distances] float32."""
+        if spec not in self.relative_biases:
+            self.relative_biases[spec] = spec.load(self.loader)
+        return self.relative_biases[spec]

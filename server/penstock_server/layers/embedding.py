@@ -27,6 +27,7 @@ class EmbeddingSpec:
     num_positions: int = 0  # rows of the table of learned positions; 0: none
     position_offset: int = 0  # the row of position 0 (2 in OPT)
     norm: NormSpec | None = None  # BLOOM
+    prefix: str = ""  # of its parameters but the tokens' table, which an encoder and its decoder share
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class Embedding:
             table["project_in.weight"] = Parameter((hidden_size, size))
             table["project_out.weight"] = Parameter((size, hidden_size))
         if spec.num_positions:
-            table["positions.weight"] = Parameter((spec.num_positions, hidden_size))
+            table[f"{spec.prefix}positions.weight"] = Parameter((spec.num_positions, hidden_size))
         if spec.norm is not None:
-            table |= norm_parameters("embedding_norm", spec.norm, (hidden_size,))
+            table |= norm_parameters(f"{spec.prefix}embedding_norm", spec.norm, (hidden_size,))
         return table
 
     @classmethod
@@ -59,13 +60,16 @@ class Embedding:
         multiplier = spec.multiplier
         if spec.multiplier_is_rounded:
             multiplier = float(torch.tensor(multiplier, dtype=loader.dtype))
+        norm = None
+        if spec.norm is not None:
+            norm = Norm.load(loader, context.ops, f"{spec.prefix}embedding_norm", spec.norm)
         return cls(
             spec=spec,
             tokens=VocabularyEmbedding(lookup, shard.vocab.mine, shard.group),
             multiplier=multiplier,
             project=None if project is None else context.ops.pack_linear(project, None),
-            positions=loader.read_if_there("positions.weight"),
-            norm=None if spec.norm is None else Norm.load(loader, context.ops, "embedding_norm", spec.norm),
+            positions=loader.read_if_there(f"{spec.prefix}positions.weight"),
+            norm=norm,
         )
 
     def __call__(self, batch: StepBatch) -> Tensor:

@@ -35,10 +35,14 @@ class VocabularyHead:
     group: RankGroup
     multiplier: float = 1.0
     soft_cap: float | None = None
+    logits_bias: Tensor | None = None  # [this rank's part of the vocabulary]
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """[rows, hidden] → [rows, vocabulary] on rank 0; None on the others."""
-        logits = self.group.gather_columns(self.linear(x), self.widths)
+        mine = self.linear(x)
+        if self.logits_bias is not None:
+            mine += self.logits_bias
+        logits = self.group.gather_columns(mine, self.widths)
         if logits is not None and self.multiplier != 1.0:
             logits *= self.multiplier
         if logits is not None and self.soft_cap is not None:

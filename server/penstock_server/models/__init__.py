@@ -34,10 +34,10 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     if exact is None:
         exact = options.device.type == "cpu" or options.deterministic
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
-    table = parameters(spec, shard)
     checkpoint = open_checkpoint(options.folder)
     sources = checkpoint.own_names() or names.fitted(checkpoint.names())
-    loader = Loader(checkpoint, table, sources, options.dtype, options.device)
+    spec = spec.fitted(sources, checkpoint.names())
+    loader = Loader(checkpoint, parameters(spec, shard), sources, options.dtype, options.device)
     context = BuildContext(
         loader=loader,
         ops=choose_ops(options.device, options.dtype),

@@ -21,11 +21,15 @@ class Config:
 
     @classmethod
     def read(cls, folder: Path) -> Config:
-        path = folder / "config.json"
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls.of_file(folder / "config.json")
         except FileNotFoundError:
             raise ConfigError(f"{folder} holds no config.json, so it is not a model folder") from None
+
+    @classmethod
+    def of_file(cls, path: Path) -> Config:
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
@@ -82,6 +86,21 @@ class Config:
         if num_heads < 1:
             raise self.refuse(f"{num} must be at least 1, not {num_heads}")
         return num_heads, self.get("head_dim", self.require(hidden, int) // num_heads)
+
+    def decoder_prefix(self, default_start: int) -> tuple[int, ...]:
+        """The token ids that generation puts behind every source: those that generation_config.json names, or without
+        such a file this one."""
+        try:
+            generation = Config.of_file(self.path.parent / "generation_config.json")
+        except FileNotFoundError:
+            generation = self
+        start = generation.get("decoder_start_token_id", self.get("decoder_start_token_id", default_start))
+        forced = generation.optional_int("forced_bos_token_id")
+        prefix = (start,) if forced is None else (start, forced)
+        vocab_size = self.require("vocab_size", int)
+        if not all(0 <= token_id < vocab_size for token_id in prefix):
+            raise self.refuse(f"answers begin with tokens {prefix}, outside of the vocabulary of {vocab_size}")
+        return prefix
 
     def layer_types(self, default: list[str]) -> list[str]:
         """The kind of each layer's attention, in the words of transformers."""

@@ -1,4 +1,5 @@
-"""The one decoder that runs every architecture: embedding, layers, norm, head. What differs is in its `ModelSpec`."""
+"""The one decoder that runs every architecture: embedding, layers, norm, head. What differs is in its `ModelSpec`, an
+encoder before it too."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ from functools import partial
 from torch import Tensor
 from torch.nn.functional import embedding, normalize
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.attention.interface import StepBatch, window_tokens
 from penstock_server.layers.attention import AttentionBlock
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.native_stack import NativeStack
 from penstock_server.layers.norm import Norm
 from penstock_server.layers.vocabulary import VocabularyHead
+from penstock_server.models.encoder import Encoder, split
 from penstock_server.models.layer import Layer, Stream
 from penstock_server.models.spec import ModelSpec
 from penstock_server.weights.memory import return_freed_memory
@@ -29,6 +31,8 @@ class Decoder:
         self.vocab_size = spec.vocab_size
         self.num_layers = spec.num_layers
         self.max_position_tokens = spec.max_position_tokens
+        self.max_source_tokens = 0 if spec.encoder is None else spec.encoder.max_source_tokens
+        self.decoder_prefix = () if spec.encoder is None else spec.encoder.decoder_prefix
         self.load_phases: list[tuple[str, float]] = []
         self.caches: list[Tensor] = []
 
@@ -41,18 +45,22 @@ class Decoder:
                 weight = normalize(weight.float()).to(weight.dtype)
             head = ops.pack_linear(weight, loader.read_if_there("head.bias"))
             lookup = partial(embedding, weight=loader.read("embedding.weight"))
-        self.head = VocabularyHead(head, shard.vocab.widths(), shard.group, spec.head.multiplier, spec.head.soft_cap)
+        bias = loader.read("head.logits_bias")[0] if spec.head.logits_bias else None
+        multiplier, cap = spec.head.multiplier, spec.head.soft_cap
+        self.head = VocabularyHead(head, shard.vocab.widths(), shard.group, multiplier, cap, bias)
         self.embedding = Embedding.load(spec.embedding, lookup, context)
         self.layers: list[Layer] = []
         for index, layer in enumerate(spec.layers):
             self.layers.append(Layer.load(layer, f"layers.{index}", context))
             return_freed_memory()
+        self.encoder = None if spec.encoder is None else Encoder(spec.encoder, lookup, context)
         self.norm = None if spec.final_norm is None else Norm.load(loader, ops, "norm", spec.final_norm)
         project = loader.read_if_there("project_out.weight")
         self.project = None if project is None else ops.pack_linear(project, None)
         self.stack = self._stack(context)
         loader.finish()
         self.attentions = [layer.attention.attention for layer in self.layers]
+        self.window_tokens = window_tokens(self.attentions)
         self.attention_name = " and ".join(sorted({attention.name for attention in self.attentions}))
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in self.attentions)
         self.weight_bytes = loader.loaded_bytes
@@ -67,6 +75,13 @@ class Decoder:
 
     def forward(self, batch: StepBatch) -> Tensor:
         """What the head reads, at the wanted rows [samples, hidden]."""
+        if self.encoder is not None:
+            sources, answers = split(batch)
+            if sources is not None:
+                self.encoder.read(sources, self.layers, self.caches)
+            if answers is None:
+                return self.caches[0].new_empty((0, self.spec.hidden_size))
+            batch = answers
         residual = self.embedding(batch)
         if self.stack is not None:
             return self.stack.run(residual, self.caches, batch)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.attention.interface import StepBatch, window_tokens
 from penstock_server.errors import ConfigError
 from penstock_server.models import pager
 from penstock_server.models.config import Config
@@ -53,6 +53,8 @@ class Fallback:
         _check_ropes(model)
         text = model.config.get_text_config()
         self.max_position_tokens = _max_position_tokens(text)
+        self.max_source_tokens = 0
+        self.decoder_prefix: tuple[int, ...] = ()
         self._pager = pager.Pager(options.device, options.dtype, options.block_tokens)
         self._pager.plug_in(model)
         model.set_attn_implementation(pager.RECORDING)
@@ -62,6 +64,7 @@ class Fallback:
         model.set_attn_implementation(pager.PAGED)
         attentions = self._pager.attentions
         self.num_layers = len(attentions)
+        self.window_tokens = window_tokens(attentions)
         self.attention_name = " and ".join(sorted({attention.name for attention in attentions}))
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
         self.weight_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])

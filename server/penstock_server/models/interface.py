@@ -25,13 +25,17 @@ class LoadOptions:
 
 
 class CausalModel(Protocol):
-    """A decoder on one rank. `load_model(options, group)` in `penstock_server.models` makes one."""
+    """A decoder on one rank, with an encoder before it or without. `load_model(options, group)` in
+    `penstock_server.models` makes one."""
 
     architecture: str
     attention_name: str
     vocab_size: int
     num_layers: int
-    max_position_tokens: int
+    max_position_tokens: int  # of a source and its answer together, where there is an encoder
+    max_source_tokens: int  # 0: the model has no encoder
+    decoder_prefix: tuple[int, ...]  # token ids behind every source, before the answer
+    window_tokens: int  # how many of the last tokens any layer sees; 0: some layer sees all
     weight_bytes: int  # on this rank
     kv_bytes_per_block: int  # on this rank, all layers
     load_phases: list[tuple[str, float]]  # what loading did, in order, and the seconds it took
@@ -42,7 +46,8 @@ class CausalModel(Protocol):
         ...
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """One step: the outputs [samples, hidden] of `batch.sample_rows`, in the model's dtype, for `logits`."""
+        """One step: the outputs [samples, hidden] of `batch.sample_rows`, in the model's dtype, for `logits`. Rows of
+        sources have none, and may not be among them."""
         ...
 
     def logits(self, outputs: Tensor) -> Tensor | None:

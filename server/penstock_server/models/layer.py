@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock_server.attention.interface import Attention, StepBatch
 from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
+from penstock_server.layers.cross_attention import CrossAttentionBlock
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec
 from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
 from penstock_server.layers.mlp import ActivatedLinear, Mlp, MlpSpec
@@ -56,6 +57,8 @@ MLP_PARTS: dict[type, Any] = {MlpSpec: Mlp, MoeSpec: MixtureOfExperts}
 def layer_parameters(spec: LayerSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
     table = ATTENTION_PARTS[type(spec.attention)].parameters(spec.attention, f"{prefix}.attention", hidden_size, shard)
     table |= MLP_PARTS[type(spec.mlp)].parameters(spec.mlp, f"{prefix}.mlp", hidden_size, shard)
+    if spec.cross is not None:
+        table |= AttentionBlock.parameters(spec.cross, f"{prefix}.cross", hidden_size, shard)
     for name in _norm_names(spec):
         table |= norm_parameters(f"{prefix}.{name}", spec.norm, (hidden_size,))
     return table
@@ -89,6 +92,7 @@ class Layer:
     attention: AttentionPart
     mlp: MlpPart
     norms: dict[str, Norm]
+    cross: CrossAttentionBlock | None
 
     @classmethod
     def load(cls, spec: LayerSpec, prefix: str, context: BuildContext) -> Layer:
@@ -96,34 +100,35 @@ class Layer:
         mlp = MLP_PARTS[type(spec.mlp)].load(spec.mlp, f"{prefix}.mlp", context)
         loader, ops = context.loader, context.ops
         norms = {name: Norm.load(loader, ops, f"{prefix}.{name}", spec.norm) for name in _norm_names(spec)}
-        return cls(spec, attention, mlp, norms)
+        cross = None if spec.cross is None else CrossAttentionBlock.load(spec.cross, f"{prefix}.cross", context)
+        return cls(spec, attention, mlp, norms, cross)
 
     def run(self, stream: Stream, cache: Tensor, batch: StepBatch, rows: Tensor | None) -> None:
-        """rows: those whose outputs are wanted, where it is not all: behind the attention only they go on."""
+        """rows: those whose outputs are wanted, where it is not all: behind the last attention only they go on."""
         x = self._enter(stream, "attention_norm")
         queries = self.attention.store(x, cache, batch)
-        if rows is not None:
-            if rows.shape[0] == 0:
-                stream.keep(rows)
-                return
-            attended = self.attention.attend(queries, cache, batch)[rows]
+        if rows is not None and rows.shape[0] == 0:
             stream.keep(rows)
-            x = x[rows]
-        else:
-            attended = self.attention.attend(queries, cache, batch)
+            return
+        attended = self.attention.attend(queries, cache, batch)
+        if rows is not None and self.cross is None:
+            attended, x = attended[rows], x[rows]
+            stream.keep(rows)
         attended = self._leave("attention_post_norm", self.attention.project(attended))
         if self.spec.parallel:
             # The MLP reads what the attention read, or a norm of its own of the same residual.
             x = x if self.spec.shares_norm else self.norms["mlp_norm"](stream.residual)
             stream.pending = attended + self._leave("mlp_post_norm", self.mlp(x))
             return
-        stream.pending = attended
-        if self.spec.placement is Placement.SUM:
-            stream.residual = stream.enter(self.norms["attention_sum_norm"])
+        self._add(stream, attended, "attention_sum_norm")
+        if self.cross is not None:
+            attended = self.cross.attend(self._enter(stream, "cross_norm"), cache, batch)
+            if rows is not None:
+                attended = attended[rows]
+                stream.keep(rows)
+            self._add(stream, self._leave("cross_post_norm", self.cross.project(attended)), "cross_sum_norm")
         x = self._enter(stream, "mlp_norm")
-        stream.pending = self._leave("mlp_post_norm", self.mlp(x))
-        if self.spec.placement is Placement.SUM:
-            stream.residual = stream.enter(self.norms["mlp_sum_norm"])
+        self._add(stream, self._leave("mlp_post_norm", self.mlp(x)), "mlp_sum_norm")
 
     def for_stack(self) -> StackLayer:
         assert isinstance(self.attention, AttentionBlock)
@@ -148,6 +153,12 @@ class Layer:
             stream.residual = x
         return x
 
+    def _add(self, stream: Stream, x: Tensor, name: str) -> None:
+        """To the residual, which where norms are put on sums becomes the norm of this name at once."""
+        stream.pending = x
+        if self.spec.placement is Placement.SUM:
+            stream.residual = stream.enter(self.norms[name])
+
     def _leave(self, name: str, x: Tensor) -> Tensor:
         norm = self.norms.get(name)
         if norm is not None:
@@ -157,10 +168,10 @@ class Layer:
 
 def _norm_names(spec: LayerSpec) -> list[str]:
     if spec.placement is Placement.SUM:
-        return ["attention_sum_norm", "mlp_sum_norm"]
-    names = ["attention_norm"] if spec.has_norms_before else []
-    if spec.has_norms_before and not (spec.parallel and spec.shares_norm):
-        names.append("mlp_norm")
+        return [f"{part}_sum_norm" for part in spec.parts]
+    names = [f"{part}_norm" for part in spec.parts] if spec.has_norms_before else []
+    if spec.parallel and spec.shares_norm and names:
+        names.remove("mlp_norm")
     if spec.placement is not Placement.PRE:
-        names += ["attention_post_norm", "mlp_post_norm"]
+        names += [f"{part}_post_norm" for part in spec.parts]
     return names

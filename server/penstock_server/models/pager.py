@@ -116,8 +116,8 @@ def _mark(
         {0: Sight()} if local_size is None else {local_size: Sight(local_size), -local_size: Sight(None, local_size)}
     )
     for mark, sight in sights.items():
-        first = sight.first(torch.tensor([query], device=device))
-        if torch.equal(seen, (places >= first) & (places <= query)):
+        first, stop = sight.interval(torch.tensor([query], device=device), 0)
+        if torch.equal(seen, (places >= first) & (places < stop)):
             return torch.full(_MARK_SHAPE, mark, dtype=torch.int64, device=device)
     raise ConfigError("the model's attention mask is neither causal, nor a sliding window, nor chunks")
 

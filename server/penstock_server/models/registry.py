@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock_server.models import (
     apertus,
     baichuan,
+    bart,
     bloom,
     cohere,
     dbrx,
@@ -36,6 +37,7 @@ from penstock_server.models import (
     phi,
     stablelm,
     starcoder2,
+    t5,
 )
 from penstock_server.models.config import Config
 from penstock_server.models.spec import ModelSpec, NameMap
@@ -44,6 +46,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "apertus": apertus.apertus,
     "arcee": llama.arcee,
     "baichuan": baichuan.baichuan,
+    "bart": bart.bart,
     "bloom": bloom.bloom,
     "codegen": gptj.codegen,
     "cohere": cohere.cohere,
@@ -75,10 +78,12 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "internlm3": internlm.internlm3,
     "jais2": jais2.jais2,
     "llama": llama.llama,
+    "mbart": bart.mbart,
     "ministral": llama.ministral,
     "mistral": llama.mistral,
     "mixtral": moe.mixtral,
     "mpt": mpt.mpt,
+    "mt5": t5.mt5,
     "nemotron": nemotron.nemotron,
     "olmo": olmo.olmo,
     "olmo2": olmo.olmo2,
@@ -97,6 +102,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "smollm3": llama.smollm3,
     "stablelm": stablelm.stablelm,
     "starcoder2": starcoder2.starcoder2,
+    "t5": t5.t5,
 }
 
 

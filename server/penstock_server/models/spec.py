@@ -1,4 +1,4 @@
-"""What a decoder is made of, as data: architectures read a `ModelSpec` from config.json, one decoder runs them all."""
+"""What a model is made of, as data: architectures read a `ModelSpec` from config.json, one decoder runs them all."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from penstock_server.layers.experts import MoeSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
+from penstock_server.weights.loader import NameSource
 from penstock_server.weights.source import Source
 
 
@@ -23,7 +24,7 @@ class Placement(Enum):
     PRE = "x + f(norm(x))"
     POST = "x + norm(f(x))"  # OLMo 2
     BOTH = "x + norm(f(norm(x)))"  # Gemma 2
-    SUM = "norm(x + f(x))"  # OPT-350m
+    SUM = "norm(x + f(x))"  # OPT-350m, BART
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class LayerSpec:
     shares_norm: bool = False  # in parallel: of one norm, the attention's, instead of two
     residual_is_normed: bool = False  # what is added to is the norm's result, not what came in (a BLOOM option)
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
+    cross: AttentionSpec | None = None  # of a decoder over its source, between attention and MLP
 
     @property
     def plain_attention(self) -> AttentionSpec:
@@ -54,6 +56,11 @@ class LayerSpec:
     @property
     def has_norms_before(self) -> bool:
         return self.placement in (Placement.PRE, Placement.BOTH)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a residual is put around, in order."""
+        return ("attention", "mlp") if self.cross is None else ("attention", "cross", "mlp")
 
     @property
     def fits_stack(self) -> bool:
@@ -73,11 +80,30 @@ class HeadSpec:
     multiplier: float = 1.0
     is_normalized: bool = False  # its weight's rows are divided by their lengths (Baichuan 2)
     soft_cap: float | None = None  # logits become cap * tanh(logits / cap) (Gemma 2)
+    # What the checkpoint decides, see `ModelSpec.fitted`: a weight of its own although it counts as tied (T5 1.1), and
+    # a number for each token, added to its logit (BART).
+    may_be_own: bool = False
+    logits_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """What a source passes before the decoder's layers read it. The table of tokens is the decoder's."""
+
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec | None
+    max_source_tokens: int
+    decoder_prefix: tuple[int, ...]  # token ids behind every source, before the answer
+
+    def __post_init__(self) -> None:
+        if self.max_source_tokens < 1 or not self.layers or not self.decoder_prefix:
+            raise ConfigError("config.json: an encoder needs layers, room for a source, and a decoder_start_token_id")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One decoder: embedding, layers, a final norm where there is one, a head."""
+    """One decoder: embedding, layers, a final norm where there is one, a head; before it an encoder, or none."""
 
     architecture: str
     hidden_size: int
@@ -86,10 +112,12 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
     head: HeadSpec
+    encoder: EncoderSpec | None = None
 
     def __post_init__(self) -> None:
-        attention = [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionSpec)]
-        mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpSpec)]
+        layers = [*self.layers, *(() if self.encoder is None else self.encoder.layers)]
+        attention = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
+        mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, MlpSpec)]
         for name, sizes in (
             ("vocab_size", [self.vocab_size]),
             ("hidden_size", [self.hidden_size]),
@@ -118,6 +146,13 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def fitted(self, names: NameSource, there: Collection[str]) -> ModelSpec:
+        """The spec of the model in a checkpoint with these tensors: a head has what is there for it."""
+        head = self.head
+        is_own = head.may_be_own and names.source("head.weight").name in there
+        has_bias = head.logits_bias and names.source("head.logits_bias").name in there
+        return replace(self, head=replace(head, tied=head.tied and not is_own, logits_bias=has_bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +189,7 @@ class NameMap:
 
 def split_layer(parameter: str) -> tuple[int | None, str]:
     """layers.3.mlp.up.weight → (3, layers.{i}.mlp.up.weight); names outside the layers come back with None."""
-    parts = parameter.split(".")
-    if parts[0] != "layers":
+    found = re.fullmatch(r"((?:encoder\.)?layers\.)(\d+)(\..+)", parameter)
+    if found is None:
         return None, parameter
-    return int(parts[1]), ".".join(["layers", "{i}", *parts[2:]])
+    return int(found[2]), f"{found[1]}{{i}}{found[3]}"

@@ -23,6 +23,22 @@ SIZES: dict[str, Any] = {
 }
 PLAIN = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 GPT2_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
+T5_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 48,
+    "d_kv": 16,
+    "d_ff": 80,
+    "num_layers": 3,
+    "num_heads": 6,
+}
+BART_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 48,
+    "max_position_embeddings": 128,
+    **{f"{side}_layers": 3 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 6 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 80 for side in ("encoder", "decoder")},
+}
 NEVER = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -39,6 +55,15 @@ class Case:
     sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
     shortest: int = 1  # tokens of the shortest prompt
     published: Published | None = None  # saved in another layout than transformers'
+    has_own_head: bool = False  # although transformers calls it tied
+
+    def num_source(self, text: list[int]) -> int:
+        """Of a model with an encoder: how many of a text's tokens are the encoder's. A text says it by its first."""
+        return 5 + text[0] % 8 if self.has_encoder else 0
+
+    @property
+    def has_encoder(self) -> bool:
+        return bool(getattr(transformers, self.config)().is_encoder_decoder)
 
     @property
     def model_type(self) -> str:
@@ -269,4 +294,28 @@ CASES: dict[str, Case] = {
     "hunyuan": Case("HunYuanDenseV1Config", {"head_dim": 16, **rope("dynamic", alpha=50.0, factor=1.0)}),
     "ernie4-5": Case("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),
     "gpt-bigcode-mha": Case("GPTBigCodeConfig", {"multi_query": False}, GPT2_SIZES),
+    # Encoders: sources of 5 to 12 tokens. Distances grow beyond the last bucket's.
+    "t5": Case("T5Config", {"relative_attention_max_distance": 24}, T5_SIZES, shortest=13),
+    "t5-v1.1": Case(
+        "T5Config",
+        {
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+            "num_decoder_layers": 2,
+            "relative_attention_num_buckets": 12,
+        },
+        T5_SIZES,
+        shortest=13,
+        has_own_head=True,
+    ),
+    "mt5": Case("MT5Config", {"relative_attention_max_distance": 20}, T5_SIZES, shortest=13, has_own_head=True),
+    "mt5-tied": Case("MT5Config", {"feed_forward_proj": "gated-silu", "num_heads": 3}, T5_SIZES, shortest=13),
+    "bart": Case("BartConfig", {}, BART_SIZES, shortest=13),
+    "bart-uneven": Case(
+        "BartConfig",
+        {"scale_embedding": True, "encoder_layers": 1, "decoder_ffn_dim": 48, "activation_function": "relu"},
+        BART_SIZES,
+        shortest=13,
+    ),
+    "mbart": Case("MBartConfig", {"scale_embedding": True}, BART_SIZES, shortest=13),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from penstock_server.engine.engine import LoadModel
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Advance, NewSequence, Plan
+from penstock_server.plan import Advance, NewSequence, Plan, Sampling
 
 BLOCK_TOKENS = 4
 MAX_STEP_TOKENS = 24
@@ -25,6 +26,7 @@ class Running:
     id: int
     prompt: list[int]
     token_ids: list[int]
+    num_source: int = 0
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
 
@@ -32,11 +34,15 @@ class Running:
 class EngineRun:
     """An engine with a pool of blocks, handed out from the end."""
 
-    def __init__(self, folder: Path, load: LoadModel = load_model) -> None:
+    def __init__(
+        self, folder: Path, load: LoadModel = load_model, num_source: Callable[[list[int]], int] = lambda _: 0
+    ) -> None:
         options = LoadOptions(folder, torch.float32, torch.device("cpu"), BLOCK_TOKENS)
         self.engine = Engine(load(options, RankGroup()), RankGroup(), torch.device("cpu"), BLOCK_TOKENS)
         self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=128, num_blocks=96))
         self.free_blocks = list(range(96))
+        self.num_source = num_source
+        self.sampling = Sampling()
         self.step = 0
         self.next_id = 1
 
@@ -54,7 +60,7 @@ class EngineRun:
         self._step([third, first, second], num_tokens, chunk, new=[third])
         while len(second.token_ids) - len(second.prompt) < num_tokens // 2:
             self._step([first, second, third], num_tokens, chunk)
-        again = Running(self._id(), second.prompt, second.token_ids)
+        again = Running(self._id(), second.prompt, second.token_ids, second.num_source)
         self.free_blocks[:0] = [block for block in second.blocks if block not in kept]
         self._step([again, third, first], num_tokens, chunk, new=[again], freed=[second.id])
         while self._step([first, again, third], num_tokens, chunk):
@@ -66,7 +72,7 @@ class EngineRun:
         return self.next_id - 1
 
     def _sequence(self, prompt: list[int]) -> Running:
-        return Running(self._id(), prompt, list(prompt))
+        return Running(self._id(), prompt, list(prompt), self.num_source(prompt))
 
     def _step(
         self,
@@ -77,12 +83,24 @@ class EngineRun:
         freed: list[int] | None = None,
     ) -> bool:
         """One plan; False when there is nothing left to do."""
-        told = [NewSequence(s.id, list(s.token_ids), len(s.prompt), s.num_computed, list(s.blocks)) for s in new or []]
+        told = [
+            NewSequence(
+                s.id,
+                list(s.token_ids),
+                len(s.prompt),
+                s.num_computed,
+                list(s.blocks),
+                sampling=self.sampling,
+                num_source_tokens=s.num_source,
+            )
+            for s in new or []
+        ]
         advances, advanced = [], []
         for sequence in sequences:
             if len(sequence.token_ids) - len(sequence.prompt) >= num_tokens:
                 continue
-            count = min(chunk, len(sequence.token_ids) - sequence.num_computed)
+            least = sequence.num_source - sequence.num_computed  # a source is not cut
+            count = min(max(chunk, least), len(sequence.token_ids) - sequence.num_computed)
             sequence.num_computed += count
             added = []
             while (len(sequence.blocks) + len(added)) * BLOCK_TOKENS < sequence.num_computed:

@@ -20,7 +20,7 @@ random weights are made, several where layouts differ by size, and compared with
 - **float32**: logits of a batch that mixes chunks of prompts with single tokens, within 1e-4; the largest difference.
 - **bfloat16**: logits within 2e-2 of their scale; the root mean square of the differences, divided by the logits'.
 - **greedy**: 64 tokens of three sequences, equal to those of `transformers`, with chunks of prompts, a shared prefix
-  and a preemption; the number of tokens compared.
+  (answers to sources share none) and a preemption; the number of tokens compared.
 - **ranks**: logits on two and three ranks within 1e-4 of those on one, and the same tokens; the largest difference.
 
 """

@@ -33,19 +33,16 @@ class RankPool:
             for _ in range(size)
         ]
 
-    def run(self, folder: Path, size: int, texts: list[list[int]], num_tokens: int, dtype: str, exact: bool) -> Any:
-        """What `rank_program.run` found on rank 0."""
+    def run(self, folder: Path, size: int, **arguments: Any) -> Any:
+        """What `rank_program.run` found on rank 0, with these other arguments of its own."""
         import torch
 
         with tempfile.TemporaryDirectory() as place:
             job = {
                 "folder": str(folder),
-                "dtype": dtype,
                 "size": size,
                 "rendezvous": f"file://{place}/rendezvous",
-                "texts": texts,
-                "num_tokens": num_tokens,
-                "exact": exact,
+                "arguments": arguments,
                 "out": f"{place}/out",
             }
             ranks = self.processes[:size]
@@ -72,7 +69,7 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         group = RankGroup.join(job["rank"], job["size"], job["rendezvous"], "gloo")
-        result = run(Path(job["folder"]), job["dtype"], group, job["texts"], job["num_tokens"], job["exact"])
+        result = run(Path(job["folder"]), group=group, **job["arguments"])
         if group.rank == 0:
             torch.save(result, job["out"])
         torch.distributed.destroy_process_group()

@@ -61,7 +61,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
         reference = make_model(name, CASES[name])
         folder = save_model(reference, tmp_path_factory.mktemp(name))
         reference.set_attn_implementation("eager")
-        return Made(name, reference, folder, folder, 1)
+        return Made(name, CASES[name], reference, folder, folder)
 
     return made
 
@@ -135,7 +135,7 @@ def test_there_are_cases_without_a_decoder_of_ours() -> None:
         ("MambaConfig", "keeps a state"),
         ("JambaConfig", "keeps a state"),
         ("RwkvConfig", "keeps a state"),
-        ("T5Config", "an encoder and a decoder"),
+        ("MarianConfig", "an encoder and a decoder"),
         ("XGLMConfig", "code of its own"),
         ("ViTConfig", "neither supported"),
     ],

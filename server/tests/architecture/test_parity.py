@@ -16,7 +16,7 @@ import torch
 import transformers
 from cases import CASES, VOCAB, Case
 from engine_run import EngineRun
-from model_driver import ModelDriver
+from model_driver import DrivenSequence, ModelDriver
 from models_page import Measured
 from near_tie import Followed
 from penstock_server.errors import ConfigError
@@ -40,14 +40,30 @@ class Made:
     """A case's model, and the folder it was saved to."""
 
     name: str
+    case: Case
     reference: transformers.PreTrainedModel
     reference_folder: Path
     folder: Path  # the same, but for layouts that transformers has no class for
-    shortest: int
 
-    @torch.inference_mode()
-    def logits(self, text: list[int]) -> torch.Tensor:
-        return self.reference(torch.tensor([text]), use_cache=False).logits[0]
+    @property
+    def shortest(self) -> int:
+        return self.case.shortest
+
+    def sequence(self, driver: ModelDriver, text: list[int]) -> DrivenSequence:
+        return driver.sequence(text, self.case.num_source(text))
+
+    def logits(self, text: list[int], reference: transformers.PreTrainedModel | None = None) -> torch.Tensor:
+        """[tokens, vocab], zeros for the tokens of a source; of the case's model or of one like it."""
+        return reference_logits(reference or self.reference, text, self.case.num_source(text))
+
+
+@torch.inference_mode()
+def reference_logits(model: transformers.PreTrainedModel, text: list[int], num_source: int) -> torch.Tensor:
+    if not num_source:
+        return model(torch.tensor([text]), use_cache=False).logits[0]
+    source, answer = torch.tensor([text[:num_source]]), torch.tensor([text[num_source:]])
+    logits = model(source, decoder_input_ids=answer, use_cache=False).logits[0]
+    return torch.nn.functional.pad(logits, (0, 0, num_source, 0))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +84,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
         folder = reference_folder = save_model(reference, tmp_path_factory.mktemp(name))
         if case.published is not None:
             folder = case.published.save(reference, reference_folder / "published")
-        return Made(name, reference, reference_folder, folder, case.shortest)
+        return Made(name, case, reference, reference_folder, folder)
 
     return made
 
@@ -93,11 +109,11 @@ def driver_of(folder: Path, dtype: torch.dtype, block_tokens: int) -> ModelDrive
 @pytest.mark.column("float32")
 def test_a_mixed_batch_gives_the_logits_of_transformers(made: Made, measured: Measured) -> None:
     driver = driver_of(made.folder, torch.float32, block_tokens=4)
-    texts = prompts(1, [37, made.shortest + 9, made.shortest + 2, made.shortest], VOCAB)
+    texts = prompts(1, [42, made.shortest + 9, made.shortest + 2, made.shortest], VOCAB)
     expected = [made.logits(text) for text in texts]
-    first, second, third, fourth = (driver.sequence(text) for text in texts)
+    first, second, third, fourth = (made.sequence(driver, text) for text in texts)
     steps = [
-        [(first, 7), (second, 8)],
+        [(first, max(7, first.num_source)), (second, max(8, second.num_source))],
         [(second, 1), (first, 1), (third, made.shortest)],
         [(third, 1), (first, 28), (fourth, made.shortest)],
         [(third, 1), (first, 1)],
@@ -107,7 +123,7 @@ def test_a_mixed_batch_gives_the_logits_of_transformers(made: Made, measured: Me
         logits = driver.step(step, every_row=True)
         wanted = torch.cat(
             [
-                expected[texts.index(sequence.token_ids)][begin : begin + count]
+                expected[texts.index(sequence.token_ids)][max(begin, sequence.num_source) : begin + count]
                 for (sequence, count), begin in zip(step, begins, strict=True)
             ]
         )
@@ -125,11 +141,11 @@ def test_bfloat16_logits_are_those_of_transformers(
     followed.record(monkeypatch)
     driver = driver_of(made.folder, torch.bfloat16, block_tokens=16)
     text = prompts(2, [30], VOCAB)[0]
-    logits = driver.step([(driver.sequence(text), 30)], every_row=True)
+    sequence = made.sequence(driver, text)
+    logits = driver.step([(sequence, 30)], every_row=True)
     reference = type(made.reference).from_pretrained(made.reference_folder, dtype=torch.bfloat16)
     followed.lead(reference)
-    with torch.inference_mode():
-        rounded = reference.eval()(torch.tensor([text]), use_cache=False).logits[0].float()
+    rounded = made.logits(text, reference.eval()).float()[sequence.num_source :]
     exact = made.logits(text)
     assert logits is not None
     difference = float((logits - rounded).norm() / exact.norm())
@@ -142,10 +158,13 @@ def test_bfloat16_logits_are_those_of_transformers(
 @pytest.mark.column("greedy")
 def test_greedy_tokens_are_those_of_transformers(made: Made, measured: Measured) -> None:
     """In chunks, beside others, over a shared prefix and through a preemption. A token that transformers finds best
-    after each token that was found before is the token that it would have generated."""
+    after each token that was found before is the token that it would have generated. Answers share no prefix where
+    there are sources."""
     shared, first, other = prompts(3, [10, made.shortest + 4, 6], VOCAB)
     texts = [first, [*shared, *other[:3]], [*shared, *other[2:]]]
-    found = EngineRun(made.folder).greedy(texts, NUM_TOKENS, shared_tokens=len(shared), chunk=7)
+    run = EngineRun(made.folder, num_source=made.case.num_source)
+    num_shared = 0 if made.case.has_encoder else len(shared)
+    found = run.greedy(texts, NUM_TOKENS, shared_tokens=num_shared, chunk=7)
     for text, tokens in zip(texts, found, strict=True):
         best = made.logits([*text, *tokens]).argmax(-1)[len(text) - 1 : -1].tolist()
         assert tokens == best
@@ -169,6 +188,7 @@ def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool
         "dbrx",
         "deepseek-v3",
         "mixtral-two-experts",
+        "t5-v1.1",
     ],
 )
 def test_four_ranks_agree_with_one(make: Callable[[str], Made], pool: RankPool, name: str) -> None:
@@ -178,8 +198,9 @@ def test_four_ranks_agree_with_one(make: Callable[[str], Made], pool: RankPool, 
 def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> float:
     """The largest difference between logits."""
     texts = prompts(4, [19, made.shortest + 12, made.shortest + 1], VOCAB)
-    one = run(made.folder, "float32", RankGroup(), texts, 6)
-    several = pool.run(made.folder, size, texts, 6, "float32", exact)
+    sources = [made.case.num_source(text) for text in texts]
+    one = run(made.folder, "float32", RankGroup(), texts, 6, sources=sources)
+    several = pool.run(made.folder, size, dtype="float32", texts=texts, num_tokens=6, exact=exact, sources=sources)
     torch.testing.assert_close(several["logits"], one["logits"], atol=1e-4, rtol=1e-4)
     assert several["tokens"] == one["tokens"]
     return float((several["logits"] - one["logits"]).abs().max())

@@ -20,14 +20,23 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
     torch.manual_seed(zlib.crc32(name.encode()))
     if case.published is not None:
         model = case.published.reference._from_config(config, dtype=torch.float32)
+    elif case.has_encoder:
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
     else:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if case.has_own_head:
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, buffer in model.named_buffers():
+            if name == "final_logits_bias":
+                buffer.uniform_(-0.4, 0.4)
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
             else:
                 parameter.normal_(std=0.8 / parameter.shape[-1] ** 0.5)
+            if name.endswith("Attention.q.weight"):
+                parameter.mul_(config.d_kv**-0.5)  # T5 does not scale scores: its queries are small
     return model.eval()
 
 

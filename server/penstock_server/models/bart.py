@@ -1,0 +1,119 @@
+"""BART and mBART: learned positions that begin at row 2 on both sides, a norm behind each embedding. BART's norms stand
+behind the sums; mBART's before the parts, with a last one on each side."""
+
+from __future__ import annotations
+
+from penstock_server.attention.interface import Sight
+from penstock_server.layers.attention import AttentionSpec
+from penstock_server.layers.embedding import EmbeddingSpec
+from penstock_server.layers.mlp import MlpSpec
+from penstock_server.layers.norm import NormSpec
+from penstock_server.models.config import Config
+from penstock_server.models.spec import EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NameMap, Placement
+
+POSITION_OFFSET = 2
+
+
+def bart(config: Config) -> tuple[ModelSpec, NameMap]:
+    return _model("bart", config, Placement.SUM, default_start=2)
+
+
+def mbart(config: Config) -> tuple[ModelSpec, NameMap]:
+    return _model("mbart", config, Placement.PRE, default_start=config.get("bos_token_id", 0))
+
+
+def _model(architecture: str, config: Config, placement: Placement, default_start: int) -> tuple[ModelSpec, NameMap]:
+    _check(config)
+    hidden_size, max_tokens = config.require("d_model", int), config.get("max_position_embeddings", 1024)
+    num_heads, head_dim = config.heads("decoder_attention_heads", "d_model")
+    norm = NormSpec("layer", 1e-5, bias=True)
+    activation = config.activation("activation_function", "gelu")
+
+    def attention(part: Sight) -> AttentionSpec:
+        scale = head_dim**-0.5
+        return AttentionSpec(num_heads, num_heads, head_dim, scale, qkv_bias=True, output_bias=True, sight=part)
+
+    def layer(side: str, sight: Sight, cross: AttentionSpec | None) -> LayerSpec:
+        size = config.require(f"{side}_ffn_dim", int)
+        mlp = MlpSpec(size, activation, gated=False, bias=True, down_bias=True)
+        return LayerSpec(attention(sight), mlp, norm, placement, cross=cross)
+
+    def embedding(prefix: str) -> EmbeddingSpec:
+        return EmbeddingSpec(
+            config.require("vocab_size", int),
+            multiplier=hidden_size**0.5 if config.get("scale_embedding", False) else 1.0,
+            num_positions=max_tokens + POSITION_OFFSET,
+            position_offset=POSITION_OFFSET,
+            norm=norm,
+            prefix=prefix,
+        )
+
+    source = Sight(part="source")
+    final_norm = norm if placement is Placement.PRE else None
+    spec = ModelSpec(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        max_position_tokens=2 * max_tokens,
+        embedding=embedding(""),
+        layers=(layer("decoder", Sight(part="answer"), attention(source)),) * config.require("decoder_layers", int),
+        final_norm=final_norm,
+        head=HeadSpec(tied=True, logits_bias=True),
+        encoder=EncoderSpec(
+            embedding("encoder."),
+            (layer("encoder", source, None),) * config.require("encoder_layers", int),
+            final_norm,
+            max_tokens,
+            config.decoder_prefix(default_start),
+        ),
+    )
+    return spec, _names(placement)
+
+
+def _check(config: Config) -> None:
+    encoder_heads, decoder_heads = (config.require(f"{side}_attention_heads", int) for side in ("encoder", "decoder"))
+    if encoder_heads != decoder_heads:
+        raise config.refuse(
+            f"encoder_attention_heads is {encoder_heads}, decoder_attention_heads {decoder_heads}; they must be equal"
+        )
+    if not config.get("tie_word_embeddings", True):
+        raise config.refuse("tie_word_embeddings must be true")
+
+
+def _names(placement: Placement) -> NameMap:
+    kind = "sum_norm" if placement is Placement.SUM else "norm"
+    return NameMap(
+        names={
+            "embedding": "model.shared",
+            **_side("encoder", "encoder.", kind),
+            **_side("decoder", "", kind),
+            **_attention("layers.{i}.cross", "model.decoder.layers.{i}.encoder_attn", kind),
+            "head.logits_bias": "final_logits_bias",
+        },
+        ignored=(
+            r"model\.(encoder|decoder)\.(embed_tokens\.weight|version)",
+            r"lm_head\.weight",
+        ),
+        prefix="model.",
+    )
+
+
+def _side(side: str, prefix: str, kind: str) -> dict[str, str]:
+    """Of the encoder or the decoder; prefix: of our names."""
+    layer = f"model.{side}.layers.{{i}}"
+    return {
+        f"{prefix}positions": f"model.{side}.embed_positions",
+        f"{prefix}embedding_norm": f"model.{side}.layernorm_embedding",
+        **_attention(f"{prefix}layers.{{i}}.attention", f"{layer}.self_attn", kind),
+        f"{prefix}layers.{{i}}.mlp.up": f"{layer}.fc1",
+        f"{prefix}layers.{{i}}.mlp.down": f"{layer}.fc2",
+        f"{prefix}layers.{{i}}.mlp_{kind}": f"{layer}.final_layer_norm",
+        f"{prefix}norm": f"model.{side}.layer_norm",
+    }
+
+
+def _attention(ours: str, theirs: str, kind: str) -> dict[str, str]:
+    return {
+        f"{ours}_{kind}": f"{theirs}_layer_norm",
+        **{f"{ours}.{name}": f"{theirs}.{name}_proj" for name in ("q", "k", "v")},
+        f"{ours}.output": f"{theirs}.out_proj",
+    }

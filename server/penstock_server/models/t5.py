@@ -1,0 +1,129 @@
+"""T5 and mT5, with all that is fine-tuned of them (Flan-T5, mT0): positions only as a bias by distance, in every layer
+of one side the same, scores that are not scaled, and heads that may be narrower or wider than the hidden size."""
+
+from __future__ import annotations
+
+from penstock_server.attention.interface import Sight
+from penstock_server.layers.attention import AttentionSpec
+from penstock_server.layers.embedding import EmbeddingSpec
+from penstock_server.layers.mlp import MlpSpec
+from penstock_server.layers.norm import NormSpec
+from penstock_server.layers.relative_bias import RelativeBiasSpec
+from penstock_server.models.config import Config
+from penstock_server.models.spec import EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NameMap
+
+# Of a source, and of an answer. A bias by distance sets no limit, and what `n_positions` tells is what the first T5 was
+# trained on, 512. This is four times the longest that any of them was trained on (Flan-UL2, 2,048): beyond it nobody
+# knows what comes out, and what a source costs grows with its square.
+MAX_TOKENS = 8192
+
+
+def t5(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(feed_forward_proj="relu")
+    # A T5 1.1 is told by not being tied; transformers 5 calls every T5 tied, and keeps what it found here.
+    is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
+    if not is_scaled:
+        return _model("t5", config, HeadSpec(tied=True, may_be_own=True))
+    return _model("t5", config, HeadSpec(tied=True, multiplier=config.require("d_model", int) ** -0.5))
+
+
+def mt5(config: Config) -> tuple[ModelSpec, NameMap]:
+    # COMPAT: configurations say that it is tied or not, and neither is what published checkpoints are.
+    config = config.with_defaults(feed_forward_proj="gated-gelu")
+    return _model("mt5", config, HeadSpec(tied=True, may_be_own=True))
+
+
+def _model(architecture: str, config: Config, head: HeadSpec) -> tuple[ModelSpec, NameMap]:
+    num_heads, _ = config.heads("num_heads", "d_model")
+    num_layers = config.require("num_layers", int)
+    norm = NormSpec("rms", config.get("layer_norm_epsilon", 1e-6))
+    mlp = _mlp(config)
+
+    def attention(sight: Sight, bias: RelativeBiasSpec | None) -> AttentionSpec:
+        head_dim = config.get("d_kv", 64)
+        return AttentionSpec(num_heads, num_heads, head_dim, scale=1.0, sight=sight, relative_bias=bias)
+
+    source, answer = Sight(part="source"), Sight(part="answer")
+    encoder_layer = LayerSpec(attention(source, _bias(config, "encoder.", both_ways=True)), mlp, norm)
+    decoder_layer = LayerSpec(
+        attention(answer, _bias(config, "", both_ways=False)), mlp, norm, cross=attention(source, None)
+    )
+    embedding = EmbeddingSpec(config.require("vocab_size", int))
+    spec = ModelSpec(
+        architecture=architecture,
+        hidden_size=config.require("d_model", int),
+        max_position_tokens=2 * MAX_TOKENS,
+        embedding=embedding,
+        layers=(decoder_layer,) * config.get("num_decoder_layers", num_layers),
+        final_norm=norm,
+        head=head,
+        encoder=EncoderSpec(
+            embedding,
+            (encoder_layer,) * num_layers,
+            norm,
+            MAX_TOKENS,
+            config.decoder_prefix(default_start=config.get("pad_token_id", 0)),
+        ),
+    )
+    return spec, _names(mlp.gated)
+
+
+def _mlp(config: Config) -> MlpSpec:
+    kind = config.require("feed_forward_proj", str)
+    *gated, name = kind.split("-")
+    if gated not in ([], ["gated"]):
+        raise config.refuse(f'feed_forward_proj must be "gated-ACTIVATION" or "ACTIVATION", not {kind!r}')
+    name = "gelu_new" if kind == "gated-gelu" else name
+    config = Config({**config.values, "feed_forward_proj": name}, config.path)
+    return MlpSpec(config.require("d_ff", int), config.activation("feed_forward_proj"), gated=bool(gated))
+
+
+def _bias(config: Config, prefix: str, *, both_ways: bool) -> RelativeBiasSpec:
+    num_buckets = config.get("relative_attention_num_buckets", 32)
+    max_distance = config.get("relative_attention_max_distance", 128)
+    num_near = num_buckets // (4 if both_ways else 2)
+    if not 1 <= num_near < max_distance:
+        raise config.refuse(
+            f"relative_attention_num_buckets is {num_buckets} and relative_attention_max_distance {max_distance}; "
+            "there must be at least 4 buckets, and fewer for near positions than the distance"
+        )
+    return RelativeBiasSpec(f"{prefix}relative_bias", num_buckets, max_distance, both_ways)
+
+
+def _names(gated: bool) -> NameMap:
+    encoder, decoder = "encoder.block.{i}.layer", "decoder.block.{i}.layer"
+    return NameMap(
+        names={
+            "embedding": "shared",
+            "encoder.relative_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+            **_part("encoder.layers.{i}.attention", f"{encoder}.0", "SelfAttention"),
+            **_mlp_part("encoder.layers.{i}", f"{encoder}.1", gated),
+            "encoder.norm": "encoder.final_layer_norm",
+            "relative_bias": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+            **_part("layers.{i}.attention", f"{decoder}.0", "SelfAttention"),
+            **_part("layers.{i}.cross", f"{decoder}.1", "EncDecAttention"),
+            **_mlp_part("layers.{i}", f"{decoder}.2", gated),
+            "norm": "decoder.final_layer_norm",
+            "head": "lm_head",
+        },
+        ignored=(
+            r"(encoder|decoder)\.embed_tokens\.weight",
+            r"lm_head\.weight",
+            r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+        ),
+    )
+
+
+def _part(ours: str, theirs: str, kind: str) -> dict[str, str]:
+    projections = {"q": "q", "k": "k", "v": "v", "output": "o"}
+    names = {f"{ours}.{name}": f"{theirs}.{kind}.{their_name}" for name, their_name in projections.items()}
+    return {f"{ours}_norm": f"{theirs}.layer_norm", **names}
+
+
+def _mlp_part(ours: str, theirs: str, gated: bool) -> dict[str, str]:
+    inner = {"gate": "wi_0", "up": "wi_1"} if gated else {"up": "wi"}
+    names = {**inner, "down": "wo"}
+    return {
+        f"{ours}.mlp_norm": f"{theirs}.layer_norm",
+        **{f"{ours}.mlp.{name}": f"{theirs}.DenseReluDense.{their_name}" for name, their_name in names.items()},
+    }

@@ -1,0 +1,175 @@
+"""Models with an encoder: what generation of transformers gives, what the router is told, what is asked wrongly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cases import CASES, VOCAB
+from engine_run import EngineRun
+from penstock_server import check
+from penstock_server.attention.interface import AttentionShape, Sight, window_tokens
+from penstock_server.attention.reference import ReferenceAttention
+from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.engine import Engine
+from penstock_server.errors import ConfigError
+from penstock_server.layers.relative_bias import RelativeBiasSpec
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.models.registry import read_spec
+from penstock_server.parallel import RankGroup
+from penstock_server.plan import Advance, NewSequence, Plan, Sampling
+from tiny_model import make_model, save_model
+from tiny_models import prompts
+from transformers.models.t5.modeling_t5 import T5Attention
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 64
+NEVER_ENDS: dict[str, Any] = {"eos_token_id": VOCAB + 1, "forced_eos_token_id": None, "pad_token_id": 0}
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "forced"), [("t5", 0, None), ("mt5", 3, None), ("bart", 2, 7), ("mbart", 9, 8)]
+)
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_answers_are_those_of_generate(
+    name: str, start: int, forced: int | None, penalty: float, tmp_path: Path
+) -> None:
+    """Three sources of different lengths, in steps with each other and through a preemption. The repetition penalty is
+    of the answer's tokens."""
+    model = make_model(name, CASES[name])
+    folder = save_model(model, tmp_path)
+    edit(folder / "generation_config.json", decoder_start_token_id=start, forced_bos_token_id=forced)
+    run = EngineRun(folder, num_source=lambda prompt: len(prompt) - len(prefix))
+    prefix = list(run.engine.model.decoder_prefix)
+    assert prefix == [start, *([] if forced is None else [forced])]
+    sources = prompts(6, [9, 12, 5], VOCAB)
+    run.sampling = Sampling(repetition_penalty=penalty)
+    found = run.greedy([[*source, *prefix] for source in sources], NUM_TOKENS, shared_tokens=0, chunk=7)
+    model.generation_config = transformers.GenerationConfig(
+        decoder_start_token_id=start, forced_bos_token_id=forced, repetition_penalty=penalty, **NEVER_ENDS
+    )
+    for source, tokens in zip(sources, found, strict=True):
+        expected = model.generate(
+            torch.tensor([source]), max_new_tokens=NUM_TOKENS + len(prefix) - 1, do_sample=False, num_beams=1
+        )
+        assert [*prefix, *tokens] == expected[0].tolist()
+
+
+def test_the_router_is_told_of_sources_and_beginnings(tmp_path: Path) -> None:
+    told = {}
+    for name in ("t5", "bart", "qwen3"):
+        folder = save_model(make_model(name, CASES[name]), tmp_path / name)
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {}}}))
+        engine, description = Engine.load(LoadConfig(folder, 4, dtype="float32", num_threads=1), load_model=load_model)
+        engine.close()
+        told[name] = (description.max_position_tokens, description.max_source_tokens, description.decoder_prefix)
+    assert told == {"t5": (16384, 8192, (0,)), "bart": (256, 128, (2,)), "qwen3": (256, 0, ())}
+
+
+def test_generation_config_has_the_word_on_how_answers_begin(tmp_path: Path) -> None:
+    folder = save_model(make_model("bart", CASES["bart"]), tmp_path)
+
+    def prefix() -> tuple[int, ...]:
+        encoder = read_spec(folder)[0].encoder
+        assert encoder is not None
+        return encoder.decoder_prefix
+
+    edit(folder / "config.json", decoder_start_token_id=11, forced_bos_token_id=12)
+    (folder / "generation_config.json").write_text('{"decoder_start_token_id": 5}')
+    assert prefix() == (5,)
+    (folder / "generation_config.json").unlink()
+    assert prefix() == (11, 12)
+    edit(folder / "config.json", forced_bos_token_id=VOCAB)
+    with pytest.raises(ConfigError, match=r"answers begin with tokens \(11, 131\), outside of the vocabulary of 131"):
+        prefix()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("bart", {"encoder_attention_heads": 3}, "encoder_attention_heads is 3, decoder_attention_heads 6"),
+        ("bart", {"tie_word_embeddings": False}, "tie_word_embeddings must be true"),
+        ("t5", {"feed_forward_proj": "half-gelu"}, "feed_forward_proj must be"),
+        ("t5", {"feed_forward_proj": "gated-maxout"}, "feed_forward_proj 'maxout' is not supported"),
+        ("t5", {"relative_attention_num_buckets": 3}, "relative_attention_num_buckets is 3"),
+    ],
+)
+def test_what_is_not_built_is_refused(name: str, values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = save_model(make_model(name, CASES[name]), tmp_path)
+    edit(folder / "config.json", **values)
+    with pytest.raises(ConfigError, match=message):
+        read_spec(folder)
+
+
+def test_a_broken_source_touches_nobody_else(tmp_path: Path) -> None:
+    run = EngineRun(save_model(make_model("t5", CASES["t5"]), tmp_path), num_source=lambda prompt: 6)
+    whole = NewSequence(1, [9] * 8, 8, 0, [0, 1], num_source_tokens=6)
+    alone = run.engine.step(Plan(1, new_sequences=[whole], advances=[Advance(1, 8, sample=True)]))
+    plan = Plan(
+        2,
+        freed_sequence_ids=[1],
+        new_sequences=[replace(whole, sequence_id=2, num_source_tokens=0), whole, replace(whole, sequence_id=3)],
+        advances=[Advance(2, 8, sample=True), Advance(1, 8, sample=True), Advance(3, 3)],
+    )
+    outputs = run.engine.step(plan).outputs
+    assert [bool(output.error) for output in outputs] == [True, False, True]
+    assert outputs[1].tokens[0].id == alone.outputs[0].tokens[0].id
+
+
+def test_check_counts_the_memory_that_loading_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("t5-v1.1", "bart"):
+        folder = save_model(make_model(name, CASES[name]), tmp_path / name)
+        check.main([str(folder), "--json", "--dtype", "float32"])
+        report = json.loads(capsys.readouterr().out)
+        assert [problem for problem in report["problems"] if "tokenizer" not in problem] == []
+        rank = report["layout"]["ranks"][0]
+        model = load_model(LoadOptions(folder, torch.float32, CPU, 16), RankGroup())
+        assert rank["weight_bytes"] == model.weight_bytes
+        assert rank["kv_bytes_per_token"] * 16 == model.kv_bytes_per_block
+
+
+def test_the_warm_up_runs_sources_too(tmp_path: Path) -> None:
+    folder = save_model(make_model("mbart", CASES["mbart"]), tmp_path)
+    model = load_model(LoadOptions(folder, torch.float32, CPU, 4), RankGroup())
+    engine = Engine(model, RankGroup(), CPU, 4)
+    capacity = engine.warm_up(WarmUpConfig(40, 4, max_sequence_tokens=0, num_blocks=200))
+    assert "worst sources" in [phase.name for phase in capacity.phases]
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+def test_distances_fall_into_the_buckets_of_transformers(both_ways: bool) -> None:
+    for num_buckets, max_distance in ((32, 128), (12, 24), (6, 50), (64, 1000)):
+        spec = RelativeBiasSpec("bias", num_buckets, max_distance, both_ways)
+        distances = torch.arange(-max_distance, max_distance + 1)
+        theirs = T5Attention._relative_position_bucket(distances, both_ways, num_buckets, max_distance)
+        assert torch.equal(spec._buckets(distances), theirs)
+        farther = torch.tensor([-100 * max_distance, 100 * max_distance])
+        theirs = T5Attention._relative_position_bucket(farther, both_ways, num_buckets, max_distance)
+        assert torch.equal(spec._buckets(distances[[0, -1]]), theirs), "the last distance stands for all beyond it"
+
+
+def test_a_window_is_told_only_where_no_layer_sees_farther() -> None:
+    def attention(sight: Sight) -> ReferenceAttention:
+        return ReferenceAttention(AttentionShape(1, 1, 8, 1.0, 4, sight=sight), CPU, torch.float32)
+
+    narrow, wide, chunks = attention(Sight(window=5)), attention(Sight(window=9)), attention(Sight(chunk=7))
+    assert window_tokens([narrow, wide]) == 9
+    assert window_tokens([narrow, chunks]) == 7
+    assert window_tokens([narrow, attention(Sight())]) == 0
+    assert window_tokens([narrow, attention(Sight(part="source"))]) == 0
+
+
+@pytest.mark.parametrize(("name", "window"), [("mistral", 16), ("mistral-no-window", 0), ("gemma3", 0), ("t5", 0)])
+def test_models_tell_their_windows(name: str, window: int, tmp_path: Path) -> None:
+    folder = save_model(make_model(name, CASES[name]), tmp_path)
+    assert load_model(LoadOptions(folder, torch.float32, CPU, 4), RankGroup()).window_tokens == window

@@ -1,0 +1,141 @@
+"""Sources in plans and batches: what breaks their rules fails its sequence alone; a step is split where they end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock_server.engine import batch, warmup
+from penstock_server.engine.sequence import SequenceTable, TableLimits
+from penstock_server.models.encoder import split
+from penstock_server.plan import Advance, NewSequence, Sampling
+
+CPU = torch.device("cpu")
+BLOCK_TOKENS = 4
+
+
+def new_table(max_source_tokens: int = 10) -> SequenceTable:
+    return SequenceTable(TableLimits(1000, BLOCK_TOKENS, 64, 100, 4, max_source_tokens))
+
+
+def sequence(sequence_id: int, num_source: int, num_prompt: int, num_tokens: int | None = None) -> NewSequence:
+    """Its tokens are 10, 11, 12 …; its blocks are its own."""
+    ids = [10 + place for place in range(num_tokens or num_prompt)]
+    blocks = range(sequence_id * 10, sequence_id * 10 + 10)
+    return NewSequence(sequence_id, ids, num_prompt, 0, blocks, num_source_tokens=num_source)
+
+
+BROKEN_SOURCES = {
+    "no source": (sequence(1, 0, 5), 10, "has no source tokens, but the model has an encoder"),
+    "no encoder": (sequence(1, 4, 5), 0, "has 4 source tokens, but the model has no encoder"),
+    "too long": (sequence(1, 11, 12), 10, "has 11 source tokens, at most 10 are allowed"),
+    "nothing behind": (sequence(1, 5, 5), 10, "has 5 source tokens, so its prompt must have more than 5"),
+    "computed": (
+        NewSequence(1, [1] * 9, 9, 4, [1, 2, 3], num_source_tokens=5),
+        10,
+        "has 4 computed tokens; with a source there can be none",
+    ),
+}
+
+
+@pytest.mark.parametrize(("new", "limit", "reason"), BROKEN_SOURCES.values(), ids=BROKEN_SOURCES.keys())
+def test_a_sequence_that_breaks_the_rules_of_sources_is_reported_at_its_advance(
+    new: NewSequence, limit: int, reason: str
+) -> None:
+    table = new_table(limit)
+    table.add(new)
+    table.add(sequence(2, 5 if limit else 0, 6))
+    chosen = batch.select(table, [Advance(1, 5), Advance(2, 6)])
+    assert {index: error.reason for index, error in chosen.errors.items()} == {0: reason}
+    assert chosen.indexes.tolist() == [1]
+
+
+def test_a_source_that_is_cut_fails_its_sequence_alone() -> None:
+    table = new_table()
+    table.add(sequence(1, 7, 9))
+    table.add(sequence(2, 7, 9))
+    chosen = batch.select(table, [Advance(1, 6), Advance(2, 7)])
+    assert {index: error.reason for index, error in chosen.errors.items()} == {
+        0: "an advance to 6 tokens, but its source has 7, which go together"
+    }
+    assert chosen.indexes.tolist() == [1]
+
+
+def test_penalties_see_the_answers_tokens_only() -> None:
+    table = new_table()
+    table.add(sequence(1, 5, 7, num_tokens=9))  # 15, 16 begin the answer, 17, 18 were sampled
+    table.add(sequence(2, 2, 3))
+    rows = np.array([table.row(1), table.row(2)])
+    assert table.known_ids(rows).tolist() == [[15, 16, 17, 18], [12, 12, 12, 12]]
+    ids, real = table.generated_ids(rows)
+    assert (ids[real].tolist(), real.tolist()) == ([17, 18], [[True, True], [False, False]])
+
+
+def test_prompt_logprobs_are_of_the_answers_beginning_only() -> None:
+    table = new_table()
+    new = sequence(1, 4, 7)
+    table.add(NewSequence(1, new.token_ids, 7, 0, new.block_ids, Sampling(prompt_logprobs=True), num_source_tokens=4))
+    built = batch.build(table, batch.select(table, [Advance(1, 7, sample=True)]), CPU)
+    assert built.prompt is not None
+    assert built.prompt.ids.tolist() == [15, 16]
+    assert built.batch.sample_rows.tolist() == [4, 5, 6]
+
+
+def test_a_model_without_an_encoder_is_told_of_no_sources() -> None:
+    table = new_table(max_source_tokens=0)
+    table.add(sequence(1, 0, 5))
+    assert batch.build(table, batch.select(table, [Advance(1, 5)]), CPU).batch.source_lens is None
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_step_is_split_into_its_sources_and_its_answers(data: st.DataObject) -> None:
+    table = new_table()
+    advances, of_source, of_answer = [], [], []
+    for sequence_id in range(1, data.draw(st.integers(1, 4)) + 1):
+        num_source = data.draw(st.integers(1, 10))
+        num_known = data.draw(st.integers(num_source + 1, num_source + 12))
+        table.add(sequence(sequence_id, num_source, num_known))
+        begin = data.draw(st.sampled_from([0, *range(num_source, num_known)]))
+        stop = data.draw(st.integers(max(begin + 1, num_source), num_known))
+        table.computed[table.row(sequence_id)] = begin
+        advances.append(Advance(sequence_id, stop - begin, sample=stop == num_known))
+        slots = [sequence_id * 10 * BLOCK_TOKENS + position for position in range(stop)]
+        of_source.append((slots[begin : num_source if begin == 0 else begin], num_source))
+        first = max(begin, num_source)
+        of_answer.append((slots[first:], [p - num_source for p in range(first, stop)], stop, stop == num_known))
+    whole = batch.build(table, batch.select(table, advances), CPU).batch
+    sources, answers = split(whole)
+    expected = [(slots, num) for slots, num in of_source if slots]
+    assert (sources is None) == (not expected)
+    if sources is not None:
+        assert sources.slots.tolist() == [slot for slots, _ in expected for slot in slots]
+        assert sources.query_starts.diff().tolist() == [len(slots) for slots, _ in expected]
+        assert sources.context_lens.tolist() == [num for _, num in expected]
+        assert sources.sample_rows.tolist() == []
+    expected = [answer for answer in of_answer if answer[0]]
+    assert (answers is None) == (not expected)
+    if answers is not None:
+        assert answers.slots.tolist() == [slot for slots, *_ in expected for slot in slots]
+        assert answers.positions.tolist() == [p for _, positions, *_ in expected for p in positions]
+        assert answers.query_starts.diff().tolist() == [len(slots) for slots, *_ in expected]
+        assert answers.context_lens.tolist() == [stop for _, _, stop, _ in expected]
+        assert answers.slots[answers.sample_rows].tolist() == [slots[-1] for slots, *_, ends in expected if ends]
+        assert answers.slots[answers.sample_rows].tolist() == whole.slots[whole.sample_rows].tolist()
+
+
+def test_warm_up_runs_a_step_full_of_sources() -> None:
+    limits = warmup.WorstStep(100, 8, 60, max_context_tokens=200, block_tokens=4, max_source_tokens=24)
+    assert warmup.sources(limits) == ([25] * 4, [25] * 4)
+    (*_, (name, _)) = warmup.worst_steps(limits)
+    assert name == "worst sources"
+    step = warmup._batch(limits, *warmup.sources(limits), CPU)
+    assert step.source_lens is not None
+    assert step.source_lens.tolist() == [24] * 4
+    assert step.sample_rows.tolist() == [24, 49, 74, 99]
+    step = warmup._batch(limits, *warmup.decode(limits), CPU)
+    assert step.source_lens is not None
+    assert step.source_lens.tolist() == [24] + [19] * 7
+    assert len(warmup.worst_steps(warmup.WorstStep(100, 8, 60, 200, 4))) == 3
