@@ -11,7 +11,8 @@ import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from gguf_files import finish, gguf_tensors, model_metadata, raw_writer, save_gguf, tokenizer_metadata, write_gguf
+from gguf_files import finish, model_metadata, raw_writer, save_gguf, tokenizer_metadata, write_gguf
+from gguf_tensors import gguf_tensors
 from model_driver import ModelDriver
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
@@ -195,7 +196,7 @@ def rope_file(folder: Path, table: np.ndarray) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"llama.expert_count": 8}, "mixtures of experts are not supported"),
+        ({"llama.expert_count": 8}, "lacks the metadata llama.expert_used_count"),
         ({"llama.rope.scaling.type": "ntk"}, "rope scaling 'ntk' is not supported"),
         ({"llama.block_count": None}, "lacks the metadata llama.block_count"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' is not supported"),
@@ -214,7 +215,7 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], messa
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "rwkv6"}, {})
-    with pytest.raises(ConfigError, match=r"architecture 'rwkv6' is not supported; supported: bloom, .*, starcoder$"):
+    with pytest.raises(ConfigError, match=r"architecture 'rwkv6' is not supported; supported: apertus, .*, starcoder2$"):
         gguf_folder(path, "x")
 
 

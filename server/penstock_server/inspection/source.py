@@ -141,12 +141,12 @@ def _read_gguf(path: Path) -> dict[str, StoredTensor]:
 
 
 def _gguf_names(path: Path) -> NameSource:
-    from penstock_server.weights.gguf_header import read_header
-    from penstock_server.weights.gguf_metadata import Metadata
-    from penstock_server.weights.gguf_names import GgufNames
+    from penstock_server.weights.gguf_file import GgufCheckpoint
 
-    header = read_header(path)
-    return GgufNames({name: info.shape for name, info in header.tensors.items()}, Metadata(header, path))
+    checkpoint = GgufCheckpoint(path)
+    names = checkpoint.own_names()
+    checkpoint.close()
+    return names
 
 
 def _read_pickle(path: Path) -> dict[str, StoredTensor]:

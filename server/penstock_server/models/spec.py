@@ -119,6 +119,16 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def with_expert_storage(self, storage: str) -> ModelSpec:
+        """For a checkpoint whose format stores experts in a way of its own: a key of STORAGES."""
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, mlp=replace(layer.mlp, storage=storage)) if isinstance(layer.mlp, MoeSpec) else layer
+                for layer in self.layers
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class NameMap:

@@ -9,7 +9,7 @@ from typing import Any
 from penstock_server.weights.cache import content_key, made_folder
 
 # Part of every folder's key: raise it when the files written here change, and old folders are no longer found.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 LINK_NAME = "model.gguf"
 
 
