@@ -128,5 +128,6 @@ def save_gguf(
     }
     tensors = gguf_tensors(model, architecture, old_layout)
     tensors |= {key: value for key, value in metadata.items() if isinstance(value, np.ndarray)}
+    tensors = {key: value for key, value in tensors.items() if key not in metadata or metadata[key] is not None}
     values = {key: value for key, value in metadata.items() if value is not None and key not in tensors}
     return write_gguf(path, values, tensors, kind)

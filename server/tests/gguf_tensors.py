@@ -19,7 +19,9 @@ from torch import Tensor
 NOT_CONVERTED = (".attn.bias", ".masked_bias", "inv_freq", ".act_fn.alpha_p", ".act_fn.alpha_n", ".beta", ".eps")
 OF_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 EXPERT_NAMES = {
-    **{"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"},
+    "w1": "ffn_gate_exps",
+    "w2": "ffn_down_exps",
+    "w3": "ffn_up_exps",
     **{f"{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
 }
 # Of tensors that hold gate and up, one behind the other.

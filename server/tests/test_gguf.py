@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from gguf_files import finish, model_metadata, raw_writer, save_gguf, tokenizer_metadata, write_gguf
@@ -200,7 +201,12 @@ def rope_file(folder: Path, table: np.ndarray) -> Path:
         ({"llama.rope.scaling.type": "ntk"}, "rope scaling 'ntk' is not supported"),
         ({"llama.block_count": None}, "lacks the metadata llama.block_count"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' is not supported"),
-        ({"tokenizer.ggml.pre": "kimi-k2"}, "pre-tokenizer 'kimi-k2' is not supported; supported: bloom, chatglm-bpe"),
+        (
+            {"tokenizer.ggml.pre": "superbpe"},
+            "pre-tokenizer 'superbpe' is not supported; supported: a.x-4.0, bailingmoe",
+        ),
+        ({"tokenizer.ggml.pre": None}, "the file does not say how texts are cut, and models of architecture 'llama'"),
+        ({"tokenizer.ggml.pre": "default"}, "does not say how texts are cut"),
         ({"tokenizer.ggml.token_type": [1]}, "264 tokens but 1 token types"),
         ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id is 999, but the vocabulary has 264 tokens"),
         ({"tokenizer.ggml.tokens": None}, "lacks the metadata tokenizer.ggml.tokens"),
@@ -215,7 +221,9 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], messa
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "rwkv6"}, {})
-    with pytest.raises(ConfigError, match=r"architecture 'rwkv6' is not supported; supported: apertus, .*, starcoder2$"):
+    with pytest.raises(
+        ConfigError, match=r"architecture 'rwkv6' is not supported; supported: apertus, .*, starcoder2$"
+    ):
         gguf_folder(path, "x")
 
 
@@ -276,6 +284,14 @@ def test_digits_are_cut_as_the_pre_tokenizer_says(pre: str, pieces: list[str], t
     assert tokenizer(tmp_path, pre=pre).encode("hell w1212 12").tokens == pieces
 
 
+def test_a_file_from_before_pre_tokenizers_had_names_is_cut_as_its_architecture_is(tmp_path: Path) -> None:
+    metadata = {"general.architecture": "starcoder", **tokenizer_metadata()}
+    del metadata["tokenizer.ggml.pre"]
+    path = write_gguf(tmp_path / "old.gguf", metadata, {})
+    encoder = Tokenizer.from_str(json.dumps(tokenizer_json(Metadata(read_header(path), path))))
+    assert encoder.encode("hell 12").tokens == ["hell", "Ġ", "1", "2"]
+
+
 def test_the_text_is_wrapped_as_the_metadata_says(tmp_path: Path) -> None:
     changes = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     assert tokenizer(tmp_path, **changes).encode("hell").tokens == ["<|user|>", "hell", "<|end|>"]
@@ -288,3 +304,89 @@ def test_roles_and_template_are_in_the_tokenizer_configuration(tmp_path: Path) -
     assert (config["bos_token"], config["eos_token"], config["add_bos_token"]) == ("<|user|>", "<|end|>", False)
     assert config["chat_template"] == "{{ messages[0].content }}"
     assert "unk_token" not in config
+
+
+def test_experts_in_tensors_of_their_own_are_those_in_one(tmp_path: Path) -> None:
+    """As the first files of Mixtral have them."""
+    path = mixtral_file(tmp_path / "stacked.gguf")
+    text = prompts(1, [17], 131)[0]
+    apart: dict[str, Any] = {}
+    for name, info in read_header(path).tensors.items():
+        tensor = torch.empty(info.shape)
+        GgufCheckpoint(path).read(name, None, tensor)
+        if "_exps." in name:
+            apart |= {name.replace("_exps.", f".{index}."): of.numpy() for index, of in enumerate(tensor)}
+            apart[name] = None
+    old = mixtral_file(tmp_path / "old.gguf", **apart)
+    assert "blk.0.ffn_gate.3.weight" in read_header(old).tensors
+    assert torch.equal(logits_of(gguf_folder(old, "old"), text), logits_of(gguf_folder(path, "new"), text))
+
+
+def mixtral_file(path: Path, kind: str = "F32", **changes: Any) -> Path:
+    sizes = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**sizes, **heads, max_position_embeddings=64, sliding_window=None)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return save_gguf(model.eval(), path, "llama", kind, **changes)
+
+
+def test_quantized_experts_are_their_dequantized_matrices(tmp_path: Path) -> None:
+    exact, quantized = (GgufCheckpoint(mixtral_file(tmp_path / f"{kind}.gguf", kind)) for kind in ("F32", "Q8_0"))
+    name = "blk.1.ffn_down_exps.weight"
+    whole, expected, second = torch.empty(4, 32, 64), torch.empty(4, 32, 64), torch.empty(1, 32, 64)
+    exact.read(name, None, expected)
+    quantized.read(name, None, whole)
+    quantized.read(name, Part(0, range(1, 2)), second)
+    type_ = GGMLQuantizationType.Q8_0
+    assert torch.equal(whole, torch.from_numpy(dequantize(quantize(expected.numpy(), type_), type_)))
+    assert torch.equal(second[0], whole[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"deepseek2.expert_gating_func": 3}, r"expert_gating_func 3 is not supported; supported: 1 \(softmax\), 2"),
+        ({"deepseek2.expert_weights_norm": True}, "expert_weights_norm is not supported with a softmax"),
+        ({"deepseek2.attention.kv_lora_rank": None}, r"lacks the metadata deepseek2\.attention\.kv_lora_rank"),
+    ],
+)
+def test_what_a_mixture_cannot_do_is_refused_by_its_key(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    lengths = {"key_length": 12, "value_length": 12, "kv_lora_rank": 16, "layer_norm_rms_epsilon": 1e-6}
+    metadata = {
+        "general.architecture": "deepseek2",
+        **{f"deepseek2.attention.{key}": value for key, value in lengths.items()},
+        **{f"deepseek2.{key}": 4 for key in ("block_count", "context_length", "embedding_length", "expert_count")},
+        **{f"deepseek2.{key}": 4 for key in ("attention.head_count", "feed_forward_length", "expert_used_count")},
+        "deepseek2.rope.dimension_count": 4,
+        **tokenizer_metadata(),
+        **changes,
+    }
+    values = {key: value for key, value in metadata.items() if value is not None}
+    path = write_gguf(tmp_path / "x.gguf", values, {"token_embd.weight": np.zeros((264, 4), dtype=np.float32)})
+    with pytest.raises(ConfigError, match=message):
+        gguf_folder(path, "x")
+
+
+def test_experts_of_an_architecture_without_them_are_refused_by_name(tmp_path: Path) -> None:
+    path = save_gguf(make_model("qwen2"), tmp_path / "x.gguf", "qwen2", **{"qwen2.expert_count": 4})
+    with pytest.raises(ConfigError, match="qwen2 with experts is not supported; supported: dbrx, deepseek2"):
+        gguf_folder(path, "x")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((4, 5, 6), r"is \[4, 8, 3\] and does not fit blk\.0\.attn_v_b\.weight, \[4, 5, 6\]"),
+        (None, "each head's values"),
+    ],
+)
+def test_halves_of_an_unfolding_that_do_not_fit_are_refused(
+    values: tuple[int, ...] | None, message: str, tmp_path: Path
+) -> None:
+    metadata = {"general.architecture": "deepseek2", **model_metadata(make_model("llama").config, "deepseek2")}
+    tensors = {"blk.0.attn_k_b.weight": np.zeros((4, 8, 3), dtype=np.float32)}
+    if values is not None:
+        tensors["blk.0.attn_v_b.weight"] = np.zeros(values, dtype=np.float32)
+    with pytest.raises(ConfigError, match=message):
+        GgufCheckpoint(write_gguf(tmp_path / "x.gguf", metadata, tensors))
