@@ -167,8 +167,8 @@ def byte_spelling() -> dict[int, str]:
     return spelling | {byte: chr(256 + index) for index, byte in enumerate(others)}
 
 
-def byte_level_json(vocabulary: dict[str, int], merges: list[str], cutting: Cutting) -> Json:
-    """The parts of `tokenizer.json` that are this kind's. Merges are pairs with a space between."""
+def byte_level_json(vocabulary: dict[str, int], merges: list[str] | list[list[str]], cutting: Cutting) -> Json:
+    """The parts of `tokenizer.json` that are this kind's. Merges are pairs, as lists or with a space between."""
     return {
         "normalizer": {"type": "NFC"} if cutting.nfc else None,
         "pre_tokenizer": cutting.pre_tokenizer,

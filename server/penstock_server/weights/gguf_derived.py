@@ -40,7 +40,8 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
 
 def derived_tensors(metadata: Metadata) -> dict[str, Unfolding | Constant]:
     """By name. Raises ConfigError when the parts of one do not fit together."""
-    return {tensor.info.name: tensor for tensor in (*_unfoldings(metadata), *_constants(metadata))}
+    found: list[Unfolding | Constant] = [*_unfoldings(metadata), *_constants(metadata)]
+    return {tensor.info.name: tensor for tensor in found}
 
 
 def _unfoldings(metadata: Metadata) -> Iterator[Unfolding]:
@@ -57,7 +58,7 @@ def _unfoldings(metadata: Metadata) -> Iterator[Unfolding]:
         if (heads, latent) != (value_heads, value_latent):
             raise metadata.refuse(f"{name} is {list(keys.shape)} and does not fit {values.name}, {list(values.shape)}")
         shape = (heads * (key + value), latent)
-        yield Unfolding(TensorInfo(joined, shape, values.type_number, values.offset), keys, values)
+        yield Unfolding(replace(values, name=joined, shape=shape), keys, values)
 
 
 def _constants(metadata: Metadata) -> Iterator[Constant]:

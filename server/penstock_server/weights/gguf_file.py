@@ -29,7 +29,7 @@ COUNTED_FROM_ZERO = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
 class GgufCheckpoint:
-    """The tensors of one GGUF file, by their names in it."""
+    """The tensors of one GGUF model, by their names in its files."""
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
@@ -38,10 +38,10 @@ class GgufCheckpoint:
             raise unsupported(metadata)
         self.metadata = metadata
         self.head_dim = head_dim(metadata)
-        self.file = MappedFile(path)
+        self.files = tuple(MappedFile(part) for part in header.paths)
         for info in header.tensors.values():
-            check_tensor(info, self.file)
-        self.matrices = MatrixReader(self.file)
+            check_tensor(info, self.files[info.file])
+        self.matrices = MatrixReader(self.files)
         self.derived = derived_tensors(metadata)
         self.tensors: dict[str, TensorInfo] = stored_tensors(metadata)
         self.tensors |= {name: tensor.info for name, tensor in self.derived.items()}
@@ -68,10 +68,11 @@ class GgufCheckpoint:
         else:
             self.matrices.read(info, part, out, self.head_dim if self._is_interleaved(name) else 0)
             self.matrices.forget(info)
-        check_finite(out, out, name, self.file.path)
+        check_finite(out, out, name, self.files[info.file].path)
 
     def close(self) -> None:
-        self.file.close()
+        for file in self.files:
+            file.close()
 
     def _vector(self, info: TensorInfo) -> Tensor:
         vector = self.matrices.vector(info)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,9 +22,9 @@ PIECE_WEIGHTS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class MatrixReader:
-    """Fills tensors of any floating type on the CPU. Touches no other bytes of the file than those asked for."""
+    """Fills tensors of any floating type on the CPU. Touches no other bytes of the files than those asked for."""
 
-    file: MappedFile
+    files: tuple[MappedFile, ...]  # of the model
 
     def vector(self, info: TensorInfo) -> Tensor:
         """float32, in the tensor's shape"""
@@ -45,12 +45,12 @@ class MatrixReader:
             indexes, part = part.range, None
         elif part is not None:
             part = Part(part.dim - 1, part.range)
-        inner = TensorInfo(info.name, shape[1:], info.type_number, info.offset)
+        inner = replace(info, shape=shape[1:])
         for place, index in enumerate(indexes):
             self.read(inner, part, out[place], interleaved, first_row + index * rows)
 
     def forget(self, info: TensorInfo) -> None:
-        self.file.forget(info.offset, info.offset + num_bytes(info))
+        self.files[info.file].forget(info.offset, info.offset + num_bytes(info))
 
     def _read_matrix(
         self,
@@ -85,7 +85,8 @@ class MatrixReader:
         """float32 [count, columns]"""
         row_bytes = _row_bytes(info)
         start = info.offset + first * row_bytes
-        raw = np.frombuffer(self.file.data, dtype=np.uint8, count=count * row_bytes, offset=start)
+        data = self.files[info.file].data
+        raw = np.frombuffer(data, dtype=np.uint8, count=count * row_bytes, offset=start)
         return torch.from_numpy(dequantize(raw.reshape(count, row_bytes), GGMLQuantizationType(info.type_number)))
 
 
