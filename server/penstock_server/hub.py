@@ -30,7 +30,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.progress import Progress
 from penstock_server.weights.folder import choose_weights
 
-SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 DEFAULT_REVISION = "main"
 WATCH_S = 1.0
 

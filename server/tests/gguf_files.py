@@ -7,11 +7,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 import transformers
+from gguf_tensors import gguf_tensors
 from penstock_server.tokenizer.byte_level import byte_spelling
-from penstock_server.weights.gguf_file import COUNTED_FROM_ZERO, INTERLEAVED
-from torch import Tensor
 
 TOKENS = ["<|end|>", "<|user|>", "<tool>", *byte_spelling().values(), "he", "ll", "Ġw", "hell", "12"]
 MERGES = ["h e", "l l", "Ġ w", "he ll", "1 2"]
@@ -41,13 +39,27 @@ CONFIG_KEYS = {
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
-    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "attention.q_lora_rank": ("q_lora_rank",),
+    "attention.kv_lora_rank": ("kv_lora_rank",),
+    "attention.scale": ("attention_multiplier",),
     "attention.key_length": ("head_dim",),
     "attention.sliding_window": ("sliding_window",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
-    "logit_scale": ("logit_scale",),
+    "logit_scale": ("logit_scale", "logits_scaling"),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
     "use_parallel_residual": ("use_parallel_residual",),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_shared_count": ("n_shared_experts",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "leading_dense_block_count": ("first_k_dense_replace",),
 }
 
 
@@ -65,6 +77,8 @@ def model_metadata(config: transformers.PretrainedConfig, architecture: str) -> 
         values["rope.freq_base"] = float(rope["rope_theta"])
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         values["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    elif getattr(config, "rotary_dim", None):
+        values["rope.dimension_count"] = config.rotary_dim
     return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
@@ -97,54 +111,13 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarr
     return path
 
 
-def gguf_tensors(model: transformers.PreTrainedModel, architecture: str) -> dict[str, np.ndarray]:
-    """By GGUF's names, from the tables of its own package, and in the order that llama.cpp's converter gives rows."""
-    config = model.config
-    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(architectures[architecture], config.num_hidden_layers)
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        is_tied = config.tie_word_embeddings and name in ("lm_head.weight", "embed_out.weight")
-        if is_tied or name.endswith((".attn.bias", ".masked_bias", "inv_freq")):
-            continue
-        if ".norms." in name:  # StableLM's, a tensor for each head
-            name = name.partition(".norms.")[0]
-            heads = [value for key, value in model.state_dict().items() if key.startswith(f"{name}.norms.")]
-            name, tensor = f"{name}.weight", torch.stack(heads)
-        # BLOOM's converter takes the prefix away first.
-        names = (name, name.removeprefix("transformer."))
-        gguf_name = next(filter(None, (table.get_name(each, (".weight", ".bias")) for each in names)), None)
-        assert gguf_name is not None, name
-        tensors[gguf_name] = converted(tensor, gguf_name, config, architecture).float().numpy()
-    return tensors
-
-
-def converted(tensor: Tensor, name: str, config: Any, architecture: str) -> Tensor:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    stem = name.split(".")[-2]
-    if stem in INTERLEAVED.get(architecture, ()):
-        return interleave(tensor, head_dim)
-    if architecture in COUNTED_FROM_ZERO and name.endswith("norm.weight"):
-        return tensor + 1
-    if architecture == "gpt2" and stem in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
-        return tensor.t() if tensor.dim() == 2 else tensor
-    if architecture in ("falcon", "bloom", "gptneox") and stem == "attn_qkv":
-        groups = config.num_attention_heads
-        if architecture == "falcon":
-            groups = config.num_kv_heads if config.new_decoder_architecture else 1
-        blocks = tensor.reshape(groups, -1, head_dim, *tensor.shape[1:])
-        return torch.cat([part.flatten(0, 2) for part in (blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:])])
-    return tensor
-
-
-def interleave(tensor: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head from (half, pair) to (pair, half)."""
-    heads = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
-    return heads.transpose(1, 2).reshape(tensor.shape)
-
-
 def save_gguf(
-    model: transformers.PreTrainedModel, path: Path, architecture: str = "llama", kind: str = "F32", **changes: Any
+    model: transformers.PreTrainedModel,
+    path: Path,
+    architecture: str = "llama",
+    kind: str = "F32",
+    old_layout: bool = False,
+    **changes: Any,
 ) -> Path:
     """The model as a GGUF file; a change to None takes a key away, one to an array is a tensor."""
     metadata = {
@@ -153,7 +126,8 @@ def save_gguf(
         **tokenizer_metadata(),
         **changes,
     }
-    tensors = gguf_tensors(model, architecture)
+    tensors = gguf_tensors(model, architecture, old_layout)
     tensors |= {key: value for key, value in metadata.items() if isinstance(value, np.ndarray)}
+    tensors = {key: value for key, value in tensors.items() if key not in metadata or metadata[key] is not None}
     values = {key: value for key, value in metadata.items() if value is not None and key not in tensors}
     return write_gguf(path, values, tensors, kind)

@@ -32,6 +32,11 @@ PIECES = {
     # Its pattern of punctuation has the letters of ASCII too, and cuts words that hold others.
     "deepseek-llm": "HI|'|LL| paY|1|2|3|4|5| ($|6|)| é|t|é|.| |你好カナ|\n|\n| | x|=|aB|'|S",
     "deepseek-coder": "HI|'|LL| paY|1|2|3|4|5| (|$|6|)| été|.| |你好カナ|\n|\n| | x|=|aB|'|S",
+    "kimi-k2": "HI'LL| pa|Y|123|45| ($|6|)| été|.| |你好|カナ|\n\n| | x|=a|B'S",
+    "qwen35": "HI|'LL| paY|1|2|3|4|5| ($|6|)| été|.| 你好カナ|\n\n| | x|=aB|'S",
+    "jais-2": "HI|'LL| paY|123|45| ($|6|)| été|.| 你好カナ|\n\n| | x|=aB|'S",
+    "bailingmoe": "HI|'LL| paY|1|2|3|4|5| ($|6|)| été|.| 你好カナ|\n\n| | x|=aB|'S",
+    "tiny_aya": "HI'LL| pa|Y|12|345| ($|6|)| été|.| 你好カナ|\n\n| | x|=a|B'S",
     "deepseek-v3": "HI|'LL| paY|123|45| ($|6|)| été|.| |你好カナ|\n\n| | x|=aB|'S",
 }
 SPELLING = byte_spelling()

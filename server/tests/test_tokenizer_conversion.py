@@ -69,13 +69,34 @@ def test_a_gguf_file_of_a_sentencepiece_model_gives_the_ids_and_texts_of_the_lib
             assert tokenizer.decode([bos, *ids]) == decoded
 
 
-def gguf_metadata(vocabulary: Vocabulary, folder: Path) -> Metadata:
+@pytest.mark.parametrize("name", ["t5", "unigram"])
+def test_unigrams_in_a_gguf_file_give_the_ids_and_texts_of_the_library(name: str, tmp_path: Path) -> None:
+    vocabulary = read_sentencepiece(MODELS / f"{name}.model")
+    tokenizer = Tokenizer.from_str(json.dumps(gguf_tokenizer_json(gguf_metadata(vocabulary, tmp_path))))
+    for text, ids, decoded in zip(TEXTS, EXPECTED[name]["ids"], EXPECTED[name]["decoded"], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
+        if vocabulary.unknown_id not in ids and not text.startswith("▁"):
+            assert tokenizer.decode(ids) == decoded
+
+
+def test_t5_in_a_gguf_file_is_cut_and_ended_as_its_class_does(tmp_path: Path) -> None:
+    vocabulary = read_sentencepiece(MODELS / "t5.model")
+    metadata = gguf_metadata(vocabulary, tmp_path, architecture="t5")
+    ours = Tokenizer.from_str(json.dumps(gguf_tokenizer_json(metadata)))
+    theirs = converted(model_folder(tmp_path, "t5.model", tokenizer_class="T5Tokenizer"))
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs.encode(text).ids, text
+    assert ours.encode("the\n dog").tokens[-1] == "</s>"
+    assert not tokenizer_config(metadata)["add_bos_token"]
+
+
+def gguf_metadata(vocabulary: Vocabulary, folder: Path, architecture: str = "llama") -> Metadata:
     unknown = vocabulary.unknown_id
     ids = {piece.text: id_ for id_, piece in enumerate(vocabulary.pieces)}
     values = {
-        "general.architecture": "llama",
-        "llama.context_length": 64,
-        "tokenizer.ggml.model": "llama",
+        "general.architecture": architecture,
+        f"{architecture}.context_length": 64,
+        "tokenizer.ggml.model": {"bpe": "llama", "unigram": "t5"}[vocabulary.kind],
         "tokenizer.ggml.tokens": [piece.text for piece in vocabulary.pieces],
         "tokenizer.ggml.scores": [piece.score for piece in vocabulary.pieces],
         "tokenizer.ggml.token_type": [piece.type for piece in vocabulary.pieces],
@@ -83,8 +104,12 @@ def gguf_metadata(vocabulary: Vocabulary, folder: Path) -> Metadata:
         "tokenizer.ggml.bos_token_id": ids.get("<s>", ids.get("<bos>")),
         "tokenizer.ggml.eos_token_id": ids.get("</s>", ids.get("<eos>")),
         "tokenizer.ggml.add_space_prefix": vocabulary.adds_prefix,
+        "tokenizer.ggml.remove_extra_whitespaces": vocabulary.removes_extra_spaces,
+        "tokenizer.ggml.precompiled_charsmap": list(vocabulary.charsmap),
     }
-    path = write_gguf(folder / "tokenizer.gguf", values, {})
+    if not vocabulary.charsmap:
+        del values["tokenizer.ggml.precompiled_charsmap"]
+    path = write_gguf(folder / "tokenizer.gguf", {k: v for k, v in values.items() if v is not None}, {})
     return Metadata(read_header(path), path)
 
 

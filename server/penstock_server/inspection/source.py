@@ -13,6 +13,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.prepare import EMBEDDED_MODEL_ID, embedded_gguf, looks_like_path
 from penstock_server.weights.folder import WeightFiles, find_weights
 from penstock_server.weights.gguf_folder import gguf_folder
+from penstock_server.weights.gguf_header import read_header
 
 if TYPE_CHECKING:
     from penstock_server.weights.loader import NameSource
@@ -86,7 +87,8 @@ def _stored(files: WeightFiles, source: Source) -> dict[str, StoredTensor] | Non
     found: dict[str, StoredTensor] = {}
     places: dict[str, str] = {}
     num_problems = len(source.problems)
-    for path in files.paths:
+    # The first file of a GGUF model leads to the others.
+    for path in files.paths[:1] if files.kind == "gguf" else files.paths:
         try:
             of_file = READERS[files.kind](path)
         except ConfigError as error:
@@ -107,7 +109,7 @@ def _stored(files: WeightFiles, source: Source) -> dict[str, StoredTensor] | Non
 def _look_at_gguf(source: Source, path: Path) -> None:
     source.origin = f"a GGUF file, {path}"
     source.kind = "gguf"
-    source.files = {path.name: path.stat().st_size}
+    source.files = {part.name: part.stat().st_size for part in read_header(path).paths}
     source.folder = gguf_folder(path, path.stem if source.name != EMBEDDED_MODEL_ID else "SmolLM2-135M-Instruct")
     source.tensors, source.own_names = _read_gguf(path), _gguf_names(path)
 
@@ -141,12 +143,12 @@ def _read_gguf(path: Path) -> dict[str, StoredTensor]:
 
 
 def _gguf_names(path: Path) -> NameSource:
-    from penstock_server.weights.gguf_header import read_header
-    from penstock_server.weights.gguf_metadata import Metadata
-    from penstock_server.weights.gguf_names import GgufNames
+    from penstock_server.weights.gguf_file import GgufCheckpoint
 
-    header = read_header(path)
-    return GgufNames({name: info.shape for name, info in header.tensors.items()}, Metadata(header, path))
+    checkpoint = GgufCheckpoint(path)
+    names = checkpoint.own_names()
+    checkpoint.close()
+    return names
 
 
 def _read_pickle(path: Path) -> dict[str, StoredTensor]:

@@ -120,4 +120,6 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
         raise config.refuse(
             f"the checkpoint is quantized ({method}); supported are weights in float32, float16, bfloat16"
         )
-    return build(config)
+    spec, names = build(config)
+    storage = config.get("expert_storage", "")  # ours: folders made from GGUF files say it
+    return (spec.with_expert_storage(storage) if storage else spec), names

@@ -154,6 +154,16 @@ class ModelSpec:
         has_bias = head.logits_bias and names.source("head.logits_bias").name in there
         return replace(self, head=replace(head, tied=head.tied and not is_own, logits_bias=has_bias))
 
+    def with_expert_storage(self, storage: str) -> ModelSpec:
+        """For a checkpoint whose format stores experts in a way of its own: a key of STORAGES."""
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, mlp=replace(layer.mlp, storage=storage)) if isinstance(layer.mlp, MoeSpec) else layer
+                for layer in self.layers
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class NameMap:

@@ -24,6 +24,28 @@ TEKKEN_PATTERN = rf"{CASED}{UPPER}*{LOWER}+|{CASED}{UPPER}+{LOWER}*|\p{{N}}" + C
 GPT4O_PATTERN = (
     rf"{CASED}{UPPER}*{LOWER}+{CONTRACTIONS}?|{CASED}{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}" + CASED_REST
 )
+# Chinese characters are no part of words.
+KIMI_UPPER, KIMI_LOWER = (f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (UPPER, LOWER))
+KIMI_PATTERN = (
+    rf"[\p{{Han}}]+|{CASED}{KIMI_UPPER}*{KIMI_LOWER}+{CONTRACTIONS}?|{CASED}{KIMI_UPPER}+{KIMI_LOWER}*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}" + REST
+)
+# Accents are letters.
+QWEN35_PATTERN = (
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+JAIS2_PATTERN = (
+    WORDS
+    + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    + "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+    + r"|\s{1}"
+)
+BAILING_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+# Digits in threes, counted from a number's end.
+THOUSANDS_PATTERN = r"\d{1,3}(?=(?:\d{3})*\b)"
 BLOOM_PATTERN = r" ?[^(\s|.,!?…。，、।۔،)]+"
 CJK_PATTERN = "[一-龥ࠀ-一가-퟿]+"
 # The letters that have a case, which DeepSeek lists one by one, without those of mathematics.
@@ -48,7 +70,7 @@ def _sequence(*steps: Json) -> Json:
     return {"type": "Sequence", "pretokenizers": list(steps)}
 
 
-def _split_by(*patterns: str) -> Json:
+def split_by(*patterns: str) -> Json:
     return _sequence(*(_split(pattern) for pattern in patterns), byte_level(use_regex=False))
 
 
@@ -69,13 +91,14 @@ GPT2 = Cutting(byte_level(use_regex=True))
 NEOX = Cutting(byte_level(use_regex=True), nfc=True)
 SINGLE_DIGITS = Cutting(_sequence(SINGLE, byte_level(use_regex=True)))
 COMMAND_R = Cutting(SINGLE_DIGITS.pre_tokenizer, nfc=True)
-CL100K = Cutting(_split_by(LLAMA3_PATTERN))
-LLAMA3 = Cutting(_split_by(LLAMA3_PATTERN), ignore_merges=True, adds_bos=True)
-QWEN2 = Cutting(_split_by(QWEN2_PATTERN), nfc=True)
-SINGLE_DIGIT_WORDS = Cutting(_split_by(QWEN2_PATTERN))
-TEKKEN = Cutting(_split_by(TEKKEN_PATTERN), ignore_merges=True, adds_bos=True)
-GPT4O = Cutting(_split_by(GPT4O_PATTERN))
-BLOOM = Cutting(_split_by(BLOOM_PATTERN))
+CL100K = Cutting(split_by(LLAMA3_PATTERN))
+LLAMA3 = Cutting(split_by(LLAMA3_PATTERN), ignore_merges=True, adds_bos=True)
+QWEN2 = Cutting(split_by(QWEN2_PATTERN), nfc=True)
+SINGLE_DIGIT_WORDS = Cutting(split_by(QWEN2_PATTERN))
+TEKKEN = Cutting(split_by(TEKKEN_PATTERN), ignore_merges=True, adds_bos=True)
+GPT4O = Cutting(split_by(GPT4O_PATTERN))
+KIMI = Cutting(split_by(KIMI_PATTERN), ignore_merges=True)
+BLOOM = Cutting(split_by(BLOOM_PATTERN))
 VIKING = Cutting(_sequence(_split(BLOOM_PATTERN), SINGLE, byte_level(use_regex=False)))
 FALCON = Cutting(
     _sequence(
@@ -105,27 +128,34 @@ DEEPSEEK_CODER = Cutting(
         byte_level(use_regex=False),
     )
 )
-DEEPSEEK3 = Cutting(_split_by(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3_WORDS))
+DEEPSEEK3 = Cutting(split_by(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3_WORDS))
 
-# tokenizer.ggml.pre → how it cuts
+# tokenizer.ggml.pre → how it cuts. "default" is none of them: it says that nobody knew.
 CUTTINGS: dict[str, Cutting] = {
-    **dict.fromkeys(("default", "gpt-2", "gpt2", "phi-2", "jais", "trillion", "granite-docling"), GPT2),
+    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "jais", "trillion", "granite-docling"), GPT2),
+    **dict.fromkeys(("a.x-4.0", "exaone4", "gigachat", "mellum"), GPT2),
     **dict.fromkeys(("mpt", "olmo"), NEOX),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), SINGLE_DIGITS),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"), SINGLE_DIGITS),
     "command-r": COMMAND_R,
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), CL100K),
     "qwen2": QWEN2,
+    "qwen35": Cutting(split_by(QWEN35_PATTERN), nfc=True),
     **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan", "grok-2"), SINGLE_DIGIT_WORDS),
-    "seed-coder": Cutting(_split_by(SEED_PATTERN)),
+    **dict.fromkeys(("kormo", "solar-open"), SINGLE_DIGIT_WORDS),
+    "seed-coder": Cutting(split_by(SEED_PATTERN)),
     "tekken": TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), GPT4O),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), Cutting(split_by(THOUSANDS_PATTERN, GPT4O_PATTERN))),
+    "kimi-k2": KIMI,
+    "jais-2": Cutting(split_by(JAIS2_PATTERN)),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), Cutting(split_by(BAILING_PATTERN))),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), BLOOM),
     "viking": VIKING,
     "falcon": FALCON,
     "deepseek-llm": DEEPSEEK_LLM,
     "deepseek-coder": DEEPSEEK_CODER,
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), DEEPSEEK3),
 }
 
 
@@ -137,8 +167,8 @@ def byte_spelling() -> dict[int, str]:
     return spelling | {byte: chr(256 + index) for index, byte in enumerate(others)}
 
 
-def byte_level_json(vocabulary: dict[str, int], merges: list[str], cutting: Cutting) -> Json:
-    """The parts of `tokenizer.json` that are this kind's. Merges are pairs with a space between."""
+def byte_level_json(vocabulary: dict[str, int], merges: list[str] | list[list[str]], cutting: Cutting) -> Json:
+    """The parts of `tokenizer.json` that are this kind's. Merges are pairs, as lists or with a space between."""
     return {
         "normalizer": {"type": "NFC"} if cutting.nfc else None,
         "pre_tokenizer": cutting.pre_tokenizer,

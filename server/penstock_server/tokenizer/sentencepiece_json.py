@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from penstock_server.tokenizer.byte_level import bpe_model
@@ -71,6 +71,18 @@ def sentencepiece_json(vocabulary: Vocabulary, prefix: Prefix) -> dict[str, Any]
         "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
         "pre_tokenizer": pre_tokenizer,
         "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": sentencepiece_model(vocabulary),
+    }
+
+
+def t5_json(vocabulary: Vocabulary) -> dict[str, Any]:
+    """T5's: word by word; whitespace is nothing but what separates them."""
+    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}
+    parts = sentencepiece_json(replace(vocabulary, removes_extra_spaces=False), "first")
+    return {
+        "normalizer": parts["normalizer"],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]},
+        "decoder": metaspace,
         "model": sentencepiece_model(vocabulary),
     }
 

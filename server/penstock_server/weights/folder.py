@@ -74,7 +74,7 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
             _check_complete(where, _series(several), names, "there are by their numbers")
             return Choice(kind, several)
     ggufs = tuple(sorted(name for name in names if name.endswith(SUFFIXES["gguf"])))
-    if len(ggufs) == 1:
+    if ggufs and set(ggufs) in ({ggufs[0]}, set(_series(ggufs[:1]))):
         return Choice("gguf", ggufs)
     if ggufs:
         raise ConfigError(f"{where} holds several GGUF files ({', '.join(ggufs)}); give the path of one as --model-id")

@@ -1,37 +1,44 @@
-"""A GGUF file → a folder in the standard layout in the cache, with a link to the file. Imports no torch."""
+"""A GGUF model → a folder in the standard layout in the cache, with links to its files. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock_server.weights.cache import content_key, made_folder
 
+if TYPE_CHECKING:
+    from penstock_server.weights.gguf_metadata import Metadata
+
 # Part of every folder's key: raise it when the files written here change, and old folders are no longer found.
-LAYOUT_VERSION = 2
-LINK_NAME = "model.gguf"
+LAYOUT_VERSION = 3
 
 
 def gguf_folder(path: Path, name: str) -> Path:
-    """The prepared folder of a GGUF file, made when it is not there. Raises ConfigError when it cannot be made."""
-    path = path.resolve()
-    return made_folder(name, content_key(LAYOUT_VERSION, [path]), lambda folder: _write(folder, path))
+    """The prepared folder of a GGUF file, or of the first of a model's, made when it is not there. Raises ConfigError
+    when it cannot be made."""
+    path = path.absolute()
+    return made_folder(name, content_key(LAYOUT_VERSION, [path.resolve()]), lambda folder: _write(folder, path))
 
 
 def _write(folder: Path, path: Path) -> None:
-    for file_name, content in _files(path).items():
-        (folder / file_name).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
-    (folder / LINK_NAME).symlink_to(path)
-
-
-def _files(path: Path) -> dict[str, dict[str, Any]]:
-    from penstock_server.weights.gguf_config import generation_config, model_config
     from penstock_server.weights.gguf_header import read_header
     from penstock_server.weights.gguf_metadata import Metadata
-    from penstock_server.weights.gguf_tokenizer import tokenizer_config, tokenizer_json
 
     metadata = Metadata(read_header(path), path)
+    for file_name, content in _files(metadata).items():
+        (folder / file_name).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    paths = metadata.header.paths
+    for number, part in enumerate(paths, start=1):
+        link = f"model-{number:05}-of-{len(paths):05}.gguf" if len(paths) > 1 else "model.gguf"
+        (folder / link).symlink_to(part.resolve())
+
+
+def _files(metadata: Metadata) -> dict[str, dict[str, Any]]:
+    from penstock_server.weights.gguf_config import generation_config, model_config
+    from penstock_server.weights.gguf_tokenizer import tokenizer_config, tokenizer_json
+
     return {
         "config.json": model_config(metadata),
         "generation_config.json": generation_config(metadata),

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata and where its tensors lie. Reads no tensor and imports no torch.
+"""The header of a GGUF model: its metadata and where its tensors lie. Reads no tensor and imports no torch.
 
 PERF: the `gguf` package's reader makes a numpy view of every vocabulary entry, 2 s for 49,152 tokens; this takes 0.1 s.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
@@ -7,8 +7,9 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 an
 from __future__ import annotations
 
 import mmap
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ DEFAULT_ALIGNMENT = 32
 # value type number → struct code; 8 is a string, 9 an array
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+FIRST_OF_SEVERAL = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +31,50 @@ class TensorInfo:
     shape: tuple[int, ...]
     type_number: int  # GGMLQuantizationType
     offset: int  # from the start of the file
+    file: int = 0  # which of the model's
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    paths: tuple[Path, ...]  # of the model's files, the first of which holds the metadata
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Raises ConfigError when the file is not GGUF, is of an unknown version, or ends inside its header."""
+    """Of a model in one file, or in several of which this is the first.
+
+    Raises ConfigError when a file is not GGUF, is of an unknown version, ends inside its header, or is not there.
+    """
+    first = _read_file(path)
+    count, number = (int(first.metadata.get(f"split.{key}", 0)) for key in ("count", "no"))
+    if count <= 1:
+        return first
+    if number != 0:
+        raise ConfigError(f"{path} is file {number + 1} of {count} of a model; give the first")
+    paths, tensors = _split_paths(path, count), dict(first.tensors)
+    for index, part in enumerate(paths[1:], start=1):
+        for name, info in _read_file(part).tensors.items():
+            if name in tensors:
+                raise ConfigError(f"{part} holds tensor {name}, which is in another file of the model too")
+            tensors[name] = replace(info, file=index)
+    return GgufHeader(first.metadata, tensors, paths)
+
+
+def _split_paths(path: Path, count: int) -> tuple[Path, ...]:
+    # The hub's cache has links of the right names to files of others; somebody's own link may be the other way round.
+    names = [(place, FIRST_OF_SEVERAL.fullmatch(place.name)) for place in (path, path.resolve())]
+    first, name = next(((place, name) for place, name in names if name is not None), (path, None))
+    if name is None or int(name[2]) != count:
+        raise ConfigError(f"{path} is the first of {count} files and must be named x-00001-of-{count:05}.gguf")
+    paths = tuple(first.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        raise ConfigError(f"{first.parent} lacks {len(missing)} of the model's {count} files, e.g. {missing[0]}")
+    return paths
+
+
+def _read_file(path: Path) -> GgufHeader:
     with path.open("rb") as file:
         if file.read(4) != MAGIC:
             raise ConfigError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
@@ -79,7 +115,7 @@ class _Cursor:
         placed = {
             name: TensorInfo(name, info.shape, info.type_number, start + info.offset) for name, info in tensors.items()
         }
-        return GgufHeader(metadata, placed)
+        return GgufHeader(metadata, placed, (self.path,))
 
     def tensor_info(self) -> TensorInfo:
         name = self.string()

@@ -56,7 +56,7 @@ class Metadata:
         info = self.header.tensors[tensor]
         if info.type_number != F32 or info.shape != (count,):
             raise self.refuse(f"{tensor} is not a float32 table of {count} numbers")
-        with self.path.open("rb") as file:
+        with self.header.paths[info.file].open("rb") as file:
             file.seek(info.offset)
             data = file.read(4 * count)
         if len(data) != 4 * count:

@@ -1,14 +1,15 @@
-"""Where GGUF files keep our parameters. Their names are the same for every architecture, and so are ours."""
+"""Where GGUF files keep our parameters. Their names are the same for nearly every architecture, and so are ours."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
+from penstock_server.weights.gguf_decoder import num_layers
 from penstock_server.weights.gguf_metadata import Metadata
-from penstock_server.weights.source import Source, Strip
+from penstock_server.weights.source import EACH, Source, Strip
 
-# Ours, without .weight or .bias → GGUF's, with {i} for the layer.
+# Ours, without .weight or .bias or whole → GGUF's, with {i} for the layer.
 NAMES = {
     "embedding": "token_embd",
     "embedding_norm": "token_embd_norm",
@@ -22,41 +23,76 @@ NAMES = {
     "attention.q_norm": "blk.{i}.attn_q_norm",
     "attention.k_norm": "blk.{i}.attn_k_norm",
     "attention.output": "blk.{i}.attn_output",
+    "attention.sinks": "blk.{i}.attn_sinks.weight",
+    "attention.q_a": "blk.{i}.attn_q_a",
+    "attention.q_b": "blk.{i}.attn_q_b",
+    "attention.kv_a": "blk.{i}.attn_kv_a_mqa",
+    "attention.kv_norm": "blk.{i}.attn_kv_a_norm",
+    "attention.kv_b": "blk.{i}.attn_kv_b",
     "attention_post_norm": "blk.{i}.post_attention_norm",
     "mlp_norm": "blk.{i}.ffn_norm",
     "mlp.gate": "blk.{i}.ffn_gate",
     "mlp.up": "blk.{i}.ffn_up",
     "mlp.down": "blk.{i}.ffn_down",
+    "mlp.alpha_p": "blk.{i}.xielu_alpha_p",
+    "mlp.alpha_n": "blk.{i}.xielu_alpha_n",
+    "mlp.router": "blk.{i}.ffn_gate_inp",
+    "mlp.router.correction": "blk.{i}.exp_probs_b.bias",
+    "mlp.experts.gate": "blk.{i}.ffn_gate_exps",
+    "mlp.experts.up": "blk.{i}.ffn_up_exps",
+    "mlp.experts.down": "blk.{i}.ffn_down_exps",
+    "mlp.shared.gate": "blk.{i}.ffn_gate_shexp",
+    "mlp.shared.up": "blk.{i}.ffn_up_shexp",
+    "mlp.shared.down": "blk.{i}.ffn_down_shexp",
+    "mlp.shared_gate": "blk.{i}.ffn_gate_inp_shexp",
     "mlp_post_norm": "blk.{i}.post_ffw_norm",
 }
+# Architectures with other names.
+OWN_NAMES = {
+    "dbrx": {"mlp_norm": "blk.{i}.attn_output_norm"},
+    "deepseek2": {"attention.q_norm": "blk.{i}.attn_q_a_norm"},
+    "gpt-oss": {"mlp_norm": "blk.{i}.post_attention_norm"},
+    "seed_oss": {"mlp_norm": "blk.{i}.post_attention_norm"},
+}
 # Falcon 40B has two norms side by side, and GGUF calls the attention's the second.
-SECOND_NORM = {"blk.{i}.attn_norm": "blk.{i}.attn_norm_2", "blk.{i}.ffn_norm": "blk.{i}.attn_norm"}
+SECOND_NORM = {"attention_norm": "blk.{i}.attn_norm_2", "mlp_norm": "blk.{i}.attn_norm"}
 LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 class GgufNames:
     """A `NameSource` for one file: what is fused in one file is not in another of the same architecture."""
 
-    # The tables of rope's scaling: they are in the configuration.
-    ignored = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
-
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], metadata: Metadata) -> None:
         self.shapes = shapes
         self.metadata = metadata
+        self.names = NAMES | OWN_NAMES.get(metadata.architecture, {})
+        if "blk.0.attn_norm_2.weight" in shapes:
+            self.names |= SECOND_NORM
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        # The tables of rope's scaling are in the configuration; layers behind the model's own are a draft model.
+        drafts = range(num_layers(self.metadata), self.metadata.integer("block_count"))
+        tables = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
+        return (*tables, *(rf"blk\.{index}\..*" for index in drafts))
 
     def source(self, parameter: str) -> Source:
         """layers.3.attention.q.weight → blk.3.attn_q.weight, or a strip of blk.3.attn_qkv.weight."""
         layer = LAYER.match(parameter)
-        stem, _, suffix = LAYER.sub("", parameter, count=1).rpartition(".")
-        # An unknown parameter keeps its name; the loader will say that the file lacks it.
-        pattern = NAMES.get(stem, stem)
-        if "blk.0.attn_norm_2.weight" in self.shapes:
-            pattern = SECOND_NORM.get(pattern, pattern)
+        own = LAYER.sub("", parameter, count=1)
+        stem, _, suffix = own.rpartition(".")
         prefix = f"blk.{layer[1]}" if layer else ""
-        name = f"{pattern.replace('blk.{i}', prefix)}.{suffix}"
+        # An unknown parameter keeps its name; the loader will say that the file lacks it.
+        pattern = self.names.get(own) or f"{self.names.get(stem, stem)}.{suffix}"
+        name = pattern.replace("blk.{i}", prefix)
         if name in self.shapes and not (stem == "mlp.up" and self._is_gated_up(name, prefix)):
             return Source(name)
-        return self._fused(stem, prefix, suffix) or Source(name)
+        return self._apart(name) or self._fused(stem, prefix, suffix) or Source(name)
+
+    def _apart(self, name: str) -> Source | None:
+        """A tensor for each expert, as the first files of Mixtral have."""
+        of_each = name.replace("_exps.", f".{EACH}.")
+        return Source(of_each) if of_each != name and of_each.replace(EACH, "0") in self.shapes else None
 
     def _fused(self, stem: str, prefix: str, suffix: str) -> Source | None:
         """A strip of the tensor that holds q, k and v, or gate and up."""
@@ -75,7 +111,7 @@ class GgufNames:
         return Source(name, strip=Strip(sum(widths[:place]), widths[place], sum(widths)))
 
     def _is_gated_up(self, name: str, prefix: str) -> bool:
-        """Whether `ffn_up` holds the gates too: Phi-3."""
+        """Whether `ffn_up` holds the gates too: Phi-3, GLM."""
         return f"{prefix}.ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * self.metadata.integer(
             "feed_forward_length"
         )

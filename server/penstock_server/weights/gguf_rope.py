@@ -42,10 +42,25 @@ def _yarn(metadata: Metadata) -> dict[str, Any]:
         "factor": metadata.number("rope.scaling.factor"),
         "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
     }
-    optional = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
-    return parameters | {
-        name: metadata.number(key) for name, key in optional.items() if metadata.model(key) is not None
+    optional = {
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+        "attention_factor": "rope.scaling.yarn_attn_factor",
     }
+    given = {name: metadata.number(key) for name, key in optional.items() if metadata.model(key) is not None}
+    return parameters | given | _yarn_magnitudes(metadata)
+
+
+def _yarn_magnitudes(metadata: Metadata) -> dict[str, Any]:
+    """One number stands for DeepSeek's two: it is the second, and what llama.cpp takes for the first."""
+    log_multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if not log_multiplier:
+        return {}
+    # COMPAT: files of DeepSeek's own architecture hold a tenth of it, and both were the same.
+    if metadata.architecture == "deepseek2":
+        all_dims = round(10 * log_multiplier, 6)
+        return {"mscale": all_dims, "mscale_all_dim": all_dims}
+    return {"mscale": 1.0, "mscale_all_dim": log_multiplier}
 
 
 def _longrope(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:

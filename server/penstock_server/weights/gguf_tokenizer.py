@@ -1,7 +1,7 @@
 """GGUF metadata → `tokenizer.json` and `tokenizer_config.json`. Imports no torch and no tokenizers.
 
-Byte-level BPE ("gpt2" in GGUF's words) and SentencePiece ("llama"); other kinds are refused by name. Which way of
-cutting a model was trained with is said by `tokenizer.ggml.pre`; an unknown one is refused.
+Byte-level BPE ("gpt2" in GGUF's words), SentencePiece ("llama" its BPE, "t5" its unigrams); other kinds are refused by
+name. Which way of cutting a model was trained with is said by `tokenizer.ggml.pre`; an unknown one is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from penstock_server.tokenizer.sentencepiece_json import (
     Piece,
     Vocabulary,
     sentencepiece_json,
+    t5_json,
 )
 from penstock_server.weights.gguf_metadata import Metadata
 
@@ -29,7 +30,8 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
     kind = metadata.require("tokenizer.ggml.model")
     if kind not in KINDS:
         raise metadata.refuse(
-            f"GGUF tokenizer {kind!r} is not supported; supported: gpt2 (byte-level BPE), llama (SentencePiece)"
+            f"GGUF tokenizer {kind!r} is not supported; supported: gpt2 (byte-level BPE), llama (SentencePiece), "
+            "t5 (unigrams)"
         )
     tokens: list[str] = metadata.require("tokenizer.ggml.tokens")
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
@@ -74,6 +76,11 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 
 def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, Any]:
     pre = _pre_tokenizer_name(metadata)
+    if pre == UNSAID:
+        raise metadata.refuse(
+            f"the file does not say how texts are cut, and models of architecture {metadata.architecture!r} have "
+            "several ways; convert the model again with a newer llama.cpp, which writes tokenizer.ggml.pre"
+        )
     if pre not in CUTTINGS:
         supported = ", ".join(sorted(CUTTINGS))
         raise metadata.refuse(f"GGUF pre-tokenizer {pre!r} is not supported; supported: {supported}")
@@ -90,6 +97,30 @@ def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> dict
 
 
 def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    vocabulary = Vocabulary(_pieces(metadata, tokens, types), "bpe", byte_fallback=BYTE in types)
+    adds_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return sentencepiece_json(vocabulary, "sentencepiece" if adds_prefix else "never")
+
+
+def _unigrams(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    # The rules of normalization are bytes, stored with or without a sign.
+    charsmap = bytes(value & 0xFF for value in metadata.get("tokenizer.ggml.precompiled_charsmap", []))
+    vocabulary = Vocabulary(
+        _pieces(metadata, tokens, types),
+        "unigram",
+        byte_fallback=BYTE in types,
+        adds_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        removes_extra_spaces=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
+        charsmap=charsmap,
+    )
+    if vocabulary.unknown_id is None:
+        raise metadata.refuse("the tokenizer has no unknown token")
+    if metadata.architecture in ("t5", "t5encoder"):
+        return t5_json(vocabulary)
+    return sentencepiece_json(vocabulary, "sentencepiece" if vocabulary.adds_prefix else "never")
+
+
+def _pieces(metadata: Metadata, tokens: list[str], types: list[int]) -> list[Piece]:
     scores: list[float] = metadata.require("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise metadata.refuse(f"the tokenizer has {len(tokens)} tokens but {len(scores)} scores")
@@ -97,26 +128,34 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int]) -> d
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     if unknown is not None and _token(metadata, tokens, "unknown"):
         pieces[unknown] = Piece(tokens[unknown], scores[unknown], UNKNOWN)
-    vocabulary = Vocabulary(pieces, "bpe", byte_fallback=BYTE in types)
-    adds_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    return sentencepiece_json(vocabulary, "sentencepiece" if adds_prefix else "never")
+    return pieces
 
 
 # tokenizer.ggml.model → the parts of tokenizer.json
-KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
+KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigrams}
+# What llama.cpp writes when it does not know.
+UNSAID = "default"
+# Files from before `tokenizer.ggml.pre`, for architectures whose models all cut in one way.
+CUT_BY_ARCHITECTURE = {
+    **{name: name for name in ("bloom", "command-r", "dbrx", "falcon", "mpt", "qwen2", "starcoder")},
+    **dict.fromkeys(("gpt2", "gptj", "phi2"), "gpt-2"),
+    "gptneox": "olmo",
+    "starcoder2": "starcoder",
+}
 
 
 def _pre_tokenizer_name(metadata: Metadata) -> str:
-    return str(metadata.get("tokenizer.ggml.pre", "default"))
+    pre = str(metadata.get("tokenizer.ggml.pre", UNSAID))
+    return CUT_BY_ARCHITECTURE.get(metadata.architecture, UNSAID) if pre == UNSAID else pre
 
 
 def _adds(metadata: Metadata, role: str) -> bool:
     """Whether every text gets a begin or end token; what files do not say is llama.cpp's default."""
-    default = False
+    kind = metadata.get("tokenizer.ggml.model")
+    default = role == "eos" and kind == "t5"
     if role == "bos":
-        cutting = CUTTINGS.get(_pre_tokenizer_name(metadata))
-        is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-        default = is_sentencepiece or (cutting is not None and cutting.adds_bos)
+        cutting = CUTTINGS.get(_pre_tokenizer_name(metadata)) if kind == "gpt2" else None
+        default = kind == "llama" or (cutting is not None and cutting.adds_bos)
     return bool(metadata.get(f"tokenizer.ggml.add_{role}_token", default))
 
 

@@ -1,0 +1,140 @@
+"""What the files beside a vocabulary say, and what a class of transformers adds to it where they do not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock_server.errors import ConfigError
+from penstock_server.tokenizer.byte_level import GPT2, QWEN2, Cutting
+from penstock_server.tokenizer.layout import AddedToken, tokenizer_json
+
+# The files that an answer depends on, beside the vocabulary.
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What a class of transformers adds to a vocabulary."""
+
+    before: str | None = None  # the role of the token put before every text
+    behind: str | None = None
+    defaults: tuple[tuple[str, str], ...] = ()  # tokens by role, where no file says them
+    cutting: Cutting = GPT2
+    extra_ids: int = 0  # sentinels behind the vocabulary, where the configuration does not say
+
+
+LLAMA_TOKENS = (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>"))
+GEMMA_TOKENS = (("pad_token", "<pad>"), ("bos_token", "<bos>"), ("eos_token", "<eos>"), ("unk_token", "<unk>"))
+BART_TOKENS = (*LLAMA_TOKENS, ("sep_token", "</s>"), ("pad_token", "<pad>"), ("cls_token", "<s>"))
+BERT_TOKENS = (("unk_token", "[UNK]"), ("sep_token", "[SEP]"), ("pad_token", "[PAD]"), ("cls_token", "[CLS]"))
+GPT2_TOKENS = tuple((role, "<|endoftext|>") for role in ("bos_token", "eos_token", "unk_token"))
+LLAMA = Style("bos_token", None, LLAMA_TOKENS)
+T5 = Style(None, "eos_token", (("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>")), extra_ids=100)
+BART = Style("cls_token", "sep_token", (*BART_TOKENS, ("mask_token", "<mask>")))
+STYLES = {
+    "Baichuan": LLAMA,
+    "Bart": BART,
+    "Bert": Style("cls_token", "sep_token", (*BERT_TOKENS, ("mask_token", "[MASK]"))),
+    "GPT2": Style(defaults=GPT2_TOKENS),
+    "Gemma": Style("bos_token", None, GEMMA_TOKENS),
+    "InternLM2": LLAMA,
+    "Llama": LLAMA,
+    "Qwen2": Style(defaults=(("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")), cutting=QWEN2),
+    "Roberta": BART,
+    "T5": T5,
+}
+# model_type → style, for folders that do not name their class
+STYLES_BY_MODEL = {
+    **dict.fromkeys(("baichuan", "internlm2", "llama", "mistral", "mixtral"), "Llama"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "Gemma"),
+    **dict.fromkeys(("mt5", "t5", "umt5"), "T5"),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), "GPT2"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2"),
+    **dict.fromkeys(("bart", "roberta"), "Bart"),
+    "bert": "Bert",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the files beside the vocabulary say."""
+
+    values: dict[str, Any]
+    added: dict[int, dict[str, Any]]  # by id
+    style: Style
+    is_known: bool  # whether the style is the class's own
+    class_name: str = ""  # of the tokenizer
+    model_type: str = ""
+
+    @classmethod
+    def read(cls, folder: Path) -> Settings:
+        config, tokens_map, added_ids, model = (read_object(folder / name) for name in SETTINGS)
+        values = {**tokens_map, **config}
+        class_name, model_type = str(config.get("tokenizer_class") or ""), str(model.get("model_type") or "")
+        name = class_name.removesuffix("Fast").removesuffix("Tokenizer")
+        name = {"MT5": "T5", "CodeLlama": "Llama"}.get(name, name)
+        if name not in STYLES:
+            name = STYLES_BY_MODEL.get(model_type, "")
+        added = {int(id_): {"content": text, "special": False} for text, id_ in added_ids.items()}
+        for id_, entry in (config.get("added_tokens_decoder") or {}).items():
+            added[int(id_)] = entry
+        return cls(values, added, STYLES.get(name, Style()), name in STYLES, class_name, model_type)
+
+    def token(self, role: str) -> str | None:
+        """The text of a token, by its role."""
+        value = self.values[role] if role in self.values else dict(self.style.defaults).get(role)
+        return value.get("content") if isinstance(value, dict) else value
+
+    def special_tokens(self) -> list[str]:
+        more = self.values.get("additional_special_tokens") or []
+        texts = [self.token(role) for role in ROLES]
+        texts += [entry.get("content") if isinstance(entry, dict) else entry for entry in more]
+        return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
+
+    def complete(
+        self, parts: dict[str, Any], ids: dict[str, int], whole: list[AddedToken], sentinels: list[str] | None = None
+    ) -> dict[str, Any]:
+        """whole: the vocabulary's own tokens that no merge may touch. Tokens that the vocabulary lacks go behind it."""
+        added = {token.id: token for token in whole}
+        for id_, entry in self.added.items():
+            flags = {key: bool(entry.get(key, False)) for key in ("special", "lstrip", "rstrip", "normalized")}
+            added[id_] = AddedToken(id_, entry["content"], single_word=bool(entry.get("single_word", False)), **flags)
+        known = {**ids, **{token.content: token.id for token in added.values()}}
+        for text in (sentinels or []) + self.special_tokens():
+            id_ = known.setdefault(text, max(known.values(), default=-1) + 1)
+            added[id_] = replace(added.get(id_, AddedToken(id_, text, special=True)), special=True)
+        before = self._around(self.style.before, "add_bos_token", "bos_token")
+        behind = self._around(self.style.behind, "add_eos_token", "eos_token")
+        by_text = {token.content: token for token in added.values()}
+        return tokenizer_json(parts, list(added.values()), by_text.get(before or ""), by_text.get(behind or ""))
+
+    def _around(self, role: str | None, key: str, switched: str) -> str | None:
+        """Configurations can switch begin and end tokens, but not BERT's."""
+        if role is None or role == switched:
+            return self.token(switched) if self.values.get(key, role is not None) else None
+        return self.token(role)
+
+
+def read_text(path: Path) -> str:
+    """Raises ConfigError when it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Empty when there is no such file. Raises ConfigError when it is no JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return value

@@ -1,0 +1,68 @@
+"""What the configurations of several GGUF architectures say alike. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf_rope import rope_parameters
+
+
+def num_layers(metadata: Metadata) -> int:
+    """Of the model itself: layers that guess further tokens follow them."""
+    return metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
+
+
+def head_dim(metadata: Metadata) -> int:
+    hidden_size, num_heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
+    return metadata.integer("attention.key_length", hidden_size // num_heads)
+
+
+def has_qkv_bias(metadata: Metadata) -> bool:
+    return metadata.has("blk.0.attn_q.bias") or metadata.has("blk.0.attn_qkv.bias")
+
+
+def sizes(metadata: Metadata) -> dict[str, Any]:
+    num_heads = metadata.integer("attention.head_count")
+    return {
+        "hidden_size": metadata.integer("embedding_length"),
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_hidden_layers": num_layers(metadata),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim(metadata),
+        "max_position_embeddings": metadata.integer("context_length"),
+    }
+
+
+def llama_like(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:
+    """A decoder with RMS norms and rope. more: what differs, and what only this one has."""
+    return {
+        "architectures": [class_name],
+        "model_type": model_type,
+        **sizes(metadata),
+        "hidden_act": "silu",
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rope_parameters(metadata, head_dim(metadata)),
+        "attention_bias": has_qkv_bias(metadata),
+        **more,
+    }
+
+
+def with_layer_norm(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:
+    """A decoder with LayerNorms and rope. more: as above."""
+    return {
+        "architectures": [class_name],
+        "model_type": model_type,
+        **sizes(metadata),
+        "layer_norm_eps": metadata.number("attention.layer_norm_epsilon"),
+        "rope_parameters": rope_parameters(metadata, head_dim(metadata)),
+        **more,
+    }
+
+
+def layer_types(metadata: Metadata, period: int) -> list[str]:
+    """Which layers see a window: as the file says, or all but one in every `period`, the last of them."""
+    pattern, num = metadata.model("attention.sliding_window_pattern", period), num_layers(metadata)
+    slides = pattern[:num] if isinstance(pattern, list) else [bool((index + 1) % pattern) for index in range(num)]
+    return ["sliding_attention" if here else "full_attention" for here in slides]

@@ -1,0 +1,171 @@
+"""The configurations of GGUF architectures with mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock_server.weights.gguf_decoder import head_dim, layer_types, llama_like, num_layers
+from penstock_server.weights.gguf_llama import granite, llama
+from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf_rope import rope_parameters
+
+GPT_OSS_PERIOD = 2  # every other layer sees everything
+# Values of `expert_gating_func`. The first files of DeepSeek V2 do not have it.
+UNSAID, SOFTMAX, SIGMOID = 0, 1, 2
+
+
+def _routing(metadata: Metadata, normalizes: bool = False) -> dict[str, Any]:
+    """How tokens find their experts. normalizes: whether weights are made to sum to one, where the file is silent."""
+    return {
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "norm_topk_prob": bool(metadata.model("expert_weights_norm", normalizes)),
+    }
+
+
+def _expert_width(metadata: Metadata) -> int:
+    """The rows of one expert's up matrix."""
+    last = f"blk.{num_layers(metadata) - 1}.ffn_up_exps.weight"
+    default = metadata.header.tensors[last].shape[1] if metadata.has(last) else None
+    return metadata.integer("expert_feed_forward_length", default)
+
+
+def _llama(metadata: Metadata) -> dict[str, Any]:
+    if not metadata.integer("expert_count", 0):
+        return llama(metadata)
+    config = llama_like(metadata, "MixtralForCausalLM", "mixtral", sliding_window=None)
+    return {**config, **_routing(metadata), "num_local_experts": metadata.integer("expert_count")}
+
+
+def _dbrx(metadata: Metadata) -> dict[str, Any]:
+    clip = metadata.number("attention.clamp_kqv", 0.0)
+    return {
+        "architectures": ["DbrxForCausalLM"],
+        "model_type": "dbrx",
+        "d_model": metadata.integer("embedding_length"),
+        "n_layers": metadata.integer("block_count"),
+        "n_heads": metadata.integer("attention.head_count"),
+        "max_seq_len": metadata.integer("context_length"),
+        "rope_parameters": rope_parameters(metadata, head_dim(metadata)),
+        "attn_config": {"kv_n_heads": metadata.integer("attention.head_count_kv"), "clip_qkv": clip or None},
+        "ffn_config": {
+            "ffn_hidden_size": metadata.integer("feed_forward_length"),
+            "moe_num_experts": metadata.integer("expert_count"),
+            "moe_top_k": metadata.integer("expert_used_count"),
+        },
+    }
+
+
+def _deepseek2(metadata: Metadata) -> dict[str, Any]:
+    """DeepSeek V2 and V3. Lengths of heads are those of the keys that are computed with, or, where the file has others
+    beside them, of the latent."""
+    scoring, rope_dim = metadata.integer("expert_gating_func", UNSAID), metadata.integer("rope.dimension_count")
+    if scoring not in (UNSAID, SOFTMAX, SIGMOID):
+        raise metadata.refuse(f"expert_gating_func {scoring} is not supported; supported: 1 (softmax), 2 (sigmoid)")
+    is_third, groups = scoring == SIGMOID, metadata.integer("expert_group_count", 1)
+    class_name, model_type = ("DeepseekV3", "deepseek_v3") if is_third else ("DeepseekV2", "deepseek_v2")
+    config = llama_like(metadata, f"{class_name}ForCausalLM", model_type)
+    routing = _routing(metadata)
+    if routing["norm_topk_prob"] and not is_third:
+        raise metadata.refuse("expert_weights_norm is not supported with a softmax of all experts")
+    key_length = metadata.integer("attention.key_length_mla", metadata.integer("attention.key_length"))
+    return {
+        **config,
+        **routing,
+        "num_key_value_heads": config["num_attention_heads"],
+        "rope_parameters": rope_parameters(metadata, rope_dim),
+        "q_lora_rank": metadata.integer("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key_length - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": metadata.integer("attention.value_length_mla", metadata.integer("attention.value_length")),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
+        "n_routed_experts": metadata.integer("expert_count"),
+        "n_shared_experts": metadata.integer("expert_shared_count", 0),
+        "moe_intermediate_size": _expert_width(metadata),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "n_group": groups,
+        "topk_group": metadata.integer("expert_group_used_count", 1),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
+    config = llama_like(
+        metadata,
+        "GptOssForCausalLM",
+        "gpt_oss",
+        intermediate_size=_expert_width(metadata),
+        num_local_experts=metadata.integer("expert_count"),
+        sliding_window=metadata.integer("attention.sliding_window"),
+        layer_types=layer_types(metadata, GPT_OSS_PERIOD),
+        **_routing(metadata),
+    )
+    # Files cannot say it: the bounds of its scaling are not rounded.
+    return {**config, "rope_parameters": {**config["rope_parameters"], "truncate": False}}
+
+
+def _granitemoe(metadata: Metadata) -> dict[str, Any]:
+    shared_size = metadata.integer("expert_shared_feed_forward_length", 0)
+    names = ("GraniteMoeShared", "granitemoeshared") if shared_size else ("GraniteMoe", "granitemoe")
+    config = granite(metadata, f"{names[0]}ForCausalLM", names[1])
+    num_experts = metadata.integer("expert_count")
+    return {
+        **config,
+        **_routing(metadata),
+        "num_local_experts": num_experts,
+        "shared_intermediate_size": shared_size,
+    }
+
+
+def _olmoe(metadata: Metadata) -> dict[str, Any]:
+    num_experts = metadata.integer("expert_count")
+    return llama_like(metadata, "OlmoeForCausalLM", "olmoe", num_experts=num_experts, **_routing(metadata))
+
+
+def _phimoe(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(
+        metadata,
+        "PhimoeForCausalLM",
+        "phimoe",
+        num_local_experts=metadata.integer("expert_count"),
+        sliding_window=metadata.integer("attention.sliding_window", 0) or None,
+        lm_head_bias=metadata.has("output.bias"),
+        **_routing(metadata),
+    )
+
+
+def _qwen_moe(metadata: Metadata, class_name: str, model_type: str, normalizes: bool, **more: Any) -> dict[str, Any]:
+    return llama_like(
+        metadata,
+        class_name,
+        model_type,
+        num_experts=metadata.integer("expert_count"),
+        moe_intermediate_size=_expert_width(metadata),
+        **_routing(metadata, normalizes),
+        **more,
+    )
+
+
+def _qwen2moe(metadata: Metadata) -> dict[str, Any]:
+    shared = metadata.integer("expert_shared_feed_forward_length", metadata.integer("feed_forward_length"))
+    names = ("Qwen2MoeForCausalLM", "qwen2_moe")
+    return _qwen_moe(metadata, *names, normalizes=False, shared_expert_intermediate_size=shared)
+
+
+def _qwen3moe(metadata: Metadata) -> dict[str, Any]:
+    return _qwen_moe(metadata, "Qwen3MoeForCausalLM", "qwen3_moe", normalizes=True)
+
+
+BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+    "dbrx": _dbrx,
+    "deepseek2": _deepseek2,
+    "gpt-oss": _gpt_oss,
+    "granitemoe": _granitemoe,
+    "llama": _llama,  # Mixtral, where there are experts
+    "olmoe": _olmoe,
+    "phimoe": _phimoe,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+}

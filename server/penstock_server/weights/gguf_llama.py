@@ -1,0 +1,180 @@
+"""The configurations of GGUF architectures with RMS norms: Llama, and what differs from it in options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock_server.weights.gguf_decoder import layer_types, llama_like
+from penstock_server.weights.gguf_metadata import Metadata
+
+# Files do not say by what Gemma's queries are scaled. The largest model of each generation, known by its layers, scales
+# by hidden_size / num_heads, the others by head_dim.
+GEMMA_LARGEST_LAYERS = {"gemma2": 46, "gemma3": 62}
+GEMMA3_PERIOD = 6  # every so many layers one sees everything
+GEMMA3_LOCAL_THETA = 10000.0
+EXAONE4_PERIOD = OLMO3_PERIOD = 4
+EXAONE4_LARGEST_LAYERS, EXAONE4_WINDOW = 64, 4096  # the 32B has windows, and the first files of it do not say so
+BAICHUAN_ALIBI_LAYERS = 40  # the 13B has ALiBi instead of rope
+XIELU_BETA = 0.5
+
+
+def llama(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "LlamaForCausalLM", "llama", mlp_bias=metadata.has("blk.0.ffn_gate.bias"))
+
+
+def _apertus(metadata: Metadata) -> dict[str, Any]:
+    if any(abs(beta - XIELU_BETA) > 1e-3 for beta in metadata.get("xielu.beta", [])):
+        raise metadata.refuse(f"xielu.beta must be {XIELU_BETA} in all layers")
+    return llama_like(metadata, "ApertusForCausalLM", "apertus", hidden_act="xielu")
+
+
+def _arcee(metadata: Metadata) -> dict[str, Any]:
+    bias = metadata.has("blk.0.ffn_up.bias")
+    return llama_like(metadata, "ArceeForCausalLM", "arcee", hidden_act="relu2", mlp_bias=bias)
+
+
+def _baichuan(metadata: Metadata) -> dict[str, Any]:
+    config = llama_like(metadata, "BaichuanForCausalLM", "baichuan")
+    if config["num_hidden_layers"] == BAICHUAN_ALIBI_LAYERS:
+        config["model_max_length"] = config.pop("max_position_embeddings")
+    return config
+
+
+def _chatglm(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "GlmForCausalLM", "glm")
+
+
+def _ernie4_5(metadata: Metadata) -> dict[str, Any]:
+    config = llama_like(metadata, "Ernie4_5ForCausalLM", "ernie4_5")
+    return {**config, "use_bias": config["attention_bias"]}
+
+
+def _exaone4(metadata: Metadata) -> dict[str, Any]:
+    config = llama_like(metadata, "Exaone4ForCausalLM", "exaone4")
+    default = EXAONE4_WINDOW if config["num_hidden_layers"] == EXAONE4_LARGEST_LAYERS else 0
+    window = metadata.integer("attention.sliding_window", default)
+    types = layer_types(metadata, EXAONE4_PERIOD) if window else ["full_attention"] * config["num_hidden_layers"]
+    return {**config, "sliding_window": window or None, "layer_types": types}
+
+
+def _gemma(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "GemmaForCausalLM", "gemma", hidden_act="gelu_pytorch_tanh")
+
+
+def _newer_gemma(metadata: Metadata, class_name: str, model_type: str) -> dict[str, Any]:
+    config = llama_like(metadata, class_name, model_type)
+    is_largest = config["num_hidden_layers"] == GEMMA_LARGEST_LAYERS[metadata.architecture]
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        **config,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": per_head if is_largest else config["head_dim"],
+        "sliding_window": metadata.integer("attention.sliding_window"),
+    }
+
+
+def _gemma2(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_newer_gemma(metadata, "Gemma2ForCausalLM", "gemma2"),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(metadata: Metadata) -> dict[str, Any]:
+    config = _newer_gemma(metadata, "Gemma3ForCausalLM", "gemma3_text")
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA)}
+    return {
+        **config,
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        "layer_types": layer_types(metadata, GEMMA3_PERIOD),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _glm4(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "Glm4ForCausalLM", "glm4")
+
+
+def granite(metadata: Metadata, class_name: str = "GraniteForCausalLM", model_type: str = "granite") -> dict[str, Any]:
+    if not metadata.model("rope.scaling.finetuned", True):
+        raise metadata.refuse(f"{metadata.architecture} without rope is not supported")
+    config = llama_like(metadata, class_name, model_type, mlp_bias=metadata.has("blk.0.ffn_gate.bias"))
+    # A scale that is 0 is none.
+    return {
+        **config,
+        "attention_multiplier": metadata.number("attention.scale", 0.0) or config["head_dim"] ** -0.5,
+        "embedding_multiplier": metadata.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": metadata.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": metadata.number("logit_scale"),
+    }
+
+
+def _hunyuan(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
+
+
+def _internlm2(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "InternLM2ForCausalLM", "internlm2", bias=metadata.has("blk.0.attn_q.bias"))
+
+
+def _olmo2(metadata: Metadata) -> dict[str, Any]:
+    window = metadata.integer("attention.sliding_window", 0)
+    if not window:
+        return llama_like(metadata, "Olmo2ForCausalLM", "olmo2")
+    config = llama_like(metadata, "Olmo3ForCausalLM", "olmo3")
+    # Scaling is for the layers that see everything.
+    ropes = {
+        "full_attention": config["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]},
+    }
+    types = layer_types(metadata, OLMO3_PERIOD)
+    return {**config, "rope_parameters": ropes, "sliding_window": window, "layer_types": types}
+
+
+def _phi3(metadata: Metadata) -> dict[str, Any]:
+    window = metadata.integer("attention.sliding_window", 0)
+    return llama_like(metadata, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
+
+
+def _qwen2(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "Qwen2ForCausalLM", "qwen2")
+
+
+def _qwen3(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "Qwen3ForCausalLM", "qwen3")
+
+
+def _seed_oss(metadata: Metadata) -> dict[str, Any]:
+    bias = metadata.has("blk.0.attn_output.bias")
+    return llama_like(metadata, "SeedOssForCausalLM", "seed_oss", attention_out_bias=bias)
+
+
+def _smollm3(metadata: Metadata) -> dict[str, Any]:
+    return llama_like(metadata, "SmolLM3ForCausalLM", "smollm3", no_rope_layer_interval=4)
+
+
+BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+    "apertus": _apertus,
+    "arcee": _arcee,
+    "baichuan": _baichuan,
+    "chatglm": _chatglm,
+    "ernie4_5": _ernie4_5,
+    "exaone": llama,  # EXAONE 3, which differs in names alone
+    "exaone4": _exaone4,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "glm4": _glm4,
+    "granite": granite,
+    "hunyuan-dense": _hunyuan,
+    "internlm2": _internlm2,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "seed_oss": _seed_oss,
+    "smollm3": _smollm3,
+}

@@ -1,0 +1,131 @@
+"""Dequantizes tensors of a GGUF file, piece by piece, and the parts of them that a rank asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from penstock_server.errors import ConfigError
+from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.gguf_header import TensorInfo
+from penstock_server.weights.mapping import MappedFile
+
+# PERF: dequantizing makes several float32 arrays of its input. Pieces of so many weights stay in the L2 cache, keep
+# the peak of memory at the weights themselves, and are too small for torch to start threads for copying them.
+PIECE_WEIGHTS = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixReader:
+    """Fills tensors of any floating type on the CPU. Touches no other bytes of the files than those asked for."""
+
+    files: tuple[MappedFile, ...]  # of the model
+
+    def vector(self, info: TensorInfo) -> Tensor:
+        """float32, in the tensor's shape"""
+        return self._rows(info, 0, 1).view(info.shape)
+
+    def read(self, info: TensorInfo, part: Part | None, out: Tensor, interleaved: int = 0, first_row: int = 0) -> None:
+        """A tensor of two or more dimensions: a matrix for each index of those before the last two.
+
+        interleaved: where it is not 0, every so many rows are a head's and have its halves in turn; parts are then
+        whole heads. first_row: where the tensor begins, when `info` is one matrix or some of those of a larger one.
+        """
+        shape = info.shape
+        if len(shape) == 2:
+            self._read_matrix(info, first_row, shape, part, out, interleaved)
+            return
+        indexes, rows = range(shape[0]), matrix_shape(shape[1:])[0]
+        if part is not None and part.dim == 0:
+            indexes, part = part.range, None
+        elif part is not None:
+            part = Part(part.dim - 1, part.range)
+        inner = replace(info, shape=shape[1:])
+        for place, index in enumerate(indexes):
+            self.read(inner, part, out[place], interleaved, first_row + index * rows)
+
+    def forget(self, info: TensorInfo) -> None:
+        self.files[info.file].forget(info.offset, info.offset + num_bytes(info))
+
+    def _read_matrix(
+        self,
+        info: TensorInfo,
+        first_row: int,
+        shape: tuple[int, ...],
+        part: Part | None,
+        out: Tensor,
+        interleaved: int,
+    ) -> None:
+        rows, columns = range(shape[0]), slice(None)
+        if part is not None and part.dim == 0:
+            rows = part.range
+        elif part is not None:
+            columns = slice(part.range.start, part.range.stop)
+        # An even number of rows, so that no piece cuts a pair of interleaved rows.
+        step = max(2, PIECE_WEIGHTS // shape[1] // 2 * 2)
+        # Interleaved heads are put in order one by one.
+        block = interleaved or len(rows)
+        for start in range(rows.start, rows.stop, max(1, block)):
+            target = out[start - rows.start : start - rows.start + block]
+            for first in range(0, block, step):
+                piece = self._rows(info, first_row + start + first, min(step, block - first))[:, columns]
+                if interleaved:
+                    pairs = piece.view(-1, 2, piece.shape[1]).transpose(0, 1)  # [half, pair, column]
+                    halves = target.view(2, block // 2, piece.shape[1])
+                    halves[:, first // 2 : first // 2 + pairs.shape[1]].copy_(pairs)
+                else:
+                    target[first : first + piece.shape[0]].copy_(piece)
+
+    def _rows(self, info: TensorInfo, first: int, count: int) -> Tensor:
+        """float32 [count, columns]"""
+        row_bytes = _row_bytes(info)
+        start = info.offset + first * row_bytes
+        data = self.files[info.file].data
+        raw = np.frombuffer(data, dtype=np.uint8, count=count * row_bytes, offset=start)
+        return torch.from_numpy(dequantize(raw.reshape(count, row_bytes), GGMLQuantizationType(info.type_number)))
+
+
+def check_tensor(info: TensorInfo, file: MappedFile) -> None:
+    """Raises ConfigError when the tensor cannot be read: its type, its shape, its end beyond the file's."""
+    try:
+        type_ = GGMLQuantizationType(info.type_number)
+    except ValueError as error:
+        raise ConfigError(f"{file.path}: tensor {info.name} is of unknown type {info.type_number}") from error
+    block_weights, _ = GGML_QUANT_SIZES[type_]
+    rows, columns = matrix_shape(info.shape)
+    if not rows * columns or columns % block_weights:
+        raise ConfigError(
+            f"{file.path} is damaged: tensor {info.name} has shape {list(info.shape)} in type {type_.name}"
+        )
+    try:
+        dequantize(np.zeros((1, _row_bytes(info)), dtype=np.uint8), type_)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"{file.path}: tensor {info.name} is quantized as {type_.name}, which is not supported"
+        ) from error
+    stop = info.offset + num_bytes(info)
+    if stop > file.size:
+        raise ConfigError(f"{file.path} is truncated: tensor {info.name} ends at byte {stop}, the file at {file.size}")
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns; a vector is one row."""
+    columns = shape[-1] if shape else 1
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, columns
+
+
+def num_bytes(info: TensorInfo) -> int:
+    return matrix_shape(info.shape)[0] * _row_bytes(info)
+
+
+def _row_bytes(info: TensorInfo) -> int:
+    block_weights, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_number)]
+    return matrix_shape(info.shape)[1] // block_weights * block_bytes

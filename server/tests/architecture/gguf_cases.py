@@ -1,0 +1,216 @@
+"""For every GGUF architecture that we read a tiny model, or several where files differ, and what only its file says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from cases import CASES, DEEPSEEK, GPT2_SIZES, GRANITE, LONGROPE, PLAIN, SIZES, Case, rope
+from published import BAICHUAN_13B
+
+
+@dataclass(frozen=True)
+class GgufCase:
+    """GGUF's name, a case of the parity tests or one of its own, and what only some files say."""
+
+    architecture: str
+    case: str | Case
+    metadata: dict[str, Any] = field(default_factory=dict)  # of the architecture's own section; an array is a tensor
+    old_layout: bool = False
+    facts: Callable[[Any], dict[str, Any]] = lambda model: {}  # further metadata, made from the model
+
+    @property
+    def own_case(self) -> Case:
+        return CASES[self.case] if isinstance(self.case, str) else self.case
+
+
+LONGROPE_TENSORS = {
+    f"rope_factors_{name}.weight": np.array(LONGROPE["rope_parameters"][f"{name}_factor"], dtype=np.float32)
+    for name in ("long", "short")
+}
+YARN_METADATA = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+# Lengths of keys and values: what is computed with, or in newer files the latent's.
+LENGTHS = {"attention.key_length": 12, "attention.value_length": 12, "rope.dimension_count": 4}
+LATENT_LENGTHS = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 20,
+    "attention.value_length": 16,
+    "attention.key_length_mla": 12,
+    "attention.value_length_mla": 12,
+    "rope.dimension_count": 4,
+}
+SIGMOID_METADATA = {**LATENT_LENGTHS, "expert_gating_func": 2, "expert_weights_norm": True}
+# GGUF has one number for two of DeepSeek's, a tenth of it.
+DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7)
+DEEPSEEK_YARN_METADATA = {**YARN_METADATA, "rope.scaling.yarn_log_multiplier": 0.07}
+FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
+
+
+def activation_constants(model: Any) -> dict[str, Any]:
+    """Apertus' learned numbers are no tensors."""
+    functions = [layer.mlp.act_fn for layer in model.model.layers]
+    return {
+        "xielu.alpha_p": [function.alpha_p.item() for function in functions],
+        "xielu.alpha_n": [function.alpha_n.item() for function in functions],
+        "xielu.beta": [function.beta.item() for function in functions],
+    }
+
+
+DENSE = {
+    "llama": GgufCase("llama", "llama"),
+    "llama-tied": GgufCase("llama", "llama-nine-heads"),
+    "llama-biases": GgufCase("llama", "llama-biases"),
+    "llama-head-dim": GgufCase("llama", Case("LlamaConfig", {"head_dim": 16})),
+    "llama-yarn": GgufCase("llama", "llama-yarn", YARN_METADATA),
+    "mistral": GgufCase("llama", "mistral-no-window"),
+    "apertus": GgufCase("apertus", Case("ApertusConfig", rope("default")), facts=activation_constants),
+    "arcee": GgufCase("arcee", "arcee"),
+    "baichuan": GgufCase("baichuan", "baichuan"),
+    "baichuan-13b": GgufCase(
+        "baichuan", Case("LlamaConfig", {}, {**PLAIN, "num_hidden_layers": 40}, published=BAICHUAN_13B)
+    ),
+    "chatglm": GgufCase("chatglm", "glm"),
+    "ernie4_5": GgufCase("ernie4_5", "ernie4-5"),
+    "exaone": GgufCase("exaone", "llama"),
+    "exaone4": GgufCase("exaone4", "exaone4", {"attention.sliding_window_pattern": [True, False, True]}),
+    "exaone4-no-window": GgufCase("exaone4", "exaone4-no-window"),
+    "qwen2": GgufCase("qwen2", "qwen2"),
+    "qwen3": GgufCase("qwen3", "qwen3"),
+    "gemma": GgufCase("gemma", "gemma"),
+    # GGUF does not say what queries are scaled by: it is the head dimension.
+    "gemma2": GgufCase(
+        "gemma2", Case("Gemma2Config", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16})
+    ),
+    "gemma3": GgufCase(
+        "gemma3",
+        Case(
+            "Gemma3TextConfig",
+            {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
+        ),
+    ),
+    "gemma3-linear": GgufCase(
+        "gemma3",
+        Case(
+            "Gemma3TextConfig",
+            {
+                "head_dim": 16,
+                "sliding_window": 12,
+                "query_pre_attn_scalar": 16,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                },
+            },
+        ),
+        {
+            "attention.sliding_window_pattern": [True, False, True],
+            "rope.freq_base_swa": 500.0,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+    "glm4": GgufCase("glm4", "glm4"),
+    "granite": GgufCase("granite", "granite"),
+    "hunyuan": GgufCase("hunyuan-dense", "hunyuan", {"rope.freq_base": 1000.0 * 50.0 ** (16 / 14)}),
+    "internlm2": GgufCase("internlm2", "internlm2"),
+    "olmo2": GgufCase("olmo2", "olmo2"),
+    "olmo3": GgufCase("olmo2", "olmo3", {**YARN_METADATA, "attention.sliding_window_pattern": [True, False, True]}),
+    "phi3": GgufCase("phi3", "phi3"),
+    "phi3-longrope": GgufCase(
+        "phi3",
+        "phi3-long-rope",
+        {"rope.scaling.original_context_length": 8, **LONGROPE_TENSORS},
+    ),
+    "phi4": GgufCase("phi3", "phi4"),
+    "seed-oss": GgufCase("seed_oss", "seed-oss"),
+    "smollm3": GgufCase("smollm3", Case("SmolLM3Config", {}, FOUR_LAYERS)),
+}
+LAYER_NORM = {
+    "bloom": GgufCase("bloom", "bloom", {"context_length": 256}),
+    "cohere2": GgufCase("cohere2", Case("Cohere2Config", {"sliding_window": 12, "logit_scale": 1.5}, FOUR_LAYERS)),
+    "command-r": GgufCase("command-r", "cohere"),
+    "command-r-plus": GgufCase("command-r", Case("CohereConfig", {"use_qk_norm": True, **rope("default")})),
+    "falcon-7b": GgufCase("falcon", "falcon-7b", {"attention.head_count_kv": 1}),
+    "falcon-40b": GgufCase(
+        "falcon",
+        Case("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}, PLAIN),
+        {"attention.head_count_kv": 2},
+    ),
+    "falcon-11b": GgufCase("falcon", "falcon-11b", {"attention.head_count_kv": 2}),
+    "gpt2": GgufCase("gpt2", "gpt2"),
+    "gptj": GgufCase("gptj", Case("GPTJConfig", {"rotary_dim": 4}, GPT2_SIZES)),
+    "gptneox": GgufCase("gptneox", "gpt-neox"),
+    "gptneox-sequential": GgufCase("gptneox", "gpt-neox-sequential"),
+    "jais2": GgufCase("jais2", "jais2"),
+    "mpt": GgufCase("mpt", "mpt", {"attention.clamp_kqv": 1.5, "attention.max_alibi_bias": 8.0}),
+    "nemotron": GgufCase("nemotron", "nemotron"),
+    "olmo": GgufCase("olmo", "olmo", {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 0.7}),
+    "phi2": GgufCase("phi2", "phi"),
+    "stablelm": GgufCase("stablelm", "stablelm"),
+    "stablelm-12b": GgufCase("stablelm", "stablelm-12b"),
+    "starcoder": GgufCase("starcoder", "gpt-bigcode", {"attention.head_count_kv": 1}),
+    "starcoder2": GgufCase("starcoder2", "starcoder2"),
+}
+EXPERTS = {
+    "mixtral": GgufCase("llama", "mixtral"),
+    "qwen2moe": GgufCase(
+        "qwen2moe",
+        Case("Qwen2MoeConfig", {**CASES["qwen2-moe"].values, "mlp_only_layers": [], "norm_topk_prob": False}),
+    ),
+    "qwen3moe": GgufCase(
+        "qwen3moe",
+        Case("Qwen3MoeConfig", {**CASES["qwen3-moe"].values, "norm_topk_prob": True, "head_dim": 16}),
+    ),
+    "olmoe": GgufCase("olmoe", "olmoe"),
+    "granitemoe": GgufCase("granitemoe", "granitemoe"),
+    "granitemoeshared": GgufCase(
+        "granitemoe", Case("GraniteMoeSharedConfig", {**GRANITE, "shared_intermediate_size": 40})
+    ),
+    "phimoe": GgufCase("phimoe", "phimoe"),
+    "gpt-oss": GgufCase(
+        "gpt-oss",
+        "gpt-oss",
+        {
+            "expert_feed_forward_length": 80,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+        },
+    ),
+    "dbrx": GgufCase(
+        "dbrx",
+        "dbrx",
+        {
+            "attention.head_count_kv": 2,
+            "attention.clamp_kqv": 1.5,
+            "attention.layer_norm_epsilon": 1e-5,
+            "feed_forward_length": 40,
+            "expert_count": 5,
+            "expert_used_count": 2,
+        },
+    ),
+    "deepseek-v2-lite": GgufCase(
+        "deepseek2",
+        Case("DeepseekV2Config", {**DEEPSEEK, **ONE_GROUP, "q_lora_rank": None, "topk_method": "greedy"}),
+        LENGTHS,
+        old_layout=True,
+    ),
+    "deepseek-v2": GgufCase(
+        "deepseek2",
+        Case(
+            "DeepseekV2Config",
+            {**DEEPSEEK, "q_lora_rank": 24, "topk_method": "group_limited_greedy", **DEEPSEEK_YARN},
+        ),
+        {**LATENT_LENGTHS, **DEEPSEEK_YARN_METADATA, "expert_gating_func": 1},
+    ),
+    "deepseek-v3": GgufCase(
+        "deepseek2",
+        Case("DeepseekV3Config", {**DEEPSEEK, "q_lora_rank": 24, **DEEPSEEK_YARN}),
+        {**SIGMOID_METADATA, **DEEPSEEK_YARN_METADATA},
+    ),
+}
+GGUF_CASES = DENSE | LAYER_NORM | EXPERTS

@@ -1,0 +1,138 @@
+"""The tensors of transformers' models as llama.cpp's converter names, splits, stacks and orders them."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from penstock_server.weights.gguf_file import COUNTED_FROM_ZERO, INTERLEAVED
+from safetensors.torch import load_file
+from torch import Tensor
+
+NOT_CONVERTED = (".attn.bias", ".masked_bias", "inv_freq", ".act_fn.alpha_p", ".act_fn.alpha_n", ".beta", ".eps")
+OF_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
+EXPERT_NAMES = {
+    "w1": "ffn_gate_exps",
+    "w2": "ffn_down_exps",
+    "w3": "ffn_up_exps",
+    **{f"{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
+}
+# Of tensors that hold gate and up, one behind the other.
+GATE_UP = {
+    "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+    "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+}
+DBRX_EXPERTS = {"w1": "ffn_gate_exps", "v1": "ffn_up_exps", "w2": "ffn_down_exps"}
+
+
+def gguf_tensors(
+    model: transformers.PreTrainedModel, architecture: str, old_layout: bool = False
+) -> dict[str, np.ndarray]:
+    """By GGUF's names. old_layout: DeepSeek's latents unfold by one tensor instead of two."""
+    config = model.config
+    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(architectures[architecture], config.num_hidden_layers)
+    found: dict[str, Tensor] = {}
+    for name, tensor in _split(_stacked(published_tensors(model)), config, old_layout):
+        if name.endswith(NOT_CONVERTED):
+            continue
+        # BLOOM's converter takes the prefix away first.
+        names = (name, name.removeprefix("transformer."))
+        gguf_name = next(filter(None, (table.get_name(each, (".weight", ".bias")) for each in names)), None) or name
+        assert gguf_name.startswith(("blk.", "output", "token_embd", "position_embd")), name
+        found[gguf_name] = _ordered(tensor, gguf_name, config, architecture)
+    return {name: tensor.float().squeeze().numpy() for name, tensor in found.items()}
+
+
+def published_tensors(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """As in the checkpoints on the hub."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor for each matrix of all experts, and of StableLM's norms of all heads."""
+    stacked: dict[str, Tensor] = {}
+    parts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        expert = OF_ONE_EXPERT.fullmatch(name)
+        if expert is not None:
+            layer = re.search(r"\.(\d+)\.", name)
+            assert layer is not None
+            parts.setdefault(f"blk.{layer[1]}.{EXPERT_NAMES[expert[3]]}.weight", {})[int(expert[2])] = tensor
+        elif ".norms." in name:
+            stem, _, rest = name.partition(".norms.")
+            parts.setdefault(f"{stem}.weight", {})[int(rest.split(".")[0])] = tensor
+        else:
+            stacked[name] = tensor
+    return stacked | {name: torch.stack([of[index] for index in sorted(of)]) for name, of in parts.items()}
+
+
+def _split(tensors: dict[str, Tensor], config: Any, old_layout: bool) -> Iterator[tuple[str, Tensor]]:
+    """What llama.cpp keeps apart, under names of its own; all else as it is."""
+    for name, tensor in tensors.items():
+        layer = re.search(r"\.(\d+)\.", name)
+        block = f"blk.{layer[1]}" if layer else ""
+        stem = next((key for key in GATE_UP if key in name), None)
+        if stem is not None:
+            for half, part in zip(GATE_UP[stem], tensor.chunk(2, dim=-2), strict=True):
+                yield f"{block}.{half}.weight", part
+        elif "block_sparse_moe.router" in name:
+            yield f"{block}.ffn_gate_inp.weight", tensor
+        elif name.endswith("experts.gate_up_proj"):  # gpt-oss: by inputs, gate and up in turn
+            for offset, half in enumerate(("gate", "up")):
+                yield f"{block}.ffn_{half}_exps.weight", tensor.transpose(1, 2)[:, offset::2]
+        elif name.endswith("experts.gate_up_proj_bias"):
+            for offset, half in enumerate(("gate", "up")):
+                yield f"{block}.ffn_{half}_exps.bias", tensor[:, offset::2]
+        elif name.endswith("experts.down_proj"):
+            yield f"{block}.ffn_down_exps.weight", tensor.transpose(1, 2)
+        elif name.endswith("experts.down_proj_bias"):
+            yield f"{block}.ffn_down_exps.bias", tensor
+        elif name.endswith("self_attn.sinks"):
+            yield f"{block}.attn_sinks.weight", tensor
+        elif ".ffn.experts.mlp." in name:
+            matrix = name.split(".")[-1]
+            of_each = tensor.view(config.ffn_config.moe_num_experts, -1, config.d_model)
+            yield f"{block}.{DBRX_EXPERTS[matrix]}.weight", of_each.transpose(1, 2) if matrix == "w2" else of_each
+        elif name.endswith("e_score_correction_bias"):
+            yield f"{block}.exp_probs_b.bias", tensor
+        elif name.endswith("kv_b_proj.weight") and not old_layout:
+            heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+            yield f"{block}.attn_k_b.weight", keys.transpose(1, 2)
+            yield f"{block}.attn_v_b.weight", values
+        else:
+            yield name, tensor
+
+
+def _ordered(tensor: Tensor, name: str, config: Any, architecture: str) -> Tensor:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    stem = name.split(".")[-2]
+    if architecture in INTERLEAVED and stem in ("attn_q", "attn_k"):
+        return interleave(tensor, head_dim)
+    if architecture in COUNTED_FROM_ZERO and name.endswith("norm.weight"):
+        return tensor + 1
+    if architecture == "gpt2" and stem in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
+        return tensor.t() if tensor.dim() == 2 else tensor
+    if architecture in ("falcon", "bloom", "gptneox") and stem == "attn_qkv":
+        groups = config.num_attention_heads
+        if architecture == "falcon":
+            groups = config.num_kv_heads if config.new_decoder_architecture else 1
+        blocks = tensor.reshape(groups, -1, head_dim, *tensor.shape[1:])
+        return torch.cat([part.flatten(0, 2) for part in (blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:])])
+    return tensor
+
+
+def interleave(tensor: Tensor, head_dim: int) -> Tensor:
+    """Rows of each head from (half, pair) to (pair, half)."""
+    heads = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
+    return heads.transpose(1, 2).reshape(tensor.shape)
