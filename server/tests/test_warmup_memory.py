@@ -12,8 +12,8 @@ import torch
 from penstock_server.engine import memory
 from penstock_server.prepare import prepare
 
-# Results and heap fragments, which no warm-up can foresee; a tenth of what the check is about.
-TOLERANCE_BYTES = 16 << 20
+# What the heap's fragments and the kernel's count of pages differ by between runs.
+NOISE_BYTES = 2 << 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
@@ -23,7 +23,7 @@ def test_the_worst_real_steps_need_no_more_than_the_warm_up_saw() -> None:
     said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert said.returncode == 0, said.stderr
     figures = json.loads(said.stdout.splitlines()[-1])
-    assert 0 < figures["needed"] <= figures["promised"] + TOLERANCE_BYTES, figures
+    assert 0 < figures["needed"] <= figures["promised"] + NOISE_BYTES, figures
 
 
 def test_touching_pages_keeps_what_they_hold() -> None:

@@ -31,7 +31,7 @@ class Memory:
 
     total: int
     available: int  # not used by anybody
-    transient: int  # what the worst step takes above what stays
+    transient: int  # how far the peak was above the beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +48,32 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        gc.collect()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
         else:
+            return_free_pages()
             _reset_peak_resident()
+            self._before = _status_bytes("VmRSS")
 
     def measure(self, releasing: int = 0) -> Memory:
-        """What there is, what is free, and how far the peak since the start was above now.
+        """What there is, what is free, and how far the peak since the start was above the start.
 
+        Above the start, not above now: what stays may have come before the peak or after it.
         `releasing` bytes are in use now and will be given back; they count as free.
         """
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            transient = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+            transient = torch.cuda.max_memory_allocated(self._device) - self._before
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self._device)
             return Memory(total, free + releasing, transient)
-        peak = _status_bytes("VmHWM")
+        transient = _status_bytes("VmHWM") - self._before
         return_free_pages()
         total, available = _host_memory()
-        return Memory(total, available + releasing, max(0, peak - _status_bytes("VmRSS")))
+        return Memory(total, available + releasing, max(0, transient))
 
 
 def usable_bytes(memory: Memory, share: Share) -> int:
