@@ -1,17 +1,23 @@
-"""One worker engine in a process of its own: prints, as JSON, how far the worst real steps go above what it had when it
-was ready, and how far its warm-up said that they may.
+"""One worker engine in a process of its own: prints, as JSON, what the worst real steps take and what its warm-up took.
 
-Arguments: model folder. The steps are those of plans, with everything that a request can ask for.
+Arguments: "process" or "tensors", model folder. "process": how far it goes above what it had when it was ready,
+and how far its warm-up said that it may. "tensors": the most that tensors and Python's objects had at a time, which is
+the same in every run. The steps are those of plans, with everything that a request can ask for.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, capacity, memory
 from penstock_server.plan import Advance, Grammar, NewSequence, Plan, Sampling
@@ -67,27 +73,45 @@ class Driver:
             self.run([*beside, advance], new if begin == 0 else (), freed if begin == 0 else ())
 
 
-def promise_of(engine: Engine) -> int:
-    """Warms up; what it found that the worst step takes."""
-    promised = []
+@dataclass
+class Peak:
+    """The most bytes of tensors, and of Python and numpy, that there were at a time."""
+
+    tensors: int = 0
+    objects: int = 0
+
+
+@contextmanager
+def watched() -> Iterator[Peak]:
+    """What is allocated inside, above what was there; known when it ends."""
+    peak = Peak()
+    tracemalloc.start()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield peak
+    peak.objects = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    peak.tensors = max(itertools.accumulate(event.nbytes() for event in events))
+
+
+def warm_up(engine: Engine, watch: Callable[[], AbstractContextManager[Peak]]) -> tuple[capacity.Measured, Peak]:
+    """What its worst steps showed, and took while they were watched."""
     measure: Callable[..., capacity.Measured] = capacity.CapacityProbe.measure
+    found: list[tuple[capacity.Measured, Peak]] = []
 
     def listen(*arguments: object) -> capacity.Measured:
-        promised.append(measure(*arguments))
-        return promised[0]
+        with watch() as peak:
+            measured = measure(*arguments)
+        found.append((measured, peak))
+        return measured
 
     capacity.CapacityProbe.measure = listen  # type: ignore[method-assign, assignment]
     engine.warm_up(LIMITS)
-    return promised[0].transient_bytes
+    return found[0]
 
 
-def main() -> None:
-    engine, _ = Engine.load(LoadConfig(Path(sys.argv[1]), BLOCK_TOKENS, num_threads=2))
-    promised = promise_of(engine)
-    meter = memory.MemoryMeter(engine._device)
-    assert EVERYTHING.grammar is not None
-    engine.compile_grammar(EVERYTHING.grammar)
-    driver = Driver(engine)
+def run_worst(driver: Driver) -> None:
     # Prompts up to the longest sequence, each alone in its steps: the last of them end with the longest contexts.
     for place in range(SEQUENCES):
         driver.prefill(place, LONGEST - 32 if place < 8 else 64, [])
@@ -97,7 +121,22 @@ def main() -> None:
     # The end of the longest prompt beside all others' decodes.
     driver.prefill(SEQUENCES - 1, LONGEST - 1, everybody[:-1], freed=[SEQUENCES - 1])
     driver.run(everybody)
-    print(json.dumps({"promised": promised, "needed": meter.measure().transient}))
+
+
+def main() -> None:
+    kind, folder = sys.argv[1:]
+    watch = watched if kind == "tensors" else partial(nullcontext, Peak())
+    engine, _ = Engine.load(LoadConfig(Path(folder), BLOCK_TOKENS, num_threads=2))
+    measured, promised = warm_up(engine, watch)
+    assert EVERYTHING.grammar is not None
+    engine.compile_grammar(EVERYTHING.grammar)
+    meter = memory.MemoryMeter(engine._device)
+    with watch() as needed:
+        run_worst(Driver(engine))
+    if kind == "tensors":
+        print(json.dumps({"promised": asdict(promised), "needed": asdict(needed)}))
+    else:
+        print(json.dumps({"promised": measured.transient_bytes, "needed": meter.measure().transient}))
     engine.close()
 
 

@@ -28,6 +28,7 @@ from penstock_server.parallel import RankGroup
 from rank_pool import RankPool
 from rank_program import run
 from safetensors.torch import load_file, save_file
+from shares import copied_numbers, held_bytes
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
@@ -152,37 +153,29 @@ def test_greedy_tokens_are_those_of_transformers(made: Made, measured: Measured)
         measured.tokens(made.name, len(tokens))
 
 
-@pytest.mark.column("ranks")
-@pytest.mark.parametrize(("size", "exact"), [(2, True), (3, True), (2, False)])
-def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool, measured: Measured) -> None:
-    measured.difference(made.name, "ranks", check_ranks(made, pool, size, exact))
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("size", "exact"),
     [
-        "llama-biases",
-        "falcon-40b",
-        "olmo2",
-        "stablelm-12b",
-        "gpt2",
-        "dbrx",
-        "deepseek-v3",
-        "mixtral-two-experts",
+        pytest.param(size, exact, marks=pytest.mark.column(f"{size} ranks"))
+        for size, exact in ((2, True), (3, True), (4, True), (2, False))
     ],
 )
-def test_four_ranks_agree_with_one(make: Callable[[str], Made], pool: RankPool, name: str) -> None:
-    check_ranks(make(name), pool, 4, exact=True)
-
-
-def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> float:
-    """The largest difference between logits."""
+def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool, measured: Measured) -> None:
+    """Their logits and tokens are those of one rank, and they hold what one holds, and the copies that are expected."""
     texts = prompts(4, [19, made.shortest + 12, made.shortest + 1], VOCAB)
-    one = run(made.folder, "float32", RankGroup(), texts, 6)
+    one = alone(made.folder, tuple(map(tuple, texts)))
     several = pool.run(made.folder, size, texts, 6, "float32", exact)
     torch.testing.assert_close(several["logits"], one["logits"], atol=1e-4, rtol=1e-4)
     assert several["tokens"] == one["tokens"]
-    return float((several["logits"] - one["logits"]).abs().max())
+    assert several["ranks_weight_bytes"] == [held_bytes(made.folder, rank, size, exact) for rank in range(size)]
+    copies = 4 * sum(copied_numbers(made.folder, size, exact).values())
+    assert sum(several["ranks_weight_bytes"]) == one["weight_bytes"] + copies
+    measured.difference(made.name, f"{size} ranks", float((several["logits"] - one["logits"]).abs().max()))
+
+
+@functools.lru_cache(maxsize=1)
+def alone(folder: Path, texts: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+    return run(folder, "float32", RankGroup(), [list(text) for text in texts], 6)
 
 
 def test_every_architecture_has_a_case() -> None:
