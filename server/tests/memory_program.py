@@ -1,8 +1,8 @@
 """One worker engine in a process of its own: prints, as JSON, what the worst real steps take and what its warm-up took.
 
-Arguments: "process" or "tensors", model folder. "process": how far it goes above what it had when it was ready,
-and how far its warm-up said that it may. "tensors": the most that tensors and Python's objects had at a time, which is
-the same in every run. The steps are those of plans, with everything that a request can ask for.
+Arguments: "process" or "tensors", model folder. "process": how far it goes above what it had when it was ready, and how
+far its warm-up said that it may. "tensors": the most that tensors had at a time, which is the same in every run. The
+steps are those of plans, with everything that a request can ask for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -75,24 +74,22 @@ class Driver:
 
 @dataclass
 class Peak:
-    """The most bytes of tensors, and of Python and numpy, that there were at a time."""
+    """The most bytes of tensors that there were at a time."""
 
-    tensors: int = 0
-    objects: int = 0
+    num_bytes: int = 0
 
 
 @contextmanager
 def watched() -> Iterator[Peak]:
     """What is allocated inside, above what was there; known when it ends."""
     peak = Peak()
-    tracemalloc.start()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         yield peak
-    peak.objects = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    peak.tensors = max(itertools.accumulate(event.nbytes() for event in events))
+    peak.num_bytes = max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def warm_up(engine: Engine, watch: Callable[[], AbstractContextManager[Peak]]) -> tuple[capacity.Measured, Peak]:
@@ -134,9 +131,9 @@ def main() -> None:
     with watch() as needed:
         run_worst(Driver(engine))
     if kind == "tensors":
-        print(json.dumps({"promised": asdict(promised), "needed": asdict(needed)}))
+        print(json.dumps({"promised": promised.num_bytes, "needed": needed.num_bytes}))
     else:
-        print(json.dumps({"promised": measured.transient_bytes, "needed": meter.measure().transient}))
+        print(json.dumps({"promised": measured.step_bytes, "needed": meter.measure().transient}))
     engine.close()
 
 

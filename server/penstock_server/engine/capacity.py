@@ -18,6 +18,8 @@ from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Plan
 
+# What a step leaves free in the C library's heap may not fit the next one's pieces: at most all of it. 30 % were seen.
+_HEAP_FACTOR = 2
 # Of a prompt token with its alternatives, on its way to the router: 2.6 kB as Python's objects, 1.1 kB as protobuf's.
 _RESULT_BYTES = 4 << 10
 _MAX_RESULTS = 2  # one is translated while the next is made
@@ -31,7 +33,7 @@ class Measured:
 
     num_blocks: int
     worst_step_s: float
-    transient_bytes: int  # what the worst step takes above what stays, as far as it was run
+    step_bytes: int  # what a step takes at most above what stays
 
 
 Run = Callable[[Plan, int], object]  # a first plan, over a pool of so many blocks
@@ -84,11 +86,12 @@ class CapacityProbe:
         with clock.phase("wait for grammars"):
             beside = wait()
         left = meter.measure(releasing=worst.num_blocks() * per_block)
-        seen = left.transient
+        step_bytes = left.transient
         if on_cpu:
-            left = replace(left, transient=seen + beside + unseen_bytes(worst))
+            step_bytes = _HEAP_FACTOR * step_bytes
+            left = replace(left, transient=step_bytes + beside + unseen_bytes(worst))
         num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
-        return Measured(num_blocks, max(seconds), seen)
+        return Measured(num_blocks, max(seconds), step_bytes)
 
     def longest_sequence(self, config: WarmUpConfig) -> int:
         """In tokens, as far as the model and the limits say."""

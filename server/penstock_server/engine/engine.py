@@ -190,6 +190,7 @@ class Engine:
                 memory.touch_pages(self.model.caches)
             memory.return_free_pages()
         longest = min(longest, num_blocks * self._block_tokens)
+        self.model.serve_up_to(longest)
         open_table(num_blocks)
         with clock.phase("rehearse"):
             self._rehearse()

@@ -27,6 +27,15 @@ random weights are made, several where layouts differ by size, and compared with
   ranks' memory is what that arithmetic says.
 
 """
+SWEEP_HEADING = "## Other models of transformers"
+SWEEP = """
+Every other causal model of the installed `transformers` is tried too, one tiny model with random weights each, made of
+its default configuration with small sizes: over our attention and cache on one rank, in chunks, beside others, over a
+shared prefix and through a preemption, it must give the tokens of `transformers`, or be refused with a reason before
+the server is ready. A published model whose configuration differs from the default may be refused all the same: each is
+tried at load. *not tried*: `transformers` does not make such a model of a configuration that was made automatically.
+
+"""
 
 
 @dataclass
@@ -67,9 +76,22 @@ class Measured:
     def outcome(self, case: str, column: str, passed: bool) -> None:
         self.rows[CASES[case].model_type].passed.setdefault(column, []).append(passed)
 
+    @cached_property
+    def others(self) -> dict[str, str]:
+        """What became of model types that have no decoder of ours."""
+        return {}
+
+    def other(self, model_type: str, outcome: str) -> None:
+        self.others[model_type] = outcome
+
     def write(self, path: Path) -> None:
         lines = [f"| model type | tiny models | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
         for model_type, row in sorted(self.rows.items()):
             cells = " | ".join(row.cell(column) for column in COLUMNS)
             lines.append(f"| `{model_type}` | {', '.join(row.cases)} | {cells} |")
-        path.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+        others = ["| model type | |", "|---|---|"]
+        for model_type, outcome in sorted(self.others.items()):
+            said = outcome.removeprefix(f"model type {model_type!r} ").replace("|", "\\|")
+            others.append(f"| `{model_type}` | {'✓ served' if outcome == 'served' else said} |")
+        table, other_table = "\n".join(lines), "\n".join(others)
+        path.write_text(f"{HEAD}{table}\n\n{SWEEP_HEADING}\n{SWEEP}{other_table}\n", encoding="utf-8")

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import transformers
 from cases import CASES, VOCAB, Case
 from engine_run import EngineRun
 from model_driver import ModelDriver
-from models_page import Measured
+from models_page import SWEEP_HEADING, Measured
 from near_tie import Followed
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
@@ -205,6 +205,23 @@ def test_the_theta_of_published_dbrx_counts(tmp_path: Path) -> None:
     assert rope.theta == 1000.0
 
 
+def test_factors_of_a_rope_follow_the_longest_sequence_that_is_served(tmp_path: Path) -> None:
+    """transformers takes a text's own length, so the same texts must be equal on either side of the original one."""
+    case = CASES["phi3-long-rope"]
+    values = {**case.values, "original_max_position_embeddings": 32}
+    reference = make_model("phi3-long-rope", replace(case, values=values))
+    driver = driver_of(save_model(reference, tmp_path), torch.float32, block_tokens=4)
+    short, long = prompts(6, [20, 40], VOCAB)
+    for served, text, other in ((256, long, short), (32, short, None)):
+        driver.model.serve_up_to(served)
+        for tokens, is_equal in ((text, True), (other, False)):
+            if tokens is not None:
+                logits = driver.step([(driver.sequence(tokens), len(tokens))], every_row=True)
+                with torch.inference_mode():
+                    expected = reference(torch.tensor([tokens]), use_cache=False).logits[0]
+                assert torch.allclose(logits, expected, atol=1e-4, rtol=1e-4) == is_equal
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.published is None])
 def test_a_configuration_that_leaves_keys_out_means_what_transformers_takes(name: str) -> None:
     case = CASES[name]
@@ -225,7 +242,7 @@ def check_defaults(case: Case, given: dict[str, Any]) -> None:
 def test_the_page_of_models_lists_every_architecture(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--models-table", None):
         pytest.skip("the page is being written")
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8").split(SWEEP_HEADING)[0]
     listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert listed == sorted(ARCHITECTURES), "the page is stale: make docs"
     assert "✗" not in page
