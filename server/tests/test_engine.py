@@ -304,7 +304,8 @@ def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
     assert 1 <= capacity.num_blocks <= memory.default_cap_bytes(longest_bytes) >> 24
     assert len(engine.model.cache) == capacity.num_blocks
     worst = ["worst prefill", "worst decode", "worst mixed step"]
-    names = ["first step", *worst, "wait for grammars", "allocate KV pool", "rehearse"]
+    before, behind = ["measure memory", "first step"], ["wait for grammars", "measure what is left"]
+    names = [*before, *worst, *behind, "allocate KV pool", "rehearse"]
     assert [phase.name for phase in capacity.phases] == names
     assert capacity.worst_step_s == max(phase.seconds for phase in capacity.phases if phase.name in worst)
     assert description.vocab_size == VOCAB

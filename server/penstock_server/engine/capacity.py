@@ -61,8 +61,11 @@ class CapacityProbe:
             self.group.size if on_cpu else 1,
             cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
         )
-        free = memory.MemoryMeter(self.device).measure()
-        hoped_blocks = config.num_blocks or memory.usable_bytes(free, share) // per_block
+        hoped_blocks = config.num_blocks
+        if not hoped_blocks:
+            with clock.phase("measure memory"):
+                free = memory.MemoryMeter(self.device).measure()
+            hoped_blocks = memory.usable_bytes(free, share) // per_block
         worst = warmup.WorstStep(
             config.max_step_tokens,
             config.max_step_sequences,
@@ -85,7 +88,8 @@ class CapacityProbe:
             seconds.append(clock.phases[-1].seconds)
         with clock.phase("wait for grammars"):
             beside = wait()
-        left = meter.measure(releasing=worst.num_blocks() * per_block)
+        with clock.phase("measure what is left"):
+            left = meter.measure(releasing=worst.num_blocks() * per_block)
         step_bytes = left.transient
         if on_cpu:
             step_bytes = _HEAP_FACTOR * step_bytes
@@ -146,4 +150,5 @@ def unseen_bytes(worst: warmup.WorstStep) -> int:
     """The most of the host's memory that the worst steps do not show: results on their way, and the tokens of every
     sequence at its longest, which share their blocks."""
     num_results = _MAX_RESULTS * (worst.max_step_tokens + worst.max_step_sequences)
-    return num_results * _RESULT_BYTES + worst.max_step_sequences * worst.max_sequence_tokens * _KNOWN_BYTES
+    longest = min(worst.max_sequence_tokens, worst.max_context_tokens)
+    return num_results * _RESULT_BYTES + worst.max_step_sequences * longest * _KNOWN_BYTES

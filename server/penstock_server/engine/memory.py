@@ -49,7 +49,6 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        gc.collect()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)

@@ -47,7 +47,8 @@ class Fallback:
         self.load_phases: list[tuple[str, float]] = []
         self.caches: list[Tensor] = []
         self._model = model
-        self._trunk = model.get_decoder() if model.base_model is model else model.base_model
+        # Llama 4's class calls it by another name than it has.
+        self._trunk = getattr(model, "model", model) if model.base_model is model else model.base_model
         if self._trunk is model:
             raise ConfigError("its class does not tell its decoder from its head")
         _check_ropes(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -91,7 +92,7 @@ class Measured:
             lines.append(f"| `{model_type}` | {', '.join(row.cases)} | {cells} |")
         others = ["| model type | |", "|---|---|"]
         for model_type, outcome in sorted(self.others.items()):
-            said = outcome.removeprefix(f"model type {model_type!r} ").replace("|", "\\|")
-            others.append(f"| `{model_type}` | {'✓ served' if outcome == 'served' else said} |")
+            said = re.sub(r" \(\w+(, \w+){9,}\)", "", outcome).removeprefix(f"model type {model_type!r} ")
+            others.append(f"| `{model_type}` | {'✓ served' if outcome == 'served' else said.replace('|', ' ')} |")
         table, other_table = "\n".join(lines), "\n".join(others)
         path.write_text(f"{HEAD}{table}\n\n{SWEEP_HEADING}\n{SWEEP}{other_table}\n", encoding="utf-8")

@@ -41,15 +41,19 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "zero_expert_num"), 1),
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 12),
-    **{"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0, "rotary_dim": 8},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 0,
+    "rotary_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 # Lists with an entry for each layer: one of each kind that the default has.
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types")
 PARTS = ("text_config", "decoder", "vision_config", "audio_config")
 # What the defaults leave out, or have otherwise than any published model.
 OTHERS: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -98,6 +102,8 @@ def small(default: transformers.PreTrainedConfig) -> dict[str, Any]:
             values[key] = SIZES[key] if key in ("vocab_size", "eos_token_id") else min(value, SIZES[key])
         elif key in PER_LAYER and isinstance(value, list):
             values[key] = (list(dict.fromkeys(value)) * 2)[:2]
+    if "kv_lora_rank" in values:  # latent attention has no groups
+        values["num_key_value_heads"] = SIZES["num_attention_heads"]
     for key in PARTS:
         part = getattr(default, key, None)
         if isinstance(part, transformers.PreTrainedConfig):
