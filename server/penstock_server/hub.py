@@ -42,12 +42,17 @@ class Snapshot:
     pipeline_tag: str | None
 
 
-def download(model_id: str, revision: str | None = None, with_code: bool = False) -> Snapshot:
-    """Raises ConfigError when there is no such model, it is not open to us, or it has no weights that can be read."""
+def download(
+    model_id: str, revision: str | None = None, with_code: bool = False, with_weights: bool = True
+) -> Snapshot:
+    """Raises ConfigError when there is no such model, it is not open to us, or it has no weights that can be read.
+
+    with_weights: False where they are not wanted from the hub.
+    """
     disable_progress_bars()
     with hub_errors(model_id, revision):
         try:
-            return _download(model_id, revision, with_code)
+            return _download(model_id, revision, with_code, with_weights)
         except OfflineModeIsEnabled:
             return cached(model_id, revision, "HF_HUB_OFFLINE is set")
         except HfHubHTTPError as error:
@@ -58,7 +63,7 @@ def download(model_id: str, revision: str | None = None, with_code: bool = False
             return cached(model_id, revision, f"the hub cannot be reached ({error})")
 
 
-def _download(model_id: str, revision: str | None, with_code: bool) -> Snapshot:
+def _download(model_id: str, revision: str | None, with_code: bool, with_weights: bool) -> Snapshot:
     info = HfApi().model_info(model_id, revision=revision, files_metadata=True)
     # From here on the very commit, so that nobody's push comes between two files.
     commit = info.sha or revision
@@ -68,7 +73,7 @@ def _download(model_id: str, revision: str | None, with_code: bool) -> Snapshot:
     def read(name: str) -> str:
         return Path(hf_hub_download(model_id, name, revision=commit, cache_dir=cache)).read_text(encoding="utf-8")
 
-    names = wanted_files(model_id, sizes, read, with_code)
+    names = wanted_files(model_id, sizes, read, with_code, with_weights)
     repository = cache / repository_name(model_id)
     with _watched(model_id, repository, names, sum(sizes[name] for name in names), commit):
         folder = snapshot_download(model_id, revision=commit, allow_patterns=names, cache_dir=cache)
@@ -101,14 +106,18 @@ def hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
 
 
 def wanted_files(
-    model_id: str, names: Collection[str], read: Callable[[str], str], with_code: bool = False
+    model_id: str,
+    names: Collection[str],
+    read: Callable[[str], str],
+    with_code: bool = False,
+    with_weights: bool = True,
 ) -> list[str]:
     """Of all files of a repository: configuration, tokenizer, templates, and one copy of the weights.
 
     `read` gives the text of a file; only an index is read. with_code: its Python files too.
     """
     top = [name for name in names if "/" not in name]
-    weights = choose_weights(model_id, top, read).names
+    weights = choose_weights(model_id, top, read).names if with_weights else ()
     suffixes = (*SMALL_FILE_SUFFIXES, ".py") if with_code else SMALL_FILE_SUFFIXES
     # Another format's index would promise files that are not there.
     small = [name for name in top if name.endswith(suffixes) and not _is_other_index(name, weights)]

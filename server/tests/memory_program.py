@@ -1,19 +1,24 @@
-"""One worker engine in a process of its own: prints, as JSON, how far the worst real steps go above what stays.
+"""One worker engine in a process of its own: prints, as JSON, what the worst real steps take and what its warm-up took.
 
-Arguments: model folder. The steps are those of plans, with everything that a request can ask for.
+Arguments: "process" or "tensors", model folder. "process": how far it goes above what it had when it was ready, and how
+far its warm-up said that it may. "tensors": the most that tensors had at a time, which is the same in every run. The
+steps are those of plans, with everything that a request can ask for.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from penstock_server.config import LoadConfig, WarmUpConfig
-from penstock_server.engine import Engine, memory
-from penstock_server.engine.capacity import CapacityProbe
-from penstock_server.engine.sampler import Sampler
-from penstock_server.phase import PhaseClock
+from penstock_server.engine import Engine, capacity, memory
 from penstock_server.plan import Advance, Grammar, NewSequence, Plan, Sampling
 
 BLOCK_TOKENS, STEP_TOKENS, SEQUENCES, LONGEST = 16, 256, 48, 1024
@@ -37,42 +42,99 @@ EVERYTHING = Sampling(
 )
 
 
-def transient_bytes(reset: memory.MemoryMeter) -> int:
-    """How far the peak since `reset` was made was above now."""
-    return reset.measure().transient
+# Beside the rest each makes the sampler work on a part of the rows.
+OTHERS = [Sampling(), Sampling(grammar=EVERYTHING.grammar), Sampling(top_n=20), replace(EVERYTHING, grammar=None)]
+
+
+class Driver:
+    """Sends plans, and fails with the first error of a sequence."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._step = 0
+
+    def run(self, advances: list[Advance], new: Sequence[NewSequence] = (), freed: Sequence[int] = ()) -> None:
+        self._step += 1
+        outputs = self._engine.step(Plan(self._step, freed, new, advances)).outputs
+        assert not any(output.error for output in outputs), [output.error for output in outputs]
+
+    def prefill(self, place: int, length: int, beside: list[Advance], freed: Sequence[int] = ()) -> None:
+        """A prompt in the largest chunks that are left beside the other advances."""
+        tokens = [(place * 131 + i * 7) % 40_000 + 20 for i in range(length)]
+        blocks = LONGEST // BLOCK_TOKENS
+        block_ids = list(range(place * blocks, (place + 1) * blocks))
+        sampling = OTHERS[place] if place < len(OTHERS) else EVERYTHING
+        new = [NewSequence(place, tokens, length, block_ids=block_ids, sampling=sampling)]
+        chunk = STEP_TOKENS - len(beside)
+        for begin in range(0, length, chunk):
+            num_tokens = min(chunk, length - begin)
+            advance = Advance(place, num_tokens, sample=begin + num_tokens == length)
+            self.run([*beside, advance], new if begin == 0 else (), freed if begin == 0 else ())
+
+
+@dataclass
+class Peak:
+    """The most bytes of tensors that there were at a time."""
+
+    num_bytes: int = 0
+
+
+@contextmanager
+def watched() -> Iterator[Peak]:
+    """What is allocated inside, above what was there; known when it ends."""
+    peak = Peak()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield peak
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    peak.num_bytes = max(itertools.accumulate(event.nbytes() for event in events))
+
+
+def warm_up(engine: Engine, watch: Callable[[], AbstractContextManager[Peak]]) -> tuple[capacity.Measured, Peak]:
+    """What its worst steps showed, and took while they were watched."""
+    measure: Callable[..., capacity.Measured] = capacity.CapacityProbe.measure
+    found: list[tuple[capacity.Measured, Peak]] = []
+
+    def listen(*arguments: object) -> capacity.Measured:
+        with watch() as peak:
+            measured = measure(*arguments)
+        found.append((measured, peak))
+        return measured
+
+    capacity.CapacityProbe.measure = listen  # type: ignore[method-assign, assignment]
+    engine.warm_up(LIMITS)
+    return found[0]
+
+
+def run_worst(driver: Driver) -> None:
+    # Prompts up to the longest sequence, each alone in its steps: the last of them end with the longest contexts.
+    for place in range(SEQUENCES):
+        driver.prefill(place, LONGEST - 32 if place < 8 else 64, [])
+    everybody = [Advance(i, 1, sample=True) for i in range(SEQUENCES)]
+    for _ in range(4):
+        driver.run(everybody)
+    # The end of the longest prompt beside all others' decodes.
+    driver.prefill(SEQUENCES - 1, LONGEST - 1, everybody[:-1], freed=[SEQUENCES - 1])
+    driver.run(everybody)
 
 
 def main() -> None:
-    config = LoadConfig(Path(sys.argv[1]), BLOCK_TOKENS, num_threads=2)
-    engine, _ = Engine.load(config)
-    group, device = engine._group, engine._device
-    probe = CapacityProbe(engine.model, group, device, BLOCK_TOKENS)
-    sampler = Sampler(engine.model.vocab_size, device, SEQUENCES, engine._watermark)
-    promised = probe.measure(LIMITS, sampler, PhaseClock()).transient_bytes
-    del sampler
-    engine.warm_up(LIMITS)
+    kind, folder = sys.argv[1:]
+    watch = watched if kind == "tensors" else partial(nullcontext, Peak())
+    engine, _ = Engine.load(LoadConfig(Path(folder), BLOCK_TOKENS, num_threads=2))
+    measured, promised = warm_up(engine, watch)
+    assert EVERYTHING.grammar is not None
     engine.compile_grammar(EVERYTHING.grammar)
-    blocks = LONGEST // BLOCK_TOKENS
-    meter = memory.MemoryMeter(device)
-    step = 0
-    # Prompts up to the longest sequence, each alone in its steps: the last of them end with the longest contexts.
-    for place in range(SEQUENCES):
-        length = LONGEST - 8 if place < 4 else 64
-        tokens = [(place * 131 + i * 7) % 40_000 + 20 for i in range(length)]
-        block_ids = list(range(place * blocks, (place + 1) * blocks))
-        new = [NewSequence(place, tokens, length, block_ids=block_ids, sampling=EVERYTHING)]
-        for begin in range(0, length, STEP_TOKENS):
-            step += 1
-            num_tokens = min(STEP_TOKENS, length - begin)
-            advance = Advance(place, num_tokens, sample=begin + num_tokens == length)
-            outputs = engine.step(Plan(step, (), new if begin == 0 else (), [advance])).outputs
-            assert not any(output.error for output in outputs), outputs
-    for _ in range(6):
-        step += 1
-        outputs = engine.step(Plan(step, advances=[Advance(i, 1, sample=True) for i in range(SEQUENCES)])).outputs
-        assert not any(output.error for output in outputs), outputs
+    meter = memory.MemoryMeter(engine._device)
+    with watch() as needed:
+        run_worst(Driver(engine))
+    if kind == "tensors":
+        print(json.dumps({"promised": promised.num_bytes, "needed": needed.num_bytes}))
+    else:
+        print(json.dumps({"promised": measured.step_bytes, "needed": meter.measure().transient}))
     engine.close()
-    print(json.dumps({"promised": promised, "needed": transient_bytes(meter)}))
 
 
 if __name__ == "__main__":

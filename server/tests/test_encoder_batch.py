@@ -35,7 +35,7 @@ BROKEN_SOURCES = {
     "computed": (
         NewSequence(1, [1] * 9, 9, 4, [1, 2, 3], num_source_tokens=5),
         10,
-        "has 4 computed tokens; with a source there can be none",
+        "has 4 computed tokens of a source of 5, which go together",
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -279,6 +279,22 @@ def test_warm_up_runs_the_worst_steps() -> None:
     assert warmup.mixed(limits) == ([13, 1, 1, 1], [50, 10, 10, 10])
 
 
+def test_the_worst_steps_are_plans_that_a_router_could_send() -> None:
+    limits = warmup.WorstStep(16, 4, 50, max_context_tokens=80, block_tokens=4)
+    plan = warmup.plan(limits, warmup.mixed(limits))
+    assert [advance.num_tokens for advance in plan.advances] == [13, 1, 1, 1]
+    assert [len(new.token_ids) for new in plan.new_sequences] == [50, 10, 10, 10]
+    assert [new.num_computed_tokens for new in plan.new_sequences] == [37, 9, 9, 9]
+    assert [len(new.block_ids) for new in plan.new_sequences] == [13, 3, 3, 3]
+    first = plan.new_sequences[0]
+    assert first.num_prompt_tokens == 50
+    assert first.sampling.prompt_logprobs
+    decode = warmup.plan(limits, warmup.decode(limits))
+    assert decode.new_sequences[0].num_prompt_tokens == 1, "penalties count what was generated"
+    without = warmup.plan(replace(limits, has_grammars=False), warmup.decode(limits))
+    assert not any(new.sampling.constrained for new in without.new_sequences)
+
+
 def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
     engine, description = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS), load_model=load_fake)
     assert isinstance(engine.model, FakeModel)
@@ -287,9 +303,11 @@ def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
     longest_bytes = engine.model.max_position_tokens // BLOCK_TOKENS << 24
     assert 1 <= capacity.num_blocks <= memory.default_cap_bytes(longest_bytes) >> 24
     assert len(engine.model.cache) == capacity.num_blocks
-    names = ["worst prefill", "worst decode", "worst mixed step", "allocate KV pool", "rehearse"]
+    worst = ["worst prefill", "worst decode", "worst mixed step"]
+    before, behind = ["measure memory", "first step"], ["wait for grammars", "measure what is left"]
+    names = [*before, *worst, *behind, "allocate KV pool", "rehearse"]
     assert [phase.name for phase in capacity.phases] == names
-    assert capacity.worst_step_s == max(phase.seconds for phase in capacity.phases[:3])
+    assert capacity.worst_step_s == max(phase.seconds for phase in capacity.phases if phase.name in worst)
     assert description.vocab_size == VOCAB
 
 

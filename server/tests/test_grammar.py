@@ -191,6 +191,27 @@ def bottomless() -> Grammar:
     return schema(**{"$ref": "#/$defs/d0", "$defs": {**chain, "d3000": {"type": "string"}}})
 
 
+def test_the_first_grammar_finds_a_process_that_was_started_before(small_folder: Path) -> None:
+    first = Trial(small_folder)
+    first.start()
+    assert first._process is not None
+    pid = first._process.pid
+    compiler = GrammarCompiler(small_folder, 40, first=first)
+    assert compiler.wait() > 1 << 20, "its memory, for each that may come"
+    compiler.compile(Grammar("regex", "a"))
+    assert first._process.pid == pid
+    others = [trial for trial in compiler._trials.queue if trial is not first]
+    assert [trial._process for trial in others] == [None]
+    compiler.close()
+
+
+def test_a_process_without_a_vocabulary_ends_by_itself(tmp_path: Path) -> None:
+    trial = Trial(tmp_path)
+    trial.start()
+    assert trial.wait() == 0
+    trial.close()
+
+
 def test_a_grammar_that_would_end_or_stop_the_worker_is_refused(compiler: GrammarCompiler) -> None:
     for grammar, message in ((runaway(), "takes more than 0.5 s"), (bottomless(), "nested too deeply")):
         with pytest.raises(GrammarError, match=message):

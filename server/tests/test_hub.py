@@ -214,3 +214,26 @@ def test_files_of_other_formats_are_not_fetched() -> None:
     ]
     names = ["model.safetensors", "pytorch_model.bin.index.json", "tokenizer.model", "chat_template.jinja"]
     assert wanted_files("x/y", names, unread) == ["chat_template.jinja", "model.safetensors", "tokenizer.model"]
+
+
+def test_weights_of_a_folder_take_the_place_of_the_hubs(hub: Hub, home: Path, tmp_path: Path) -> None:
+    weights = save_model(make_model("llama"), tmp_path / "weights", "1GB")
+    (weights / "tokenizer.json").write_text("not this one")
+    answer, _ = prepare(hub, home, "--weights", str(weights))
+    folder = Path(answer["folder"])
+    assert (folder / "model.safetensors").resolve() == weights / "model.safetensors"
+    assert (folder / "tokenizer.json").read_bytes() == hub.files["tokenizer.json"]
+    assert not any(".safetensors" in name for name, _ in hub.gets), "neither weights nor their index were fetched"
+    assert sorted(path.name for path in folder.glob("*.safetensors*")) == ["model.safetensors"]
+    again, _ = prepare(hub, home, "--weights", str(weights), HF_HUB_OFFLINE="1")
+    assert again["folder"] == answer["folder"]
+
+
+@pytest.mark.parametrize(("there", "reason"), [(False, "there is no folder"), (True, "holds no weights")])
+def test_a_folder_without_weights_is_refused(hub: Hub, home: Path, tmp_path: Path, there: bool, reason: str) -> None:
+    weights = tmp_path / "weights"
+    if there:
+        weights.mkdir()
+    answer, said = prepare(hub, home, "--weights", str(weights))
+    assert not answer
+    assert reason in said

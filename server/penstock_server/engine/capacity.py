@@ -5,17 +5,26 @@ Every rank comes to the same number, or refuses with the same words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import memory, warmup
-from penstock_server.engine.sampler import Sampler
 from penstock_server.errors import ConfigError
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
+from penstock_server.plan import Plan
+
+# What a step leaves free in the C library's heap may not fit the next one's pieces: at most all of it. 30 % were seen.
+_HEAP_FACTOR = 2
+# Of a prompt token with its alternatives, on its way to the router: 2.6 kB as Python's objects, 1.1 kB as protobuf's.
+_RESULT_BYTES = 4 << 10
+_MAX_RESULTS = 2  # one is translated while the next is made
+# Of a token that is known: in the sequence table, and in the plan that brings it, as protobuf's number and Python's.
+_KNOWN_BYTES = 4 + 4 + 8 + 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,11 @@ class Measured:
 
     num_blocks: int
     worst_step_s: float
-    transient_bytes: int  # what the worst step takes above what stays
+    step_bytes: int  # what a step takes at most above what stays
+
+
+Run = Callable[[Plan, int], object]  # a first plan, over a pool of so many blocks
+Wait = Callable[[], int]  # for what starts beside; the bytes that it will ask for later
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +48,9 @@ class CapacityProbe:
     group: RankGroup
     device: torch.device
     block_tokens: int
+    has_grammars: bool  # whether this model's output can be constrained
 
-    def measure(self, config: WarmUpConfig, sampler: Sampler, clock: PhaseClock) -> Measured:
+    def measure(self, config: WarmUpConfig, run: Run, wait: Wait, clock: PhaseClock) -> Measured:
         """Run the worst steps over a small pool, and count the blocks that fit beside them."""
         longest = self.longest_sequence(config)
         per_block = self.model.kv_bytes_per_block
@@ -47,26 +61,42 @@ class CapacityProbe:
             self.group.size if on_cpu else 1,
             cap_bytes=memory.default_cap_bytes(longest_bytes) if on_cpu and not config.num_blocks else None,
         )
-        meter = memory.MemoryMeter(self.device)
-        hoped_blocks = config.num_blocks or memory.usable_bytes(meter.measure(), share) // per_block
+        hoped_blocks = config.num_blocks
+        if not hoped_blocks:
+            with clock.phase("measure memory"):
+                free = memory.MemoryMeter(self.device).measure()
+            hoped_blocks = memory.usable_bytes(free, share) // per_block
         worst = warmup.WorstStep(
             config.max_step_tokens,
             config.max_step_sequences,
             longest,
             self.group.minimum(max(1, hoped_blocks)) * self.block_tokens,
             self.block_tokens,
-            self.model.max_source_tokens,
+            max_source_tokens=self.model.max_source_tokens,
+            has_grammars=self.has_grammars,
         )
         self.model.allocate_cache(worst.num_blocks())
         memory.touch_pages(self.model.caches)
+        with clock.phase("first step"):
+            # What is made once, or touched for the first time, is no part of a step.
+            run(warmup.plan(worst, warmup.first(worst)), worst.num_blocks())
+        meter = memory.MemoryMeter(self.device)
         seconds = []
         for name, step in warmup.worst_steps(worst):
+            plan = warmup.plan(worst, step)
             with clock.phase(name):
-                warmup.run(self.model, sampler, worst, step, self.device)
+                run(plan, worst.num_blocks())
             seconds.append(clock.phases[-1].seconds)
-        left = meter.measure(releasing=worst.num_blocks() * per_block)
+        with clock.phase("wait for grammars"):
+            beside = wait()
+        with clock.phase("measure what is left"):
+            left = meter.measure(releasing=worst.num_blocks() * per_block)
+        step_bytes = left.transient
+        if on_cpu:
+            step_bytes = _HEAP_FACTOR * step_bytes
+            left = replace(left, transient=step_bytes + beside + unseen_bytes(worst))
         num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
-        return Measured(num_blocks, max(seconds), left.transient)
+        return Measured(num_blocks, max(seconds), step_bytes)
 
     def longest_sequence(self, config: WarmUpConfig) -> int:
         """In tokens, as far as the model and the limits say."""
@@ -115,3 +145,11 @@ class CapacityProbe:
             )
         if not 0 < config.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction is {config.memory_fraction}, must be in (0, 1]")
+
+
+def unseen_bytes(worst: warmup.WorstStep) -> int:
+    """The most of the host's memory that the worst steps do not show: results on their way, and the tokens of every
+    sequence at its longest, which share their blocks."""
+    num_results = _MAX_RESULTS * (worst.max_step_tokens + worst.max_step_sequences)
+    longest = min(worst.max_sequence_tokens, worst.max_context_tokens)
+    return num_results * _RESULT_BYTES + worst.max_step_sequences * longest * _KNOWN_BYTES

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_server.config import Capacity, Description, LoadConfig, WarmUpConfig
-from penstock_server.engine import batch, memory
+from penstock_server.engine import batch, memory, warmup
 from penstock_server.engine.capacity import CapacityProbe, Measured
 from penstock_server.engine.constraint import Constraints
 from penstock_server.engine.device import DTYPES, choose_device, choose_dtype, choose_num_threads, usable_cores
@@ -25,6 +25,7 @@ from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError, PlanError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
+from penstock_server.grammar.trial import Trial
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
@@ -99,6 +100,11 @@ class Engine:
         torch.set_num_threads(choose_num_threads(config, world_size))
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        trial = None
+        if rank == 0 and (config.model_path / "tokenizer.json").is_file():
+            # Its process starts beside the loading, so that no grammar waits for it.
+            trial = Trial(config.model_path)
+            trial.start()
         with clock.phase("meet ranks"):
             backend = "nccl" if device.type == "cuda" else "gloo"
             group = RankGroup.join(rank, world_size, config.rendezvous, backend)
@@ -116,7 +122,7 @@ class Engine:
         compiler = None
         if rank == 0:
             with clock.phase("read vocabulary"):
-                compiler = GrammarCompiler(config.model_path, model.vocab_size)
+                compiler = GrammarCompiler(config.model_path, model.vocab_size, first=trial)
         description = Description(
             architecture=model.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),
@@ -148,14 +154,36 @@ class Engine:
     def warm_up(self, config: WarmUpConfig) -> Capacity:
         """Run the worst step, measure what is left, allocate the pool. Raises ConfigError when it cannot serve."""
         clock = PhaseClock()
-        probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens)
+        has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
+        probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens, has_grammars)
         probe.check_limits(config)
+        longest = probe.longest_sequence(config)
         sampler = Sampler(self.model.vocab_size, self._device, config.max_step_sequences, self._watermark)
+        grammars = None
+        if self._compiler is not None:
+            grammars = GrammarStates(self._compiler, max(1, min(_MAX_MASK_THREADS, usable_cores() // 2)))
+
+        def open_table(num_blocks: int) -> None:
+            limits = TableLimits(
+                vocab_size=self.model.vocab_size,
+                block_tokens=self._block_tokens,
+                num_blocks=num_blocks,
+                max_sequence_tokens=longest,
+                num_rows=config.max_step_sequences,
+                max_source_tokens=self.model.max_source_tokens,
+            )
+            self._ready = _Ready(config, sampler, SequenceTable(limits), grammars)
+
+        def run(plan: Plan, num_blocks: int) -> None:
+            open_table(num_blocks)
+            self.step(plan)
+            self.reset()
+
         measured = Measured(config.num_blocks, 0.0, 0)
         if config.proven:
             probe.check_room(config, config.num_blocks)
         else:
-            measured = probe.measure(config, sampler, clock)
+            measured = probe.measure(config, run, self._wait_beside, clock)
         num_blocks = measured.num_blocks
         with clock.phase("allocate KV pool"):
             self.model.allocate_cache(num_blocks)
@@ -165,21 +193,16 @@ class Engine:
             else:
                 memory.touch_pages(self.model.caches)
             memory.return_free_pages()
-        limits = TableLimits(
-            vocab_size=self.model.vocab_size,
-            block_tokens=self._block_tokens,
-            num_blocks=num_blocks,
-            max_sequence_tokens=min(probe.longest_sequence(config), num_blocks * self._block_tokens),
-            num_rows=config.max_step_sequences,
-            max_source_tokens=self.model.max_source_tokens,
-        )
-        grammars = None
-        if self._compiler is not None:
-            grammars = GrammarStates(self._compiler, max(1, min(_MAX_MASK_THREADS, usable_cores() // 2)))
-        self._ready = _Ready(config, sampler, SequenceTable(limits), grammars)
+        longest = min(longest, num_blocks * self._block_tokens)
+        self.model.serve_up_to(longest)
+        open_table(num_blocks)
         with clock.phase("rehearse"):
             self._rehearse()
         return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s)
+
+    def _wait_beside(self) -> int:
+        """Until everything that starts beside the warm-up has its memory; the bytes that will be asked for later."""
+        return 0 if self._compiler is None else self._compiler.wait()
 
     def _rehearse(self) -> None:
         """A prompt and a decode through everything that a request passes: nothing is used for the first time by one."""

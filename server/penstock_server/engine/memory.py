@@ -10,6 +10,7 @@ import gc
 import mmap
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Memory:
 
     total: int
     available: int  # not used by anybody
-    transient: int  # what the worst step takes above what stays
+    transient: int  # how far the peak was above the beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +51,29 @@ class MemoryMeter:
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
         else:
+            return_free_pages()
             _reset_peak_resident()
+            self._before = _status_bytes("VmRSS")
 
     def measure(self, releasing: int = 0) -> Memory:
-        """What there is, what is free, and how far the peak since the start was above now.
+        """What there is, what is free, and how far the peak since the start was above the start.
 
+        Above the start, not above now: what stays may have come before the peak or after it.
         `releasing` bytes are in use now and will be given back; they count as free.
         """
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            transient = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+            transient = torch.cuda.max_memory_allocated(self._device) - self._before
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self._device)
             return Memory(total, free + releasing, transient)
-        peak = _status_bytes("VmHWM")
+        transient = _status_bytes("VmHWM") - self._before
         return_free_pages()
         total, available = _host_memory()
-        return Memory(total, available + releasing, max(0, peak - _status_bytes("VmRSS")))
+        return Memory(total, available + releasing, max(0, transient))
 
 
 def usable_bytes(memory: Memory, share: Share) -> int:
@@ -87,9 +92,12 @@ def default_cap_bytes(longest_sequence_bytes: int) -> int:
 
 def touch_pages(tensors: Sequence[torch.Tensor]) -> None:
     """Let the system back every page of the tensors now. What they hold may be lost; a new tensor holds nothing."""
-    for tensor in tensors:
-        if tensor.device.type == "cpu" and not _populate(tensor):
-            tensor.zero_()
+    on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    # PERF: a virtual machine's host backs pages as they are touched, for each core by itself.
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for tensor, is_touched in zip(on_cpu, threads.map(_populate, on_cpu), strict=True):
+            if not is_touched:
+                tensor.zero_()
 
 
 def touch_pages_beside(tensors: Sequence[torch.Tensor]) -> None:

@@ -183,8 +183,8 @@ class SequenceTable:
             return f"has {num} source tokens, at most {limit} are allowed"
         if num >= new.num_prompt_tokens:
             return f"has {num} source tokens, so its prompt must have more than {new.num_prompt_tokens}"
-        if new.num_computed_tokens:
-            return f"has {new.num_computed_tokens} computed tokens; with a source there can be none"
+        if 0 < new.num_computed_tokens < num:
+            return f"has {new.num_computed_tokens} computed tokens of a source of {num}, which go together"
         return ""
 
     def _block_refusal(self, block_ids: Sequence[int], num_blocks: int) -> str:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import LifoQueue
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -30,9 +30,11 @@ _STACK_BYTES = 64 << 20  # of threads that compile or make masks: sixteen times 
 
 
 class GrammarCompiler:
-    """Compiles, and remembers the most recently used. Any thread may call."""
+    """Compiles, and remembers the most recently used. Any thread may call. first: a trial whose process was begun."""
 
-    def __init__(self, folder: Path, vocab_size: int, time_limit_s: float = TIME_LIMIT_S) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, time_limit_s: float = TIME_LIMIT_S, first: Trial | None = None
+    ) -> None:
         self._vocabulary: LLTokenizer | None = None
         self._unusable = ""
         try:
@@ -43,9 +45,12 @@ class GrammarCompiler:
         self._num_waiting = 0
         self._lock = threading.Lock()
         self._pool = threads_with_stack(MAX_RUNNING, "grammar")
-        self._trials: SimpleQueue[Trial] = SimpleQueue()
-        for _ in range(MAX_RUNNING):
-            self._trials.put(Trial(folder, vocab_size, time_limit_s))
+        # The one that was used last is used next: others are started when several grammars compile at a time.
+        self._trials: LifoQueue[Trial] = LifoQueue()
+        for _ in range(MAX_RUNNING - 1):
+            self._trials.put(Trial(folder, time_limit_s))
+        self._first = first or Trial(folder, time_limit_s)
+        self._trials.put(self._first)
 
     @property
     def vocab_size(self) -> int:
@@ -56,6 +61,18 @@ class GrammarCompiler:
     def eos_ids(self) -> list[int]:
         """The tokens that end a text of any sequence."""
         return [] if self._vocabulary is None else self._vocabulary.eos_tokens
+
+    def wait(self) -> int:
+        """Wait until the first trial's process is ready, if it was begun. The bytes that the others would have."""
+        return self._first.wait() * (MAX_RUNNING - 1)
+
+    def rehearse(self, grammar: Grammar) -> bool:
+        """Whether there is a vocabulary; then this grammar, which needs no trial, is compiled and remembered."""
+        if self._vocabulary is None:
+            return False
+        with self._lock:
+            self._known[grammar] = self._pool.submit(build_matcher, self._vocabulary, grammar)
+        return True
 
     def compile(self, grammar: Grammar) -> bool:
         """Wait until it is compiled; whether it was there already. Raises GrammarError when it cannot be used."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -23,19 +24,37 @@ TIME_LIMIT_S = 5.0  # of CPU time, so that a busy machine refuses nothing that a
 _START_LIMIT_S = 60.0  # until the process has read the vocabulary
 _MEMORY_BYTES = 1 << 30  # of address space
 _STACK_BYTES = 4 << 20  # the worker compiles on more
+_READY = "ready\n"
 
 
 class Trial:
-    """One such process; started by the first grammar, started again after one that ended it. One call at a time."""
+    """One such process; started by `start` or the first grammar, and again after one that ended it. One call at a
+    time."""
 
-    def __init__(self, folder: Path, vocab_size: int, time_limit_s: float = TIME_LIMIT_S) -> None:
-        self._arguments = [str(folder), str(vocab_size), str(time_limit_s)]
+    def __init__(self, folder: Path, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._arguments = [str(folder), str(time_limit_s)]
         self._time_limit_s = time_limit_s
         self._process: subprocess.Popen[str] | None = None
+        self._is_ready = False
+
+    def start(self) -> None:
+        """Begin to start the process, if it is not there; what it needs it reads beside the caller."""
+        if self._process is None:
+            self._process = self._spawn()
+
+    def wait(self) -> int:
+        """Wait until a process that was begun has read what it needs; the bytes of memory that it has. 0: none."""
+        process = self._process
+        if process is None or not self._hear_ready(process):
+            return 0
+        resident = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        return int(resident[1]) << 10 if resident else 0
 
     def check(self, grammar: Grammar) -> None:
         """Returns when the grammar can be compiled within the limits; raises GrammarError otherwise."""
-        process = self._process or self._start()
+        self.start()
+        process = self._process
+        assert process is not None
         line = ""
         try:
             line = self._ask(process, grammar)
@@ -53,6 +72,7 @@ class Trial:
     def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
+        self._is_ready = False
         if process is None:
             return
         process.terminate()  # one that has ended already keeps the reason of its end
@@ -62,21 +82,29 @@ class Trial:
             with suppress(BrokenPipeError):
                 pipe.close()
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _spawn(self) -> subprocess.Popen[str]:
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(  # noqa: S603 - this program itself
+        return subprocess.Popen(  # noqa: S603 - this program itself
             [sys.executable, "-m", __name__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
-        return self._process
+
+    def _hear_ready(self, process: subprocess.Popen[str]) -> bool:
+        """Whether it said, or had said before, that it is ready; it ends instead when the vocabulary is of no use."""
+        if not self._is_ready:
+            assert process.stdout is not None
+            self._is_ready = process.stdout.readline() == _READY
+        return self._is_ready
 
     def _ask(self, process: subprocess.Popen[str], grammar: Grammar) -> str:
         """The answer's line; empty when the process ended over it."""
         assert process.stdin is not None
         assert process.stdout is not None
+        if not self._hear_ready(process):
+            return ""
         try:
             process.stdin.write(json.dumps({"kind": grammar.kind, "text": grammar.text}) + "\n")
             process.stdin.flush()
@@ -85,18 +113,25 @@ class Trial:
         return process.stdout.readline()
 
 
-def main(folder: str, vocab_size: str, time_limit_s: str) -> None:
+def main(folder: str, time_limit_s: str) -> None:
     """The process: a line with a grammar in, a line with its error out, until the worker is gone."""
+    os.nice(10)
+    # Where memory runs out, it is this process that ends, and not the worker.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     from penstock_server.grammar.language import build_matcher
     from penstock_server.grammar.vocabulary import read_vocabulary
 
-    os.nice(10)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     signal.setitimer(signal.ITIMER_PROF, _START_LIMIT_S)
-    vocabulary = read_vocabulary(Path(folder), int(vocab_size))
+    try:
+        vocabulary = read_vocabulary(Path(folder))
+    except GrammarError:
+        return  # the worker knows it too
     signal.setitimer(signal.ITIMER_PROF, 0)
+    print(_READY, end="", flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, float(time_limit_s))
         try:

@@ -20,28 +20,30 @@ _STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [*(_STRING_CHARACTER + f"{{1,{length}}}" for length in (4, 7, 10, 15, 30)), _STRING_CHARACTER + "+"]
 
 
-def read_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer:
-    """The vocabulary of a model folder; ids that only the model's logits have are never allowed.
+def read_vocabulary(folder: Path, vocab_size: int | None = None) -> LLTokenizer:
+    """The vocabulary of a model folder; ids that only the model's logits have are never allowed. vocab_size: how many
+    logits there are; None: as many as the tokenizer knows tokens.
 
     Raises GrammarError when the folder has no tokenizer.json, or one whose tokens are no bytes.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise GrammarError("this model has no tokenizer.json, so its output cannot be constrained by a grammar")
-    eos_ids = [token_id for token_id in _eos_ids(folder) if 0 <= token_id < vocab_size]
+    eos_ids = [token_id for token_id in _eos_ids(folder) if vocab_size is None or token_id < vocab_size]
     try:
         vocabulary = _build(path, vocab_size, eos_ids)
         named = _eos_text(folder)
         if named:
             ids = vocabulary.tokenize_str(named, parse_special=True)
-            if len(ids) == 1 and ids[0] not in vocabulary.eos_tokens and ids[0] < vocab_size:
+            has_logit = len(ids) == 1 and (vocab_size is None or ids[0] < vocab_size)
+            if has_logit and ids[0] not in vocabulary.eos_tokens:
                 vocabulary = _build(path, vocab_size, [*eos_ids, ids[0]])
     except ValueError as error:
         raise GrammarError(f"this model's tokenizer cannot be constrained by a grammar: {error}") from error
     return vocabulary
 
 
-def _build(path: Path, vocab_size: int, eos_ids: list[int]) -> LLTokenizer:
+def _build(path: Path, vocab_size: int | None, eos_ids: list[int]) -> LLTokenizer:
     eos = eos_ids or None  # None: llguidance finds it in the tokenizer
     try:
         return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=eos, slices=_SLICES)
@@ -59,7 +61,7 @@ def _eos_ids(folder: Path) -> list[int]:
     for source in (_read(folder / "generation_config.json"), config, config.get("text_config")):
         named = source.get("eos_token_id") if isinstance(source, dict) else None
         for token_id in named if isinstance(named, list) else [named]:
-            if isinstance(token_id, int) and token_id not in found:
+            if isinstance(token_id, int) and token_id >= 0 and token_id not in found:
                 found.append(token_id)
     return found
 

@@ -23,19 +23,29 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True  # yarn's range of blended frequencies is rounded to whole ones
-    factors: tuple[float, ...] = ()  # longrope: a divisor for every frequency
+    short_factors: tuple[float, ...] = ()  # longrope: a divisor for every frequency, up to the original length
+    long_factors: tuple[float, ...] = ()  # longrope: the same, where sequences may be longer
     magnitude: float = 1.0  # of the rotated vectors: multiplies cosines and sines
     interleaved: bool = False  # pairs are neighbours (GPT-J), not number i and number i + rotary_dim / 2
 
 
 def rope_tables(spec: RopeSpec, max_position_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines [max_position_tokens, rotary_dim / 2], float32."""
-    angles = torch.outer(torch.arange(max_position_tokens, dtype=torch.float32), inverse_frequencies(spec))
+    frequencies = inverse_frequencies(spec, max_position_tokens)
+    angles = torch.outer(torch.arange(max_position_tokens, dtype=torch.float32), frequencies)
     return (angles.cos() * spec.magnitude).to(device), (angles.sin() * spec.magnitude).to(device)
 
 
-def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """[rotary_dim / 2], float32."""
+def fit_tables(spec: RopeSpec, tables: tuple[Tensor, Tensor], max_sequence_tokens: int) -> None:
+    """Changes tables, in place, to what they are where no sequence is longer than that."""
+    if spec.kind == "longrope":
+        fitting = rope_tables(spec, max_sequence_tokens, tables[0].device)
+        for table, values in zip(tables, fitting, strict=True):
+            table[:max_sequence_tokens] = values
+
+
+def inverse_frequencies(spec: RopeSpec, max_position_tokens: int) -> Tensor:
+    """[rotary_dim / 2], float32, where no sequence is longer than that."""
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
     frequencies = 1.0 / (spec.theta**exponents)
     if spec.kind == "default":
@@ -43,7 +53,8 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
     if spec.kind == "linear":
         return frequencies / spec.factor
     if spec.kind == "longrope":
-        return 1.0 / (torch.tensor(spec.factors, dtype=torch.float32) * spec.theta**exponents)
+        factors = spec.long_factors if max_position_tokens > spec.original_max_tokens else spec.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta**exponents)
     if spec.kind == "yarn":
         return _yarn(frequencies, spec)
     assert spec.kind == "llama3"

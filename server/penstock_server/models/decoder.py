@@ -14,6 +14,7 @@ from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.native_stack import NativeStack
 from penstock_server.layers.norm import Norm
+from penstock_server.layers.rope import fit_tables
 from penstock_server.layers.vocabulary import VocabularyHead
 from penstock_server.models.encoder import Encoder, split
 from penstock_server.models.layer import Layer, Stream
@@ -64,11 +65,16 @@ class Decoder:
         self.attention_name = " and ".join(sorted({attention.name for attention in self.attentions}))
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in self.attentions)
         self.weight_bytes = loader.loaded_bytes
+        self._ropes = context.ropes
 
     def allocate_cache(self, num_blocks: int) -> None:
         # The old pool goes first: both together may not fit.
         self.caches = []
         self.caches = [attention.allocate(num_blocks, 1)[0] for attention in self.attentions]
+
+    def serve_up_to(self, max_sequence_tokens: int) -> None:
+        for spec, tables in self._ropes.items():
+            fit_tables(spec, tables, max_sequence_tokens)
 
     def logits(self, outputs: Tensor) -> Tensor | None:
         return self.head(outputs)

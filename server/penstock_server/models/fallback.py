@@ -6,7 +6,6 @@ each is tried at load: it must give, in chunks and beside others, the logits tha
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from functools import partial
@@ -47,7 +46,9 @@ class Fallback:
         self.architecture: str = model.config.model_type
         self.load_phases: list[tuple[str, float]] = []
         self.caches: list[Tensor] = []
-        self._model, self._trunk = model, model.base_model
+        self._model = model
+        # Llama 4's class calls it by another name than it has.
+        self._trunk = getattr(model, "model", model) if model.base_model is model else model.base_model
         if self._trunk is model:
             raise ConfigError("its class does not tell its decoder from its head")
         _check_ropes(model)
@@ -77,6 +78,9 @@ class Fallback:
         self.release_cache()
         self.caches = [attention.allocate(num_blocks, 1)[0] for attention in self._pager.attentions]
 
+    def serve_up_to(self, max_sequence_tokens: int) -> None:
+        """Nothing depends on it: `_check_ropes`."""
+
     def release_cache(self) -> None:
         self.caches = []
 
@@ -101,14 +105,26 @@ class Fallback:
 
     def _head(self, outputs: Tensor) -> Tensor:
         """The model's whole way from its decoder's outputs to logits, scales and caps too: the decoder is left out."""
-        result = importlib.import_module("transformers.modeling_outputs").MoeModelOutputWithPast
-        self._trunk.forward = lambda *_, **__: result(last_hidden_state=outputs[None])
+        self._trunk.forward = lambda *_, **__: _Hidden(outputs[None])
         ids = torch.zeros((1, outputs.shape[0]), dtype=torch.int64, device=outputs.device)
         try:
             logits: Tensor = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         finally:
             del self._trunk.forward
         return logits.to(outputs.dtype)
+
+
+class _Hidden:
+    """A decoder's outputs as a head reads them: one tensor, and None for all that other decoders say beside."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:

@@ -45,6 +45,10 @@ class CausalModel(Protocol):
         """Make the paged KV pool, replacing one made before."""
         ...
 
+    def serve_up_to(self, max_sequence_tokens: int) -> None:
+        """No sequence will be longer. Called once, before the first step that counts."""
+        ...
+
     def forward(self, batch: StepBatch) -> Tensor:
         """One step: the outputs [samples, hidden] of `batch.sample_rows`, in the model's dtype, for `logits`. Rows of
         sources have none, and may not be among them."""

@@ -87,23 +87,27 @@ def _yarn(config: Config, rope: Config, theta: float, rotary_dim: int, interleav
 
 
 def _longrope(config: Config, rope: Config, theta: float, rotary_dim: int, interleaved: bool) -> RopeSpec:
-    """The long factors where sequences may be longer than in training, else the short ones.
-
-    COMPAT: transformers chooses by each text's length. Keys that stay in a cache, are shared by prompts of any length
-    and must not depend on how a prompt was cut can have been rotated in one way only.
+    """COMPAT: transformers chooses between short and long factors by each text's length. Keys that stay in a cache, are
+    shared by prompts of any length and must not depend on how a prompt was cut can have been rotated in one way only:
+    that of the longest sequence that is served, as in vLLM.
     """
     original, longest = _original_max_tokens(config, rope), config.require("max_position_embeddings", int)
     factor = rope.get("factor", longest / original)
     magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    key = "long_factor" if longest > original else "short_factor"
-    factors = rope.values.get(key)
-    if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
-        raise config.refuse(f"{key} of rope scaling must be a list of {rotary_dim // 2} numbers, not {factors!r}")
     return RopeSpec(
         "longrope",
         theta,
         rotary_dim,
-        factors=tuple(float(value) for value in factors),
+        original_max_tokens=original,
+        short_factors=_factors(config, rope, "short_factor", rotary_dim),
+        long_factors=_factors(config, rope, "long_factor", rotary_dim),
         magnitude=rope.get("attention_factor", magnitude),
         interleaved=interleaved,
     )
+
+
+def _factors(config: Config, rope: Config, key: str, rotary_dim: int) -> tuple[float, ...]:
+    factors = rope.values.get(key)
+    if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
+        raise config.refuse(f"{key} of rope scaling must be a list of {rotary_dim // 2} numbers, not {factors!r}")
+    return tuple(float(value) for value in factors)

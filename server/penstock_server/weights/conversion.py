@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from penstock_server.errors import ConfigError
 from penstock_server.progress import Progress
 from penstock_server.weights.cache import content_key, made_folder
-from penstock_server.weights.folder import INDEX_NAME, SUFFIXES, WeightFiles, is_weight_name
+from penstock_server.weights.folder import INDEX_NAME, WeightFiles, is_weight_or_index
 from penstock_server.weights.safetensors_header import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 def _renew_links(source: Path, made: Path) -> None:
     """Links in `made` to whatever else lies in `source`, and to nothing that is gone."""
-    wanted = {path.name: path for path in source.resolve().iterdir() if not _is_weight_or_index(path.name)}
+    wanted = {path.name: path for path in source.resolve().iterdir() if not is_weight_or_index(path.name)}
     for path in made.iterdir():
         if path.is_symlink() and (path.name not in wanted or path.readlink() != wanted[path.name]):
             path.unlink(missing_ok=True)
@@ -146,7 +146,3 @@ def _renew_links(source: Path, made: Path) -> None:
             (made / name).symlink_to(path)
         except FileExistsError:
             continue  # there already, or another process was faster
-
-
-def _is_weight_or_index(name: str) -> bool:
-    return name.endswith(".index.json") or any(is_weight_name(name, kind) for kind in SUFFIXES)

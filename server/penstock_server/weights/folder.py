@@ -88,6 +88,11 @@ def is_weight_name(name: str, kind: str) -> bool:
     return name.endswith(SUFFIXES[kind]) and not NOT_WEIGHTS.fullmatch(name)
 
 
+def is_weight_or_index(name: str) -> bool:
+    """Whether a file belongs to weights of any format, by its name."""
+    return name.endswith(".index.json") or any(is_weight_name(name, kind) for kind in SUFFIXES)
+
+
 def _weight_map(where: str, index: str, read: Callable[[str], str], suffixes: tuple[str, ...]) -> dict[str, str]:
     try:
         weight_map: Any = json.loads(read(index))["weight_map"]

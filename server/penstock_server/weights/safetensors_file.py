@@ -23,6 +23,7 @@ LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "B
 # PERF: of a tensor so many bytes are resident at a time beside what is made of them, and they are still in the
 # cache when they are checked; smaller pieces leave threads idle.
 PIECE_BYTES = 8 << 20
+AHEAD_BYTES = 4 * PIECE_BYTES  # tensors are read in about the order in which they lie in their file
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,10 @@ class SafetensorsCheckpoint:
         step = max(1, PIECE_BYTES // row_bytes)
         for row in range(0, len(wanted), step):
             piece, filled = wanted[row : row + step], target[row : row + step]
+            start = place.start + (first_row + row) * row_bytes
+            file.expect(start, AHEAD_BYTES)
             filled.copy_(piece)
             check_finite(filled, piece, name, file.path)
-            start = place.start + (first_row + row) * row_bytes
             file.forget(start, start + len(piece) * row_bytes)
 
     def close(self) -> None:

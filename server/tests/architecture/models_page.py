@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from cases import CASES
 
-COLUMNS = ("float32", "bfloat16", "greedy", "ranks")
+COLUMNS = ("float32", "bfloat16", "greedy", "2 ranks", "3 ranks", "4 ranks")
 HEAD = """# Models
 
 Every architecture that Penstock serves, by the `model_type` of a model's `config.json`, and how the last run of its
@@ -21,7 +22,19 @@ random weights are made, several where layouts differ by size, and compared with
 - **bfloat16**: logits within 2e-2 of their scale; the root mean square of the differences, divided by the logits'.
 - **greedy**: 64 tokens of three sequences, equal to those of `transformers`, with chunks of prompts, a shared prefix
   (answers to sources share none) and a preemption; the number of tokens compared.
-- **ranks**: logits on two and three ranks within 1e-4 of those on one, and the same tokens; the largest difference.
+- **2, 3, 4 ranks**: logits on so many ranks within 1e-4 of those on one (which the columns before are about), and the
+  same tokens; the largest difference. KV heads are copied where there are fewer than ranks, heads are dealt out
+  unevenly where ranks do not divide them, experts are dealt out whole, or cut where there are fewer than ranks; and the
+  ranks' memory is what that arithmetic says.
+
+"""
+SWEEP_HEADING = "## Other models of transformers"
+SWEEP = """
+Every other causal model of the installed `transformers` is tried too, one tiny model with random weights each, made of
+its default configuration with small sizes: over our attention and cache on one rank, in chunks, beside others, over a
+shared prefix and through a preemption, it must give the tokens of `transformers`, or be refused with a reason before
+the server is ready. A published model whose configuration differs from the default may be refused all the same: each is
+tried at load. *not tried*: `transformers` does not make such a model of a configuration that was made automatically.
 
 """
 
@@ -64,9 +77,22 @@ class Measured:
     def outcome(self, case: str, column: str, passed: bool) -> None:
         self.rows[CASES[case].model_type].passed.setdefault(column, []).append(passed)
 
+    @cached_property
+    def others(self) -> dict[str, str]:
+        """What became of model types that have no decoder of ours."""
+        return {}
+
+    def other(self, model_type: str, outcome: str) -> None:
+        self.others[model_type] = outcome
+
     def write(self, path: Path) -> None:
-        lines = [f"| model type | tiny models | {' | '.join(COLUMNS)} |", "|---|---|---|---|---|---|"]
+        lines = [f"| model type | tiny models | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
         for model_type, row in sorted(self.rows.items()):
             cells = " | ".join(row.cell(column) for column in COLUMNS)
             lines.append(f"| `{model_type}` | {', '.join(row.cases)} | {cells} |")
-        path.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+        others = ["| model type | |", "|---|---|"]
+        for model_type, outcome in sorted(self.others.items()):
+            said = re.sub(r" \(\w+(, \w+){9,}\)", "", outcome).removeprefix(f"model type {model_type!r} ")
+            others.append(f"| `{model_type}` | {'✓ served' if outcome == 'served' else said.replace('|', ' ')} |")
+        table, other_table = "\n".join(lines), "\n".join(others)
+        path.write_text(f"{HEAD}{table}\n\n{SWEEP_HEADING}\n{SWEEP}{other_table}\n", encoding="utf-8")

@@ -34,7 +34,8 @@ class RankPool:
         ]
 
     def run(self, folder: Path, size: int, **arguments: Any) -> Any:
-        """What `rank_program.run` found on rank 0, with these other arguments of its own."""
+        """What `rank_program.run` found on rank 0, with these other arguments of its own, and `ranks_weight_bytes`:
+        what each of them holds."""
         import torch
 
         with tempfile.TemporaryDirectory() as place:
@@ -51,8 +52,9 @@ class RankPool:
                 process.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
                 process.stdin.flush()
             answers = [process.stdout.readline() if process.stdout is not None else "" for process in ranks]
-            assert answers == ["done\n"] * size, answers
-            return torch.load(f"{place}/out")
+            assert all(answer.startswith("done ") for answer in answers), answers
+            weight_bytes = [int(answer.split()[1]) for answer in answers]
+            return {**torch.load(f"{place}/out"), "ranks_weight_bytes": weight_bytes}
 
     def close(self) -> None:
         for process in self.processes:
@@ -73,7 +75,7 @@ def main() -> None:
         if group.rank == 0:
             torch.save(result, job["out"])
         torch.distributed.destroy_process_group()
-        print("done", flush=True)
+        print("done", result["weight_bytes"], flush=True)
 
 
 if __name__ == "__main__":

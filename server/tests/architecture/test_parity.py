@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import transformers
 from cases import CASES, VOCAB, Case
 from engine_run import EngineRun
 from model_driver import DrivenSequence, ModelDriver
-from models_page import Measured
+from models_page import SWEEP_HEADING, Measured
 from near_tie import Followed
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
@@ -28,6 +28,7 @@ from penstock_server.parallel import RankGroup
 from rank_pool import RankPool
 from rank_program import run
 from safetensors.torch import load_file, save_file
+from shares import copied_numbers, held_bytes
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
@@ -171,39 +172,30 @@ def test_greedy_tokens_are_those_of_transformers(made: Made, measured: Measured)
         measured.tokens(made.name, len(tokens))
 
 
-@pytest.mark.column("ranks")
-@pytest.mark.parametrize(("size", "exact"), [(2, True), (3, True), (2, False)])
-def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool, measured: Measured) -> None:
-    measured.difference(made.name, "ranks", check_ranks(made, pool, size, exact))
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("size", "exact"),
     [
-        "llama-biases",
-        "falcon-40b",
-        "olmo2",
-        "stablelm-12b",
-        "gpt2",
-        "dbrx",
-        "deepseek-v3",
-        "mixtral-two-experts",
-        "t5-v1.1",
+        pytest.param(size, exact, marks=pytest.mark.column(f"{size} ranks"))
+        for size, exact in ((2, True), (3, True), (4, True), (2, False))
     ],
 )
-def test_four_ranks_agree_with_one(make: Callable[[str], Made], pool: RankPool, name: str) -> None:
-    check_ranks(make(name), pool, 4, exact=True)
-
-
-def check_ranks(made: Made, pool: RankPool, size: int, exact: bool) -> float:
-    """The largest difference between logits."""
+def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool, measured: Measured) -> None:
+    """Their logits and tokens are those of one rank, and they hold what one holds, and the copies that are expected."""
     texts = prompts(4, [19, made.shortest + 12, made.shortest + 1], VOCAB)
     sources = [made.case.num_source(text) for text in texts]
-    one = run(made.folder, "float32", RankGroup(), texts, 6, sources=sources)
+    one = alone(made.folder, tuple(map(tuple, texts)), tuple(sources))
     several = pool.run(made.folder, size, dtype="float32", texts=texts, num_tokens=6, exact=exact, sources=sources)
     torch.testing.assert_close(several["logits"], one["logits"], atol=1e-4, rtol=1e-4)
     assert several["tokens"] == one["tokens"]
-    return float((several["logits"] - one["logits"]).abs().max())
+    assert several["ranks_weight_bytes"] == [held_bytes(made.folder, rank, size, exact) for rank in range(size)]
+    copies = 4 * sum(copied_numbers(made.folder, size, exact).values())
+    assert sum(several["ranks_weight_bytes"]) == one["weight_bytes"] + copies
+    measured.difference(made.name, f"{size} ranks", float((several["logits"] - one["logits"]).abs().max()))
+
+
+@functools.lru_cache(maxsize=1)
+def alone(folder: Path, texts: tuple[tuple[int, ...], ...], sources: tuple[int, ...]) -> dict[str, Any]:
+    return run(folder, "float32", RankGroup(), [list(text) for text in texts], 6, sources=list(sources))
 
 
 def test_every_architecture_has_a_case() -> None:
@@ -233,6 +225,23 @@ def test_the_theta_of_published_dbrx_counts(tmp_path: Path) -> None:
     assert rope.theta == 1000.0
 
 
+def test_factors_of_a_rope_follow_the_longest_sequence_that_is_served(tmp_path: Path) -> None:
+    """transformers takes a text's own length, so the same texts must be equal on either side of the original one."""
+    case = CASES["phi3-long-rope"]
+    values = {**case.values, "original_max_position_embeddings": 32}
+    reference = make_model("phi3-long-rope", replace(case, values=values))
+    driver = driver_of(save_model(reference, tmp_path), torch.float32, block_tokens=4)
+    short, long = prompts(6, [20, 40], VOCAB)
+    for served, text, other in ((256, long, short), (32, short, None)):
+        driver.model.serve_up_to(served)
+        for tokens, is_equal in ((text, True), (other, False)):
+            if tokens is not None:
+                logits = driver.step([(driver.sequence(tokens), len(tokens))], every_row=True)
+                with torch.inference_mode():
+                    expected = reference(torch.tensor([tokens]), use_cache=False).logits[0]
+                assert torch.allclose(logits, expected, atol=1e-4, rtol=1e-4) == is_equal
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.published is None])
 def test_a_configuration_that_leaves_keys_out_means_what_transformers_takes(name: str) -> None:
     case = CASES[name]
@@ -253,7 +262,7 @@ def check_defaults(case: Case, given: dict[str, Any]) -> None:
 def test_the_page_of_models_lists_every_architecture(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--models-table", None):
         pytest.skip("the page is being written")
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8").split(SWEEP_HEADING)[0]
     listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert listed == sorted(ARCHITECTURES), "the page is stale: make docs"
     assert "✗" not in page

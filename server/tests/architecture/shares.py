@@ -1,0 +1,45 @@
+"""What each rank holds of a model's parameters, by arithmetic over their table."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from penstock_server.layers.shard import Shard
+from penstock_server.models.parameters import parameters
+from penstock_server.models.registry import read_spec
+from penstock_server.parallel import RankGroup
+from penstock_server.weights.loader import Parameter
+
+
+def tables(folder: Path, size: int, exact: bool) -> list[dict[str, Parameter]]:
+    """The parameters of each rank."""
+    spec, _ = read_spec(folder)
+    groups = [RankGroup(rank, size) for rank in range(size)]
+    return [parameters(spec, Shard.of(spec.hidden_size, spec.vocab_size, group, exact)) for group in groups]
+
+
+def held_bytes(folder: Path, rank: int, size: int, exact: bool) -> int:
+    """Of one rank, in float32."""
+    return 4 * sum(math.prod(parameter.local_shape) for parameter in tables(folder, size, exact)[rank].values())
+
+
+def copied_numbers(folder: Path, size: int, exact: bool) -> dict[str, int]:
+    """Of each parameter, how many numbers all ranks together hold beyond one copy; those without copies are left out.
+
+    Fails where a number is on no rank.
+    """
+    of_ranks = tables(folder, size, exact)
+    copied: dict[str, int] = {}
+    for name, parameter in tables(folder, 1, exact)[0].items():
+        parts = [table[name].part for table in of_ranks]
+        if any(part is not None for part in parts):
+            held = [part for part in parts if part is not None]
+            assert len(held) == size, name
+            dimension = (held[0].view or parameter.shape)[held[0].dim]
+            assert {index for part in held for index in part.range} == set(range(dimension)), name
+        numbers = sum(math.prod(table[name].local_shape) for table in of_ranks) - math.prod(parameter.local_shape)
+        assert numbers >= 0
+        if numbers:
+            copied[name] = numbers
+    return copied

@@ -1,0 +1,44 @@
+"""What ranks hold more than once: vectors, small matrices before a split, and KV heads where there are too few."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cases import CASES
+from penstock_server.models.registry import read_spec
+from shares import copied_numbers, tables
+from test_parity import Made, make, one_thread  # noqa: F401 - fixtures
+
+# Norms and biases of whole results, learned positions, routers, projections around the embedding, and what latent
+# attention computes for all heads at once.
+WHOLE = (
+    r"(.*norm.*|positions\.weight|project_(in|out)\.weight|.*\.(router|alpha_[pn]).*|.*\.(q_a|kv_a|shared_gate)\..*)"
+)
+KV = r".*\.attention\.(k|v)(_norm)?\.(weight|bias)"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_must_be_is_on_several_ranks(make: Callable[[str], Made], name: str, size: int) -> None:  # noqa: F811
+    folder = make(name).folder
+    num_kv_heads = fewest_kv_heads(folder)
+    for parameter in copied_numbers(folder, size, exact=True):
+        is_kv_head = num_kv_heads < size and re.fullmatch(KV, parameter)
+        assert is_kv_head or re.fullmatch(WHOLE, parameter), parameter
+
+
+def fewest_kv_heads(folder: Path) -> int:
+    spec, _ = read_spec(folder)
+    return min(getattr(layer.attention, "num_kv_heads", layer.attention.num_heads) for layer in spec.layers)
+
+
+def test_experts_are_dealt_out_whole_where_there_are_enough(make: Callable[[str], Made]) -> None:  # noqa: F811
+    name = "layers.0.mlp.experts.down.weight"
+    shapes = [table[name].local_shape for table in tables(make("mixtral").folder, 4, exact=True)]
+    assert [shape[0] for shape in shapes] == [1, 1, 1, 1]
+    shapes = [table[name].local_shape for table in tables(make("mixtral-two-experts").folder, 4, exact=True)]
+    assert [shape[::2] for shape in shapes] == [(2, 80)] * 4
+    assert sum(shape[1] for shape in shapes) == 48, "both experts, of each a part of the results"
