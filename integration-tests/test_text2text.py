@@ -20,10 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
-WORDS = (
-    "the a cat dog house sea runs sleeps eats reads small large in on over and then translate English to German".split()
-)
-LONGEST = 40  # tokens of a source that the server is told to allow
+WORDS = ["the", "a", "cat", "dog", "house", "sea", "sleeps", "small", "in", "translate", "English", "to", "German"]
+LONGEST = 100  # tokens of a source that the server is told to allow
 NUM_TOKENS = 12
 TEXTS = ["the cat", "a small dog sleeps in the house", "translate English to German: the sea", "x", "the dog " * 12]
 
