@@ -75,7 +75,8 @@ def as_text(report: Report) -> str:
     rows = [("model", source.name), ("origin", source.origin)]
     if layout is not None:
         rows.append(("architecture", layout.architecture))
-        rows.append(("context", f"{layout.max_position_tokens} tokens"))
+        of_source = f", {layout.max_source_tokens} of them the source's" if layout.max_source_tokens else ""
+        rows.append(("context", f"{layout.max_position_tokens} tokens{of_source}"))
     if report.num_parameters is not None:
         rows.append(("parameters", f"{report.num_parameters:,}"))
         rows.append(("stored as", ", ".join(f"{name} ({num} tensors)" for name, num in report.stored_as.items())))

@@ -46,6 +46,7 @@ class Layout:
 
     architecture: str
     max_position_tokens: int
+    max_source_tokens: int  # of these, in a model with an encoder; 0: it has none
     dtype: str
     device: str
     ranks: tuple[RankShare, ...]
@@ -78,7 +79,9 @@ def lay_out(source: Source, folder: Path, num_ranks: int, dtype_name: str, memor
         RankShare(heads, kv_heads, weights, kv_bytes, memory.available, usable // kv_bytes)
         for heads, kv_heads, weights, kv_bytes in ranks
     )
-    return Layout(spec.architecture, spec.max_position_tokens, str(dtype).removeprefix("torch."), device.type, shares)
+    max_source_tokens = 0 if spec.encoder is None else spec.encoder.max_source_tokens
+    name = str(dtype).removeprefix("torch.")
+    return Layout(spec.architecture, spec.max_position_tokens, max_source_tokens, name, device.type, shares)
 
 
 def misfits(
@@ -123,7 +126,7 @@ def _share(spec: ModelSpec, group: RankGroup, dtype: torch.dtype, device: torch.
     """(query heads and KV heads of a layer, weight bytes, KV bytes a token)"""
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact=device.type == "cpu")
     table = parameters(spec, shard)
-    weights = sum(math.prod(parameter.local_shape) for parameter in table.values()) * dtype.itemsize
+    weights = sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
     attention = [layer.attention for layer in spec.layers]
     kv_numbers = sum(ATTENTION_PARTS[type(each)].cached_numbers(each, shard) for each in attention)
     heads = shard.heads(attention[0].num_heads, attention[0].num_kv_heads)

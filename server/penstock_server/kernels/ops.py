@@ -44,7 +44,7 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [rows, dim]; statistics in float32, rounded to x's dtype before the weight is applied (as Llama does)."""
+        """x [rows, dim]; statistics in float32, rounded to the weight's dtype before it is applied (as Llama does)."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -27,6 +27,7 @@ class EmbeddingSpec:
     num_positions: int = 0  # rows of the table of learned positions; 0: none
     position_offset: int = 0  # the row of position 0 (2 in OPT)
     norm: NormSpec | None = None  # BLOOM
+    is_wide: bool = False  # in float32 where float16 is too narrow for what the layers add (T5)
     prefix: str = ""  # of its parameters but the tokens' table, which an encoder and its decoder share
 
 
@@ -81,4 +82,6 @@ class Embedding:
             x = self.project(x)
         if self.positions is not None:
             x += embedding(batch.positions + self.spec.position_offset, self.positions)
+        if self.spec.is_wide and x.dtype == torch.float16:
+            x = x.float()
         return x if self.norm is None else self.norm(x)

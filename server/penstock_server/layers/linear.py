@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock_server.kernels.ops import Ops, PackedLinear
@@ -57,13 +58,14 @@ class LinearOut:
 
     linear: PackedLinear
     layout: Layout
+    dtype: torch.dtype  # of inputs and outputs
 
     @classmethod
     def load(cls, loader: Loader, ops: Ops, name: str, layout: Layout) -> LinearOut:
         weight, bias = loader.read(f"{name}.weight"), loader.read_if_there(f"{name}.bias")
         # Of a sum only one summand may hold the bias.
         adds_bias = layout.exact or layout.group.rank == 0
-        return cls(ops.pack_linear(weight, bias if adds_bias else None), layout)
+        return cls(ops.pack_linear(weight, bias if adds_bias else None), layout, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, this rank's part of the input] → [rows, output], the same on all ranks."""

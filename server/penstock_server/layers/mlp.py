@@ -5,7 +5,7 @@ Sharded by its intermediate dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ class MlpSpec:
     gated: bool = True
     bias: bool = False  # of gate and up
     down_bias: bool = False
+    is_wide: bool = False  # down in float32 where float16 is too narrow for its sums (T5)
 
     @property
     def is_swiglu(self) -> bool:
@@ -72,7 +73,8 @@ class Mlp:
             table |= rows_parameters(f"{prefix}.{name}", shape, part, spec.bias)
         if spec.activation == "xielu":
             table |= {f"{prefix}.{name}": Parameter((1,)) for name in XIELU_NAMES}
-        return table | out_parameters(f"{prefix}.down", (shape[1], shape[0]), part, shard, spec.down_bias)
+        down = out_parameters(f"{prefix}.down", (shape[1], shape[0]), part, shard, spec.down_bias)
+        return table | {name: replace(parameter, is_wide=spec.is_wide) for name, parameter in down.items()}
 
     @classmethod
     def load(cls, spec: MlpSpec, prefix: str, context: BuildContext) -> Mlp:
@@ -83,7 +85,7 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → the same, on all ranks."""
-        return self.down(self.inner(x))
+        return self.down(self.inner(x).to(self.down.dtype))
 
 
 def load_inner(spec: MlpSpec, prefix: str, loader: Loader, ops: Ops) -> PackedLinear | ActivatedLinear:

@@ -48,7 +48,7 @@ def _model(architecture: str, config: Config, head: HeadSpec) -> tuple[ModelSpec
     decoder_layer = LayerSpec(
         attention(answer, _bias(config, "", both_ways=False)), mlp, norm, cross=attention(source, None)
     )
-    embedding = EmbeddingSpec(config.require("vocab_size", int))
+    embedding = EmbeddingSpec(config.require("vocab_size", int), is_wide=True)
     spec = ModelSpec(
         architecture=architecture,
         hidden_size=config.require("d_model", int),
@@ -75,7 +75,7 @@ def _mlp(config: Config) -> MlpSpec:
         raise config.refuse(f'feed_forward_proj must be "gated-ACTIVATION" or "ACTIVATION", not {kind!r}')
     name = "gelu_new" if kind == "gated-gelu" else name
     config = Config({**config.values, "feed_forward_proj": name}, config.path)
-    return MlpSpec(config.require("d_ff", int), config.activation("feed_forward_proj"), gated=bool(gated))
+    return MlpSpec(config.require("d_ff", int), config.activation("feed_forward_proj"), gated=bool(gated), is_wide=True)
 
 
 def _bias(config: Config, prefix: str, *, both_ways: bool) -> RelativeBiasSpec:

@@ -27,10 +27,15 @@ class Parameter:
 
     shape: tuple[int, ...]  # over all ranks
     part: Part | None = None  # what this rank holds; None: all of it
+    is_wide: bool = False  # kept in float32 where the model's dtype is float16, whose range is too narrow for it
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         return self.shape if self.part is None else self.part.shape_of(self.shape)
+
+    def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Its dtype in a model of such a dtype."""
+        return torch.float32 if self.is_wide and dtype == torch.float16 else dtype
 
 
 class NameSource(Protocol):
@@ -76,9 +81,10 @@ class Loader:
     def read(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
         """This rank's part of a parameter, on the device; of several, their parts one behind the other. dtype: where it
         is not the model's."""
-        shapes = [self.parameters[name].local_shape for name in names]
+        parameters = [self.parameters[name] for name in names]
+        shapes = [parameter.local_shape for parameter in parameters]
         rows = [shape[0] for shape in shapes]
-        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype or self.dtype)
+        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype or parameters[0].dtype_in(self.dtype))
         for name, out in zip(names, fused.split(rows), strict=True):
             self.unfilled.remove(name)
             parameter = self.parameters[name]

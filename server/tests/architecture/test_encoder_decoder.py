@@ -12,6 +12,7 @@ import torch
 import transformers
 from cases import CASES, VOCAB
 from engine_run import EngineRun
+from model_driver import ModelDriver
 from penstock_server import check
 from penstock_server.attention.interface import AttentionShape, Sight, window_tokens
 from penstock_server.attention.reference import ReferenceAttention
@@ -24,6 +25,7 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Advance, NewSequence, Plan, Sampling
+from test_parity import reference_logits
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -126,16 +128,38 @@ def test_a_broken_source_touches_nobody_else(tmp_path: Path) -> None:
     assert outputs[1].tokens[0].id == alone.outputs[0].tokens[0].id
 
 
-def test_check_counts_the_memory_that_loading_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("t5-v1.1", "bart"):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_check_counts_the_memory_that_loading_takes(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, num_source in (("t5-v1.1", 8192), ("bart", 128)):
         folder = save_model(make_model(name, CASES[name]), tmp_path / name)
-        check.main([str(folder), "--json", "--dtype", "float32"])
+        check.main([str(folder), "--json", "--dtype", dtype])
         report = json.loads(capsys.readouterr().out)
         assert [problem for problem in report["problems"] if "tokenizer" not in problem] == []
+        assert report["layout"]["max_source_tokens"] == num_source
         rank = report["layout"]["ranks"][0]
-        model = load_model(LoadOptions(folder, torch.float32, CPU, 16), RankGroup())
+        model = load_model(LoadOptions(folder, getattr(torch, dtype), CPU, 16), RankGroup())
         assert rank["weight_bytes"] == model.weight_bytes
         assert rank["kv_bytes_per_token"] * 16 == model.kv_bytes_per_block
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-v1.1"])
+def test_what_outgrows_float16_does_not_break_a_t5(name: str, tmp_path: Path) -> None:
+    """Its MLPs add more than float16 can hold; transformers keeps their last matrix in float32 too."""
+    model = make_model(name, CASES[name])
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("wo.weight"):
+                parameter.mul_(1e5)
+    folder = save_model(model, tmp_path)
+    text = prompts(7, [20], VOCAB)[0]
+    wide = reference_logits(type(model).from_pretrained(folder).eval(), text, 9)[9:]
+    driver = ModelDriver(load_model(LoadOptions(folder, torch.float16, CPU, 4), RankGroup()))
+    logits = driver.step([(driver.sequence(text, 9), 20)], every_row=True)
+    assert logits is not None
+    assert logits.dtype == torch.float16
+    assert (logits.float() - wide).norm() < 2e-2 * wide.norm()
 
 
 def test_the_warm_up_runs_sources_too(tmp_path: Path) -> None:
