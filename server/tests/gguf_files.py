@@ -7,8 +7,13 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 import transformers
 from gguf_tensors import gguf_tensors
+from model_driver import ModelDriver
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
 from penstock_server.tokenizer.byte_level import byte_spelling
 
 TOKENS = ["<|end|>", "<|user|>", "<tool>", *byte_spelling().values(), "he", "ll", "Ġw", "hell", "12"]
@@ -131,3 +136,22 @@ def save_gguf(
     tensors = {key: value for key, value in tensors.items() if key not in metadata or metadata[key] is not None}
     values = {key: value for key, value in metadata.items() if value is not None and key not in tensors}
     return write_gguf(path, values, tensors, kind)
+
+
+def mixtral_file(path: Path, kind: str = "F32", **changes: Any) -> Path:
+    """Two layers of four experts with random weights, and changes as `save_gguf` has them."""
+    sizes = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**sizes, **heads, max_position_embeddings=64, sliding_window=None)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return save_gguf(model.eval(), path, "llama", kind, **changes)
+
+
+def logits_of(folder: Path, text: list[int]) -> torch.Tensor:
+    """Of a prepared folder's model, at every token of the text: [tokens, vocab]."""
+    model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 4), RankGroup())
+    driver = ModelDriver(model)
+    logits = driver.step([(driver.sequence(text), len(text))], every_row=True)
+    assert logits is not None
+    return logits

@@ -9,18 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from gguf_files import finish, model_metadata, raw_writer, save_gguf, tokenizer_metadata, write_gguf
+from gguf_files import finish, logits_of, model_metadata, raw_writer, save_gguf, tokenizer_metadata, write_gguf
 from gguf_tensors import gguf_tensors
-from model_driver import ModelDriver
 from penstock_server.errors import ConfigError
-from penstock_server.models import load_model
-from penstock_server.models.interface import LoadOptions
-from penstock_server.parallel import RankGroup
 from penstock_server.weights.checkpoint import Part
-from penstock_server.weights.folder import find_weights
 from penstock_server.weights.gguf_config import model_config
 from penstock_server.weights.gguf_file import GgufCheckpoint
 from penstock_server.weights.gguf_folder import gguf_folder
@@ -35,14 +29,6 @@ from tokenizers import Tokenizer
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def logits_of(folder: Path, text: list[int]) -> torch.Tensor:
-    model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 4), RankGroup())
-    driver = ModelDriver(model)
-    logits = driver.step([(driver.sequence(text), len(text))], every_row=True)
-    assert logits is not None
-    return logits
 
 
 @pytest.mark.parametrize(
@@ -305,149 +291,3 @@ def test_roles_and_template_are_in_the_tokenizer_configuration(tmp_path: Path) -
     assert (config["bos_token"], config["eos_token"], config["add_bos_token"]) == ("<|user|>", "<|end|>", False)
     assert config["chat_template"] == "{{ messages[0].content }}"
     assert "unk_token" not in config
-
-
-def test_experts_in_tensors_of_their_own_are_those_in_one(tmp_path: Path) -> None:
-    """As the first files of Mixtral have them."""
-    path = mixtral_file(tmp_path / "stacked.gguf")
-    text = prompts(1, [17], 131)[0]
-    apart: dict[str, Any] = {}
-    for name, info in read_header(path).tensors.items():
-        tensor = torch.empty(info.shape)
-        GgufCheckpoint(path).read(name, None, tensor)
-        if "_exps." in name:
-            apart |= {name.replace("_exps.", f".{index}."): of.numpy() for index, of in enumerate(tensor)}
-            apart[name] = None
-    old = mixtral_file(tmp_path / "old.gguf", **apart)
-    assert "blk.0.ffn_gate.3.weight" in read_header(old).tensors
-    assert torch.equal(logits_of(gguf_folder(old, "old"), text), logits_of(gguf_folder(path, "new"), text))
-
-
-def mixtral_file(path: Path, kind: str = "F32", **changes: Any) -> Path:
-    sizes = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(**sizes, **heads, max_position_embeddings=64, sliding_window=None)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return save_gguf(model.eval(), path, "llama", kind, **changes)
-
-
-def test_quantized_experts_are_their_dequantized_matrices(tmp_path: Path) -> None:
-    exact, quantized = (GgufCheckpoint(mixtral_file(tmp_path / f"{kind}.gguf", kind)) for kind in ("F32", "Q8_0"))
-    name = "blk.1.ffn_down_exps.weight"
-    whole, expected, second = torch.empty(4, 32, 64), torch.empty(4, 32, 64), torch.empty(1, 32, 64)
-    exact.read(name, None, expected)
-    quantized.read(name, None, whole)
-    quantized.read(name, Part(0, range(1, 2)), second)
-    type_ = GGMLQuantizationType.Q8_0
-    assert torch.equal(whole, torch.from_numpy(dequantize(quantize(expected.numpy(), type_), type_)))
-    assert torch.equal(second[0], whole[1])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"deepseek2.expert_gating_func": 3}, r"expert_gating_func 3 is not supported; supported: 1 \(softmax\), 2"),
-        ({"deepseek2.expert_weights_norm": True}, "expert_weights_norm is not supported with a softmax"),
-        ({"deepseek2.attention.kv_lora_rank": None}, r"lacks the metadata deepseek2\.attention\.kv_lora_rank"),
-    ],
-)
-def test_what_a_mixture_cannot_do_is_refused_by_its_key(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    lengths = {"key_length": 12, "value_length": 12, "kv_lora_rank": 16, "layer_norm_rms_epsilon": 1e-6}
-    metadata = {
-        "general.architecture": "deepseek2",
-        **{f"deepseek2.attention.{key}": value for key, value in lengths.items()},
-        **{f"deepseek2.{key}": 4 for key in ("block_count", "context_length", "embedding_length", "expert_count")},
-        **{f"deepseek2.{key}": 4 for key in ("attention.head_count", "feed_forward_length", "expert_used_count")},
-        "deepseek2.rope.dimension_count": 4,
-        **tokenizer_metadata(),
-        **changes,
-    }
-    values = {key: value for key, value in metadata.items() if value is not None}
-    path = write_gguf(tmp_path / "x.gguf", values, {"token_embd.weight": np.zeros((264, 4), dtype=np.float32)})
-    with pytest.raises(ConfigError, match=message):
-        gguf_folder(path, "x")
-
-
-def test_experts_of_an_architecture_without_them_are_refused_by_name(tmp_path: Path) -> None:
-    path = save_gguf(make_model("qwen2"), tmp_path / "x.gguf", "qwen2", **{"qwen2.expert_count": 4})
-    with pytest.raises(ConfigError, match="qwen2 with experts is not supported; supported: dbrx, deepseek2"):
-        gguf_folder(path, "x")
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ((4, 5, 6), r"is \[4, 8, 3\] and does not fit blk\.0\.attn_v_b\.weight, \[4, 5, 6\]"),
-        (None, "each head's values"),
-    ],
-)
-def test_halves_of_an_unfolding_that_do_not_fit_are_refused(
-    values: tuple[int, ...] | None, message: str, tmp_path: Path
-) -> None:
-    metadata = {"general.architecture": "deepseek2", **model_metadata(make_model("llama").config, "deepseek2")}
-    tensors = {"blk.0.attn_k_b.weight": np.zeros((4, 8, 3), dtype=np.float32)}
-    if values is not None:
-        tensors["blk.0.attn_v_b.weight"] = np.zeros(values, dtype=np.float32)
-    with pytest.raises(ConfigError, match=message):
-        GgufCheckpoint(write_gguf(tmp_path / "x.gguf", metadata, tensors))
-
-
-def split_model(folder: Path) -> Path:
-    """Mixtral's tensors in three files, the metadata in the first."""
-    header = read_header(whole := mixtral_file(folder / "whole.gguf"))
-    checkpoint = GgufCheckpoint(whole)
-    names = sorted(header.tensors)
-    for number in range(3):
-        tensors = {name: stored(checkpoint, name) for name in names[number::3]}
-        metadata = dict(header.metadata) if number == 0 else {"general.architecture": "llama"}
-        metadata |= {"split.count": 3, "split.no": number}
-        path = folder / f"model-{number + 1:05}-of-00003.gguf"
-        write_gguf(path, metadata, tensors)
-    return whole
-
-
-def stored(checkpoint: GgufCheckpoint, name: str) -> np.ndarray:
-    """As it is in the file, where q and k are interleaved."""
-    info = checkpoint.tensors[name]
-    if len(info.shape) == 1:
-        return checkpoint.matrices.vector(info).numpy()
-    tensor = torch.empty(info.shape)
-    checkpoint.matrices.read(info, None, tensor)
-    return tensor.numpy()
-
-
-def test_a_model_in_several_files_is_the_one_in_one(tmp_path: Path) -> None:
-    whole = split_model(tmp_path)
-    text = prompts(1, [17], 131)[0]
-    first = gguf_folder(tmp_path / "model-00001-of-00003.gguf", "split")
-    assert torch.equal(logits_of(first, text), logits_of(gguf_folder(whole, "whole"), text))
-    # As the hub's cache has them: links to files with names of their own.
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    for number in (1, 2, 3):
-        name = f"model-{number:05}-of-00003.gguf"
-        (snapshot / name).symlink_to((tmp_path / name).rename(tmp_path / f"blob{number}"))
-    of_snapshot = gguf_folder(snapshot / "model-00001-of-00003.gguf", "snapshot")
-    assert torch.equal(logits_of(of_snapshot, text), logits_of(gguf_folder(whole, "whole"), text))
-    assert find_weights(snapshot).kind == "gguf"
-    assert [path.name for path in find_weights(snapshot).paths] == [f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-
-
-def test_files_of_a_split_model_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    split_model(tmp_path)
-    first, second, third = (tmp_path / f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3))
-    with pytest.raises(ConfigError, match="is file 2 of 3 of a model; give the first"):
-        read_header(second)
-    kept = third.read_bytes()
-    third.write_bytes(second.read_bytes())
-    with pytest.raises(ConfigError, match="which is in another file of the model too"):
-        read_header(first)
-    third.unlink()
-    with pytest.raises(ConfigError, match=r"lacks 1 of the model's 3 files, e\.g\. model-00003-of-00003\.gguf"):
-        read_header(first)
-    third.write_bytes(kept[:-200])
-    with pytest.raises(ConfigError, match=r"00003-of-00003\.gguf is truncated"):
-        GgufCheckpoint(first)
-    with pytest.raises(ConfigError, match=r"must be named x-00001-of-00003\.gguf"):
-        read_header(first.rename(tmp_path / "other.gguf"))

@@ -42,11 +42,17 @@ def llama_like(metadata: Metadata, class_name: str, model_type: str, **more: Any
         "model_type": model_type,
         **sizes(metadata),
         "hidden_act": "silu",
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": _rms_epsilon(metadata),
         "rope_parameters": rope_parameters(metadata, head_dim(metadata)),
         "attention_bias": has_qkv_bias(metadata),
         **more,
     }
+
+
+def _rms_epsilon(metadata: Metadata) -> float:
+    # COMPAT: EXAONE 3 calls it LayerNorm's, and so do files made by newer converters.
+    is_other = metadata.architecture == "exaone" and metadata.model("attention.layer_norm_rms_epsilon") is None
+    return metadata.number("attention.layer_norm_epsilon" if is_other else "attention.layer_norm_rms_epsilon")
 
 
 def with_layer_norm(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:

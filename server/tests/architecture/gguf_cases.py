@@ -75,6 +75,9 @@ DENSE = {
     "chatglm": GgufCase("chatglm", "glm"),
     "ernie4_5": GgufCase("ernie4_5", "ernie4-5"),
     "exaone": GgufCase("exaone", "llama"),
+    "exaone-other-key": GgufCase(
+        "exaone", "llama", {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-6}
+    ),
     "exaone4": GgufCase("exaone4", "exaone4", {"attention.sliding_window_pattern": [True, False, True]}),
     "exaone4-no-window": GgufCase("exaone4", "exaone4-no-window"),
     "qwen2": GgufCase("qwen2", "qwen2"),
