@@ -131,11 +131,23 @@ def test_warm_up_runs_a_step_full_of_sources() -> None:
     assert warmup.sources(limits) == ([25] * 4, [25] * 4)
     (*_, (name, _)) = warmup.worst_steps(limits)
     assert name == "worst sources"
-    step = warmup._batch(limits, *warmup.sources(limits), CPU)
-    assert step.source_lens is not None
-    assert step.source_lens.tolist() == [24] * 4
-    assert step.sample_rows.tolist() == [24, 49, 74, 99]
-    step = warmup._batch(limits, *warmup.decode(limits), CPU)
-    assert step.source_lens is not None
-    assert step.source_lens.tolist() == [24] + [19] * 7
+    sources = warmup.plan(limits, warmup.sources(limits))
+    assert [new.num_source_tokens for new in sources.new_sequences] == [24] * 4
+    decodes = warmup.plan(limits, warmup.decode(limits))
+    assert [new.num_source_tokens for new in decodes.new_sequences] == [24] + [19] * 7
     assert len(warmup.worst_steps(warmup.WorstStep(100, 8, 60, 200, 4))) == 3
+
+
+@pytest.mark.parametrize("max_source_tokens", [0, 1, 24, 80])
+@pytest.mark.parametrize(("max_step_tokens", "max_context_tokens"), [(8, 60), (100, 200), (101, 70), (101, 101)])
+def test_nothing_that_warm_up_plans_is_refused(
+    max_source_tokens: int, max_step_tokens: int, max_context_tokens: int
+) -> None:
+    limits = warmup.WorstStep(max_step_tokens, 8, 60, max_context_tokens, 4, max_source_tokens)
+    steps = [warmup.first(limits), *(step for _, step in warmup.worst_steps(limits))]
+    for plan in (warmup.plan(limits, step) for step in steps):
+        table = SequenceTable(TableLimits(100, 4, limits.num_blocks(), 60, 8, max_source_tokens))
+        for new in plan.new_sequences:
+            table.add(new)
+        assert not batch.select(table, plan.advances).errors
+        assert sum(advance.num_tokens for advance in plan.advances) <= max_step_tokens
