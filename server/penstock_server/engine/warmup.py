@@ -111,9 +111,9 @@ def plan(limits: WorstStep, step: Step) -> Plan:
     for place, (num_tokens, context) in enumerate(zip(*step, strict=True)):
         num_source = 0
         if limits.max_source_tokens:
-            # The longest: of a prompt that begins here all but a token, of one that goes on all before this step.
-            context = max(context, 2)
-            num_source = min(limits.max_source_tokens, context - num_tokens or context - 1)
+            # A source is computed whole: who advances by more than a token begins here.
+            context = max(2, context if num_tokens == 1 else num_tokens)
+            num_source = min(limits.max_source_tokens, context - 1)
         blocks = [(place + index) % limits.num_blocks() for index in range(-(-context // limits.block_tokens))]
         sampling = _FIRST[place] if place < len(_FIRST) else _EVERYTHING
         if not limits.has_grammars:
