@@ -78,8 +78,9 @@ impl Scheduler {
         let possible = slots.min(u64::from(num_known_tokens - num_hit_tokens)) as u32;
         let num_tokens = self.chunk_tokens(draft, id, num_hit_tokens, possible);
         if num_tokens == 0 {
-            // A source may not fit into what is left of the step.
+            // A source that does not fit into what is left of the step. Others may use that, until it was overtaken enough.
             admission.is_closed = true;
+            draft.is_full |= self.sequence(id).turn(now, &self.limits).effort == 0;
             return;
         }
         admission.spare_blocks -= num_wanted as isize;

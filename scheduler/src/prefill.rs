@@ -2,7 +2,8 @@
 //!
 //! The least left goes first, so that a short prompt is done although a long one is under way, and several are under way
 //! at once. Nobody starves: a prompt is overtaken by at most `max_overtaking` tokens of later ones for each of its own
-//! (`Sequence::turn`), and of two under way the one in turn always gets at least a block in a step.
+//! (`Sequence::turn`), and of two under way the one in turn always gets at least a block in a step. A source, which cannot be
+//! cut, may need more than the decodes leave of a step: overtaken enough, it has those who run go on to their ends first.
 //!
 //! Prompts under way hold blocks, and wait for each other in any order. That is no deadlock: nobody is started unless the
 //! pool can hold the prompts of all who run to their ends, and where decodes have since taken what was left for them, the

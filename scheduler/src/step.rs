@@ -22,13 +22,13 @@ pub(crate) struct Draft {
     pub estimate: Estimate,
     /// What is left of `max_step_tokens`.
     pub tokens_left: u32,
-    /// Another block of a prompt would make it last too long.
-    pub is_out_of_time: bool,
+    /// Another block of a prompt would make it last too long, or take the room of one that needs a step of its own.
+    pub is_full: bool,
 }
 
 impl Draft {
     pub fn has_room(&self, limits: &Limits) -> bool {
-        self.tokens_left > 0 && !self.is_out_of_time && self.plan.advances.len() < limits.max_step_sequences as usize
+        self.tokens_left > 0 && !self.is_full && self.plan.advances.len() < limits.max_step_sequences as usize
     }
 }
 
@@ -49,7 +49,7 @@ impl Scheduler {
             now,
             estimate: Estimate::default(),
             tokens_left: self.limits.max_step_tokens,
-            is_out_of_time: false,
+            is_full: false,
         };
         let (decodes, prefills): (Vec<_>, Vec<_>) =
             self.running.iter().partition(|id| self.sequence(*id).is_decoding());
@@ -95,11 +95,7 @@ impl Scheduler {
 
     fn needed_blocks(&self, id: SequenceId, first: Option<SequenceId>) -> usize {
         let sequence = self.sequence(id);
-        if sequence.is_decoding() || Some(id) == first {
-            sequence.num_missing_blocks(1)
-        } else {
-            0
-        }
+        if sequence.is_decoding() || Some(id) == first { sequence.num_missing_blocks(1) } else { 0 }
     }
 
     /// Plans `num_tokens` of a running sequence, for which there is room in the step and in the pool.

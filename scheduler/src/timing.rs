@@ -90,7 +90,7 @@ impl Scheduler {
         if fitting >= least {
             (fitting - (fitting - to_boundary) % block_tokens).max(indivisible)
         } else {
-            draft.is_out_of_time = true;
+            draft.is_full = true;
             // Somebody always gets on, however slow the decodes are.
             if draft.estimate.work.has_prefills() { 0 } else { least.min(possible) }
         }

@@ -245,14 +245,15 @@ fn who_computes_what_a_short_one_waits_for_is_as_urgent() {
 #[derive(Clone, Debug)]
 struct Traffic {
     limits: Limits,
-    /// (step, tokens in the prompt, tokens to generate)
-    arrivals: Vec<(usize, usize, u32)>,
+    /// (step, tokens in the prompt, tokens to generate, tokens of a source)
+    arrivals: Vec<(usize, usize, u32, u32)>,
     /// What the steps take, whatever is in them.
     durations_ms: Vec<u64>,
 }
 
 fn traffic() -> impl Strategy<Value = Traffic> {
-    let arrivals = proptest::collection::vec((0..60usize, 1..300usize, 1..30u32), 1..24);
+    let source = prop_oneof![3 => Just(0), 1 => 1..128u32];
+    let arrivals = proptest::collection::vec((0..60usize, 1..300usize, 1..30u32, source), 1..24);
     let limits = (1..6u32, 40..128u32, 0..4u32, proptest::option::of(0..30u64), 1..4u32);
     let durations_ms = proptest::collection::vec(0..60u64, 1..20);
     (limits, arrivals, durations_ms).prop_map(|(limits, mut arrivals, durations_ms)| {
@@ -273,6 +274,7 @@ struct Prompt {
     num_tokens: u64,
     num_left: u64,
     num_overtaken: u64,
+    num_source_tokens: u32,
 }
 
 /// Runs the traffic to its end and checks every step.
@@ -284,17 +286,19 @@ fn check_every_step(traffic: Traffic) {
     let mut arrivals = arrivals.into_iter().zip(0..).peekable();
     for step in 0.. {
         assert!(step < 20_000, "no end in sight");
-        while let Some(((_, num_tokens, max_new_tokens), id)) = arrivals.next_if(|((due, ..), _)| *due <= step) {
-            submit(&mut scheduler, submission(id, num_tokens, max_new_tokens));
+        while let Some((arrival, id)) = arrivals.next_if(|((due, ..), _)| *due <= step) {
+            let (_, num_tokens, max_new_tokens, source) = arrival;
+            let num_source_tokens = source.min(num_tokens as u32).min(limits.max_step_tokens);
+            submit(&mut scheduler, Submission { num_source_tokens, ..submission(id, num_tokens, max_new_tokens) });
             let num_tokens = num_tokens as u64;
-            prompts.push(Prompt { num_tokens, num_left: num_tokens, num_overtaken: 0 });
+            prompts.push(Prompt { num_tokens, num_left: num_tokens, num_overtaken: 0, num_source_tokens });
         }
         let decodes: Vec<_> = scheduler.running.iter().filter(|id| scheduler.sequence(*id).is_decoding()).collect();
         if let Some(plan) = scheduler.plan(Duration::from_millis(step as u64)) {
             scheduler.audit();
             let first: Vec<_> = plan.advances.iter().map(|advance| advance.id).take(decodes.len()).collect();
             assert_eq!(first, decodes, "every decode advances, first");
-            check_time(&scheduler, &plan.advances[decodes.len()..]);
+            check_prompts(&scheduler, &prompts, &plan.advances[decodes.len()..]);
             for id in decodes {
                 // Also who has one token of its prompt left.
                 prompts[id.0 as usize].num_left = 0;
@@ -314,12 +318,18 @@ fn check_every_step(traffic: Traffic) {
     assert_eq!(scheduler.stats().num_running + scheduler.stats().num_queued, 0);
 }
 
-/// A planned step takes no longer than it may, as far as is known, unless it has the least that it must have.
-fn check_time(scheduler: &Scheduler, prefills: &[crate::Advance]) {
+/// A planned step takes no longer than it may, as far as is known, unless it has the least that it must have. No source is cut.
+fn check_prompts(scheduler: &Scheduler, prompts: &[Prompt], prefills: &[crate::Advance]) {
+    let least = |advance: &crate::Advance| {
+        let prompt = &prompts[advance.id.0 as usize];
+        if prompt.num_left == prompt.num_tokens { prompt.num_source_tokens } else { 0 }
+    };
+    assert!(prefills.iter().all(|advance| advance.num_tokens >= least(advance)));
     let estimate = &scheduler.flights.back().expect("just planned").estimate;
     let num_tokens: u32 = prefills.iter().map(|advance| advance.num_tokens).sum();
     let Some(bound) = estimate.bound else { return };
-    let is_least = prefills.len() <= 1 && num_tokens <= scheduler.limits.block_tokens;
+    let least = prefills.iter().map(least).fold(scheduler.limits.block_tokens, u32::max);
+    let is_least = prefills.len() <= 1 && num_tokens <= least;
     assert!(estimate.seconds <= bound * 1.000_001 || is_least, "{estimate:?} with {prefills:?}");
 }
 

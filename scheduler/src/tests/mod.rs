@@ -5,8 +5,10 @@ mod latency;
 mod priority;
 mod restart;
 mod sharing;
+mod source;
 mod step;
 mod submission;
+mod window;
 
 use std::time::Duration;
 

@@ -35,7 +35,7 @@ const fn mutant(
     Mutant { name, file, from, to, caught_by }
 }
 
-pub const MUTANTS: [Mutant; 29] = [
+pub const MUTANTS: [Mutant; 37] = [
     mutant(
         "a block is free while a step in flight writes it",
         "scheduler/src/pool.rs",
@@ -122,16 +122,16 @@ pub const MUTANTS: [Mutant; 29] = [
     ),
     mutant(
         "the last, half full block is forgotten",
-        "scheduler/src/sequence.rs",
-        "let needed = (self.num_computed_tokens + num_tokens).div_ceil(block_tokens) as usize;",
-        "let needed = ((self.num_computed_tokens + num_tokens) / block_tokens) as usize;",
+        "scheduler/src/layout.rs",
+        "num_tokens.div_ceil(self.block_tokens) as usize",
+        "(num_tokens / self.block_tokens) as usize",
         BOTH,
     ),
     mutant(
         "the last token asks for a slot",
         "scheduler/src/scheduler.rs",
-        "(max_tokens - 1).div_ceil(self.limits.block_tokens)",
-        "max_tokens.div_ceil(self.limits.block_tokens)",
+        "num_needed_blocks(max_tokens - 1)",
+        "num_needed_blocks(max_tokens)",
         BOTH,
     ),
     mutant(
@@ -210,6 +210,50 @@ pub const MUTANTS: [Mutant; 29] = [
         "scheduler/src/restart.rs",
         "self.isolated = id.filter(|id| self.sequences.contains_key(id));",
         "self.isolated = id.filter(|_| false);",
+        BOTH,
+    ),
+    mutant(
+        "a window's block is passed one token too early",
+        "scheduler/src/layout.rs",
+        "(num_computed_tokens + 1).saturating_sub(window)",
+        "(num_computed_tokens + 2).saturating_sub(window)",
+        &[Simulation],
+    ),
+    mutant(
+        "a block that a window has passed is given away in the step that reads it",
+        "scheduler/src/step.rs",
+        "draft.plan.advances.push(advance);",
+        "draft.plan.advances.push(advance);\n        self.pass(id);",
+        BOTH,
+    ),
+    mutant("what a window has passed is kept", "scheduler/src/step.rs", "self.pass(in_flight.id);", "", BOTH),
+    mutant(
+        "a hit needs only the last block of its window",
+        "scheduler/src/cache.rs",
+        "if num_blocks - self.num_passed_blocks(num_blocks) <= num_in_row {",
+        "if num_in_row > 0 {",
+        &[Simulation],
+    ),
+    mutant(
+        "a window passes the source",
+        "scheduler/src/scheduler.rs",
+        "layout.window_tokens.filter(|_| submission.num_source_tokens == 0)",
+        "layout.window_tokens",
+        BOTH,
+    ),
+    mutant("a source is cut", "scheduler/src/timing.rs", "if possible < indivisible {", "if possible == 0 {", BOTH),
+    mutant(
+        "a source that was overtaken enough is overtaken",
+        "scheduler/src/admission.rs",
+        "draft.is_full |= self.sequence(id).turn(now, &self.limits).effort == 0;",
+        "",
+        &[Simulation],
+    ),
+    mutant(
+        "what begins with a source is shared",
+        "scheduler/src/scheduler.rs",
+        "if submission.num_source_tokens > 0 {",
+        "if submission.num_source_tokens == u32::MAX {",
         BOTH,
     ),
     mutant(

@@ -175,7 +175,7 @@ impl Reference {
     }
 
     /// Strictly in order, those who run and those who wait. A newcomer must fit whole beside the prompts under way, and
-    /// leave a block for each that runs. The first in line finds the block that it was promised.
+    /// leave a block for each that runs. Nobody passes a source that does not fit into the step. The first in line finds the block that it was promised.
     fn advance_prompts(&mut self, plan: &mut Foretold, prefills: Vec<usize>, mut tokens_left: u32) {
         let num_lacking: usize = prefills.iter().map(|index| self.sequences[*index].num_lacking()).sum();
         let mut num_spare = self.num_free() as isize - num_lacking as isize;
@@ -194,7 +194,10 @@ impl Reference {
                     let num_free = num_spare - self.running().len() as isize;
                     let slots = num_free.max(0) as u32 * self.limits.block_tokens;
                     let num_tokens = sequence.num_pending().min(tokens_left).min(slots);
-                    is_closed = num_lacking > num_free || num_tokens < sequence.num_source_tokens;
+                    is_closed = num_lacking > num_free;
+                    if !is_closed && num_tokens < sequence.num_source_tokens {
+                        return;
+                    }
                     if !is_closed {
                         num_spare -= num_lacking.max(self.num_missing(index, num_tokens) as isize);
                         self.start(plan, index);
@@ -221,7 +224,8 @@ impl Reference {
     fn start(&mut self, plan: &mut Foretold, index: usize) {
         self.num_stays += 1;
         let (number, num_known) = (self.num_stays, self.sequences[index].num_tokens);
-        self.sequences[index].stay = Some(Stay { number, num_known, num_computed: 0, written: Vec::new(), num_passed: 0 });
+        self.sequences[index].stay =
+            Some(Stay { number, num_known, num_computed: 0, written: Vec::new(), num_passed: 0 });
         plan.started.push(self.sequences[index].id);
     }
 

@@ -9,7 +9,7 @@ pub const FULL_STEPS: u64 = 1_000_000;
 
 /// Each with how often it has to happen in `FULL_STEPS`: a tenth or less of what is usual. A simulation that does not get
 /// into these states proves little.
-const REQUIRED: [(&str, u64); 29] = [
+const REQUIRED: [(&str, u64); 36] = [
     ("sequences", 20_000),
     ("finished by length", 10_000),
     ("finished by a stop token", 2_000),
@@ -39,6 +39,13 @@ const REQUIRED: [(&str, u64); 29] = [
     ("steps at depth 1", 10_000),
     ("steps at depth 3 and more", 10_000),
     ("steps foretold by the reference", 50_000),
+    ("blocks passed", 25_000),
+    ("hits of a window", 150),
+    ("sources", 2_000),
+    ("sources refused", 300),
+    ("sources beside others", 1_500),
+    ("sources computed again", 250),
+    ("sources that did not fit into a step", 10_000),
 ];
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

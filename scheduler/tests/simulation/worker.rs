@@ -93,7 +93,11 @@ impl Worker {
 
     fn start(&mut self, step: u64, start: &Start, nature: Nature) {
         let num_source_tokens = start.num_source_tokens;
-        assert!(num_source_tokens == 0 || start.num_computed_tokens == 0, "{:?} starts with some of its source", start.id);
+        assert!(
+            num_source_tokens == 0 || start.num_computed_tokens == 0,
+            "{:?} starts with some of its source",
+            start.id
+        );
         let known = Known {
             start_step: step,
             nature,

@@ -1,0 +1,92 @@
+//! Prompts that begin with an encoder's input, which cannot be cut.
+
+use super::*;
+
+fn source(id: u64, num_source_tokens: u32, max_new_tokens: u32) -> Submission {
+    Submission { num_source_tokens, ..submission(id, num_source_tokens as usize + 1, max_new_tokens) }
+}
+
+#[test]
+fn a_source_that_no_step_can_take_is_refused() {
+    let mut scheduler = Scheduler::new(limits(16, 1));
+    let refused =
+        |num_source_tokens, max_source_tokens| Err(SubmitError::SourceTooLong { num_source_tokens, max_source_tokens });
+    assert_eq!(scheduler.submit(source(1, 17, 3), Duration::ZERO), refused(17, 16));
+    let beyond = Submission { num_source_tokens: 6, ..submission(1, 5, 3) };
+    assert_eq!(scheduler.submit(beyond, Duration::ZERO), refused(6, 5), "more than the prompt");
+    assert_eq!(scheduler.submit(source(1, 16, 3), Duration::ZERO), Ok(()));
+    let plan = step(&mut scheduler).0;
+    assert_eq!((plan.started[0].num_source_tokens, advances(&plan)), (16, vec![(1, 16)]));
+    assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)], "what is behind it may come later");
+}
+
+#[test]
+fn a_source_waits_for_a_step_that_takes_it_whole() {
+    let mut scheduler = scheduler(limits(32, 1), &[(1, 20, 9)]);
+    submit(&mut scheduler, source(2, 14, 9));
+    submit(&mut scheduler, submission(3, 2, 9));
+    let plans: Vec<_> = (0..3).map(|_| advances(&step(&mut scheduler).0)).collect();
+    assert_eq!(plans[0], [(1, 16)]);
+    assert_eq!(plans[1], [(1, 4)], "12 are left, and nobody passes the second one");
+    assert_eq!(plans[2], [(1, 1), (2, 15)]);
+}
+
+#[test]
+fn what_a_source_leaves_of_a_step_others_use_until_it_was_overtaken_enough() {
+    let mut scheduler = scheduler(Limits { max_overtaking: 1, ..limits(200, 1) }, &[(1, 4, 30), (2, 60, 1)]);
+    step(&mut scheduler);
+    submit(&mut scheduler, source(3, 16, 9));
+    submit(&mut scheduler, Submission { priority: -1, ..submission(4, 2, 9) });
+    let mut shares = Vec::new();
+    while scheduler.stats().num_queued == 2 {
+        shares.push(advances(&step(&mut scheduler).0));
+    }
+    // Beside the first one's decode there are 15 tokens: the source has to have that one end.
+    assert_eq!(shares[0], [(1, 1), (2, 15)]);
+    let last = shares.last().expect("some steps");
+    assert_eq!(last, &[(3, 16)], "{shares:?}");
+    assert!(shares.iter().flatten().all(|(id, _)| *id != 4), "nobody new passes it");
+}
+
+#[test]
+fn a_source_is_computed_again_whole() {
+    let mut scheduler = Scheduler::new(limits(8, 1));
+    submit(&mut scheduler, source(1, 12, 20));
+    for _ in 0..6 {
+        step(&mut scheduler);
+    }
+    scheduler.restart();
+    let plan = step(&mut scheduler).0;
+    assert_eq!((plan.started[0].token_ids.len(), plan.started[0].num_prompt_tokens), (19, 13));
+    assert_eq!(advances(&plan), [(1, 16)], "the rest may be cut");
+    assert_eq!(advances(&step(&mut scheduler).0), [(1, 3)]);
+}
+
+#[test]
+fn nobody_shares_what_begins_with_a_source() {
+    let mut scheduler = Scheduler::new(Limits { prefix_caching: true, max_step_tokens: 64, ..limits(32, 1) });
+    for id in 1..4 {
+        let num_source_tokens = if id == 3 { 0 } else { 12 };
+        submit(&mut scheduler, Submission { group: Some(1), num_source_tokens, ..submission(id, 13, 2) });
+    }
+    let plan = step(&mut scheduler).0;
+    assert_eq!(advances(&plan), [(1, 13), (2, 13), (3, 13)]);
+    step(&mut scheduler);
+    submit(&mut scheduler, source(4, 12, 2));
+    assert_eq!(step(&mut scheduler).0.started[0].num_computed_tokens, 0);
+    assert_eq!(scheduler.stats().num_queried_tokens, 12, "the third one's");
+}
+
+#[test]
+fn a_source_is_seen_to_the_end_whatever_the_window() {
+    let mut scheduler = Scheduler::new(Limits { window_tokens: Some(4), ..limits(8, 1) });
+    let too_many = SubmitError::TooManyBlocks { needed_blocks: 9, num_blocks: 8 };
+    assert_eq!(scheduler.submit(source(1, 12, 24), Duration::ZERO), Err(too_many));
+    submit(&mut scheduler, source(1, 12, 20));
+    for _ in 0..20 {
+        step(&mut scheduler);
+        let stats = scheduler.stats();
+        assert!(stats.num_running == 0 || stats.num_free_blocks <= 5);
+    }
+    assert_eq!(scheduler.stats().num_running, 0);
+}
