@@ -73,6 +73,7 @@ class CapacityProbe:
             self.group.minimum(max(1, hoped_blocks)) * self.block_tokens,
             self.block_tokens,
             max_source_tokens=self.model.max_source_tokens,
+            max_answer_tokens=self.model.max_position_tokens - self.model.max_source_tokens,
             has_grammars=self.has_grammars,
         )
         self.model.allocate_cache(worst.num_blocks())

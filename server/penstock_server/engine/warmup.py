@@ -45,6 +45,7 @@ class WorstStep:
     max_context_tokens: int  # of all sequences together: what the pool could hold
     block_tokens: int
     max_source_tokens: int = 0  # 0: the model has no encoder
+    max_answer_tokens: int | None = None  # the longest that goes on behind a source; None: as long as the sequence
     has_grammars: bool = True
 
     def num_blocks(self) -> int:
@@ -111,9 +112,12 @@ def plan(limits: WorstStep, step: Step) -> Plan:
     for place, (num_tokens, context) in enumerate(zip(*step, strict=True)):
         num_source = 0
         if limits.max_source_tokens:
-            # A source is computed whole: who advances by more than a token begins here.
-            context = max(2, context if num_tokens == 1 else num_tokens)
-            num_source = min(limits.max_source_tokens, context - 1)
+            # The longest: of a prompt that begins here all but a token, of one that goes on all before this step.
+            if limits.max_answer_tokens is not None and num_tokens > limits.max_answer_tokens:
+                # More than an answer has, so some of it is source: it begins here.
+                context = num_tokens
+            context = max(context, 2)
+            num_source = min(limits.max_source_tokens, context - num_tokens or context - 1)
         blocks = [(place + index) % limits.num_blocks() for index in range(-(-context // limits.block_tokens))]
         sampling = _FIRST[place] if place < len(_FIRST) else _EVERYTHING
         if not limits.has_grammars:
