@@ -46,7 +46,7 @@ def gguf_tensors(
         # BLOOM's converter takes the prefix away first.
         names = (name, name.removeprefix("transformer."))
         gguf_name = next(filter(None, (table.get_name(each, (".weight", ".bias")) for each in names)), None) or name
-        assert gguf_name.startswith(("blk.", "output", "token_embd", "position_embd")), name
+        assert gguf_name.startswith(("blk.", "enc.", "dec.", "output", "token_embd", "position_embd")), name
         found[gguf_name] = _ordered(tensor, gguf_name, config, architecture)
     return {name: tensor.float().squeeze().numpy() for name, tensor in found.items()}
 

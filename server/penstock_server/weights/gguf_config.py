@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights import gguf_experts, gguf_layer_norm, gguf_llama
+from penstock_server.weights import gguf_experts, gguf_layer_norm, gguf_llama, gguf_t5
 from penstock_server.weights.gguf_metadata import Metadata
 
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     **gguf_llama.BUILDERS,
     **gguf_layer_norm.BUILDERS,
     **gguf_experts.BUILDERS,
+    "t5": gguf_t5.t5,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from penstock_server.weights import gguf_t5
 from penstock_server.weights.gguf_decoder import num_layers
 from penstock_server.weights.gguf_metadata import Metadata
 from penstock_server.weights.source import EACH, Source, Strip
@@ -53,10 +54,11 @@ OWN_NAMES = {
     "deepseek2": {"attention.q_norm": "blk.{i}.attn_q_a_norm"},
     "gpt-oss": {"mlp_norm": "blk.{i}.post_attention_norm"},
     "seed_oss": {"mlp_norm": "blk.{i}.post_attention_norm"},
+    "t5": gguf_t5.NAMES,
 }
 # Falcon 40B has two norms side by side, and GGUF calls the attention's the second.
 SECOND_NORM = {"attention_norm": "blk.{i}.attn_norm_2", "mlp_norm": "blk.{i}.attn_norm"}
-LAYER = re.compile(r"layers\.(\d+)\.")
+LAYER = re.compile(r"(encoder\.|)layers\.(\d+)\.")
 
 
 class GgufNames:
@@ -71,17 +73,18 @@ class GgufNames:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        # The tables of rope's scaling are in the configuration; layers behind the model's own are a draft model.
+        # The tables of rope's scaling are in the configuration; layers behind the model's own are a draft model; the
+        # first T5 carries a bias that its code does not use.
         drafts = range(num_layers(self.metadata), self.metadata.integer("block_count"))
-        tables = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
+        tables = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"dec\.blk\.0\.cross_attn_rel_b\.weight")
         return (*tables, *(rf"blk\.{index}\..*" for index in drafts))
 
     def source(self, parameter: str) -> Source:
         """layers.3.attention.q.weight → blk.3.attn_q.weight, or a strip of blk.3.attn_qkv.weight."""
         layer = LAYER.match(parameter)
-        own = LAYER.sub("", parameter, count=1)
+        own = LAYER.sub(r"\1", parameter, count=1)
         stem, _, suffix = own.rpartition(".")
-        prefix = f"blk.{layer[1]}" if layer else ""
+        prefix = f"blk.{layer[2]}" if layer else ""
         # An unknown parameter keeps its name; the loader will say that the file lacks it.
         pattern = self.names.get(own) or f"{self.names.get(stem, stem)}.{suffix}"
         name = pattern.replace("blk.{i}", prefix)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from cases import CASES, DEEPSEEK, GPT2_SIZES, GRANITE, LONGROPE, PLAIN, SIZES, Case, rope
+from cases import CASES, DEEPSEEK, GPT2_SIZES, GRANITE, LONGROPE, PLAIN, SIZES, T5_SIZES, Case, rope
 from published import BAICHUAN_13B
 
 
@@ -216,4 +216,14 @@ EXPERTS = {
         {**SIGMOID_METADATA, **DEEPSEEK_YARN_METADATA},
     ),
 }
-GGUF_CASES = DENSE | LAYER_NORM | EXPERTS
+# What all of T5's files say that others do not.
+T5_METADATA = {"context_length": 512, "feed_forward_length": 80, "attention.layer_norm_rms_epsilon": 1e-6}
+T5_METADATA |= {"decoder_start_token_id": 0, "attention.key_length": 16}
+ENCODERS = {
+    "t5": GgufCase("t5", Case("T5Config", {}, T5_SIZES), {**T5_METADATA, "attention.relative_buckets_count": 32}),
+    "t5-v1.1": GgufCase(
+        "t5", "t5-v1.1", {**T5_METADATA, "attention.relative_buckets_count": 12, "decoder_block_count": 2}
+    ),
+}
+DECODERS = DENSE | LAYER_NORM | EXPERTS
+GGUF_CASES = DECODERS | ENCODERS

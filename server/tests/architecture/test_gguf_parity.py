@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import CASES
-from gguf_cases import GGUF_CASES
+from gguf_cases import DECODERS, ENCODERS, GGUF_CASES
 from gguf_files import save_gguf
 from model_driver import ModelDriver
 from penstock_server.errors import ConfigError
@@ -52,7 +52,7 @@ def made(name: str, folder: Path) -> tuple[Any, Path]:
     return reference, gguf_folder(path, name)
 
 
-@pytest.mark.parametrize("name", GGUF_CASES)
+@pytest.mark.parametrize("name", DECODERS)
 def test_a_gguf_file_has_the_logits_and_the_greedy_tokens_of_its_model(name: str, tmp_path: Path) -> None:
     reference, folder = made(name, tmp_path)
     prompt = prompts(7, [29], 131)[0]
@@ -87,9 +87,9 @@ def parameters_of(folder: Path, group: RankGroup, exact: bool) -> dict[str, torc
     """What a rank loads, by our names; of experts what each is made of, however it is stored."""
     spec, names = read_spec(folder)
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
-    table = parameters(spec, shard)
     checkpoint = open_checkpoint(folder)
     sources = checkpoint.own_names() or names.fitted(checkpoint.names())
+    table = parameters(spec.fitted(sources, checkpoint.names()), shard)
     loader = Loader(checkpoint, table, sources, torch.float32, torch.device("cpu"))
     read = {name: loader.read(name) for name in table if ".experts." not in name}
     for index, layer in enumerate(spec.layers):
@@ -101,6 +101,15 @@ def parameters_of(folder: Path, group: RankGroup, exact: bool) -> dict[str, torc
                         read[f"{prefix}.{place}.{part.name}"] = value
     loader.finish()
     return read
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_and_its_decoder_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
+    """With the parameters of the test above, its answers are."""
+    reference, folder = made(name, tmp_path)
+    ours, theirs = (read_spec(place)[0] for place in (folder, save_model(reference, tmp_path / "hf")))
+    assert ours == theirs
+    assert ours.encoder is not None
 
 
 def test_every_architecture_with_a_builder_has_a_case() -> None:
