@@ -144,8 +144,8 @@ def test_nothing_that_warm_up_plans_is_refused(
     max_source_tokens: int, max_step_tokens: int, max_context_tokens: int
 ) -> None:
     limits = warmup.WorstStep(max_step_tokens, 8, 60, max_context_tokens, 4, max_source_tokens)
-    steps = [warmup.first(limits), *(step for _, step in warmup.worst_steps(limits))]
-    for plan in (warmup.plan(limits, step) for step in steps):
+    first = warmup.plan(limits, warmup.first(limits))
+    for plan in (first, *(plan for _, plan in warmup.worst_steps(limits))):
         table = SequenceTable(TableLimits(100, 4, limits.num_blocks(), 60, 8, max_source_tokens))
         for new in plan.new_sequences:
             table.add(new)
