@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock_server.engine import batch, warmup
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.models.encoder import split
-from penstock_server.plan import Advance, NewSequence, Sampling
+from penstock_server.plan import Advance, NewSequence, Plan, Sampling
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -141,14 +141,13 @@ def test_warm_up_runs_a_step_full_of_sources() -> None:
 @pytest.mark.parametrize("max_step_tokens", [16, 40, 47, 100])
 def test_no_answer_that_warm_up_plans_is_longer_than_there_is_one(max_step_tokens: int) -> None:
     limits = warmup.WorstStep(max_step_tokens, 8, 48, 200, 4, max_source_tokens=24, max_answer_tokens=24)
-    for name, step in worst_steps_and_first(limits):
-        plan = warmup.plan(limits, step)
+    for name, plan in worst_steps_and_first(limits):
         answers = [len(new.token_ids) - new.num_source_tokens for new in plan.new_sequences]
         assert max(answers) <= 24, name
 
 
-def worst_steps_and_first(limits: warmup.WorstStep) -> list[tuple[str, warmup.Step]]:
-    return [("first step", warmup.first(limits)), *warmup.worst_steps(limits)]
+def worst_steps_and_first(limits: warmup.WorstStep) -> list[tuple[str, Plan]]:
+    return [("first step", warmup.plan(limits, warmup.first(limits))), *warmup.worst_steps(limits)]
 
 
 @pytest.mark.parametrize("max_source_tokens", [0, 1, 24, 80])
@@ -157,7 +156,7 @@ def test_nothing_that_warm_up_plans_is_refused(
     max_source_tokens: int, max_step_tokens: int, max_context_tokens: int
 ) -> None:
     limits = warmup.WorstStep(max_step_tokens, 8, 60, max_context_tokens, 4, max_source_tokens)
-    for plan in (warmup.plan(limits, step) for _, step in worst_steps_and_first(limits)):
+    for _, plan in worst_steps_and_first(limits):
         table = SequenceTable(TableLimits(100, 4, limits.num_blocks(), 60, 8, max_source_tokens))
         for new in plan.new_sequences:
             table.add(new)

@@ -281,7 +281,7 @@ def test_warm_up_runs_the_worst_steps() -> None:
 
 def test_the_worst_steps_are_plans_that_a_router_could_send() -> None:
     limits = warmup.WorstStep(16, 4, 50, max_context_tokens=80, block_tokens=4)
-    plan = warmup.plan(limits, warmup.mixed(limits))
+    plan = warmup.plan(limits, warmup.mixed(limits), prompt_logprobs=True)
     assert [advance.num_tokens for advance in plan.advances] == [13, 1, 1, 1]
     assert [len(new.token_ids) for new in plan.new_sequences] == [50, 10, 10, 10]
     assert [new.num_computed_tokens for new in plan.new_sequences] == [37, 9, 9, 9]

@@ -81,10 +81,10 @@ class CapacityProbe:
         with clock.phase("first step"):
             # What is made once, or touched for the first time, is no part of a step.
             run(warmup.plan(worst, warmup.first(worst)), worst.num_blocks())
+        plans = warmup.worst_steps(worst)
         meter = memory.MemoryMeter(self.device)
         seconds = []
-        for name, step in warmup.worst_steps(worst):
-            plan = warmup.plan(worst, step)
+        for name, plan in plans:
             with clock.phase(name):
                 run(plan, worst.num_blocks())
             seconds.append(clock.phases[-1].seconds)

@@ -27,7 +27,6 @@ _EVERYTHING = Sampling(
     presence_penalty=0.1,
     watermark=True,
     top_n=_TOP_N,
-    prompt_logprobs=True,
     model_logprobs=True,
 )
 # Rows that differ from the rest make the sampler copy the rest's logits. The first sequence has the longest history,
@@ -56,14 +55,14 @@ class WorstStep:
 Step = tuple[list[int], list[int]]  # of each sequence: tokens that it advances, and its context with them
 
 
-def worst_steps(limits: WorstStep) -> tuple[tuple[str, Step], ...]:
+def worst_steps(limits: WorstStep) -> tuple[tuple[str, Plan], ...]:
     """By name. No step within the limits takes more memory than the largest of these."""
     steps = (
-        ("worst prefill", prefill(limits)),
-        ("worst decode", decode(limits)),
-        ("worst mixed step", mixed(limits)),
+        ("worst prefill", plan(limits, prefill(limits))),
+        ("worst decode", plan(limits, decode(limits))),
+        ("worst mixed step", plan(limits, mixed(limits), prompt_logprobs=True)),
     )
-    return (*steps, ("worst sources", sources(limits))) if limits.max_source_tokens else steps
+    return (*steps, ("worst sources", plan(limits, sources(limits)))) if limits.max_source_tokens else steps
 
 
 def first(limits: WorstStep) -> Step:
@@ -106,8 +105,11 @@ def mixed(limits: WorstStep) -> Step:
     return num_tokens, contexts
 
 
-def plan(limits: WorstStep, step: Step) -> Plan:
-    """The step with every option on: penalties over the longest texts, logprobs of every prompt token, all samples."""
+def plan(limits: WorstStep, step: Step, prompt_logprobs: bool = False) -> Plan:
+    """The step with every option on: penalties over the longest texts, all samples, logprobs of every prompt token.
+
+    The last is up to the caller: they need nothing but room, and time.
+    """
     sequences, advances = [], []
     for place, (num_tokens, context) in enumerate(zip(*step, strict=True)):
         num_source = 0
@@ -120,8 +122,8 @@ def plan(limits: WorstStep, step: Step) -> Plan:
             num_source = min(limits.max_source_tokens, context - num_tokens or context - 1)
         blocks = [(place + index) % limits.num_blocks() for index in range(-(-context // limits.block_tokens))]
         sampling = _FIRST[place] if place < len(_FIRST) else _EVERYTHING
-        if not limits.has_grammars:
-            sampling = replace(sampling, grammar=None)
+        grammar = sampling.grammar if limits.has_grammars else None
+        sampling = replace(sampling, grammar=grammar, prompt_logprobs=prompt_logprobs)
         is_generated = num_tokens == 1 and place == 0
         prompt = num_source + 1 if is_generated else context
         sequences.append(

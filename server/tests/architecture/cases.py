@@ -309,7 +309,7 @@ CASES: dict[str, Case] = {
         has_own_head=True,
     ),
     "mt5": Case("MT5Config", {"relative_attention_max_distance": 20}, T5_SIZES, shortest=13, has_own_head=True),
-    "mt5-tied": Case("MT5Config", {"feed_forward_proj": "gated-silu", "num_heads": 3}, T5_SIZES, shortest=13),
+    "mt5-tied": Case("MT5Config", {"feed_forward_proj": "gated-silu", "num_heads": 5}, T5_SIZES, shortest=13),
     "bart": Case("BartConfig", {}, BART_SIZES, shortest=13),
     "bart-uneven": Case(
         "BartConfig",

@@ -15,7 +15,8 @@ from test_parity import Made, make, one_thread  # noqa: F401 - fixtures
 # Norms and biases of whole results, learned positions, routers, projections around the embedding, and what latent
 # attention computes for all heads at once.
 WHOLE = (
-    r"(.*norm.*|positions\.weight|project_(in|out)\.weight|.*\.(router|alpha_[pn]).*|.*\.(q_a|kv_a|shared_gate)\..*)"
+    r"(.*norm.*|(encoder\.)?positions\.weight|project_(in|out)\.weight|.*\.(router|alpha_[pn]).*|"
+    r".*\.(q_a|kv_a|shared_gate)\..*)"
 )
 KV = r".*\.attention\.(k|v)(_norm)?\.(weight|bias)"
 
