@@ -25,7 +25,7 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import Advance, NewSequence, Plan, Sampling
-from test_parity import reference_logits
+from test_parity import one_thread, reference_logits  # noqa: F401 - a fixture
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -40,9 +40,9 @@ def edit(path: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "forced"), [("t5", 0, None), ("mt5", 3, None), ("bart", 2, 7), ("mbart", 9, 8)]
+    ("name", "start", "forced", "penalty"),
+    [("t5", 0, None, 1.0), ("mt5", 3, None, 1.3), ("bart", 2, 7, 1.3), ("mbart", 9, 8, 1.0)],
 )
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_answers_are_those_of_generate(
     name: str, start: int, forced: int | None, penalty: float, tmp_path: Path
 ) -> None:
