@@ -9,12 +9,15 @@ from penstock_server.layers.shard import Shard
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
+from penstock_server.weights.checkpoint import open_checkpoint
 from penstock_server.weights.loader import Parameter
 
 
 def tables(folder: Path, size: int, exact: bool) -> list[dict[str, Parameter]]:
     """The parameters of each rank."""
-    spec, _ = read_spec(folder)
+    spec, names = read_spec(folder)
+    stored = open_checkpoint(folder).names()
+    spec = spec.fitted(names.fitted(stored), stored)
     groups = [RankGroup(rank, size) for rank in range(size)]
     return [parameters(spec, Shard.of(spec.hidden_size, spec.vocab_size, group, exact)) for group in groups]
 
