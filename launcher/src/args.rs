@@ -181,6 +181,10 @@ pub struct Args {
     #[arg(long, env)]
     pub huggingface_hub_cache: Option<PathBuf>,
 
+    /// A folder with the weights of a hub model, whose configuration and tokenizer alone are then downloaded
+    #[arg(long, env)]
+    pub weights_cache_override: Option<PathBuf>,
+
     /// Beginning of the workers' socket paths, completed by -RANK [default: in a private temporary folder]
     #[arg(long, env)]
     pub shard_uds_path: Option<PathBuf>,

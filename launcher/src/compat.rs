@@ -37,11 +37,6 @@ pub const FLAGS: &[CompatFlag] = &[
     refused("quantize", Value, "quantized computation is not supported yet; serve the model as it is, with --dtype"),
     refused("speculate", Value, "speculation is not supported yet; leave it out"),
     refused("kv-cache-dtype", Value, "the KV cache has the model's dtype; leave it out"),
-    refused(
-        "weights-cache-override",
-        Value,
-        "put config, tokenizer and weights into one folder and give that as --model-id",
-    ),
     refused("otlp-endpoint", Value, "traces are not exported yet; leave it out, metrics are at /metrics"),
     refused("ngrok", Switch, "tunnels are not supported; run a tunnel beside the server"),
     refused("ngrok-authtoken", Value, "tunnels are not supported; run a tunnel beside the server"),

@@ -38,6 +38,9 @@ pub async fn prepare(python: &Path, args: &Args) -> Result<Prepared, PrepareErro
     if args.trust_remote_code {
         command.arg("--trust-remote-code");
     }
+    if let Some(weights) = &args.weights_cache_override {
+        command.arg("--weights").arg(weights);
+    }
     if let Some(cache) = &args.huggingface_hub_cache {
         command.env("HF_HUB_CACHE", cache);
     }

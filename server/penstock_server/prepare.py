@@ -47,6 +47,8 @@ def prepare(
     COMPAT: TGI looks at that folder for models of the hub only.
     Raises ConfigError when there is no such model, or when it cannot be served.
     """
+    if weights is not None and (model_id is None or Path(model_id).expanduser().exists()):
+        print("weights-cache-override is for models of the hub: not looked at", file=sys.stderr)
     if model_id is None:
         folder = gguf_folder(embedded_gguf(), "SmolLM2-135M-Instruct")
         return Prepared(EMBEDDED_MODEL_ID, str(folder), pipeline_tag="text-generation")
