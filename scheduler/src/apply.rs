@@ -3,10 +3,11 @@
 //! A result is checked whole before anything changes. Outputs for a stay that is over (ended, aborted, preempted) are
 //! discarded, and need not be there.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 use crate::error::ApplyError;
 use crate::flight::{InFlight, Stay};
+use crate::number::NumberMap;
 use crate::plan::{Event, SequenceId, StepResult};
 use crate::scheduler::Scheduler;
 
@@ -28,7 +29,7 @@ impl Scheduler {
         if flight.step != step {
             return Err(ApplyError::UnexpectedStep { step, expected: flight.step });
         }
-        let mut indices = HashMap::with_capacity(result.outputs.len());
+        let mut indices = NumberMap::with_capacity_and_hasher(result.outputs.len(), Default::default());
         for (index, output) in result.outputs.iter().enumerate() {
             if indices.insert(output.id, index).is_some() {
                 return Err(ApplyError::RepeatedSequence { step, id: output.id });

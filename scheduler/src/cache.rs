@@ -190,8 +190,8 @@ impl Cache {
     /// Gives up what a sequence has. `left` if its blocks were told so. Returns the nodes that had no block and got one of
     /// these.
     ///
-    /// From the last to the first, and the whole path counts as used: so of a prefix the end is always evicted first, and
-    /// what is idle can be reached from its root.
+    /// From the last to the first, and all of them count as used: so of a prefix the end is evicted first, and what is idle can
+    /// be reached from its root. Where a window has passed its beginning, that went before; nobody needs it to go on from the end.
     pub fn release(&mut self, table: &Table, left: bool) -> Vec<NodeId> {
         let mut regained = Vec::new();
         for index in (table.num_passed..table.block_ids.len()).rev() {

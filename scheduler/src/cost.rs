@@ -30,7 +30,7 @@ const MAX_SURPRISE: f64 = 2.0;
 const MAX_DISBELIEF: u32 = 3;
 /// What a step of prompts alone says about one with decodes, in steps with decodes.
 const PREFILL_ALONE_WEIGHT: f64 = 0.1;
-/// Passes over the prices after each step; they go on from where the last ones ended. Some 2 µs in all.
+/// Passes over the prices after each step; they go on from where the last ones ended.
 const NUM_SWEEPS: usize = 150;
 
 /// What a step computes.

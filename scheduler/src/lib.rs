@@ -14,6 +14,7 @@ mod error;
 mod fault;
 mod flight;
 mod layout;
+mod number;
 mod order;
 mod plan;
 mod pool;

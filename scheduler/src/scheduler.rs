@@ -6,7 +6,7 @@
 //! - running: the worker knows it, it has blocks and is advanced further;
 //! - planned out: the worker knows it, its last token is in flight; it keeps its blocks until that is back.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use crate::cost::CostModel;
 use crate::error::SubmitError;
 use crate::flight::Flight;
 use crate::layout::Layout;
+use crate::number::NumberMap;
 use crate::order::{Line, Precedence};
 use crate::plan::{Limits, LinkHash, SequenceId, Submission, TokenId};
 use crate::prefix::{NodeId, Root};
@@ -23,11 +24,11 @@ use crate::sequence::Sequence;
 pub struct Scheduler {
     pub(crate) limits: Limits,
     pub(crate) cache: Cache,
-    pub(crate) sequences: HashMap<SequenceId, Sequence>,
+    pub(crate) sequences: NumberMap<SequenceId, Sequence>,
     pub(crate) queue: Line,
     pub(crate) running: Line,
     /// By what they wait for.
-    pub(crate) waiting: HashMap<NodeId, BTreeSet<SequenceId>>,
+    pub(crate) waiting: NumberMap<NodeId, BTreeSet<SequenceId>>,
     pub(crate) num_waiting: usize,
     /// Oldest first.
     pub(crate) flights: VecDeque<Flight>,
@@ -86,10 +87,10 @@ impl Scheduler {
         Self {
             limits,
             cache: Cache::new(limits.num_blocks, Layout::new(&limits), hash),
-            sequences: HashMap::new(),
+            sequences: NumberMap::default(),
             queue: Line::default(),
             running: Line::default(),
-            waiting: HashMap::new(),
+            waiting: NumberMap::default(),
             num_waiting: 0,
             flights: VecDeque::new(),
             freed: Vec::new(),
