@@ -62,6 +62,24 @@ def slow_readers(server: Server, num: int) -> Iterator[list[socket.socket]]:
             client.close()
 
 
+def has_ended(client: socket.socket) -> bool:
+    """Whether the server has let go of it: a byte more is answered by a reset."""
+    try:
+        client.send(b"x")
+    except (BrokenPipeError, ConnectionResetError):
+        return True
+    return False
+
+
+def rest(client: socket.socket) -> bytes:
+    """All that has arrived."""
+    arrived = bytearray()
+    with suppress(BlockingIOError, ConnectionResetError):
+        while part := client.recv(1 << 16, socket.MSG_DONTWAIT):
+            arrived += part
+    return bytes(arrived)
+
+
 HALVES = {
     "nothing": b"",
     "a byte": b"P",
