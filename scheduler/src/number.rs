@@ -5,8 +5,8 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 pub(crate) type NumberMap<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
 
-/// PERF: a step looks up every sequence in it some eight times; std's hasher, which withstands chosen keys, takes a third of
-/// the step's planning.
+/// PERF: a step looks up every sequence in it some eight times. With std's hasher, which withstands chosen keys, a step of 256
+/// sequences and a full cache takes 54 µs of CPU time, with this one 27 (`benches/step.rs`, 2 cores).
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct NumberHasher(u64);
 
