@@ -40,8 +40,8 @@ def support_of(model_type: str, config: Mapping[str, Any]) -> str:
     if config.get("quantization_config"):
         return f"model type {model_type!r} is served unquantized only, and this checkpoint is quantized"
     if config.get("is_encoder_decoder") or model_type in _mapping("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"):
-        supported = ", ".join(sorted(ARCHITECTURES))
-        return f"model type {model_type!r} has an encoder and a decoder, and is none of those served: {supported}"
+        known = "none of those that `penstock models` lists"
+        return f"model type {model_type!r} has an encoder and a decoder, and is {known}"
     model_class = builtin_class(model_type)
     if model_class is not None:
         return _refusal_of(model_type, model_class, config) or FALLBACK
