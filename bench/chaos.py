@@ -32,11 +32,11 @@ from disturbance.kill import kill_workers
 from disturbance.malformed import malform
 from disturbance.probe import Footprint, footprint, wait_for_rest, wait_until
 from disturbance.soak import Soak, soak
-from result import heading, new_path
+from result import heading, new_path, revision
 
 NUM_PERMITS = 64
 LIMITS = ("--max-concurrent-requests", str(NUM_PERMITS), "--max-batch-size", "12", "--max-total-tokens", "1024")
-PIECES = {"kills, 1 rank": 20, "kills, 2 ranks": 20, "cancels": 250, "malformed": 500}
+PIECES = {"kills, 1 rank": 20, "kills, 2 ranks": 20, "cancels": 500, "malformed": 500}
 NUM_SLOW_READERS = 16
 Part = dict[str, Any]
 
@@ -56,10 +56,14 @@ class Run:
     """The raw result, on disk after every piece."""
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
-        self.path, self.record = path, record
+        self.path, self.record, self.revision = path, record, revision()
 
     def part(self, name: str) -> Part:
-        part: Part = self.record["parts"].setdefault(name, {"done": 0, "differences": [], "wrong": [], "seconds": 0.0})
+        empty = {"done": 0, "revisions": [], "differences": [], "wrong": [], "seconds": 0.0}
+        part: Part = self.record["parts"].setdefault(name, empty)
+        # `--resume` may go on with another commit than the one that began.
+        if self.revision not in part["revisions"]:
+            part["revisions"].append(self.revision)
         return part
 
     def save(self) -> None:

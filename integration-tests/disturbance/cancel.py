@@ -33,8 +33,8 @@ class Cancels:
 
 def random_request(source: random.Random) -> tuple[Request, int]:
     """A stream that nobody asked for before, and how many events it has at most."""
-    words = " ".join(str(source.randrange(1000)) for _ in range(source.choice([2, 20, 200, 600])))
-    num_tokens = source.choice([4, 16, 64, 200])
+    words = " ".join(str(source.randrange(1000)) for _ in range(source.choice([2, 20, 60, 150])))
+    num_tokens = source.choice([4, 16, 48, 128])
     if source.random() < 0.2:
         messages = [{"role": "user", "content": words}]
         body = {"messages": messages, "max_tokens": num_tokens, "n": 2, "stream": True, "ignore_eos": True}
