@@ -56,9 +56,9 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pop
     )
 
 
-def start(*arguments: str) -> Server:
+def start(*arguments: str, hostname: str = "127.0.0.1") -> Server:
     """Start on a free port and wait for the line that says where it listens."""
-    process = launch("--port", "0", "--hostname", "127.0.0.1", *arguments)
+    process = launch("--port", "0", "--hostname", hostname, *arguments)
     server = Server(process, "")
     ready: queue.Queue[str | None] = queue.Queue()
 

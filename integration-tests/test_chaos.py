@@ -12,11 +12,11 @@ from contextlib import suppress
 
 import pytest
 from binary import Server, start
-from disturbance import host, slow
+from disturbance import host, http2, network, slow
 from disturbance.cancel import cancel, leaves_nothing_behind
 from disturbance.kill import kill_workers
 from disturbance.malformed import malform
-from disturbance.mix import Answer, Repeated, Request, answer_of, answers, error_in, events, requests
+from disturbance.mix import Answer, Repeated, Request, answer_of, answers, connect, error_in, events, requests
 from disturbance.probe import footprint, health, metrics, wait_for_rest, wait_until
 from disturbance.soak import soak
 
@@ -102,6 +102,28 @@ def test_half_open_connections_hold_up_nobody(small: Server, expected: list[Answ
         wait_until(lambda: footprint(small).router_files >= before.router_files + len(clients), "all are connected")
         assert answers(small, MIX) == expected
     wait_until(lambda: footprint(small).router_files <= before.router_files, "their file descriptors are closed")
+
+
+def test_a_machine_that_vanishes_is_noticed() -> None:
+    endless = Request("/generate_stream", {"inputs": "A:", "parameters": {"max_new_tokens": 8000, "ignore_eos": True}})
+    try:
+        with network.another_machine() as machine:
+            server = start(hostname=machine.host)
+            try:
+                with machine.inside():
+                    one = connect(server)
+                    one.connect()
+                    two = http2.Connection((machine.host, one.port), 60)
+                one.request("POST", endless.path, endless.data, {"content-type": "application/json"})
+                assert one.getresponse().readline().startswith(b"data:")
+                two.read_events(two.post(endless.path, endless.data), 1)
+                machine.vanish()
+                wait_for_rest(server)
+                assert not metrics(server).get("tgi_request_success"), "they were served to their ends"
+            finally:
+                assert server.stop() == 0
+    except network.NoMachineError as error:
+        pytest.skip(f"no other machine can be made: {error}")
 
 
 def test_nothing_grows_with_work(small: Server, expected: list[Answer]) -> None:
