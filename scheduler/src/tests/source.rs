@@ -33,7 +33,8 @@ fn a_source_waits_for_a_step_that_takes_it_whole() {
 
 #[test]
 fn what_a_source_leaves_of_a_step_others_use_until_it_was_overtaken_enough() {
-    let mut scheduler = scheduler(Limits { max_overtaking: 1, ..limits(200, 1) }, &[(1, 4, 30), (2, 60, 1)]);
+    let mut scheduler = scheduler(Limits { max_overtaking: 1, ..limits(200, 1) }, &[(1, 4, 30)]);
+    submit(&mut scheduler, Submission { priority: -1, ..submission(2, 60, 1) });
     step(&mut scheduler);
     submit(&mut scheduler, source(3, 16, 9));
     submit(&mut scheduler, Submission { priority: -1, ..submission(4, 2, 9) });
@@ -42,10 +43,9 @@ fn what_a_source_leaves_of_a_step_others_use_until_it_was_overtaken_enough() {
         shares.push(advances(&step(&mut scheduler).0));
     }
     // Beside the first one's decode there are 15 tokens: the source has to have that one end.
-    assert_eq!(shares[0], [(1, 1), (2, 15)]);
-    let last = shares.last().expect("some steps");
-    assert_eq!(last, &[(3, 16)], "{shares:?}");
-    assert!(shares.iter().flatten().all(|(id, _)| *id != 4), "nobody new passes it");
+    assert_eq!(shares[..3], [vec![(1, 1), (2, 15)], vec![(1, 1), (2, 15)], vec![(1, 1)]]);
+    assert!(shares[3..shares.len() - 1].iter().all(|share| *share == [(1, 1)]), "{shares:?}");
+    assert_eq!(shares.last(), Some(&vec![(3, 16)]));
 }
 
 #[test]

@@ -247,7 +247,7 @@ pub const MUTANTS: [Mutant; 37] = [
         "scheduler/src/admission.rs",
         "draft.is_full |= self.sequence(id).turn(now, &self.limits).effort == 0;",
         "",
-        &[Simulation],
+        &[Unit],
     ),
     mutant(
         "what begins with a source is shared",
