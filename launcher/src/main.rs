@@ -14,6 +14,7 @@ mod log;
 mod memory;
 mod model_folder;
 mod platform;
+mod prefetch;
 mod process;
 mod reference;
 mod reserve;

@@ -11,6 +11,7 @@ use penstock_scheduler::Limits;
 
 use crate::args::Args;
 use crate::model_folder::{FolderError, ModelFolder};
+use crate::prefetch;
 use crate::resolve::{BLOCK_TOKENS, Choice, ResolveError, SequenceLimits, Settings};
 use crate::supervise::{Recipe, Supervisor};
 use crate::weights::{self, PrepareError, Prepared};
@@ -171,6 +172,7 @@ async fn load(
         let prepared = weights::prepare(python, args).await?;
         phases.push(timed("prepare model", began));
         tracing::info!("model {} is in {}", prepared.model_id, prepared.folder.display());
+        prefetch::begin(prepared.weights.clone());
         let folder = ModelFolder::new(&prepared.folder, args)?;
         let since = Instant::now();
         let (path, chat_template, num_threads) =

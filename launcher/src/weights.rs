@@ -15,6 +15,8 @@ pub struct Prepared {
     pub folder: PathBuf,
     pub sha: Option<String>,
     pub pipeline_tag: Option<String>,
+    /// The files that hold its weights.
+    pub weights: Vec<PathBuf>,
 }
 
 #[derive(Debug, thiserror::Error)]

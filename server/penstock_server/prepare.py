@@ -1,6 +1,6 @@
 """`python -m penstock_server.prepare`: a model reference → a folder that the router and the workers can read.
 
-Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag"}; on failure one line on stderr, beginning "error: ".
+Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights"}; on failure one line on stderr, beginning "error: ".
 Progress of long work goes to stderr before. Imports torch only to convert: a model that is prepared already is found
 in 0.1 s.
 """
@@ -117,10 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         prepared = prepare(options.model_id, options.revision, options.trust_remote_code, options.weights)
+        weights = [str(path) for path in find_weights(Path(prepared.folder)).paths]
     except (ConfigError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    print(json.dumps(asdict(prepared)))
+    print(json.dumps({**asdict(prepared), "weights": weights}))
     return 0
 
 

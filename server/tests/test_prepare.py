@@ -162,6 +162,7 @@ def test_offline_what_the_hub_cache_holds_is_used(cache: Path) -> None:
         "folder": str(repository / "snapshots" / sha),
         "sha": sha,
         "pipeline_tag": None,
+        "weights": [str(repository / "snapshots" / sha / "model.safetensors")],
     }
     assert json.loads(answer.stdout) == expected
     answer = run("--model-id", "someone/other", HF_HUB_OFFLINE="1")
