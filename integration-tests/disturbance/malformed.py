@@ -5,6 +5,7 @@ Some are served all the same, up to the longest answer: give the server a low `-
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import socket
@@ -23,6 +24,7 @@ from .mix import Answer, Repeated, Request
 
 TIMEOUT_S = 120  # more than the server gives a body to arrive
 NUM_AT_ONCE = 8
+CLOSED = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN}  # by the server, which has read enough
 # 200: some mutations hurt nobody. 408: what has not come in time. 424: a grammar that no token can go on with.
 ALLOWED = {200, 400, 404, 405, 408, 411, 413, 414, 415, 417, 422, 424, 429, 431, 501, 505}
 WILD: list[Any] = [
@@ -167,10 +169,13 @@ def _send(server: Server, data: bytes, ends: bool) -> bytes:
     address = urllib.parse.urlsplit(server.url)
     answer = b""
     with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as client:
-        with suppress(BrokenPipeError, ConnectionResetError):
+        try:
             client.sendall(data)
             if ends:
                 client.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            if error.errno not in CLOSED:
+                raise
         with suppress(ConnectionResetError):
             while piece := client.recv(1 << 16):
                 answer += piece

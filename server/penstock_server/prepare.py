@@ -1,8 +1,8 @@
 """`python -m penstock_server.prepare`: a model reference → a folder that the router and the workers can read.
 
-Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights"}, the last being paths; on failure one line on
-stderr, beginning "error: ". Progress of long work goes to stderr before. Imports torch only to convert: a model that is prepared already is found
-in 0.1 s.
+Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights"}, the last being paths; on failure one
+line on stderr, beginning "error: ". Progress of long work goes to stderr before. Imports torch only to convert: a model
+that is prepared already is found in 0.1 s.
 """
 
 from __future__ import annotations
