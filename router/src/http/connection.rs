@@ -4,7 +4,7 @@
 
 use std::error::Error;
 use std::io;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -13,6 +13,7 @@ use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulConnection;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -28,6 +29,9 @@ const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const PEEK_INTERVAL: Duration = Duration::from_millis(10);
 /// After an accept that failed for want of something, such as file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+/// For how long what a client goes on to send is read, after it was refused.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_PIECE_BYTES: usize = 16 << 10;
 /// Large enough that a body of ordinary size needs no window update.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 
@@ -82,9 +86,11 @@ async fn serve_connection(stream: TcpStream, app: App, closing: CancellationToke
         router.oneshot(request)
     });
     if is_http2 {
-        finish(http2(limits).serve_connection(stream, service), closing).await;
+        finish(pin!(http2(limits).serve_connection(stream, service)), &closing).await;
     } else {
-        finish(http1(limits).serve_connection(stream, service), closing).await;
+        let mut connection = http1(limits).serve_connection(stream, service);
+        finish(Pin::new(&mut connection), &closing).await;
+        closing.run_until_cancelled(linger(connection.into_parts().io.into_inner())).await;
     }
 }
 
@@ -133,11 +139,10 @@ fn is_given_up(error: &hyper::Error) -> bool {
 }
 
 /// Runs a connection to its end; when closing, to the end of the requests that are open.
-async fn finish<C>(connection: C, closing: CancellationToken)
+async fn finish<C>(mut connection: Pin<&mut C>, closing: &CancellationToken)
 where
     C: GracefulConnection<Error = hyper::Error>,
 {
-    let mut connection = pin!(connection);
     let result = tokio::select! {
         result = connection.as_mut() => result,
         () = closing.cancelled() => {
@@ -152,4 +157,17 @@ where
         // Clients leave in many ways, and none of them is our error.
         tracing::debug!("a connection ended: {error}");
     }
+}
+
+/// A connection that is closed over bytes which nobody has read is reset, and the answer may be lost with it: who is still
+/// sending has to be able to read why it is in vain (RFC 9112, section 9.6).
+async fn linger(mut stream: TcpStream) {
+    let until_closed = async {
+        stream.shutdown().await?;
+        let mut piece = vec![0; LINGER_PIECE_BYTES];
+        while stream.read(&mut piece).await? > 0 {}
+        io::Result::Ok(())
+    };
+    // Whoever is not there any more reads nothing.
+    let _ = tokio::time::timeout(LINGER, until_closed).await;
 }
