@@ -4,10 +4,11 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use penstock_router::worker::{Group, LoadOptions};
 
+use crate::fork_server::ForkServer;
 use crate::memory;
 use crate::start::{self, StartError};
 use crate::supervise::Recipe;
-use crate::workers::{Role, Workers};
+use crate::workers::Workers;
 
 /// Memory that must be left beside them, for each rank: several times what a Python needs that has imported torch.
 const MEMORY_BYTES: u64 = 2 << 30;
@@ -31,14 +32,14 @@ pub enum ReserveEvent {
 
 impl Reserve {
     /// Call it on the main thread (see `process::python_module`). The error is the reason why there is none.
-    pub fn start(recipe: &Recipe, number: usize) -> Result<Self, String> {
+    pub fn start(recipe: &Recipe, fork_server: &mut ForkServer, number: usize) -> Result<Self, String> {
         let needed_bytes = MEMORY_BYTES.saturating_mul(recipe.workers.num_ranks as u64);
         // Where the system does not say, there is no telling.
         let available_bytes = memory::available_bytes().unwrap_or(0);
         if available_bytes < needed_bytes {
             return Err(format!("less than {} MiB are available", needed_bytes >> 20));
         }
-        let workers = Workers::spawn(&recipe.workers, number, Role::Reserve).map_err(|error| error.to_string())?;
+        let workers = Workers::spawn(&recipe.workers, fork_server, number).map_err(|error| error.to_string())?;
         // Packing takes as much as what is packed.
         let fits = |weight_bytes: u64| available_bytes - needed_bytes >= 2 * weight_bytes;
         let load = recipe

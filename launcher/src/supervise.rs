@@ -9,9 +9,10 @@ use penstock_router::engine::{RestartError, RestartGroup, RestartTimes, Restarte
 use penstock_router::worker::{LoadOptions, WarmUpOptions};
 use tokio::sync::{mpsc, oneshot};
 
+use crate::fork_server::ForkServer;
 use crate::reserve::{Reserve, ReserveEvent};
 use crate::start::{self, StartError};
-use crate::workers::{Role, WorkerOptions, Workers};
+use crate::workers::{WorkerOptions, Workers};
 
 /// How long to wait for a lost worker's own explanation. A dead process has given it by then.
 const EXPLANATION_PATIENCE: Duration = Duration::from_millis(100);
@@ -36,6 +37,7 @@ pub struct Recipe {
 /// Owns the processes. Lives on the main thread (see `process::python_module`), and the engine asks it from another.
 pub struct Supervisor {
     recipe: Recipe,
+    fork_server: ForkServer,
     /// `None`: they are gone, and others could not be started.
     workers: Option<Workers>,
     reserve: Option<Reserve>,
@@ -66,11 +68,12 @@ impl RestartGroup for Restarter {
 }
 
 impl Supervisor {
-    /// `workers` are the first group.
-    pub fn new(recipe: Recipe, workers: Workers) -> (Self, Restarter) {
+    /// `workers` are the first group, forked by `fork_server`.
+    pub fn new(recipe: Recipe, fork_server: ForkServer, workers: Workers) -> (Self, Restarter) {
         let (sender, requests) = mpsc::unbounded_channel();
         let supervisor = Self {
             recipe,
+            fork_server,
             workers: Some(workers),
             reserve: None,
             reserve_due: Some(Instant::now() + RESERVE_DELAY),
@@ -124,11 +127,12 @@ impl Supervisor {
         if let Some(workers) = self.workers {
             workers.stop(grace).await;
         }
+        self.fork_server.stop().await;
     }
 
     fn start_reserve(&mut self) {
         self.reserve_due = None;
-        match Reserve::start(&self.recipe, self.num_groups) {
+        match Reserve::start(&self.recipe, &mut self.fork_server, self.num_groups) {
             Ok(reserve) => {
                 self.num_groups += 1;
                 self.reserve = Some(reserve);
@@ -155,7 +159,9 @@ impl Supervisor {
             {
                 tracing::warn!("{words}");
             }
-            workers.kill().await;
+            if !workers.kill().await {
+                self.fork_server.abandon();
+            }
         }
         self.last_words = None;
         self.reserve_due = None;
@@ -164,7 +170,7 @@ impl Supervisor {
         let (workers, connecting) = match reserve {
             Some(reserve) => reserve.into_parts(),
             None => {
-                let workers = Workers::spawn(&self.recipe.workers, self.num_groups, Role::Serving);
+                let workers = Workers::spawn(&self.recipe.workers, &mut self.fork_server, self.num_groups);
                 self.num_groups += 1;
                 let workers = workers.map_err(|error| RestartError(error.to_string()))?;
                 let sockets = workers.sockets().to_vec();
