@@ -138,3 +138,18 @@ def test_requests_that_come_while_nobody_works_are_answered(mortal: Server, undi
     os.kill(ranks(mortal)[0], signal.SIGKILL)
     wait_until(lambda: health(mortal) == 503)
     assert [stream.result() for stream in [Stream(mortal, request) for request in REQUESTS]] == undisturbed
+
+
+def test_the_death_of_the_process_that_workers_are_forked_from_changes_nothing(
+    mortal: Server, undisturbed: list[tuple]
+) -> None:
+    wait_until(lambda: health(mortal) == 200)
+    before = mortal.processes()
+    restarts = metric(mortal, "penstock_worker_restarts")
+    streams = [Stream(mortal, request) for request in REQUESTS]
+    wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 3)
+    os.kill(mortal.fork_server_pid(), signal.SIGKILL)
+    assert [stream.result() for stream in streams] == undisturbed
+    assert metric(mortal, "penstock_worker_restarts") == restarts + 1
+    assert not set(before) & set(mortal.processes())
+    assert any("the fork server was ended by SIGKILL" in line for line in mortal.lines)

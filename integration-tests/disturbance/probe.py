@@ -52,8 +52,8 @@ def serving_ranks(server: Server) -> list[int]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the server holds. Memory in bytes; proportional, so that pages which processes share count once. The workers'
-    is with that of the process that they are forked from."""
+    """What the server holds. Memory in bytes; proportional, so that pages which processes share count once. That of the
+    workers is with the process from which they are forked."""
 
     router_rss_bytes: int
     router_pss_bytes: int

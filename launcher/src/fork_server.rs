@@ -76,6 +76,11 @@ pub struct WorkerHandle {
 }
 
 impl WorkerHandle {
+    /// Whether its fork server is there, without which it cannot live.
+    pub fn has_fork_server(&self) -> bool {
+        !self.commands.is_closed()
+    }
+
     pub fn signal(&self, signal: Signal) {
         // A fork server that has ended took its workers with it.
         let _ = self.commands.send(Command::Signal { name: self.name.clone(), signal });
@@ -300,6 +305,72 @@ impl Lives {
     fn end(self, reason: &str) {
         for life in self.0.into_values() {
             let _ = life.ended.send(Err(reason.to_owned()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn start(lives: &mut Lives, name: &str) -> (String, Life) {
+        let (started_sender, started) = oneshot::channel();
+        let (end_sender, ended) = oneshot::channel();
+        let flags = WorkerFlags {
+            name: name.to_owned(),
+            socket: "/a/worker-1".into(),
+            rank: 1,
+            world_size: 2,
+            stdout: "/a/out".into(),
+            stderr: "/a/err".into(),
+        };
+        let life = LifeSender { started: Some(started_sender), ended: end_sender };
+        (lives.request(Command::Start { flags, life }), Life { started, ended })
+    }
+
+    fn hear(lives: &mut Lives, line: &str) {
+        lives.hear(serde_json::from_str(line).unwrap());
+    }
+
+    #[test]
+    fn requests_are_lines_of_json() {
+        let mut lives = Lives::default();
+        assert_eq!(
+            start(&mut lives, "a").0,
+            "{\"start\":{\"name\":\"a\",\"socket\":\"/a/worker-1\",\"rank\":1,\"world_size\":2,\
+             \"stdout\":\"/a/out\",\"stderr\":\"/a/err\"}}\n"
+        );
+        let signal = Command::Signal { name: "a".to_owned(), signal: Signal::SIGTERM };
+        assert_eq!(lives.request(signal), "{\"signal\":{\"name\":\"a\",\"number\":15}}\n");
+    }
+
+    #[test]
+    fn reports_reach_the_worker_that_they_are_about() {
+        let mut lives = Lives::default();
+        let (mut first, mut second) = (start(&mut lives, "a").1, start(&mut lives, "b").1);
+        hear(&mut lives, r#"{"started": {"name": "a", "pid": 7}}"#);
+        assert_eq!((first.started.try_recv(), second.started.try_recv().is_ok()), (Ok(()), false));
+        hear(&mut lives, r#"{"ended": {"name": "a", "status": 9}}"#);
+        hear(&mut lives, r#"{"refused": {"name": "b", "reason": "no more processes"}}"#);
+        assert_eq!(first.ended.try_recv().unwrap().unwrap().signal(), Some(9));
+        assert_eq!(second.ended.try_recv(), Ok(Err("no more processes".to_owned())));
+        assert!(second.started.try_recv().is_err());
+    }
+
+    #[test]
+    fn an_end_takes_all_workers_along() {
+        let mut lives = Lives::default();
+        let mut life = start(&mut lives, "a").1;
+        hear(&mut lives, r#"{"started": {"name": "a", "pid": 7}}"#);
+        lives.end("it ended");
+        assert_eq!(life.ended.try_recv(), Ok(Err("it ended".to_owned())));
+    }
+
+    #[test]
+    fn what_is_no_report_is_told_from_one() {
+        assert_eq!(serde_json::from_str::<Report>(r#"{"ready": {}}"#).unwrap(), Report::Ready {});
+        for line in ["", "site: hello", "{}", r#"{"ended": {"name": "a"}}"#, r#"{"other": {}}"#] {
+            assert!(serde_json::from_str::<Report>(line).is_err(), "{line}");
         }
     }
 }

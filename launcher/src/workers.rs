@@ -106,7 +106,7 @@ impl Workers {
 
     /// Whether none has ended.
     pub fn are_alive(&self) -> bool {
-        self.ranks.iter().all(|rank| !*rank.has_ended.borrow())
+        self.ranks.iter().all(|rank| !*rank.has_ended.borrow() && rank.worker.has_fork_server())
     }
 
     /// Asks all to end, and kills what has not after `grace`.
