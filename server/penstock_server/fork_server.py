@@ -1,17 +1,19 @@
 """`python -m penstock_server.fork_server`: imports once what every worker needs, and forks the workers.
 
-The launcher speaks on stdin and hears on stdout, one JSON object a line. A worker's name is unique for this process.
+The launcher's requests come on stdin and reports go to stdout, one JSON object a line. A worker's name is its own among
+all of this process.
 
-| stdin | stdout |
-|---|---|
-| | `{"ready": {}}`: the imports are done |
-| `{"start": {"name", "socket", "rank", "world_size", "stdout", "stderr"}}`; the last two are FIFOs that are read | `{"started": {"name", "pid"}}`, or `{"refused": {"name", "reason"}}` |
-| `{"signal": {"name", "number"}}`, to the worker and all that it started; one that has ended needs none | |
-| | `{"ended": {"name", "status"}}`, as from waitpid |
+    {"start": {"name", "socket", "rank", "world_size", "stdout", "stderr"}}     the outputs are FIFOs that are read
+    {"signal": {"name", "number"}}      to the worker and what it started; ignored when it has ended
 
-At the end of stdin it ends, and its children with it.
-INVARIANT: it has one thread and has run no step, so a child finds every lock free and starts its own threads.
-"""  # noqa: E501
+    {"ready": {}}                       the imports are done
+    {"started": {"name", "pid"}}        the answer to a start, or:
+    {"refused": {"name", "reason"}}
+    {"ended": {"name", "status"}}       the status as from waitpid
+
+When stdin ends, so does this process; when it ends, so do its children.
+INVARIANT: it has one thread and has run no step, so a child finds every lock free and starts threads of its own.
+"""
 
 from __future__ import annotations
 
