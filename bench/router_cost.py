@@ -52,12 +52,27 @@ def build_worker() -> Path:
     return peers.ROOT / "target" / "release" / "penstock-bench-worker"
 
 
+# In the place of penstock_server.fork_server: it forks our worker.
+FORK_SERVER = """
+import os, sys
+from penstock_server.fork_server import ForkServer
+
+def run(config):
+    flags = ["--socket", str(config.socket), "--rank", str(config.rank), "--world-size", str(config.world_size)]
+    os.execv(sys.argv[1], [sys.argv[1], *flags])
+
+ForkServer(run).serve()
+"""
+
+
 def scripted(server: Server, worker: Path, folder: Path, token_ids: Sequence[int]) -> Server:
-    """The same server, whose Python is a script that starts our worker wherever it was to start its own."""
+    """The same server, whose Python is a script that forks our worker wherever it was to fork its own."""
     python = folder / "python"
+    interpreter = shlex.quote(sys.executable)
     python.write_text(
-        f'#!/bin/sh\nif [ "$2" = penstock_server ]; then shift 2; exec {shlex.quote(str(worker))} "$@"; fi\n'
-        f'exec {shlex.quote(sys.executable)} "$@"\n'
+        f'#!/bin/sh\nif [ "$2" = penstock_server.fork_server ]; then\n'
+        f"exec {interpreter} -c {shlex.quote(FORK_SERVER)} {shlex.quote(str(worker))}\nfi\n"
+        f'exec {interpreter} "$@"\n'
     )
     python.chmod(0o755)
     environment = {

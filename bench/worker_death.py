@@ -12,6 +12,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -87,15 +88,18 @@ def serving(num_ranks: int) -> Iterator[Running]:
         process.wait(60)
 
 
+def children(pid: int) -> set[int]:
+    """Of all its threads."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
+
+
 def worker_groups(root: int) -> list[list[int]]:
-    """Pids of the workers: those that serve, then those in reserve."""
+    """Pids of the workers, the grandchildren: those that serve, then those in reserve."""
     groups: dict[int, list[int]] = {}
-    for task in Path(f"/proc/{root}/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if "--socket" in arguments:
-                _, *numbers = Path(arguments[arguments.index("--socket") + 1]).name.split("-")
-                groups.setdefault(int(numbers[0]) if len(numbers) > 1 else 0, []).append(pid)
+    for pid in sorted(pid for child in children(root) for pid in children(child)):
+        if found := re.fullmatch(r"worker-(\d+)\.\d+\n", Path(f"/proc/{pid}/comm").read_text()):
+            groups.setdefault(int(found[1]), []).append(pid)
     return [groups[number] for number in sorted(groups)]
 
 

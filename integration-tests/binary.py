@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 START_TIMEOUT_S = 180
+WORKER_NAME = re.compile(r"worker-(?P<group>\d+)\.\d+\n")
 
 
 @dataclass
@@ -36,13 +39,36 @@ class Server:
         """What it said last, for a test's failure."""
         return f"the server (exit status {self.process.poll()}) said last:\n" + "\n".join(self.lines[-count:])
 
+    def fork_server_pid(self) -> int:
+        """The process from which the workers are forked."""
+        (pid,) = children(self.process.pid)
+        return pid
+
+    def processes(self) -> list[int]:
+        """Pids of all that it has started."""
+        return [*children(self.process.pid), *self.worker_pids()]
+
     def worker_pids(self) -> list[int]:
-        """Its child processes: one a rank."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        own = {int(pid) for pid in children.read_text().split()}
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            own |= {int(pid) for pid in (task / "children").read_text().split()}
-        return sorted(own)
+        """One a rank, of every group."""
+        return sorted(pid for child in children(self.process.pid) for pid in children(child))
+
+    def worker_groups(self) -> list[list[int]]:
+        """Pids of the workers by group: those that serve, then those in reserve, which wait to take their place."""
+        groups: dict[int, list[int]] = {}
+        for pid in self.worker_pids():
+            with suppress(FileNotFoundError):  # it has died
+                if found := WORKER_NAME.fullmatch(Path(f"/proc/{pid}/comm").read_text()):
+                    groups.setdefault(int(found["group"]), []).append(pid)
+        return [groups[number] for number in sorted(groups)]
+
+
+def children(pid: int) -> set[int]:
+    """Of all its threads."""
+    found: set[int] = set()
+    with suppress(FileNotFoundError):  # it has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found |= {int(child) for child in (task / "children").read_text().split()}
+    return found
 
 
 def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:

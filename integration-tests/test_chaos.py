@@ -146,7 +146,7 @@ def test_nothing_grows_with_work(small: Server, expected: list[Answer]) -> None:
 
 
 def test_a_stopped_server_goes_on(small: Server, expected: list[Answer]) -> None:
-    pids = [small.process.pid, *small.worker_pids()]
+    pids = [small.process.pid, *small.processes()]
     with Repeated(small, MIX, expected) as streams:
         wait_until(lambda: min(streams.num_events) > 2, "all run")
         for pid in pids:
@@ -155,7 +155,7 @@ def test_a_stopped_server_goes_on(small: Server, expected: list[Answer]) -> None
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)
     assert not streams.differences
-    assert set(pids[1:]) <= set(small.worker_pids())
+    assert set(pids[1:]) <= set(small.processes())
     assert health(small) == 200
 
 
@@ -203,7 +203,7 @@ def test_sigterm_under_load_ends_every_stream_once(expected: list[Answer]) -> No
     for thread in threads:
         thread.start()
     wait_until(lambda: metrics(server)["tgi_batch_current_size"] >= 8, "as many run as can")
-    workers = server.worker_pids()
+    processes = server.processes()
     server.process.send_signal(signal.SIGTERM)
     with suppress(OSError):  # it was quicker
         wait_until(lambda: health(server) == 503, "it says that it is not ready")
@@ -216,4 +216,4 @@ def test_sigterm_under_load_ends_every_stream_once(expected: list[Answer]) -> No
     assert all("503" in reason or "refused" in reason.lower() for reason in refused), refused
     assert len(outcomes) >= 8
     assert len(outcomes) + len(refused) == len(MIX)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/cmdline") for pid in workers), "the workers are gone")
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/cmdline") for pid in processes), "all are gone")

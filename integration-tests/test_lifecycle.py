@@ -50,7 +50,7 @@ def wait_until_gone(pids: list[int]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_drains_running_streams_and_exits_0(number: int) -> None:
     server = start()
-    workers = server.worker_pids()
+    processes = server.processes()
     events: list[dict] = []
     client = threading.Thread(target=lambda: events.extend(stream(server, 150)))
     client.start()
@@ -60,7 +60,7 @@ def test_signal_drains_running_streams_and_exits_0(number: int) -> None:
     client.join()
     assert len(events) == 150
     assert events[-1]["generated_text"]
-    wait_until_gone(workers)
+    wait_until_gone(processes)
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def test_streams_that_outlive_the_grace_period_are_told_and_the_exit_is_0() -> N
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_at_once(number: int) -> None:
     server = start()
-    workers = server.worker_pids()
+    processes = server.processes()
     with streams(server, 4, 4000) as futures:
         server.process.send_signal(signal.SIGTERM)
         while ask(server, "/health")[0] == 200:
@@ -123,13 +123,13 @@ def test_second_signal_ends_at_once(number: int) -> None:
         assert server.stop(number, timeout_s=10) == 128 + number
         for future in futures:
             assert future.exception() or not any(event["generated_text"] for event in future.result())
-    wait_until_gone(workers)
+    wait_until_gone(processes)
 
 
 def test_worker_that_hangs_is_unhealthy_and_goes_on_where_it_was() -> None:
     # By itself it would be patient for as long as this machine's slowest steps ask for.
     server = start("--step-timeout", "30")
-    worker = min(server.worker_pids())  # those in reserve come later
+    worker = server.worker_groups()[0][0]
     with streams(server, 1, 120) as futures:
         assert ask(server, "/health/ready")[0] == 200
         os.kill(worker, signal.SIGSTOP)
@@ -151,11 +151,11 @@ def test_worker_that_hangs_is_unhealthy_and_goes_on_where_it_was() -> None:
 
 def test_killed_launcher_leaves_no_worker() -> None:
     server = start()
-    workers = server.worker_pids()
-    assert workers
+    processes = server.processes()
+    assert len(processes) > 1
     server.process.kill()
     server.process.wait()
-    wait_until_gone(workers)
+    wait_until_gone(processes)
 
 
 def test_workers_that_die_again_and_again_end_streams_with_an_error_and_the_server_nonzero() -> None:

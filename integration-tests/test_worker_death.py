@@ -11,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from binary import Server, start
@@ -89,24 +88,9 @@ def wait_until(condition, timeout_s: float = 60) -> None:
         time.sleep(0.01)
 
 
-def groups(server: Server) -> list[list[int]]:
-    """Pids of the workers by group: those that serve, then those in reserve, which wait to take their place."""
-    found: dict[int, list[int]] = {}
-    for pid in server.worker_pids():
-        try:
-            arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        except FileNotFoundError:
-            continue
-        if "--socket" not in arguments:
-            continue  # it has died, or is about to become a worker
-        _, *numbers = Path(arguments[arguments.index("--socket") + 1]).name.split("-")
-        found.setdefault(int(numbers[0]) if len(numbers) > 1 else 0, []).append(pid)
-    return [found[number] for number in sorted(found)]
-
-
 def ranks(server: Server) -> list[int]:
     """Pids of the workers that serve."""
-    return groups(server)[0]
+    return server.worker_groups()[0]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -154,3 +138,18 @@ def test_requests_that_come_while_nobody_works_are_answered(mortal: Server, undi
     os.kill(ranks(mortal)[0], signal.SIGKILL)
     wait_until(lambda: health(mortal) == 503)
     assert [stream.result() for stream in [Stream(mortal, request) for request in REQUESTS]] == undisturbed
+
+
+def test_the_death_of_the_process_that_workers_are_forked_from_changes_nothing(
+    mortal: Server, undisturbed: list[tuple]
+) -> None:
+    wait_until(lambda: health(mortal) == 200)
+    before = mortal.processes()
+    restarts = metric(mortal, "penstock_worker_restarts")
+    streams = [Stream(mortal, request) for request in REQUESTS]
+    wait_until(lambda: sum(len(stream.events) > 5 for stream in streams) >= 3)
+    os.kill(mortal.fork_server_pid(), signal.SIGKILL)
+    assert [stream.result() for stream in streams] == undisturbed
+    assert metric(mortal, "penstock_worker_restarts") == restarts + 1
+    assert not set(before) & set(mortal.processes())
+    assert any("the fork server was ended by SIGKILL" in line for line in mortal.lines)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from binary import Server, start
 from reference_model import model_folder
-from test_worker_death import REQUESTS, Stream, groups, health, metric, ranks, wait_until
+from test_worker_death import REQUESTS, Stream, health, metric, ranks, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def running(server: Server) -> list[Stream]:
 
 def kill_all(server: Server) -> None:
     """Those that serve and those in reserve."""
-    for pid in [pid for group in groups(server) for pid in group]:
+    for pid in [pid for group in server.worker_groups() for pid in group]:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -63,7 +63,7 @@ def test_a_server_that_was_stopped_as_a_whole_goes_on_with_its_workers(
     wait_until(lambda: health(two_ranks) == 200)
     restarts = metric(two_ranks, "penstock_worker_restarts")
     streams = running(two_ranks)
-    everybody = [two_ranks.process.pid, *two_ranks.worker_pids()]
+    everybody = [two_ranks.process.pid, *two_ranks.processes()]
     for signal_number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in everybody:
             os.kill(pid, signal_number)
@@ -78,11 +78,11 @@ def test_the_death_of_those_in_reserve_and_of_their_successors_is_survived(
 ) -> None:
     wait_until(lambda: health(two_ranks) == 200)
     streams = running(two_ranks)
-    lost = {pid for group in groups(two_ranks) for pid in group}
+    lost = {pid for group in two_ranks.worker_groups() for pid in group}
     for _ in range(2):
         kill_all(two_ranks)
         wait_until(lambda gone=frozenset(lost): bool(set(two_ranks.worker_pids()) - gone))
-        # They are importing or loading now, and die as well.
+        # They are starting or loading now, and die as well.
         lost |= set(two_ranks.worker_pids())
     kill_all(two_ranks)
     assert [stream.result() for stream in streams] == undisturbed

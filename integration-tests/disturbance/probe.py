@@ -45,22 +45,15 @@ def wait_for_rest(server: Server) -> None:
 
 
 def serving_ranks(server: Server) -> list[int]:
-    """Pids of the workers that serve. Those in reserve, which wait to take their place, have a higher number."""
-    groups: dict[int, list[int]] = {}
-    for pid in server.worker_pids():
-        try:
-            arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        except OSError:
-            continue
-        if "--socket" in arguments:
-            _, *numbers = Path(arguments[arguments.index("--socket") + 1]).name.split("-")
-            groups.setdefault(int(numbers[0]) if len(numbers) > 1 else 0, []).append(pid)
-    return groups[min(groups)] if groups else []
+    """Pids of the workers that serve."""
+    groups = server.worker_groups()
+    return groups[0] if groups else []
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the server holds. Memory in bytes; proportional, so that pages which processes share count once."""
+    """What the server holds. Memory in bytes; proportional, so that pages which processes share count once. That of the
+    workers is with the process from which they are forked."""
 
     router_rss_bytes: int
     router_pss_bytes: int
@@ -77,7 +70,7 @@ class Footprint:
 def footprint(server: Server) -> Footprint:
     router, workers = server.process.pid, server.worker_pids()
     router_rss, router_pss = _memory(router)
-    of_workers = [_memory(pid) for pid in workers]
+    of_workers = [_memory(pid) for pid in (server.fork_server_pid(), *workers)]
     return Footprint(
         router_rss,
         router_pss,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use nix::sys::prctl;
-use nix::sys::signal::{Signal, killpg};
+use nix::sys::signal::Signal;
 use nix::unistd::{Pid, getppid};
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::process::Command;
@@ -52,11 +52,6 @@ pub fn python_module(python: &Path, module: &str) -> Command {
         command.pre_exec(bind_to_parent)
     };
     command
-}
-
-/// Signals a child and whatever it started. A group that is gone is what was wanted.
-pub fn signal_group(leader: Pid, signal: Signal) {
-    let _ = killpg(leader, signal);
 }
 
 /// Hands each line to `each`, whatever bytes it holds, until the pipe closes.

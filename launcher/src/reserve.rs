@@ -1,25 +1,22 @@
-//! Workers that wait to take the place of others: their imports are done and, where memory allows, their weights loaded.
+//! Workers that wait to take the place of others, with their weights loaded. Without, they would save next to nothing:
+//! a worker is forked in hundredths of a second.
 
 use futures::FutureExt;
-use futures::future::BoxFuture;
-use penstock_router::worker::{Group, LoadOptions};
 
+use crate::fork_server::ForkServer;
 use crate::memory;
-use crate::start::{self, StartError};
-use crate::supervise::Recipe;
-use crate::workers::{Role, Workers};
+use crate::supervise::{Loading, Recipe};
+use crate::workers::Workers;
 
-/// Memory that must be left beside them, for each rank: several times what a Python needs that has imported torch.
-const MEMORY_BYTES: u64 = 2 << 30;
-
-/// A group that answers, and whether it is loaded.
-type Connected = Result<(Group, bool), StartError>;
+/// Memory that must be left beside their weights, for each rank: several times the 70 MB that are a worker's own before
+/// its warm-up. Its imports are the fork server's.
+const MEMORY_BYTES: u64 = 512 << 20;
 
 /// Dropping it ends its processes.
 pub struct Reserve {
     workers: Workers,
     /// Taken to its end before or after they take over, whichever comes first.
-    preparing: BoxFuture<'static, Connected>,
+    loading: Loading,
     is_ready: bool,
 }
 
@@ -31,29 +28,19 @@ pub enum ReserveEvent {
 
 impl Reserve {
     /// Call it on the main thread (see `process::python_module`). The error is the reason why there is none.
-    pub fn start(recipe: &Recipe, number: usize) -> Result<Self, String> {
-        let needed_bytes = MEMORY_BYTES.saturating_mul(recipe.workers.num_ranks as u64);
+    pub fn start(recipe: &Recipe, fork_server: &mut ForkServer, number: usize) -> Result<Self, String> {
+        let Some(weight_bytes) = recipe.weight_bytes else {
+            return Err("a device has no room for two copies of the weights".to_owned());
+        };
+        // Packing takes as much as what is packed.
+        let needed_bytes = MEMORY_BYTES * recipe.workers.num_ranks as u64 + 2 * weight_bytes;
         // Where the system does not say, there is no telling.
-        let available_bytes = memory::available_bytes().unwrap_or(0);
-        if available_bytes < needed_bytes {
+        if memory::available_bytes().unwrap_or(0) < needed_bytes {
             return Err(format!("less than {} MiB are available", needed_bytes >> 20));
         }
-        let workers = Workers::spawn(&recipe.workers, number, Role::Reserve).map_err(|error| error.to_string())?;
-        // Packing takes as much as what is packed.
-        let fits = |weight_bytes: u64| available_bytes - needed_bytes >= 2 * weight_bytes;
-        let load = recipe
-            .weight_bytes
-            .is_some_and(fits)
-            .then(|| LoadOptions { rendezvous: workers.rendezvous(), ..recipe.load.clone() });
-        let sockets = workers.sockets().to_vec();
-        let preparing = async move {
-            let mut group = start::connect(&sockets).await?;
-            if let Some(load) = &load {
-                group.load(load).await?;
-            }
-            Ok((group, load.is_some()))
-        };
-        Ok(Self { workers, preparing: preparing.boxed(), is_ready: false })
+        let workers = Workers::spawn(&recipe.workers, fork_server, number).map_err(|error| error.to_string())?;
+        let loading = recipe.load(&workers);
+        Ok(Self { workers, loading, is_ready: false })
     }
 
     pub fn is_alive(&self) -> bool {
@@ -64,10 +51,10 @@ impl Reserve {
     pub async fn next_event(&mut self) -> ReserveEvent {
         tokio::select! {
             words = self.workers.death() => ReserveEvent::Lost(words),
-            connected = &mut self.preparing, if !self.is_ready => match connected {
-                Ok(connected) => {
+            loaded = &mut self.loading, if !self.is_ready => match loaded {
+                Ok(loaded) => {
                     self.is_ready = true;
-                    self.preparing = futures::future::ready(Ok(connected)).boxed();
+                    self.loading = futures::future::ready(Ok(loaded)).boxed();
                     ReserveEvent::Ready
                 }
                 Err(error) => ReserveEvent::Lost(error.to_string()),
@@ -75,8 +62,8 @@ impl Reserve {
         }
     }
 
-    /// The processes, and the rest of their preparation: what it brings tells whether the weights are loaded.
-    pub fn into_parts(self) -> (Workers, BoxFuture<'static, Connected>) {
-        (self.workers, self.preparing)
+    /// The processes, and the rest of their preparation.
+    pub fn into_parts(self) -> (Workers, Loading) {
+        (self.workers, self.loading)
     }
 }

@@ -10,12 +10,13 @@ use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, Warm
 use penstock_scheduler::Limits;
 
 use crate::args::Args;
+use crate::fork_server::{ForkServer, ForkServerOptions};
 use crate::model_folder::{FolderError, ModelFolder};
 use crate::prefetch;
 use crate::resolve::{BLOCK_TOKENS, Choice, ResolveError, SequenceLimits, Settings};
 use crate::supervise::{Recipe, Supervisor};
 use crate::weights::{self, PrepareError, Prepared};
-use crate::workers::{Role, WorkerOptions, Workers, WorkersError};
+use crate::workers::{WorkerOptions, Workers, WorkersError};
 
 /// How long Python may take until it listens. Its imports read hundreds of megabytes from a cold disk.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(300);
@@ -77,17 +78,21 @@ struct Loaded {
 
 /// Call it on the main thread (see `process::python_module`). Dropping the future ends every process.
 pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<Started, StartError> {
-    let worker_options = WorkerOptions {
+    let mut fork_server = ForkServer::new(ForkServerOptions {
         python: python.to_owned(),
-        num_ranks: settings.num_ranks,
         num_threads: settings.num_threads,
-        socket_prefix: args.shard_uds_path.clone(),
         hub_cache: args.huggingface_hub_cache.clone(),
-    };
-    let mut workers = Workers::spawn(&worker_options, 0, Role::Serving)?;
+    });
+    let worker_options = WorkerOptions { num_ranks: settings.num_ranks, socket_prefix: args.shard_uds_path.clone() };
+    let mut workers = Workers::spawn(&worker_options, &mut fork_server, 0)?;
     let sockets = workers.sockets().to_vec();
     let rendezvous = workers.rendezvous();
-    let loaded = while_alive(&mut workers, load(args, settings, python, &sockets, rendezvous)).await?;
+    let connecting = async {
+        // The workers are forked when the imports are done.
+        let (import_time, group) = tokio::join!(fork_server.import_time(), connect(&sockets));
+        Ok((import_time, group?))
+    };
+    let loaded = while_alive(&mut workers, load(args, settings, python, connecting, rendezvous)).await?;
     let (prefix_caching, choice) = Settings::prefix_caching(args, &loaded.model);
     choice.iter().for_each(log_choice);
     let limits = Limits {
@@ -115,7 +120,7 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
     // Two copies of the weights are for a machine's memory, not for a device's.
     let weight_bytes = loaded.model.device.starts_with("cpu").then_some(loaded.model.weight_bytes);
     let recipe = Recipe { workers: worker_options, load: loaded.load, warm_up, weight_bytes };
-    let (supervisor, restart) = Supervisor::new(recipe, workers);
+    let (supervisor, restart) = Supervisor::new(recipe, fork_server, workers);
     Ok(Started {
         engine: Engine::start(loaded.group, options, Arc::new(restart)),
         supervisor,
@@ -162,7 +167,7 @@ async fn load(
     args: &Args,
     settings: &Settings,
     python: &Path,
-    sockets: &[PathBuf],
+    connecting: impl Future<Output = Result<(Duration, Group), StartError>>,
     rendezvous: String,
 ) -> Result<Loaded, StartError> {
     let mut phases = Vec::new();
@@ -184,11 +189,12 @@ async fn load(
         Ok::<_, StartError>((prepared, folder, text))
     };
     let connect = async {
-        let group = connect(sockets).await?;
-        Ok((group, timed("start workers", began)))
+        let (import_time, group) = connecting.await?;
+        let start_time = began.elapsed().saturating_sub(import_time);
+        Ok((group, [("import", import_time), ("start workers", start_time)]))
     };
-    let ((prepared, folder, text), (mut group, phase)) = tokio::try_join!(prepare, connect)?;
-    phases.push(phase);
+    let ((prepared, folder, text), (mut group, begun)) = tokio::try_join!(prepare, connect)?;
+    phases.extend(begun.map(|(name, duration)| Phase { name: name.to_owned(), duration }));
 
     let since = Instant::now();
     let load = LoadOptions {

@@ -6,18 +6,19 @@ use std::time::{Duration, Instant};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use penstock_router::engine::{RestartError, RestartGroup, RestartTimes, Restarted};
-use penstock_router::worker::{LoadOptions, WarmUpOptions};
+use penstock_router::worker::{Group, LoadOptions, WarmUpOptions};
 use tokio::sync::{mpsc, oneshot};
 
+use crate::fork_server::ForkServer;
 use crate::reserve::{Reserve, ReserveEvent};
 use crate::start::{self, StartError};
-use crate::workers::{Role, WorkerOptions, Workers};
+use crate::workers::{WorkerOptions, Workers};
 
 /// How long to wait for a lost worker's own explanation. A dead process has given it by then.
 const EXPLANATION_PATIENCE: Duration = Duration::from_millis(100);
 
-/// When workers have been ready for so long, others are started that wait to take their place: their first steps come
-/// before.
+/// When workers have been ready for so long, others are started that wait to take their place: loading takes what their
+/// first steps need.
 const RESERVE_DELAY: Duration = Duration::from_secs(1);
 /// After those in reserve died, as when memory was short.
 const RESERVE_RETRY: Duration = Duration::from_secs(60);
@@ -33,9 +34,34 @@ pub struct Recipe {
     pub weight_bytes: Option<u64>,
 }
 
+/// A group that has its weights.
+pub struct Loaded {
+    pub group: Group,
+    /// When it answered.
+    pub connected: Instant,
+}
+
+pub type Loading = BoxFuture<'static, Result<Loaded, StartError>>;
+
+impl Recipe {
+    /// Connects to workers that were spawned, and loads the model.
+    pub fn load(&self, workers: &Workers) -> Loading {
+        let sockets = workers.sockets().to_vec();
+        let load = LoadOptions { rendezvous: workers.rendezvous(), ..self.load.clone() };
+        let loading = async move {
+            let mut group = start::connect(&sockets).await?;
+            let connected = Instant::now();
+            group.load(&load).await?;
+            Ok(Loaded { group, connected })
+        };
+        loading.boxed()
+    }
+}
+
 /// Owns the processes. Lives on the main thread (see `process::python_module`), and the engine asks it from another.
 pub struct Supervisor {
     recipe: Recipe,
+    fork_server: ForkServer,
     /// `None`: they are gone, and others could not be started.
     workers: Option<Workers>,
     reserve: Option<Reserve>,
@@ -66,11 +92,12 @@ impl RestartGroup for Restarter {
 }
 
 impl Supervisor {
-    /// `workers` are the first group.
-    pub fn new(recipe: Recipe, workers: Workers) -> (Self, Restarter) {
+    /// `workers` are the first group, forked by `fork_server`.
+    pub fn new(recipe: Recipe, fork_server: ForkServer, workers: Workers) -> (Self, Restarter) {
         let (sender, requests) = mpsc::unbounded_channel();
         let supervisor = Self {
             recipe,
+            fork_server,
             workers: Some(workers),
             reserve: None,
             reserve_due: Some(Instant::now() + RESERVE_DELAY),
@@ -124,11 +151,12 @@ impl Supervisor {
         if let Some(workers) = self.workers {
             workers.stop(grace).await;
         }
+        self.fork_server.stop().await;
     }
 
     fn start_reserve(&mut self) {
         self.reserve_due = None;
-        match Reserve::start(&self.recipe, self.num_groups) {
+        match Reserve::start(&self.recipe, &mut self.fork_server, self.num_groups) {
             Ok(reserve) => {
                 self.num_groups += 1;
                 self.reserve = Some(reserve);
@@ -155,32 +183,30 @@ impl Supervisor {
             {
                 tracing::warn!("{words}");
             }
-            workers.kill().await;
+            if !workers.kill().await {
+                self.fork_server.abandon();
+            }
         }
         self.last_words = None;
         self.reserve_due = None;
         times.stop = lap.next();
         let reserve = self.reserve.take().filter(Reserve::is_alive);
-        let (workers, connecting) = match reserve {
+        let (workers, loading) = match reserve {
             Some(reserve) => reserve.into_parts(),
             None => {
-                let workers = Workers::spawn(&self.recipe.workers, self.num_groups, Role::Serving);
+                let workers = Workers::spawn(&self.recipe.workers, &mut self.fork_server, self.num_groups);
                 self.num_groups += 1;
                 let workers = workers.map_err(|error| RestartError(error.to_string()))?;
-                let sockets = workers.sockets().to_vec();
-                (workers, async move { Ok((start::connect(&sockets).await?, false)) }.boxed())
+                let loading = self.recipe.load(&workers);
+                (workers, loading)
             }
         };
         let workers = self.workers.insert(workers);
         times.spawn = lap.next();
-        let load = LoadOptions { rendezvous: workers.rendezvous(), ..self.recipe.load.clone() };
         let warm_up = self.recipe.warm_up;
         let prepare = async {
-            let (mut group, is_loaded) = connecting.await?;
-            times.connect = lap.next();
-            if !is_loaded {
-                group.load(&load).await?;
-            }
+            let Loaded { mut group, connected } = loading.await?;
+            times.connect = lap.until(connected);
             times.load = lap.next();
             let pool = group.warm_up(&warm_up).await?;
             times.warm_up = lap.next();
@@ -230,7 +256,12 @@ impl Lap {
     }
 
     fn next(&mut self) -> Duration {
-        let now = Instant::now();
-        now - std::mem::replace(&mut self.since, now)
+        self.until(Instant::now())
+    }
+
+    /// None, if that was before.
+    fn until(&mut self, end: Instant) -> Duration {
+        let end = end.max(self.since);
+        end - std::mem::replace(&mut self.since, end)
     }
 }

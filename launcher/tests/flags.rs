@@ -254,7 +254,7 @@ fn a_worker_that_ends_at_start_ends_the_start_with_its_words() {
     let output =
         with_python("case $2 in *prepare) sleep 60;; *) echo 'error: no such device' >&2; exit 3;; esac", &[], &[]);
     assert_eq!(output.status.code(), Some(1));
-    let expected = "the worker of rank 0 ended with exit status 3: no such device";
+    let expected = "the fork server ended with exit status 3: no such device";
     assert!(said(&output).contains(expected), "{}", said(&output));
 }
 

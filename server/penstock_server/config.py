@@ -15,7 +15,6 @@ class WorkerConfig:
     socket: Path
     rank: int = 0
     world_size: int = 1
-    in_reserve: bool = False  # it waits to take another's place, so nobody waits for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ ends; results are translated while the next step runs. proto/worker.proto is the
 from __future__ import annotations
 
 import logging
-import os
 import stat
 import threading
 import time
@@ -17,27 +16,24 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import grpc
 
 from penstock_server.compute import ComputeThread
 from penstock_server.config import Description, LoadConfig, WarmUpConfig, WorkerConfig
+from penstock_server.engine import Engine
+from penstock_server.engine.engine import LoadModel
 from penstock_server.errors import ConfigError, GrammarError, PlanError
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 from penstock_server.phase import Phase
 from penstock_server.plan import Advance, Grammar, NewSequence, Plan, Sampling, StepResult, Token
 
-if TYPE_CHECKING:
-    from penstock_server.engine import Engine
-    from penstock_server.engine.engine import LoadModel
-
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
 _RPC_THREADS = 32  # started when needed; most can wait for a grammar each, and Health still answers
-_RESERVE_NICENESS = 19
 _MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 
 
@@ -70,12 +66,7 @@ class Worker(rpc.WorkerServicer):
         self._opening = threading.Lock()
         self._last_step = 0
         self._stepping_since: float | None = None
-        self._import_phase: Phase | None = None
         self._compute = ComputeThread(self._fault)
-        # Takes seconds: begun before anybody asks. A thread of its own, whose priority ends with it.
-        importing = threading.Thread(target=self._import_engine, name="import", daemon=True)
-        importing.start()
-        self._compute.post(importing.join)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:  # noqa: N802
         if request.protocol_version != PROTOCOL_VERSION:
@@ -103,7 +94,6 @@ class Worker(rpc.WorkerServicer):
             _refuse(context, str(error))
         except Exception as error:  # noqa: BLE001 - the service's boundary
             self._abort_with_fault(context, error)
-        phases = [self._import_phase] if self._import_phase else []
         return pb.LoadResponse(
             protocol_version=PROTOCOL_VERSION,
             worker_version=_package_version(),
@@ -115,7 +105,7 @@ class Worker(rpc.WorkerServicer):
             max_position_tokens=description.max_position_tokens,
             weight_bytes=description.weight_bytes,
             kv_bytes_per_block=description.kv_bytes_per_block,
-            phases=_phases((*phases, *description.phases)),
+            phases=_phases(description.phases),
             window_tokens=description.window_tokens,
             decoder_prefix=description.decoder_prefix,
             max_source_tokens=description.max_source_tokens,
@@ -201,21 +191,9 @@ class Worker(rpc.WorkerServicer):
             self._fault(error)
         self._compute.post(partial(stream.results.put, None))
 
-    def _import_engine(self) -> None:
-        started = time.monotonic()
-        if self._config.in_reserve:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _RESERVE_NICENESS)
-        try:
-            import penstock_server.engine  # noqa: F401
-        except Exception as error:  # noqa: BLE001 - the service's boundary
-            self._fault(error)
-        self._import_phase = Phase("import", time.monotonic() - started)
-
     # Everything below runs on the compute thread, but for _fault.
 
     def _load(self, config: LoadConfig) -> Description:
-        from penstock_server.engine import Engine
-
         if self._engine is not None:
             raise ConfigError("a model is loaded already; a worker serves one model for its life")
         options = {} if self._load_model is None else {"load_model": self._load_model}

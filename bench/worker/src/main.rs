@@ -17,7 +17,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 const MAX_MESSAGE_BYTES: usize = 1 << 30;
 
-/// Takes the place of `python -m penstock_server`; its own settings come from the environment.
+/// Takes the place of a worker of Python, as its fork server starts it; its own settings come from the environment.
 #[derive(Clone, Debug, Parser)]
 struct Args {
     #[arg(long)]

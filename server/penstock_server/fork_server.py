@@ -1,0 +1,228 @@
+"""`python -m penstock_server.fork_server`: imports once what every worker needs, and forks the workers.
+
+The launcher's requests come on stdin and reports go to stdout, one JSON object a line. A worker's name is its own among
+all of this process.
+
+    {"start": {"name", "socket", "rank", "world_size", "stdout", "stderr"}}     the outputs are FIFOs that are read
+    {"signal": {"name", "number"}}      to the worker and what it started; ignored when it has ended
+
+    {"ready": {}}                       the imports are done
+    {"started": {"name", "pid"}}        the answer to a start, or:
+    {"refused": {"name", "reason"}}
+    {"ended": {"name", "status"}}       the status as from waitpid
+
+When stdin ends, so does this process; when it ends, so do its children.
+INVARIANT: it has one thread and has run no step, so a child finds every lock free and starts threads of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import logging
+import os
+import pkgutil
+import select
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from penstock_server import log
+from penstock_server.config import WorkerConfig
+from penstock_server.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("attention", "engine", "grammar", "kernels", "layers", "models", "weights")
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
+_READ_BYTES = 1 << 16
+_TASKS = Path("/proc/self/task")
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A worker to fork. `stdout`, `stderr`: FIFOs that somebody reads."""
+
+    name: str
+    config: WorkerConfig
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A signal for a worker's process group."""
+
+    name: str
+    number: int
+
+
+def parse(line: bytes) -> Start | Signal:
+    """A line of stdin. Raises ConfigError when it is no request."""
+    try:
+        request = json.loads(line)
+    except ValueError:
+        request = None
+    match request:
+        case {
+            "start": {
+                "name": str(name),
+                "socket": str(socket),
+                "rank": int(rank),
+                "world_size": int(world_size),
+                "stdout": str(stdout),
+                "stderr": str(stderr),
+            }
+        } if 0 <= rank < world_size:
+            return Start(name, WorkerConfig(Path(socket), rank, world_size), stdout, stderr)
+        case {"signal": {"name": str(name), "number": int(number)}}:
+            return Signal(name, number)
+    raise ConfigError(f"the request {line.decode(errors='replace')!r} is neither a start nor a signal of a worker")
+
+
+class ForkServer:
+    """Forks children that do `run`, each with its own flags; what that returns is the child's exit status."""
+
+    def __init__(self, run: Callable[[WorkerConfig], int]) -> None:
+        self._run = run
+        self._pids: dict[str, int] = {}
+        self._pid = os.getpid()
+        # A handler that does nothing: what counts is the byte in the pipe, which wakes `serve`.
+        self._wake, wake_in = os.pipe()
+        os.set_blocking(wake_in, False)
+        self._own_files = (self._wake, wake_in)
+        signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def serve(self) -> None:
+        """Answer requests until stdin ends. Raises ConfigError when one cannot be understood."""
+        # What there is now stays: not to be visited, so that its pages stay shared.
+        gc.collect()
+        gc.freeze()
+        _report("ready")
+        unread = b""
+        while True:
+            readable, _, _ = select.select([_STDIN, self._wake], [], [])
+            if self._wake in readable:
+                os.read(self._wake, _READ_BYTES)
+                self._reap()
+            if _STDIN in readable:
+                received = os.read(_STDIN, _READ_BYTES)
+                if not received:
+                    return
+                *lines, unread = (unread + received).split(b"\n")
+                for line in lines:
+                    self._answer(parse(line))
+
+    def _answer(self, request: Start | Signal) -> None:
+        if isinstance(request, Start):
+            try:
+                pid = self._fork(request)
+            except OSError as error:
+                _report("refused", name=request.name, reason=str(error))
+            else:
+                self._pids[request.name] = pid
+                _report("started", name=request.name, pid=pid)
+        elif request.name in self._pids:
+            # Not yet reaped, so the number is still its own.
+            with suppress(ProcessLookupError):
+                os.killpg(self._pids[request.name], request.number)
+
+    def _reap(self) -> None:
+        for name, pid in list(self._pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._pids[name]
+                _report("ended", name=name, status=status)
+
+    def _fork(self, start: Start) -> int:
+        if _TASKS.exists() and (num_threads := len(list(_TASKS.iterdir()))) > 1:
+            logger.warning("workers are forked from a process with %d threads; they may hang", num_threads)
+        outputs: list[int] = []
+        try:
+            for path in (start.stdout, start.stderr):
+                # Without waiting: where nobody reads any more, nobody wants the worker.
+                outputs.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                os.set_blocking(outputs[-1], True)
+            pid = os.fork()
+            if pid == 0:
+                self._become_worker(start, outputs)
+        finally:
+            for file in outputs:
+                os.close(file)
+        # Here and in the child, whoever is first: signals go to the group.
+        with suppress(OSError):
+            os.setpgid(pid, pid)
+        return pid
+
+    def _become_worker(self, start: Start, outputs: list[int]) -> NoReturn:
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for file, place in zip((nothing, *outputs), (_STDIN, _STDOUT, _STDERR), strict=True):
+                os.dup2(file, place)
+            for file in (nothing, *outputs, *self._own_files):
+                os.close(file)
+            # Not SIGTERM: a worker inside a long native call would live on.
+            _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+            _prctl(_PR_SET_NAME, ctypes.c_char_p(start.name.encode()))
+            if os.getppid() == self._pid:  # it may have died before the lines above
+                gc.enable()
+                status = self._run(start.config)
+        except BaseException:
+            logger.exception("the worker broke and exits")
+        finally:
+            os._exit(status)
+
+
+def _report(kind: str, **fields: str | int) -> None:
+    line = json.dumps({kind: fields}).encode() + b"\n"
+    while line:
+        line = line[os.write(_STDOUT, line) :]
+
+
+def _prctl(option: int, argument: object) -> None:
+    """Linux only; elsewhere a worker looks for its parent itself."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl") and libc.prctl(option, argument, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def _import_all() -> Callable[[WorkerConfig], int]:
+    """Everything that a worker of an own model may need, and what it runs."""
+    from penstock_server import worker
+    from penstock_server.kernels import native_ops
+
+    native_ops.available()
+    for package in _PACKAGES:
+        path = Path(__file__).parent / package
+        for module in pkgutil.walk_packages([str(path)], f"{__package__}.{package}."):
+            importlib.import_module(module.name)
+    return worker.run
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log.configure()
+    gc.disable()  # until a worker begins: it would touch the pages that workers share
+    try:
+        ForkServer(_import_all()).serve()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""One rank's worker process, from its flags to its end.
+
+Exits 0 on SIGTERM at once, also in the middle of a step: what a step was doing is the router's to repeat. SIGINT is
+left to the launcher. The process does not outlive its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from penstock_server.config import WorkerConfig
+from penstock_server.errors import ConfigError
+from penstock_server.service import Worker, start_server
+
+_PARENT_CHECK_S = 1.0  # where the kernel does not end it with its parent
+_LAST_WORDS_S = 1.0  # for replies that are on their way when the worker breaks
+
+
+def run(config: WorkerConfig) -> int:
+    """Serve until SIGTERM, the parent's end or a fault; the exit status."""
+    parent = os.getppid()
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        # Not sys.exit: that would wait for the compute thread's step and for torch's teardown.
+        config.socket.unlink(missing_ok=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        worker = Worker(config)
+        server = start_server(worker, config.socket)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    while not worker.faulted.wait(_PARENT_CHECK_S):
+        if os.getppid() != parent:
+            terminate(signal.SIGTERM, None)
+    server.stop(_LAST_WORDS_S).wait()
+    config.socket.unlink(missing_ok=True)
+    return 1
