@@ -120,6 +120,15 @@ fn power<const N: usize>(x: __m512, coefficients: [f32; N]) -> __m512 {
     _mm512_scalef_ps(y, whole)
 }
 
+/// The hyperbolic tangent, to about 2e-7 of 1. NaN stays NaN.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub fn tanh(x: __m512) -> __m512 {
+    let (one, two) = (_mm512_set1_ps(1.0), _mm512_set1_ps(2.0));
+    let power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2.0 * std::f32::consts::LOG2_E)));
+    _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(one, power)))
+}
+
 /// x / (1 + e^-x) in float32.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
