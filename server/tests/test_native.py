@@ -333,9 +333,10 @@ def test_fused_rotation_and_write_equals_both(ops: native_ops.NativeOps) -> None
         assert torch.equal(*caches)
 
 
-def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps) -> None:
+@pytest.mark.parametrize("sight", [Sight(), Sight(window=70)])
+def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, sight: Sight) -> None:
     hidden, eps, rope = 96, 1e-5, angles(32)
-    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16))
+    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16, sight=sight))
     layers = [
         StackLayer(
             attention_norm=random(hidden),

@@ -1,10 +1,9 @@
-"""In bfloat16 on native kernels a token's logits are the same bits, however its prompt is cut, whatever is beside it, and
-whatever stands in blocks before its window: for models whose attention has more than positions before the query's."""
+"""In bfloat16 on native kernels a token's logits are the same bits, however its prompt is cut, whatever is beside it,
+and whatever stands in blocks before its window, for models whose attention is more than causal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,9 @@ CASES = {
     "mistral": Case("MistralConfig", {"sliding_window": 40}, GROUPED),
     "gemma2": Case("Gemma2Config", {"head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 24}, GROUPED),
     "gpt-oss": Case(
-        "GptOssConfig", {"head_dim": 16, "sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 2}, GROUPED
+        "GptOssConfig",
+        {"head_dim": 16, "sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
+        GROUPED,
     ),
     "falcon-rw": Case(
         "FalconConfig", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}, SIZES
