@@ -126,8 +126,8 @@ class Attention(Protocol):
     ) -> Tensor:
         """[tokens, num_heads, head_dim] → [tokens, num_heads, value_dim]. Each query sees what `Sight` says.
 
-        sinks [num_heads]: a score that takes part in the softmax and has no value (gpt-oss). bias [num_heads, 2 * n + 1]
-        float32, where the shape has one: added to the score of a key by how many positions it is ahead of its query,
-        from -n to n; those farther away count as the farthest of these.
+        sinks [num_heads]: a score that takes part in the softmax and has no value (gpt-oss).
+        bias [num_heads, 2 * n + 1] float32, where the shape has one: added to the score of a key by how many positions
+        it is ahead of its query, from -n to n; those farther away count as the farthest of these.
         """
         ...
