@@ -1,7 +1,7 @@
 //! The Python module `penstock_kernels`. Tensors arrive as addresses and sizes; `penstock_server` checks them before they get here,
 //! so every method here is as unsafe as the kernel behind it.
 
-use crate::attention::{BLOCK, Batch, Layout, NewTokens, Operands};
+use crate::attention::{Alibi, Attention, BLOCK, Batch, Layout, NewTokens, Operands, Sight};
 use crate::linear::{self, Output, Rows, Weight};
 use crate::memory::{self, Arena};
 use crate::norm::RmsNorm;
@@ -133,24 +133,25 @@ impl Kernels {
         unsafe { crate::sample::argmax_logprob(&self.pool, &logits, target(ids), target(logprobs)) };
     }
 
-    /// Attention for heads of this shape.
-    fn attention(
-        &self,
-        num_heads: usize,
-        num_kv_heads: usize,
-        head_dim: usize,
-        scale: f32,
-    ) -> PyResult<PagedAttention> {
-        if num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
-            return Err(PyValueError::new_err(format!(
-                "{num_heads} heads do not divide among {num_kv_heads} kv heads"
-            )));
-        }
-        if head_dim == 0 || !head_dim.is_multiple_of(16) || head_dim > 256 {
-            return Err(PyValueError::new_err(format!("head_dim is {head_dim}, must be a multiple of 16 up to 256")));
-        }
-        Ok(PagedAttention { pool: self.pool, layout: Layout { num_heads, num_kv_heads, head_dim, scale } })
+    /// Attention of this shape.
+    fn attention(&self, shape: AttentionShape) -> PyResult<PagedAttention> {
+        let AttentionShape { num_heads, num_kv_heads, head_dim, scale, sight, soft_cap, alibi } = shape;
+        let layout = Layout { num_heads, num_kv_heads, head_dim, scale };
+        let attention = Attention::new(layout, sight, soft_cap, alibi).map_err(PyValueError::new_err)?;
+        Ok(PagedAttention { pool: self.pool, attention })
     }
+}
+
+/// The attributes of `AttentionShape` that the kernels know.
+#[derive(FromPyObject)]
+struct AttentionShape {
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+    scale: f32,
+    sight: Sight,
+    soft_cap: Option<f32>,
+    alibi: Option<Alibi>,
 }
 
 fn to_heads((address, stride, num_heads): (usize, usize, usize), head_dim: usize) -> Heads {
@@ -233,7 +234,7 @@ impl Stack {
             down: Arc::clone(&down.packed),
         });
         let angles = (source(rope.0), source(rope.1), rope.2);
-        let stack = stack::Stack::new(layers.collect(), source(final_norm), eps, attention.layout, angles);
+        let stack = stack::Stack::new(layers.collect(), source(final_norm), eps, attention.attention.clone(), angles);
         Ok(Stack { pool: attention.pool, stack: stack.map_err(PyValueError::new_err)? })
     }
 
@@ -272,7 +273,7 @@ impl Stack {
 #[pyclass(frozen)]
 struct PagedAttention {
     pool: Pool,
-    layout: Layout,
+    attention: Attention,
 }
 
 #[pymethods]
@@ -281,7 +282,7 @@ impl PagedAttention {
     fn write(&self, cache: usize, keys: (usize, usize), values: (usize, usize), slots: usize, num_tokens: usize) {
         let tokens = new_tokens(keys, values, slots, num_tokens);
         // SAFETY: the caller vouches for the addresses.
-        unsafe { self.layout.write(&self.pool, target(cache), tokens) };
+        unsafe { self.attention.layout.write(&self.pool, target(cache), tokens) };
     }
 
     /// `Kernels.rotate` and `write` in one.
@@ -296,42 +297,52 @@ impl PagedAttention {
         slots: usize,
         num_tokens: usize,
     ) {
-        let Layout { num_heads, num_kv_heads, head_dim, .. } = self.layout;
+        let layout = &self.attention.layout;
+        let Layout { num_heads, num_kv_heads, head_dim, .. } = *layout;
         let heads =
             [to_heads((queries.0, queries.1, num_heads), head_dim), to_heads((keys.0, keys.1, num_kv_heads), head_dim)];
         let tokens = new_tokens(keys, values, slots, num_tokens);
         // SAFETY: the caller vouches for the addresses.
         unsafe {
-            crate::rotate::rotate_and_write(&self.pool, &to_angles(angles), heads, &self.layout, target(cache), tokens);
+            crate::rotate::rotate_and_write(&self.pool, &to_angles(angles), heads, layout, target(cache), tokens);
         }
     }
 
-    /// Attend `queries` (address, stride); `batch` is (query starts, context lengths, block tables, columns of them, sequences).
+    /// Attend `queries` (address, stride); `batch` is (query starts, context lengths, block tables, columns of them, sequences),
+    /// `sinks` the address of a bf16 number for each head, or None.
+    #[expect(clippy::too_many_arguments, reason = "tensors cross as addresses and sizes")]
     fn attend(
         &self,
         py: Python<'_>,
         queries: (usize, usize),
         cache: usize,
         batch: (usize, usize, usize, usize, usize),
+        sinks: Option<usize>,
         output: usize,
         work_tokens: usize,
     ) {
         let batch = to_batch(batch);
-        let operands =
-            Operands { queries: source(queries.0), stride: queries.1, cache: source(cache), output: target(output) };
-        let work = work_tokens * self.layout.num_heads * self.layout.head_dim;
+        let operands = Operands {
+            queries: source(queries.0),
+            stride: queries.1,
+            cache: source(cache),
+            output: target(output),
+            sinks: sinks.map(source),
+        };
+        let Layout { num_heads, head_dim, .. } = self.attention.layout;
+        let work = work_tokens * num_heads * head_dim;
         // SAFETY: the caller vouches for the addresses.
         maybe_detached(py, work, || unsafe {
             let executor = if work < SERIAL_BELOW { Pool::single() } else { self.pool };
-            let plan = self.layout.plan(&batch, executor.num_threads());
+            let plan = self.attention.plan(&batch, executor.num_threads());
             let mut room = vec![0.0; plan.room_floats()];
-            self.layout.attend(&executor, &plan, &batch, &operands, Target::new(room.as_mut_ptr()));
+            self.attention.attend(&executor, &plan, &batch, &operands, Target::new(room.as_mut_ptr()));
         });
     }
 
     /// Numbers that a block takes.
     fn block_numbers(&self) -> usize {
-        self.layout.offset(1, 0)
+        self.attention.layout.offset(1, 0)
     }
 }
 

@@ -120,10 +120,47 @@ fn power<const N: usize>(x: __m512, coefficients: [f32; N]) -> __m512 {
     _mm512_scalef_ps(y, whole)
 }
 
+/// The hyperbolic tangent, to about 2e-7 of 1. NaN stays NaN.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub fn tanh(x: __m512) -> __m512 {
+    let (one, two) = (_mm512_set1_ps(1.0), _mm512_set1_ps(2.0));
+    // From 10 on it is 1. `min` returns its second operand when one is NaN.
+    let x = _mm512_min_ps(_mm512_set1_ps(10.0), x);
+    let power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2.0 * std::f32::consts::LOG2_E)));
+    _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(one, power)))
+}
+
 /// x / (1 + e^-x) in float32.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub fn silu(x: __m512) -> __m512 {
     let power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(-std::f32::consts::LOG2_E)));
     _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0), power))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tanh_of(x: f32) -> f32 {
+        // SAFETY: only called where the CPU is supported.
+        unsafe { _mm512_cvtss_f32(tanh(_mm512_set1_ps(x))) }
+    }
+
+    #[test]
+    fn tanh_is_exact_to_some_bits_everywhere() {
+        if !crate::supported() {
+            return;
+        }
+        for step in -20_000..20_000 {
+            let x = step as f32 * 1e-3;
+            assert!((f64::from(tanh_of(x)) - f64::from(x).tanh()).abs() < 3e-7, "{x}: {}", tanh_of(x));
+        }
+        assert_eq!(
+            [f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, 0.0].map(tanh_of),
+            [1.0, -1.0, 1.0, -1.0, 0.0]
+        );
+        assert!(tanh_of(f32::NAN).is_nan());
+    }
 }

@@ -3,7 +3,7 @@
 //!
 //! INVARIANT: bit for bit what the single kernels give one after the other.
 
-use crate::attention::{Batch, Layout, NewTokens, Operands, Work};
+use crate::attention::{Attention, Batch, Layout, NewTokens, Operands, Work};
 use crate::linear::{Output, PackedLinear, Rows};
 use crate::norm::RmsNorm;
 use crate::pool::{Executor, Pool, Source, Target, Walker};
@@ -26,7 +26,7 @@ pub struct Stack {
     pub layers: Vec<Layer>,
     pub final_norm: Source<u16>,
     pub eps: f32,
-    pub layout: Layout,
+    pub attention: Attention,
     pub cos: Source<f32>,
     pub sin: Source<f32>,
     pub half: usize,
@@ -99,9 +99,10 @@ impl Stack {
         layers: Vec<Layer>,
         final_norm: Source<u16>,
         eps: f32,
-        layout: Layout,
+        attention: Attention,
         angles: (Source<f32>, Source<f32>, usize),
     ) -> Result<Stack, String> {
+        let layout = &attention.layout;
         let query_size = layout.num_heads * layout.head_dim;
         let qkv_size = query_size + 2 * layout.num_kv_heads * layout.head_dim;
         let hidden = layers.first().ok_or("a stack needs a layer")?.qkv.in_features();
@@ -123,7 +124,7 @@ impl Stack {
             }
         }
         let (cos, sin, half) = angles;
-        Ok(Stack { layers, final_norm, eps, layout, cos, sin, half, buffers: Mutex::default() })
+        Ok(Stack { layers, final_norm, eps, attention, cos, sin, half, buffers: Mutex::default() })
     }
 
     fn hidden(&self) -> usize {
@@ -132,7 +133,7 @@ impl Stack {
 
     /// Numbers of a token's queries.
     fn query_size(&self) -> usize {
-        self.layout.num_heads * self.layout.head_dim
+        self.attention.layout.num_heads * self.attention.layout.head_dim
     }
 
     /// Run a step through all layers.
@@ -141,7 +142,7 @@ impl Stack {
     /// The step's addresses must hold what they say, there must be a cache for each layer, and the CPU be `supported()`.
     pub unsafe fn run(&self, pool: &Pool, step: &Step<'_>) {
         // SAFETY: the caller vouches for the batch.
-        let work = unsafe { self.layout.plan(&step.batch, Executor::num_threads(pool)) };
+        let work = unsafe { self.attention.plan(&step.batch, Executor::num_threads(pool)) };
         let gated_size = self.layers.iter().map(|layer| layer.down.in_features()).max().unwrap_or(0);
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
         let sizes = [
@@ -199,7 +200,7 @@ impl Stack {
 
     /// Queries, keys and values of the new tokens: rotated, and the latter two stored.
     unsafe fn store(&self, walker: &Walker<'_>, layer: &Layer, step: &Step<'_>, cache: Target<u16>, places: Places) {
-        let Layout { num_heads, num_kv_heads, head_dim, .. } = self.layout;
+        let Layout { num_heads, num_kv_heads, head_dim, .. } = self.attention.layout;
         let stride = layer.qkv.output_columns();
         let queries = Heads { address: places.qkv, stride, num_heads, head_dim };
         let keys = Target::new(places.qkv.at(num_heads * head_dim));
@@ -217,7 +218,7 @@ impl Stack {
         unsafe {
             let normed = rows(places.normed, self.hidden(), step.num_tokens);
             layer.qkv.apply(walker, normed, Output::Store(places.qkv));
-            rotate::rotate_and_write(walker, &angles, [queries, keys], &self.layout, cache, tokens);
+            rotate::rotate_and_write(walker, &angles, [queries, keys], &self.attention.layout, cache, tokens);
         }
     }
 
@@ -227,9 +228,10 @@ impl Stack {
             stride: self.layers[0].qkv.output_columns(),
             cache: cache.as_source(),
             output: places.attended,
+            sinks: None,
         };
         // SAFETY: the caller of `run` vouches for the step.
-        unsafe { self.layout.attend(walker, work, &step.batch, &operands, places.states) };
+        unsafe { self.attention.attend(walker, work, &step.batch, &operands, places.states) };
     }
 
     /// Copy the sampled rows of the residual and of the attention's result together.

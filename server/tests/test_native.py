@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from penstock_server.attention import native
-from penstock_server.attention.interface import AttentionShape, StepBatch
+from penstock_server.attention import choose_attention, native
+from penstock_server.attention.interface import Alibi, AttentionShape, Sight, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels import native_ops
 from penstock_server.kernels.torch_ops import TorchOps
@@ -183,16 +183,19 @@ def test_masked_argmax_logprob_flags_what_is_empty_or_broken() -> None:
 
 
 class Pages:
-    """Sequences whose keys and values lie in shuffled blocks of a native and of a reference cache."""
+    """Sequences whose keys and values lie in shuffled blocks of a native and of a reference cache. The last block is
+    another's."""
 
-    def __init__(self, shape: AttentionShape, lengths: list[int]) -> None:
+    def __init__(self, shape: AttentionShape, lengths: list[int], has_sinks: bool = False) -> None:
         self.shape = shape
+        self.sinks = random(shape.num_heads, scale=2.0) if has_sinks else None
         self.native = native.NativeAttention(shape)
         self.reference = ReferenceAttention(shape, torch.device("cpu"), BF16)
         counts = [-(-length // 16) for length in lengths]
         shuffled = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
         self.tables = [[shuffled.pop() for _ in range(count)] for count in counts]
-        self.caches = [attention.allocate(sum(counts), 1)[0] for attention in (self.native, self.reference)]
+        self.others = sum(counts)
+        self.caches = [attention.allocate(self.others + 1, 1)[0] for attention in (self.native, self.reference)]
         self.caches[0].fill_(float("nan"))  # what is not written must not be seen
         self.queries = [random(length, shape.num_heads, shape.head_dim) for length in lengths]
         for sequence, length in enumerate(lengths):
@@ -210,6 +213,9 @@ class Pages:
         tables = torch.tensor(
             [self.tables[s] + [0] * (width - len(self.tables[s])) for s, _, _ in steps], dtype=torch.int32
         )
+        for row, (_, computed, _) in enumerate(steps):  # blocks that the first query does not see were given back
+            first, _ = self.shape.sight.interval(torch.tensor([computed]), 0)
+            tables[row, : int(first) // 16] = self.others
         empty = torch.empty(0, dtype=torch.int64)
         starts = counts.cumsum(0, dtype=torch.int32)
         batch = StepBatch(
@@ -219,7 +225,7 @@ class Pages:
 
     def attend(self, steps: list[tuple[int, int, int]]) -> Tensor:
         queries, batch = self.batch(steps)
-        return self.native.attend(queries, self.caches[0], batch)
+        return self.native.attend(queries, self.caches[0], batch, self.sinks)
 
 
 HEADS = [(9, 3, 64), (4, 4, 32), (8, 1, 128), (6, 2, 80), (2, 1, 256)]
@@ -257,6 +263,52 @@ def test_attention_row_has_the_same_bits_alone_chunked_and_in_a_batch(heads: int
         assert torch.equal(crowd[7], whole[position])
 
 
+SLOPES = (0.5, 0.3, 0.11, 0.07, 0.9, 0.02)
+VARIANTS = {
+    "window": AttentionShape(6, 2, 64, 0.125, 16, sight=Sight(window=100)),
+    "chunk": AttentionShape(6, 2, 64, 0.125, 16, sight=Sight(chunk=150)),
+    "window-and-chunk": AttentionShape(6, 2, 64, 0.125, 16, sight=Sight(window=70, chunk=300)),
+    "soft-cap": AttentionShape(6, 2, 64, 0.4, 16, soft_cap=2.0),
+    "alibi": AttentionShape(6, 2, 64, 0.125, 16, alibi=Alibi(SLOPES)),
+    "scaled-alibi": AttentionShape(6, 2, 64, 0.125, 16, alibi=Alibi(SLOPES, is_scaled=True)),
+    "falcon-alibi": AttentionShape(6, 2, 64, 0.125, 16, alibi=Alibi(SLOPES, is_scaled=True, is_bfloat16=True)),
+    "sinks": AttentionShape(6, 2, 64, 0.125, 16),
+    "all": AttentionShape(6, 2, 64, 0.3, 16, sight=Sight(window=90), soft_cap=9.0, alibi=Alibi(SLOPES)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_attention_of_every_shape_equals_the_reference_and_has_the_same_bits(name: str) -> None:
+    assert native.available(VARIANTS[name])
+    world = Pages(VARIANTS[name], [600, 77], has_sinks=name in ("sinks", "all"))
+    for steps in ([(0, 599, 1)], [(0, 0, 600)], [(1, 20, 50), (0, 250, 150), (1, 76, 1)]):
+        queries, batch = world.batch(steps)
+        assert_near(world.attend(steps), world.reference.attend(queries, world.caches[1], batch, world.sinks))
+    whole = world.attend([(0, 0, 600)])
+    for chunk in (50, 256):
+        parts = [world.attend([(0, first, min(chunk, 600 - first))]) for first in range(0, 600, chunk)]
+        assert torch.equal(torch.cat(parts), whole)
+    for position in (0, 63, 64, 150, 255, 256, 599):
+        crowd = world.attend([(1, 70, 7), (0, position, 1)] + [(1, 76, 1)] * 20)
+        assert torch.equal(crowd[7], whole[position])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(6, 2, 24, 0.125, 16),
+        AttentionShape(6, 2, 64, 0.125, 8),
+        AttentionShape(6, 2, 64, 0.125, 16, value_dim=32),
+        AttentionShape(6, 1, 64, 0.125, 16, value_dim=64, values_in_keys=True),
+        AttentionShape(6, 2, 64, 0.125, 16, sight=Sight(part="answer")),
+        AttentionShape(6, 2, 64, 0.125, 16, has_bias=True),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_do_not_know_is_left_to_the_reference(shape: AttentionShape) -> None:
+    assert choose_attention(shape, torch.device("cpu"), BF16).name == "reference"
+
+
 def test_queries_may_be_views_of_a_fused_tensor() -> None:
     world = pages(9, 3, 64, [100])
     queries, batch = world.batch([(0, 60, 40)])
@@ -281,9 +333,10 @@ def test_fused_rotation_and_write_equals_both(ops: native_ops.NativeOps) -> None
         assert torch.equal(*caches)
 
 
-def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps) -> None:
+@pytest.mark.parametrize("sight", [Sight(), Sight(window=70)])
+def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, sight: Sight) -> None:
     hidden, eps, rope = 96, 1e-5, angles(32)
-    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16))
+    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16, sight=sight))
     layers = [
         StackLayer(
             attention_norm=random(hidden),

@@ -1,16 +1,21 @@
 //! Causal attention of varlen queries over a paged cache, prefill chunks and decodes in one call.
 //!
 //! INVARIANT: a query row's arithmetic depends only on its own position: tiles of 64 context tokens and segments of 256 lie at
-//! absolute places, tokens after the row count as exact zeros, and segments are merged in order. So a row has the same bits
-//! alone or in a batch, chunked or not, and whether or not its segments were computed by different threads.
+//! absolute places, tokens after the row and before what it sees count as exact zeros, and segments are merged in order. So a row
+//! has the same bits alone or in a batch, chunked or not, and whether or not its segments were computed by different threads.
+//!
+//! INVARIANT: blocks before what the first query of a step sees are not read: they may be others' by now.
 
 mod cache;
 mod plan;
+mod score;
+mod shape;
 mod softmax;
 mod tile;
 mod unit;
 
 pub use cache::{BLOCK, Layout, NewTokens};
+pub use shape::{Alibi, Attention, Sight};
 
 use crate::pool::{Executor, Source, Target};
 use plan::{Plan, Unit};
@@ -40,6 +45,8 @@ pub struct Operands {
     pub stride: usize,
     pub cache: Source<u16>,
     pub output: Target<u16>,
+    /// One for each head, bf16: a score that takes part in the softmax and has no value.
+    pub sinks: Option<Source<u16>>,
 }
 
 /// The units that a batch's attention is cut into, the same for every layer.
@@ -49,13 +56,13 @@ pub struct Work {
 }
 
 impl Work {
-    /// Floats that `Layout::attend` needs for states on their way.
+    /// Floats that `Attention::attend` needs for states on their way.
     pub fn room_floats(&self) -> usize {
         self.plan.partial_floats
     }
 }
 
-impl Layout {
+impl Attention {
     /// Cut a batch into units for so many threads.
     ///
     /// # Safety
@@ -63,7 +70,7 @@ impl Layout {
     pub unsafe fn plan(&self, batch: &Batch, num_threads: usize) -> Work {
         // SAFETY: the caller's word.
         let plan = unsafe { Plan::make(self, batch, num_threads) };
-        let is_merge = |unit: &&Unit| unit.partial.is_some() && unit.first_segment == 0;
+        let is_merge = |unit: &&Unit| unit.partial.is_some() && unit.first_segment == unit.segments(&self.sight).start;
         let merges = plan.units.iter().filter(is_merge).copied().collect();
         Work { plan, merges }
     }
@@ -81,17 +88,31 @@ impl Layout {
         operands: &Operands,
         room: Target<f32>,
     ) {
-        let call = Call { layout: self, batch, operands };
+        let call = Call { attention: self, batch, operands };
+        // SAFETY: the caller's word.
+        unsafe {
+            if self.is_plain() {
+                call.run::<true>(executor, work, room);
+            } else {
+                call.run::<false>(executor, work, room);
+            }
+        }
+    }
+}
+
+impl Call<'_> {
+    /// `PLAIN`: causal attention and nothing else, compiled without what the rest needs.
+    unsafe fn run<const PLAIN: bool>(&self, executor: &impl Executor, work: &Work, room: Target<f32>) {
         let (units, num_threads) = (&work.plan.units, executor.num_threads());
         executor.for_each(units.len(), |index| {
             let following = &units[(index + num_threads).min(units.len() - 1)];
             // SAFETY: the caller's word; units are disjoint in output rows or in their partial results.
-            unsafe { unit::run(&call, &units[index], following, room) };
+            unsafe { unit::run::<PLAIN>(self, &units[index], following, room) };
         });
         if !work.merges.is_empty() {
             executor.for_each(work.merges.len(), |index| {
                 // SAFETY: all partial results of the unit's rows were written by the work above.
-                unsafe { unit::merge_partials(&call, &work.merges[index], room) };
+                unsafe { unit::merge_partials::<PLAIN>(self, &work.merges[index], room) };
             });
         }
     }

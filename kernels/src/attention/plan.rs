@@ -1,7 +1,8 @@
 //! How a batch's attention is cut into units of work.
 
 use super::softmax::state_floats;
-use super::{Batch, Layout, SEGMENT};
+use super::{Attention, Batch, Layout, SEGMENT, Sight};
+use std::ops::Range;
 
 /// Query rows (token and head) that share loads of keys and values.
 const UNIT_ROWS: usize = 48;
@@ -23,9 +24,9 @@ pub struct Unit {
 }
 
 impl Unit {
-    /// Segments that the unit's last token sees.
-    pub fn num_segments(&self) -> usize {
-        (self.first_position + self.num_tokens).div_ceil(SEGMENT)
+    /// Segments that the unit's tokens see.
+    pub fn segments(&self, sight: &Sight) -> Range<usize> {
+        sight.first(self.first_position) / SEGMENT..(self.first_position + self.num_tokens).div_ceil(SEGMENT)
     }
 }
 
@@ -37,7 +38,8 @@ pub struct Plan {
 impl Plan {
     /// # Safety
     /// The batch's arrays must have `num_sequences` entries.
-    pub unsafe fn make(layout: &Layout, batch: &Batch, num_threads: usize) -> Plan {
+    pub unsafe fn make(attention: &Attention, batch: &Batch, num_threads: usize) -> Plan {
+        let layout = &attention.layout;
         let unit_tokens = (UNIT_ROWS / layout.group()).max(1);
         let mut prefills = Vec::new();
         let mut decodes = Vec::new();
@@ -66,7 +68,8 @@ impl Plan {
                         end_segment: 0,
                         partial: None,
                     };
-                    unit.end_segment = unit.num_segments();
+                    let Range { start, end } = unit.segments(&attention.sight);
+                    (unit.first_segment, unit.end_segment) = (start, end);
                     units.push(unit);
                 }
             }
@@ -83,11 +86,11 @@ impl Plan {
     fn split_segments(&mut self, layout: &Layout) {
         let mut split = Vec::new();
         for &unit in &self.units {
-            if unit.end_segment == 1 {
+            if unit.end_segment - unit.first_segment == 1 {
                 split.push(unit);
                 continue;
             }
-            for segment in 0..unit.end_segment {
+            for segment in unit.first_segment..unit.end_segment {
                 split.push(Unit {
                     first_segment: segment,
                     end_segment: segment + 1,

@@ -78,15 +78,19 @@ impl State {
         }
     }
 
-    /// The row's result, as bf16.
+    /// The row's result, as bf16. A sink is a score that has no value.
     ///
     /// # Safety
     /// `output` must have `head_dim` numbers, and the CPU be `supported()`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub unsafe fn finish(self, row: usize, output: *mut u16) {
+    pub unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut u16) {
         // SAFETY: the caller's word.
         unsafe {
-            let sum = _mm512_reduce_add_ps(_mm512_loadu_ps(self.sums(row)));
+            let mut sum = _mm512_reduce_add_ps(_mm512_loadu_ps(self.sums(row)));
+            if let Some(sink) = sink {
+                let power = _mm512_set1_ps(sink * std::f32::consts::LOG2_E - *self.maximum(row));
+                sum += _mm512_cvtss_f32(simd::exp2(power));
+            }
             let factor = _mm512_set1_ps(1.0 / sum);
             for dim in (0..self.head_dim).step_by(LANES) {
                 let value = _mm512_mul_ps(_mm512_loadu_ps(self.values(row).add(dim)), factor);
@@ -101,12 +105,13 @@ impl State {
     /// The tile's rows must be rows of the state, and the CPU `supported()`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub unsafe fn weigh(self, tile: &mut TileRows, scale: f32) {
+    pub unsafe fn weigh<const PLAIN: bool>(self, tile: &mut TileRows, scale: f32) {
         let rows = simd::first_lanes(tile.count);
         let mut highest = [0.0f32; LANES];
         for row in 0..tile.count {
+            let first = if PLAIN { 0 } else { tile.first_visible[row] };
             // SAFETY: every row of a tile has TILE scores.
-            highest[row] = unsafe { hide(&mut tile.scores[row], tile.num_visible[row]) };
+            highest[row] = unsafe { hide(&mut tile.scores[row], first, tile.end_visible[row]) };
         }
         // SAFETY: the caller vouches for the state's rows; the arrays have a lane for each row.
         unsafe {
@@ -137,8 +142,9 @@ pub struct TileRows {
     /// Rows of the unit: the first, and how many.
     pub first: usize,
     pub count: usize,
-    /// How many of the tile's tokens each row sees.
-    pub num_visible: [usize; ROWS],
+    /// Which of the tile's tokens each row sees; where attention is plain, `first_visible` is not looked at.
+    pub first_visible: [usize; ROWS],
+    pub end_visible: [usize; ROWS],
     pub scores: [[f32; TILE]; ROWS],
     /// bf16, neighbouring tokens in pairs.
     pub weights: [[u32; TILE / 2]; ROWS],
@@ -151,7 +157,8 @@ impl TileRows {
         TileRows {
             first,
             count,
-            num_visible: [0; ROWS],
+            first_visible: [0; ROWS],
+            end_visible: [0; ROWS],
             scores: [[0.0; TILE]; ROWS],
             weights: [[0; TILE / 2]; ROWS],
             factors: [0.0; LANES],
@@ -164,17 +171,18 @@ const VECTORS: usize = TILE / LANES;
 /// Put -∞ where a row does not see; the highest score of the rest.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn hide(scores: &mut [f32; TILE], num_visible: usize) -> f32 {
+unsafe fn hide(scores: &mut [f32; TILE], first_visible: usize, end_visible: usize) -> f32 {
     let mut x = [_mm512_set1_ps(f32::NEG_INFINITY); VECTORS];
     // SAFETY: the array holds VECTORS vectors.
     unsafe {
-        if num_visible >= TILE {
+        if first_visible == 0 && end_visible >= TILE {
             for vector in 0..VECTORS {
                 x[vector] = _mm512_loadu_ps(scores.as_ptr().add(vector * LANES));
             }
         } else {
             for vector in 0..VECTORS {
-                let mask = simd::first_lanes(num_visible.saturating_sub(vector * LANES));
+                let lanes = |count: usize| simd::first_lanes(count.saturating_sub(vector * LANES));
+                let mask = lanes(end_visible) & !lanes(first_visible);
                 x[vector] = _mm512_mask_loadu_ps(x[vector], mask, scores.as_ptr().add(vector * LANES));
                 _mm512_storeu_ps(scores.as_mut_ptr().add(vector * LANES), x[vector]);
             }

@@ -1,10 +1,15 @@
 use super::*;
 use crate::pool::Pool;
-use crate::testing::{Random, assert_close, spawning_pool, to_f32};
+use crate::testing::{Random, assert_close, spawning_pool, to_bf16, to_f32};
 
-/// Sequences with their whole keys, values and queries, stored in shuffled blocks of one cache.
+mod shapes;
+
+/// Sequences with their whole keys, values and queries, stored in shuffled blocks of one cache. The last block is another's, and
+/// full of what is not a number.
 struct World {
+    attention: Attention,
     layout: Layout,
+    sinks: Option<Vec<u16>>,
     tables: Vec<Vec<i32>>,
     cache: Vec<u16>,
     queries: Vec<Vec<u16>>,
@@ -17,6 +22,11 @@ type Step = (usize, usize, usize);
 
 impl World {
     fn new(layout: Layout, lengths: &[usize], poison: bool) -> World {
+        World::of(Attention::new(layout, Sight::default(), None, None).unwrap(), lengths, poison)
+    }
+
+    fn of(attention: Attention, lengths: &[usize], poison: bool) -> World {
+        let layout = attention.layout;
         let mut random = Random::new(layout.head_dim as u64);
         let num_blocks: usize = lengths.iter().map(|length| length.div_ceil(BLOCK)).sum();
         let mut free: Vec<i32> = (0..num_blocks as i32).collect();
@@ -25,14 +35,15 @@ impl World {
             let pick = |_| free.swap_remove(random.next() as usize % free.len());
             tables.push((0..length.div_ceil(BLOCK)).map(pick).collect());
         }
-        let cache = vec![if poison { 0x7fc0 } else { 0 }; layout.offset(num_blocks, 0)];
+        let mut cache = vec![if poison { 0x7fc0 } else { 0 }; layout.offset(num_blocks, 0)];
+        cache.resize(layout.offset(num_blocks + 1, 0), 0x7fc0);
         let draw = |random: &mut Random, heads: usize| {
             lengths.iter().map(|&length| random.bf16s(length * heads * layout.head_dim)).collect()
         };
         let queries = draw(&mut random, layout.num_heads);
         let keys = draw(&mut random, layout.num_kv_heads);
         let values = draw(&mut random, layout.num_kv_heads);
-        let mut world = World { layout, tables, cache, queries, keys, values };
+        let mut world = World { attention, layout, sinks: None, tables, cache, queries, keys, values };
         for sequence in 0..lengths.len() {
             world.write(sequence, lengths[sequence]);
         }
@@ -56,7 +67,7 @@ impl World {
         unsafe { self.layout.write(&spawning_pool(2), Target::new(self.cache.as_mut_ptr()), tokens) };
     }
 
-    /// Results of the steps' tokens, one behind the other.
+    /// Results of the steps' tokens, one behind the other. Blocks that a step's first token does not see were given back.
     fn attend(&self, pool: &Pool, steps: &[Step]) -> Vec<u16> {
         let row = self.layout.num_heads * self.layout.head_dim;
         let max_blocks = self.tables.iter().map(Vec::len).max().unwrap();
@@ -68,6 +79,8 @@ impl World {
             contexts.push((computed + count) as i32);
             let mut table = self.tables[sequence].clone();
             table.resize(max_blocks, 0);
+            let others = (self.cache.len() / self.layout.offset(1, 0) - 1) as i32;
+            table[..self.attention.sight.first(computed) / BLOCK].fill(others);
             tables.extend(table);
         }
         let mut output = vec![0x7fc0; queries.len()];
@@ -83,14 +96,27 @@ impl World {
             stride: row,
             cache: Source::new(self.cache.as_ptr()),
             output: Target::new(output.as_mut_ptr()),
+            sinks: self.sinks.as_ref().map(|sinks| Source::new(sinks.as_ptr())),
         };
         // SAFETY: everything above is consistent, and all tokens were written.
         unsafe {
-            let work = self.layout.plan(&batch, pool.num_threads());
+            let work = self.attention.plan(&batch, pool.num_threads());
             let mut room = vec![0.0; work.room_floats()];
-            self.layout.attend(pool, &work, &batch, &operands, Target::new(room.as_mut_ptr()));
+            self.attention.attend(pool, &work, &batch, &operands, Target::new(room.as_mut_ptr()));
         }
         output
+    }
+
+    fn assert_right(&self, output: &[u16], steps: &[Step], what: &str) {
+        let tokens = steps.iter().flat_map(|&(sequence, computed, count)| {
+            (computed..computed + count).map(move |position| (sequence, position))
+        });
+        let heads = tokens.flat_map(|token| (0..self.layout.num_heads).map(move |head| (token, head)));
+        for (result, ((sequence, position), head)) in output.chunks(self.layout.head_dim).zip(heads) {
+            for (&actual, expected) in result.iter().zip(self.expected(sequence, position, head)) {
+                assert_close(actual, expected, 0.01, what);
+            }
+        }
     }
 
     fn expected(&self, sequence: usize, position: usize, head: usize) -> Vec<f32> {
@@ -103,13 +129,15 @@ impl World {
         let score = |token: usize| -> f32 {
             (0..dim).map(|index| to_f32(query[index]) * at(&self.keys[sequence], token, index)).sum::<f32>()
         };
-        let scores: Vec<f32> = (0..=position).map(|token| score(token) * self.layout.scale).collect();
-        let maximum = scores.iter().copied().fold(f32::MIN, f32::max);
+        let seen = self.attention.sight.first(position)..position + 1;
+        let scores: Vec<f32> =
+            seen.clone().map(|token| shapes::score(&self.attention, score(token), head, token)).collect();
+        let sink = self.sinks.as_ref().map(|sinks| to_f32(sinks[head]));
+        let maximum = scores.iter().copied().chain(sink).fold(f32::MIN, f32::max);
         let weights: Vec<f32> = scores.iter().map(|score| (score - maximum).exp()).collect();
-        let total: f32 = weights.iter().sum();
-        let values =
-            |index| (0..=position).map(|token| weights[token] * at(&self.values[sequence], token, index)).sum::<f32>();
-        (0..dim).map(|index| values(index) / total).collect()
+        let total: f32 = weights.iter().sum::<f32>() + sink.map_or(0.0, |sink| (sink - maximum).exp());
+        let value = |(token, weight): (usize, &f32), index| weight * at(&self.values[sequence], token, index);
+        (0..dim).map(|index| seen.clone().zip(&weights).map(|pair| value(pair, index)).sum::<f32>() / total).collect()
     }
 }
 
@@ -126,20 +154,7 @@ fn attention_is_right_for_all_shapes() {
         let world = World::new(layout(heads, kv_heads, dim), &[1, 70, 16, 300], true);
         let steps = [(0, 0, 1), (1, 33, 37), (2, 15, 1), (3, 250, 50), (3, 299, 1), (3, 0, 20)];
         for pool in [Pool::single(), spawning_pool(2), spawning_pool(50)] {
-            let output = world.attend(&pool, &steps);
-            let mut row = 0;
-            for (sequence, computed, count) in steps {
-                for position in computed..computed + count {
-                    for head in 0..heads {
-                        let result = &output[(row * heads + head) * dim..][..dim];
-                        let expected = world.expected(sequence, position, head);
-                        for index in 0..dim {
-                            assert_close(result[index], expected[index], 0.01, "attention");
-                        }
-                    }
-                    row += 1;
-                }
-            }
+            world.assert_right(&world.attend(&pool, &steps), &steps, "attention");
         }
     }
 }

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def choose_attention(
-    shape: AttentionShape, device: torch.device, dtype: torch.dtype, has_sinks: bool = False
-) -> Attention:
+def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Attention:
     """The fastest attention that works here for this shape."""
-    if may_be_native(device, dtype) and not has_sinks:
+    if may_be_native(device, dtype):
         from penstock_server.attention import native
 
         if native.available(shape):

@@ -90,12 +90,6 @@ class AttentionShape:
         """Of each head's result."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
-    @property
-    def is_plain(self) -> bool:
-        """Causal attention and nothing else; what every implementation can do."""
-        plain = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.block_tokens)
-        return self == plain
-
 
 def window_tokens(attentions: Iterable[Attention]) -> int:
     """How many of the last positions layers with these attentions see at most; 0: some sees all."""
@@ -132,9 +126,8 @@ class Attention(Protocol):
     ) -> Tensor:
         """[tokens, num_heads, head_dim] → [tokens, num_heads, value_dim]. Each query sees what `Sight` says.
 
-        sinks [num_heads]: a score that takes part in the softmax and has no value (gpt-oss); only where `has_sinks`
-        was true when the implementation was chosen. bias [num_heads, 2 * n + 1] float32, where the shape has one:
-        added to the score of a key by how many positions it is ahead of its query, from -n to n; those farther away
-        count as the farthest of these.
+        sinks [num_heads]: a score that takes part in the softmax and has no value (gpt-oss).
+        bias [num_heads, 2 * n + 1] float32, where the shape has one: added to the score of a key by how many positions
+        it is ahead of its query, from -n to n; those farther away count as the farthest of these.
         """
         ...

@@ -24,7 +24,9 @@ MAX_HEAD_DIM = 256
 def available(shape: AttentionShape) -> bool:
     """Whether the kernels run here and are made for such heads."""
     fits = shape.head_dim % 16 == 0 and shape.head_dim <= MAX_HEAD_DIM and shape.block_tokens == BLOCK_TOKENS
-    return shape.is_plain and fits and native_ops.available()
+    is_context = shape.sight.part == "context" and not shape.has_bias  # nothing of encoders
+    has_plain_values = shape.result_dim == shape.head_dim and not shape.values_in_keys
+    return fits and is_context and has_plain_values and native_ops.available()
 
 
 class NativeAttention:
@@ -33,10 +35,9 @@ class NativeAttention:
     name = "native"
 
     def __init__(self, shape: AttentionShape, num_threads: int | None = None) -> None:
-        assert shape.block_tokens == BLOCK_TOKENS
         self.shape = shape
         kernels = native_ops.make_kernels(num_threads)
-        self.native = kernels.attention(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+        self.native = kernels.attention(shape)
 
     def allocate(self, num_blocks: int, num_layers: int) -> list[Tensor]:
         import penstock_kernels
@@ -91,15 +92,17 @@ class NativeAttention:
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is None, "the kernels know no sinks"
-        assert bias is None, "nor biases"
+        assert bias is None, "the kernels know no biases"
+        sinks = None if sinks is None else sinks.to(queries.dtype).contiguous()
         output = queries.new_empty(queries.shape)
+        seen = min(batch.max_context_tokens, self.shape.sight.width or batch.max_context_tokens)
         self.native.attend(
             (queries.data_ptr(), native_ops.token_stride(queries)),
             cache.data_ptr(),
             batch_addresses(batch),
+            None if sinks is None else sinks.data_ptr(),
             output.data_ptr(),
-            queries.shape[0] * batch.max_context_tokens,
+            queries.shape[0] * seen,
         )
         return output
 

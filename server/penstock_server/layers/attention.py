@@ -68,7 +68,7 @@ class AttentionSpec:
     def fits_stack(self) -> bool:
         """Whether it is what the layers of `NativeStack` have, where their attention is native."""
         has_plain_rope = self.rope is not None and not self.rope.interleaved
-        return has_plain_rope and self.qk_norm is None and self.clip is None
+        return has_plain_rope and self.qk_norm is None and self.clip is None and not self.sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class AttentionBlock:
             output=LinearOut.load(loader, ops, f"{prefix}.output", spec.output_layout(shard)),
             shape=shape,
             ops=ops,
-            attention=context.attention(shape, spec.sinks),
+            attention=context.attention(shape),
             rope=None if spec.rope is None else context.rope(spec.rope),
             norms=norms,
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,

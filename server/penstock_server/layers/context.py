@@ -25,15 +25,14 @@ class BuildContext:
     hidden_size: int
     max_position_tokens: int
     block_tokens: int
-    attentions: dict[tuple[AttentionShape, bool], Attention] = field(default_factory=dict)
+    attentions: dict[AttentionShape, Attention] = field(default_factory=dict)
     ropes: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     relative_biases: dict[RelativeBiasSpec, Tensor] = field(default_factory=dict)
 
-    def attention(self, shape: AttentionShape, has_sinks: bool = False) -> Attention:
-        key = (shape, has_sinks)
-        if key not in self.attentions:
-            self.attentions[key] = choose_attention(shape, self.loader.device, self.loader.dtype, has_sinks)
-        return self.attentions[key]
+    def attention(self, shape: AttentionShape) -> Attention:
+        if shape not in self.attentions:
+            self.attentions[shape] = choose_attention(shape, self.loader.device, self.loader.dtype)
+        return self.attentions[shape]
 
     def rope(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
         """Cosines and sines [max positions, rotary_dim / 2] float32."""

@@ -31,7 +31,7 @@ class Pager:
         self.dtype = dtype
         self.block_tokens = block_tokens
         self.attentions: list[Attention] = []
-        self._known: dict[tuple[AttentionShape, bool], Attention] = {}
+        self._known: dict[AttentionShape, Attention] = {}
         self._step: tuple[StepBatch, list[Tensor]] | None = None  # None while recording
         self._next = 0
 
@@ -88,10 +88,9 @@ class Pager:
             sight=_sight(mask, options.get("sliding_window")),
             soft_cap=options.get("softcap"),
         )
-        key = (shape, options.get("s_aux") is not None)
-        if key not in self._known:
-            self._known[key] = choose_attention(shape, self.device, self.dtype, has_sinks=key[1])
-        return self._known[key]
+        if shape not in self._known:
+            self._known[shape] = choose_attention(shape, self.device, self.dtype)
+        return self._known[shape]
 
 
 def _attention(

@@ -1,0 +1,52 @@
+//! What becomes of q·k before the softmax, where it is more than scaled.
+
+use super::TILE;
+use super::shape::{Alibi, Attention};
+use crate::simd::{self, LANES};
+use std::arch::x86_64::*;
+
+impl Attention {
+    /// From q·k of a row of this head to scores, in place. The tile's tokens begin at position `start`.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    pub(super) fn to_scores(&self, products: &mut [f32; TILE], head: usize, start: usize) {
+        let scale = self.layout.scale;
+        map(products, |x, _| _mm512_mul_ps(x, _mm512_set1_ps(scale)));
+        if let Some(cap) = self.soft_cap {
+            let (cap, inverse) = (_mm512_set1_ps(cap), _mm512_set1_ps(1.0 / cap));
+            map(products, |x, _| _mm512_mul_ps(cap, simd::tanh(_mm512_mul_ps(x, inverse))));
+        }
+        if let Some(Alibi { slopes, is_scaled, is_bfloat16 }) = &self.alibi {
+            let slope = _mm512_set1_ps(slopes[head]);
+            let factor = _mm512_set1_ps(if *is_scaled { scale } else { 1.0 });
+            if *is_bfloat16 {
+                let slope = simd::round_bf16(slope);
+                map(products, |x, place| {
+                    let bias = simd::round_bf16(_mm512_mul_ps(slope, simd::round_bf16(positions(start + place))));
+                    _mm512_fmadd_ps(bias, factor, x)
+                });
+            } else {
+                let slope = _mm512_mul_ps(slope, factor);
+                map(products, |x, place| _mm512_fmadd_ps(slope, positions(start + place), x));
+            }
+        }
+    }
+}
+
+/// Each vector of a row, given with the place of its first token.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn map(row: &mut [f32; TILE], change: impl Fn(__m512, usize) -> __m512) {
+    for place in (0..TILE).step_by(LANES) {
+        let address = row[place..].as_mut_ptr();
+        // SAFETY: TILE is a multiple of LANES.
+        unsafe { _mm512_storeu_ps(address, change(_mm512_loadu_ps(address), place)) };
+    }
+}
+
+/// So many neighbouring positions as a vector has lanes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn positions(first: usize) -> __m512 {
+    let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_cvtepi32_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(first as i32)))
+}

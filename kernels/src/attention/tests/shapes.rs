@@ -1,0 +1,137 @@
+//! Everything that attention may have besides being causal.
+
+use super::*;
+
+/// One score as its formula says.
+pub fn score(attention: &Attention, product: f32, head: usize, position: usize) -> f32 {
+    let scale = attention.layout.scale;
+    let mut score = product * scale;
+    if let Some(cap) = attention.soft_cap {
+        score = cap * (score / cap).tanh();
+    }
+    let Some(alibi) = &attention.alibi else { return score };
+    let round = |x: f32| if alibi.is_bfloat16 { to_f32(to_bf16(x)) } else { x };
+    let bias = round(round(alibi.slopes[head]) * round(position as f32));
+    score + if alibi.is_scaled { bias * scale } else { bias }
+}
+
+/// Of the longest sequence: three segments, so that some are passed.
+const LENGTH: usize = 560;
+
+fn window(tokens: usize) -> Sight {
+    Sight { window: Some(tokens), chunk: None }
+}
+
+fn chunk(tokens: usize) -> Sight {
+    Sight { window: None, chunk: Some(tokens) }
+}
+
+/// Every feature alone, some together.
+fn shapes(layout: Layout) -> Vec<(String, World)> {
+    let sights = [1, 16, 65, 100, 300, 5000].map(window);
+    let chunks = [16, 23, 256, 300].map(chunk);
+    let both = [Sight { window: Some(40), chunk: Some(90) }];
+    let mut shapes: Vec<_> =
+        [&sights[..], &chunks, &both].concat().into_iter().map(|sight| (sight, None, None, false)).collect();
+    let alibi = |is_scaled, is_bfloat16| {
+        let slopes = (0..layout.num_heads).map(|head| 0.9 / (1 << head) as f32).collect();
+        Some(Alibi { slopes, is_scaled, is_bfloat16 })
+    };
+    for sight in [Sight::default(), window(70)] {
+        shapes.push((sight, Some(0.6), None, false));
+        shapes.push((sight, None, None, true));
+        shapes.push((sight, Some(3.0), alibi(false, false), true));
+        for (is_scaled, is_bfloat16) in [(false, false), (true, false), (false, true), (true, true)] {
+            shapes.push((sight, None, alibi(is_scaled, is_bfloat16), false));
+        }
+    }
+    let world = |(sight, soft_cap, alibi, has_sinks): (_, _, _, bool)| {
+        let name = format!("{layout:?} {sight:?} cap {soft_cap:?} {alibi:?} sinks {has_sinks}");
+        let attention = Attention::new(layout, sight, soft_cap, alibi).unwrap();
+        let mut world = World::of(attention, &[1, 70, LENGTH], true);
+        let sinks = (0..layout.num_heads).map(|head| to_bf16(head as f32 * 2.0 - 1.0)).collect();
+        world.sinks = has_sinks.then_some(sinks);
+        (name, world)
+    };
+    shapes.into_iter().map(world).collect()
+}
+
+#[test]
+fn a_sight_is_an_interval() {
+    let firsts = |sight: Sight| (0..8).map(|position| sight.first(position)).collect::<Vec<_>>();
+    assert_eq!(firsts(Sight::default()), [0; 8]);
+    assert_eq!(firsts(window(3)), [0, 0, 0, 1, 2, 3, 4, 5]);
+    assert_eq!(firsts(chunk(3)), [0, 0, 0, 3, 3, 3, 6, 6]);
+    assert_eq!(firsts(Sight { window: Some(2), chunk: Some(3) }), [0, 0, 1, 3, 3, 4, 6, 6]);
+}
+
+#[test]
+fn every_shape_is_its_formula() {
+    if !crate::supported() {
+        return;
+    }
+    let steps = [(0, 0, 1), (1, 33, 37), (2, LENGTH - 1, 1), (2, 490, 50), (2, 0, 20)];
+    for layout in [layout(3, 1, 16), layout(4, 2, 80)] {
+        for (name, world) in shapes(layout) {
+            for pool in [Pool::single(), spawning_pool(50)] {
+                world.assert_right(&world.attend(&pool, &steps), &steps, &name);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
+    if !crate::supported() {
+        return;
+    }
+    for layout in [layout(3, 1, 16), layout(2, 2, 32)] {
+        let row = layout.num_heads * layout.head_dim;
+        for (name, world) in shapes(layout) {
+            let whole = world.attend(&Pool::single(), &[(2, 0, LENGTH)]);
+            for (count, pool) in [(37, Pool::single()), (100, spawning_pool(3)), (100, spawning_pool(64))] {
+                for computed in (0..LENGTH).step_by(count) {
+                    let count = count.min(LENGTH - computed);
+                    let part = world.attend(&pool, &[(2, computed, count)]);
+                    assert_eq!(
+                        part,
+                        whole[computed * row..(computed + count) * row],
+                        "{name}: {count} from {computed}"
+                    );
+                }
+            }
+            for position in [0, 15, 16, 63, 64, 255, 256, LENGTH - 1] {
+                let mixed = world.attend(&spawning_pool(8), &[(1, 60, 10), (2, position, 1)]);
+                assert_eq!(mixed[10 * row..], whole[position * row..(position + 1) * row], "{name}: at {position}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sight_of_everything_changes_no_bit() {
+    if !crate::supported() {
+        return;
+    }
+    let steps = [(0, 0, 300), (0, 299, 1), (1, 3, 60)];
+    let plain = World::new(layout(6, 2, 48), &[300, 63], true);
+    for sight in [window(300), chunk(300)] {
+        let world = World::of(Attention { sight, ..plain.attention.clone() }, &[300, 63], true);
+        assert_eq!(world.attend(&spawning_pool(2), &steps), plain.attend(&spawning_pool(2), &steps));
+    }
+}
+
+#[test]
+fn shapes_that_cannot_be_are_refused() {
+    let good = layout(4, 2, 64);
+    let slopes = Alibi { slopes: vec![1.0; 3], is_scaled: false, is_bfloat16: false };
+    for (layout, sight, soft_cap, alibi, message) in [
+        (layout(4, 3, 64), Sight::default(), None, None, "4 heads do not divide among 3 kv heads"),
+        (layout(4, 2, 20), Sight::default(), None, None, "head_dim is 20, must be a multiple of 16 up to 256"),
+        (good, window(0), None, None, "window or chunk is 0, must be at least 1"),
+        (good, Sight::default(), Some(0.0), None, "soft_cap is 0, must be more than 0"),
+        (good, Sight::default(), None, Some(slopes), "3 slopes for 4 heads"),
+    ] {
+        assert_eq!(Attention::new(layout, sight, soft_cap, alibi).unwrap_err(), message);
+    }
+}
