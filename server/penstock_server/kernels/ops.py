@@ -36,7 +36,7 @@ class Unread(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def pieces(self) -> Iterator[Tensor]:
-        """Its rows in order, some [rows, columns] at a time, on the CPU. Asking for the next piece overwrites the last."""
+        """Its rows in order, some [rows, columns] at a time, on the CPU. The next piece overwrites the last."""
         ...
 
     def whole(self) -> Tensor:

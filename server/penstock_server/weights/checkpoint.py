@@ -55,8 +55,8 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str, part: Part | None, out: Tensor) -> None:
-        """Fills `out`, on the CPU and in any floating type, with the tensor or a part of it. Reads no rows that the part
-        has nothing of."""
+        """Fills `out`, on the CPU and in any floating type, with the tensor or a part of it. Reads no rows of
+        which the part has nothing."""
         ...
 
     def can_cut(self, name: str) -> bool:

@@ -102,7 +102,7 @@ class Loader:
         return UnreadRows(self, names, shape, parameters[0].dtype_in(self.dtype))
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """This rank's part of a matrix, some rows at a time, on the CPU. Asking for the next piece overwrites the last."""
+        """This rank's part of a matrix, some rows at a time, on the CPU. The next piece overwrites the last."""
         parameter, source = self.parameters[name], self.sources[name]
         (num_rows, num_columns), dtype = parameter.local_shape, parameter.dtype_in(self.dtype)
         part = parameter.part or Part(0, range(num_rows))
