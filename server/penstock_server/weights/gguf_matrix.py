@@ -80,7 +80,7 @@ class MatrixReader:
         row_bytes = _row_bytes(info)
         start = info.offset + first * row_bytes
         raw = np.empty((count, row_bytes), dtype=np.uint8)
-        self.files[info.file].read_into(memoryview(raw).cast("B"), start)
+        self.files[info.file].read_into(raw.data.cast("B"), start)
         return torch.from_numpy(dequantize(raw, GGMLQuantizationType(info.type_number)))
 
 

@@ -92,7 +92,7 @@ class SafetensorsCheckpoint:
             is_direct = columns is None and filled.dtype == dtype and filled.is_contiguous()
             piece = filled if is_direct else self._scratch.tensor((len(filled), *shape[1:]), dtype)
             file.expect(begin, AHEAD_BYTES)
-            file.read_into(memoryview(piece.view(-1).view(torch.uint8).numpy()), begin)
+            file.read_into(piece.view(-1).view(torch.uint8).numpy().data, begin)
             if columns is not None:
                 piece = piece.narrow(1, columns.range.start, len(columns.range))
             if not is_direct:
