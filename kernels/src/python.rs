@@ -56,13 +56,12 @@ impl Kernels {
         Ok(Kernels { pool, arena: Arena::default() })
     }
 
-    /// Pack a weight [out_features, in_features] and a bias or None; the originals are not needed afterwards.
-    fn pack_linear(
+    /// A weight [out_features, in_features] of zeros, and a bias or None, which is not needed afterwards.
+    fn linear(
         &self,
-        weight: usize,
-        bias: Option<usize>,
         out_features: usize,
         in_features: usize,
+        bias: Option<usize>,
         gated: bool,
     ) -> PyResult<PackedLinear> {
         if gated && out_features % 2 == 1 {
@@ -70,10 +69,9 @@ impl Kernels {
                 "a gated layer has {out_features} rows, must be an even number"
             )));
         }
-        let weight =
-            Weight { weight: weight as *const u16, bias: bias.unwrap_or(0) as *const u16, out_features, in_features };
-        // SAFETY: the caller vouches for the addresses.
-        let packed = unsafe { linear::PackedLinear::pack(&self.pool, &self.arena, weight, gated) };
+        let weight = Weight { bias: bias.unwrap_or(0) as *const u16, out_features, in_features, gated };
+        // SAFETY: the caller vouches for the address.
+        let packed = unsafe { linear::PackedLinear::new(&self.arena, weight) };
         let packed = packed.map_err(|error| PyOSError::new_err(format!("no memory for a packed weight: {error}")))?;
         Ok(PackedLinear { pool: self.pool, packed: Arc::new(packed) })
     }
@@ -180,6 +178,12 @@ impl PackedLinear {
 
 #[pymethods]
 impl PackedLinear {
+    /// Fill rows of the weight from row `first` on. Nobody may apply the layer meanwhile.
+    fn fill(&self, py: Python<'_>, rows: usize, first: usize, num_rows: usize) {
+        // SAFETY: the caller vouches for the address and the row numbers.
+        py.detach(|| unsafe { self.packed.fill(&self.pool, source(rows), first, num_rows) });
+    }
+
     /// output = x·Wᵀ + bias, or silu(gate)·up when gated. Rows of x are `stride` numbers apart, rows of output contiguous.
     fn apply(&self, py: Python<'_>, x: usize, stride: usize, num_rows: usize, output: usize) {
         self.run(py, x, stride, num_rows, Output::Store(target(output)));

@@ -77,6 +77,48 @@ pub unsafe fn broadcast_pair(address: *const u16) -> __m512i {
     _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
 }
 
+/// Write 16 pairs of each of 16 rows as 16 rows of 16 pairs. Rows are `stride` and `target_stride` bf16 numbers apart.
+///
+/// # Safety
+/// 64 bytes must be readable in each row of `source`, and writable in each row of `target`, which are 64-byte aligned.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub unsafe fn transpose_pairs(source: *const u16, stride: usize, target: *mut u16, target_stride: usize) {
+    let mut rows = [_mm512_setzero_si512(); LANES];
+    for (index, row) in rows.iter_mut().enumerate() {
+        // SAFETY: the caller vouches for the rows.
+        *row = unsafe { _mm512_loadu_si512(source.add(index * stride).cast()) };
+    }
+    for block in (0..LANES).step_by(2) {
+        let (a, b) = (rows[block], rows[block + 1]);
+        (rows[block], rows[block + 1]) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    }
+    let mut quads = [_mm512_setzero_si512(); LANES];
+    for block in (0..LANES).step_by(4) {
+        for half in 0..2 {
+            let (a, b) = (rows[block + half], rows[block + 2 + half]);
+            quads[block + 2 * half] = _mm512_unpacklo_epi64(a, b);
+            quads[block + 2 * half + 1] = _mm512_unpackhi_epi64(a, b);
+        }
+    }
+    // Now quads[4 b + p], in each of its 128-bit lanes l, is pair 4 l + p of rows 4 b to 4 b + 3.
+    for pair in 0..4 {
+        let [a, b, c, d] = [quads[pair], quads[4 + pair], quads[8 + pair], quads[12 + pair]];
+        let (ab_even, ab_odd) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+        let (cd_even, cd_odd) = (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
+        let columns = [
+            _mm512_shuffle_i32x4::<0x88>(ab_even, cd_even),
+            _mm512_shuffle_i32x4::<0x88>(ab_odd, cd_odd),
+            _mm512_shuffle_i32x4::<0xdd>(ab_even, cd_even),
+            _mm512_shuffle_i32x4::<0xdd>(ab_odd, cd_odd),
+        ];
+        for (lane, column) in columns.into_iter().enumerate() {
+            // SAFETY: the caller vouches for the rows.
+            unsafe { _mm512_store_si512(target.add((4 * lane + pair) * target_stride).cast(), column) };
+        }
+    }
+}
+
 /// `sum + a·b` over pairs of bf16 numbers, lane by lane.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock_server.engine.device import choose_dtype
 from penstock_server.errors import ConfigError
+from penstock_server.kernels import native_ops
 from penstock_server.layers.shard import Shard
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
@@ -22,7 +28,7 @@ from penstock_server.weights.checkpoint import Part, open_checkpoint
 from penstock_server.weights.loader import Loader, Parameter
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model, save_model
+from tiny_models import BASE, make_model, save_model
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -220,6 +226,33 @@ def test_reading_does_not_keep_the_file_resident(tmp_path: Path) -> None:
     before = resident_file_bytes()
     checkpoint.read("x", None, out)
     assert resident_file_bytes() - before < size // 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+@pytest.mark.skipif(
+    choose_dtype("", CPU) == torch.bfloat16 and not native_ops.available(), reason="torch packs weights as a whole"
+)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_peak_of_memory_is_the_weights_also_where_the_head_is_most_of_them(is_tied: bool, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**BASE | {"tie_word_embeddings": is_tied})
+    small = save_model(transformers.LlamaForCausalLM(config), tmp_path / "small")
+    config = transformers.LlamaConfig(**BASE | {"tie_word_embeddings": is_tied, "vocab_size": 1 << 20})
+    large = save_model(transformers.LlamaForCausalLM(config).bfloat16(), tmp_path / "large")
+    program = Path(__file__).with_name("load_program.py")
+    said = subprocess.run([sys.executable, str(program), small, large], capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert 0.9 < float(said.stdout.splitlines()[-1]) <= 1.2
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"x": torch.ones(1000)}, path)
+    checkpoint = SafetensorsCheckpoint((path,))
+    os.truncate(path, 2000)
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors is truncated: it had \d+ bytes and now ends at byte 2000"
+    ):
+        checkpoint.read("x", None, torch.empty(1000))
 
 
 def resident_file_bytes() -> int:

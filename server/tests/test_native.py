@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,32 @@ def test_linear_row_has_the_same_bits_alone_and_in_a_batch(
         assert torch.equal(packed(x[:rows]), alone[:rows])
     one_thread = native_ops.NativeOps(num_threads=1).pack_linear(random(out_features, in_features), None)
     assert torch.equal(one_thread(x), alone)
+
+
+class InPieces:
+    """A weight that is read a few rows at a time, each over the last."""
+
+    def __init__(self, weight: Tensor, num_rows: int) -> None:
+        self.weight, self.num_rows = weight, num_rows
+        self.shape, self.dtype = tuple(weight.shape), weight.dtype
+
+    def pieces(self) -> Iterator[Tensor]:
+        memory = torch.empty_like(self.weight[: self.num_rows])
+        for rows in self.weight.split(self.num_rows):
+            yield memory[: len(rows)].copy_(rows)
+
+    def whole(self) -> Tensor:
+        return self.weight
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 40, 1000])
+def test_a_weight_packed_in_pieces_is_the_weight(ops: native_ops.NativeOps, num_rows: int) -> None:
+    for out_features, in_features in SHAPES:
+        weight, bias, x = random(2 * out_features, in_features), random(2 * out_features), random(9, in_features)
+        pieces = InPieces(weight, num_rows)
+        assert torch.equal(ops.pack_linear(pieces, bias)(x), ops.pack_linear(weight, bias)(x))
+        assert torch.equal(ops.pack_gate_up(pieces, bias)(x), ops.pack_gate_up(weight, bias)(x))
+        assert torch.equal(ops.pack_tied(pieces)[1](torch.arange(2 * out_features)), weight)
 
 
 def test_linear_takes_strided_and_no_rows(ops: native_ops.NativeOps) -> None:

@@ -4,8 +4,9 @@
 use super::tile::{Ahead, Panel};
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
-use crate::simd::LANES;
+use crate::simd::{self, LANES};
 use std::io;
+use std::ops::Range;
 
 /// Output columns of one panel.
 pub const PANEL: usize = 48;
@@ -14,13 +15,14 @@ pub(super) const VECTORS: usize = PANEL / LANES;
 /// bf16 numbers of a panel for one input pair.
 pub(super) const PAIR: usize = PANEL * 2;
 
-/// A weight as a checkpoint has it: [out_features, in_features] contiguous, and a bias [out_features] or null.
+/// What a weight is like before it is filled: [out_features, in_features] in bf16, and a bias [out_features] or null.
 #[derive(Clone, Copy)]
 pub struct Weight {
-    pub weight: *const u16,
     pub bias: *const u16,
     pub out_features: usize,
     pub in_features: usize,
+    /// Its first half of rows is a gate and the second half what it gates: the panels alternate.
+    pub gated: bool,
 }
 
 /// A weight in panels.
@@ -34,65 +36,83 @@ pub struct PackedLinear {
     gated: bool,
 }
 
-// SAFETY: the panels are written only while packing.
+// SAFETY: the panels are written only by `fill`, whose callers vouch that nobody reads them meanwhile.
 unsafe impl Send for PackedLinear {}
 // SAFETY: as above.
 unsafe impl Sync for PackedLinear {}
 
+/// Neighbouring rows of a weight, at most LANES, that are neighbouring columns of one panel.
+struct Group {
+    rows: Range<usize>,
+    panel: usize,
+    column: usize,
+}
+
 impl PackedLinear {
-    /// Pack a weight. With `gated`, its first half of rows is a gate and the second half what it gates: the panels alternate.
+    /// Room for a weight whose rows are zero until they are filled. PERF: so a weight is packed from pieces that are still in the
+    /// cache, and never lies in memory beside its packed form.
     ///
     /// # Safety
-    /// The addresses of `weight` must hold what it says.
-    pub unsafe fn pack(
-        executor: &impl Executor,
-        arena: &Arena,
-        weight: Weight,
-        gated: bool,
-    ) -> io::Result<PackedLinear> {
-        let columns = if gated { weight.out_features / 2 } else { weight.out_features };
+    /// The bias must be null or hold `out_features` numbers.
+    pub unsafe fn new(arena: &Arena, weight: Weight) -> io::Result<PackedLinear> {
+        let Weight { bias: address, out_features, in_features, gated } = weight;
+        let columns = if gated { out_features / 2 } else { out_features };
         let num_panels = columns.div_ceil(PANEL) * if gated { 2 } else { 1 };
-        let pairs = weight.in_features.div_ceil(2);
-        let panels = arena.allocate(num_panels * pairs * PAIR * 2)?;
-        let destination = Target::new(panels.as_ptr().cast::<u16>());
-        let numbers = Source::new(weight.weight);
-        let source_rows = |panel: usize| {
-            let (first, end) = if !gated {
-                (panel * PANEL, columns)
-            } else {
-                (panel / 2 * PANEL + panel % 2 * columns, columns * (1 + panel % 2))
-            };
-            first..end.min(first + PANEL)
-        };
-        executor.for_each(num_panels, |panel| {
-            for (column, row) in source_rows(panel).enumerate() {
-                // SAFETY: source rows lie inside the weight; the column of this panel inside the piece.
-                unsafe {
-                    let target = destination.at(panel * pairs * PAIR + column * 2);
-                    let source = numbers.at(row * weight.in_features);
-                    for pair in 0..weight.in_features / 2 {
-                        let both = source.add(pair * 2).cast::<u32>().read_unaligned();
-                        target.add(pair * PAIR).cast::<u32>().write(both);
-                    }
-                    if weight.in_features % 2 == 1 {
-                        target.add(weight.in_features / 2 * PAIR).write(source.add(weight.in_features - 1).read());
-                    }
-                }
-            }
-        });
-        let mut bias = Vec::new();
-        if !weight.bias.is_null() {
-            bias.resize(num_panels * PANEL, 0.0);
-            for panel in 0..num_panels {
-                for (column, row) in source_rows(panel).enumerate() {
-                    // SAFETY: the bias has `out_features` elements.
-                    let number = unsafe { weight.bias.add(row).read() };
-                    bias[panel * PANEL + column] = f32::from_bits(u32::from(number) << 16);
+        let panels = arena.allocate(num_panels * in_features.div_ceil(2) * PAIR * 2)?;
+        let mut packed = PackedLinear { panels, bias: Vec::new(), num_panels, out_features, in_features, gated };
+        if !address.is_null() {
+            packed.bias.resize(num_panels * PANEL, 0.0);
+            for index in 0..packed.groups_before(out_features) {
+                let group = packed.group(index);
+                for (row, column) in group.rows.zip(group.column..) {
+                    // SAFETY: the caller vouches for `out_features` numbers.
+                    let number = unsafe { address.add(row).read() };
+                    packed.bias[group.panel * PANEL + column] = f32::from_bits(u32::from(number) << 16);
                 }
             }
         }
-        let Weight { out_features, in_features, .. } = weight;
-        Ok(PackedLinear { panels, bias, num_panels, out_features, in_features, gated })
+        Ok(packed)
+    }
+
+    /// Fill `num_rows` rows of the weight from row `first` on.
+    ///
+    /// # Safety
+    /// `source` must hold them, the weight must have them, and nobody may use the layer meanwhile. The CPU must be `supported()`.
+    pub unsafe fn fill(&self, executor: &impl Executor, source: Source<u16>, first: usize, num_rows: usize) {
+        if num_rows == 0 {
+            return;
+        }
+        let filled = first..first + num_rows;
+        let (begin, end) = (self.groups_before(first + 1) - 1, self.groups_before(filled.end));
+        let panel_numbers = self.in_features.div_ceil(2) * PAIR;
+        let destination = Target::new(self.panels.as_ptr().cast::<u16>());
+        executor.for_each(end - begin, |index| {
+            let group = self.group(begin + index);
+            let rows = group.rows.start.max(filled.start)..group.rows.end.min(filled.end);
+            let column = group.column + rows.start - group.rows.start;
+            let from = source.at((rows.start - first) * self.in_features);
+            let target = destination.at(group.panel * panel_numbers + column * 2);
+            // SAFETY: the rows lie in the source, the columns in a panel of the piece; groups are disjoint.
+            unsafe { interleave(from, target, rows.len(), self.in_features) };
+        });
+    }
+
+    /// How many groups begin before this row.
+    fn groups_before(&self, row: usize) -> usize {
+        let columns = self.output_columns().max(1);
+        row / columns * columns.div_ceil(LANES) + (row % columns).div_ceil(LANES)
+    }
+
+    fn group(&self, index: usize) -> Group {
+        let columns = self.output_columns();
+        let groups = columns.div_ceil(LANES);
+        let (half, column) = (index / groups, index % groups * LANES);
+        let end = columns.min(column + LANES);
+        Group {
+            rows: half * columns + column..half * columns + end,
+            panel: if self.gated { column / PANEL * 2 + half } else { column / PANEL },
+            column: column % PANEL,
+        }
     }
 
     /// Write the weight's own rows: an embedding whose table is also the head. Not if gated.
@@ -145,5 +165,29 @@ impl PackedLinear {
             (self.panels.as_ptr().cast::<u16>().cast_const().add(index * numbers), bias)
         };
         Panel { weights, bias, ahead, bytes: numbers * 2 }
+    }
+}
+
+/// Write rows, at most LANES, as columns of a panel that begins at `target`.
+///
+/// # Safety
+/// `source` must hold the rows, `target` room for their columns. The CPU must be `supported()`.
+unsafe fn interleave(source: *const u16, target: *mut u16, num_rows: usize, in_features: usize) {
+    // SAFETY: the caller vouches for all rows and columns; each is written as far as the row before it was read.
+    unsafe {
+        let wide = if num_rows == LANES { in_features / (2 * LANES) * LANES } else { 0 };
+        for pair in (0..wide).step_by(LANES) {
+            simd::transpose_pairs(source.add(pair * 2), in_features, target.add(pair * PAIR), PAIR);
+        }
+        for row in 0..num_rows {
+            let (from, to) = (source.add(row * in_features), target.add(row * 2));
+            for pair in wide..in_features / 2 {
+                let both = from.add(pair * 2).cast::<u32>().read_unaligned();
+                to.add(pair * PAIR).cast::<u32>().write(both);
+            }
+            if in_features % 2 == 1 {
+                to.add(in_features / 2 * PAIR).write(from.add(in_features - 1).read());
+            }
+        }
     }
 }

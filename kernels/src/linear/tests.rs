@@ -13,14 +13,20 @@ fn pack(out_features: usize, in_features: usize, with_bias: bool, gated: bool) -
     let mut random = Random::new((out_features * 31 + in_features) as u64);
     let weight = random.bf16s(out_features * in_features);
     let bias = random.bf16s(out_features);
-    let shape = Weight {
-        weight: weight.as_ptr(),
-        bias: if with_bias { bias.as_ptr() } else { std::ptr::null() },
-        out_features,
-        in_features,
-    };
+    let shape =
+        Weight { bias: if with_bias { bias.as_ptr() } else { std::ptr::null() }, out_features, in_features, gated };
     // SAFETY: the vectors have the sizes said.
-    let packed = unsafe { PackedLinear::pack(&spawning_pool(2), &Arena::default(), shape, gated) }.unwrap();
+    let packed = unsafe { PackedLinear::new(&Arena::default(), shape) }.unwrap();
+    // In pieces of all sizes, so that some begin or end within a panel, within 16 rows, or across the halves of a gated one.
+    let mut first = 0;
+    while first < out_features {
+        let num_rows = (random.next() as usize % (out_features + 1)).clamp(1, out_features - first);
+        // SAFETY: as above.
+        unsafe {
+            packed.fill(&spawning_pool(2), Source::new(weight[first * in_features..].as_ptr()), first, num_rows);
+        }
+        first += num_rows;
+    }
     Case { weight, bias: if with_bias { bias } else { vec![0; out_features] }, packed }
 }
 

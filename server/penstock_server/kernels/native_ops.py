@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock_kernels import Kernels
     from torch import Tensor
 
-    from penstock_server.kernels.ops import Lookup
+    from penstock_server.kernels.ops import Lookup, Weight
 
 
 def available() -> bool:
@@ -51,18 +51,25 @@ class NativeLinear:
 
     __slots__ = ("_apply", "in_features", "out_features", "packed")
 
-    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
+    def __init__(self, kernels: Kernels, weight: Weight, bias: Tensor | None, *, gated: bool) -> None:
         import torch
 
+        from penstock_server.kernels.ops import pieces_of
+
         assert weight.dtype == torch.bfloat16
-        weight = weight.contiguous()
         rows, self.in_features = weight.shape
         if bias is not None:
             assert (bias.dtype, bias.shape) == (torch.bfloat16, (rows,))
             bias = bias.contiguous()
-        self.packed = kernels.pack_linear(
-            weight.data_ptr(), bias.data_ptr() if bias is not None else None, rows, self.in_features, gated
-        )
+        self.packed = kernels.linear(rows, self.in_features, bias.data_ptr() if bias is not None else None, gated)
+        num_filled = 0
+        for piece in pieces_of(weight):
+            piece = piece.contiguous()
+            assert (piece.dtype, piece.shape[1]) == (torch.bfloat16, self.in_features)
+            assert num_filled + piece.shape[0] <= rows
+            self.packed.fill(piece.data_ptr(), num_filled, piece.shape[0])
+            num_filled += piece.shape[0]
+        assert num_filled == rows
         self._apply = self.packed.apply
         self.out_features = rows // 2 if gated else rows
 
@@ -102,15 +109,15 @@ class NativeOps:
     def __init__(self, num_threads: int | None = None) -> None:
         self._kernels = make_kernels(num_threads)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
         return NativeLinear(self._kernels, weight, bias, gated=False)
 
-    def pack_tied(self, weight: Tensor) -> tuple[NativeLinear, Lookup]:
+    def pack_tied(self, weight: Weight) -> tuple[NativeLinear, Lookup]:
         """The packed weight serves both; nothing refers to the original."""
         linear = self.pack_linear(weight, None)
         return linear, linear.rows
 
-    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    def pack_gate_up(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
         """weight [2 * dim, in_features], gate first; the layer returns silu(gate) * up [rows, dim]."""
         return NativeLinear(self._kernels, weight, bias, gated=True)
 

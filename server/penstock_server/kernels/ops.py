@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,38 @@ class PackedLinear(Protocol):
         ...
 
 
+class Unread(Protocol):
+    """A weight [rows, columns] that is still in its file, to be read once. Whoever packs it piece by piece never has it
+    in memory beside its packed form."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Its rows in order, some [rows, columns] at a time, on the CPU. The next piece overwrites the last."""
+        ...
+
+    def whole(self) -> Tensor:
+        """On the model's device."""
+        ...
+
+
+Weight = Tensor | Unread
+
+
+def pieces_of(weight: Weight) -> Iterable[Tensor]:
+    """Its rows in order, some at a time."""
+    return (weight,) if isinstance(weight, Tensor) else weight.pieces()
+
+
+def whole(weight: Weight) -> Tensor:
+    """All of it at once."""
+    return weight if isinstance(weight, Tensor) else weight.whole()
+
+
 Lookup = Callable[[Tensor], Tensor]
 """Row numbers [rows] int64 → those rows of a table [rows, features]."""
 
@@ -31,15 +64,15 @@ Lookup = Callable[[Tensor], Tensor]
 class Ops(Protocol):
     name: str
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [out_features, in_features], bias [out_features] or None."""
         ...
 
-    def pack_tied(self, weight: Tensor) -> tuple[PackedLinear, Lookup]:
+    def pack_tied(self, weight: Weight) -> tuple[PackedLinear, Lookup]:
         """A head without bias, and the embedding whose table is the same weight; held once where that is possible."""
         ...
 
-    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_gate_up(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [2 * dim, in_features], gate first. The layer returns silu(gate(x)) * up(x) [rows, dim]."""
         ...
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.kernels.ops import Lookup, PackedLinear
+from penstock_server.kernels.ops import Lookup, PackedLinear, Weight, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,19 @@ class GateUp:
 class TorchOps:
     name = "torch"
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
+        weight = whole(weight)
         out_features, in_features = weight.shape
         if _onednn_packs(weight):
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             return OneDnnLinear(packed, bias, out_features, in_features)
         return PlainLinear(weight, bias, out_features, in_features)
 
-    def pack_tied(self, weight: Tensor) -> tuple[PackedLinear, Lookup]:
+    def pack_tied(self, weight: Weight) -> tuple[PackedLinear, Lookup]:
+        weight = whole(weight)
         return self.pack_linear(weight, None), partial(F.embedding, weight=weight)
 
-    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_gate_up(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         return GateUp(self.pack_linear(weight, bias), weight.shape[0] // 2, weight.shape[1])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

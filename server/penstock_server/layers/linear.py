@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.ops import Ops, PackedLinear
+from penstock_server.kernels.ops import Ops, PackedLinear, Unread
 from penstock_server.layers.shard import Shard
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.checkpoint import Part
@@ -32,10 +32,10 @@ def out_parameters(name: str, shape: tuple[int, int], columns: range, shard: Sha
     return table
 
 
-def read_fused(loader: Loader, names: list[str]) -> tuple[Tensor, Tensor | None]:
+def read_fused(loader: Loader, names: list[str]) -> tuple[Unread, Tensor | None]:
     """Weight and bias of projections of one input, their rows one behind the other. All have a bias or none."""
     weights, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names]
-    return loader.read(*weights), loader.read_if_there(*biases)
+    return loader.unread(*weights), loader.read_if_there(*biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class LinearOut:
 
     @classmethod
     def load(cls, loader: Loader, ops: Ops, name: str, layout: Layout) -> LinearOut:
-        weight, bias = loader.read(f"{name}.weight"), loader.read_if_there(f"{name}.bias")
+        weight, bias = loader.unread(f"{name}.weight"), loader.read_if_there(f"{name}.bias")
         # Of a sum only one summand may hold the bias.
         adds_bias = layout.exact or layout.group.rank == 0
         return cls(ops.pack_linear(weight, bias if adds_bias else None), layout, weight.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, normalize
 
 from penstock_server.attention.interface import StepBatch, window_tokens
+from penstock_server.kernels.ops import Weight, whole
 from penstock_server.layers.attention import AttentionBlock
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
@@ -37,13 +38,13 @@ class Decoder:
         self.load_phases: list[tuple[str, float]] = []
         self.caches: list[Tensor] = []
 
-        # The largest tensors first: what their packing frees is there for the small ones.
+        # The largest tensors first: what packing them frees, where it needs them whole, is there for the small ones.
         if spec.head.tied:
-            head, lookup = ops.pack_tied(loader.read("embedding.weight"))
+            head, lookup = ops.pack_tied(loader.unread("embedding.weight"))
         else:
-            weight = loader.read("head.weight")
+            weight: Weight = loader.unread("head.weight")
             if spec.head.is_normalized:
-                weight = normalize(weight.float()).to(weight.dtype)
+                weight = normalize(whole(weight).float()).to(weight.dtype)
             head = ops.pack_linear(weight, loader.read_if_there("head.bias"))
             lookup = partial(embedding, weight=loader.read("embedding.weight"))
         bias = loader.read("head.logits_bias")[0] if spec.head.logits_bias else None

@@ -36,8 +36,15 @@ class Part:
         return unfolded.narrow(self.dim, self.range.start, len(self.range))
 
 
+def by_index(part: Part | None, size: int) -> tuple[range, Part | None]:
+    """Which indexes of the first dimension, of this size, a part has, and which part of what is at each of them."""
+    if part is None:
+        return range(size), None
+    return (part.range, None) if part.dim == 0 else (range(size), Part(part.dim - 1, part.range))
+
+
 class Checkpoint(Protocol):
-    """The weights of one model. Opening checks that the files are whole; the mapping ends with `close`."""
+    """The weights of one model. Opening checks that the files are whole; they are open until `close`."""
 
     def names(self) -> Collection[str]: ...
 
@@ -48,7 +55,12 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str, part: Part | None, out: Tensor) -> None:
-        """Fills `out`, on the CPU and in any floating type, with the tensor or a part of it. Touches no other bytes."""
+        """Fills `out`, on the CPU and in any floating type, with the tensor or a part of it. Reads no rows of
+        which the part has nothing."""
+        ...
+
+    def can_cut(self, name: str) -> bool:
+        """Whether any of the tensor's rows can be read without the others."""
         ...
 
     def close(self) -> None: ...

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.gguf_config import BUILDERS, unsupported
 from penstock_server.weights.gguf_decoder import head_dim
@@ -18,7 +19,6 @@ from penstock_server.weights.gguf_matrix import MatrixReader, check_tensor
 from penstock_server.weights.gguf_metadata import Metadata
 from penstock_server.weights.gguf_names import GgufNames
 from penstock_server.weights.loader import NameSource
-from penstock_server.weights.mapping import MappedFile
 
 # llama.cpp's converter interleaves the halves of each head's q and k rows, for its own rope. It does so for these
 # architectures; others are trained with halves in turn, or are run with another rope.
@@ -38,7 +38,7 @@ class GgufCheckpoint:
             raise unsupported(metadata)
         self.metadata = metadata
         self.head_dim = head_dim(metadata)
-        self.files = tuple(MappedFile(part) for part in header.paths)
+        self.files = tuple(WeightFile(part) for part in header.paths)
         for info in header.tensors.values():
             check_tensor(info, self.files[info.file])
         self.matrices = MatrixReader(self.files)
@@ -64,11 +64,12 @@ class GgufCheckpoint:
         elif len(info.shape) == 1:
             vector = self._vector(info)
             out.copy_(vector if part is None else part.of(vector))
-            self.matrices.forget(info)
         else:
             self.matrices.read(info, part, out, self.head_dim if self._is_interleaved(name) else 0)
-            self.matrices.forget(info)
         check_finite(out, out, name, self.files[info.file].path)
+
+    def can_cut(self, name: str) -> bool:
+        return name not in self.derived and not self._is_interleaved(name)
 
     def close(self) -> None:
         for file in self.files:

@@ -11,9 +11,9 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.checkpoint import Part, by_index
+from penstock_server.weights.file import WeightFile
 from penstock_server.weights.gguf_header import TensorInfo
-from penstock_server.weights.mapping import MappedFile
 
 # PERF: dequantizing makes several float32 arrays of its input. Pieces of so many weights stay in the L2 cache, keep
 # the peak of memory at the weights themselves, and are too small for torch to start threads for copying them.
@@ -24,7 +24,7 @@ PIECE_WEIGHTS = 1 << 15
 class MatrixReader:
     """Fills tensors of any floating type on the CPU. Touches no other bytes of the files than those asked for."""
 
-    files: tuple[MappedFile, ...]  # of the model
+    files: tuple[WeightFile, ...]  # of the model
 
     def vector(self, info: TensorInfo) -> Tensor:
         """float32, in the tensor's shape"""
@@ -40,17 +40,11 @@ class MatrixReader:
         if len(shape) == 2:
             self._read_matrix(info, first_row, shape, part, out, interleaved)
             return
-        indexes, rows = range(shape[0]), matrix_shape(shape[1:])[0]
-        if part is not None and part.dim == 0:
-            indexes, part = part.range, None
-        elif part is not None:
-            part = Part(part.dim - 1, part.range)
+        rows = matrix_shape(shape[1:])[0]
+        indexes, part = by_index(part, shape[0])
         inner = replace(info, shape=shape[1:])
         for place, index in enumerate(indexes):
             self.read(inner, part, out[place], interleaved, first_row + index * rows)
-
-    def forget(self, info: TensorInfo) -> None:
-        self.files[info.file].forget(info.offset, info.offset + num_bytes(info))
 
     def _read_matrix(
         self,
@@ -85,12 +79,12 @@ class MatrixReader:
         """float32 [count, columns]"""
         row_bytes = _row_bytes(info)
         start = info.offset + first * row_bytes
-        data = self.files[info.file].data
-        raw = np.frombuffer(data, dtype=np.uint8, count=count * row_bytes, offset=start)
-        return torch.from_numpy(dequantize(raw.reshape(count, row_bytes), GGMLQuantizationType(info.type_number)))
+        raw = np.empty((count, row_bytes), dtype=np.uint8)
+        self.files[info.file].read_into(raw.data.cast("B"), start)
+        return torch.from_numpy(dequantize(raw, GGMLQuantizationType(info.type_number)))
 
 
-def check_tensor(info: TensorInfo, file: MappedFile) -> None:
+def check_tensor(info: TensorInfo, file: WeightFile) -> None:
     """Raises ConfigError when the tensor cannot be read: its type, its shape, its end beyond the file's."""
     try:
         type_ = GGMLQuantizationType(info.type_number)

@@ -7,7 +7,7 @@ no architecture, the layers know no checkpoint's names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Checkpoint, Part
+from penstock_server.weights.memory import PIECE_BYTES, Scratch
 from penstock_server.weights.source import Source
 
 NAMES_SHOWN = 3
@@ -65,6 +66,7 @@ class Loader:
         self.device = device
         self.unfilled = set(parameters)
         self.loaded_bytes = 0
+        self._scratch = Scratch()
         tensors = {name: self.sources[name].names(parameter.shape) for name, parameter in parameters.items()}
         wanted = [tensor for several in tensors.values() for tensor in several]
         _check_names(checkpoint.names(), wanted, names.ignored)
@@ -92,6 +94,30 @@ class Loader:
         self.loaded_bytes += fused.nbytes
         return fused.to(self.device)
 
+    def unread(self, *names: str) -> UnreadRows:
+        """The same of matrices, for who reads it piece by piece."""
+        parameters = [self.parameters[name] for name in names]
+        rows = sum(parameter.local_shape[0] for parameter in parameters)
+        shape = (rows, *parameters[0].local_shape[1:])
+        return UnreadRows(self, names, shape, parameters[0].dtype_in(self.dtype))
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """This rank's part of a matrix, some rows at a time, on the CPU. The next piece overwrites the last."""
+        parameter, source = self.parameters[name], self.sources[name]
+        (num_rows, num_columns), dtype = parameter.local_shape, parameter.dtype_in(self.dtype)
+        part = parameter.part or Part(0, range(num_rows))
+        step = PIECE_BYTES // max(1, num_columns * dtype.itemsize)
+        if part.dim != 0 or part.view is not None or step == 0 or not source.can_cut(self.checkpoint):
+            yield self.read(name)
+            return
+        self.unfilled.remove(name)
+        for first in range(0, num_rows, step):
+            rows = part.range[first : first + step]
+            piece = self._scratch.tensor((len(rows), num_columns), dtype)
+            source.read(self.checkpoint, parameter.shape, Part(0, rows), piece)
+            self.loaded_bytes += piece.nbytes
+            yield piece
+
     def read_if_there(self, *names: str) -> Tensor | None:
         """None when the model has no such parameters. Of several it has all or none."""
         there = [name in self.parameters for name in names]
@@ -102,6 +128,23 @@ class Loader:
         """To be called when the model is built: every parameter must have found its place."""
         assert not self.unfilled, f"the model did not ask for {_some(self.unfilled)}"
         self.checkpoint.close()
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadRows:
+    """This rank's rows of parameters, one behind the other, to be read once. Implements `Unread`."""
+
+    loader: Loader
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pieces(self) -> Iterator[Tensor]:
+        for name in self.names:
+            yield from self.loader.pieces(name)
+
+    def whole(self) -> Tensor:
+        return self.loader.read(*self.names)
 
 
 def _check_names(there: Iterable[str], wanted: Iterable[str], ignored: tuple[str, ...]) -> None:

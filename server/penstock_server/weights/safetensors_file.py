@@ -1,6 +1,7 @@
-"""Reads safetensors files by mapping them.
+"""Reads safetensors files piece by piece.
 
-Own code, not the library's, because it lets go of pages while it loads, and names what is wrong with a damaged file.
+Own code, not the library's, because no more than a piece of a file is ever in memory, and because it names what is
+wrong with a damaged file.
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.checkpoint import Part, by_index
+from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
-from penstock_server.weights.mapping import MappedFile
+from penstock_server.weights.memory import PIECE_BYTES, Scratch
 from penstock_server.weights.safetensors_header import Place, read_header
 
 LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# PERF: of a tensor so many bytes are resident at a time beside what is made of them, and they are still in the
-# cache when they are checked; smaller pieces leave threads idle.
-PIECE_BYTES = 8 << 20
 AHEAD_BYTES = 4 * PIECE_BYTES  # tensors are read in about the order in which they lie in their file
 
 
@@ -30,7 +29,7 @@ AHEAD_BYTES = 4 * PIECE_BYTES  # tensors are read in about the order in which th
 class Entry:
     """One tensor and the file that it is in."""
 
-    file: MappedFile
+    file: WeightFile
     place: Place
 
 
@@ -39,10 +38,11 @@ class SafetensorsCheckpoint:
 
     def __init__(self, paths: tuple[Path, ...], weight_map: Mapping[str, str] | None = None) -> None:
         self.entries: dict[str, Entry] = {}
-        self.files: list[MappedFile] = []
+        self.files: list[WeightFile] = []
+        self._scratch = Scratch()
         for path in paths:
             header = read_header(path)
-            file = MappedFile(path)
+            file = WeightFile(path)
             self.files.append(file)
             for name, place in header.items():
                 if name in self.entries:
@@ -73,22 +73,34 @@ class SafetensorsCheckpoint:
                 f"{file.path}: tensor {name} is of type {place.dtype}, which cannot be loaded as a weight; "
                 f"{', '.join(LOADABLE)} can"
             )
-        if place.start == place.stop:
+        shape = (part and part.view) or place.shape or (1,)
+        self._fill(name, place.start, shape, part, out.view(out.shape or (1,)))
+
+    def _fill(self, name: str, start: int, shape: tuple[int, ...], part: Part | None, out: Tensor) -> None:
+        """With a tensor of this shape that begins at this byte, or a part of it."""
+        file, dtype = self.entries[name].file, LOADABLE[self.entries[name].place.dtype]
+        rows, columns = by_index(part, shape[0])
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        if len(shape) > 2:
+            for place, row in enumerate(rows):
+                self._fill(name, start + row * row_bytes, shape[1:], columns, out[place])
             return
-        tensor = torch.frombuffer(
-            file.data, dtype=LOADABLE[place.dtype], count=math.prod(place.shape), offset=place.start
-        ).view(place.shape or (1,))
-        first_row = part.range.start if part is not None and part.dim == 0 else 0
-        wanted, target = tensor if part is None else part.of(tensor), out.view(out.shape or (1,))
-        row_bytes = tensor[0].nbytes
-        step = max(1, PIECE_BYTES // row_bytes)
-        for row in range(0, len(wanted), step):
-            piece, filled = wanted[row : row + step], target[row : row + step]
-            start = place.start + (first_row + row) * row_bytes
-            file.expect(start, AHEAD_BYTES)
-            filled.copy_(piece)
+        step = max(1, PIECE_BYTES // max(1, row_bytes))
+        for first in range(0, len(rows), step):
+            filled = out[first : first + step]
+            begin = start + (rows.start + first) * row_bytes
+            is_direct = columns is None and filled.dtype == dtype and filled.is_contiguous()
+            piece = filled if is_direct else self._scratch.tensor((len(filled), *shape[1:]), dtype)
+            file.expect(begin, AHEAD_BYTES)
+            file.read_into(piece.view(-1).view(torch.uint8).numpy().data, begin)
+            if columns is not None:
+                piece = piece.narrow(1, columns.range.start, len(columns.range))
+            if not is_direct:
+                filled.copy_(piece)
             check_finite(filled, piece, name, file.path)
-            file.forget(start, start + len(piece) * row_bytes)
+
+    def can_cut(self, name: str) -> bool:
+        return True
 
     def close(self) -> None:
         for file in self.files:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock_server.weights.checkpoint import Checkpoint, Part
+from penstock_server.weights.checkpoint import Checkpoint, Part, by_index
 
 EACH = "{e}"
 
@@ -65,13 +65,14 @@ class Source:
         if EACH not in self.name:
             self._read_tensor(checkpoint, self.name, shape, part, out)
             return
-        indexes = range(shape[0])
-        if part is not None and part.dim == 0:
-            indexes, part = part.range, None
-        elif part is not None:
-            part = Part(part.dim - 1, part.range)
+        indexes, part = by_index(part, shape[0])
         for place, index in enumerate(indexes):
             self._read_tensor(checkpoint, self.name.replace(EACH, str(index)), shape[1:], part, out[place])
+
+    def can_cut(self, checkpoint: Checkpoint) -> bool:
+        """Whether any of the parameter's rows can be read without the others."""
+        is_by_rows = EACH not in self.name and not self.transposed and (self.strip is None or self.dim == 0)
+        return is_by_rows and checkpoint.can_cut(self.name)
 
     def _read_tensor(
         self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Part | None, out: Tensor

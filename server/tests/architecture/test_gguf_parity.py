@@ -21,13 +21,11 @@ from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.shard import Shard
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
-from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
-from penstock_server.weights.checkpoint import open_checkpoint
 from penstock_server.weights.gguf_config import BUILDERS
 from penstock_server.weights.gguf_folder import gguf_folder
-from penstock_server.weights.loader import Loader
+from shares import open_loader
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
@@ -85,13 +83,10 @@ def test_each_rank_reads_what_it_reads_of_the_model_itself(name: str, tmp_path: 
 
 def parameters_of(folder: Path, group: RankGroup, exact: bool) -> dict[str, torch.Tensor]:
     """What a rank loads, by our names; of experts what each is made of, however it is stored."""
-    spec, names = read_spec(folder)
+    spec, _ = read_spec(folder)
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
-    checkpoint = open_checkpoint(folder)
-    sources = checkpoint.own_names() or names.fitted(checkpoint.names())
-    table = parameters(spec.fitted(sources, checkpoint.names()), shard)
-    loader = Loader(checkpoint, table, sources, torch.float32, torch.device("cpu"))
-    read = {name: loader.read(name) for name in table if ".experts." not in name}
+    loader = open_loader(folder, group, exact)
+    read = {name: loader.read(name) for name in loader.parameters if ".experts." not in name}
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, MoeSpec):
             prefix, mine = f"layers.{index}.mlp", ExpertShard.of(layer.mlp, shard)

@@ -1,0 +1,30 @@
+"""Loads a model in a process of its own: prints how far its memory rose at most, in weights of the model.
+
+Arguments: the folder of a small model, which is loaded before, and of the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from penstock_server.engine.device import choose_dtype
+from penstock_server.engine.memory import MemoryMeter
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+
+
+def main() -> None:
+    torch.set_num_threads(2)
+    device = torch.device("cpu")
+    torch.ones(1 << 20).sum()  # its threads are there
+    load_model(LoadOptions(Path(sys.argv[1]), choose_dtype("", device), device, 16), RankGroup())  # all code is there
+    meter = MemoryMeter(device)
+    model = load_model(LoadOptions(Path(sys.argv[2]), choose_dtype("", device), device, 16), RankGroup())
+    print(meter.measure().transient / model.weight_bytes)
+
+
+if __name__ == "__main__":
+    main()
