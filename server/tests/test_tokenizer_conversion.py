@@ -50,7 +50,7 @@ def converted(folder: Path) -> Tokenizer:
 def test_a_sentencepiece_file_gives_the_ids_and_texts_of_the_library(name: str) -> None:
     vocabulary = read_sentencepiece(MODELS / f"{name}.model")
     parts = sentencepiece_json(vocabulary, "sentencepiece" if vocabulary.adds_prefix else "never")
-    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(parts, [], None, None)))
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(parts, [])))
     for text, ids, decoded in zip(TEXTS, EXPECTED[name]["ids"], EXPECTED[name]["decoded"], strict=True):
         assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
         # The library has a sign of its own for unknown tokens, and takes the first of a text's own separators away.
