@@ -196,6 +196,26 @@ def test_a_folder_with_only_a_sentencepiece_file_gives_the_ids_of_transformers(m
     assert ours.encode("x").tokens[-1] == "</s>"
 
 
+@pytest.mark.parametrize("config", [{"tokenizer_class": "PegasusTokenizer"}, {"offset": 5}])
+def test_pegasus_has_the_tokens_of_its_training_before_the_others(config: dict[str, Any], tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "t5.model", **config)
+    (folder / "config.json").write_text('{"model_type": "pegasus"}')
+    vocabulary = read_sentencepiece(MODELS / "t5.model")
+    offset = config.get("offset", 103)
+    pieces = [(piece.text, piece.score) for piece in vocabulary.pieces]
+    between = [("<mask_1>", 0.0), ("<mask_2>", 0.0), *((f"<unk_{index}>", -100.0) for index in range(2, offset))]
+    theirs = transformers.PegasusTokenizer(
+        [*pieces[:2], *between, *pieces[2:]], _spm_precompiled_charsmap=vocabulary.charsmap, offset=offset
+    )
+    ours = converted(folder)
+    for text in [*TEXTS, "fill <mask_1> and <mask_2>.", "end</s> again", "x <unk_3>"]:
+        assert ours.encode(text).ids == theirs.encode(text), text
+    assert (ours.token_to_id("<mask_1>"), ours.token_to_id("<unk>")) == (2, offset + 2)
+    (folder / "spiece.model").write_bytes((MODELS / "llama.model").read_bytes())
+    with pytest.raises(ConfigError, match=r"begins with \['<unk>', '<s>'\], and a vocabulary of Pegasus with"):
+        convert(folder)
+
+
 def bpe_files(folder: Path, special: list[str]) -> None:
     """vocab.json and merges.txt, trained on the texts."""
     tokenizer = Tokenizer(tokenizer_models.BPE())

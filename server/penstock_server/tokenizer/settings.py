@@ -35,6 +35,8 @@ GPT2_TOKENS = tuple((role, "<|endoftext|>") for role in ("bos_token", "eos_token
 LLAMA = Style(("bos_token",), (), LLAMA_TOKENS)
 T5_TOKENS = (("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>"))
 T5 = Style((), ("eos_token",), T5_TOKENS, extra_ids=100)
+PEGASUS_TOKENS = (*T5_TOKENS, ("mask_token_sent", "<mask_1>"), ("mask_token", "<mask_2>"))
+PEGASUS = Style((), ("eos_token",), PEGASUS_TOKENS)
 BART = Style(("cls_token",), ("sep_token",), (*BART_TOKENS, ("mask_token", "<mask>")))
 STYLES = {
     "Baichuan": LLAMA,
@@ -44,6 +46,7 @@ STYLES = {
     "Gemma": Style(("bos_token",), (), GEMMA_TOKENS),
     "InternLM2": LLAMA,
     "Llama": LLAMA,
+    "Pegasus": PEGASUS,
     "Qwen2": Style(defaults=(("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")), cutting=QWEN2),
     "Roberta": BART,
     "T5": T5,
@@ -57,6 +60,7 @@ STYLES_BY_MODEL = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2"),
     **dict.fromkeys(("bart", "roberta"), "Bart"),
     "bert": "Bert",
+    "pegasus": "Pegasus",
 }
 
 

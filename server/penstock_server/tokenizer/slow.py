@@ -12,6 +12,7 @@ from typing import Any
 from penstock_server.errors import ConfigError
 from penstock_server.tokenizer.byte_level import byte_level_json, with_prefix_space
 from penstock_server.tokenizer.fairseq import FAIRSEQ_FILE, fairseq_json
+from penstock_server.tokenizer.pegasus import pegasus_json
 from penstock_server.tokenizer.sentencepiece_file import read_sentencepiece
 from penstock_server.tokenizer.sentencepiece_json import (
     Vocabulary,
@@ -19,7 +20,7 @@ from penstock_server.tokenizer.sentencepiece_json import (
     t5_json,
     whole_tokens,
 )
-from penstock_server.tokenizer.settings import T5, Settings, read_object, read_text
+from penstock_server.tokenizer.settings import PEGASUS, T5, Settings, read_object, read_text
 from penstock_server.tokenizer.tekken import TEKKEN_FILE, tekken_json
 from penstock_server.tokenizer.tiktoken import is_rank_file, tiktoken_json
 
@@ -62,6 +63,8 @@ def _sentencepiece(vocabulary: Vocabulary, settings: Settings) -> dict[str, Any]
         num_extra = int(settings.values.get("extra_ids", settings.style.extra_ids))
         sentinels = [f"<extra_id_{index}>" for index in reversed(range(num_extra))]
         return settings.complete(t5_json(vocabulary), ids, whole, sentinels)
+    if settings.style is PEGASUS:
+        return pegasus_json(vocabulary, settings)
     if not vocabulary.adds_prefix or settings.values.get("add_prefix_space") is False:
         parts = sentencepiece_json(vocabulary, "never")
     elif not settings.is_known:
