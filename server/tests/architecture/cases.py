@@ -329,4 +329,13 @@ CASES: dict[str, Case] = {
         shortest=13,
     ),
     "mbart": Case("MBartConfig", {"scale_embedding": True}, BART_SIZES, shortest=13),
+    "umt5": Case("UMT5Config", {"relative_attention_max_distance": 20}, T5_SIZES, shortest=13, has_own_head=True),
+    "pegasus": Case("PegasusConfig", {"scale_embedding": True, "activation_function": "relu"}, BART_SIZES, shortest=13),
+    # Its code counts no position for a token that pads: one more, which no text of the tests has.
+    "m2m-100": Case(
+        "M2M100Config",
+        {"pad_token_id": VOCAB, "decoder_layers": 2},
+        {**BART_SIZES, "vocab_size": VOCAB + 1, "max_position_embeddings": 160},
+        shortest=13,
+    ),
 }
