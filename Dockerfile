@@ -1,4 +1,4 @@
-# One image: the binary, its workers, and the embedded model. Listens on 80 and keeps its cache in /data, as TGI's did.
+# One image: the binary, its workers, transformers for the models that they lack, and the embedded model. Listens on 80 and keeps its cache in /data, as TGI's did.
 ARG BUILD_BASE=rust:1.95-bookworm
 ARG BASE=debian:bookworm-slim
 

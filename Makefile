@@ -77,7 +77,7 @@ wheel: setup ## both wheels into dist/
 lock: .make/venv ## resolve the Python dependencies anew
 	$(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.10 --upgrade \
 		--custom-compile-command "make lock" -o requirements-dev.txt
-	$(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.10 -c requirements-dev.txt \
+	$(BIN)/uv pip compile -q pyproject.toml --extra transformers --universal --python-version 3.10 -c requirements-dev.txt \
 		--custom-compile-command "make lock" -o requirements.txt
 
 proto: .make/venv ## the Python side of the worker protocol

@@ -7,6 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use penstock_router::worker::Description;
+use penstock_scheduler::Layout;
 
 use crate::args::{Args, RopeScaling};
 
@@ -190,16 +191,19 @@ impl SequenceLimits {
         let capacity = u64::from(num_blocks) * u64::from(BLOCK_TOKENS);
         let capacity = capacity.saturating_sub(u64::from(model.num_prefix_tokens()));
         let model_limit = model.max_total_tokens();
+        // With a window on every layer a sequence holds no more of the cache than its window, however long it becomes.
+        let layout = Layout { block_tokens: BLOCK_TOKENS, window_tokens: model.window_tokens };
+        let fits = |tokens| layout.num_needed_blocks(tokens + model.num_prefix_tokens()) <= num_blocks as usize;
         let (max_total_tokens, reason) = match args.max_total_tokens {
             Some(given) if given > model_limit => {
                 return Err(ResolveError::BeyondModel { given, allowed: model_limit });
             }
-            Some(given) if u64::from(given) > capacity => {
+            Some(given) if !fits(given) => {
                 return Err(ResolveError::BeyondMemory { name: "max-total-tokens", given, capacity });
             }
             Some(given) => (given, "as given".to_owned()),
             None => {
-                let tokens = u32::try_from(capacity).map_or(model_limit, |capacity| capacity.min(model_limit));
+                let tokens = if fits(model_limit) { model_limit } else { u32::try_from(capacity).unwrap_or(u32::MAX) };
                 let reason = if tokens == model_limit {
                     format!("the model's limit; the KV cache holds {capacity} tokens")
                 } else {

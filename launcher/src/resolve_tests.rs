@@ -127,6 +127,18 @@ fn the_longest_sequence_is_what_model_and_memory_allow() {
 }
 
 #[test]
+fn with_a_window_a_sequence_may_be_longer_than_the_memory() {
+    let windowed = Description { window_tokens: Some(100), ..model("cpu") };
+    let total = |flags: &str, num_blocks| limits_of(&windowed, flags, num_blocks).map(|limits| limits.max_total_tokens);
+    // 100 tokens stand in at most eight blocks of 16.
+    assert_eq!(total("", 8), Ok(8192));
+    assert_eq!(total("--max-total-tokens 5000", 8), Ok(5000));
+    assert_eq!(total("", 7), Ok(7 * 16));
+    let refusal = total("--max-total-tokens 113", 7).unwrap_err().to_string();
+    assert!(refusal.contains("a KV cache of only 112 tokens"), "{refusal}");
+}
+
+#[test]
 fn an_encoder_reads_its_source_in_one_step() {
     let model = encoder_decoder();
     let step_tokens = |flags: &str| settings(flags).unwrap().step_tokens(&args(flags), &model).0;

@@ -6,14 +6,14 @@
 use crate::plan::Limits;
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Layout {
+pub struct Layout {
     pub block_tokens: u32,
     /// A token sees so many of the last ones, itself included; `None`: all.
     pub window_tokens: Option<u32>,
 }
 
 impl Layout {
-    pub fn new(limits: &Limits) -> Self {
+    pub(crate) fn new(limits: &Limits) -> Self {
         Self { block_tokens: limits.block_tokens, window_tokens: limits.window_tokens }
     }
 
@@ -23,7 +23,7 @@ impl Layout {
     }
 
     /// Of the first blocks, how many nobody reads any more who has computed so many tokens.
-    pub fn num_passed_blocks(&self, num_computed_tokens: u32) -> usize {
+    pub(crate) fn num_passed_blocks(&self, num_computed_tokens: u32) -> usize {
         let num_unseen_tokens = self.window_tokens.map_or(0, |window| (num_computed_tokens + 1).saturating_sub(window));
         (num_unseen_tokens / self.block_tokens) as usize
     }
@@ -36,7 +36,12 @@ impl Layout {
     }
 
     /// Blocks that one of `num_tokens` tokens lacks to compute them all, which stands in `num_placed_blocks`.
-    pub fn num_lacking_blocks(&self, num_tokens: u32, num_placed_blocks: usize, num_held_blocks: usize) -> usize {
+    pub(crate) fn num_lacking_blocks(
+        &self,
+        num_tokens: u32,
+        num_placed_blocks: usize,
+        num_held_blocks: usize,
+    ) -> usize {
         let num_ahead = self.num_blocks(num_tokens).saturating_sub(num_placed_blocks);
         num_ahead.min(self.num_needed_blocks(num_tokens).saturating_sub(num_held_blocks))
     }

@@ -30,6 +30,7 @@ mod tests;
 mod timing;
 
 pub use error::{ApplyError, SubmitError};
+pub use layout::Layout;
 pub use plan::{
     Advance, BlockId, Event, FinishReason, Limits, LinkHash, Output, Plan, SequenceId, Start, StepResult, Submission,
     TokenId,

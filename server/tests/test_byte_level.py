@@ -48,9 +48,7 @@ def tokenizer(name: str, merges: list[str] | None = None) -> Tokenizer:
     merges = merges or []
     tokens = [*SPELLING.values(), *(merge.replace(" ", "") for merge in merges)]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    return Tokenizer.from_str(
-        json.dumps(tokenizer_json(byte_level_json(vocabulary, merges, CUTTINGS[name]), [], None, None))
-    )
+    return Tokenizer.from_str(json.dumps(tokenizer_json(byte_level_json(vocabulary, merges, CUTTINGS[name]), [])))
 
 
 @pytest.mark.parametrize("name", PIECES)
@@ -76,4 +74,4 @@ def test_a_whole_word_needs_no_merges_where_the_model_was_trained_so() -> None:
     for name, pieces in (("llama-bpe", ["lo"]), ("qwen2", ["l", "o"])):
         vocabulary = {token: id_ for id_, token in enumerate([*SPELLING.values(), "he", "ll", "hell", "lo"])}
         parts = byte_level_json(vocabulary, merges, CUTTINGS[name])
-        assert Tokenizer.from_str(json.dumps(tokenizer_json(parts, [], None, None))).encode("lo").tokens == pieces
+        assert Tokenizer.from_str(json.dumps(tokenizer_json(parts, []))).encode("lo").tokens == pieces

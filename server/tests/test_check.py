@@ -104,11 +104,11 @@ def test_every_damaged_file_is_named(tmp_path: Path, capsys: Any) -> None:
 
 def test_a_folder_without_a_tokenizer_says_what_there_is_instead(folder: Path, capsys: Any) -> None:
     (folder / "tokenizer.json").unlink()
-    (folder / "sentencepiece.bpe.model").write_bytes(b"x")
+    (folder / "vocab.json").write_bytes(b"x")
     (folder / "chat_template.jinja").unlink()
     status, report = run(capsys, str(folder))
     assert status == 1
-    hint = "it has sentencepiece.bpe.model, which cannot be converted"
+    hint = "it has vocab.json, which cannot be converted"
     assert report["problems"][0].endswith(f"has no tokenizer.json; {hint}")
     assert "no chat template" in report["notes"][0]
 

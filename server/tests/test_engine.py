@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory, warmup
+from penstock_server.engine.capacity import CapacityProbe
 from penstock_server.engine.device import choose_device, choose_dtype, usable_cores
 from penstock_server.engine.engine import BROKEN_LOGITS
 from penstock_server.errors import ConfigError, PlanError
@@ -309,6 +310,23 @@ def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
     assert [phase.name for phase in capacity.phases] == names
     assert capacity.worst_step_s == max(phase.seconds for phase in capacity.phases if phase.name in worst)
     assert description.vocab_size == VOCAB
+
+
+def test_with_a_window_a_sequence_may_be_longer_than_the_pool() -> None:
+    """The table goes round: a block behind the window is the next one's."""
+    engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS), load_model=load_fake)
+    assert isinstance(engine.model, FakeModel)
+    engine.model.window_tokens = 6
+    with pytest.raises(
+        ConfigError, match=r"the KV pool has room for 8 tokens \(2 blocks\), but one sequence may have 50"
+    ):
+        engine.warm_up(WarmUpConfig(8, 1, max_sequence_tokens=50, num_blocks=2))
+    assert engine.warm_up(WarmUpConfig(8, 1, max_sequence_tokens=50, num_blocks=3)).num_blocks == 3
+    blocks = [index % 3 for index in range(13)]
+    new = NewSequence(1, [5] * 49, 49, 48, blocks[:13])
+    assert not engine.step(Plan(1, new_sequences=[new], advances=[Advance(1, 1, sample=True)])).outputs[0].error
+    probe = CapacityProbe(engine.model, RankGroup(), torch.device("cpu"), BLOCK_TOKENS, has_grammars=False)
+    assert [probe.contexts_in(num_blocks, 64) for num_blocks in (2, 3, 6)] == [8, 64, 128]
 
 
 BROKEN_LIMITS = {

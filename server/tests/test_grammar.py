@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vocabulary(folder: Path) -> LLTokenizer:
-    return read_vocabulary(folder, VOCAB)
+    return read_vocabulary(folder, VOCAB).tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(small_folder: Path) -> LLTokenizer:
-    return read_vocabulary(small_folder, 40)
+    return read_vocabulary(small_folder, 40).tokenizer
 
 
 @pytest.fixture
@@ -265,12 +265,12 @@ def test_every_end_that_the_folder_names_is_one(tmp_path: Path) -> None:
     write_small_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, END, 4000]}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<other>"}}))
-    assert set(read_vocabulary(tmp_path, 40).eos_tokens) == {3, END, OTHER_END}
+    assert set(read_vocabulary(tmp_path, 40).tokenizer.eos_tokens) == {3, END, OTHER_END}
 
 
 @pytest.mark.parametrize("vocab_size", [4, OTHER_END + 1, 1000])
 def test_logits_may_be_fewer_or_more_than_the_tokenizers_tokens(small_folder: Path, vocab_size: int) -> None:
-    vocabulary = read_vocabulary(small_folder, vocab_size)
+    vocabulary = read_vocabulary(small_folder, vocab_size).tokenizer
     mask = allowed(build_matcher(vocabulary, Grammar("regex", "(?s).+")))
     assert vocabulary.vocab_size >= vocab_size
     assert mask == set(range(len(WORDS)))

@@ -50,7 +50,7 @@ def converted(folder: Path) -> Tokenizer:
 def test_a_sentencepiece_file_gives_the_ids_and_texts_of_the_library(name: str) -> None:
     vocabulary = read_sentencepiece(MODELS / f"{name}.model")
     parts = sentencepiece_json(vocabulary, "sentencepiece" if vocabulary.adds_prefix else "never")
-    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(parts, [], None, None)))
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(parts, [])))
     for text, ids, decoded in zip(TEXTS, EXPECTED[name]["ids"], EXPECTED[name]["decoded"], strict=True):
         assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
         # The library has a sign of its own for unknown tokens, and takes the first of a text's own separators away.
@@ -194,6 +194,26 @@ def test_a_folder_with_only_a_sentencepiece_file_gives_the_ids_of_transformers(m
     for text in [*TEXTS, "fill <extra_id_0> and <extra_id_99>.", "end</s> again"]:
         assert ours.encode(text).ids == theirs.encode(text), text
     assert ours.encode("x").tokens[-1] == "</s>"
+
+
+@pytest.mark.parametrize("config", [{"tokenizer_class": "PegasusTokenizer"}, {"offset": 5}])
+def test_pegasus_has_the_tokens_of_its_training_before_the_others(config: dict[str, Any], tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "t5.model", **config)
+    (folder / "config.json").write_text('{"model_type": "pegasus"}')
+    vocabulary = read_sentencepiece(MODELS / "t5.model")
+    offset = config.get("offset", 103)
+    pieces = [(piece.text, piece.score) for piece in vocabulary.pieces]
+    between = [("<mask_1>", 0.0), ("<mask_2>", 0.0), *((f"<unk_{index}>", -100.0) for index in range(2, offset))]
+    theirs = transformers.PegasusTokenizer(
+        [*pieces[:2], *between, *pieces[2:]], _spm_precompiled_charsmap=vocabulary.charsmap, offset=offset
+    )
+    ours = converted(folder)
+    for text in [*TEXTS, "fill <mask_1> and <mask_2>.", "end</s> again", "x <unk_3>"]:
+        assert ours.encode(text).ids == theirs.encode(text), text
+    assert (ours.token_to_id("<mask_1>"), ours.token_to_id("<unk>")) == (2, offset + 2)
+    (folder / "spiece.model").write_bytes((MODELS / "llama.model").read_bytes())
+    with pytest.raises(ConfigError, match=r"begins with \['<unk>', '<s>'\], and a vocabulary of Pegasus with"):
+        convert(folder)
 
 
 def bpe_files(folder: Path, special: list[str]) -> None:

@@ -55,7 +55,7 @@ class CapacityProbe:
         longest = self.longest_sequence(config)
         per_block = self.model.kv_bytes_per_block
         on_cpu = self.device.type == "cpu"
-        longest_bytes = -(-longest // self.block_tokens) * per_block
+        longest_bytes = self.needed_blocks(longest) * per_block
         share = memory.Share(
             config.memory_fraction,
             self.group.size if on_cpu else 1,
@@ -70,7 +70,7 @@ class CapacityProbe:
             config.max_step_tokens,
             config.max_step_sequences,
             longest,
-            self.group.minimum(max(1, hoped_blocks)) * self.block_tokens,
+            self.contexts_in(self.group.minimum(max(1, hoped_blocks)), longest),
             self.block_tokens,
             max_source_tokens=self.model.max_source_tokens,
             max_answer_tokens=self.model.max_position_tokens - self.model.max_source_tokens,
@@ -103,6 +103,22 @@ class CapacityProbe:
         """In tokens, as far as the model and the limits say."""
         return config.max_sequence_tokens or self.model.max_position_tokens
 
+    def needed_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds at a time, as the scheduler counts: with a window on every
+        layer those that one window touches."""
+        num_blocks = -(-num_tokens // self.block_tokens)
+        window = self.model.window_tokens
+        return min(num_blocks, -(-(window - 1) // self.block_tokens) + 1) if window else num_blocks
+
+    def longest_in(self, num_blocks: int, config: WarmUpConfig) -> int:
+        """In tokens, the longest sequence that such a pool can hold."""
+        longest = self.longest_sequence(config)
+        return longest if self.needed_blocks(longest) <= num_blocks else num_blocks * self.block_tokens
+
+    def contexts_in(self, num_blocks: int, longest: int) -> int:
+        """In tokens, the contexts of all sequences together that such a pool can hold, none longer than that."""
+        return max(num_blocks * self.block_tokens, num_blocks // self.needed_blocks(longest) * longest)
+
     def agree_on_blocks(self, config: WarmUpConfig, fitting: int, left: memory.Memory) -> int:
         """The same number on every rank, or the same refusal."""
         fitting = self.group.minimum(fitting)
@@ -125,8 +141,8 @@ class CapacityProbe:
 
     def check_room(self, config: WarmUpConfig, num_blocks: int) -> None:
         """Refuse a pool that the longest sequence would outgrow."""
-        room = num_blocks * self.block_tokens
-        if num_blocks < 1 or room < config.max_sequence_tokens:
+        if num_blocks < 1 or self.longest_in(num_blocks, config) < config.max_sequence_tokens:
+            room = num_blocks * self.block_tokens
             raise ConfigError(
                 f"the KV pool has room for {room} tokens ({num_blocks} blocks), but one sequence may have "
                 f"{config.max_sequence_tokens or 'as many as fit, at least 1'}; free memory or lower --max-total-tokens"

@@ -193,7 +193,7 @@ class Engine:
             else:
                 memory.touch_pages(self.model.caches)
             memory.return_free_pages()
-        longest = min(longest, num_blocks * self._block_tokens)
+        longest = probe.longest_in(num_blocks, config)
         self.model.serve_up_to(longest)
         open_table(num_blocks)
         with clock.phase("rehearse"):

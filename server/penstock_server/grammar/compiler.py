@@ -1,4 +1,4 @@
-"""Grammars to matchers, beside the steps, and a memory of the last ones.
+"""Grammars to where their texts start, beside the steps, and a memory of the last ones.
 
 Every grammar is tried in a process of its own first, then compiled here, where Python's lock is held for less than a
 millisecond, so that no step waits. INVARIANT: no more than MAX_RUNNING compile at a time, whatever is asked.
@@ -14,12 +14,10 @@ from functools import partial
 from pathlib import Path
 from queue import LifoQueue
 
-from llguidance import LLMatcher, LLTokenizer
-
 from penstock_server.errors import GrammarError
-from penstock_server.grammar.language import build_matcher
+from penstock_server.grammar.start import Start, build_start
 from penstock_server.grammar.trial import TIME_LIMIT_S, Trial
-from penstock_server.grammar.vocabulary import read_vocabulary
+from penstock_server.grammar.vocabulary import Vocabulary, read_vocabulary
 from penstock_server.plan import Grammar
 
 MAX_RUNNING = 2
@@ -35,13 +33,13 @@ class GrammarCompiler:
     def __init__(
         self, folder: Path, vocab_size: int, time_limit_s: float = TIME_LIMIT_S, first: Trial | None = None
     ) -> None:
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Vocabulary | None = None
         self._unusable = ""
         try:
             self._vocabulary = read_vocabulary(folder, vocab_size)
         except GrammarError as error:
             self._unusable = str(error)
-        self._known: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._known: OrderedDict[Grammar, Future[Start]] = OrderedDict()
         self._num_waiting = 0
         self._lock = threading.Lock()
         self._pool = threads_with_stack(MAX_RUNNING, "grammar")
@@ -55,12 +53,12 @@ class GrammarCompiler:
     @property
     def vocab_size(self) -> int:
         """Bits in a mask: at least the model's logits. 0: no grammar can be used."""
-        return 0 if self._vocabulary is None else self._vocabulary.vocab_size
+        return 0 if self._vocabulary is None else self._vocabulary.tokenizer.vocab_size
 
     @property
     def eos_ids(self) -> list[int]:
         """The tokens that end a text of any sequence."""
-        return [] if self._vocabulary is None else self._vocabulary.eos_tokens
+        return [] if self._vocabulary is None else self._vocabulary.tokenizer.eos_tokens
 
     def wait(self) -> int:
         """Wait until the first trial's process is ready, if it was begun. The bytes that the others would have."""
@@ -71,7 +69,7 @@ class GrammarCompiler:
         if self._vocabulary is None:
             return False
         with self._lock:
-            self._known[grammar] = self._pool.submit(build_matcher, self._vocabulary, grammar)
+            self._known[grammar] = self._pool.submit(build_start, self._vocabulary, grammar)
         return True
 
     def compile(self, grammar: Grammar) -> bool:
@@ -81,9 +79,9 @@ class GrammarCompiler:
                 raise GrammarError(f"{self._num_waiting} grammars are being compiled already; try again later")
             self._num_waiting += 1
         try:
-            matcher = self.matcher(grammar)
-            was_there = matcher.done()
-            matcher.result(_WAIT_LIMIT_S)
+            start = self.start(grammar)
+            was_there = start.done()
+            start.result(_WAIT_LIMIT_S)
         except FutureTimeoutError:
             raise GrammarError(f"the grammar was not compiled within {_WAIT_LIMIT_S:g} s; try again later") from None
         finally:
@@ -91,15 +89,15 @@ class GrammarCompiler:
                 self._num_waiting -= 1
         return was_there
 
-    def matcher(self, grammar: Grammar) -> Future[LLMatcher]:
-        """The matcher in its first state, now or later, or a GrammarError; to be copied. Returns at once."""
+    def start(self, grammar: Grammar) -> Future[Start]:
+        """Where its texts begin, now or later, or a GrammarError. Returns at once."""
         with self._lock:
             known = self._known.get(grammar)
             if known is not None:
                 self._known.move_to_end(grammar)
                 return known
             if self._unusable:
-                failed: Future[LLMatcher] = Future()
+                failed: Future[Start] = Future()
                 failed.set_exception(GrammarError(self._unusable))
                 return failed
             future = self._known[grammar] = self._pool.submit(self._compile, grammar)
@@ -114,16 +112,16 @@ class GrammarCompiler:
         for _ in range(MAX_RUNNING):
             self._trials.get().close()
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar) -> Start:
         assert self._vocabulary is not None
         trial = self._trials.get()
         try:
             trial.check(grammar)
         finally:
             self._trials.put(trial)
-        return build_matcher(self._vocabulary, grammar)
+        return build_start(self._vocabulary, grammar)
 
-    def _forget_failed(self, grammar: Grammar, future: Future[LLMatcher]) -> None:
+    def _forget_failed(self, grammar: Grammar, future: Future[Start]) -> None:
         if future.cancelled() or future.exception() is not None:
             with self._lock:
                 if self._known.get(grammar) is future:

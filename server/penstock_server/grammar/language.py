@@ -5,6 +5,7 @@ A matcher is a place in the language of a grammar: it takes tokens and says whic
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,9 @@ _NAMES = {"json_schema": "the JSON schema", "regex": "the regular expression", "
 _MAX_MESSAGE_CHARACTERS = 400
 
 
-def build_matcher(vocabulary: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """Compile, and compute the first mask. Raises GrammarError with a message for the user.
+def build_matcher(vocabulary: LLTokenizer, grammar: Grammar, *, behind_space: bool = False) -> LLMatcher:
+    """Compile, and compute the first mask. Raises GrammarError with a message for the user. behind_space: of the same
+    texts with a space before each.
 
     Python's lock is free meanwhile. Only use it on what has passed its trial: deep recursion in a grammar overflows
     the stack, and a set operation between regular expressions can take hours and all memory.
@@ -43,7 +45,10 @@ def build_matcher(vocabulary: LLTokenizer, grammar: Grammar) -> LLMatcher:
     num_bytes = len(grammar.text.encode())
     if num_bytes > MAX_TEXT_BYTES:
         raise GrammarError(f"{name} has {num_bytes} bytes, at most {MAX_TEXT_BYTES} are allowed")
-    matcher = LLMatcher(vocabulary, _definition(grammar), log_level=0, limits=_limits())
+    definition = _definition(grammar)
+    if behind_space:
+        definition = _behind_space(definition)
+    matcher = LLMatcher(vocabulary, definition, log_level=0, limits=_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
@@ -74,6 +79,15 @@ def _definition(grammar: Grammar) -> str:
         if reason == "Expecting object schema to apply options":
             reason = "it must be a JSON object"
         raise GrammarError(f"{_NAMES[grammar.kind]} cannot be used: {reason}") from error
+
+
+def _behind_space(definition: str) -> str:
+    """definition: of any kind; those of JSON schemas and regular expressions are JSON, with one grammar in it."""
+    if definition.lstrip().startswith("{"):
+        (inner,) = json.loads(definition)["grammars"]
+    else:
+        inner = {"lark_grammar": definition}
+    return json.dumps({"grammars": [{"lark_grammar": 'start: " " @text'}, {**inner, "name": "text"}]})
 
 
 def _limits() -> LLParserLimits:

@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 from penstock_server.errors import GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler, threads_with_stack
 from penstock_server.grammar.language import readable
+from penstock_server.grammar.start import Start
 from penstock_server.plan import Plan
 
 Words = npt.NDArray[
@@ -31,8 +32,8 @@ _MANY = 4  # sequences for which another thread is worth its start
 class _State:
     """One sequence's place in its grammar."""
 
-    def __init__(self, first: Future[LLMatcher], generated: Sequence[int], ends: Sequence[int]) -> None:
-        self._first = first
+    def __init__(self, start: Future[Start], generated: Sequence[int], ends: Sequence[int]) -> None:
+        self._start = start
         self._matcher: LLMatcher | None = None
         self._untaken = list(generated)
         self._ends = frozenset(ends)
@@ -43,12 +44,18 @@ class _State:
 
     def fill(self, mask: Words) -> str:
         """Write what may follow into the mask [words]; returns the reason when nothing may."""
-        if self._matcher is None:
-            try:
-                self._matcher = self._first.result().deep_copy()
-            except GrammarError as error:
-                return str(error)
+        try:
+            start = self._start.result()
+        except GrammarError as error:
+            return str(error)
         matcher = self._matcher
+        if matcher is None:
+            if not self._untaken:
+                mask[:] = start.mask
+                return self._finish(mask, start.is_accepting)
+            matcher = self._matcher = start.matcher(self._untaken[0])
+            if matcher is None:
+                return "the grammar does not allow what was generated"
         for token_id in self._untaken:
             if token_id in self._ends and matcher.is_accepting():
                 self._has_ended = True  # nothing follows an end but an end, should the sequence go on all the same
@@ -58,12 +65,17 @@ class _State:
         if self._has_ended:
             mask.fill(0)
         else:
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            start.fill(matcher, mask)
             if matcher.is_error():
                 return f"the grammar allows no further token: {readable(matcher.get_error())}"
-        if self._has_ended or matcher.is_accepting():
+        return self._finish(mask, self._has_ended or matcher.is_accepting())
+
+    def _finish(self, mask: Words, may_end: bool) -> str:
+        if may_end:
             for token_id in self._ends:
                 mask[token_id // 32] |= _BITS[token_id % 32]
+        elif not mask.any():
+            return "the grammar allows no further token: the model has none for what must follow"
         return ""
 
 
@@ -103,9 +115,9 @@ class GrammarStates:
         for new in plan.new_sequences:
             if new.sampling.grammar is not None:
                 generated = new.token_ids[new.num_prompt_tokens :]
-                first = self._compiler.matcher(new.sampling.grammar)
+                start = self._compiler.start(new.sampling.grammar)
                 ends = (*self._compiler.eos_ids, *new.sampling.stop_token_ids)
-                self._states[new.sequence_id] = _State(first, generated, ends)
+                self._states[new.sequence_id] = _State(start, generated, ends)
 
     def clear(self) -> None:
         self._states.clear()

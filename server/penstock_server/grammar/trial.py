@@ -119,7 +119,7 @@ def main(folder: str, time_limit_s: str) -> None:
     # Where memory runs out, it is this process that ends, and not the worker.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    from penstock_server.grammar.language import build_matcher
+    from penstock_server.grammar.start import build_start
     from penstock_server.grammar.vocabulary import read_vocabulary
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -135,7 +135,7 @@ def main(folder: str, time_limit_s: str) -> None:
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, float(time_limit_s))
         try:
-            build_matcher(vocabulary, Grammar(**json.loads(line)))
+            build_start(vocabulary, Grammar(**json.loads(line)))
             error = ""
         except GrammarError as refusal:
             error = str(refusal)

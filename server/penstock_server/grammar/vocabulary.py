@@ -6,12 +6,14 @@ Built once, at load: it holds Python's lock for 0.16 s (49,152 tokens) and would
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llguidance import LLTokenizer
 
 from penstock_server.errors import GrammarError
+from penstock_server.grammar.metaspace import FirstTokens, Metaspace
 
 # Sets of tokens for which a state says at once that all are allowed: text of a JSON string, by its length.
 # PERF: a step's masks of 32 sequences in a schema with short strings: 1.1 ms of CPU time in the median, 2.3 ms with
@@ -20,7 +22,16 @@ _STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [*(_STRING_CHARACTER + f"{{1,{length}}}" for length in (4, 7, 10, 15, 30)), _STRING_CHARACTER + "+"]
 
 
-def read_vocabulary(folder: Path, vocab_size: int | None = None) -> LLTokenizer:
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the tokens stand for."""
+
+    tokenizer: LLTokenizer  # in the middle of a text
+    first_tokens: FirstTokens | None = None  # None: an answer's first token stands for the same
+    unknown_id: int | None = None  # of the token for what no other spells
+
+
+def read_vocabulary(folder: Path, vocab_size: int | None = None) -> Vocabulary:
     """The vocabulary of a model folder; ids that only the model's logits have are never allowed. vocab_size: how many
     logits there are; None: as many as the tokenizer knows tokens.
 
@@ -29,29 +40,37 @@ def read_vocabulary(folder: Path, vocab_size: int | None = None) -> LLTokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise GrammarError("this model has no tokenizer.json, so its output cannot be constrained by a grammar")
+    metaspace = Metaspace.read(path)
+    source = str(path) if metaspace is None else metaspace.readable()
     eos_ids = [token_id for token_id in _eos_ids(folder) if vocab_size is None or token_id < vocab_size]
     try:
-        vocabulary = _build(path, vocab_size, eos_ids)
+        tokenizer = _build(source, vocab_size, eos_ids)
         named = _eos_text(folder)
         if named:
-            ids = vocabulary.tokenize_str(named, parse_special=True)
+            ids = tokenizer.tokenize_str(named, parse_special=True)
             has_logit = len(ids) == 1 and (vocab_size is None or ids[0] < vocab_size)
-            if has_logit and ids[0] not in vocabulary.eos_tokens:
-                vocabulary = _build(path, vocab_size, [*eos_ids, ids[0]])
+            if has_logit and ids[0] not in tokenizer.eos_tokens:
+                tokenizer = _build(source, vocab_size, [*eos_ids, ids[0]])
     except ValueError as error:
         raise GrammarError(f"this model's tokenizer cannot be constrained by a grammar: {error}") from error
-    return vocabulary
+    if metaspace is None:
+        return Vocabulary(tokenizer)
+    # Where no encoder reads the prompt, it stands before the answer, and the answer's first token keeps its space.
+    begins_texts = bool(_read(folder / "config.json").get("is_encoder_decoder"))
+    first_tokens = metaspace.first_tokens(tokenizer.vocab_size) if begins_texts else None
+    return Vocabulary(tokenizer, first_tokens, metaspace.unknown_id)
 
 
-def _build(path: Path, vocab_size: int | None, eos_ids: list[int]) -> LLTokenizer:
+def _build(source: str, vocab_size: int | None, eos_ids: list[int]) -> LLTokenizer:
+    """source: the path of a tokenizer.json, or what it holds."""
     eos = eos_ids or None  # None: llguidance finds it in the tokenizer
     try:
-        return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=eos, slices=_SLICES)
+        return LLTokenizer(source, n_vocab=vocab_size, eos_token=eos, slices=_SLICES)
     except ValueError as error:
         if "vocab size too small" not in str(error):
             raise
         # The tokenizer knows tokens that the model has no logits for; masks are cut to the model's width.
-        return LLTokenizer(str(path), eos_token=eos, slices=_SLICES)
+        return LLTokenizer(source, eos_token=eos, slices=_SLICES)
 
 
 def _eos_ids(folder: Path) -> list[int]:

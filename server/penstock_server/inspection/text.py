@@ -10,7 +10,7 @@ from typing import Any
 from penstock_server.errors import ConfigError
 from penstock_server.tokenizer.slow import convert, vocabulary_files
 
-OTHER_FILES = ("sentencepiece.bpe.model", "vocab.json")
+OTHER_FILES = ("vocab.json",)
 TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "chat_template.json")
 
 

@@ -24,8 +24,10 @@ class EmbeddingSpec:
     size: int | None = None  # of a token's vector where it is not the hidden size: projected in and out (OPT-350m)
     multiplier: float = 1.0
     multiplier_is_rounded: bool = False  # to the model's dtype before it is applied (Gemma)
-    num_positions: int = 0  # rows of the table of learned positions; 0: none
+    num_positions: int = 0  # rows of the table of positions; 0: none
     position_offset: int = 0  # the row of position 0 (2 in OPT)
+    # Positions are not learned, but sines of position * 10000^(-i / this) for i of half the hidden size, then cosines.
+    sinusoid_steps: float | None = None
     norm: NormSpec | None = None  # BLOOM
     is_wide: bool = False  # in float32 where float16 is too narrow for what the layers add (T5)
     prefix: str = ""  # of its parameters but the tokens' table, which an encoder and its decoder share
@@ -47,7 +49,7 @@ class Embedding:
         if size != hidden_size:
             table["project_in.weight"] = Parameter((hidden_size, size))
             table["project_out.weight"] = Parameter((size, hidden_size))
-        if spec.num_positions:
+        if spec.num_positions and spec.sinusoid_steps is None:
             table[f"{spec.prefix}positions.weight"] = Parameter((spec.num_positions, hidden_size))
         if spec.norm is not None:
             table |= norm_parameters(f"{spec.prefix}embedding_norm", spec.norm, (hidden_size,))
@@ -64,12 +66,16 @@ class Embedding:
         norm = None
         if spec.norm is not None:
             norm = Norm.load(loader, context.ops, f"{spec.prefix}embedding_norm", spec.norm)
+        positions = loader.read_if_there(f"{spec.prefix}positions.weight")
+        if spec.sinusoid_steps is not None:
+            positions = sinusoids(spec.num_positions, context.hidden_size, spec.sinusoid_steps)
+            positions = positions.to(loader.dtype).to(loader.device)
         return cls(
             spec=spec,
             tokens=VocabularyEmbedding(lookup, shard.vocab.mine, shard.group),
             multiplier=multiplier,
             project=None if project is None else context.ops.pack_linear(project, None),
-            positions=loader.read_if_there(f"{spec.prefix}positions.weight"),
+            positions=positions,
             norm=norm,
         )
 
@@ -85,3 +91,10 @@ class Embedding:
         if self.spec.is_wide and x.dtype == torch.float16:
             x = x.float()
         return x if self.norm is None else self.norm(x)
+
+
+def sinusoids(num_positions: int, size: int, steps: float) -> Tensor:
+    """[positions, size], float64 (https://arxiv.org/abs/1706.03762, section 3.5, sines and cosines not interleaved)."""
+    frequencies = 10000 ** (-torch.arange(size // 2, dtype=torch.float64) / steps)
+    angles = torch.arange(num_positions, dtype=torch.float64).outer(frequencies)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -26,6 +26,7 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()  # longrope: a divisor for every frequency, up to the original length
     long_factors: tuple[float, ...] = ()  # longrope: the same, where sequences may be longer
     magnitude: float = 1.0  # of the rotated vectors: multiplies cosines and sines
+    long_magnitude: float | None = None  # longrope: the same, where sequences may be longer; None: no other
     interleaved: bool = False  # pairs are neighbours (GPT-J), not number i and number i + rotary_dim / 2
 
 
@@ -33,7 +34,10 @@ def rope_tables(spec: RopeSpec, max_position_tokens: int, device: torch.device) 
     """Cosines and sines [max_position_tokens, rotary_dim / 2], float32."""
     frequencies = inverse_frequencies(spec, max_position_tokens)
     angles = torch.outer(torch.arange(max_position_tokens, dtype=torch.float32), frequencies)
-    return (angles.cos() * spec.magnitude).to(device), (angles.sin() * spec.magnitude).to(device)
+    magnitude = spec.magnitude
+    if spec.long_magnitude is not None and max_position_tokens > spec.original_max_tokens:
+        magnitude = spec.long_magnitude
+    return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
 
 
 def fit_tables(spec: RopeSpec, tables: tuple[Tensor, Tensor], max_sequence_tokens: int) -> None:

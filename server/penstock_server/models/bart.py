@@ -1,7 +1,10 @@
-"""BART and mBART: learned positions that begin at row 2 on both sides, a norm behind each embedding. BART's norms stand
-behind the sums; mBART's before the parts, with a last one on each side."""
+"""BART and its kin. Positions of BART and mBART are learned, begin at row 2 on both sides, and have a norm behind them;
+those of Pegasus and M2M100 (NLLB is one) are sinusoids. BART's norms stand behind the sums, the others' before the
+parts, with a last one on each side."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from penstock_server.attention.interface import Sight
 from penstock_server.layers.attention import AttentionSpec
@@ -11,19 +14,43 @@ from penstock_server.layers.norm import NormSpec
 from penstock_server.models.config import Config
 from penstock_server.models.spec import EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NameMap, Placement
 
-POSITION_OFFSET = 2
+LEARNED_OFFSET = 2
+POSITIONS = r"model\.(encoder|decoder)\.embed_positions\.weights?"
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """offset: the row of position 0. sinusoid_steps: as in `EmbeddingSpec`; learned ones have none, but a norm."""
+
+    offset: int = LEARNED_OFFSET
+    sinusoid_steps: float | None = None
 
 
 def bart(config: Config) -> tuple[ModelSpec, NameMap]:
-    return _model("bart", config, Placement.SUM, default_start=2)
+    return _model("bart", config, Placement.SUM, Positions(), default_start=2)
 
 
 def mbart(config: Config) -> tuple[ModelSpec, NameMap]:
-    return _model("mbart", config, Placement.PRE, default_start=config.get("bos_token_id", 0))
+    return _model("mbart", config, Placement.PRE, Positions(), default_start=config.get("bos_token_id", 0))
 
 
-def _model(architecture: str, config: Config, placement: Placement, default_start: int) -> tuple[ModelSpec, NameMap]:
+def pegasus(config: Config) -> tuple[ModelSpec, NameMap]:
+    positions = Positions(0, config.require("d_model", int) / 2)
+    return _model("pegasus", config, Placement.PRE, positions, default_start=0)
+
+
+def m2m_100(config: Config) -> tuple[ModelSpec, NameMap]:
+    config = config.with_defaults(activation_function="relu", scale_embedding=True)
+    # As fairseq counts: the first row behind that of padding, and one frequency less to go down to 1/10000.
+    positions = Positions(config.get("pad_token_id", 1) + 1, config.require("d_model", int) / 2 - 1)
+    return _model("m2m_100", config, Placement.PRE, positions, default_start=2)
+
+
+def _model(
+    architecture: str, config: Config, placement: Placement, positions: Positions, default_start: int
+) -> tuple[ModelSpec, NameMap]:
     _check(config)
+    is_learned = positions.sinusoid_steps is None
     hidden_size, max_tokens = config.require("d_model", int), config.get("max_position_embeddings", 1024)
     num_heads, head_dim = config.heads("decoder_attention_heads", "d_model")
     norm = NormSpec("layer", 1e-5, bias=True)
@@ -42,9 +69,10 @@ def _model(architecture: str, config: Config, placement: Placement, default_star
         return EmbeddingSpec(
             config.require("vocab_size", int),
             multiplier=hidden_size**0.5 if config.get("scale_embedding", False) else 1.0,
-            num_positions=max_tokens + POSITION_OFFSET,
-            position_offset=POSITION_OFFSET,
-            norm=norm,
+            num_positions=max_tokens + positions.offset,
+            position_offset=positions.offset,
+            sinusoid_steps=positions.sinusoid_steps,
+            norm=norm if is_learned else None,
             prefix=prefix,
         )
 
@@ -66,7 +94,7 @@ def _model(architecture: str, config: Config, placement: Placement, default_star
             config.decoder_prefix(default_start),
         ),
     )
-    return spec, _names(placement)
+    return spec, _names(placement, is_learned)
 
 
 def _check(config: Config) -> None:
@@ -79,7 +107,7 @@ def _check(config: Config) -> None:
         raise config.refuse("tie_word_embeddings must be true")
 
 
-def _names(placement: Placement) -> NameMap:
+def _names(placement: Placement, is_learned: bool) -> NameMap:
     kind = "sum_norm" if placement is Placement.SUM else "norm"
     return NameMap(
         names={
@@ -92,6 +120,7 @@ def _names(placement: Placement) -> NameMap:
         ignored=(
             r"model\.(encoder|decoder)\.(embed_tokens\.weight|version)",
             r"lm_head\.weight",
+            *([] if is_learned else [POSITIONS]),
         ),
         prefix="model.",
     )

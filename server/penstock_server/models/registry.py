@@ -78,6 +78,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "internlm3": internlm.internlm3,
     "jais2": jais2.jais2,
     "llama": llama.llama,
+    "m2m_100": bart.m2m_100,
     "mbart": bart.mbart,
     "ministral": llama.ministral,
     "mistral": llama.mistral,
@@ -90,6 +91,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "olmo3": olmo.olmo3,
     "olmoe": moe.olmoe,
     "opt": opt.opt,
+    "pegasus": bart.pegasus,
     "persimmon": persimmon.persimmon,
     "phi": phi.phi,
     "phi3": phi.phi3,
@@ -103,6 +105,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
     "stablelm": stablelm.stablelm,
     "starcoder2": starcoder2.starcoder2,
     "t5": t5.t5,
+    "umt5": t5.umt5,
 }
 
 

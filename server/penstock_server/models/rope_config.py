@@ -89,11 +89,14 @@ def _yarn(config: Config, rope: Config, theta: float, rotary_dim: int, interleav
 def _longrope(config: Config, rope: Config, theta: float, rotary_dim: int, interleaved: bool) -> RopeSpec:
     """COMPAT: transformers chooses between short and long factors by each text's length. Keys that stay in a cache, are
     shared by prompts of any length and must not depend on how a prompt was cut can have been rotated in one way only:
-    that of the longest sequence that is served, as in vLLM.
+    that of the longest sequence that is served, as in vLLM. Phi-3.5-MoE's `short_mscale` and `long_mscale`, numbers of
+    its own for what follows from the lengths in others, belong to these factors, as in the code it was published with;
+    transformers 5 changes the number by a text's length, and leaves the factors at the short ones.
     """
     original, longest = _original_max_tokens(config, rope), config.require("max_position_embeddings", int)
     factor = rope.get("factor", longest / original)
     magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    magnitude = rope.get("attention_factor", magnitude)
     return RopeSpec(
         "longrope",
         theta,
@@ -101,7 +104,8 @@ def _longrope(config: Config, rope: Config, theta: float, rotary_dim: int, inter
         original_max_tokens=original,
         short_factors=_factors(config, rope, "short_factor", rotary_dim),
         long_factors=_factors(config, rope, "long_factor", rotary_dim),
-        magnitude=rope.get("attention_factor", magnitude),
+        magnitude=rope.get("short_mscale", magnitude),
+        long_magnitude=rope.get("long_mscale", magnitude),
         interleaved=interleaved,
     )
 

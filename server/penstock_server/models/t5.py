@@ -1,5 +1,6 @@
-"""T5 and mT5, with all that is fine-tuned of them (Flan-T5, mT0): positions only as a bias by distance, in every layer
-of one side the same, scores that are not scaled, and heads that may be narrower or wider than the hidden size."""
+"""T5, mT5 and UMT5, with all that is fine-tuned of them (Flan-T5, mT0): positions only as a bias by distance, in every
+layer of one side the same or (UMT5) one of its own, scores that are not scaled, and heads that may be narrower or wider
+than the hidden size."""
 
 from __future__ import annotations
 
@@ -33,7 +34,16 @@ def mt5(config: Config) -> tuple[ModelSpec, NameMap]:
     return _model("mt5", config, HeadSpec(tied=True, may_be_own=True))
 
 
-def _model(architecture: str, config: Config, head: HeadSpec) -> tuple[ModelSpec, NameMap]:
+def umt5(config: Config) -> tuple[ModelSpec, NameMap]:
+    # COMPAT: published configurations say that it is not tied, and that is true; transformers 5 reads and writes that
+    # it is, and scales.
+    config = config.with_defaults(feed_forward_proj="gated-gelu")
+    is_scaled = config.get("tie_word_embeddings", True)
+    multiplier = config.require("d_model", int) ** -0.5 if is_scaled else 1.0
+    return _model("umt5", config, HeadSpec(tied=True, may_be_own=True, multiplier=multiplier), own_biases=True)
+
+
+def _model(architecture: str, config: Config, head: HeadSpec, *, own_biases: bool = False) -> tuple[ModelSpec, NameMap]:
     num_heads, _ = config.heads("num_heads", "d_model")
     num_layers = config.require("num_layers", int)
     norm = NormSpec("rms", config.get("layer_norm_epsilon", 1e-6))
@@ -44,22 +54,29 @@ def _model(architecture: str, config: Config, head: HeadSpec) -> tuple[ModelSpec
         return AttentionSpec(num_heads, num_heads, head_dim, scale=1.0, sight=sight, relative_bias=bias)
 
     source, answer = Sight(part="source"), Sight(part="answer")
-    encoder_layer = LayerSpec(attention(source, _bias(config, "encoder.", both_ways=True)), mlp, norm)
-    decoder_layer = LayerSpec(
-        attention(answer, _bias(config, "", both_ways=False)), mlp, norm, cross=attention(source, None)
-    )
+
+    def place(side: str, index: int) -> str:
+        return f"{side}layers.{index}." if own_biases else side
+
+    def encoder_layer(index: int) -> LayerSpec:
+        return LayerSpec(attention(source, _bias(config, place("encoder.", index), both_ways=True)), mlp, norm)
+
+    def decoder_layer(index: int) -> LayerSpec:
+        bias = _bias(config, place("", index), both_ways=False)
+        return LayerSpec(attention(answer, bias), mlp, norm, cross=attention(source, None))
+
     embedding = EmbeddingSpec(config.require("vocab_size", int), is_wide=True)
     spec = ModelSpec(
         architecture=architecture,
         hidden_size=config.require("d_model", int),
         max_position_tokens=2 * MAX_TOKENS,
         embedding=embedding,
-        layers=(decoder_layer,) * config.get("num_decoder_layers", num_layers),
+        layers=tuple(decoder_layer(index) for index in range(config.get("num_decoder_layers", num_layers))),
         final_norm=norm,
         head=head,
         encoder=EncoderSpec(
             embedding,
-            (encoder_layer,) * num_layers,
+            tuple(encoder_layer(index) for index in range(num_layers)),
             norm,
             MAX_TOKENS,
             config.decoder_prefix(default_start=config.get("pad_token_id", 0)),
@@ -92,14 +109,17 @@ def _bias(config: Config, prefix: str, *, both_ways: bool) -> RelativeBiasSpec:
 
 def _names(gated: bool) -> NameMap:
     encoder, decoder = "encoder.block.{i}.layer", "decoder.block.{i}.layer"
+    own_bias = "0.SelfAttention.relative_attention_bias"
     return NameMap(
         names={
             "embedding": "shared",
             "encoder.relative_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+            "encoder.layers.{i}.relative_bias": f"{encoder}.{own_bias}",
             **_part("encoder.layers.{i}.attention", f"{encoder}.0", "SelfAttention"),
             **_mlp_part("encoder.layers.{i}", f"{encoder}.1", gated),
             "encoder.norm": "encoder.final_layer_norm",
             "relative_bias": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+            "layers.{i}.relative_bias": f"{decoder}.{own_bias}",
             **_part("layers.{i}.attention", f"{decoder}.0", "SelfAttention"),
             **_part("layers.{i}.cross", f"{decoder}.1", "EncDecAttention"),
             **_mlp_part("layers.{i}", f"{decoder}.2", gated),

@@ -9,7 +9,7 @@ from penstock_server.tokenizer.slow import convert, vocabulary_files
 from penstock_server.weights.cache import content_key, made_folder
 
 # Part of every folder's key: raise it when what is made of the same files changes.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
 def with_tokenizer(folder: Path, name: str) -> Path:

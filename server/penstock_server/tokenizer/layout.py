@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ class AddedToken:
 
 
 def tokenizer_json(
-    parts: Mapping[str, Any], added: list[AddedToken], before: AddedToken | None, behind: AddedToken | None
+    parts: Mapping[str, Any],
+    added: list[AddedToken],
+    before: Sequence[AddedToken] = (),
+    behind: Sequence[AddedToken] = (),
 ) -> dict[str, Any]:
     """parts: normalizer, pre_tokenizer, decoder and model. `before` and `behind` are put around every text."""
     return {
@@ -48,18 +51,16 @@ def tokenizer_json(
     }
 
 
-def _around(before: AddedToken | None, behind: AddedToken | None) -> dict[str, Any] | None:
-    if before is None and behind is None:
+def _around(before: Sequence[AddedToken], behind: Sequence[AddedToken]) -> dict[str, Any] | None:
+    if not before and not behind:
         return None
 
     def template(*names: str) -> list[dict[str, Any]]:
         pieces: list[dict[str, Any]] = []
         for type_id, name in enumerate(names):
-            if before is not None:
-                pieces.append({"SpecialToken": {"id": before.content, "type_id": type_id}})
+            pieces += [{"SpecialToken": {"id": token.content, "type_id": type_id}} for token in before]
             pieces.append({"Sequence": {"id": name, "type_id": type_id}})
-            if behind is not None:
-                pieces.append({"SpecialToken": {"id": behind.content, "type_id": type_id}})
+            pieces += [{"SpecialToken": {"id": token.content, "type_id": type_id}} for token in behind]
         return pieces
 
     return {
@@ -68,7 +69,6 @@ def _around(before: AddedToken | None, behind: AddedToken | None) -> dict[str, A
         "pair": template("A", "B"),
         "special_tokens": {
             token.content: {"id": token.content, "ids": [token.id], "tokens": [token.content]}
-            for token in (before, behind)
-            if token is not None
+            for token in (*before, *behind)
         },
     }

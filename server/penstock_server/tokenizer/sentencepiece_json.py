@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock_server.tokenizer.byte_level import bpe_model
+from penstock_server.tokenizer.layout import AddedToken
 
 SPACE = "▁"
 # Types of pieces; GGUF has the same numbers.
@@ -45,10 +46,7 @@ class Vocabulary:
 
 def sentencepiece_json(vocabulary: Vocabulary, prefix: Prefix) -> dict[str, Any]:
     """A text is one word: pieces may hold spaces anywhere."""
-    normalizers: list[dict[str, Any]] = []
-    if vocabulary.charsmap:
-        charsmap = base64.b64encode(vocabulary.charsmap).decode()
-        normalizers.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    normalizers = _charsmap(vocabulary)
     if vocabulary.removes_extra_spaces:
         # Spaces only: line ends and tabs stay.
         normalizers.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
@@ -78,13 +76,37 @@ def sentencepiece_json(vocabulary: Vocabulary, prefix: Prefix) -> dict[str, Any]
 def t5_json(vocabulary: Vocabulary) -> dict[str, Any]:
     """T5's: word by word; whitespace is nothing but what separates them."""
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}
-    parts = sentencepiece_json(replace(vocabulary, removes_extra_spaces=False), "first")
     return {
-        "normalizer": parts["normalizer"],
+        "normalizer": {"type": "Sequence", "normalizers": normalizers}
+        if (normalizers := _charsmap(vocabulary))
+        else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]},
         "decoder": metaspace,
         "model": sentencepiece_model(vocabulary),
     }
+
+
+def spaced_json(vocabulary: Vocabulary) -> dict[str, Any]:
+    """mBART-50's: word by word; only spaces separate them, several as one does."""
+    parts = t5_json(vocabulary)
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    normalizer = {"type": "Sequence", "normalizers": [*_charsmap(vocabulary), spaces]}
+    return {**parts, "normalizer": normalizer, "pre_tokenizer": parts["decoder"]}
+
+
+def _charsmap(vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    if not vocabulary.charsmap:
+        return []
+    return [{"type": "Precompiled", "precompiled_charsmap": base64.b64encode(vocabulary.charsmap).decode()}]
+
+
+def whole_tokens(vocabulary: Vocabulary) -> list[AddedToken]:
+    """The vocabulary's tokens that no merge may touch."""
+    return [
+        AddedToken(id_, piece.text, special=piece.type == CONTROL)
+        for id_, piece in enumerate(vocabulary.pieces)
+        if piece.type in (CONTROL, USER_DEFINED)
+    ]
 
 
 def sentencepiece_model(vocabulary: Vocabulary) -> dict[str, Any]:

@@ -20,8 +20,8 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 class Style:
     """What a class of transformers adds to a vocabulary."""
 
-    before: str | None = None  # the role of the token put before every text
-    behind: str | None = None
+    before: tuple[str, ...] = ()  # the roles of the tokens put before every text
+    behind: tuple[str, ...] = ()
     defaults: tuple[tuple[str, str], ...] = ()  # tokens by role, where no file says them
     cutting: Cutting = GPT2
     extra_ids: int = 0  # sentinels behind the vocabulary, where the configuration does not say
@@ -32,17 +32,21 @@ GEMMA_TOKENS = (("pad_token", "<pad>"), ("bos_token", "<bos>"), ("eos_token", "<
 BART_TOKENS = (*LLAMA_TOKENS, ("sep_token", "</s>"), ("pad_token", "<pad>"), ("cls_token", "<s>"))
 BERT_TOKENS = (("unk_token", "[UNK]"), ("sep_token", "[SEP]"), ("pad_token", "[PAD]"), ("cls_token", "[CLS]"))
 GPT2_TOKENS = tuple((role, "<|endoftext|>") for role in ("bos_token", "eos_token", "unk_token"))
-LLAMA = Style("bos_token", None, LLAMA_TOKENS)
-T5 = Style(None, "eos_token", (("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>")), extra_ids=100)
-BART = Style("cls_token", "sep_token", (*BART_TOKENS, ("mask_token", "<mask>")))
+LLAMA = Style(("bos_token",), (), LLAMA_TOKENS)
+T5_TOKENS = (("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>"))
+T5 = Style((), ("eos_token",), T5_TOKENS, extra_ids=100)
+PEGASUS_TOKENS = (*T5_TOKENS, ("mask_token_sent", "<mask_1>"), ("mask_token", "<mask_2>"))
+PEGASUS = Style((), ("eos_token",), PEGASUS_TOKENS)
+BART = Style(("cls_token",), ("sep_token",), (*BART_TOKENS, ("mask_token", "<mask>")))
 STYLES = {
     "Baichuan": LLAMA,
     "Bart": BART,
-    "Bert": Style("cls_token", "sep_token", (*BERT_TOKENS, ("mask_token", "[MASK]"))),
+    "Bert": Style(("cls_token",), ("sep_token",), (*BERT_TOKENS, ("mask_token", "[MASK]"))),
     "GPT2": Style(defaults=GPT2_TOKENS),
-    "Gemma": Style("bos_token", None, GEMMA_TOKENS),
+    "Gemma": Style(("bos_token",), (), GEMMA_TOKENS),
     "InternLM2": LLAMA,
     "Llama": LLAMA,
+    "Pegasus": PEGASUS,
     "Qwen2": Style(defaults=(("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")), cutting=QWEN2),
     "Roberta": BART,
     "T5": T5,
@@ -56,6 +60,7 @@ STYLES_BY_MODEL = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2"),
     **dict.fromkeys(("bart", "roberta"), "Bart"),
     "bert": "Bert",
+    "pegasus": "Pegasus",
 }
 
 
@@ -74,7 +79,8 @@ class Settings:
     def read(cls, folder: Path) -> Settings:
         config, tokens_map, added_ids, model = (read_object(folder / name) for name in SETTINGS)
         values = {**tokens_map, **config}
-        class_name, model_type = str(config.get("tokenizer_class") or ""), str(model.get("model_type") or "")
+        class_name = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "")
+        model_type = str(model.get("model_type") or "")
         name = class_name.removesuffix("Fast").removesuffix("Tokenizer")
         name = {"MT5": "T5", "CodeLlama": "Llama"}.get(name, name)
         if name not in STYLES:
@@ -110,13 +116,14 @@ class Settings:
         before = self._around(self.style.before, "add_bos_token", "bos_token")
         behind = self._around(self.style.behind, "add_eos_token", "eos_token")
         by_text = {token.content: token for token in added.values()}
-        return tokenizer_json(parts, list(added.values()), by_text.get(before or ""), by_text.get(behind or ""))
+        around = ([by_text[text] for text in texts if text in by_text] for texts in (before, behind))
+        return tokenizer_json(parts, list(added.values()), *around)
 
-    def _around(self, role: str | None, key: str, switched: str) -> str | None:
+    def _around(self, roles: tuple[str, ...], key: str, switched: str) -> list[str | None]:
         """Configurations can switch begin and end tokens, but not BERT's."""
-        if role is None or role == switched:
-            return self.token(switched) if self.values.get(key, role is not None) else None
-        return self.token(role)
+        if roles in ((), (switched,)):
+            roles = (switched,) if self.values.get(key, bool(roles)) else ()
+        return [self.token(role) for role in roles]
 
 
 def read_text(path: Path) -> str:

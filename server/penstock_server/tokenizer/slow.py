@@ -11,16 +11,16 @@ from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.tokenizer.byte_level import byte_level_json, with_prefix_space
-from penstock_server.tokenizer.layout import AddedToken
+from penstock_server.tokenizer.fairseq import FAIRSEQ_FILE, fairseq_json
+from penstock_server.tokenizer.pegasus import pegasus_json
 from penstock_server.tokenizer.sentencepiece_file import read_sentencepiece
 from penstock_server.tokenizer.sentencepiece_json import (
-    CONTROL,
-    USER_DEFINED,
     Vocabulary,
     sentencepiece_json,
     t5_json,
+    whole_tokens,
 )
-from penstock_server.tokenizer.settings import T5, Settings, read_object, read_text
+from penstock_server.tokenizer.settings import PEGASUS, T5, Settings, read_object, read_text
 from penstock_server.tokenizer.tekken import TEKKEN_FILE, tekken_json
 from penstock_server.tokenizer.tiktoken import is_rank_file, tiktoken_json
 
@@ -31,7 +31,7 @@ def vocabulary_files(folder: Path) -> tuple[Path, ...]:
     """The files of the folder's slow tokenizer; empty when it has none that can be converted."""
     if (folder / TEKKEN_FILE).is_file():
         return (folder / TEKKEN_FILE,)
-    models = [folder / name for name in SENTENCEPIECE_FILES]
+    models = [folder / name for name in (*SENTENCEPIECE_FILES, FAIRSEQ_FILE)]
     for path in (*models, folder / "tiktoken.model", *sorted(folder.glob("*.tiktoken"))):
         if path.is_file():
             return (path,)
@@ -45,6 +45,8 @@ def convert(folder: Path) -> dict[str, Any]:
     files, settings = vocabulary_files(folder), Settings.read(folder)
     if files[0].name == TEKKEN_FILE:
         return tekken_json(files[0])
+    if files[0].name == FAIRSEQ_FILE:
+        return fairseq_json(files[0], settings)
     if is_rank_file(files[0]):
         return tiktoken_json(files[0], settings)
     if files[0].name in SENTENCEPIECE_FILES:
@@ -56,15 +58,13 @@ def convert(folder: Path) -> dict[str, Any]:
 
 def _sentencepiece(vocabulary: Vocabulary, settings: Settings) -> dict[str, Any]:
     ids = {piece.text: id_ for id_, piece in enumerate(vocabulary.pieces)}
-    whole = [
-        AddedToken(id_, piece.text, special=piece.type == CONTROL)
-        for id_, piece in enumerate(vocabulary.pieces)
-        if piece.type in (CONTROL, USER_DEFINED)
-    ]
+    whole = whole_tokens(vocabulary)
     if settings.style is T5:
         num_extra = int(settings.values.get("extra_ids", settings.style.extra_ids))
         sentinels = [f"<extra_id_{index}>" for index in reversed(range(num_extra))]
         return settings.complete(t5_json(vocabulary), ids, whole, sentinels)
+    if settings.style is PEGASUS:
+        return pegasus_json(vocabulary, settings)
     if not vocabulary.adds_prefix or settings.values.get("add_prefix_space") is False:
         parts = sentencepiece_json(vocabulary, "never")
     elif not settings.is_known:

@@ -52,7 +52,7 @@ def tekken_json(path: Path) -> dict[str, Any]:
     ids |= {text: num_special + rank for text, rank in vocabulary.items()}
     parts = byte_level_json(ids, merges, Cutting(split_by(pattern), ignore_merges=True))
     added = [AddedToken(id_, text, special=True) for id_, text in enumerate(special)]
-    return tokenizer_json(parts, added, added[special.index(BOS)], None)
+    return tokenizer_json(parts, added, [added[special.index(BOS)]])
 
 
 def _special(values: dict[str, Any]) -> dict[int, str]:

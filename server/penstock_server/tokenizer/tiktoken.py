@@ -39,7 +39,7 @@ QWEN = Class(
 CLASSES = {
     "QWenTokenizer": QWEN,
     "TikTokenTokenizer": Class(Style(cutting=KIMI), ("<|reserved_token_{id}|>",) * 256),  # Kimi, Moonlight
-    "llama": Class(Style(before="bos_token", cutting=LLAMA3)),
+    "llama": Class(Style(before=("bos_token",), cutting=LLAMA3)),
     "qwen": QWEN,
 }
 

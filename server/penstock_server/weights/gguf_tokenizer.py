@@ -46,12 +46,13 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
         for token_id, (token, type_) in enumerate(zip(tokens, types, strict=True))
         if type_ in (CONTROL, USER_DEFINED)
     ]
-    return complete(
-        KINDS[kind](metadata, tokens, types),
-        added,
-        _token(metadata, tokens, "bos") if _adds(metadata, "bos") else None,
-        _token(metadata, tokens, "eos") if _adds(metadata, "eos") else None,
-    )
+    before, behind = (_around(metadata, tokens, key) for key in ("bos", "eos"))
+    return complete(KINDS[kind](metadata, tokens, types), added, before, behind)
+
+
+def _around(metadata: Metadata, tokens: list[str], key: str) -> list[AddedToken]:
+    token = _token(metadata, tokens, key)
+    return [token] if token is not None and _adds(metadata, key) else []
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:

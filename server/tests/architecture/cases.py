@@ -77,6 +77,15 @@ YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
 # Head dimension 8: four frequencies.
 LONGROPE = rope("longrope", short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.2, 2.0, 4.0, 8.0])
 
+
+def phimoe_rope(original_max_tokens: int) -> dict[str, Any]:
+    """The same factors for texts of any length: transformers changes only the magnitude by it."""
+    factors, magnitudes = [1.0, 1.1, 1.3, 1.6], {"short_mscale": 1.3, "long_mscale": 0.8}
+    lengths = {"original_max_position_embeddings": original_max_tokens}
+    scaled = rope("longrope", short_factor=factors, long_factor=factors, **magnitudes, **lengths)
+    return {"num_local_experts": 2, **scaled}
+
+
 GRANITE: dict[str, Any] = {
     "num_local_experts": 4,
     "embedding_multiplier": 3.0,
@@ -192,6 +201,8 @@ CASES: dict[str, Case] = {
         "GraniteMoeSharedConfig", {**GRANITE, "shared_intermediate_size": 40, "hidden_act": "gelu"}
     ),
     "phimoe": Case("PhimoeConfig", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
+    "phimoe-short-rope": Case("PhimoeConfig", phimoe_rope(256)),
+    "phimoe-long-rope": Case("PhimoeConfig", phimoe_rope(8), shortest=9),
     "gpt-oss": Case(
         "GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 12}
     ),
@@ -318,4 +329,13 @@ CASES: dict[str, Case] = {
         shortest=13,
     ),
     "mbart": Case("MBartConfig", {"scale_embedding": True}, BART_SIZES, shortest=13),
+    "umt5": Case("UMT5Config", {"relative_attention_max_distance": 20}, T5_SIZES, shortest=13, has_own_head=True),
+    "pegasus": Case("PegasusConfig", {"scale_embedding": True, "activation_function": "relu"}, BART_SIZES, shortest=13),
+    # Its code counts no position for a token that pads: one more, which no text of the tests has.
+    "m2m-100": Case(
+        "M2M100Config",
+        {"pad_token_id": VOCAB, "decoder_layers": 2},
+        {**BART_SIZES, "vocab_size": VOCAB + 1, "max_position_embeddings": 160},
+        shortest=13,
+    ),
 }

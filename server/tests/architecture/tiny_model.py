@@ -31,6 +31,8 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
             if name == "final_logits_bias":
                 buffer.uniform_(-0.4, 0.4)
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue  # a table that is computed
             if parameter.dim() == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
             else:
