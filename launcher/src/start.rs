@@ -89,8 +89,8 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
     let rendezvous = workers.rendezvous();
     let connecting = async {
         // The workers are forked when the imports are done.
-        let (import_time, group) = tokio::join!(fork_server.import_time(), connect(&sockets));
-        Ok((import_time, group?))
+        let import_time = async { Ok(fork_server.import_time().await) };
+        tokio::try_join!(import_time, connect(&sockets))
     };
     let loaded = while_alive(&mut workers, load(args, settings, python, connecting, rendezvous)).await?;
     let (prefix_caching, choice) = Settings::prefix_caching(args, &loaded.model);
