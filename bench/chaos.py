@@ -35,6 +35,8 @@ from disturbance.soak import Soak, soak
 from result import heading, new_path, revision
 
 NUM_PERMITS = 64
+# Of a pool that holds the mix, since every worker touches the whole of its own before it serves.
+SMALL_POOL = ("--max-batch-total-tokens", "8192")
 LIMITS = ("--max-concurrent-requests", str(NUM_PERMITS), "--max-batch-size", "12", "--max-total-tokens", "1024")
 PIECES = {"kills, 1 rank": 20, "kills, 2 ranks": 20, "cancels": 500, "malformed": 500}
 NUM_SLOW_READERS = 16
@@ -104,7 +106,7 @@ def run_kills(run: Run, asked: Sequence[mix.Request], num_ranks: int, wanted: in
     name = f"kills, {num_ranks} rank{'s' * (num_ranks > 1)}"
     if run.part(name)["done"] >= wanted:
         return
-    with serving("--num-shard", str(num_ranks)) as server:
+    with serving("--num-shard", str(num_ranks), *SMALL_POOL) as server:
         expected = undisturbed(server, asked)
         for part, num, seed in run.pieces(name, wanted):
             kills = kill_workers(server, asked, expected, num, seed)
