@@ -88,6 +88,16 @@ def test_the_death_of_those_in_reserve_and_of_their_successors_is_survived(
     assert [stream.result() for stream in streams] == undisturbed
 
 
+def test_a_fork_server_that_does_nothing_is_replaced(two_ranks: Server, undisturbed: list[tuple]) -> None:
+    wait_until(lambda: health(two_ranks) == 200)
+    streams = running(two_ranks)
+    stopped = two_ranks.fork_server_pid()
+    os.kill(stopped, signal.SIGSTOP)
+    kill_all(two_ranks)
+    assert [stream.result() for stream in streams] == undisturbed
+    assert two_ranks.fork_server_pid() != stopped
+
+
 def test_a_shutdown_during_a_restart_lets_streams_finish() -> None:
     server = start()
     streams = running(server)

@@ -8,6 +8,7 @@ mod args;
 mod command_line;
 mod compat;
 mod environment;
+mod fork_protocol;
 mod fork_server;
 mod keys;
 mod last_words;

@@ -184,7 +184,7 @@ impl Supervisor {
                 tracing::warn!("{words}");
             }
             if !workers.kill().await {
-                self.fork_server.abandon();
+                self.fork_server.abandon().await;
             }
         }
         self.last_words = None;

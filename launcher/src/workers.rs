@@ -14,7 +14,8 @@ use tempfile::TempDir;
 use tokio::net::unix::pipe;
 use tokio::sync::{mpsc, watch};
 
-use crate::fork_server::{ForkServer, Forked, Life, SpawnError, WorkerFlags, WorkerHandle};
+use crate::fork_protocol::{Life, WorkerFlags};
+use crate::fork_server::{ForkServer, Forked, SpawnError, WorkerHandle};
 use crate::last_words::LastWords;
 use crate::process;
 
@@ -79,7 +80,13 @@ impl Workers {
                 WorkerFlags { name, socket: socket.clone(), rank, world_size: options.num_ranks, stdout, stderr };
             let Forked { handle, life } = fork_server.start_worker(flags)?;
             let (end_sender, has_ended) = watch::channel(false);
-            tokio::spawn(follow(rank, life, pipes, end_sender, death_sender.clone()));
+            let life = follow(rank, life, pipes, end_sender, death_sender.clone());
+            let its_socket = socket.clone();
+            tokio::spawn(async move {
+                life.await;
+                // It may have made it after `drop` looked.
+                let _ = std::fs::remove_file(its_socket);
+            });
             workers.ranks.push(Rank { worker: handle, has_ended });
             workers.sockets.push(socket);
         }
@@ -178,29 +185,35 @@ async fn follow(
 ) {
     let Life { started, ended } = life;
     let last_words = LastWords::default();
+    // Before, a pipe would look as if it had been closed.
+    let has_started = started.await.is_ok();
     let log = move |line: &str| tracing::info!(target: "worker", rank, "{line}");
-    let pipes = {
-        let last_words = last_words.clone();
-        async move {
-            // Before, a pipe would look as if it had been closed.
-            if started.await.is_ok() {
-                tokio::join!(process::for_each_line(stdout, log), last_words.follow(Some(rank), stderr));
-            }
+    let mut stdout = tokio::spawn(async move {
+        if has_started {
+            process::for_each_line(stdout, log).await;
         }
-    };
-    let mut pipes = tokio::spawn(pipes);
+    });
+    let follow = last_words.clone().follow(Some(rank), stderr);
+    let mut stderr = tokio::spawn(async move {
+        if has_started {
+            follow.await;
+        }
+    });
     let status = ended.await.unwrap_or_else(|_| Err("the fork server was given up".to_owned()));
     let patience = if status.is_ok() {
         end.send_replace(true);
         PIPE_PATIENCE
     } else {
-        // The kernel ends it, and nobody tells: its pipes close after its memory is free.
+        // The kernel ends it, and nobody tells: its output, which it has for itself, closes when its memory is free.
         KILL_PATIENCE
     };
-    if tokio::time::timeout(patience, &mut pipes).await.is_err() {
-        pipes.abort();
+    if tokio::time::timeout(patience, &mut stdout).await.is_err() {
+        stdout.abort();
     }
     end.send_replace(true);
+    if tokio::time::timeout(PIPE_PATIENCE, &mut stderr).await.is_err() {
+        stderr.abort();
+    }
     let who = format!("the worker of rank {rank}");
     let reason = match status {
         Ok(status) => last_words.exit_reason(&who, status),
