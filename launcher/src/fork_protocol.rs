@@ -123,8 +123,8 @@ impl Lives {
     }
 
     /// Tells all that there is no exit status to come.
-    pub fn end(self, reason: &str) {
-        for life in self.0.into_values() {
+    pub fn end(&mut self, reason: &str) {
+        for (_, life) in self.0.drain() {
             let _ = life.ended.send(Err(reason.to_owned()));
         }
     }

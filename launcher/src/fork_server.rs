@@ -41,9 +41,12 @@ pub struct SpawnError {
     source: std::io::Error,
 }
 
+/// How long the imports took, when they are done. Closed when the process has ended.
+type ImportTime = watch::Receiver<Option<Duration>>;
+
 struct Process {
     commands: mpsc::UnboundedSender<Command>,
-    import_time: watch::Receiver<Option<Duration>>,
+    import_time: ImportTime,
     task: JoinHandle<()>,
 }
 
@@ -57,12 +60,13 @@ pub struct Forked {
 pub struct WorkerHandle {
     name: String,
     commands: mpsc::UnboundedSender<Command>,
+    import_time: ImportTime,
 }
 
 impl WorkerHandle {
     /// Whether its fork server is there, without which it cannot live.
     pub fn has_fork_server(&self) -> bool {
-        !self.commands.is_closed()
+        self.import_time.has_changed().is_ok()
     }
 
     pub fn signal(&self, signal: Signal) {
@@ -78,16 +82,17 @@ impl ForkServer {
 
     /// Asks for a worker. Call it on the main thread (see `process::python_module`).
     pub fn start_worker(&mut self, flags: WorkerFlags) -> Result<Forked, SpawnError> {
-        let process = match self.process.take().filter(|process| !process.commands.is_closed()) {
+        let process = match self.process.take().filter(|process| process.import_time.has_changed().is_ok()) {
             Some(process) => process,
             None => {
                 self.options.spawn().map_err(|source| SpawnError { python: self.options.python.clone(), source })?
             }
         };
-        let commands = self.process.insert(process).commands.clone();
+        let Process { commands, import_time, .. } = self.process.insert(process);
         let (sender, life) = Life::new();
-        let handle = WorkerHandle { name: flags.name.clone(), commands };
-        // Where nobody listens any more, its end is told by the channels of its life.
+        let handle =
+            WorkerHandle { name: flags.name.clone(), commands: commands.clone(), import_time: import_time.clone() };
+        // Heard also after the end of the process, if only to be told of it.
         let _ = handle.commands.send(Command::Start { flags, life: sender });
         Ok(Forked { handle, life })
     }
@@ -143,7 +148,7 @@ impl ForkServerOptions {
     }
 }
 
-/// Speaks with the process until it ends, or nobody wants anything of it; then ends it.
+/// Speaks with the process until it ends, or nobody wants anything of it; then ends it, and tells all who ask why.
 async fn drive(
     mut child: Child,
     mut commands: mpsc::UnboundedReceiver<Command>,
@@ -182,10 +187,7 @@ async fn drive(
             },
         }
     }
-    commands.close();
-    while let Ok(command) = commands.try_recv() {
-        workers.request(command);
-    }
+    drop(import_time);
     if tokio::time::timeout(EXIT_PATIENCE, child.wait()).await.is_err() {
         let _ = child.start_kill();
     }
@@ -198,4 +200,8 @@ async fn drive(
         Err(error) => format!("the fork server cannot be watched: {error}"),
     };
     workers.end(&reason);
+    while let Some(command) = commands.recv().await {
+        workers.request(command);
+        workers.end(&reason);
+    }
 }
