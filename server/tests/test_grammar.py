@@ -212,6 +212,11 @@ def test_a_process_without_a_vocabulary_ends_by_itself(tmp_path: Path) -> None:
     trial.close()
 
 
+def test_a_grammar_of_a_plan_was_tried_before(compiler: GrammarCompiler) -> None:
+    compiler.start(Grammar("regex", "a{3}")).result()
+    assert all(trial._process is None for trial in compiler._trials.queue)
+
+
 def test_a_grammar_that_would_end_or_stop_the_worker_is_refused(compiler: GrammarCompiler) -> None:
     for grammar, message in ((runaway(), "takes more than 0.5 s"), (bottomless(), "nested too deeply")):
         with pytest.raises(GrammarError, match=message):

@@ -1,6 +1,6 @@
 """Grammars to where their texts start, beside the steps, and a memory of the last ones.
 
-Every grammar is tried in a process of its own first, then compiled here, where Python's lock is held for less than a
+Every grammar is tried in a process of its own once, then compiled here, where Python's lock is held for less than a
 millisecond, so that no step waits. INVARIANT: no more than MAX_RUNNING compile at a time, whatever is asked.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
@@ -79,7 +80,7 @@ class GrammarCompiler:
                 raise GrammarError(f"{self._num_waiting} grammars are being compiled already; try again later")
             self._num_waiting += 1
         try:
-            start = self.start(grammar)
+            start = self._start(grammar, self._try_and_compile)
             was_there = start.done()
             start.result(_WAIT_LIMIT_S)
         except FutureTimeoutError:
@@ -90,7 +91,11 @@ class GrammarCompiler:
         return was_there
 
     def start(self, grammar: Grammar) -> Future[Start]:
-        """Where its texts begin, now or later, or a GrammarError. Returns at once."""
+        """Where the texts of a grammar begin that `compile` took, here or in a worker that has died; now or later, or a
+        GrammarError. Returns at once."""
+        return self._start(grammar, self._compile)
+
+    def _start(self, grammar: Grammar, compile_it: Callable[[Grammar], Start]) -> Future[Start]:
         with self._lock:
             known = self._known.get(grammar)
             if known is not None:
@@ -100,7 +105,7 @@ class GrammarCompiler:
                 failed: Future[Start] = Future()
                 failed.set_exception(GrammarError(self._unusable))
                 return failed
-            future = self._known[grammar] = self._pool.submit(self._compile, grammar)
+            future = self._known[grammar] = self._pool.submit(compile_it, grammar)
             if len(self._known) > MAX_REMEMBERED:
                 self._known.popitem(last=False)
         future.add_done_callback(partial(self._forget_failed, grammar))
@@ -112,13 +117,16 @@ class GrammarCompiler:
         for _ in range(MAX_RUNNING):
             self._trials.get().close()
 
-    def _compile(self, grammar: Grammar) -> Start:
-        assert self._vocabulary is not None
+    def _try_and_compile(self, grammar: Grammar) -> Start:
         trial = self._trials.get()
         try:
             trial.check(grammar)
         finally:
             self._trials.put(trial)
+        return self._compile(grammar)
+
+    def _compile(self, grammar: Grammar) -> Start:
+        assert self._vocabulary is not None
         return build_start(self._vocabulary, grammar)
 
     def _forget_failed(self, grammar: Grammar, future: Future[Start]) -> None:
