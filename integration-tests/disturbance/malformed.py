@@ -22,7 +22,7 @@ from binary import Server
 
 from .mix import Answer, Repeated, Request
 
-TIMEOUT_S = 120  # more than the server gives a body to arrive
+TIMEOUT_S = 600  # who loses the limit of his answer is served to its end
 NUM_AT_ONCE = 8
 CLOSED = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN}  # by the server, which has read enough
 # 200: some mutations hurt nobody. 408: what has not come in time. 424: a grammar that no token can go on with.
