@@ -197,7 +197,7 @@ def report(record: dict[str, Any]) -> str:
             ready = statistics.median(repeat["server"]["ready_s"] for repeat in repeats)
             loads = [repeat["load"] for repeat in repeats]
             peak = max((one["rss_bytes"]["peak"] - one["rss_bytes"]["before"]) / one["weight_bytes"] for one in loads)
-            weights = statistics.median(repeat["server"]["phases"].get("load model", 0.0) for repeat in repeats)
+            weights = statistics.median(repeat["server"]["phases"]["load: load model"] for repeat in repeats)
             row = [name, state, f"{raw:.2f}", f"{load:.2f}", f"{load / raw:.2f}", f"{load / unchecked - 1:+.1%}"]
             rows.append([*row, f"{ready:.2f}", f"{ready / raw:.2f}", f"{weights:.2f}", f"{peak:.2f}"])
     header = ["model", "pages", "raw read s", "load s", "÷ raw", "NaN check", "ready s", "÷ raw", "of it load model s"]
