@@ -63,12 +63,13 @@ class Run:
     def part(self, name: str) -> Part:
         empty = {"done": 0, "revisions": [], "differences": [], "wrong": [], "seconds": 0.0}
         part: Part = self.record["parts"].setdefault(name, empty)
+        return part
+
+    def save(self, part: Part) -> None:
+        """With what was done of this part."""
         # `--resume` may go on with another commit than the one that began.
         if self.revision not in part["revisions"]:
             part["revisions"].append(self.revision)
-        return part
-
-    def save(self) -> None:
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
         unfinished.rename(self.path)
@@ -82,7 +83,7 @@ class Run:
             yield part, num, f"{self.record['seed']}/{name}/{part['done']}"
             part["done"] += num
             part["seconds"] += time.monotonic() - began
-            self.save()
+            self.save(part)
             bad = len(part["differences"]) + len(part["wrong"])
             print(f"  {name}: {part['done']} of {wanted}, {part['seconds']:.0f} s, {bad} wrong", flush=True)
 
@@ -157,7 +158,7 @@ def run_soak(run: Run, asked: Sequence[mix.Request], minutes: float) -> None:
         part.update(done=minutes, seconds=seconds, answers=soaked.num_answers, cancels=soaked.num_cancels)
         part.update(differences=soaked.differences, before=before.as_dict(), after=footprint(server).as_dict())
         part.update(samples=soaked.samples, slopes=slopes_of(soaked))
-    run.save()
+    run.save(part)
 
 
 def slopes_of(soaked: Soak) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def run_slow(run: Run, asked: Sequence[mix.Request], num_pairs: int) -> None:
         grown = (most - before.router_pss_bytes) / NUM_SLOW_READERS
         part.update(done=num_pairs, times_s=times, ratio=ratio, router_bytes_per_slow_reader=grown)
         print(f"  slow readers: {ratio:.3f} of the time, {grown / 1024:.0f} KiB each", flush=True)
-    run.save()
+    run.save(part)
 
 
 def new_record(options: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ use crate::memory;
 
 /// What the kernel begins to read for one call; of more it forgets the rest.
 const PIECE_BYTES: u64 = 1 << 20;
+
 /// Returns at once. Whatever does not work here is left to those who read the weights.
 pub fn begin(weights: Vec<PathBuf>) {
     let Ok(num_bytes) = weights.iter().map(|path| Ok(std::fs::metadata(path)?.len())).sum::<io::Result<u64>>() else {

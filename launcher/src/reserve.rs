@@ -8,8 +8,8 @@ use crate::memory;
 use crate::supervise::{Loading, Recipe};
 use crate::workers::Workers;
 
-/// Memory that must be left beside their weights, for each rank: several times the 70 MB that are a worker's own before
-/// its warm-up. Its imports are the fork server's.
+/// Memory that must be left beside their weights, for each rank: several times what is a worker's own before its
+/// warm-up. Its imports are the fork server's.
 const MEMORY_BYTES: u64 = 512 << 20;
 
 /// Dropping it ends its processes.
