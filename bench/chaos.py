@@ -187,9 +187,10 @@ def run_slow(run: Run, asked: Sequence[mix.Request], num_pairs: int) -> None:
                 wait_for_rest(server)  # what they asked for is done, and waits for them
                 most = max(most, footprint(server).router_pss_bytes)
                 timed("beside")
-        for _ in range(num_pairs):
+            wait_for_rest(server)
             timed("without")
-        ratio = percentile(times["beside"], 0.5) / percentile(times["without"], 0.5)
+        ratios = [beside / without for beside, without in zip(times["beside"], times["without"], strict=True)]
+        ratio = percentile(ratios, 0.5)
         grown = (most - before.router_pss_bytes) / NUM_SLOW_READERS
         part.update(done=num_pairs, times_s=times, ratio=ratio, router_bytes_per_slow_reader=grown)
         print(f"  slow readers: {ratio:.3f} of the time, {grown / 1024:.0f} KiB each", flush=True)
@@ -242,8 +243,12 @@ def main() -> None:
 def summary(record: dict[str, Any]) -> str:
     lines = [f"{record['started']}, `{record['command']}`, {record['revision']}", ""]
     for name, part in record["parts"].items():
+        if not part["done"]:
+            continue  # not asked for
         bad = len(part["differences"]) + len(part["wrong"])
         line = f"- {name}: {part['done']}, {part.get('answers', 0)} answers compared, {bad} wrong"
+        if "ratio" in part:
+            line = f"- {name}: {part['done']} pairs, {part['ratio']:.3f} of the time without them, {bad} wrong"
         if part.get("restarts"):
             line += f", {part['restarts']} restarts of {part['downtime_s'] / part['restarts']:.2f} s in the mean"
         lines.append(line)

@@ -148,7 +148,8 @@ def test_nothing_grows_with_work(small: Server, expected: list[Answer]) -> None:
 def test_a_stopped_server_goes_on(small: Server, expected: list[Answer]) -> None:
     pids = [small.process.pid, *small.processes()]
     with Repeated(small, MIX, expected) as streams:
-        wait_until(lambda: min(streams.num_events) > 2, "all run")
+        begun = streams.progress()
+        wait_until(lambda: streams.have_gone_on(begun, 3), "all run")
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(2)  # nothing can be waited for: nobody moves

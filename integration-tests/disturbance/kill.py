@@ -17,7 +17,7 @@ from .probe import health, metrics, serving_ranks, wait_until
 
 # When workers die for the third time in a row while they compute a sequence, it is given up (docs/guarantees.md, G1).
 MOST_KILLS_IN_A_ROW = 2
-EVENTS_BETWEEN = 3  # so many of each stream, and none is under suspicion any more
+EVENTS_BETWEEN = 6  # so many of each choice after a kill, and none is under suspicion any more
 DOWNTIME = "penstock_worker_downtime_seconds"
 
 
@@ -40,23 +40,20 @@ def kill_workers(
         while result.num_kills < num_kills and streams.is_running():
             time.sleep(moments.uniform(0.0, 0.5))
             num_restarts = metrics(server).get("penstock_worker_restarts", 0.0)
-            num_events = list(streams.num_events)
             for place in range(min(moments.choice([1, 1, 1, MOST_KILLS_IN_A_ROW]), num_kills - result.num_kills)):
                 if place > 0:
                     time.sleep(moments.uniform(0.0, 3.0))
                 with suppress(ProcessLookupError, IndexError):
                     os.kill(moments.choice(serving_ranks(server)), signal.SIGKILL)
                     result.num_kills += 1
+            killed_at = streams.progress()
             wait_until(
                 lambda known=num_restarts: metrics(server).get("penstock_worker_restarts", 0.0) > known,
                 "the workers were restarted",
             )
             wait_until(
-                lambda known=num_events: (
-                    all(now >= then + EVENTS_BETWEEN for now, then in zip(streams.num_events, known, strict=True))
-                    or not streams.is_running()
-                ),
-                "every stream has gone on",
+                lambda known=killed_at: streams.have_gone_on(known, EVENTS_BETWEEN) or not streams.is_running(),
+                "every choice has gone on",
                 timeout_s=300,
             )
     wait_until(lambda: health(server) == 200, "it is healthy")

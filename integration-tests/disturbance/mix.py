@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import threading
 import urllib.parse
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -106,11 +108,16 @@ def answer_of(events: Sequence[dict[str, Any]]) -> Answer:
     """
     choices: dict[int, list[Any]] = {}
     for event in events:
-        if "choices" not in event:
-            choices.setdefault(-1, []).append(event)
-        for choice in event.get("choices", ()):
-            choices.setdefault(choice["index"], []).append({k: v for k, v in choice.items() if k != "index"})
+        for choice, part in _by_choice(event):
+            choices.setdefault(choice, []).append(part)
     return choices
+
+
+def _by_choice(event: dict[str, Any]) -> list[tuple[int, Any]]:
+    """What an event says of each choice; -1 where there are no choices."""
+    if "choices" not in event:
+        return [(-1, event)]
+    return [(choice["index"], {k: v for k, v in choice.items() if k != "index"}) for choice in event["choices"]]
 
 
 def error_in(events: Sequence[dict[str, Any]]) -> str | None:
@@ -124,6 +131,14 @@ def answers(server: Server, asked: Sequence[Request]) -> list[Answer]:
         return list(pool.map(lambda request: answer_of(list(events(server, request))), asked))
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Where a stream is."""
+
+    num_answers: int
+    num_events: Counter[int]  # of the answer at hand, by choice
+
+
 class Repeated:
     """All requests at once, each asked again and again while one is inside; every answer is compared with the first."""
 
@@ -131,18 +146,22 @@ class Repeated:
         self.expected = list(expected or answers(server, asked))
         self.differences: list[str] = []
         self.num_answers = 0
-        self.num_events = [0] * len(asked)
+        # Of the answer that each stream is at: how many before it, and the events so far of each of its choices.
+        self._progress = [Progress(0, Counter()) for _ in asked]
         self._server, self._asked = server, asked
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._repeat, args=(n,)) for n in range(len(asked))]
 
     def _repeat(self, n: int) -> None:
-        while not self._stopping.is_set():
-            got = []
+        for num_answers in itertools.count():
+            if self._stopping.is_set():
+                return
+            got: list[dict[str, Any]] = []
+            progress = self._progress[n] = Progress(num_answers, Counter())
             try:
                 for event in events(self._server, self._asked[n]):
                     got.append(event)
-                    self.num_events[n] += 1
+                    progress.num_events.update(choice for choice, _ in _by_choice(event))
             except OSError as error:
                 self.differences.append(f"stream {n} after {len(got)} events: {error!r}")
                 return
@@ -158,6 +177,17 @@ class Repeated:
                 if one != other:
                     return f"stream {n}, choice {choice}, event {place}: {one} instead of {other}"
         return f"stream {n}: {len(got)} events, whose beginnings are right"
+
+    def progress(self) -> list[Progress]:
+        return [Progress(now.num_answers, now.num_events.copy()) for now in self._progress]
+
+    def have_gone_on(self, since: Sequence[Progress], num_events: int) -> bool:
+        """Whether each choice of each stream has had so many events more, or all that it has."""
+        for then, now, expected in zip(since, self._progress, self.expected, strict=True):
+            before = then.num_events if then.num_answers == now.num_answers else Counter()
+            if any(now.num_events[c] < min(before[c] + num_events, len(of_all)) for c, of_all in expected.items()):
+                return False
+        return True
 
     def is_running(self) -> bool:
         return all(thread.is_alive() for thread in self._threads)

@@ -21,6 +21,7 @@ pub mod sample;
 mod simd;
 #[cfg(target_arch = "x86_64")]
 pub mod stack;
+pub mod table;
 
 #[cfg(feature = "python")]
 mod python;

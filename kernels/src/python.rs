@@ -1,7 +1,9 @@
 //! The Python module `penstock_kernels`. Tensors arrive as addresses and sizes; `penstock_server` checks them before they get here,
 //! so every method here is as unsafe as the kernel behind it.
 
-use crate::attention::{Alibi, Attention, BLOCK, Batch, Layout, NewTokens, Operands, Sight};
+use crate::attention::{
+    Alibi, Attention, BLOCK, Batch, DistanceBias, Layout, MAX_DIM, NewTokens, Operands, Part, Sight,
+};
 use crate::linear::{self, Output, Rows, Weight};
 use crate::memory::{self, Arena};
 use crate::norm::RmsNorm;
@@ -123,6 +125,16 @@ impl Kernels {
         unsafe { crate::gate::silu_multiply(&self.pool, source(gate_up), target(output), dim, num_rows) };
     }
 
+    /// A function of each number: `table` has its results by their argument's bits, `x` is (address, stride, rows).
+    fn look_up(&self, table: usize, x: (usize, usize, usize), output: usize, dim: usize) {
+        let (address, stride, num_rows) = x;
+        // SAFETY: the caller vouches for the addresses.
+        unsafe {
+            let rows = (source(address), stride);
+            crate::table::look_up(&self.pool, source(table), rows, target(output), dim, num_rows);
+        }
+    }
+
     /// `logits` is (address, rows, vocab); `masks` the address of the rows' masks' addresses, or None.
     fn argmax_logprob(&self, logits: (usize, usize, usize), masks: Option<usize>, ids: usize, logprobs: usize) {
         let (address, num_rows, vocab) = logits;
@@ -133,10 +145,11 @@ impl Kernels {
 
     /// Attention of this shape.
     fn attention(&self, shape: AttentionShape) -> PyResult<PagedAttention> {
-        let AttentionShape { num_heads, num_kv_heads, head_dim, scale, sight, soft_cap, alibi } = shape;
-        let layout = Layout { num_heads, num_kv_heads, head_dim, scale };
-        let attention = Attention::new(layout, sight, soft_cap, alibi).map_err(PyValueError::new_err)?;
-        Ok(PagedAttention { pool: self.pool, attention })
+        let AttentionShape { num_heads, num_kv_heads, head_dim, result_dim, values_in_keys, scale, .. } = shape;
+        let layout = Layout { num_heads, num_kv_heads, head_dim, value_dim: result_dim, values_in_keys, scale };
+        let AttentionShape { sight, soft_cap, alibi, has_bias, .. } = shape;
+        let attention = Attention { layout, sight, soft_cap, alibi, has_bias };
+        Ok(PagedAttention { pool: self.pool, attention: attention.checked().map_err(PyValueError::new_err)? })
     }
 }
 
@@ -146,10 +159,26 @@ struct AttentionShape {
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
+    result_dim: usize,
+    values_in_keys: bool,
     scale: f32,
     sight: Sight,
     soft_cap: Option<f32>,
     alibi: Option<Alibi>,
+    has_bias: bool,
+}
+
+impl<'py> FromPyObject<'_, 'py> for Part {
+    type Error = PyErr;
+
+    fn extract(part: Borrowed<'_, 'py, PyAny>) -> PyResult<Part> {
+        match part.extract::<&str>()? {
+            "context" => Ok(Part::Context),
+            "source" => Ok(Part::Source),
+            "answer" => Ok(Part::Answer),
+            other => Err(PyValueError::new_err(format!("part is {other:?}, must be context, source or answer"))),
+        }
+    }
 }
 
 fn to_heads((address, stride, num_heads): (usize, usize, usize), head_dim: usize) -> Heads {
@@ -242,12 +271,12 @@ impl Stack {
         Ok(Stack { pool: attention.pool, stack: stack.map_err(PyValueError::new_err)? })
     }
 
-    /// `tokens` is (residual, positions, slots, tokens), `batch` as for `PagedAttention.attend`, `samples` (rows, samples, output).
+    /// `tokens` is (residual, positions, slots, tokens), `samples` (rows, samples, output).
     fn run(
         &self,
         py: Python<'_>,
         tokens: (usize, usize, usize, usize),
-        batch: (usize, usize, usize, usize, usize),
+        batch: BatchParts,
         caches: Vec<usize>,
         samples: (usize, usize, usize),
     ) -> PyResult<()> {
@@ -312,16 +341,17 @@ impl PagedAttention {
         }
     }
 
-    /// Attend `queries` (address, stride); `batch` is (query starts, context lengths, block tables, columns of them, sequences),
-    /// `sinks` the address of a bf16 number for each head, or None.
+    /// Attend `queries` (address, stride). `sinks` is the address of a bf16 number for each head, or None; `bias` (address,
+    /// reach) where the shape has one.
     #[expect(clippy::too_many_arguments, reason = "tensors cross as addresses and sizes")]
     fn attend(
         &self,
         py: Python<'_>,
         queries: (usize, usize),
         cache: usize,
-        batch: (usize, usize, usize, usize, usize),
+        batch: BatchParts,
         sinks: Option<usize>,
+        bias: Option<(usize, usize)>,
         output: usize,
         work_tokens: usize,
     ) {
@@ -332,6 +362,7 @@ impl PagedAttention {
             cache: source(cache),
             output: target(output),
             sinks: sinks.map(source),
+            bias: bias.map(|(table, reach)| DistanceBias { table: source(table), reach }),
         };
         let Layout { num_heads, head_dim, .. } = self.attention.layout;
         let work = work_tokens * num_heads * head_dim;
@@ -350,13 +381,17 @@ impl PagedAttention {
     }
 }
 
-fn to_batch((starts, contexts, tables, max_blocks, num_sequences): (usize, usize, usize, usize, usize)) -> Batch {
+/// (query starts, context lengths, block tables, columns of them, sequences, source lengths or None)
+type BatchParts = (usize, usize, usize, usize, usize, Option<usize>);
+
+fn to_batch((starts, contexts, tables, max_blocks, num_sequences, source_lens): BatchParts) -> Batch {
     Batch {
         query_starts: source(starts),
         context_lens: source(contexts),
         block_tables: source(tables),
         max_blocks,
         num_sequences,
+        source_lens: source_lens.map(source),
     }
 }
 
@@ -387,6 +422,7 @@ fn advise_huge_pages(address: usize, num_bytes: usize) {
 #[pymodule]
 fn penstock_kernels(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("BLOCK_TOKENS", BLOCK)?;
+    module.add("MAX_DIM", MAX_DIM)?;
     module.add_class::<Kernels>()?;
     module.add_class::<PackedLinear>()?;
     module.add_class::<PagedAttention>()?;

@@ -104,6 +104,11 @@ impl Stack {
     ) -> Result<Stack, String> {
         let layout = &attention.layout;
         let query_size = layout.num_heads * layout.head_dim;
+        if layout.value_dim != layout.head_dim || layout.values_in_keys || attention.has_bias {
+            return Err(
+                "a stack's values are as wide as its keys, beside them, and its scores have no learned bias".to_owned()
+            );
+        }
         let qkv_size = query_size + 2 * layout.num_kv_heads * layout.head_dim;
         let hidden = layers.first().ok_or("a stack needs a layer")?.qkv.in_features();
         for (index, layer) in layers.iter().enumerate() {
@@ -229,6 +234,7 @@ impl Stack {
             cache: cache.as_source(),
             output: places.attended,
             sinks: None,
+            bias: None,
         };
         // SAFETY: the caller of `run` vouches for the step.
         unsafe { self.attention.attend(walker, work, &step.batch, &operands, places.states) };

@@ -11,6 +11,7 @@ from penstock_server.attention import choose_attention, native
 from penstock_server.attention.interface import Alibi, AttentionShape, Sight, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels import native_ops
+from penstock_server.kernels.activation import ACTIVATIONS
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.native_stack import NativeStack, StackLayer
 from torch import Tensor
@@ -217,6 +218,8 @@ class Pages:
     def __init__(self, shape: AttentionShape, lengths: list[int], has_sinks: bool = False) -> None:
         self.shape = shape
         self.sinks = random(shape.num_heads, scale=2.0) if has_sinks else None
+        self.bias = random(shape.num_heads, 2 * 50 + 1, scale=2.0).float() if shape.has_bias else None
+        self.source_lens = [min(100, length // 2) for length in lengths]
         self.native = native.NativeAttention(shape)
         self.reference = ReferenceAttention(shape, torch.device("cpu"), BF16)
         counts = [-(-length // 16) for length in lengths]
@@ -227,7 +230,8 @@ class Pages:
         self.caches[0].fill_(float("nan"))  # what is not written must not be seen
         self.queries = [random(length, shape.num_heads, shape.head_dim) for length in lengths]
         for sequence, length in enumerate(lengths):
-            keys, values = random(2, length, shape.num_kv_heads, shape.head_dim)
+            keys = random(length, shape.num_kv_heads, shape.head_dim)
+            values = keys if shape.values_in_keys else random(length, shape.num_kv_heads, shape.result_dim)
             slots = torch.tensor([self.tables[sequence][i // 16] * 16 + i % 16 for i in range(length)])
             self.native.write(self.caches[0], keys, values, slots)
             self.reference.write(self.caches[1], keys, values, slots)
@@ -241,22 +245,36 @@ class Pages:
         tables = torch.tensor(
             [self.tables[s] + [0] * (width - len(self.tables[s])) for s, _, _ in steps], dtype=torch.int32
         )
-        for row, (_, computed, _) in enumerate(steps):  # blocks that the first query does not see were given back
-            first, _ = self.shape.sight.interval(torch.tensor([computed]), 0)
+        for row, (s, computed, _) in enumerate(steps):  # blocks that the first query does not see were given back
+            first, _ = self.shape.sight.interval(torch.tensor([computed]), self.source_lens[s])
             tables[row, : int(first) // 16] = self.others
         empty = torch.empty(0, dtype=torch.int64)
         starts = counts.cumsum(0, dtype=torch.int32)
         batch = StepBatch(
-            empty, empty, empty, starts, context_lens, tables, empty, int(counts.max()), int(context_lens.max())
+            empty,
+            empty,
+            empty,
+            starts,
+            context_lens,
+            tables,
+            empty,
+            int(counts.max()),
+            int(context_lens.max()),
+            torch.tensor([self.source_lens[s] for s, _, _ in steps], dtype=torch.int32),
         )
         return queries, batch
 
     def attend(self, steps: list[tuple[int, int, int]]) -> Tensor:
         queries, batch = self.batch(steps)
-        return self.native.attend(queries, self.caches[0], batch, self.sinks)
+        return self.native.attend(queries, self.caches[0], batch, self.sinks, self.bias)
+
+    def assert_near_reference(self, steps: list[tuple[int, int, int]]) -> None:
+        queries, batch = self.batch(steps)
+        expected = self.reference.attend(queries, self.caches[1], batch, self.sinks, self.bias)
+        assert_near(self.attend(steps), expected)
 
 
-HEADS = [(9, 3, 64), (4, 4, 32), (8, 1, 128), (6, 2, 80), (2, 1, 256)]
+HEADS = [(9, 3, 64), (4, 4, 32), (8, 1, 128), (6, 2, 80), (2, 1, 256), (2, 1, 512), (3, 3, 100), (2, 2, 5)]
 
 
 def pages(heads: int, kv_heads: int, head_dim: int, lengths: list[int]) -> Pages:
@@ -272,9 +290,7 @@ def test_attention_equals_the_reference(heads: int, kv_heads: int, head_dim: int
         [(4, 0, 600)],
         [(0, 0, 1), (3, 37, 93), (2, 16, 1), (4, 250, 20), (1, 3, 13)],
     ):
-        queries, batch = world.batch(steps)
-        actual = world.native.attend(queries, world.caches[0], batch)
-        assert_near(actual, world.reference.attend(queries, world.caches[1], batch))
+        world.assert_near_reference(steps)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
@@ -301,6 +317,14 @@ VARIANTS = {
     "scaled-alibi": AttentionShape(6, 2, 64, 0.125, 16, alibi=Alibi(SLOPES, is_scaled=True)),
     "falcon-alibi": AttentionShape(6, 2, 64, 0.125, 16, alibi=Alibi(SLOPES, is_scaled=True, is_bfloat16=True)),
     "sinks": AttentionShape(6, 2, 64, 0.125, 16),
+    "value-dim": AttentionShape(6, 2, 64, 0.125, 16, value_dim=40),
+    "values-in-keys": AttentionShape(16, 1, 72, 0.125, 16, value_dim=64, values_in_keys=True),
+    "latent": AttentionShape(6, 1, 576, 0.05, 16, value_dim=512, values_in_keys=True),
+    "source": AttentionShape(6, 2, 64, 0.125, 16, sight=Sight(part="source")),
+    "answer": AttentionShape(6, 2, 64, 0.125, 16, sight=Sight(part="answer")),
+    "bias": AttentionShape(6, 2, 64, 0.125, 16, has_bias=True),
+    "source-bias": AttentionShape(6, 2, 24, 1.0, 16, sight=Sight(part="source"), has_bias=True),
+    "answer-bias": AttentionShape(6, 2, 24, 1.0, 16, sight=Sight(part="answer"), has_bias=True),
     "all": AttentionShape(6, 2, 64, 0.3, 16, sight=Sight(window=90), soft_cap=9.0, alibi=Alibi(SLOPES)),
 }
 
@@ -309,27 +333,24 @@ VARIANTS = {
 def test_attention_of_every_shape_equals_the_reference_and_has_the_same_bits(name: str) -> None:
     assert native.available(VARIANTS[name])
     world = Pages(VARIANTS[name], [600, 77], has_sinks=name in ("sinks", "all"))
-    for steps in ([(0, 599, 1)], [(0, 0, 600)], [(1, 20, 50), (0, 250, 150), (1, 76, 1)]):
-        queries, batch = world.batch(steps)
-        assert_near(world.attend(steps), world.reference.attend(queries, world.caches[1], batch, world.sinks))
-    whole = world.attend([(0, 0, 600)])
+    begin = world.source_lens[0] if world.shape.sight.part == "answer" else 0
+    for steps in ([(0, 599, 1)], [(0, begin, 600 - begin)], [(1, 40, 30), (0, 250, 150), (1, 76, 1)]):
+        world.assert_near_reference(steps)
+    whole = world.attend([(0, begin, 600 - begin)])
     for chunk in (50, 256):
-        parts = [world.attend([(0, first, min(chunk, 600 - first))]) for first in range(0, 600, chunk)]
+        parts = [world.attend([(0, first, min(chunk, 600 - first))]) for first in range(begin, 600, chunk)]
         assert torch.equal(torch.cat(parts), whole)
-    for position in (0, 63, 64, 150, 255, 256, 599):
+    for position in (begin, begin + 1, 127, 128, 150, 255, 256, 599):
         crowd = world.attend([(1, 70, 7), (0, position, 1)] + [(1, 76, 1)] * 20)
-        assert torch.equal(crowd[7], whole[position])
+        assert torch.equal(crowd[7], whole[position - begin])
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        AttentionShape(6, 2, 24, 0.125, 16),
         AttentionShape(6, 2, 64, 0.125, 8),
-        AttentionShape(6, 2, 64, 0.125, 16, value_dim=32),
-        AttentionShape(6, 1, 64, 0.125, 16, value_dim=64, values_in_keys=True),
-        AttentionShape(6, 2, 64, 0.125, 16, sight=Sight(part="answer")),
-        AttentionShape(6, 2, 64, 0.125, 16, has_bias=True),
+        AttentionShape(6, 2, 1040, 0.125, 16),
+        AttentionShape(6, 1, 64, 0.125, 16, value_dim=40, values_in_keys=True),
     ],
     ids=str,
 )
@@ -413,3 +434,18 @@ def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, sight
         expected = plain(residual.clone(), batch)
         assert torch.equal(stack.run(residual, caches, batch), expected)
         assert all(torch.equal(a, b) for a, b in zip(caches, plain_caches, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_a_function_of_a_number_sees_nothing_but_the_number(ops: native_ops.NativeOps, name: str) -> None:
+    """Also of a number that is at the end of a vector loop of torch's, or of a thread's part."""
+    function = ops.elementwise(ACTIVATIONS[name])
+    for rows, dim in ((1, 1), (7, 33), (100, 1000), (3, 20_001)):
+        fused = random(rows, 2 * dim, scale=3.0)
+        gate = fused[:, :dim]
+        together = function(gate)
+        assert together.is_contiguous()
+        torch.testing.assert_close(together, ACTIVATIONS[name](gate), rtol=2**-7, atol=1e-6)
+        assert torch.equal(torch.cat([function(gate[row : row + 1]) for row in range(rows)]), together)
+    odd = torch.tensor([[float("inf"), -float("inf"), float("nan"), -0.0, 3e38]]).bfloat16()
+    torch.testing.assert_close(function(odd), ACTIVATIONS[name](odd), rtol=2**-7, atol=1e-6, equal_nan=True)

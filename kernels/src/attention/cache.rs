@@ -1,7 +1,8 @@
 //! The layout of a layer's cache, and writing to it.
 //!
 //! [block][kv head][keys, values]; keys of a block are [dim pair][token][2], so that a vector holds one pair of dims of 16 tokens and
-//! scores need no horizontal sums; values are [token pair][dim][2], so that a vector holds 16 dims of two tokens.
+//! scores need no horizontal sums; values are [token pair][dim][2], so that a vector holds 16 dims of two tokens. Values that are
+//! the first numbers of their keys (latent attention) are not stored: who needs them reorders the keys.
 
 use crate::pool::{Executor, Source, Target};
 use crate::simd::LANES;
@@ -15,13 +16,18 @@ pub const BLOCK: usize = 16;
 pub struct Layout {
     pub num_heads: usize,
     pub num_kv_heads: usize,
-    /// A multiple of 16, at most 256.
+    /// Of queries and keys; a multiple of 16.
     pub head_dim: usize,
+    /// Of values and results; a multiple of 16.
+    pub value_dim: usize,
+    /// Values are the first `value_dim` numbers of keys.
+    pub values_in_keys: bool,
     /// Applied to q·k.
     pub scale: f32,
 }
 
-/// Keys and values to store: [tokens, kv heads, head_dim], tokens `stride` numbers apart, and a slot for each.
+/// Keys [tokens, kv heads, head_dim] and values [tokens, kv heads, value_dim] to store, tokens `stride` numbers apart, and a slot for
+/// each. Where values are in keys, theirs are not looked at.
 #[derive(Clone, Copy)]
 pub struct NewTokens {
     pub keys: Source<u16>,
@@ -38,14 +44,15 @@ impl Layout {
         self.num_heads / self.num_kv_heads
     }
 
-    /// Numbers of the keys (and as many of the values) of a block of one kv head.
-    pub fn block_half(&self) -> usize {
+    /// Numbers of the keys of a block of one kv head.
+    pub fn block_keys(&self) -> usize {
         BLOCK * self.head_dim
     }
 
-    /// Where a block's keys of a kv head begin; its values follow them.
+    /// Where a block's keys of a kv head begin; its values follow them, if they are stored.
     pub fn offset(&self, block: usize, kv_head: usize) -> usize {
-        (block * self.num_kv_heads + kv_head) * 2 * self.block_half()
+        let values = if self.values_in_keys { 0 } else { BLOCK * self.value_dim };
+        (block * self.num_kv_heads + kv_head) * (self.block_keys() + values)
     }
 
     /// Store new keys and values at their slots.
@@ -71,14 +78,17 @@ impl Layout {
             let (block, place) = (slot / BLOCK, slot % BLOCK);
             for kv_head in 0..self.num_kv_heads {
                 let key = tokens.keys.at(token * tokens.keys_stride + kv_head * self.head_dim);
-                let value = tokens.values.at(token * tokens.values_stride + kv_head * self.head_dim);
                 let keys = cache.at(self.offset(block, kv_head));
                 for pair in 0..self.head_dim / 2 {
                     let both = key.add(pair * 2).cast::<u32>().read_unaligned();
                     keys.add((pair * BLOCK + place) * 2).cast::<u32>().write_unaligned(both);
                 }
-                let values = keys.add(self.block_half() + place / 2 * self.head_dim * 2);
-                for dim in (0..self.head_dim).step_by(LANES) {
+                if self.values_in_keys {
+                    continue;
+                }
+                let value = tokens.values.at(token * tokens.values_stride + kv_head * self.value_dim);
+                let values = keys.add(self.block_keys() + place / 2 * self.value_dim * 2);
+                for dim in (0..self.value_dim).step_by(LANES) {
                     let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(value.add(dim).cast()));
                     let target = values.add(dim * 2).cast();
                     if place % 2 == 0 {
@@ -90,6 +100,53 @@ impl Layout {
             }
         }
     }
+}
+
+/// The values that a block's keys begin with, in the order of values.
+///
+/// # Safety
+/// `keys` must be a block's, `values` have room for BLOCK · `value_dim` numbers, and the CPU be `supported()`.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub(super) unsafe fn reorder_values(keys: *const u16, value_dim: usize, values: *mut u16) {
+    /// Of two numbers each of two tokens: the first of both, then the second of both.
+    const BY_DIM: i64 = 0x0706_0302_0504_0100;
+    let by_dim = _mm512_add_epi64(_mm512_set1_epi64(BY_DIM), _mm512_setr_epi64(0, EIGHT, 0, EIGHT, 0, EIGHT, 0, EIGHT));
+    // Eight dim pairs at a time: [dim pair][token pair] of 64 bits, transposed.
+    for first in (0..value_dim / 2).step_by(8) {
+        // SAFETY: the caller's word; `value_dim` is a multiple of 16.
+        unsafe {
+            let rows: [__m512i; 8] = std::array::from_fn(|index| {
+                _mm512_shuffle_epi8(load_pairs(keys.add((first + index) * BLOCK * 2)), by_dim)
+            });
+            for (token_pair, column) in transpose(rows).into_iter().enumerate() {
+                _mm512_storeu_si512(values.add((token_pair * value_dim + first * 2) * 2).cast(), column);
+            }
+        }
+    }
+}
+
+/// Added to each byte of a shuffle's second half of a lane: those of its own half.
+const EIGHT: i64 = 0x0808_0808_0808_0808;
+
+/// 8 × 8 numbers of 64 bits.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn transpose(rows: [__m512i; 8]) -> [__m512i; 8] {
+    let mut columns = rows;
+    for odd in 0..2 {
+        // Of two rows each: every second number, side by side.
+        let [a, b, c, d]: [__m512i; 4] = std::array::from_fn(|index| {
+            let (upper, lower) = (rows[2 * index], rows[2 * index + 1]);
+            if odd == 0 { _mm512_unpacklo_epi64(upper, lower) } else { _mm512_unpackhi_epi64(upper, lower) }
+        });
+        let (ab_low, cd_low) = (_mm512_shuffle_i64x2::<0x44>(a, b), _mm512_shuffle_i64x2::<0x44>(c, d));
+        let (ab_high, cd_high) = (_mm512_shuffle_i64x2::<0xee>(a, b), _mm512_shuffle_i64x2::<0xee>(c, d));
+        columns[odd] = _mm512_shuffle_i64x2::<0x88>(ab_low, cd_low);
+        columns[odd + 2] = _mm512_shuffle_i64x2::<0xdd>(ab_low, cd_low);
+        columns[odd + 4] = _mm512_shuffle_i64x2::<0x88>(ab_high, cd_high);
+        columns[odd + 6] = _mm512_shuffle_i64x2::<0xdd>(ab_high, cd_high);
+    }
+    columns
 }
 
 /// A vector of 16 scores' worth of keys, or 16 dims' worth of value pairs.

@@ -1,4 +1,4 @@
-//! Causal attention of varlen queries over a paged cache, prefill chunks and decodes in one call.
+//! Attention of varlen queries over a paged cache, prefill chunks and decodes in one call.
 //!
 //! INVARIANT: a query row's arithmetic depends only on its own position: tiles of 64 context tokens and segments of 256 lie at
 //! absolute places, tokens after the row and before what it sees count as exact zeros, and segments are merged in order. So a row
@@ -15,7 +15,7 @@ mod tile;
 mod unit;
 
 pub use cache::{BLOCK, Layout, NewTokens};
-pub use shape::{Alibi, Attention, Sight};
+pub use shape::{Alibi, Attention, DistanceBias, MAX_DIM, Part, Sight};
 
 use crate::pool::{Executor, Source, Target};
 use plan::{Plan, Unit};
@@ -35,10 +35,12 @@ pub struct Batch {
     /// Columns of the block tables.
     pub max_blocks: usize,
     pub num_sequences: usize,
+    /// How many of each sequence's tokens are its source's; None: there are no sources.
+    pub source_lens: Option<Source<i32>>,
 }
 
 /// The queries, [tokens, heads, head_dim] with tokens `stride` numbers apart, the layer's cache, and room for the result
-/// [tokens, heads, head_dim], contiguous.
+/// [tokens, heads, value_dim], contiguous.
 #[derive(Clone, Copy)]
 pub struct Operands {
     pub queries: Source<u16>,
@@ -47,6 +49,8 @@ pub struct Operands {
     pub output: Target<u16>,
     /// One for each head, bf16: a score that takes part in the softmax and has no value.
     pub sinks: Option<Source<u16>>,
+    /// There exactly if the attention has one.
+    pub bias: Option<DistanceBias>,
 }
 
 /// The units that a batch's attention is cut into, the same for every layer.

@@ -17,6 +17,8 @@ pub struct Unit {
     pub num_tokens: usize,
     /// Position of the first query token in its sequence.
     pub first_position: usize,
+    /// Of its sequence; 0 where there are no sources.
+    pub source_len: usize,
     pub first_segment: usize,
     pub end_segment: usize,
     /// Where the unit leaves its state (offset in floats) when its segments are computed apart; segment after segment.
@@ -24,9 +26,16 @@ pub struct Unit {
 }
 
 impl Unit {
+    /// Where what the unit's tokens see begins and stops.
+    pub fn sees(&self, sight: &Sight) -> Range<usize> {
+        let last = self.first_position + self.num_tokens - 1;
+        sight.first(self.first_position, self.source_len)..sight.end(last, self.source_len)
+    }
+
     /// Segments that the unit's tokens see.
     pub fn segments(&self, sight: &Sight) -> Range<usize> {
-        sight.first(self.first_position) / SEGMENT..(self.first_position + self.num_tokens).div_ceil(SEGMENT)
+        let Range { start, end } = self.sees(sight);
+        start / SEGMENT..end.div_ceil(SEGMENT)
     }
 }
 
@@ -45,11 +54,12 @@ impl Plan {
         let mut decodes = Vec::new();
         for sequence in 0..batch.num_sequences {
             // SAFETY: the caller vouches for the arrays.
-            let (start, end, context) = unsafe {
+            let (start, end, context, source_len) = unsafe {
                 (
                     *batch.query_starts.at(sequence) as usize,
                     *batch.query_starts.at(sequence + 1) as usize,
                     *batch.context_lens.at(sequence) as usize,
+                    batch.source_lens.map_or(0, |lens| *lens.at(sequence) as usize),
                 )
             };
             let num_tokens = end - start;
@@ -64,6 +74,7 @@ impl Plan {
                         first_token: start + first,
                         num_tokens: unit_tokens.min(num_tokens - first),
                         first_position: context - num_tokens + first,
+                        source_len,
                         first_segment: 0,
                         end_segment: 0,
                         partial: None,
@@ -86,7 +97,7 @@ impl Plan {
     fn split_segments(&mut self, layout: &Layout) {
         let mut split = Vec::new();
         for &unit in &self.units {
-            if unit.end_segment - unit.first_segment == 1 {
+            if unit.end_segment - unit.first_segment <= 1 {
                 split.push(unit);
                 continue;
             }
@@ -97,7 +108,7 @@ impl Plan {
                     partial: Some(self.partial_floats),
                     ..unit
                 });
-                self.partial_floats += state_floats(unit.num_tokens * layout.group(), layout.head_dim);
+                self.partial_floats += state_floats(unit.num_tokens * layout.group(), layout.value_dim);
             }
         }
         self.units = split;

@@ -1,14 +1,24 @@
 //! What becomes of q·k before the softmax, where it is more than scaled.
 
 use super::TILE;
-use super::shape::{Alibi, Attention};
+use super::shape::{Alibi, Attention, DistanceBias};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
 impl Attention {
-    /// From q·k of a row of this head to scores, in place. The tile's tokens begin at position `start`.
+    /// From q·k of a row of this head to scores, in place. The tile's tokens begin at position `start`, the query's is `position`.
+    ///
+    /// # Safety
+    /// A bias must have the table that it says, with a row for the head.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub(super) fn to_scores(&self, products: &mut [f32; TILE], head: usize, start: usize) {
+    pub(super) unsafe fn to_scores(
+        &self,
+        products: &mut [f32; TILE],
+        head: usize,
+        start: usize,
+        position: usize,
+        bias: Option<DistanceBias>,
+    ) {
         let scale = self.layout.scale;
         map(products, |x, _| _mm512_mul_ps(x, _mm512_set1_ps(scale)));
         if let Some(cap) = self.soft_cap {
@@ -29,6 +39,16 @@ impl Attention {
                 map(products, |x, place| _mm512_fmadd_ps(slope, positions(start + place), x));
             }
         }
+        if let Some(DistanceBias { table, reach }) = bias {
+            let row = table.at(head * (2 * reach + 1));
+            let (least, most) = (_mm512_setzero_si512(), _mm512_set1_epi32(2 * reach as i32));
+            map(products, |x, place| {
+                let first = (start + place) as i32 - position as i32 + reach as i32;
+                let index = _mm512_min_epi32(_mm512_max_epi32(neighbours(first), least), most);
+                // SAFETY: the caller's word; every index is one of the head's row.
+                _mm512_add_ps(x, unsafe { _mm512_i32gather_ps::<4>(index, row) })
+            });
+        }
     }
 }
 
@@ -47,6 +67,12 @@ fn map(row: &mut [f32; TILE], change: impl Fn(__m512, usize) -> __m512) {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn positions(first: usize) -> __m512 {
+    _mm512_cvtepi32_ps(neighbours(first as i32))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn neighbours(first: i32) -> __m512i {
     let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    _mm512_cvtepi32_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(first as i32)))
+    _mm512_add_epi32(lanes, _mm512_set1_epi32(first))
 }

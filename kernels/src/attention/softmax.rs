@@ -9,23 +9,23 @@ use std::arch::x86_64::*;
 const NO_MAXIMUM: f32 = -1e30;
 
 /// The state of some rows, in memory that the caller owns: maxima, sums (16 lanes each, to be added up at the end), then
-/// `head_dim` weighted values each.
+/// `value_dim` weighted values each.
 #[derive(Clone, Copy)]
 pub struct State {
     address: *mut f32,
     num_rows: usize,
-    head_dim: usize,
+    value_dim: usize,
 }
 
 /// Floats that the state of so many rows takes.
-pub fn state_floats(num_rows: usize, head_dim: usize) -> usize {
-    num_rows * (1 + LANES + head_dim)
+pub fn state_floats(num_rows: usize, value_dim: usize) -> usize {
+    num_rows * (1 + LANES + value_dim)
 }
 
 impl State {
     /// `address` must have `state_floats` floats.
-    pub fn new(address: *mut f32, num_rows: usize, head_dim: usize) -> State {
-        State { address, num_rows, head_dim }
+    pub fn new(address: *mut f32, num_rows: usize, value_dim: usize) -> State {
+        State { address, num_rows, value_dim }
     }
 
     pub fn maximum(self, row: usize) -> *mut f32 {
@@ -37,7 +37,7 @@ impl State {
     }
 
     pub fn values(self, row: usize) -> *mut f32 {
-        self.address.wrapping_add(self.num_rows * (1 + LANES) + row * self.head_dim)
+        self.address.wrapping_add(self.num_rows * (1 + LANES) + row * self.value_dim)
     }
 
     /// Nothing seen yet.
@@ -48,7 +48,7 @@ impl State {
         // SAFETY: the caller's word.
         unsafe {
             std::slice::from_raw_parts_mut(self.address, self.num_rows).fill(NO_MAXIMUM);
-            std::slice::from_raw_parts_mut(self.sums(0), self.num_rows * (LANES + self.head_dim)).fill(0.0);
+            std::slice::from_raw_parts_mut(self.sums(0), self.num_rows * (LANES + self.value_dim)).fill(0.0);
         }
     }
 
@@ -71,7 +71,7 @@ impl State {
                     _mm512_storeu_ps(target, _mm512_fmadd_ps(_mm512_loadu_ps(target), keep, scaled));
                 };
                 combine(self.sums(row), later.sums(row));
-                for dim in (0..self.head_dim).step_by(LANES) {
+                for dim in (0..self.value_dim).step_by(LANES) {
                     combine(self.values(row).add(dim), later.values(row).add(dim));
                 }
             }
@@ -81,7 +81,7 @@ impl State {
     /// The row's result, as bf16. A sink is a score that has no value.
     ///
     /// # Safety
-    /// `output` must have `head_dim` numbers, and the CPU be `supported()`.
+    /// `output` must have `value_dim` numbers, and the CPU be `supported()`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut u16) {
         // SAFETY: the caller's word.
@@ -91,8 +91,9 @@ impl State {
                 let power = _mm512_set1_ps(sink * std::f32::consts::LOG2_E - *self.maximum(row));
                 sum += _mm512_cvtss_f32(simd::exp2(power));
             }
-            let factor = _mm512_set1_ps(1.0 / sum);
-            for dim in (0..self.head_dim).step_by(LANES) {
+            // Who sees nothing (of an empty source) gets zeros.
+            let factor = _mm512_set1_ps(if sum == 0.0 { 0.0 } else { 1.0 / sum });
+            for dim in (0..self.value_dim).step_by(LANES) {
                 let value = _mm512_mul_ps(_mm512_loadu_ps(self.values(row).add(dim)), factor);
                 simd::store_bf16(output.add(dim), value);
             }

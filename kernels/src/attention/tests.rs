@@ -10,6 +10,8 @@ struct World {
     attention: Attention,
     layout: Layout,
     sinks: Option<Vec<u16>>,
+    bias: Option<Vec<f32>>,
+    source_lens: Vec<i32>,
     tables: Vec<Vec<i32>>,
     cache: Vec<u16>,
     queries: Vec<Vec<u16>>,
@@ -22,7 +24,7 @@ type Step = (usize, usize, usize);
 
 impl World {
     fn new(layout: Layout, lengths: &[usize], poison: bool) -> World {
-        World::of(Attention::new(layout, Sight::default(), None, None).unwrap(), lengths, poison)
+        World::of(Attention::plain(layout).checked().unwrap(), lengths, poison)
     }
 
     fn of(attention: Attention, lengths: &[usize], poison: bool) -> World {
@@ -37,13 +39,22 @@ impl World {
         }
         let mut cache = vec![if poison { 0x7fc0 } else { 0 }; layout.offset(num_blocks, 0)];
         cache.resize(layout.offset(num_blocks + 1, 0), 0x7fc0);
-        let draw = |random: &mut Random, heads: usize| {
-            lengths.iter().map(|&length| random.bf16s(length * heads * layout.head_dim)).collect()
+        let draw = |random: &mut Random, numbers: usize| -> Vec<Vec<u16>> {
+            lengths.iter().map(|&length| random.bf16s(length * numbers)).collect()
         };
-        let queries = draw(&mut random, layout.num_heads);
-        let keys = draw(&mut random, layout.num_kv_heads);
-        let values = draw(&mut random, layout.num_kv_heads);
-        let mut world = World { attention, layout, sinks: None, tables, cache, queries, keys, values };
+        let queries = draw(&mut random, layout.num_heads * layout.head_dim);
+        let keys = draw(&mut random, layout.num_kv_heads * layout.head_dim);
+        let mut values = draw(&mut random, layout.num_kv_heads * layout.value_dim);
+        if layout.values_in_keys {
+            let first = |key: &[u16]| key[..layout.value_dim].to_vec();
+            values = keys.iter().map(|keys| keys.chunks(layout.head_dim).flat_map(first).collect()).collect();
+        }
+        let bias = attention
+            .has_bias
+            .then(|| (0..layout.num_heads * (2 * BIAS_REACH + 1)).map(|_| to_f32(random.bf16s(1)[0]) * 3.0).collect());
+        let source_lens = lengths.iter().map(|length| (length / 2).min(100) as i32).collect();
+        let mut world =
+            World { attention, layout, sinks: None, bias, source_lens, tables, cache, queries, keys, values };
         for sequence in 0..lengths.len() {
             world.write(sequence, lengths[sequence]);
         }
@@ -51,15 +62,15 @@ impl World {
     }
 
     fn write(&mut self, sequence: usize, num_tokens: usize) {
-        let stride = self.layout.num_kv_heads * self.layout.head_dim;
+        let Layout { num_kv_heads, head_dim, value_dim, .. } = self.layout;
         let slots: Vec<i64> = (0..num_tokens)
             .map(|token| i64::from(self.tables[sequence][token / BLOCK]) * BLOCK as i64 + (token % BLOCK) as i64)
             .collect();
         let tokens = NewTokens {
             keys: Source::new(self.keys[sequence].as_ptr()),
-            keys_stride: stride,
+            keys_stride: num_kv_heads * head_dim,
             values: Source::new(self.values[sequence].as_ptr()),
-            values_stride: stride,
+            values_stride: num_kv_heads * value_dim,
             slots: Source::new(slots.as_ptr()),
             num_tokens,
         };
@@ -67,9 +78,16 @@ impl World {
         unsafe { self.layout.write(&spawning_pool(2), Target::new(self.cache.as_mut_ptr()), tokens) };
     }
 
-    /// Results of the steps' tokens, one behind the other. Blocks that a step's first token does not see were given back.
+    /// What the query at this position of a sequence sees.
+    fn seen(&self, sequence: usize, position: usize) -> std::ops::Range<usize> {
+        let source_len = self.source_lens[sequence] as usize;
+        self.attention.sight.first(position, source_len)..self.attention.sight.end(position, source_len)
+    }
+
+    /// Results of the steps' tokens, one behind the other. Blocks of which a step's tokens see nothing were given back.
     fn attend(&self, pool: &Pool, steps: &[Step]) -> Vec<u16> {
         let row = self.layout.num_heads * self.layout.head_dim;
+        let mut source_lens = Vec::new();
         let max_blocks = self.tables.iter().map(Vec::len).max().unwrap();
         let mut queries = Vec::new();
         let (mut starts, mut contexts, mut tables) = (vec![0], Vec::new(), Vec::new());
@@ -80,16 +98,20 @@ impl World {
             let mut table = self.tables[sequence].clone();
             table.resize(max_blocks, 0);
             let others = (self.cache.len() / self.layout.offset(1, 0) - 1) as i32;
-            table[..self.attention.sight.first(computed) / BLOCK].fill(others);
+            let seen = self.seen(sequence, computed).start..self.seen(sequence, computed + count - 1).end;
+            table[..seen.start / BLOCK].fill(others);
+            table[seen.end.div_ceil(BLOCK)..].fill(others);
+            source_lens.push(self.source_lens[sequence]);
             tables.extend(table);
         }
-        let mut output = vec![0x7fc0; queries.len()];
+        let mut output = vec![0x7fc0; queries.len() / self.layout.head_dim * self.layout.value_dim];
         let batch = Batch {
             query_starts: Source::new(starts.as_ptr()),
             context_lens: Source::new(contexts.as_ptr()),
             block_tables: Source::new(tables.as_ptr()),
             max_blocks,
             num_sequences: steps.len(),
+            source_lens: (self.attention.sight.part != Part::Context).then(|| Source::new(source_lens.as_ptr())),
         };
         let operands = Operands {
             queries: Source::new(queries.as_ptr()),
@@ -97,6 +119,7 @@ impl World {
             cache: Source::new(self.cache.as_ptr()),
             output: Target::new(output.as_mut_ptr()),
             sinks: self.sinks.as_ref().map(|sinks| Source::new(sinks.as_ptr())),
+            bias: self.bias.as_ref().map(|bias| DistanceBias { table: Source::new(bias.as_ptr()), reach: BIAS_REACH }),
         };
         // SAFETY: everything above is consistent, and all tokens were written.
         unsafe {
@@ -112,7 +135,7 @@ impl World {
             (computed..computed + count).map(move |position| (sequence, position))
         });
         let heads = tokens.flat_map(|token| (0..self.layout.num_heads).map(move |head| (token, head)));
-        for (result, ((sequence, position), head)) in output.chunks(self.layout.head_dim).zip(heads) {
+        for (result, ((sequence, position), head)) in output.chunks(self.layout.value_dim).zip(heads) {
             for (&actual, expected) in result.iter().zip(self.expected(sequence, position, head)) {
                 assert_close(actual, expected, 0.01, what);
             }
@@ -120,29 +143,55 @@ impl World {
     }
 
     fn expected(&self, sequence: usize, position: usize, head: usize) -> Vec<f32> {
-        let dim = self.layout.head_dim;
+        let Layout { num_heads, num_kv_heads, head_dim, value_dim, .. } = self.layout;
         let kv_head = head / self.layout.group();
-        let query = &self.queries[sequence][(position * self.layout.num_heads + head) * dim..][..dim];
-        let at = |rows: &[u16], token: usize, index: usize| {
-            to_f32(rows[(token * self.layout.num_kv_heads + kv_head) * dim + index])
+        let query = &self.queries[sequence][(position * num_heads + head) * head_dim..][..head_dim];
+        let at = |rows: &[u16], dim: usize, token: usize, index: usize| {
+            to_f32(rows[(token * num_kv_heads + kv_head) * dim + index])
         };
-        let score = |token: usize| -> f32 {
-            (0..dim).map(|index| to_f32(query[index]) * at(&self.keys[sequence], token, index)).sum::<f32>()
+        let product = |token: usize| -> f32 {
+            let factors = |index: usize| to_f32(query[index]) * at(&self.keys[sequence], head_dim, token, index);
+            (0..head_dim).map(factors).sum::<f32>()
         };
-        let seen = self.attention.sight.first(position)..position + 1;
-        let scores: Vec<f32> =
-            seen.clone().map(|token| shapes::score(&self.attention, score(token), head, token)).collect();
+        let seen = self.seen(sequence, position);
+        if seen.is_empty() {
+            return vec![0.0; value_dim];
+        }
+        let score = |token: usize| {
+            let distance = (token as isize - position as isize).clamp(-(BIAS_REACH as isize), BIAS_REACH as isize);
+            let place = head * (2 * BIAS_REACH + 1) + (distance + BIAS_REACH as isize) as usize;
+            let bias = self.bias.as_ref().map_or(0.0, |bias| bias[place]);
+            shapes::score(&self.attention, product(token), head, token) + bias
+        };
+        let scores: Vec<f32> = seen.clone().map(score).collect();
         let sink = self.sinks.as_ref().map(|sinks| to_f32(sinks[head]));
         let maximum = scores.iter().copied().chain(sink).fold(f32::MIN, f32::max);
         let weights: Vec<f32> = scores.iter().map(|score| (score - maximum).exp()).collect();
         let total: f32 = weights.iter().sum::<f32>() + sink.map_or(0.0, |sink| (sink - maximum).exp());
-        let value = |(token, weight): (usize, &f32), index| weight * at(&self.values[sequence], token, index);
-        (0..dim).map(|index| seen.clone().zip(&weights).map(|pair| value(pair, index)).sum::<f32>() / total).collect()
+        let value =
+            |(token, weight): (usize, &f32), index| weight * at(&self.values[sequence], value_dim, token, index);
+        (0..value_dim)
+            .map(|index| seen.clone().zip(&weights).map(|pair| value(pair, index)).sum::<f32>() / total)
+            .collect()
     }
 }
 
+/// Positions of which each has a bias of its own.
+const BIAS_REACH: usize = 40;
+
 fn layout(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Layout {
-    Layout { num_heads, num_kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() }
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    Layout { num_heads, num_kv_heads, head_dim, value_dim: head_dim, values_in_keys: false, scale }
+}
+
+/// Values that are not as wide as keys, beside them or in them.
+fn uneven_layouts() -> Vec<Layout> {
+    let of = |heads, kv_heads, dim, value_dim, values_in_keys| Layout {
+        value_dim,
+        values_in_keys,
+        ..layout(heads, kv_heads, dim)
+    };
+    vec![of(4, 2, 48, 32, false), of(2, 2, 32, 80, false), of(16, 1, 64, 48, true), of(3, 1, 576, 512, true)]
 }
 
 #[test]
@@ -150,11 +199,13 @@ fn attention_is_right_for_all_shapes() {
     if !crate::supported() {
         return;
     }
-    for (heads, kv_heads, dim) in [(3, 1, 64), (9, 3, 64), (4, 4, 16), (8, 1, 80), (2, 1, 128), (14, 2, 256)] {
-        let world = World::new(layout(heads, kv_heads, dim), &[1, 70, 16, 300], true);
+    let even = [(3, 1, 64), (9, 3, 64), (4, 4, 16), (8, 1, 80), (2, 1, 128), (14, 2, 256)];
+    let even = even.map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
+    for layout in even.into_iter().chain(uneven_layouts()) {
+        let world = World::new(layout, &[1, 70, 16, 300], true);
         let steps = [(0, 0, 1), (1, 33, 37), (2, 15, 1), (3, 250, 50), (3, 299, 1), (3, 0, 20)];
         for pool in [Pool::single(), spawning_pool(2), spawning_pool(50)] {
-            world.assert_right(&world.attend(&pool, &steps), &steps, "attention");
+            world.assert_right(&world.attend(&pool, &steps), &steps, &format!("{layout:?}"));
         }
     }
 }
@@ -164,9 +215,10 @@ fn a_row_has_the_same_bits_alone_chunked_and_split() {
     if !crate::supported() {
         return;
     }
-    for (heads, kv_heads, dim) in [(9, 3, 64), (4, 4, 32), (8, 1, 96)] {
-        let world = World::new(layout(heads, kv_heads, dim), &[700, 45], true);
-        let row = heads * dim;
+    let even = [(9, 3, 64), (4, 4, 32), (8, 1, 96)].map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
+    for layout in even.into_iter().chain(uneven_layouts()) {
+        let world = World::new(layout, &[700, 45], true);
+        let row = layout.num_heads * layout.value_dim;
         let whole = world.attend(&Pool::single(), &[(0, 0, 700), (1, 0, 45)]);
         for chunk in [1, 7, 64, 100] {
             for pool in [Pool::single(), spawning_pool(2), spawning_pool(64)] {

@@ -11,14 +11,22 @@ pub const ROWS: usize = 6;
 /// Blocks of a tile.
 pub const BLOCKS: usize = TILE / BLOCK;
 
-/// The blocks of one tile that are looked at: where their keys begin, and how many tokens of the tile exist for these rows.
+/// Where a tile's keys and values begin, block by block.
+#[derive(Clone, Copy)]
+pub struct Addresses {
+    pub keys: [*const u16; BLOCKS],
+    pub values: [*const u16; BLOCKS],
+}
+
+/// The blocks of one tile that are looked at, and how many tokens of the tile exist for these rows.
 #[derive(Clone, Copy)]
 pub struct Blocks {
-    pub keys: [*const u16; BLOCKS],
+    pub here: Addresses,
     /// The blocks of the next tile, fetched at the same pace. PERF: blocks lie apart, too short for the hardware to see a stream.
-    pub next: [*const u16; BLOCKS],
+    pub next: Addresses,
     pub num_tokens: usize,
     pub head_dim: usize,
+    pub value_dim: usize,
 }
 
 macro_rules! for_vectors {
@@ -72,10 +80,10 @@ unsafe fn score_blocks<const R: usize, const B: usize>(queries: &[*const u16], b
         unsafe {
             let mut keys = [_mm512_setzero_si512(); B];
             for block in 0..B {
-                keys[block] = load_pairs(blocks.keys[block].add(pair * BLOCK * 2));
+                keys[block] = load_pairs(blocks.here.keys[block].add(pair * BLOCK * 2));
             }
             for block in 0..BLOCKS {
-                prefetch(blocks.next[block].wrapping_add(pair * BLOCK * 2));
+                prefetch(blocks.next.keys[block].wrapping_add(pair * BLOCK * 2));
             }
             for row in 0..R {
                 let both = simd::broadcast_pair(queries[row].add(pair * 2));
@@ -93,7 +101,7 @@ unsafe fn score_blocks<const R: usize, const B: usize>(queries: &[*const u16], b
     }
 }
 
-/// One row on the way to its result: its sums [head_dim], what they are multiplied by first, and the tile's weights.
+/// One row on the way to its result: its sums [value_dim], what they are multiplied by first, and the tile's weights.
 #[derive(Clone, Copy)]
 pub struct Weighted {
     pub sums: *mut f32,
@@ -110,7 +118,7 @@ impl Default for Weighted {
 /// sums = sums · factor + weights · values, for up to 6 rows.
 ///
 /// # Safety
-/// Each row's addresses must have `head_dim` floats and TILE / 2 pairs, and the CPU be `supported()`.
+/// Each row's addresses must have `value_dim` floats and TILE / 2 pairs, and the CPU be `supported()`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub unsafe fn weigh(rows: &[Weighted], blocks: &Blocks) {
     // SAFETY: passed on.
@@ -120,7 +128,7 @@ pub unsafe fn weigh(rows: &[Weighted], blocks: &Blocks) {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn weigh_rows<const R: usize>(rows: &[Weighted], blocks: &Blocks) {
     let rows: [Weighted; R] = std::array::from_fn(|row| rows[row]);
-    let vectors = blocks.head_dim / LANES;
+    let vectors = blocks.value_dim / LANES;
     for first in (0..vectors).step_by(4) {
         // SAFETY: passed on.
         unsafe { for_vectors!((vectors - first).min(4), weigh_dims::<R>(&rows, blocks, first * LANES)) }
@@ -140,13 +148,13 @@ unsafe fn weigh_dims<const R: usize, const V: usize>(rows: &[Weighted; R], block
             }
         }
         for block in 0..blocks.num_tokens.div_ceil(BLOCK) {
-            let values = blocks.keys[block].add(BLOCK * blocks.head_dim + first_dim * 2);
-            let next_values = blocks.next[block].wrapping_add(BLOCK * blocks.head_dim + first_dim * 2);
+            let values = blocks.here.values[block].add(first_dim * 2);
+            let next_values = blocks.next.values[block].wrapping_add(first_dim * 2);
             let num_tokens = BLOCK.min(blocks.num_tokens - block * BLOCK);
             for pair in 0..num_tokens / 2 {
                 let mut pairs = [_mm512_setzero_si512(); V];
                 for vector in 0..V {
-                    let offset = (pair * blocks.head_dim + vector * LANES) * 2;
+                    let offset = (pair * blocks.value_dim + vector * LANES) * 2;
                     pairs[vector] = load_pairs(values.add(offset));
                     prefetch(next_values.wrapping_add(offset));
                 }
@@ -159,7 +167,7 @@ unsafe fn weigh_dims<const R: usize, const V: usize>(rows: &[Weighted; R], block
             }
             if num_tokens % 2 == 1 {
                 let pair = num_tokens / 2;
-                let base = values.add(pair * blocks.head_dim * 2);
+                let base = values.add(pair * blocks.value_dim * 2);
                 for row in 0..R {
                     let weights = _mm512_set1_epi32(*rows[row].weights.add(block * BLOCK / 2 + pair) as i32);
                     for vector in 0..V {

@@ -1,9 +1,10 @@
 //! One unit of work: its rows' softmax state over their segments, then the result.
 
-use super::cache::{BLOCK, Layout};
+use super::cache::{BLOCK, Layout, reorder_values};
 use super::plan::Unit;
+use super::shape::Part;
 use super::softmax::{State, TileRows, state_floats};
-use super::tile::{self, BLOCKS, Blocks, ROWS, Weighted};
+use super::tile::{self, Addresses, BLOCKS, Blocks, ROWS, Weighted};
 use super::{Attention, Batch, Operands, SEGMENT, TILE};
 use crate::pool::Target;
 use std::cell::RefCell;
@@ -11,7 +12,17 @@ use std::cell::RefCell;
 thread_local! {
     /// Softmax states of the unit at hand: of all segments so far, and of the current one.
     static STATES: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// The values of the tile at hand, where they are in the keys: [block][token pair][dim][2].
+    static VALUES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
+
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+#[expect(dead_code, reason = "read and written as a row of numbers")]
+struct Line([u16; LINE]);
+
+/// Numbers of a cache line.
+const LINE: usize = 32;
 
 /// What all units of a call share.
 #[derive(Clone, Copy)]
@@ -31,17 +42,17 @@ pub unsafe fn run<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, following: &U
     // SAFETY: passed on.
     unsafe {
         if let Some(offset) = unit.partial {
-            rows.attend_segment(unit.first_segment, State::new(partials.at(offset), rows.count, layout.head_dim));
+            rows.attend_segment(unit.first_segment, State::new(partials.at(offset), rows.count, layout.value_dim));
             return;
         }
         STATES.with_borrow_mut(|memory| {
-            let size = state_floats(rows.count, layout.head_dim);
+            let size = state_floats(rows.count, layout.value_dim);
             if memory.len() < 2 * size {
                 memory.resize(2 * size, 0.0);
             }
             let (first, second) = memory.split_at_mut(size);
-            let total = State::new(first.as_mut_ptr(), rows.count, layout.head_dim);
-            let segment_state = State::new(second.as_mut_ptr(), rows.count, layout.head_dim);
+            let total = State::new(first.as_mut_ptr(), rows.count, layout.value_dim);
+            let segment_state = State::new(second.as_mut_ptr(), rows.count, layout.value_dim);
             rows.attend_segment(unit.first_segment, total);
             for segment in unit.first_segment + 1..unit.end_segment {
                 rows.attend_segment(segment, segment_state);
@@ -60,13 +71,13 @@ pub unsafe fn merge_partials<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, pa
     let Some(offset) = unit.partial else { return };
     let layout = &call.attention.layout;
     let rows = Rows::<PLAIN> { call, unit, following: unit, count: unit.num_tokens * layout.group() };
-    let size = state_floats(rows.count, layout.head_dim);
-    let total = State::new(partials.at(offset), rows.count, layout.head_dim);
+    let size = state_floats(rows.count, layout.value_dim);
+    let total = State::new(partials.at(offset), rows.count, layout.value_dim);
     // SAFETY: passed on.
     unsafe {
         for segment in unit.segments(&call.attention.sight).skip(1) {
             let place = offset + (segment - unit.first_segment) * size;
-            let state = State::new(partials.at(place), rows.count, layout.head_dim);
+            let state = State::new(partials.at(place), rows.count, layout.value_dim);
             total.merge(state, rows.first_that_reaches(segment));
         }
         rows.finish(total);
@@ -92,18 +103,26 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         &self.call.attention.layout
     }
 
+    fn position(&self, row: usize) -> usize {
+        self.unit.first_position + row / self.layout().group()
+    }
+
     /// The first position that a row sees.
     fn first(&self, row: usize) -> usize {
-        if PLAIN { 0 } else { self.call.attention.sight.first(self.context(row) - 1) }
+        if PLAIN { 0 } else { self.call.attention.sight.first(self.position(row), self.unit.source_len) }
     }
 
-    /// The end of what a row sees: right behind its own position.
-    fn context(&self, row: usize) -> usize {
-        self.unit.first_position + row / self.layout().group() + 1
+    /// The end of what a row sees.
+    fn end(&self, row: usize) -> usize {
+        let position = self.position(row);
+        if PLAIN { position + 1 } else { self.call.attention.sight.end(position, self.unit.source_len) }
     }
 
-    /// The first row whose context reaches into a segment.
+    /// The first row that sees something of a segment, which some row does.
     fn first_that_reaches(&self, segment: usize) -> usize {
+        if !PLAIN && self.call.attention.sight.part == Part::Source {
+            return 0;
+        }
         (segment * SEGMENT).saturating_sub(self.unit.first_position) * self.layout().group()
     }
 
@@ -112,34 +131,29 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         self.unit.kv_head * group + row % group
     }
 
-    /// Offset of a row's head inside its token.
-    fn head_offset(&self, row: usize) -> usize {
-        self.head(row) * self.layout().head_dim
-    }
-
     fn query(&self, row: usize) -> *const u16 {
         let token = self.unit.first_token + row / self.layout().group();
-        self.call.operands.queries.at(token * self.call.operands.stride + self.head_offset(row))
+        self.call.operands.queries.at(token * self.call.operands.stride + self.head(row) * self.layout().head_dim)
     }
 
     unsafe fn finish(&self, state: State) {
         let Operands { output, sinks, .. } = self.call.operands;
-        let token_size = self.layout().num_heads * self.layout().head_dim;
+        let Layout { num_heads, value_dim, .. } = *self.layout();
         for row in 0..self.count {
             let token = self.unit.first_token + row / self.layout().group();
             // SAFETY: the caller of `run` vouches for sinks and output.
             unsafe {
                 let sink = sinks.map(|sinks| f32::from_bits(u32::from(*sinks.at(self.head(row))) << 16));
-                state.finish(row, sink, output.at(token * token_size + self.head_offset(row)));
+                state.finish(row, sink, output.at((token * num_heads + self.head(row)) * value_dim));
             }
         }
     }
 
     /// The state over one segment, from nothing. Rows that see nothing of it are left with nothing.
     unsafe fn attend_segment(&self, segment: usize, state: State) {
-        let last_context = self.context(self.count - 1);
         let begin = first_tile(segment, self.first(0));
-        let end = last_context.min((segment + 1) * SEGMENT);
+        let end = self.end(self.count - 1).min((segment + 1) * SEGMENT);
+        let layout = self.layout();
         // SAFETY: the caller of `run` vouches for all addresses; blocks from what the first row sees up to the last context exist.
         unsafe {
             state.clear();
@@ -147,26 +161,31 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
             let mut next = self.block_addresses(self.unit, begin);
             for start in (begin..end).step_by(TILE) {
                 let keys = next;
+                let values = self.value_addresses(&keys, start, end);
                 next = if start + TILE < end {
                     self.block_addresses(self.unit, start + TILE)
                 } else if segment + 1 < self.unit.end_segment {
                     self.block_addresses(self.unit, end)
                 } else {
-                    let Unit { first_position, first_segment, .. } = *self.following;
-                    let first = if PLAIN { 0 } else { self.call.attention.sight.first(first_position) };
-                    self.block_addresses(self.following, first_tile(first_segment, first))
+                    let first = if PLAIN { 0 } else { self.following.sees(&self.call.attention.sight).start };
+                    self.block_addresses(self.following, first_tile(self.following.first_segment, first))
                 };
+                // PERF: what was reordered is near already.
+                let next_values = if layout.values_in_keys { values } else { self.behind(&next) };
                 for first in (0..self.count).step_by(ROWS) {
                     let count = ROWS.min(self.count - first);
-                    let (seen, context) = (self.first(first), self.context(first + count - 1));
-                    if context > start && seen < start + TILE {
+                    let (seen, end) = (self.first(first), self.end(first + count - 1));
+                    if end > start && seen < start + TILE {
                         (tile_rows.first, tile_rows.count) = (first, count);
                         let passed = seen.saturating_sub(start) / BLOCK;
+                        let left =
+                            |all: &[_; BLOCKS]| std::array::from_fn(|index| all[(index + passed).min(BLOCKS - 1)]);
                         let blocks = Blocks {
-                            keys: std::array::from_fn(|index| keys[(index + passed).min(BLOCKS - 1)]),
-                            next,
-                            num_tokens: TILE.min(context - start) - passed * BLOCK,
-                            head_dim: self.layout().head_dim,
+                            here: Addresses { keys: left(&keys), values: left(&values) },
+                            next: Addresses { keys: next, values: next_values },
+                            num_tokens: TILE.min(end - start) - passed * BLOCK,
+                            head_dim: layout.head_dim,
+                            value_dim: layout.value_dim,
                         };
                         self.attend_tile(start, passed, &mut tile_rows, &blocks, state);
                     }
@@ -175,10 +194,37 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         }
     }
 
-    /// Where the keys of a tile's blocks begin; past the context the last block is repeated and never looked at, no more than
-    /// blocks before what rows see.
+    /// Where the values of a tile's blocks begin, whose keys are there: behind them, or where they are put in order first.
+    unsafe fn value_addresses(&self, keys: &[*const u16; BLOCKS], start: usize, end: usize) -> [*const u16; BLOCKS] {
+        let Layout { value_dim, values_in_keys, .. } = *self.layout();
+        if !values_in_keys {
+            return self.behind(keys);
+        }
+        let size = BLOCK * value_dim;
+        let room = VALUES.with_borrow_mut(|memory| {
+            if memory.len() < BLOCKS * size / LINE {
+                memory.resize(BLOCKS * size / LINE, Line([0; LINE]));
+            }
+            memory.as_mut_ptr().cast::<u16>()
+        });
+        let seen = self.first(0).saturating_sub(start) / BLOCK..(end - start).div_ceil(BLOCK).min(BLOCKS);
+        for block in seen {
+            // SAFETY: the memory is this thread's, and stays where it is until the next tile; blocks that are seen were written.
+            unsafe { reorder_values(keys[block], value_dim, room.add(block * size)) };
+        }
+        std::array::from_fn(|block| room.wrapping_add(block * size).cast_const())
+    }
+
+    /// Where the values of blocks begin that stand behind their keys.
+    fn behind(&self, keys: &[*const u16; BLOCKS]) -> [*const u16; BLOCKS] {
+        keys.map(|keys| keys.wrapping_add(self.layout().block_keys()))
+    }
+
+    /// Where the keys of a tile's blocks begin; past what rows see the last block is repeated and never looked at, no more than
+    /// blocks before it.
     unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const u16; BLOCKS] {
-        let last_block = (unit.first_position + unit.num_tokens - 1) / BLOCK;
+        let end = if PLAIN { unit.first_position + unit.num_tokens } else { unit.sees(&self.call.attention.sight).end };
+        let last_block = end.saturating_sub(1) / BLOCK;
         std::array::from_fn(|index| {
             let column = (start / BLOCK + index).min(last_block);
             // SAFETY: the caller of `run` vouches for block tables that cover the context.
@@ -196,7 +242,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         for index in 0..rows.count {
             queries[index] = self.query(rows.first + index);
             rows.first_visible[index] = self.first(rows.first + index).saturating_sub(start);
-            rows.end_visible[index] = self.context(rows.first + index).saturating_sub(start).min(TILE);
+            rows.end_visible[index] = self.end(rows.first + index).saturating_sub(start).min(TILE);
         }
         let mut scale = attention.layout.scale * std::f32::consts::LOG2_E;
         // SAFETY: the caller of `run` vouches for queries and cache; tiles have room for ROWS rows.
@@ -204,7 +250,9 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
             tile::score(&queries[..rows.count], blocks, rows.scores.as_mut_ptr().cast::<f32>().add(passed * BLOCK));
             if !PLAIN && !attention.has_plain_scores() {
                 for index in 0..rows.count {
-                    attention.to_scores(&mut rows.scores[index], self.head(rows.first + index), start);
+                    let row = rows.first + index;
+                    let (head, position, bias) = (self.head(row), self.position(row), self.call.operands.bias);
+                    attention.to_scores(&mut rows.scores[index], head, start, position, bias);
                 }
                 scale = std::f32::consts::LOG2_E;
             }

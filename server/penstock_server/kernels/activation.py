@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-Activation = Callable[[Tensor], Tensor]
+from penstock_server.kernels.ops import Elementwise
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -24,7 +23,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def xielu(alpha_p: Tensor, alpha_n: Tensor) -> Activation:
+def xielu(alpha_p: Tensor, alpha_n: Tensor) -> Elementwise:
     """A square above zero, an exponential below, of learned sizes [1] each (https://arxiv.org/abs/2411.13010)."""
     beta, almost_zero = 0.5, torch.tensor(-1e-6, dtype=alpha_p.dtype, device=alpha_p.device)
     above, below = F.softplus(alpha_p), beta + F.softplus(alpha_n)
@@ -39,7 +38,7 @@ def xielu(alpha_p: Tensor, alpha_n: Tensor) -> Activation:
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, Elementwise] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock_kernels import Kernels
     from torch import Tensor
 
-    from penstock_server.kernels.ops import Lookup, Weight
+    from penstock_server.kernels.ops import Elementwise, Lookup, Weight
 
 
 def available() -> bool:
@@ -101,6 +101,29 @@ class NativeLinear:
         self.packed.add_to(x.data_ptr(), stride, rows, residual.data_ptr())
 
 
+class NativeElementwise:
+    """A function of one bf16 number as the table of its results: torch's own functions compute the ends of their vector
+    loops differently, so that a result would depend on where the number stands in a batch."""
+
+    __slots__ = ("_look_up", "_table")
+
+    def __init__(self, kernels: Kernels, function: Elementwise) -> None:
+        import torch
+
+        patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+        self._table = function(patterns.view(1, -1).view(torch.bfloat16)).contiguous()
+        assert (self._table.dtype, self._table.shape) == (torch.bfloat16, (1, 1 << 16))
+        self._look_up = kernels.look_up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, dim = x.shape
+        stride, step = x.stride()
+        assert (x.dtype, step) == (self._table.dtype, 1)
+        y = x.new_empty((rows, dim))
+        self._look_up(self._table.data_ptr(), (x.data_ptr(), stride, rows), y.data_ptr(), dim)
+        return y
+
+
 class NativeOps:
     """Implements `Ops`, and three fused operators that torch has no match for."""
 
@@ -146,6 +169,9 @@ class NativeOps:
             head_dim,
             rows,
         )
+
+    def elementwise(self, function: Elementwise) -> Elementwise:
+        return NativeElementwise(self._kernels, function)
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         assert gate_up.is_contiguous()

@@ -57,6 +57,9 @@ def whole(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.whole()
 
 
+Elementwise = Callable[[Tensor], Tensor]
+"""[rows, features] → the same; each number by itself, in x's dtype."""
+
 Lookup = Callable[[Tensor], Tensor]
 """Row numbers [rows] int64 → those rows of a table [rows, features]."""
 
@@ -88,6 +91,11 @@ class Ops(Protocol):
         """Rotary embedding in place, halves convention (GPT-NeoX style). queries [rows, heads, head_dim] and keys
         [rows, kv_heads, head_dim] may be strided views of one fused qkv tensor (last dim contiguous); cos, sin
         [max positions, rotary_dim / 2] float32."""
+        ...
+
+    def elementwise(self, function: Elementwise) -> Elementwise:
+        """The function, which sees each number of [rows, features] alone, in the fastest form there is for it. Features
+        are contiguous; rows may lie apart."""
         ...
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:

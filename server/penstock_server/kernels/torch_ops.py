@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.kernels.ops import Lookup, PackedLinear, Weight, whole
+from penstock_server.kernels.ops import Elementwise, Lookup, PackedLinear, Weight, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,9 @@ class TorchOps:
             turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
             x[..., :half] = turned_first.to(x.dtype)
             x[..., half : 2 * half] = turned_second.to(x.dtype)
+
+    def elementwise(self, function: Elementwise) -> Elementwise:
+        return function
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         return silu_multiply(gate_up)

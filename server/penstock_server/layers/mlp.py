@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from penstock_server.kernels.activation import ACTIVATIONS, Activation, xielu
-from penstock_server.kernels.ops import Ops, PackedLinear
+from penstock_server.kernels.activation import ACTIVATIONS, xielu
+from penstock_server.kernels.ops import Elementwise, Ops, PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.linear import Layout, LinearOut, out_parameters, read_fused, rows_parameters
 from penstock_server.layers.shard import Shard
@@ -48,7 +48,7 @@ class ActivatedLinear:
     """What stands before the projection down, where no operator does it in one."""
 
     linear: PackedLinear  # gate and up, or up
-    activation: Activation
+    activation: Elementwise
     gated: bool
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -97,4 +97,4 @@ def load_inner(spec: MlpSpec, prefix: str, loader: Loader, ops: Ops) -> PackedLi
         activation = xielu(*(loader.read(f"{prefix}.{name}") for name in XIELU_NAMES))
     else:
         activation = ACTIVATIONS[spec.activation]
-    return ActivatedLinear(ops.pack_linear(weight, bias), activation, spec.gated)
+    return ActivatedLinear(ops.pack_linear(weight, bias), ops.elementwise(activation), spec.gated)

@@ -47,7 +47,7 @@ class NativeStack:
         """None where the layers must go one by one: not all is native, or ranks meet inside a layer."""
         linears = [linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         is_native = all(isinstance(linear, NativeLinear) for linear in linears)
-        if group.size > 1 or not is_native or not isinstance(attention, NativeAttention):
+        if group.size > 1 or not is_native or not isinstance(attention, NativeAttention) or attention.is_filled_up:
             logger.info("layers: one by one")
             return None
         logger.info("layers: one native call")

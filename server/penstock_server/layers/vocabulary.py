@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.ops import Lookup, PackedLinear
+from penstock_server.kernels.ops import Elementwise, Lookup, Ops, PackedLinear
 from penstock_server.parallel import RankGroup
 
 
@@ -34,7 +34,7 @@ class VocabularyHead:
     widths: tuple[int, ...]  # each rank's part of the vocabulary
     group: RankGroup
     multiplier: float = 1.0
-    soft_cap: float | None = None
+    soft_cap: Elementwise | None = None
     logits_bias: Tensor | None = None  # [this rank's part of the vocabulary]
 
     def __call__(self, x: Tensor) -> Tensor | None:
@@ -46,5 +46,10 @@ class VocabularyHead:
         if logits is not None and self.multiplier != 1.0:
             logits *= self.multiplier
         if logits is not None and self.soft_cap is not None:
-            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+            logits = self.soft_cap(logits)
         return logits
+
+
+def soft_cap(ops: Ops, cap: float) -> Elementwise:
+    """Logits become cap * tanh(logits / cap) (Gemma 2)."""
+    return ops.elementwise(lambda logits: torch.tanh(logits / cap) * cap)

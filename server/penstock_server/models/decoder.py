@@ -16,7 +16,7 @@ from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.native_stack import NativeStack
 from penstock_server.layers.norm import Norm
 from penstock_server.layers.rope import fit_tables
-from penstock_server.layers.vocabulary import VocabularyHead
+from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
 from penstock_server.models.encoder import Encoder, split
 from penstock_server.models.layer import Layer, Stream
 from penstock_server.models.spec import ModelSpec
@@ -48,8 +48,8 @@ class Decoder:
             head = ops.pack_linear(weight, loader.read_if_there("head.bias"))
             lookup = partial(embedding, weight=loader.read("embedding.weight"))
         bias = loader.read("head.logits_bias")[0] if spec.head.logits_bias else None
-        multiplier, cap = spec.head.multiplier, spec.head.soft_cap
-        self.head = VocabularyHead(head, shard.vocab.widths(), shard.group, multiplier, cap, bias)
+        cap = None if spec.head.soft_cap is None else soft_cap(ops, spec.head.soft_cap)
+        self.head = VocabularyHead(head, shard.vocab.widths(), shard.group, spec.head.multiplier, cap, bias)
         self.embedding = Embedding.load(spec.embedding, lookup, context)
         self.layers: list[Layer] = []
         for index, layer in enumerate(spec.layers):

@@ -1,14 +1,16 @@
 """In bfloat16 on native kernels a token's logits are the same bits, however its prompt is cut, whatever is beside it,
-and whatever stands in blocks before its window, for models whose attention is more than causal."""
+and whatever stands in blocks before its window: for every architecture, and over several tiles and segments of the
+kernels for each kind of attention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import Case
+from cases import CASES, VOCAB, Case
 from model_driver import DrivenSequence, ModelDriver
 from penstock_server.kernels import native_ops
 from penstock_server.models import load_model
@@ -21,8 +23,9 @@ pytestmark = pytest.mark.skipif(not native_ops.available(), reason="needs native
 
 BLOCK_TOKENS = 16
 LENGTH = 330  # two of the segments that the kernels give a softmax of its own
+SHORT_LENGTH = 90  # two of their tiles
 SIZES: dict[str, Any] = {
-    "vocab_size": 131,
+    "vocab_size": VOCAB,
     "hidden_size": 128,
     "intermediate_size": 192,
     "num_hidden_layers": 3,
@@ -30,7 +33,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
-CASES = {
+LONG_CASES = {
     "mistral": Case("MistralConfig", {"sliding_window": 100}, GROUPED),
     "gemma2": Case("Gemma2Config", {"head_dim": 16, "sliding_window": 100, "query_pre_attn_scalar": 24}, GROUPED),
     "gpt-oss": Case(
@@ -42,15 +45,23 @@ CASES = {
         "FalconConfig", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}, SIZES
     ),
     "bloom": Case("BloomConfig", {"n_layer": 3, "n_head": 8}, SIZES),
+    # Neither a head nor what is activated is a multiple of what vectors hold.
+    "gpt2": Case(
+        "GPT2Config",
+        {"n_embd": 100, "n_layer": 3, "n_head": 5, "n_inner": 1000, "n_positions": 512, "vocab_size": VOCAB},
+        {},
+    ),
+    "deepseek-v3": Case("DeepseekV3Config", {**CASES["deepseek-v3"].values, "max_position_embeddings": 512}),
+    "t5": Case("T5Config", {**CASES["t5"].values, "d_ff": 1000, "feed_forward_proj": "gated-gelu"}, CASES["t5"].sizes),
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalModel:
-    folder = tmp_path_factory.mktemp(request.param)
-    save_model(make_model(request.param, CASES[request.param]), folder)
-    options = LoadOptions(folder, torch.bfloat16, torch.device("cpu"), BLOCK_TOKENS)
-    return load_model(options, RankGroup())
+def load(name: str, case: Case, folder: Path) -> CausalModel:
+    reference = make_model(name, case)
+    save_model(reference, folder)
+    if case.published is not None:
+        folder = case.published.save(reference, folder / "published")
+    return load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), BLOCK_TOKENS), RankGroup())
 
 
 @pytest.fixture(autouse=True)
@@ -69,27 +80,52 @@ def give_back(driver: ModelDriver, sequence: DrivenSequence) -> None:
         cache[sequence.blocks[:num_passed]] = float("nan")
 
 
-def logits_of(model: CausalModel, text: list[int], chunks: list[int], beside: list[list[int]]) -> torch.Tensor:
-    """[tokens, vocab]: of all tokens of a text, given in such chunks, while others start and go on."""
+def logits_of(
+    model: CausalModel, text: list[int], num_source: int, chunks: list[int], beside: list[list[int]]
+) -> torch.Tensor:
+    """[tokens behind the source, vocab], of a text that is given in such chunks, while others start and go on."""
     driver = ModelDriver(model, BLOCK_TOKENS)
-    sequence, others = driver.sequence(text), [driver.sequence(other) for other in beside]
+    sequence = driver.sequence(text, num_source)
+    others = [driver.sequence(other, min(num_source, 3)) for other in beside]
     found = []
     for count in chunks:
         advances = [(other, 3) for other in others if other.num_computed + 3 <= len(other.token_ids)]
-        num_before = sum(count for _, count in advances)
+        num_before = sum(3 for other, _ in advances if other.num_computed >= other.num_source)
         logits = driver.step([*advances, (sequence, count)], every_row=True)
-        assert logits is not None
-        found.append(logits[num_before:])
+        if sequence.num_computed > num_source:
+            assert logits is not None
+            found.append(logits[num_before:])
         for each in (sequence, *others):
             give_back(driver, each)
     return torch.cat(found)
 
 
-def test_logits_are_the_same_bits_however_a_prompt_is_cut_and_beside_anything(model: CausalModel) -> None:
+def assert_same_bits(model: CausalModel, length: int, num_source: int, cuts: list[list[int]]) -> None:
+    """cuts: in what chunks a text goes behind its source, which is never cut."""
     assert model.attention_name == "native"
-    text, *beside = prompts(7, [LENGTH, 140, 90], 131)
-    whole = logits_of(model, text, [LENGTH], [])
+    text, *beside = prompts(7, [length, 2 * length // 5, length // 4], VOCAB)
+    whole = logits_of(model, text, num_source, [length], [])
     assert whole.isfinite().all()
-    for chunks in ([170, 160], [33] * 10, [1] * 30 + [230] + [1] * 70):
-        for others in ([], beside):
-            assert torch.equal(logits_of(model, text, chunks, others), whole), chunks
+    for cut in cuts:
+        first, *rest = cut
+        for chunks in (cut,) if not num_source else ([num_source + first, *rest], [num_source, *cut]):
+            for others in ([], beside):
+                found = logits_of(model, text, num_source, chunks, others)
+                assert torch.equal(found, whole), (chunks, bool(others), int((found != whole).any(-1).sum()))
+
+
+@pytest.mark.parametrize("name", LONG_CASES)
+def test_logits_are_the_same_bits_however_a_prompt_is_cut_and_beside_anything(name: str, tmp_path: Path) -> None:
+    model = load(name, LONG_CASES[name], tmp_path)
+    num_source = 150 if model.max_source_tokens else 0
+    behind = LENGTH - num_source
+    cuts = [[behind - 160, 160], [30] * (behind // 30), [1] * 30 + [behind - 100] + [1] * 70]
+    assert_same_bits(model, LENGTH, num_source, cuts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_architecture_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    model = load(name, CASES[name], tmp_path)
+    num_source = 20 if model.max_source_tokens else 0
+    behind = SHORT_LENGTH - num_source
+    assert_same_bits(model, SHORT_LENGTH, num_source, [[40, behind - 40], [1] * 5 + [behind - 15] + [1] * 10])

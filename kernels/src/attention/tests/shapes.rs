@@ -19,20 +19,36 @@ pub fn score(attention: &Attention, product: f32, head: usize, position: usize) 
 const LENGTH: usize = 560;
 
 fn window(tokens: usize) -> Sight {
-    Sight { window: Some(tokens), chunk: None }
+    Sight { window: Some(tokens), ..Sight::default() }
 }
 
 fn chunk(tokens: usize) -> Sight {
-    Sight { window: None, chunk: Some(tokens) }
+    Sight { chunk: Some(tokens), ..Sight::default() }
+}
+
+fn part(part: Part) -> Sight {
+    Sight { part, ..Sight::default() }
+}
+
+impl World {
+    /// The first position of the longest sequence that may ask.
+    fn begin(&self) -> usize {
+        if self.attention.sight.part == Part::Answer { self.source_lens[2] as usize } else { 0 }
+    }
 }
 
 /// Every feature alone, some together.
 fn shapes(layout: Layout) -> Vec<(String, World)> {
     let sights = [1, 16, 65, 100, 300, 5000].map(window);
     let chunks = [16, 23, 256, 300].map(chunk);
-    let both = [Sight { window: Some(40), chunk: Some(90) }];
+    let more = [
+        Sight { chunk: Some(90), ..window(40) },
+        Sight { part: Part::Answer, ..window(40) },
+        part(Part::Source),
+        part(Part::Answer),
+    ];
     let mut shapes: Vec<_> =
-        [&sights[..], &chunks, &both].concat().into_iter().map(|sight| (sight, None, None, false)).collect();
+        [&sights[..], &chunks, &more].concat().into_iter().map(|sight| (sight, None, None, false)).collect();
     let alibi = |is_scaled, is_bfloat16| {
         let slopes = (0..layout.num_heads).map(|head| 0.9 / (1 << head) as f32).collect();
         Some(Alibi { slopes, is_scaled, is_bfloat16 })
@@ -45,9 +61,12 @@ fn shapes(layout: Layout) -> Vec<(String, World)> {
             shapes.push((sight, None, alibi(is_scaled, is_bfloat16), false));
         }
     }
-    let world = |(sight, soft_cap, alibi, has_sinks): (_, _, _, bool)| {
-        let name = format!("{layout:?} {sight:?} cap {soft_cap:?} {alibi:?} sinks {has_sinks}");
-        let attention = Attention::new(layout, sight, soft_cap, alibi).unwrap();
+    let mut shapes: Vec<_> =
+        shapes.into_iter().map(|(sight, cap, alibi, sinks)| (sight, cap, alibi, sinks, false)).collect();
+    shapes.extend([Part::Context, Part::Source, Part::Answer].map(|of| (part(of), None, None, false, true)));
+    let world = |(sight, soft_cap, alibi, has_sinks, has_bias): (_, _, _, bool, bool)| {
+        let name = format!("{layout:?} {sight:?} cap {soft_cap:?} {alibi:?} sinks {has_sinks} bias {has_bias}");
+        let attention = Attention { layout, sight, soft_cap, alibi, has_bias }.checked().unwrap();
         let mut world = World::of(attention, &[1, 70, LENGTH], true);
         let sinks = (0..layout.num_heads).map(|head| to_bf16(head as f32 * 2.0 - 1.0)).collect();
         world.sinks = has_sinks.then_some(sinks);
@@ -58,11 +77,15 @@ fn shapes(layout: Layout) -> Vec<(String, World)> {
 
 #[test]
 fn a_sight_is_an_interval() {
-    let firsts = |sight: Sight| (0..8).map(|position| sight.first(position)).collect::<Vec<_>>();
+    let firsts = |sight: Sight| (0..8).map(|position| sight.first(position, 2)).collect::<Vec<_>>();
+    let ends = |sight: Sight| (0..8).map(|position| sight.end(position, 2)).collect::<Vec<_>>();
     assert_eq!(firsts(Sight::default()), [0; 8]);
     assert_eq!(firsts(window(3)), [0, 0, 0, 1, 2, 3, 4, 5]);
     assert_eq!(firsts(chunk(3)), [0, 0, 0, 3, 3, 3, 6, 6]);
-    assert_eq!(firsts(Sight { window: Some(2), chunk: Some(3) }), [0, 0, 1, 3, 3, 4, 6, 6]);
+    assert_eq!(firsts(Sight { chunk: Some(3), ..window(2) }), [0, 0, 1, 3, 3, 4, 6, 6]);
+    assert_eq!(ends(Sight { chunk: Some(3), ..window(2) }), [1, 2, 3, 4, 5, 6, 7, 8]);
+    assert_eq!((firsts(part(Part::Source)), ends(part(Part::Source))), (vec![0; 8], vec![2; 8]));
+    assert_eq!(firsts(Sight { part: Part::Answer, ..window(3) })[2..], [2, 2, 2, 3, 4, 5]);
 }
 
 #[test]
@@ -70,9 +93,9 @@ fn every_shape_is_its_formula() {
     if !crate::supported() {
         return;
     }
-    let steps = [(0, 0, 1), (1, 33, 37), (2, LENGTH - 1, 1), (2, 490, 50), (2, 0, 20)];
     for layout in [layout(3, 1, 16), layout(4, 2, 80)] {
         for (name, world) in shapes(layout) {
+            let steps = [(0, 0, 1), (1, 35, 35), (2, LENGTH - 1, 1), (2, 490, 50), (2, world.begin(), 20)];
             for pool in [Pool::single(), spawning_pool(50)] {
                 world.assert_right(&world.attend(&pool, &steps), &steps, &name);
             }
@@ -88,21 +111,19 @@ fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
     for layout in [layout(3, 1, 16), layout(2, 2, 32)] {
         let row = layout.num_heads * layout.head_dim;
         for (name, world) in shapes(layout) {
-            let whole = world.attend(&Pool::single(), &[(2, 0, LENGTH)]);
+            let begin = world.begin();
+            let whole = world.attend(&Pool::single(), &[(2, begin, LENGTH - begin)]);
+            let whole = |first: usize, count: usize| &whole[(first - begin) * row..][..count * row];
             for (count, pool) in [(37, Pool::single()), (100, spawning_pool(3)), (100, spawning_pool(64))] {
-                for computed in (0..LENGTH).step_by(count) {
+                for computed in (begin..LENGTH).step_by(count) {
                     let count = count.min(LENGTH - computed);
                     let part = world.attend(&pool, &[(2, computed, count)]);
-                    assert_eq!(
-                        part,
-                        whole[computed * row..(computed + count) * row],
-                        "{name}: {count} from {computed}"
-                    );
+                    assert_eq!(part, whole(computed, count), "{name}: {count} from {computed}");
                 }
             }
-            for position in [0, 15, 16, 63, 64, 255, 256, LENGTH - 1] {
+            for position in [0, 15, 16, 63, 64, 255, 256, LENGTH - 1].into_iter().filter(|&place| place >= begin) {
                 let mixed = world.attend(&spawning_pool(8), &[(1, 60, 10), (2, position, 1)]);
-                assert_eq!(mixed[10 * row..], whole[position * row..(position + 1) * row], "{name}: at {position}");
+                assert_eq!(&mixed[10 * row..], whole(position, 1), "{name}: at {position}");
             }
         }
     }
@@ -125,13 +146,23 @@ fn a_sight_of_everything_changes_no_bit() {
 fn shapes_that_cannot_be_are_refused() {
     let good = layout(4, 2, 64);
     let slopes = Alibi { slopes: vec![1.0; 3], is_scaled: false, is_bfloat16: false };
+    let wide = Layout { value_dim: 80, values_in_keys: true, ..good };
     for (layout, sight, soft_cap, alibi, message) in [
         (layout(4, 3, 64), Sight::default(), None, None, "4 heads do not divide among 3 kv heads"),
-        (layout(4, 2, 20), Sight::default(), None, None, "head_dim is 20, must be a multiple of 16 up to 256"),
+        (layout(4, 2, 20), Sight::default(), None, None, "head_dim is 20, must be a multiple of 16 up to 1024"),
+        (
+            Layout { value_dim: 0, ..good },
+            Sight::default(),
+            None,
+            None,
+            "value_dim is 0, must be a multiple of 16 up to 1024",
+        ),
+        (wide, Sight::default(), None, None, "value_dim is 80, must be at most head_dim, 64, when values are in keys"),
         (good, window(0), None, None, "window or chunk is 0, must be at least 1"),
         (good, Sight::default(), Some(0.0), None, "soft_cap is 0, must be more than 0"),
         (good, Sight::default(), None, Some(slopes), "3 slopes for 4 heads"),
     ] {
-        assert_eq!(Attention::new(layout, sight, soft_cap, alibi).unwrap_err(), message);
+        let attention = Attention { layout, sight, soft_cap, alibi, has_bias: false };
+        assert_eq!(attention.checked().unwrap_err(), message);
     }
 }
