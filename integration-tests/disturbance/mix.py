@@ -182,10 +182,14 @@ class Repeated:
         return [Progress(now.num_answers, now.num_events.copy()) for now in self._progress]
 
     def have_gone_on(self, since: Sequence[Progress], num_events: int) -> bool:
-        """Whether each choice of each stream has had so many events more, or all that it has."""
+        """Whether each choice of each stream has had so many events more, or all that it has; or its answer is over."""
         for then, now, expected in zip(since, self._progress, self.expected, strict=True):
-            before = then.num_events if then.num_answers == now.num_answers else Counter()
-            if any(now.num_events[c] < min(before[c] + num_events, len(of_all)) for c, of_all in expected.items()):
+            if now.num_answers > then.num_answers:
+                continue
+            before, after = then.num_events, now.num_events
+            if any(
+                after[choice] < min(before[choice] + num_events, len(of_all)) for choice, of_all in expected.items()
+            ):
                 return False
         return True
 
