@@ -333,13 +333,17 @@ async fn a_grammar_is_compiled_by_whatever_workers_come_next() {
 }
 
 #[tokio::test]
-async fn a_grammar_that_kills_its_workers_is_tried_twice() {
-    let fleet = Fleet::new((0..4).map(|_| healthy()));
+async fn a_grammar_that_kills_its_workers_is_given_up_and_nobody_else() {
+    // The streams are there at all three losses, and tried alone after the second: the grammar must not be tried then.
+    let fleet = Fleet::new((0..5).map(|_| healthy()));
     let engine = fleet.engine(options()).await;
-    let stream = collect(engine.submit(request(&[1, 2], 400)));
+    let prompts: Vec<Vec<u32>> = (1..30).map(|first| (first..first + 5).collect()).collect();
+    let streams: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 200)))).collect();
     let compiled = compile(&engine, "deadly").await;
     assert!(matches!(compiled, Err(GrammarError::Worker(_))), "{compiled:?}");
-    assert_eq!(stream.await, (expected_tokens(&[1, 2], 400), FINISHED));
-    assert_eq!(fleet.num_started(), 3);
+    for (prompt, stream) in prompts.iter().zip(join_all(streams).await) {
+        assert_eq!(stream, (expected_tokens(prompt, 200), FINISHED));
+    }
+    assert_eq!(fleet.num_started(), 4);
     assert_eq!(compile(&engine, "fine").await, Ok(()));
 }

@@ -1,17 +1,20 @@
-//! Compiling grammars on whatever workers there are: while they are being restarted, it waits for the next ones.
+//! Compiling grammars on whatever workers there are: while they are being restarted, or sequences are tried alone, it waits for
+//! the next ones. So a loss during a trial is never a grammar's doing.
 
 use tokio::sync::watch;
 
+use super::recovery::MAX_LOSSES;
 use super::{Grammar, GrammarError, SequenceFailure};
 use crate::worker::GrammarCompiler;
 
-/// How often a grammar is tried when the workers are lost meanwhile. It may be what they are lost by.
-const MAX_TRIES: usize = 2;
+/// How often a grammar is tried when the workers are lost meanwhile: as often as a sequence. It may be what they are lost by.
+const MAX_TRIES: u32 = MAX_LOSSES;
 
 /// Where grammars can be compiled now.
 #[derive(Clone, Debug)]
 pub(super) enum Compiler {
     Ready(GrammarCompiler),
+    /// Until the workers are back, and nobody is suspected any more.
     Restarting,
     /// For ever, for this reason.
     Gone(String),

@@ -19,7 +19,7 @@ use crate::worker::Group;
 
 /// Losses in a row with a sequence in the step, after which it is tried alone; and after which it is given up.
 const SUSPICIOUS_LOSSES: u32 = 2;
-const MAX_LOSSES: u32 = 3;
+pub(super) const MAX_LOSSES: u32 = 3;
 /// Before the first restart, and the longest wait between two; each is the fourfold of the one before.
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const MAX_BACKOFF: Duration = Duration::from_secs(5);
@@ -80,6 +80,7 @@ impl StepLoop {
         }
         self.state.send_replace(State::Restarting(reason.to_owned()));
         self.grammars.send_replace(Compiler::Restarting);
+        self.next_compiler = None;
         record::worker_failed(&self.in_flight);
         let num_replayed = self.scheduler.stats().num_running;
         self.blame();
@@ -121,6 +122,9 @@ impl StepLoop {
             self.suspects.pop();
             self.scheduler.isolate(None);
         }
+        if let Some(compiler) = self.next_compiler.take() {
+            self.grammars.send_replace(Compiler::Ready(compiler));
+        }
     }
 
     /// Takes commands until the future is done: who comes is queued, who leaves is forgotten.
@@ -141,7 +145,7 @@ impl StepLoop {
         let now = Instant::now();
         self.last_report_at = now;
         self.group_since = now;
-        self.grammars.send_replace(Compiler::Ready(group.grammars()));
+        self.next_compiler = Some(group.grammars());
         if let Some(outage) = &mut self.outage {
             (outage.backoff, outage.times, outage.resumed) = (backoff, times, now);
         }

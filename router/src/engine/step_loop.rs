@@ -21,7 +21,7 @@ use super::restart::RestartGroup;
 use super::watch::{Progress, hang};
 use super::{FinishReason, Health, Load, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::telemetry::metrics;
-use crate::worker::{Fault, Group, Output, OutputError, StepReport, Steps};
+use crate::worker::{Fault, GrammarCompiler, Group, Output, OutputError, StepReport, Steps};
 
 pub(super) enum Command {
     Submit { id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent> },
@@ -41,6 +41,8 @@ pub(super) struct StepLoop {
     /// Of the present workers, while there are any.
     health: watch::Sender<Health>,
     pub(super) grammars: watch::Sender<Compiler>,
+    /// That of restarted workers, while suspects are tried.
+    pub(super) next_compiler: Option<GrammarCompiler>,
     epoch: Instant,
     /// When the newest report arrived.
     pub(super) last_report_at: Instant,
@@ -88,6 +90,7 @@ impl StepLoop {
             num_failures: 0,
             outage: None,
             suspects: Vec::new(),
+            next_compiler: None,
         }
     }
 

@@ -31,8 +31,10 @@ def pytest_runtest_makereport(
     report = yield
     # A failure while the model is made counts as well.
     column, case = item.get_closest_marker("column"), getattr(item, "callspec", None)
-    if column is not None and case is not None and (report.when == "call" or report.failed):
-        item.config.stash[MEASURED].outcome(case.params["made"], column.args[0], report.passed)
+    is_outcome = report.failed or (report.when == "call" and not report.skipped)
+    if column is not None and case is not None and is_outcome:
+        name = case.params.get("made") or case.params["name"]
+        item.config.stash[MEASURED].outcome(name, column.args[0], report.passed)
     return report
 
 

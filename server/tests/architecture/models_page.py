@@ -9,7 +9,8 @@ from pathlib import Path
 
 from cases import CASES
 
-COLUMNS = ("float32", "bfloat16", "greedy", "2 ranks", "3 ranks", "4 ranks")
+SAME_BITS = "same bits"
+COLUMNS = ("float32", "bfloat16", "greedy", SAME_BITS, "2 ranks", "3 ranks", "4 ranks")
 HEAD = """# Models
 
 Every architecture that Penstock serves, by the `model_type` of a model's `config.json`, and how the last run of its
@@ -22,6 +23,8 @@ random weights are made, several where layouts differ by size, and compared with
 - **bfloat16**: logits within 2e-2 of their scale; the root mean square of the differences, divided by the logits'.
 - **greedy**: 64 tokens of three sequences, equal to those of `transformers`, with chunks of prompts, a shared prefix
   (answers to sources share none) and a preemption; the number of tokens compared.
+- **same bits**: in bfloat16 on native kernels every token's logits are the same, to the bit, however its prompt is cut
+  and whatever is beside it.
 - **2, 3, 4 ranks**: logits on so many ranks within 1e-4 of those on one (which the columns before are about), and the
   same tokens; the largest difference. KV heads are copied where there are fewer than ranks, heads are dealt out
   unevenly where ranks do not divide them, experts are dealt out whole, or cut where there are fewer than ranks; and the
@@ -54,6 +57,8 @@ class Row:
             return "not run"
         if not all(outcomes):
             return "✗"
+        if column == SAME_BITS:
+            return "✓"
         return f"✓ {self.tokens}" if column == "greedy" else f"✓ {self.worst[column]:.1e}"
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import CASES, VOCAB, Case
 from model_driver import DrivenSequence, ModelDriver
+from models_page import SAME_BITS
 from penstock_server.kernels import native_ops
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
@@ -123,6 +124,7 @@ def test_logits_are_the_same_bits_however_a_prompt_is_cut_and_beside_anything(na
     assert_same_bits(model, LENGTH, num_source, cuts)
 
 
+@pytest.mark.column(SAME_BITS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_architecture_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     model = load(name, CASES[name], tmp_path)
