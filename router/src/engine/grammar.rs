@@ -3,12 +3,8 @@
 
 use tokio::sync::watch;
 
-use super::recovery::MAX_LOSSES;
-use super::{Grammar, GrammarError, SequenceFailure};
+use super::{Grammar, GrammarError, MAX_LOSSES, SequenceFailure};
 use crate::worker::GrammarCompiler;
-
-/// How often a grammar is tried when the workers are lost meanwhile: as often as a sequence. It may be what they are lost by.
-const MAX_TRIES: u32 = MAX_LOSSES;
 
 /// Where grammars can be compiled now.
 #[derive(Clone, Debug)]
@@ -27,7 +23,7 @@ pub(super) async fn compile(mut compiler: watch::Receiver<Compiler>, grammar: Gr
         num_tries += 1;
         match ready.compile(&grammar).await {
             Ok(compiled) => return compiled.map_err(GrammarError::Invalid),
-            Err(error) if num_tries < MAX_TRIES && error.is_loss() => {
+            Err(error) if num_tries < MAX_LOSSES && error.is_loss() => {
                 // The engine finds the same, if it has not already; an error means that it has ended.
                 let _ = compiler.changed().await;
             }

@@ -28,6 +28,10 @@ pub use stream::SequenceStream;
 
 use futures::future::BoxFuture;
 
+/// Losses of the workers in a row after which what was there each time is given up: a sequence, or a grammar. It may be what
+/// they are lost by.
+const MAX_LOSSES: u32 = 3;
+
 /// What the text room needs of an engine; tests script their own.
 pub trait Generator: Send + Sync + 'static {
     /// Never blocks; whatever goes wrong arrives as the stream's terminal event.

@@ -13,13 +13,12 @@ use super::handle::State;
 use super::record;
 use super::restart::{RestartTimes, Restarted};
 use super::step_loop::{StepLoop, Stop};
-use super::{SequenceEvent, SequenceFailure};
+use super::{MAX_LOSSES, SequenceEvent, SequenceFailure};
 use crate::telemetry::metrics::{self, RestartPhase};
 use crate::worker::Group;
 
-/// Losses in a row with a sequence in the step, after which it is tried alone; and after which it is given up.
+/// Losses in a row with a sequence in the step, after which it is tried alone.
 const SUSPICIOUS_LOSSES: u32 = 2;
-pub(super) const MAX_LOSSES: u32 = 3;
 /// Before the first restart, and the longest wait between two; each is the fourfold of the one before.
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const MAX_BACKOFF: Duration = Duration::from_secs(5);
