@@ -131,6 +131,7 @@ class NativeOps:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._kernels = make_kernels(num_threads)
+        self._elementwise: dict[Elementwise, NativeElementwise] = {}
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
         return NativeLinear(self._kernels, weight, bias, gated=False)
@@ -171,7 +172,10 @@ class NativeOps:
         )
 
     def elementwise(self, function: Elementwise) -> Elementwise:
-        return NativeElementwise(self._kernels, function)
+        # PERF: layers share a table: it stays in the cores' caches from one to the next.
+        if function not in self._elementwise:
+            self._elementwise[function] = NativeElementwise(self._kernels, function)
+        return self._elementwise[function]
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         assert gate_up.is_contiguous()
