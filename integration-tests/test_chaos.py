@@ -20,6 +20,8 @@ from disturbance.mix import Answer, Repeated, Request, answer_of, answers, conne
 from disturbance.probe import footprint, health, metrics, wait_for_rest, wait_until
 from disturbance.soak import soak
 
+pytestmark = pytest.mark.slow
+
 SEED = "chaos"
 NUM_PERMITS = 64
 MIX = requests(12)
@@ -85,7 +87,6 @@ def test_slow_readers_hold_up_nobody(small: Server, expected: list[Answer]) -> N
     assert answers(small, MIX) == expected
 
 
-@pytest.mark.slow
 def test_who_does_not_read_loses_his_connection(small: Server) -> None:
     with slow.slow_readers(small, 2) as (_, reads_nothing):
         wait_until(lambda: metrics(small).get("penstock_clients_given_up", 0.0) >= 1, "one is given up")
@@ -95,7 +96,6 @@ def test_who_does_not_read_loses_his_connection(small: Server) -> None:
     wait_for_rest(small)
 
 
-@pytest.mark.slow
 def test_half_open_connections_hold_up_nobody(small: Server, expected: list[Answer]) -> None:
     before = footprint(small)
     with slow.half_open(small, 20) as clients:
@@ -104,7 +104,6 @@ def test_half_open_connections_hold_up_nobody(small: Server, expected: list[Answ
     wait_until(lambda: footprint(small).router_files <= before.router_files, "their file descriptors are closed")
 
 
-@pytest.mark.slow
 def test_a_machine_that_vanishes_is_noticed() -> None:
     endless = Request("/generate_stream", {"inputs": "A:", "parameters": {"max_new_tokens": 8000, "ignore_eos": True}})
     try:
@@ -127,7 +126,6 @@ def test_a_machine_that_vanishes_is_noticed() -> None:
         pytest.skip(f"no other machine can be made: {error}")
 
 
-@pytest.mark.slow
 def test_nothing_grows_with_work(small: Server, expected: list[Answer]) -> None:
     soak(small, MIX, expected, 1.0, f"{SEED}/before", 1)
     before = footprint(small)
