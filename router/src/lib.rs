@@ -6,6 +6,7 @@ mod api;
 pub mod config;
 pub mod engine;
 mod http;
+pub mod sequence;
 mod serve;
 pub mod telemetry;
 pub mod text;

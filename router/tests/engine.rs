@@ -11,10 +11,8 @@ use fake_worker::fleet::Fleet;
 use fake_worker::setting::{limits, request};
 use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
-use penstock_router::engine::{
-    Engine, EngineOptions, FinishReason, Generator, Health, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
-    SequenceStream,
-};
+use penstock_router::engine::{Engine, EngineOptions, Generator, Health, SequenceStream};
+use penstock_router::sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest};
 use penstock_router::worker::{Group, LoadOptions, PROTOCOL_VERSION, Phase, WarmUpOptions, WorkerError};
 use penstock_scheduler::Limits;
 use tokio::sync::watch;

@@ -9,7 +9,7 @@ mod model;
 mod server;
 
 use http_body_util::BodyExt;
-use penstock_router::engine::{SequenceEvent, SequenceFailure};
+use penstock_router::sequence::{SequenceEvent, SequenceFailure};
 use serde_json::json;
 
 use crate::model::{IM_END, word};

@@ -11,10 +11,8 @@ use fake_worker::setting::{limits, request};
 use fake_worker::{Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::join_all;
-use penstock_router::engine::{
-    Engine, EngineOptions, FinishReason, Generator, Grammar, GrammarError, Health, SequenceEvent, SequenceFailure,
-    SequenceRequest, SequenceStream,
-};
+use penstock_router::engine::{Engine, EngineOptions, Generator, Health, SequenceStream};
+use penstock_router::sequence::{FinishReason, Grammar, GrammarError, SequenceEvent, SequenceFailure, SequenceRequest};
 use penstock_scheduler::Limits;
 use tokio::sync::watch;
 

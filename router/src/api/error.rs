@@ -7,7 +7,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::parameter::ValidationError;
-use crate::engine::{GrammarError, SequenceFailure};
+use crate::sequence::{GrammarError, SequenceFailure};
 use crate::telemetry::metrics::{Failure, RefusalReason};
 use crate::text::{EncodeError, GenerationError, TemplateError};
 

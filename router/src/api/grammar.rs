@@ -10,7 +10,7 @@ use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::closed_schema;
-use crate::engine::Grammar;
+use crate::sequence::Grammar;
 
 const KINDS: &str = "`text`, `json`, `json_object`, `json_schema`, `regex`, `choice`, `lark`, `ebnf`";
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 pub(crate) use super::validation::ValidationError;
 use crate::config::RequestLimits;
-use crate::engine::{Grammar, LogprobSource, Sampling};
+use crate::sequence::{Grammar, LogprobSource, Sampling};
 
 pub(crate) const MAX_GENERATIONS: usize = 128;
 const MAX_STOP_TOKENS: usize = 128;

@@ -4,7 +4,7 @@ use tokio::sync::oneshot;
 
 use super::handle::State;
 use super::step_loop::{Command, StepLoop};
-use super::{SequenceEvent, SequenceFailure};
+use crate::sequence::{SequenceEvent, SequenceFailure};
 
 impl StepLoop {
     pub(super) fn fail_all(&mut self, failure: &SequenceFailure) {

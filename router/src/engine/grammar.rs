@@ -3,7 +3,8 @@
 
 use tokio::sync::watch;
 
-use super::{Grammar, GrammarError, MAX_LOSSES, SequenceFailure};
+use super::MAX_LOSSES;
+use crate::sequence::{Grammar, GrammarError, SequenceFailure};
 use crate::worker::GrammarCompiler;
 
 /// Where grammars can be compiled now.

@@ -11,10 +11,8 @@ use tokio::sync::{oneshot, watch};
 
 use super::grammar::{self, Compiler};
 use super::step_loop::{Command, StepLoop};
-use super::{
-    Generator, Grammar, GrammarError, Health, Load, RestartGroup, SequenceEvent, SequenceFailure, SequenceRequest,
-    SequenceStream,
-};
+use super::{Generator, Health, Load, RestartGroup, SequenceStream};
+use crate::sequence::{Grammar, GrammarError, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::worker::Group;
 
 /// The running engine. Clones share it; it ends with `shut_down`, or when the last clone and stream are dropped.

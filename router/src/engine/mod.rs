@@ -12,7 +12,6 @@ mod open_sequence;
 mod record;
 mod recovery;
 mod restart;
-mod sequence;
 mod step_loop;
 mod stream;
 mod watch;
@@ -20,13 +19,11 @@ mod watch;
 pub use handle::{Engine, EngineOptions};
 pub use health::Health;
 pub use restart::{RestartError, RestartGroup, RestartTimes, Restarted};
-pub use sequence::{
-    FinishReason, Grammar, GrammarError, LogprobSource, Sampling, SequenceEvent, SequenceFailure, SequenceRequest,
-    Token, TopToken,
-};
 pub use stream::SequenceStream;
 
 use futures::future::BoxFuture;
+
+use crate::sequence::{Grammar, GrammarError, SequenceRequest};
 
 /// Losses of the workers in a row after which what was there each time is given up: a sequence, or a grammar. It may be what
 /// they are lost by.

@@ -2,7 +2,7 @@
 
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::{Sampling, SequenceEvent, Token};
+use crate::sequence::{Sampling, SequenceEvent, Token};
 
 pub(super) struct OpenSequence {
     pub sampling: Sampling,

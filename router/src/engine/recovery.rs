@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::MAX_LOSSES;
 use super::grammar::Compiler;
 use super::handle::State;
 use super::record;
 use super::restart::{RestartTimes, Restarted};
 use super::step_loop::{StepLoop, Stop};
-use super::{MAX_LOSSES, SequenceEvent, SequenceFailure};
+use crate::sequence::{SequenceEvent, SequenceFailure};
 use crate::telemetry::metrics::{self, RestartPhase};
 use crate::worker::Group;
 

@@ -19,7 +19,8 @@ use super::record::{StepInFlight, StepRecord};
 use super::recovery::Outage;
 use super::restart::RestartGroup;
 use super::watch::{Progress, hang};
-use super::{FinishReason, Health, Load, SequenceEvent, SequenceFailure, SequenceRequest};
+use super::{Health, Load};
+use crate::sequence::{FinishReason, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::telemetry::metrics;
 use crate::worker::{Fault, GrammarCompiler, Group, Output, OutputError, StepReport, Steps};
 
@@ -278,16 +279,12 @@ impl StepLoop {
         Ok(())
     }
 
-    fn advance(&mut self, id: SequenceId, output: &Output, num_tokens: usize, end: Option<scheduler::FinishReason>) {
+    fn advance(&mut self, id: SequenceId, output: &Output, num_tokens: usize, end: Option<FinishReason>) {
         let Some(sequence) = self.open.get_mut(&id) else { return };
         sequence.hand_on_prompt(&output.prompt_tokens);
         let tokens = output.tokens.as_deref().unwrap_or_default();
         sequence.hand_on(&tokens[..num_tokens]);
         if let Some(reason) = end {
-            let reason = match reason {
-                scheduler::FinishReason::Length => FinishReason::Length,
-                scheduler::FinishReason::StopToken => FinishReason::StopToken,
-            };
             self.finish(id, SequenceEvent::Finished(reason));
         }
     }

@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use futures::Stream;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::SequenceEvent;
+use crate::sequence::SequenceEvent;
 
 /// Events of one sequence, in order. Ends after the terminal event.
 pub struct SequenceStream {

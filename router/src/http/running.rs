@@ -9,7 +9,7 @@ use super::admission::Claim;
 use super::service::Service;
 use crate::api::error::ApiError;
 use crate::api::parameter::{Checked, ValidationError};
-use crate::engine::Sampling;
+use crate::sequence::Sampling;
 use crate::telemetry::{RequestSummary, metrics};
 use crate::text::{
     Finish, Generation, GenerationError, GenerationOptions, PromptToken, Step, StopText, TextModel, TextToken,

@@ -10,9 +10,8 @@ use tokio_util::sync::CancellationToken;
 use super::TextModel;
 use super::detokenize::{Detokenizer, Piece};
 use super::stop::{Outcome, StopMatcher};
-use crate::engine::{
-    FinishReason, Generator, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, SequenceStream, Token, TopToken,
-};
+use crate::engine::{Generator, SequenceStream};
+use crate::sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, Token, TopToken};
 
 /// What happens to the stop string that ended a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use penstock_scheduler::{Advance, Plan, SequenceId, Start};
 
 use super::step::{Fault, Output, OutputError, StepReport};
 use super::{WorkerError, WorkerTiming};
-use crate::engine::{Grammar, LogprobSource, Sampling, Token, TopToken};
+use crate::sequence::{Grammar, LogprobSource, Sampling, Token, TopToken};
 
 pub(super) fn plan<'a>(plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling) -> proto::Plan {
     proto::Plan {

@@ -7,7 +7,7 @@ use tokio::sync::Semaphore;
 
 use super::rank::Rank;
 use super::{WorkerError, convert};
-use crate::engine::Grammar;
+use crate::sequence::Grammar;
 
 /// The worker bounds a compilation itself, well below this.
 const PATIENCE: Duration = Duration::from_secs(30);

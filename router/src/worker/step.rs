@@ -13,7 +13,7 @@ use penstock_scheduler::{Plan, SequenceId};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::{WorkerError, convert};
-use crate::engine::{Sampling, Token};
+use crate::sequence::{Sampling, Token};
 
 type Results = BoxStream<'static, Result<proto::StepResult, WorkerError>>;
 

@@ -1,6 +1,6 @@
 //! What the tests of the engine ask of it, unless they care.
 
-use penstock_router::engine::{Sampling, SequenceRequest};
+use penstock_router::sequence::{Sampling, SequenceRequest};
 use penstock_scheduler::Limits;
 
 pub fn limits() -> Limits {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use axum::http::StatusCode;
 use http_body_util::BodyExt;
 use penstock_router::Config;
-use penstock_router::engine::SequenceEvent;
+use penstock_router::sequence::SequenceEvent;
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;

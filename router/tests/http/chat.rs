@@ -1,7 +1,9 @@
 //! `/v1/chat/completions`.
 
 use axum::http::StatusCode;
-use penstock_router::engine::{FinishReason, Grammar, LogprobSource, SequenceEvent, SequenceFailure, Token, TopToken};
+use penstock_router::sequence::{
+    FinishReason, Grammar, LogprobSource, SequenceEvent, SequenceFailure, Token, TopToken,
+};
 use serde_json::{Value, json};
 
 use crate::fold::{SEED, seed_index};

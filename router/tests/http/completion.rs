@@ -1,7 +1,7 @@
 //! `/v1/completions`.
 
 use axum::http::StatusCode;
-use penstock_router::engine::{FinishReason, LogprobSource, SequenceEvent, Token, TopToken};
+use penstock_router::sequence::{FinishReason, LogprobSource, SequenceEvent, Token, TopToken};
 use serde_json::{Value, json};
 
 use crate::fold::{SEED, completion_fold, seed_index, with};

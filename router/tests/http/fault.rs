@@ -1,7 +1,7 @@
 //! Whose fault it is that a generation broke off, and what each route says of it.
 
 use axum::http::StatusCode;
-use penstock_router::engine::{SequenceEvent, SequenceFailure};
+use penstock_router::sequence::{SequenceEvent, SequenceFailure};
 use serde_json::{Value, json};
 
 use crate::model::word;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use penstock_router::engine::SequenceRequest;
+use penstock_router::sequence::SequenceRequest;
 use serde_json::{Value, json};
 
 use crate::server::Answer;

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::{Arc, Mutex};
 
 use axum::http::StatusCode;
-use penstock_router::engine::{SequenceEvent, Token, TopToken};
+use penstock_router::sequence::{SequenceEvent, Token, TopToken};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;

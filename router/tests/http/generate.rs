@@ -1,7 +1,7 @@
 //! `/generate` and `/`: answers, headers, sampling defaults, stop strings, lengths.
 
 use axum::http::StatusCode;
-use penstock_router::engine::Sampling;
+use penstock_router::sequence::Sampling;
 use serde_json::json;
 
 use crate::model::{IM_END, bytes, word};

@@ -12,9 +12,8 @@ use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits, VertexRoutes};
-use penstock_router::engine::{
-    FinishReason, Generator, Grammar, GrammarError, Health, Load, SequenceEvent, SequenceRequest, SequenceStream, Token,
-};
+use penstock_router::engine::{Generator, Health, Load, SequenceStream};
+use penstock_router::sequence::{FinishReason, Grammar, GrammarError, SequenceEvent, SequenceRequest, Token};
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
 use penstock_router::{Config, ServeError, Services, serve};

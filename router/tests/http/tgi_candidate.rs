@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::http::StatusCode;
 use penstock_router::Config;
-use penstock_router::engine::{FinishReason, SequenceEvent, SequenceFailure, Token, TopToken};
+use penstock_router::sequence::{FinishReason, SequenceEvent, SequenceFailure, Token, TopToken};
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;

@@ -1,7 +1,7 @@
 //! `/invocations`, `/vertex` and `/chat_tokenize`.
 
 use axum::http::StatusCode;
-use penstock_router::engine::{SequenceEvent, SequenceFailure};
+use penstock_router::sequence::{SequenceEvent, SequenceFailure};
 use serde_json::{Value, json};
 
 use crate::model::{IM_END, bytes, word};

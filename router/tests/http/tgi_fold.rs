@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use penstock_router::engine::{FinishReason, SequenceEvent, Token, TopToken};
+use penstock_router::sequence::{FinishReason, SequenceEvent, Token, TopToken};
 use serde_json::{Value, json};
 
 use crate::model::IM_END;

@@ -102,7 +102,7 @@ async fn every_field_that_may_be_left_out_may_be_null() {
         assert_eq!(answer.status, StatusCode::OK, "{path}: {}", answer.body);
     }
     let sampling = server.last_request().sampling;
-    let expected = penstock_router::engine::Sampling { stop_token_ids: [IM_END].into(), ..Default::default() };
+    let expected = penstock_router::sequence::Sampling { stop_token_ids: [IM_END].into(), ..Default::default() };
     assert_eq!(sampling, expected);
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use axum::http::StatusCode;
-use penstock_router::engine::Grammar;
+use penstock_router::sequence::Grammar;
 use serde_json::{Value, json};
 
 use crate::fold::{chat_fold, chunks, with};

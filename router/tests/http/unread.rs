@@ -7,7 +7,7 @@ use axum::http::{Request, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use penstock_router::engine::SequenceEvent;
+use penstock_router::sequence::SequenceEvent;
 
 use crate::model::{IM_END, word};
 use crate::server::{Sequences, Server, whole, within};

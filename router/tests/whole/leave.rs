@@ -3,7 +3,8 @@
 //! A witness generates beside it, so that there are steps; no step is answered before the test lets it.
 
 use penstock_proto as proto;
-use penstock_router::engine::{Generator, SequenceRequest, SequenceStream};
+use penstock_router::engine::{Generator, SequenceStream};
+use penstock_router::sequence::SequenceRequest;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 

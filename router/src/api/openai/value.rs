@@ -8,7 +8,7 @@ use crate::api::extension::ExtensionFields;
 use crate::api::field_path::named;
 use crate::api::grammar::GrammarField;
 use crate::api::parameter::{Parameters, ValidationError};
-use crate::engine::{Grammar, LogprobSource};
+use crate::sequence::{Grammar, LogprobSource};
 
 /// `"stop"` or `["stop", …]`.
 #[derive(Debug, Deserialize, ToSchema)]

@@ -7,7 +7,7 @@ use super::format::{Shape, ToolFormat, marks};
 use super::item::{Item, is_plain};
 use super::reasoning::{ReasoningFormat, Thinking};
 use super::tool::{Tool, ToolChoice, ToolError};
-use crate::engine::Grammar;
+use crate::sequence::Grammar;
 
 /// Between any two items of a call; bounded, for a model may prefer whitespace to an end.
 const TERMINALS: &str = "TEXT: /(?s:.*)/\nWS: /[ \\n]{0,2}/\nSPACE: /[ \\n]{1,2}/\n";

@@ -8,7 +8,7 @@ use super::parser::AnswerParser;
 use super::prompt::tool_prompt;
 use super::reasoning::{ReasoningFormat, Thinking};
 use super::tool::{Tool, ToolChoice, ToolError};
-use crate::engine::Grammar;
+use crate::sequence::Grammar;
 
 #[derive(Debug)]
 pub(crate) struct AnswerStyle {

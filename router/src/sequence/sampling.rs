@@ -1,22 +1,6 @@
-//! What a request asks of the engine, and what it gets back. Token ids only.
+//! How a sequence's tokens are chosen.
 
 use std::sync::Arc;
-
-/// One sequence to generate, already validated against the limits.
-#[derive(Clone, Debug)]
-pub struct SequenceRequest {
-    /// Not empty.
-    pub prompt_token_ids: Vec<u32>,
-    /// So many of them, at their beginning, are an encoder's; 0: the model is a decoder alone.
-    pub num_source_tokens: u32,
-    /// At least 1.
-    pub max_new_tokens: u32,
-    pub sampling: Sampling,
-    /// Who is served first among those that wait: the higher; 0 is everybody's.
-    pub priority: i32,
-    /// Sequences of one group have the same prompt and share its computation, also where nobody else shares.
-    pub group: Option<u64>,
-}
 
 /// How tokens are chosen; same meaning and neutral values as `Sampling` in proto/worker.proto.
 #[derive(Clone, Debug, PartialEq)]
@@ -87,72 +71,19 @@ impl Default for Sampling {
 pub enum Grammar {
     /// The schema as JSON text.
     JsonSchema(String),
+    /// A regular expression.
     Regex(String),
     /// Lark as llguidance reads it: `%json {…}`, `<special_token>` and the rest.
     Lark(String),
 }
 
-#[derive(Clone, Debug, PartialEq)]
-pub enum SequenceEvent {
-    /// The sequence left the queue: it is in a step for the first time.
-    Started {
-        /// How much of the prompt was there already.
-        num_cached_tokens: usize,
-    },
-    /// The next tokens of the prompt after its first, when their logprobs were asked for; all come before any `Token`.
-    PromptTokens(Vec<Token>),
-    Token(Token),
-    /// Terminal.
-    Finished(FinishReason),
-    /// Terminal.
-    Failed(SequenceFailure),
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub struct Token {
-    pub id: u32,
-    /// Natural logarithm.
-    pub logprob: f32,
-    /// The most probable instead of it, best first.
-    pub top: Vec<TopToken>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TopToken {
-    pub id: u32,
-    pub logprob: f32,
-}
-
 /// Why a grammar cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GrammarError {
-    /// The client's fault.
+    /// The grammar is at fault; the message is for the client.
     #[error("{0}")]
     Invalid(String),
-    /// The workers are gone, or do not answer.
+    /// The workers stopped, or do not answer.
     #[error("the model workers stopped: {0}")]
     Worker(String),
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    Length,
-    /// One of `stop_token_ids`.
-    StopToken,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SequenceFailure {
-    /// The worker could not go on with this sequence.
-    #[error("{0}")]
-    Sequence(String),
-    /// Nothing could have gone on with it: it is the request's own doing.
-    #[error("{0}")]
-    Request(String),
-    /// The workers are gone.
-    #[error("the model workers stopped: {0}")]
-    Worker(String),
-    /// The server is shutting down and the grace period is over.
-    #[error("the server is shutting down")]
-    ShuttingDown,
 }

@@ -1,0 +1,81 @@
+//! The vocabulary of one generation: what a request asks the engine for, and the events that it gets back. Token ids only.
+//!
+//! The engine, the worker client and everything above them use these types; this module uses none of them.
+
+mod sampling;
+
+pub use penstock_scheduler::FinishReason;
+
+pub use sampling::{Grammar, GrammarError, LogprobSource, Sampling};
+
+/// One sequence to generate, already checked against the server's limits.
+#[derive(Clone, Debug)]
+pub struct SequenceRequest {
+    /// Prompt token ids; not empty.
+    pub prompt_token_ids: Vec<u32>,
+    /// The first `num_source_tokens` prompt tokens are the encoder's input; 0 for a decoder-only model.
+    pub num_source_tokens: u32,
+    /// Most tokens to generate; at least 1.
+    pub max_new_tokens: u32,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Queued sequences with a higher priority start first; the default is 0.
+    pub priority: i32,
+    /// Sequences of one group have the same prompt and share its KV blocks, even without prefix caching.
+    pub group: Option<u64>,
+}
+
+/// What happens to a sequence. Every stream ends in exactly one `Finished` or `Failed`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SequenceEvent {
+    /// The sequence left the queue and is in a step for the first time.
+    Started {
+        /// Prompt tokens that were found in the prefix cache.
+        num_cached_tokens: usize,
+    },
+    /// The next prompt tokens, from the second one on, when their logprobs were asked for. All come before any `Token`.
+    PromptTokens(Vec<Token>),
+    /// The next generated token.
+    Token(Token),
+    /// Terminal: the sequence is complete.
+    Finished(FinishReason),
+    /// Terminal: the sequence cannot be completed.
+    Failed(SequenceFailure),
+}
+
+/// A token and its logprobs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Token {
+    /// Token id.
+    pub id: u32,
+    /// Natural logarithm of its probability.
+    pub logprob: f32,
+    /// The most probable tokens at this position, best first.
+    pub top: Vec<TopToken>,
+}
+
+/// An alternative to a token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TopToken {
+    /// Token id.
+    pub id: u32,
+    /// Natural logarithm of its probability.
+    pub logprob: f32,
+}
+
+/// Why a sequence failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SequenceFailure {
+    /// The worker could not continue this sequence.
+    #[error("{0}")]
+    Sequence(String),
+    /// The request itself makes it impossible to continue; the message is for the client.
+    #[error("{0}")]
+    Request(String),
+    /// The workers stopped and are not restarted any more.
+    #[error("the model workers stopped: {0}")]
+    Worker(String),
+    /// The server is shutting down and the grace period is over.
+    #[error("the server is shutting down")]
+    ShuttingDown,
+}
