@@ -57,6 +57,7 @@ lint: setup ## formatters in check mode, clippy, ruff, mypy, import rules
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	PYTHONPATH=server $(BIN)/lint-imports
+	$(BIN)/python bench/figures.py --check
 
 fmt: setup ## format both languages
 	cargo fmt --all
@@ -66,7 +67,8 @@ fmt: setup ## format both languages
 bench: setup ## compare with peers in one run; raw result and table under bench/runs/
 	$(BIN)/python bench/compare.py $(ARGS)
 
-docs: setup ## regenerate the reference pages under docs/ from the code
+docs: setup ## regenerate the reference pages and the figures from the code and the raw results
+	$(BIN)/python bench/figures.py
 	$(BIN)/penstock --reference flags > docs/flags.md
 	$(BIN)/penstock --reference metrics > docs/metrics.md
 	$(BIN)/python -m pytest server/tests/architecture -m "" --models-table docs/models.md

@@ -1,0 +1,246 @@
+"""The quoted figures of each benchmark: from a raw record to named values, one for each repeat."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from table import figures, floors
+
+Record = dict[str, Any]
+CRITERION_SAMPLES = 30  # of scheduler/benches/step.rs
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured quantity: a value for each repeat, or a count that one run adds up."""
+
+    name: str
+    target: str
+    values: Sequence[float]
+    unit: str = ""
+    decimals: int = 2
+    is_count: bool = False
+    num_samples: int = 0  # behind `values` when those are an interval and its median
+
+    @property
+    def num_repeats(self) -> int:
+        return self.num_samples or len(self.values)
+
+    def text(self, value: float) -> str:
+        return f"{value:,.{self.decimals}f}{self.unit}"
+
+    def row(self) -> list[str]:
+        if self.is_count:
+            return [self.name, self.target, self.text(sum(self.values)), "", "one run"]
+        low, high = min(self.values), max(self.values)
+        spread = f"{self.text(low)} to {self.text(high)}"
+        return [self.name, self.target, self.text(statistics.median(self.values)), spread, str(self.num_repeats)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest ranks."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = ordered[int(place)]
+    return low + (ordered[min(int(place) + 1, len(ordered) - 1)] - low) * (place - int(place))
+
+
+def compare(record: Record) -> Iterator[Figure]:
+    """Penstock and every peer: all columns of the comparison."""
+    floor = floors(record["limits"], record["model"], record["load"])
+    names = dict.fromkeys(name for repeat in record["repeats"] for name in repeat)
+    by_server = {
+        name: [figures(repeat[name]) for repeat in record["repeats"] if "loads" in repeat.get(name, {})]
+        for name in names
+    }
+    for column in floor:
+        is_time = column.startswith("ttft")
+        for name, repeats in by_server.items():
+            if is_time:
+                yield Figure(f"{name}: {column} tokens", "", [row[column] * 1e3 for row in repeats], " ms", 0)
+            else:
+                yield Figure(f"{name}: {column}", "", [row[column] for row in repeats], " tokens/s", 0)
+        ours = [row[column] for row in by_server["penstock"]]
+        shares = [floor[column] / value if is_time else value / floor[column] for value in ours]
+        yield Figure(f"penstock: {column}, share of the machine's limit", "", shares)
+
+
+def latency(record: Record) -> Iterator[Figure]:
+    for name in record["servers"]:
+        results = [repeat[name] for repeat in record["repeats"] if "error" not in repeat[name]]
+        for load in ("without", "with"):
+            p99 = [percentile(result[load]["gaps_us"], 0.99) / 1e3 for result in results]
+            yield Figure(f"{name}: p99 gap of 8 streams, {load} 4,000-token prompts", "", p99, " ms", 1)
+        ratios = [
+            percentile(result["with"]["gaps_us"], 0.99) / percentile(result["without"]["gaps_us"], 0.99)
+            for result in results
+        ]
+        yield Figure(f"{name}: p99 gap with those prompts, to without", "≤ 2", ratios)
+        prompts = [float(len(result["with"]["prompt_ttft_s"])) for result in results]
+        yield Figure(f"{name}: prompts that arrived meanwhile", "", prompts, "", 0)
+
+
+def overload(record: Record) -> Iterator[Figure]:
+    repeats = record["repeats"]
+    waits = {
+        status: [
+            [
+                (one["event_s"][0] if one["event_s"] else one["ended_s"]) - one["sent_s"]
+                for one in repeat["arrivals"]
+                if one["status"] == status
+            ]
+            for repeat in repeats
+        ]
+        for status in (200, 429)
+    }
+    factor = f"{record['factor']:g} × capacity"
+    yield Figure(f"throughput at {factor}, to the best", "≥ 0.95", [repeat["ratio"] for repeat in repeats], "", 3)
+    admitted = [percentile(values, 0.99) for values in waits[200]]
+    yield Figure(f"p99 TTFT of admitted requests at {factor}", "", admitted, " s")
+    refused = [percentile(values, 0.5) * 1e3 for values in waits[429]]
+    yield Figure(f"time to a 429 at {factor}", "", refused, " ms", 1)
+
+
+def multi_turn(record: Record) -> Iterator[Figure]:
+    for turn in zip(*record["turns"], strict=True):
+        ratios = [statistics.median(one["ttft_s"]["off"]) / statistics.median(one["ttft_s"]["on"]) for one in turn]
+        target = "≥ 5" if turn[0]["history_tokens"] == 2000 else ""
+        name = f"TTFT without / with the prefix cache, {turn[0]['history_tokens']:,} tokens of history"
+        yield Figure(name, target, ratios)
+    pairs = [100 * (pair["on"] / pair["off"] - 1) for pair in record["random"]]
+    yield Figure("throughput with the prefix cache where nothing is cached, to without", "≥ −1 %", pairs, " %", 1)
+
+
+def run_ahead(record: Record) -> Iterator[Figure]:
+    for streams, repeats in record["loads"].items():
+        for depth in repeats[0]:
+            idle = [repeat[depth]["idle_s"] * 1e6 for repeat in repeats]
+            yield Figure(f"worker idle time per decode step, {streams} streams, {depth} in flight", "", idle, " µs", 0)
+
+
+def death(record: Record) -> Iterator[Figure]:
+    for server in record["servers"]:
+        for standby in (True, False):
+            total = [kill["total_ms"] / 1e3 for kill in server["kills"] if kill["with_reserve"] is standby]
+            group = "with" if standby else "without"
+            name = f"worker death to next token, {server['ranks']} rank(s), {group} a standby group"
+            yield Figure(name, "≤ 3 s", total, " s")
+
+
+def chaos(record: Record) -> Iterator[Figure]:
+    for name, part in record["parts"].items():
+        if part["done"] and name.startswith(("kills", "cancels", "malformed")):
+            yield Figure(name, "", [part["done"]], "", 0, is_count=True)
+            yield Figure(f"{name}: answers that differ", "0", [len(part["differences"])], "", 0, is_count=True)
+            if "answers" in part:
+                yield Figure(f"{name}: answers compared", "", [part["answers"]], "", 0, is_count=True)
+    slow = record["parts"]["slow readers"]
+    if slow["done"]:
+        pairs = zip(slow["times_s"]["beside"], slow["times_s"]["without"], strict=True)
+        ratios = [beside / without for beside, without in pairs]
+        yield Figure("time of other clients alongside 16 that do not read, to without", "1", ratios, "", 3)
+
+
+def soak(record: Record) -> Iterator[Figure]:
+    part = record["parts"]["soak"]
+    yield Figure("soak", "≥ 30 min", [part["done"]], " min", 0, is_count=True)
+    yield Figure("soak: answers compared", "", [part["answers"]], "", 0, is_count=True)
+    yield Figure("soak: answers that differ", "0", [len(part["differences"])], "", 0, is_count=True)
+    for name, slope in part["slopes"].items():
+        if name.endswith("rss_bytes"):
+            error = slope["error_per_hour"] / 1e6
+            growth = f"soak: growth per hour of {name.replace('_', ' ')} (± {error:.2f} MB)"
+            yield Figure(growth, "flat", [slope["per_hour"] / 1e6], " MB", 2, is_count=True)
+
+
+def scheduler(record: Record) -> Iterator[Figure]:
+    for name, estimate in record["plan_and_apply_per_step"].items():
+        target = "≤ 50 µs" if name == "running/256" else ""
+        values = [estimate["median_95_us"][0], estimate["median_us"], estimate["median_95_us"][1]]
+        quantity = f"plan and apply one step, {name.replace('_', ' ')} (95 % interval)"
+        yield Figure(quantity, target, values, " µs", 1, num_samples=CRITERION_SAMPLES)
+
+
+def determinism(record: Record) -> Iterator[Figure]:
+    for num_rows, results in record["rows"].items():
+        ours = results["penstock"]["seconds"]
+        for name, result in results.items():
+            if name != "penstock":
+                ratios = [theirs / mine for theirs, mine in zip(result["seconds"], ours, strict=True)]
+                yield Figure(f"matrix products of a step, {num_rows} rows: {name} time / penstock time", "", ratios)
+            rows = f"{num_rows} rows: {name}, rows of {result['compared']} with other bits than alone"
+            yield Figure(rows, "0" if name == "penstock" else "", [result["changed"]], "", 0, is_count=True)
+
+
+def load(record: Record) -> Iterator[Figure]:
+    for model, result in record["models"].items():
+        for state, repeats in result["repeats"].items():
+            raw = [repeat["raw_read_s"] for repeat in repeats]
+            loads = [repeat["load"]["seconds"] for repeat in repeats]
+            ready = [repeat["server"]["ready_s"] for repeat in repeats]
+            peaks = [
+                (repeat["load"]["rss_bytes"]["peak"] - repeat["load"]["rss_bytes"]["before"])
+                / repeat["load"]["weight_bytes"]
+                for repeat in repeats
+            ]
+            where = f"{model}, {state} pages"
+            yield Figure(f"{where}: raw read of the files", "", raw, " s")
+            yield Figure(f"{where}: load the weights", "", loads, " s")
+            yield Figure(f"{where}: start to ready", "", ready, " s")
+            yield Figure(f"{where}: peak memory of loading, to the weights", "≤ 1.2", peaks)
+
+
+def router(record: Record) -> Iterator[Figure]:
+    for cells in zip(*record["costs"], strict=True):
+        where = f"{cells[0]['route']}, {cells[0]['streams']} streams"
+        per_token = [cell["cpu_us_per_token"] for cell in cells if cell["cpu_us_per_token"] is not None]
+        yield Figure(f"router CPU per token, {where}", "", per_token, " µs", 1)
+    for name, gaps in record["delay"].items():
+        p999 = [one["p999_us"] / 1e3 for one in gaps]
+        yield Figure(f"p99.9 gap of 64 streams, {name} long prompts, no model", "", p999, " ms", 1)
+
+
+def grammar(record: Record) -> Iterator[Figure]:
+    for mode in ("greedy, schema", "greedy, regex", "drawn, schema"):
+        ratios = [
+            statistics.median(
+                one["wall_s"] / other["wall_s"]
+                for one, other in zip(repeat[mode], repeat[mode.split(",")[0]], strict=True)
+            )
+            for repeat in record["repeats"]
+        ]
+        yield Figure(f"decode step of {record['streams']} streams, {mode}, to no grammar", "", ratios, "", 3)
+
+
+def simulation(record: Record) -> Iterator[Figure]:
+    for name in ("steps", "deaths", "preemptions"):
+        yield Figure(
+            f"simulation without a broken invariant: {name}", "", [record["counts"][name]], "", 0, is_count=True
+        )
+
+
+def step_overhead(record: Record) -> Iterator[Figure]:
+    for name, values in record["microseconds_per_step"].items():
+        yield Figure(f"step time outside the model, {name}", "", values, " µs", 0)
+
+
+BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
+    "compare": compare,
+    "latency": latency,
+    "overload": overload,
+    "multi-turn": multi_turn,
+    "run-ahead": run_ahead,
+    "step-overhead": step_overhead,
+    "scheduler": scheduler,
+    "router": router,
+    "grammar": grammar,
+    "determinism": determinism,
+    "load": load,
+    "death": death,
+    "chaos": chaos,
+    "soak": soak,
+    "simulation": simulation,
+}

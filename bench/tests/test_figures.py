@@ -1,0 +1,77 @@
+"""Which raw results may be quoted, and what a page must say to be current."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import figures
+import pytest
+from figure import BENCHMARKS, Figure
+
+MACHINE = {"cpu": "test", "num_cores": 2}
+REVISION = "0123456789ab"
+
+
+@pytest.fixture(autouse=True)
+def history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history of one commit."""
+    monkeypatch.setattr(figures, "in_history", lambda revision: revision == REVISION)
+
+
+def keep(runs: Path, name: str, **changes: Any) -> Path:
+    depths = {depth: {"idle_s": idle} for depth, idle in (("1", 2e-3), ("2", 1e-4))}
+    record = {"command": "python bench/run_ahead.py", "started": "2026-01-01T00:00:00", "revision": REVISION}
+    record |= {"machine": MACHINE, "loads": {"8": [depths, depths, depths]}} | changes
+    path = runs / name
+    path.write_text(json.dumps(record))
+    return path
+
+
+def test_the_newest_result_that_may_be_quoted_is_quoted(tmp_path: Path) -> None:
+    keep(tmp_path, "2026-01-01-amd-2c-run-ahead.json")
+    later = keep(tmp_path, "2026-01-02-amd-2c-run-ahead.json", started="2026-01-02T00:00:00")
+    dirty = keep(tmp_path, "2026-01-03-amd-2c-run-ahead.json", started="2026-01-03", revision=f"{REVISION}-dirty")
+    unknown = keep(tmp_path, "2026-01-04-amd-2c-run-ahead-2.json", started="2026-01-04", revision="ffffffffffff")
+    refused: dict[Path, str] = {}
+    quoted = figures.newest("run-ahead", refused, tmp_path)
+    assert quoted is not None
+    assert quoted.path == later
+    assert set(refused) == {dirty, unknown}
+
+
+def test_fewer_than_three_repeats_are_not_quoted(tmp_path: Path) -> None:
+    depths = {"1": {"idle_s": 1.0}}
+    path = keep(tmp_path, "2026-01-01-amd-2c-run-ahead.json", loads={"8": [depths, depths]})
+    refused: dict[Path, str] = {}
+    assert figures.newest("run-ahead", refused, tmp_path) is None
+    assert "2 repeats, at least 3" in refused[path]
+
+
+def test_a_figure_shows_median_range_and_repeats() -> None:
+    row = Figure("time", "≤ 2", [3.0, 1.0, 2.0, 10.0], " s", 1).row()
+    assert row == ["time", "≤ 2", "2.5 s", "1.0 s to 10.0 s", "4"]
+
+
+def test_a_page_is_current_until_a_figure_in_it_changes(tmp_path: Path) -> None:
+    keep(tmp_path, "2026-01-01-amd-2c-run-ahead.json")
+    results = {"run-ahead": figures.newest("run-ahead", {}, tmp_path), "latency": None}
+    page = figures.rendered("# Page\n<!-- figures: all -->\nold\n<!-- end of figures -->\nend\n", results)
+    assert "2,000 µs" in page
+    assert "Not measured yet" in page
+    assert "old" not in page
+    assert page.startswith("# Page\n")
+    assert page.endswith("\nend\n")
+    assert figures.rendered(page, results) == page
+    assert figures.rendered(page.replace("2,000 µs", "1,000 µs"), results) == page
+
+
+def test_a_block_without_a_result_is_an_error() -> None:
+    with pytest.raises(figures.FigureError, match="compare"):
+        figures.rendered("<!-- figures: compare -->\n<!-- end of figures -->", {"compare": None})
+
+
+def test_every_raw_result_of_the_tree_belongs_to_a_benchmark() -> None:
+    for path in figures.RUNS.glob("*.json"):
+        found = figures.FILE_NAME.fullmatch(path.name)
+        assert found, path.name
+        assert found["benchmark"] in {*BENCHMARKS, "kills"}, path.name
