@@ -120,10 +120,11 @@ def load_here(folder: str, is_checked: bool) -> dict[str, Any]:
     from penstock_server.models import load_model
     from penstock_server.models.interface import LoadOptions
     from penstock_server.parallel import RankGroup
-    from penstock_server.weights import gguf_file, safetensors_file
+    from penstock_server.weights import safetensors_file
+    from penstock_server.weights.gguf import checkpoint as gguf_checkpoint
 
     if not is_checked:
-        for module in (gguf_file, safetensors_file):
+        for module in (gguf_checkpoint, safetensors_file):
             module.check_finite = lambda *arguments: None  # type: ignore[assignment]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = torch.device("cpu")

@@ -10,7 +10,7 @@ import sys
 from penstock_server.engine.device import DTYPES
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.weights.folder import SUFFIXES
-from penstock_server.weights.gguf_config import BUILDERS
+from penstock_server.weights.gguf.config import BUILDERS
 from penstock_server.weights.safetensors_file import LOADABLE
 
 

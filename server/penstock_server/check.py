@@ -13,7 +13,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock_server.inspection.source import Source, find_source
+from penstock_server.inspection.files import ModelFiles
+from penstock_server.inspection.reference import find_model
 from penstock_server.inspection.text import TextFacts, look_at_text
 
 MEMORY_FRACTION = 0.9  # as --cuda-memory-fraction
@@ -23,46 +24,46 @@ MEMORY_FRACTION = 0.9  # as --cuda-memory-fraction
 class Report:
     """All that is known of one model; `layout` as in `inspection.layout.Layout`."""
 
-    source: Source
+    files: ModelFiles
     text: TextFacts
     layout: Any
 
     @property
     def num_parameters(self) -> int | None:
-        tensors = self.source.tensors
+        tensors = self.files.tensors
         return None if tensors is None else sum(math.prod(tensor.shape) for tensor in tensors.values())
 
     @property
     def stored_as(self) -> dict[str, int]:
         """How many tensors are of which type."""
-        return dict(Counter(tensor.dtype for tensor in (self.source.tensors or {}).values()).most_common())
+        return dict(Counter(tensor.dtype for tensor in (self.files.tensors or {}).values()).most_common())
 
 
 def check(model_id: str | None, revision: str | None, num_ranks: int, dtype: str, memory_fraction: float) -> Report:
     """Never raises for what is wrong with a model: that is in the report."""
-    source = find_source(model_id, revision)
+    files = find_model(model_id, revision)
     text, layout = TextFacts(), None
-    if source.folder is not None and any(source.folder.iterdir()):
-        text = look_at_text(source.folder, source.problems, source.notes)
+    if files.folder is not None and any(files.folder.iterdir()):
+        text = look_at_text(files.folder, files.problems, files.notes)
         # Torch takes seconds to import; what has no configuration needs none.
-        if (source.folder / "config.json").is_file():
+        if (files.folder / "config.json").is_file():
             from penstock_server.inspection.layout import lay_out
 
-            layout = lay_out(source, source.folder, num_ranks, dtype, memory_fraction)
+            layout = lay_out(files, files.folder, num_ranks, dtype, memory_fraction)
         else:
-            source.problems.append(f"{source.folder} holds no config.json, so it is not a model folder")
-    return Report(source, text, layout)
+            files.problems.append(f"{files.folder} holds no config.json, so it is not a model folder")
+    return Report(files, text, layout)
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    source = report.source
+    files = report.files
     return {
-        "model": source.name,
-        "origin": source.origin,
-        "servable": not source.problems,
-        "problems": source.problems,
-        "notes": source.notes,
-        "weights": {"kind": source.kind, "files": source.files, "bytes": sum(source.files.values())},
+        "model": files.name,
+        "origin": files.origin,
+        "servable": not files.problems,
+        "problems": files.problems,
+        "notes": files.notes,
+        "weights": {"kind": files.kind, "files": files.sizes, "bytes": sum(files.sizes.values())},
         "num_parameters": report.num_parameters,
         "stored_as": report.stored_as,
         "text": asdict(report.text),
@@ -71,8 +72,8 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
-    source, text, layout = report.source, report.text, report.layout
-    rows = [("model", source.name), ("origin", source.origin)]
+    files, text, layout = report.files, report.text, report.layout
+    rows = [("model", files.name), ("origin", files.origin)]
     if layout is not None:
         rows.append(("architecture", layout.architecture))
         of_source = f", {layout.max_source_tokens} of them the source's" if layout.max_source_tokens else ""
@@ -80,15 +81,15 @@ def as_text(report: Report) -> str:
     if report.num_parameters is not None:
         rows.append(("parameters", f"{report.num_parameters:,}"))
         rows.append(("stored as", ", ".join(f"{name} ({num} tensors)" for name, num in report.stored_as.items())))
-    if source.files:
-        total = sum(source.files.values())
-        rows.append(("weights", f"{len(source.files)} {source.kind} file(s), {_size(total)}"))
-        rows += [("", f"{name}  {_size(size)}") for name, size in list(source.files.items())[:8]]
-        if len(source.files) > 8:
-            rows.append(("", f"and {len(source.files) - 8} more"))
+    if files.sizes:
+        total = sum(files.sizes.values())
+        rows.append(("weights", f"{len(files.sizes)} {files.kind} file(s), {_size(total)}"))
+        rows += [("", f"{name}  {_size(size)}") for name, size in list(files.sizes.items())[:8]]
+        if len(files.sizes) > 8:
+            rows.append(("", f"and {len(files.sizes) - 8} more"))
     if text.tokenizer is not None:
         rows.append(("tokenizer", f"{text.tokenizer}, {text.num_tokens} tokens"))
-    if source.folder is not None:
+    if files.folder is not None:
         rows.append(("chat template", text.chat_template or "none"))
     if text.eos_token_ids:
         rows.append(("ends with", ", ".join(map(str, text.eos_token_ids))))
@@ -99,9 +100,9 @@ def as_text(report: Report) -> str:
             rows.append(("", f"weights {_size(rank.weight_bytes)}, KV cache {rank.kv_bytes_per_token} bytes a token"))
             rows.append(("", f"{rank.fitting_tokens} tokens fit now ({_size(rank.free_bytes)} are free)"))
         rows.append(("KV cache", f"at most {min(rank.fitting_tokens for rank in layout.ranks)} tokens"))
-    rows += [("note", note) for note in source.notes]
-    rows += [("problem", problem) for problem in source.problems]
-    rows.append(("verdict", "cannot be served" if source.problems else "can be served"))
+    rows += [("note", note) for note in files.notes]
+    rows += [("problem", problem) for problem in files.problems]
+    rows.append(("verdict", "cannot be served" if files.problems else "can be served"))
     return "\n".join(f"{name:<14} {value}".rstrip() for name, value in rows)
 
 
@@ -126,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--num-shard is {options.num_shard}, must be at least 1")
     report = check(options.model, options.revision, options.num_shard, options.dtype, options.cuda_memory_fraction)
     print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))
-    return 1 if report.source.problems else 0
+    return 1 if report.files.problems else 0
 
 
 if __name__ == "__main__":

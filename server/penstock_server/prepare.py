@@ -18,7 +18,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.tokenizer.folder import with_tokenizer
 from penstock_server.weights.conversion import converted_folder
 from penstock_server.weights.folder import find_weights
-from penstock_server.weights.gguf_folder import gguf_folder
+from penstock_server.weights.gguf.folder import gguf_folder
 from penstock_server.weights.override import with_weights
 
 EMBEDDED_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -50,7 +50,7 @@ def prepare(
     if weights is not None and (model_id is None or Path(model_id).expanduser().exists()):
         print("weights-cache-override is for models of the hub: not looked at", file=sys.stderr)
     if model_id is None:
-        folder = gguf_folder(embedded_gguf(), "SmolLM2-135M-Instruct")
+        folder = gguf_folder(embedded_gguf())
         return Prepared(EMBEDDED_MODEL_ID, str(folder), pipeline_tag="text-generation")
     if not model_id:
         raise ConfigError("the model id is empty; give a model folder, a .gguf file or a hub id")
@@ -62,7 +62,7 @@ def prepare(
             raise ConfigError(
                 f"{model_id} is a file but not a GGUF file; give a model folder, a .gguf file or a hub id"
             )
-        return Prepared(model_id, str(gguf_folder(path, path.stem)))
+        return Prepared(model_id, str(gguf_folder(path)))
     if looks_like_path(model_id):
         raise ConfigError(f"there is no file or folder {model_id}")
     from penstock_server.hub import download
@@ -95,7 +95,7 @@ def readable_folder(folder: Path, name: str) -> Path:
     files = find_weights(folder)
     has_config = (folder / "config.json").is_file()
     if files.kind == "gguf" and not has_config:
-        return gguf_folder(files.paths[0], files.paths[0].stem)
+        return gguf_folder(files.paths[0])
     if not has_config:
         raise ConfigError(f"{folder} holds no config.json, so it is not a model folder")
     return with_tokenizer(converted_folder(folder, files, name) if files.kind == "bin" else folder, name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
-from penstock_server.weights.source import Source, fused
+from penstock_server.weights.location import Location, fused
 from torch import Tensor, nn
 
 HIDDEN = 48
@@ -84,7 +84,7 @@ class Case:
     config: str
     differences: dict[str, Any]
     spec: MoeSpec
-    names: Mapping[str, str | Source]  # ours without prefix → the checkpoint's
+    names: Mapping[str, str | Location]  # ours without prefix → the checkpoint's
     save: dict[str, Any] = field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from penstock_server.weights.gguf_file import COUNTED_FROM_ZERO, INTERLEAVED
+from penstock_server.weights.gguf.checkpoint import COUNTED_FROM_ZERO, INTERLEAVED
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -83,7 +83,7 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path, capsys: Any) -> None:
         "generation_config.json is not valid JSON",
         "lacks 1 of 30 tensors: model.norm.weight",
         "holds 1 tensors that the model has no place for: stray",
-        "tensor lm_head.weight has shape [7, 48], but config.json makes it [131, 48]",
+        "tensor lm_head.weight has shape [7, 48] in the checkpoint, but config.json implies [131, 48]",
         "1 weights are of type F8_E4M3",
         "cannot be split over 7 ranks",
     ):

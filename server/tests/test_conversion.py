@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from penstock_server import model_cache as cache_module
 from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.prepare import prepare
-from penstock_server.weights import cache as cache_module
 from penstock_server.weights import conversion
 from safetensors import safe_open
 from safetensors.torch import load_file

@@ -103,7 +103,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         set_config(model_type="quux"),
         "model type 'quux' is neither supported \\(.*llama.*nor a causal language model",
     ),
-    "other width": (set_config(hidden_size=96), "has shape .* but config.json makes it"),
+    "other width": (set_config(hidden_size=96), "has shape .* but config.json implies"),
     "more layers": (set_config(num_hidden_layers=4), "the checkpoint lacks 9 of 39 tensors"),
     "fewer layers": (set_config(num_hidden_layers=2), "the checkpoint holds 9 tensors that the model has no place for"),
     "text for a number": (set_config(hidden_size="48"), "hidden_size must be of type int, not '48'"),

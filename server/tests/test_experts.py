@@ -19,8 +19,8 @@ from penstock_server.layers.experts.routing import WideLinear, choose_experts, w
 from penstock_server.layers.shard import Shard
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
+from penstock_server.weights.location import Location
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
-from penstock_server.weights.source import Source
 from rank_threads import run_ranks
 from torch import Tensor
 
@@ -33,9 +33,9 @@ class Names:
     case: Case
     ignored: tuple[str, ...] = (".*",)  # the rest of the model
 
-    def source(self, parameter: str) -> Source:
+    def locate(self, parameter: str) -> Location:
         found = self.case.names[parameter.removeprefix("mlp.")]
-        return Source(found) if isinstance(found, str) else found
+        return Location(found) if isinstance(found, str) else found
 
 
 @functools.lru_cache(maxsize=4)

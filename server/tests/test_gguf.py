@@ -15,12 +15,12 @@ from gguf_files import finish, logits_of, model_metadata, raw_writer, save_gguf,
 from gguf_tensors import gguf_tensors
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Part
-from penstock_server.weights.gguf_config import model_config
-from penstock_server.weights.gguf_file import GgufCheckpoint
-from penstock_server.weights.gguf_folder import gguf_folder
-from penstock_server.weights.gguf_header import read_header
-from penstock_server.weights.gguf_metadata import Metadata
-from penstock_server.weights.gguf_tokenizer import tokenizer_config, tokenizer_json
+from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
+from penstock_server.weights.gguf.config import model_config
+from penstock_server.weights.gguf.folder import gguf_folder
+from penstock_server.weights.gguf.header import read_header
+from penstock_server.weights.gguf.metadata import Metadata
+from penstock_server.weights.gguf.tokenizer import tokenizer_config, tokenizer_json
 from tiny_models import make_model, prompts, save_model
 from tokenizers import Tokenizer
 
@@ -43,7 +43,7 @@ def test_a_gguf_file_is_the_model_it_was_made_from(variant: str, architecture: s
     path = save_gguf(model, tmp_path / "tiny.gguf", architecture, **changes)
     text = prompts(1, [17], 131)[0]
     expected = logits_of(save_model(model, tmp_path / "hf"), text)
-    torch.testing.assert_close(logits_of(gguf_folder(path, "tiny"), text), expected)
+    torch.testing.assert_close(logits_of(gguf_folder(path), text), expected)
 
 
 def readable_types() -> list[GGMLQuantizationType]:
@@ -202,14 +202,14 @@ def rope_file(folder: Path, table: np.ndarray) -> Path:
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf", **changes)
     with pytest.raises(ConfigError, match=message):
-        gguf_folder(path, "tiny")
+        gguf_folder(path)
     assert not list((tmp_path / "cache").glob("**/config.json"))
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "rwkv6"}, {})
     with pytest.raises(ConfigError, match=r"architecture 'rwkv6' is not supported; supported: apertus, .*, t5$"):
-        gguf_folder(path, "x")
+        gguf_folder(path)
 
 
 @pytest.mark.parametrize("size", [0, 3, 20, 300, 5000])
@@ -233,7 +233,7 @@ def test_a_tensor_without_a_place_is_refused_by_its_name(tmp_path: Path) -> None
     tensors = gguf_tensors(model, "llama") | {"blk.0.attn_sinks.weight": np.zeros(4, dtype=np.float32)}
     path = write_gguf(tmp_path / "tiny.gguf", metadata, tensors)
     with pytest.raises(ConfigError, match=r"no place for: blk\.0\.attn_sinks\.weight"):
-        logits_of(gguf_folder(path, "tiny"), [1])
+        logits_of(gguf_folder(path), [1])
 
 
 def tokenizer(tmp_path: Path, **changes: Any) -> Tokenizer:

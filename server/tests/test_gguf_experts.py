@@ -13,9 +13,9 @@ from gguf.quants import dequantize, quantize
 from gguf_files import logits_of, mixtral_file, model_metadata, save_gguf, tokenizer_metadata, write_gguf
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Part
-from penstock_server.weights.gguf_file import GgufCheckpoint
-from penstock_server.weights.gguf_folder import gguf_folder
-from penstock_server.weights.gguf_header import read_header
+from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
+from penstock_server.weights.gguf.folder import gguf_folder
+from penstock_server.weights.gguf.header import read_header
 from tiny_models import make_model, prompts
 
 
@@ -37,7 +37,7 @@ def test_experts_in_tensors_of_their_own_are_those_in_one(tmp_path: Path) -> Non
             apart[name] = None
     old = mixtral_file(tmp_path / "old.gguf", **apart)
     assert "blk.0.ffn_gate.3.weight" in read_header(old).tensors
-    assert torch.equal(logits_of(gguf_folder(old, "old"), text), logits_of(gguf_folder(path, "new"), text))
+    assert torch.equal(logits_of(gguf_folder(old), text), logits_of(gguf_folder(path), text))
 
 
 def test_quantized_experts_are_their_dequantized_matrices(tmp_path: Path) -> None:
@@ -74,13 +74,13 @@ def test_what_a_mixture_cannot_do_is_refused_by_its_key(changes: dict[str, Any],
     values = {key: value for key, value in metadata.items() if value is not None}
     path = write_gguf(tmp_path / "x.gguf", values, {"token_embd.weight": np.zeros((264, 4), dtype=np.float32)})
     with pytest.raises(ConfigError, match=message):
-        gguf_folder(path, "x")
+        gguf_folder(path)
 
 
 def test_experts_of_an_architecture_without_them_are_refused_by_name(tmp_path: Path) -> None:
     path = save_gguf(make_model("qwen2"), tmp_path / "x.gguf", "qwen2", **{"qwen2.expert_count": 4})
     with pytest.raises(ConfigError, match="qwen2 with experts is not supported; supported: dbrx, deepseek2"):
-        gguf_folder(path, "x")
+        gguf_folder(path)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 from gguf_files import logits_of, mixtral_file, write_gguf
 from penstock_server.errors import ConfigError
 from penstock_server.weights.folder import find_weights
-from penstock_server.weights.gguf_file import GgufCheckpoint
-from penstock_server.weights.gguf_folder import gguf_folder
-from penstock_server.weights.gguf_header import read_header
+from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
+from penstock_server.weights.gguf.folder import gguf_folder
+from penstock_server.weights.gguf.header import read_header
 from tiny_models import prompts
 
 
@@ -48,16 +48,16 @@ def stored(checkpoint: GgufCheckpoint, name: str) -> np.ndarray:
 def test_a_model_in_several_files_is_the_one_in_one(tmp_path: Path) -> None:
     whole = split_model(tmp_path)
     text = prompts(1, [17], 131)[0]
-    first = gguf_folder(tmp_path / "model-00001-of-00003.gguf", "split")
-    assert torch.equal(logits_of(first, text), logits_of(gguf_folder(whole, "whole"), text))
+    first = gguf_folder(tmp_path / "model-00001-of-00003.gguf")
+    assert torch.equal(logits_of(first, text), logits_of(gguf_folder(whole), text))
     # As the hub's cache has them: links to files with names of their own.
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
     for number in (1, 2, 3):
         name = f"model-{number:05}-of-00003.gguf"
         (snapshot / name).symlink_to((tmp_path / name).rename(tmp_path / f"blob{number}"))
-    of_snapshot = gguf_folder(snapshot / "model-00001-of-00003.gguf", "snapshot")
-    assert torch.equal(logits_of(of_snapshot, text), logits_of(gguf_folder(whole, "whole"), text))
+    of_snapshot = gguf_folder(snapshot / "model-00001-of-00003.gguf")
+    assert torch.equal(logits_of(of_snapshot, text), logits_of(gguf_folder(whole), text))
     assert find_weights(snapshot).kind == "gguf"
     assert [path.name for path in find_weights(snapshot).paths] == [f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 

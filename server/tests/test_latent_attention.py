@@ -20,8 +20,8 @@ from penstock_server.layers.rope import RopeSpec, yarn_magnitude
 from penstock_server.layers.shard import Shard
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
+from penstock_server.weights.location import Location
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
-from penstock_server.weights.source import Source
 from rank_threads import run_ranks
 from test_attention import BLOCK_TOKENS, make_batch
 from torch import Tensor
@@ -89,9 +89,9 @@ SPANS = [(0, 9), (5, 1), (3, 6), (17, 1)]
 class Names:
     ignored: tuple[str, ...] = (".*",)
 
-    def source(self, parameter: str) -> Source:
+    def locate(self, parameter: str) -> Location:
         _, stem, suffix = parameter.split(".")
-        return Source(f"model.layers.0.self_attn.{NAMES[stem]}.{suffix}")
+        return Location(f"model.layers.0.self_attn.{NAMES[stem]}.{suffix}")
 
 
 def make_model(name: str, dtype: torch.dtype) -> transformers.PreTrainedModel:

@@ -24,7 +24,8 @@ from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
 from penstock_server.models.spec import ModelSpec
 from penstock_server.parallel import RankGroup
-from penstock_server.weights.checkpoint import Part, open_checkpoint
+from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.format import open_checkpoint
 from penstock_server.weights.loader import Loader, Parameter
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from safetensors.torch import load_file, save_file
@@ -175,7 +176,7 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
 def test_asking_for_a_parameter_twice_or_never_is_a_fault_of_ours(folder: Path) -> None:
     spec, names = read_spec(folder)
     table = parameters(spec, shard_of(spec, RankGroup()))
-    loader = Loader(open_checkpoint(folder), table, names, torch.float32, CPU)
+    loader = Loader(open_checkpoint(folder)[0], table, names, torch.float32, CPU)
     loader.read("norm.weight")
     with pytest.raises(KeyError):
         loader.read("norm.weight")
@@ -193,13 +194,13 @@ def test_the_parts_of_all_ranks_make_the_whole(
     spec, names = read_spec(folder)
     tables = [parameters(spec, shard_of(spec, RankGroup(rank, size), exact)) for rank in range(size)]
     whole = load_file(folder / "model.safetensors")
-    loaders = [Loader(open_checkpoint(folder), table, names, torch.float32, CPU) for table in tables]
+    loaders = [Loader(open_checkpoint(folder)[0], table, names, torch.float32, CPU) for table in tables]
     for name in tables[0]:
         rebuilt = torch.full(tables[0][name].shape, float("nan"))
         for table, loader in zip(tables, loaders, strict=True):
             part = table[name].part
             (rebuilt if part is None else part.of(rebuilt)).copy_(loader.read(name))
-        assert torch.equal(rebuilt, whole[names.source(name).name])
+        assert torch.equal(rebuilt, whole[names.locate(name).name])
     for loader in loaders:
         loader.finish()
 

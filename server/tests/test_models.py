@@ -178,7 +178,7 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, r"quantized \(fp8\)"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\); supported are weights in float32"),
-        ({"vocab_size": 130}, r"shape \[131, 48\] in the checkpoint, but config.json makes it \[130, 48\]"),
+        ({"vocab_size": 130}, r"shape \[131, 48\] in the checkpoint, but config.json implies \[130, 48\]"),
         ({"num_hidden_layers": 2}, "9 tensors that the model has no place for: model.layers.2"),
         ({"num_hidden_layers": 4}, "the checkpoint lacks 9 of 39 tensors: model.layers.3"),
     ],

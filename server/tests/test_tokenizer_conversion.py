@@ -17,10 +17,10 @@ from penstock_server.tokenizer.layout import tokenizer_json
 from penstock_server.tokenizer.sentencepiece_file import read_sentencepiece
 from penstock_server.tokenizer.sentencepiece_json import Vocabulary, sentencepiece_json
 from penstock_server.tokenizer.slow import convert
-from penstock_server.weights.gguf_header import read_header
-from penstock_server.weights.gguf_metadata import Metadata
-from penstock_server.weights.gguf_tokenizer import tokenizer_config
-from penstock_server.weights.gguf_tokenizer import tokenizer_json as gguf_tokenizer_json
+from penstock_server.weights.gguf.header import read_header
+from penstock_server.weights.gguf.metadata import Metadata
+from penstock_server.weights.gguf.tokenizer import tokenizer_config
+from penstock_server.weights.gguf.tokenizer import tokenizer_json as gguf_tokenizer_json
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 

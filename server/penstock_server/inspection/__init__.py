@@ -1,2 +1,2 @@
-"""What a model is, said without loading it: `source` finds its files, `layout` holds them against the model that its
-config.json describes, `text` looks at tokenizer and templates, `report` puts it into words."""
+"""Describes a model without loading it: `reference` finds its files, `layout` compares its tensors with the model that
+config.json describes, and `text` looks at its tokenizer and chat template."""

@@ -24,7 +24,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.fallback import load_fallback
     from penstock_server.models.parameters import parameters
     from penstock_server.models.registry import ARCHITECTURES, read_spec
-    from penstock_server.weights.checkpoint import open_checkpoint
+    from penstock_server.weights.format import open_checkpoint
     from penstock_server.weights.loader import Loader
 
     begin = time.perf_counter()
@@ -34,10 +34,10 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     if exact is None:
         exact = options.device.type == "cpu" or options.deterministic
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
-    checkpoint = open_checkpoint(options.folder)
-    sources = checkpoint.own_names() or names.fitted(checkpoint.names())
-    spec = spec.fitted(sources, checkpoint.names())
-    loader = Loader(checkpoint, parameters(spec, shard), sources, options.dtype, options.device)
+    checkpoint, locator = open_checkpoint(options.folder)
+    locator = locator or names.fitted(checkpoint.names())
+    spec = spec.fitted(locator, checkpoint.names())
+    loader = Loader(checkpoint, parameters(spec, shard), locator, options.dtype, options.device)
     context = BuildContext(
         loader=loader,
         ops=choose_ops(options.device, options.dtype),

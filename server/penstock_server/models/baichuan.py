@@ -10,7 +10,7 @@ from penstock_server.models import llama
 from penstock_server.models.alibi import alibi_slopes
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import fused
+from penstock_server.weights.location import fused
 
 BAICHUAN2_VOCAB_SIZE = 125696
 

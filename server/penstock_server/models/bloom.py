@@ -10,7 +10,7 @@ from penstock_server.layers.norm import NormSpec
 from penstock_server.models.alibi import alibi_slopes
 from penstock_server.models.config import Config
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import fused
+from penstock_server.weights.location import fused
 
 LAYER = "transformer.h.{i}"
 # ALiBi sets no limit; configurations that know one say `seq_length`.

@@ -8,7 +8,7 @@ from penstock_server.layers.mlp import MlpSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, Placement
-from penstock_server.weights.source import fused
+from penstock_server.weights.location import fused
 
 LAYER = "model.layers.{i}"
 

@@ -10,7 +10,7 @@ from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models.config import Config
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import Source, fused
+from penstock_server.weights.location import Location, fused
 
 LAYER = "transformer.h.{i}"
 
@@ -71,10 +71,10 @@ def _names(attention: AttentionSpec, *, blocks: int, transposed: bool) -> NameMa
             "positions": "transformer.wpe",
             "layers.{i}.attention_norm": f"{LAYER}.ln_1",
             **fused("layers.{i}.attention", f"{LAYER}.attn.c_attn", attention.widths, blocks, transposed=transposed),
-            "layers.{i}.attention.output": Source(f"{LAYER}.attn.c_proj", transposed),
+            "layers.{i}.attention.output": Location(f"{LAYER}.attn.c_proj", transposed),
             "layers.{i}.mlp_norm": f"{LAYER}.ln_2",
-            "layers.{i}.mlp.up": Source(f"{LAYER}.mlp.c_fc", transposed),
-            "layers.{i}.mlp.down": Source(f"{LAYER}.mlp.c_proj", transposed),
+            "layers.{i}.mlp.up": Location(f"{LAYER}.mlp.c_fc", transposed),
+            "layers.{i}.mlp.down": Location(f"{LAYER}.mlp.c_proj", transposed),
             "norm": "transformer.ln_f",
             "head": "lm_head",
         },

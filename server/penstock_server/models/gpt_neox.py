@@ -9,7 +9,7 @@ from penstock_server.layers.norm import NormSpec
 from penstock_server.models.config import Config
 from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import fused
+from penstock_server.weights.location import fused
 
 LAYER = "gpt_neox.layers.{i}"
 

@@ -12,7 +12,7 @@ from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.models.config import Config
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import fused
+from penstock_server.weights.location import fused
 
 LAYER = "transformer.h.{i}"
 # CodeGen was trained on so many chips, each of which kept its heads' queries, values and keys together.

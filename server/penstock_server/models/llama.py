@@ -13,9 +13,9 @@ from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models.config import Config
 from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import Source
+from penstock_server.weights.location import Location
 
-LAYER_NAMES: dict[str, str | Source] = {
+LAYER_NAMES: dict[str, str | Location] = {
     "layers.{i}.attention_norm": "model.layers.{i}.input_layernorm",
     "layers.{i}.attention.q": "model.layers.{i}.self_attn.q_proj",
     "layers.{i}.attention.k": "model.layers.{i}.self_attn.k_proj",

@@ -12,14 +12,14 @@ from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import Source, fused
+from penstock_server.weights.location import Location, fused
 
 MLP = "model.layers.{i}.mlp"
 BLOCK = "model.layers.{i}.block_sparse_moe"
 SHARED = "model.layers.{i}.shared_mlp"
 
 
-def with_experts(names: dict[str, str | Source]) -> NameMap:
+def with_experts(names: dict[str, str | Location]) -> NameMap:
     """Llama's names and these, of what is in `layers.{i}.mlp`."""
     own = {f"layers.{{i}}.mlp.{name}": source for name, source in names.items()}
     return replace(llama.NAMES, names={**llama.NAMES.names, **own})
@@ -33,7 +33,7 @@ MIXTRAL_NAMES = with_experts(
         "experts.down": f"{BLOCK}.experts.{{e}}.w2",
     }
 )
-QWEN_EXPERTS: dict[str, str | Source] = {
+QWEN_EXPERTS: dict[str, str | Location] = {
     "router": f"{MLP}.gate",
     "experts.gate": f"{MLP}.experts.{{e}}.gate_proj",
     "experts.up": f"{MLP}.experts.{{e}}.up_proj",

@@ -9,7 +9,7 @@ from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import fused
+from penstock_server.weights.location import fused
 
 LAYER = "model.layers.{i}"
 

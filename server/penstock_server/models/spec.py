@@ -14,8 +14,7 @@ from penstock_server.layers.experts import MoeSpec
 from penstock_server.layers.latent_attention import LatentAttentionSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
-from penstock_server.weights.loader import NameSource
-from penstock_server.weights.source import Source
+from penstock_server.weights.location import Location, Locator
 
 
 class Placement(Enum):
@@ -147,11 +146,11 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def fitted(self, names: NameSource, there: Collection[str]) -> ModelSpec:
+    def fitted(self, names: Locator, there: Collection[str]) -> ModelSpec:
         """The spec of the model in a checkpoint with these tensors: a head has what is there for it."""
         head = self.head
-        is_own = head.may_be_own and names.source("head.weight").name in there
-        has_bias = head.logits_bias and names.source("head.logits_bias").name in there
+        is_own = head.may_be_own and names.locate("head.weight").name in there
+        has_bias = head.logits_bias and names.locate("head.logits_bias").name in there
         return replace(self, head=replace(head, tied=head.tied and not is_own, logits_bias=has_bias))
 
     def with_expert_storage(self, storage: str) -> ModelSpec:
@@ -172,26 +171,26 @@ class NameMap:
     A key is a parameter without .weight or .bias, which checkpoints add to their name as we do to ours, or all of it.
     """
 
-    names: Mapping[str, str | Source]
+    names: Mapping[str, str | Location]
     ignored: tuple[str, ...] = field(default=())  # regular expressions that match whole names
     prefix: str = ""  # of names; a model that was saved without its head does without it
 
-    def source(self, parameter: str) -> Source:
+    def locate(self, parameter: str) -> Location:
         """layers.3.attention.q.weight → model.layers.3.self_attn.q_proj.weight"""
         layer, name = split_layer(parameter)
         stem, _, suffix = name.rpartition(".")
         suffix = "" if name in self.names else f".{suffix}"
         found = self.names[name] if name in self.names else self.names[stem]
-        source = Source(found) if isinstance(found, str) else found
+        source = Location(found) if isinstance(found, str) else found
         return replace(source, name=f"{source.name}{suffix}".replace("{i}", str(layer)))
 
     def fitted(self, there: Collection[str]) -> NameMap:
         """The map for a checkpoint with these names: with the prefix or without."""
         if not self.prefix or any(name.startswith(self.prefix) for name in there):
             return self
-        names: dict[str, str | Source] = {}
+        names: dict[str, str | Location] = {}
         for key, found in self.names.items():
-            source = Source(found) if isinstance(found, str) else found
+            source = Location(found) if isinstance(found, str) else found
             names[key] = replace(source, name=source.name.removeprefix(self.prefix))
         bare = re.escape(self.prefix)
         return NameMap(names, tuple(pattern.removeprefix(bare) for pattern in self.ignored))

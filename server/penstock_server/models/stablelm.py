@@ -13,15 +13,15 @@ from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.rope_config import read_rope
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
-from penstock_server.weights.source import Source
+from penstock_server.weights.location import Location
 
 ATTENTION = "model.layers.{i}.self_attn"
 NAMES = replace(
     llama.NAMES,
     names={
         **llama.NAMES.names,
-        "layers.{i}.attention.q_norm": Source(f"{ATTENTION}.q_layernorm.norms.{{e}}"),
-        "layers.{i}.attention.k_norm": Source(f"{ATTENTION}.k_layernorm.norms.{{e}}"),
+        "layers.{i}.attention.q_norm": Location(f"{ATTENTION}.q_layernorm.norms.{{e}}"),
+        "layers.{i}.attention.k_norm": Location(f"{ATTENTION}.k_layernorm.norms.{{e}}"),
     },
 )
 

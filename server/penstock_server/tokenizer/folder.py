@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from penstock_server.model_cache import content_key, made_folder
 from penstock_server.tokenizer.slow import convert, vocabulary_files
-from penstock_server.weights.cache import content_key, made_folder
 
 # Part of every folder's key: raise it when what is made of the same files changes.
 LAYOUT_VERSION = 2

@@ -1,7 +1,7 @@
-"""Fills a model's parameters from a checkpoint, and proves that nothing is missing and nothing is left over.
+"""Fills a model's parameters from a checkpoint, and proves that no tensor is missing and none is left over.
 
-The parameters are a table: each owns its full shape and which part of it this rank holds. The checkpoint's reader knows
-no architecture, the layers know no checkpoint's names.
+A table lists the parameters with their full shapes and the part that this rank holds. The checkpoint's reader knows no
+architecture, and the layers know no tensor names of the checkpoint.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Checkpoint, Part
+from penstock_server.weights.location import Locator
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
-from penstock_server.weights.source import Source
 
-NAMES_SHOWN = 3
+MAX_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,61 +27,47 @@ class Parameter:
 
     shape: tuple[int, ...]  # over all ranks
     part: Part | None = None  # what this rank holds; None: all of it
-    is_wide: bool = False  # kept in float32 where the model's dtype is float16, whose range is too narrow for it
+    is_wide: bool = False  # kept in float32 in a float16 model, because its values exceed the range of float16
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
         return self.shape if self.part is None else self.part.shape_of(self.shape)
 
     def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Its dtype in a model of such a dtype."""
+        """The parameter's dtype in a model of the given dtype."""
         return torch.float32 if self.is_wide and dtype == torch.float16 else dtype
 
 
-class NameSource(Protocol):
-    """Where a checkpoint keeps a parameter, and what in it is never needed."""
-
-    @property
-    def ignored(self) -> tuple[str, ...]: ...
-
-    def source(self, parameter: str) -> Source: ...
-
-
 class Loader:
-    """Hands out each parameter once. Raises ConfigError at once when checkpoint and parameters do not fit together."""
+    """Hands out each parameter once. Raises ConfigError at once when the checkpoint does not match the table."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         parameters: Mapping[str, Parameter],
-        names: NameSource,
+        locator: Locator,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.checkpoint = checkpoint
         self.parameters = parameters
-        self.sources = {name: names.source(name) for name in parameters}
+        self.locations = {name: locator.locate(name) for name in parameters}
         self.dtype = dtype
         self.device = device
         self.unfilled = set(parameters)
         self.loaded_bytes = 0
         self._scratch = Scratch()
-        tensors = {name: self.sources[name].names(parameter.shape) for name, parameter in parameters.items()}
-        wanted = [tensor for several in tensors.values() for tensor in several]
-        _check_names(checkpoint.names(), wanted, names.ignored)
-        for name, parameter in parameters.items():
-            expected = self.sources[name].tensor_shape(parameter.shape)
-            for tensor in tensors[name]:
-                shape = checkpoint.shape(tensor)
-                if shape != expected:
-                    raise ConfigError(
-                        f"tensor {tensor} has shape {list(shape)} in the checkpoint, "
-                        f"but config.json makes it {list(expected)}"
-                    )
+        shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+        problems = mismatches(shapes, expected_shapes(parameters, locator), locator.ignored)
+        if problems:
+            raise ConfigError(problems[0])
 
     def read(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's part of a parameter, on the device; of several, their parts one behind the other. dtype: where it
-        is not the model's."""
+        """This rank's part of a parameter, on the device; of several parameters, their parts concatenated by rows.
+
+        dtype: overrides the model's dtype.
+        """
         parameters = [self.parameters[name] for name in names]
         shapes = [parameter.local_shape for parameter in parameters]
         rows = [shape[0] for shape in shapes]
@@ -90,49 +75,50 @@ class Loader:
         for name, out in zip(names, fused.split(rows), strict=True):
             self.unfilled.remove(name)
             parameter = self.parameters[name]
-            self.sources[name].read(self.checkpoint, parameter.shape, parameter.part, out)
+            self.locations[name].read(self.checkpoint, parameter.shape, parameter.part, out)
         self.loaded_bytes += fused.nbytes
         return fused.to(self.device)
 
     def unread(self, *names: str) -> UnreadRows:
-        """The same of matrices, for who reads it piece by piece."""
+        """Like `read`, but of matrices, and read only when asked for, whole or piece by piece."""
         parameters = [self.parameters[name] for name in names]
         rows = sum(parameter.local_shape[0] for parameter in parameters)
         shape = (rows, *parameters[0].local_shape[1:])
         return UnreadRows(self, names, shape, parameters[0].dtype_in(self.dtype))
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """This rank's part of a matrix, some rows at a time, on the CPU. The next piece overwrites the last."""
-        parameter, source = self.parameters[name], self.sources[name]
+        """Yields this rank's part of a matrix, a few rows at a time, on the CPU. Each piece overwrites the previous."""
+        parameter, location = self.parameters[name], self.locations[name]
         (num_rows, num_columns), dtype = parameter.local_shape, parameter.dtype_in(self.dtype)
         part = parameter.part or Part(0, range(num_rows))
         step = PIECE_BYTES // max(1, num_columns * dtype.itemsize)
-        if part.dim != 0 or part.view is not None or step == 0 or not source.can_cut(self.checkpoint):
+        can_split = part.dim == 0 and part.view is None and location.has_independent_rows(self.checkpoint)
+        if step == 0 or not can_split:
             yield self.read(name)
             return
         self.unfilled.remove(name)
         for first in range(0, num_rows, step):
             rows = part.range[first : first + step]
             piece = self._scratch.tensor((len(rows), num_columns), dtype)
-            source.read(self.checkpoint, parameter.shape, Part(0, rows), piece)
+            location.read(self.checkpoint, parameter.shape, Part(0, rows), piece)
             self.loaded_bytes += piece.nbytes
             yield piece
 
     def read_if_there(self, *names: str) -> Tensor | None:
-        """None when the model has no such parameters. Of several it has all or none."""
+        """Like `read`; None when the model has no such parameters. It must have all of them or none."""
         there = [name in self.parameters for name in names]
         assert all(there) or not any(there)
         return self.read(*names) if all(there) else None
 
     def finish(self) -> None:
-        """To be called when the model is built: every parameter must have found its place."""
-        assert not self.unfilled, f"the model did not ask for {_some(self.unfilled)}"
+        """Closes the checkpoint. Call it when the model is built: every parameter must have been read by then."""
+        assert not self.unfilled, f"the model did not ask for {shortened(self.unfilled)}"
         self.checkpoint.close()
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadRows:
-    """This rank's rows of parameters, one behind the other, to be read once. Implements `Unread`."""
+    """This rank's rows of some parameters, concatenated, to be read once. Implements `Unread`."""
 
     loader: Loader
     names: tuple[str, ...]
@@ -140,25 +126,51 @@ class UnreadRows:
     dtype: torch.dtype
 
     def pieces(self) -> Iterator[Tensor]:
+        """Yields the rows in pieces, as `Loader.pieces` does."""
         for name in self.names:
             yield from self.loader.pieces(name)
 
     def whole(self) -> Tensor:
+        """All rows, on the device."""
         return self.loader.read(*self.names)
 
 
-def _check_names(there: Iterable[str], wanted: Iterable[str], ignored: tuple[str, ...]) -> None:
-    there, wanted = set(there), set(wanted)
-    missing = wanted - there
-    if missing:
-        raise ConfigError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {_some(missing)}")
+def expected_shapes(parameters: Mapping[str, Parameter], locator: Locator) -> dict[str, tuple[int, ...]]:
+    """The names of the tensors that a checkpoint must hold for these parameters, and their shapes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in parameters.items():
+        location = locator.locate(name)
+        shapes |= dict.fromkeys(location.names(parameter.shape), location.tensor_shape(parameter.shape))
+    return shapes
+
+
+def mismatches(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], ignored: Iterable[str]
+) -> list[str]:
+    """Every difference between a checkpoint's tensor shapes and the expected ones, as messages for the user."""
+    problems = []
     patterns = [re.compile(pattern) for pattern in ignored]
-    extra = {name for name in there - wanted if not any(pattern.fullmatch(name) for pattern in patterns)}
+    missing = expected.keys() - found.keys()
+    extra = {name for name in found.keys() - expected.keys() if not any(p.fullmatch(name) for p in patterns)}
+    if missing:
+        problems.append(f"the checkpoint lacks {len(missing)} of {len(expected)} tensors: {shortened(missing)}")
     if extra:
-        raise ConfigError(f"the checkpoint holds {len(extra)} tensors that the model has no place for: {_some(extra)}")
+        problems.append(
+            f"the checkpoint holds {len(extra)} tensors that the model has no place for: {shortened(extra)}"
+        )
+    different = [name for name, shape in expected.items() if found.get(name, shape) != shape]
+    for name in different[:MAX_NAMES_SHOWN]:
+        problems.append(
+            f"tensor {name} has shape {list(found[name])} in the checkpoint, but config.json implies "
+            f"{list(expected[name])}"
+        )
+    if len(different) > MAX_NAMES_SHOWN:
+        problems.append(f"{len(different) - MAX_NAMES_SHOWN} more tensors have other shapes than config.json implies")
+    return problems
 
 
-def _some(names: Iterable[str]) -> str:
+def shortened(names: Iterable[str]) -> str:
+    """The names in alphabetical order, only the first few when there are many."""
     ordered = sorted(names)
-    more = f" and {len(ordered) - NAMES_SHOWN} more" if len(ordered) > NAMES_SHOWN else ""
-    return ", ".join(ordered[:NAMES_SHOWN]) + more
+    more = f" and {len(ordered) - MAX_NAMES_SHOWN} more" if len(ordered) > MAX_NAMES_SHOWN else ""
+    return ", ".join(ordered[:MAX_NAMES_SHOWN]) + more

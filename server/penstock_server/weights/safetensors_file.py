@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.checkpoint import Part, by_index
+from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
@@ -60,9 +60,6 @@ class SafetensorsCheckpoint:
     def names(self) -> Collection[str]:
         return self.entries.keys()
 
-    def own_names(self) -> None:
-        return None
-
     def shape(self, name: str) -> tuple[int, ...]:
         return self.entries[name].place.shape
 
@@ -79,7 +76,7 @@ class SafetensorsCheckpoint:
     def _fill(self, name: str, start: int, shape: tuple[int, ...], part: Part | None, out: Tensor) -> None:
         """With a tensor of this shape that begins at this byte, or a part of it."""
         file, dtype = self.entries[name].file, LOADABLE[self.entries[name].place.dtype]
-        rows, columns = by_index(part, shape[0])
+        rows, columns = split_leading(part, shape[0])
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         if len(shape) > 2:
             for place, row in enumerate(rows):
@@ -99,7 +96,7 @@ class SafetensorsCheckpoint:
                 filled.copy_(piece)
             check_finite(filled, piece, name, file.path)
 
-    def can_cut(self, name: str) -> bool:
+    def has_independent_rows(self, name: str) -> bool:
         return True
 
     def close(self) -> None:

@@ -10,14 +10,14 @@ from penstock_server.layers.shard import Shard
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
-from penstock_server.weights.checkpoint import open_checkpoint
+from penstock_server.weights.format import open_checkpoint
 from penstock_server.weights.loader import Loader, Parameter
 
 
 def tables(folder: Path, size: int, exact: bool) -> list[dict[str, Parameter]]:
     """The parameters of each rank."""
     spec, names = read_spec(folder)
-    stored = open_checkpoint(folder).names()
+    stored = open_checkpoint(folder)[0].names()
     spec = spec.fitted(names.fitted(stored), stored)
     groups = [RankGroup(rank, size) for rank in range(size)]
     return [parameters(spec, Shard.of(spec.hidden_size, spec.vocab_size, group, exact)) for group in groups]
@@ -26,11 +26,11 @@ def tables(folder: Path, size: int, exact: bool) -> list[dict[str, Parameter]]:
 def open_loader(folder: Path, group: RankGroup, exact: bool) -> Loader:
     """Of one rank, in float32."""
     spec, names = read_spec(folder)
-    checkpoint = open_checkpoint(folder)
-    sources = checkpoint.own_names() or names.fitted(checkpoint.names())
+    checkpoint, locator = open_checkpoint(folder)
+    locator = locator or names.fitted(checkpoint.names())
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
-    table = parameters(spec.fitted(sources, checkpoint.names()), shard)
-    return Loader(checkpoint, table, sources, torch.float32, torch.device("cpu"))
+    table = parameters(spec.fitted(locator, checkpoint.names()), shard)
+    return Loader(checkpoint, table, locator, torch.float32, torch.device("cpu"))
 
 
 def held_bytes(folder: Path, rank: int, size: int, exact: bool) -> int:

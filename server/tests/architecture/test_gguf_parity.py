@@ -23,8 +23,8 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
-from penstock_server.weights.gguf_config import BUILDERS
-from penstock_server.weights.gguf_folder import gguf_folder
+from penstock_server.weights.gguf.config import BUILDERS
+from penstock_server.weights.gguf.folder import gguf_folder
 from shares import open_loader
 from tiny_model import make_model, save_model
 from tiny_models import prompts
@@ -47,7 +47,7 @@ def made(name: str, folder: Path) -> tuple[Any, Path]:
     } | case.facts(reference)
     path = folder / f"{name}.gguf"
     save_gguf(reference, path, case.architecture, old_layout=case.old_layout, **changes)
-    return reference, gguf_folder(path, name)
+    return reference, gguf_folder(path)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -121,4 +121,4 @@ def test_every_architecture_with_a_builder_has_a_case() -> None:
 def test_what_a_decoder_cannot_do_is_refused_by_its_key(key: str, value: Any, message: str, tmp_path: Path) -> None:
     path = save_gguf(make_model("llama", CASES["llama"]), tmp_path / "x.gguf", "llama", **{f"llama.{key}": value})
     with pytest.raises(ConfigError, match=message):
-        gguf_folder(path, "x")
+        gguf_folder(path)

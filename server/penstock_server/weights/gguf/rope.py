@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from penstock_server.weights.gguf_metadata import Metadata, shortest_float32
+from penstock_server.weights.gguf.metadata import Metadata, shortest_float32
 
 # Llama 3 files carry its rope scaling only as a table of divisors. Meta published two factors with these constants.
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_TOKENS = 1.0, 4.0, 8192

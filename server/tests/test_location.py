@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.location import Location, Strip, fused
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
-from penstock_server.weights.source import Source, Strip, fused
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def test_parts_of_fused_parameters_are_their_own(
 def test_rows_that_alternate_are_thinned_out(tmp_path_factory: pytest.TempPathFactory) -> None:
     tensor = torch.randn(4, 10, 3)  # as gpt-oss keeps its gates and ups
     checkpoint = saved(tmp_path_factory, t=tensor)
-    up = Source("t", strip=Strip(1, 1, 2), dim=1)
+    up = Location("t", strip=Strip(1, 1, 2), dim=1)
     assert up.tensor_shape((4, 5, 3)) == (4, 10, 3)
     assert torch.equal(read(up, checkpoint, (4, 5, 3), Part(1, range(1, 4))), tensor[:, 3:8:2])
     assert read(up, checkpoint, (4, 5, 3), Part(1, range(2, 2))).shape == (4, 0, 3)
@@ -50,13 +50,13 @@ def test_rows_that_alternate_are_thinned_out(tmp_path_factory: pytest.TempPathFa
 def test_a_parameter_made_of_many_tensors(tmp_path_factory: pytest.TempPathFactory) -> None:
     tensors = {f"experts.{i}.w": torch.randn(6, 4) for i in range(5)}
     checkpoint = saved(tmp_path_factory, **tensors)
-    source = Source("experts.{e}.w")
+    source = Location("experts.{e}.w")
     whole = torch.stack(list(tensors.values()))
     assert source.names((5, 6, 4)) == list(tensors)
     assert torch.equal(read(source, checkpoint, (5, 6, 4), None), whole)
     assert torch.equal(read(source, checkpoint, (5, 6, 4), Part(0, range(1, 3))), whole[1:3])
     assert torch.equal(read(source, checkpoint, (5, 6, 4), Part(1, range(2, 5))), whole[:, 2:5])
-    turned = Source("experts.{e}.w", transposed=True)
+    turned = Location("experts.{e}.w", transposed=True)
     assert torch.equal(read(turned, checkpoint, (5, 4, 6), Part(2, range(2, 5))), whole.transpose(1, 2)[:, :, 2:5])
 
 
@@ -66,7 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, **tensors: Tensor) -> Safete
     return SafetensorsCheckpoint((path,))
 
 
-def read(source: Source, checkpoint: SafetensorsCheckpoint, shape: tuple[int, ...], part: Part | None) -> Tensor:
+def read(source: Location, checkpoint: SafetensorsCheckpoint, shape: tuple[int, ...], part: Part | None) -> Tensor:
     out = torch.full(shape if part is None else part.shape_of(shape), float("nan"))
     source.read(checkpoint, shape, part, out)
     return out

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.gguf_header import GgufHeader
+from penstock_server.weights.gguf.header import GgufHeader
 
 F32 = 0  # GGMLQuantizationType
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights import gguf_experts, gguf_layer_norm, gguf_llama, gguf_t5
-from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf import experts, layer_norm, llama, t5
+from penstock_server.weights.gguf.metadata import Metadata
 
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
-    **gguf_llama.BUILDERS,
-    **gguf_layer_norm.BUILDERS,
-    **gguf_experts.BUILDERS,
-    "t5": gguf_t5.t5,
+    **llama.BUILDERS,
+    **layer_norm.BUILDERS,
+    **experts.BUILDERS,
+    "t5": t5.t5,
 }
 
 
@@ -27,8 +27,8 @@ def model_config(metadata: Metadata) -> dict[str, Any]:
     if builder is None:
         raise unsupported(metadata)
     has_experts = metadata.integer("expert_count", 0) > 0
-    if has_experts and metadata.architecture not in gguf_experts.BUILDERS:
-        supported = ", ".join(sorted(gguf_experts.BUILDERS))
+    if has_experts and metadata.architecture not in experts.BUILDERS:
+        supported = ", ".join(sorted(experts.BUILDERS))
         raise metadata.refuse(f"{metadata.architecture} with experts is not supported; supported: {supported}")
     # Files keep a tensor for each matrix of all experts, whatever the publisher did.
     storage = {"expert_storage": "apart"} if has_experts else {}

@@ -11,14 +11,14 @@ from torch import Tensor
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
-from penstock_server.weights.gguf_config import BUILDERS, unsupported
-from penstock_server.weights.gguf_decoder import head_dim
-from penstock_server.weights.gguf_derived import Constant, Unfolding, derived_tensors, stored_tensors
-from penstock_server.weights.gguf_header import TensorInfo, read_header
-from penstock_server.weights.gguf_matrix import MatrixReader, check_tensor
-from penstock_server.weights.gguf_metadata import Metadata
-from penstock_server.weights.gguf_names import GgufNames
-from penstock_server.weights.loader import NameSource
+from penstock_server.weights.gguf.config import BUILDERS, unsupported
+from penstock_server.weights.gguf.decoder import head_dim
+from penstock_server.weights.gguf.derived import Constant, Unfolding, derived_tensors, stored_tensors
+from penstock_server.weights.gguf.header import TensorInfo, read_header
+from penstock_server.weights.gguf.matrix import MatrixReader, check_tensor
+from penstock_server.weights.gguf.metadata import Metadata
+from penstock_server.weights.gguf.name import GgufNames
+from penstock_server.weights.location import Locator
 
 # llama.cpp's converter interleaves the halves of each head's q and k rows, for its own rope. It does so for these
 # architectures; others are trained with halves in turn, or are run with another rope.
@@ -52,7 +52,7 @@ class GgufCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
 
-    def own_names(self) -> NameSource:
+    def locator(self) -> Locator:
         return GgufNames({name: info.shape for name, info in self.tensors.items()}, self.metadata)
 
     def read(self, name: str, part: Part | None, out: Tensor) -> None:
@@ -68,7 +68,7 @@ class GgufCheckpoint:
             self.matrices.read(info, part, out, self.head_dim if self._is_interleaved(name) else 0)
         check_finite(out, out, name, self.files[info.file].path)
 
-    def can_cut(self, name: str) -> bool:
+    def has_independent_rows(self, name: str) -> bool:
         return name not in self.derived and not self._is_interleaved(name)
 
     def close(self) -> None:

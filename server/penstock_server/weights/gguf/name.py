@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from penstock_server.weights import gguf_t5
-from penstock_server.weights.gguf_decoder import num_layers
-from penstock_server.weights.gguf_metadata import Metadata
-from penstock_server.weights.source import EACH, Source, Strip
+from penstock_server.weights.gguf import t5
+from penstock_server.weights.gguf.decoder import num_layers
+from penstock_server.weights.gguf.metadata import Metadata
+from penstock_server.weights.location import EACH, Location, Strip
 
 # Ours, without .weight or .bias or whole → GGUF's, with {i} for the layer.
 NAMES = {
@@ -54,7 +54,7 @@ OWN_NAMES = {
     "deepseek2": {"attention.q_norm": "blk.{i}.attn_q_a_norm"},
     "gpt-oss": {"mlp_norm": "blk.{i}.post_attention_norm"},
     "seed_oss": {"mlp_norm": "blk.{i}.post_attention_norm"},
-    "t5": gguf_t5.NAMES,
+    "t5": t5.NAMES,
 }
 # Falcon 40B has two norms side by side, and GGUF calls the attention's the second.
 SECOND_NORM = {"attention_norm": "blk.{i}.attn_norm_2", "mlp_norm": "blk.{i}.attn_norm"}
@@ -62,7 +62,7 @@ LAYER = re.compile(r"(encoder\.|)layers\.(\d+)\.")
 
 
 class GgufNames:
-    """A `NameSource` for one file: what is fused in one file is not in another of the same architecture."""
+    """A `Locator` for one file: what is fused in one file is not in another of the same architecture."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], metadata: Metadata) -> None:
         self.shapes = shapes
@@ -79,7 +79,7 @@ class GgufNames:
         tables = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"dec\.blk\.0\.cross_attn_rel_b\.weight")
         return (*tables, *(rf"blk\.{index}\..*" for index in drafts))
 
-    def source(self, parameter: str) -> Source:
+    def locate(self, parameter: str) -> Location:
         """layers.3.attention.q.weight → blk.3.attn_q.weight, or a strip of blk.3.attn_qkv.weight."""
         layer = LAYER.match(parameter)
         own = LAYER.sub(r"\1", parameter, count=1)
@@ -89,15 +89,15 @@ class GgufNames:
         pattern = self.names.get(own) or f"{self.names.get(stem, stem)}.{suffix}"
         name = pattern.replace("blk.{i}", prefix)
         if name in self.shapes and not (stem == "mlp.up" and self._is_gated_up(name, prefix)):
-            return Source(name)
-        return self._apart(name) or self._fused(stem, prefix, suffix) or Source(name)
+            return Location(name)
+        return self._apart(name) or self._fused(stem, prefix, suffix) or Location(name)
 
-    def _apart(self, name: str) -> Source | None:
+    def _apart(self, name: str) -> Location | None:
         """A tensor for each expert, as the first files of Mixtral have."""
         of_each = name.replace("_exps.", f".{EACH}.")
-        return Source(of_each) if of_each != name and of_each.replace(EACH, "0") in self.shapes else None
+        return Location(of_each) if of_each != name and of_each.replace(EACH, "0") in self.shapes else None
 
-    def _fused(self, stem: str, prefix: str, suffix: str) -> Source | None:
+    def _fused(self, stem: str, prefix: str, suffix: str) -> Location | None:
         """A strip of the tensor that holds q, k and v, or gate and up."""
         room, _, key = stem.partition(".")
         if room == "attention" and key in ("q", "k", "v"):
@@ -111,7 +111,7 @@ class GgufNames:
             return None
         place = [part for part, _ in parts].index(key)
         widths = [width for _, width in parts]
-        return Source(name, strip=Strip(sum(widths[:place]), widths[place], sum(widths)))
+        return Location(name, strip=Strip(sum(widths[:place]), widths[place], sum(widths)))
 
     def _is_gated_up(self, name: str, prefix: str) -> bool:
         """Whether `ffn_up` holds the gates too: Phi-3, GLM."""

@@ -1,4 +1,4 @@
-"""A model on the hub, looked at from here: its small files are fetched, of its weights only the headers."""
+"""Inspects a model on the hub: fetches its small files, and only the headers of its weights."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from penstock_server.hub import Snapshot, cached, hub_cache, hub_errors, wanted_files
-from penstock_server.inspection.source import Source, StoredTensor
+from penstock_server.inspection.files import ModelFiles, StoredTensor
+from penstock_server.inspection.local_model import inspect_folder
 from penstock_server.weights.folder import choose_weights
 
 
-def look_at_hub(source: Source, model_id: str, revision: str | None) -> Snapshot | None:
-    """Fills the source; or gives the snapshot in the cache, when the hub is out of reach or all is there already.
+def inspect_hub(files: ModelFiles, model_id: str, revision: str | None) -> None:
+    """Fills `files`, from the local snapshot when it is complete or the hub cannot be reached.
 
     Raises ConfigError when there is no such model.
     """
     disable_progress_bars()
+    snapshot: Snapshot | None
     with hub_errors(model_id, revision):
         try:
-            return _look(source, model_id, revision)
+            snapshot = _inspect(files, model_id, revision)
         except OfflineModeIsEnabled:
-            return cached(model_id, revision, "HF_HUB_OFFLINE is set")
+            snapshot = cached(model_id, revision, "HF_HUB_OFFLINE is set")
         except HfHubHTTPError:
             raise
         except (HTTPError, ConnectionError, TimeoutError) as error:
-            return cached(model_id, revision, f"the hub cannot be reached ({error})")
+            snapshot = cached(model_id, revision, f"the hub cannot be reached ({error})")
+    if snapshot is not None:
+        inspect_folder(files, snapshot.folder, f"from the hub, commit {snapshot.sha}, in the cache")
 
 
-def _look(source: Source, model_id: str, revision: str | None) -> Snapshot | None:
+def _inspect(files: ModelFiles, model_id: str, revision: str | None) -> Snapshot | None:
+    """Returns the snapshot in the cache when it is complete; otherwise fills `files`."""
     info = HfApi().model_info(model_id, revision=revision, files_metadata=True)
     commit, cache = info.sha, hub_cache(model_id)
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
@@ -49,16 +54,16 @@ def _look(source: Source, model_id: str, revision: str | None) -> Snapshot | Non
         folder = Path(snapshot_download(model_id, revision=commit, allow_patterns=small, cache_dir=cache))
         if all((folder / name).is_file() for name in names):
             return Snapshot(folder, commit, info.pipeline_tag)
-        source.folder = folder
-    source.origin = f"on the hub, commit {commit}"
-    source.kind = choice.kind
-    source.files = {name: sizes[name] for name in choice.names}
+        files.folder = folder
+    files.origin = f"on the hub, commit {commit}"
+    files.kind = choice.kind
+    files.sizes = {name: sizes[name] for name in choice.names}
     if choice.kind == "safetensors":
-        source.tensors = {
+        files.tensors = {
             name: StoredTensor(str(tensor.dtype), tuple(tensor.shape))
             for file in choice.names
             for name, tensor in HfApi().parse_safetensors_file_metadata(model_id, file, revision=commit).tensors.items()
         }
     else:
-        source.notes.append(f"{choice.kind} files cannot be looked into before they are downloaded")
+        files.notes.append(f"the tensors of {choice.kind} files can only be inspected after the download")
     return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock_server.weights.gguf_decoder import head_dim, layer_types, llama_like, num_layers
-from penstock_server.weights.gguf_llama import granite, llama
-from penstock_server.weights.gguf_metadata import Metadata
-from penstock_server.weights.gguf_rope import rope_parameters
+from penstock_server.weights.gguf.decoder import head_dim, layer_types, llama_like, num_layers
+from penstock_server.weights.gguf.llama import granite, llama
+from penstock_server.weights.gguf.metadata import Metadata
+from penstock_server.weights.gguf.rope import rope_parameters
 
 GPT_OSS_PERIOD = 2  # every other layer sees everything
 # Values of `expert_gating_func`. The first files of DeepSeek V2 do not have it.

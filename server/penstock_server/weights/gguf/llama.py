@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock_server.weights.gguf_decoder import layer_types, llama_like
-from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf.decoder import layer_types, llama_like
+from penstock_server.weights.gguf.metadata import Metadata
 
 # Files do not say by what Gemma's queries are scaled. The largest model of each generation, known by its layers, scales
 # by hidden_size / num_heads, the others by head_dim.

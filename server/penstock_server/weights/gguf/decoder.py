@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_server.weights.gguf_metadata import Metadata
-from penstock_server.weights.gguf_rope import rope_parameters
+from penstock_server.weights.gguf.metadata import Metadata
+from penstock_server.weights.gguf.rope import rope_parameters
 
 
 def num_layers(metadata: Metadata) -> int:

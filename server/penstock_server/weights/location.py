@@ -1,31 +1,32 @@
-"""Where a checkpoint keeps a parameter: under which name, and where in a tensor that several parameters share.
+"""Where a checkpoint keeps a parameter: the tensor's name, and the rows of a tensor that several parameters share.
 
-Sources are data in an architecture's name map. A rank reads of a shared tensor only the parameters' parts it holds.
+Locations are data in an architecture's name map. A rank reads only its own rows of a shared tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penstock_server.weights.checkpoint import Checkpoint, Part, by_index
+from penstock_server.weights.checkpoint import Checkpoint, Part, split_leading
 
 EACH = "{e}"
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A parameter's rows in a fused tensor: from `offset` on, `width` of every `stride` rows."""
+    """A parameter's rows in a fused tensor: `width` rows from `offset` on in every block of `stride` rows."""
 
     offset: int
     width: int
     stride: int
 
     def runs(self, rows: range) -> Iterator[range]:
-        """The tensor's rows that are these rows of the parameter, piece by piece."""
+        """The contiguous runs of tensor rows that hold these rows of the parameter, in order."""
         row = rows.start
         while row < rows.stop:
             block, within = divmod(row, self.width)
@@ -36,23 +37,23 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """One parameter's place. {i} in the name stands for the layer; {e} for the index in the parameter's first
-    dimension, where each index is a tensor of its own."""
+class Location:
+    """The place of one parameter. In `name`, {i} stands for the layer. {e} stands for an index of the parameter's first
+    dimension, when the checkpoint has a tensor for each index."""
 
     name: str
     transposed: bool = False  # the last two dimensions are swapped, as in GPT-2's Conv1D
-    strip: Strip | None = None  # of the dimension `dim`; None: the tensor is the parameter's alone
-    dim: int = 0  # counted in the parameter, without the one that {e} stands for
+    strip: Strip | None = None  # the parameter's share of dimension `dim`; None: the tensor holds only this parameter
+    dim: int = 0  # a dimension of the parameter, not counting the one that {e} stands for
 
     def names(self, shape: tuple[int, ...]) -> list[str]:
-        """The tensors that a parameter of this shape is made of."""
+        """The tensors that hold a parameter of this shape."""
         if EACH not in self.name:
             return [self.name]
         return [self.name.replace(EACH, str(index)) for index in range(shape[0])]
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of those tensors."""
+        """The shape of each of those tensors."""
         sizes = list(shape[1:] if EACH in self.name else shape)
         if self.strip is not None:
             sizes[self.dim] = sizes[self.dim] // self.strip.width * self.strip.stride
@@ -65,62 +66,75 @@ class Source:
         if EACH not in self.name:
             self._read_tensor(checkpoint, self.name, shape, part, out)
             return
-        indexes, part = by_index(part, shape[0])
-        for place, index in enumerate(indexes):
+        indices, part = split_leading(part, shape[0])
+        for place, index in enumerate(indices):
             self._read_tensor(checkpoint, self.name.replace(EACH, str(index)), shape[1:], part, out[place])
 
-    def can_cut(self, checkpoint: Checkpoint) -> bool:
-        """Whether any of the parameter's rows can be read without the others."""
+    def has_independent_rows(self, checkpoint: Checkpoint) -> bool:
+        """Whether any range of the parameter's rows can be read without reading others."""
         is_by_rows = EACH not in self.name and not self.transposed and (self.strip is None or self.dim == 0)
-        return is_by_rows and checkpoint.can_cut(self.name)
+        return is_by_rows and checkpoint.has_independent_rows(self.name)
 
     def _read_tensor(
         self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Part | None, out: Tensor
     ) -> None:
         if self.strip is None:
-            checkpoint.read(name, self._turned(part, len(shape)), self._turn(out))
+            checkpoint.read(name, self._transpose_part(part, len(shape)), self._transpose(out))
             return
         rows = range(shape[self.dim])
         if part is not None:
             assert part.dim == self.dim, "a fused tensor is split along the dimension it is fused in"
             rows = part.range
         if self.strip.width == 1 and self.strip.stride > 1 and len(rows):
-            # One by one would be a read for every row: all between are read, and thinned out.
+            # PERF: a read for every single row is slow. Read the whole span and keep every `stride`-th row.
             first, last = next(self.strip.runs(rows[:1])).start, next(self.strip.runs(rows[-1:])).start
-            between = Part(self.dim, range(first, last + 1))
-            wide = torch.empty(between.shape_of(tuple(out.shape)), dtype=out.dtype)
-            checkpoint.read(name, self._turned(between, len(shape)), self._turn(wide))
-            picks = torch.arange(0, len(between.range), self.strip.stride)
-            out.copy_(wide.index_select(self.dim, picks))
+            span = Part(self.dim, range(first, last + 1))
+            wide = torch.empty(span.shape_of(tuple(out.shape)), dtype=out.dtype)
+            checkpoint.read(name, self._transpose_part(span, len(shape)), self._transpose(wide))
+            kept = torch.arange(0, len(span.range), self.strip.stride)
+            out.copy_(wide.index_select(self.dim, kept))
             return
         place = 0
         for run in self.strip.runs(rows):
             target = out.narrow(self.dim, place, len(run))
-            checkpoint.read(name, self._turned(Part(self.dim, run), len(shape)), self._turn(target))
+            checkpoint.read(name, self._transpose_part(Part(self.dim, run), len(shape)), self._transpose(target))
             place += len(run)
 
-    def _turn(self, tensor: Tensor) -> Tensor:
+    def _transpose(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(-1, -2) if self.transposed and tensor.dim() > 1 else tensor
 
-    def _turned(self, part: Part | None, num_dims: int) -> Part | None:
+    def _transpose_part(self, part: Part | None, num_dims: int) -> Part | None:
         if part is None or not self.transposed or num_dims < 2 or part.dim < num_dims - 2:
             return part
         return replace(part, dim=2 * num_dims - 3 - part.dim)
 
 
+class Locator(Protocol):
+    """Where a checkpoint keeps every parameter of a model."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions that match the full names of tensors that the model never reads."""
+        ...
+
+    def locate(self, parameter: str) -> Location:
+        """The location of a parameter, given by our name."""
+        ...
+
+
 def fused(
     prefix: str, name: str, widths: Mapping[str, int], blocks: int = 1, *, transposed: bool = False, dim: int = 0
-) -> dict[str, Source]:
-    """The sources of parameters {prefix}.{key} that lie in one tensor, in this order, in each of its `blocks` blocks.
+) -> dict[str, Location]:
+    """The locations of parameters {prefix}.{key} that share a tensor, in this order within each of its `blocks` blocks.
 
-    widths: each parameter's rows in all. One block: one parameter behind the other. As many blocks as KV heads: each
-    block is a head's q, k and v, or a group's queries with its k and v.
+    widths: the total rows of each parameter. With one block, the parameters follow each other. With a block for each KV
+    head, a block holds one head's q, k and v, or a group's queries with its k and v.
     """
     stride = sum(widths.values()) // blocks
-    sources: dict[str, Source] = {}
+    locations: dict[str, Location] = {}
     offset = 0
     for key, width in widths.items():
         strip = Strip(offset, width // blocks, stride)
-        sources[f"{prefix}.{key}"] = Source(name, transposed, strip, dim)
+        locations[f"{prefix}.{key}"] = Location(name, transposed, strip, dim)
         offset += width // blocks
-    return sources
+    return locations

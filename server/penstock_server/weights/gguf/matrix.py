@@ -11,9 +11,9 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.checkpoint import Part, by_index
+from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
-from penstock_server.weights.gguf_header import TensorInfo
+from penstock_server.weights.gguf.header import TensorInfo
 
 # PERF: dequantizing makes several float32 arrays of its input. Pieces of so many weights stay in the L2 cache, keep
 # the peak of memory at the weights themselves, and are too small for torch to start threads for copying them.
@@ -41,7 +41,7 @@ class MatrixReader:
             self._read_matrix(info, first_row, shape, part, out, interleaved)
             return
         rows = matrix_shape(shape[1:])[0]
-        indexes, part = by_index(part, shape[0])
+        indexes, part = split_leading(part, shape[0])
         inner = replace(info, shape=shape[1:])
         for place, index in enumerate(indexes):
             self.read(inner, part, out[place], interleaved, first_row + index * rows)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock_server.weights.gguf_decoder import has_qkv_bias, layer_types, with_layer_norm
-from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf.decoder import has_qkv_bias, layer_types, with_layer_norm
+from penstock_server.weights.gguf.metadata import Metadata
 
 COHERE2_PERIOD = 4  # every so many layers one sees everything
 STARCODER2_WINDOW = 4096  # of all published models; their files do not say it

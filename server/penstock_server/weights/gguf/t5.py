@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf.metadata import Metadata
 
 LAYER_NAMES = {
     "attention_norm": "attn_norm",

@@ -22,7 +22,7 @@ from penstock_server.tokenizer.sentencepiece_json import (
     sentencepiece_json,
     t5_json,
 )
-from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf.metadata import Metadata
 
 
 def tokenizer_json(metadata: Metadata) -> dict[str, Any]:

@@ -6,25 +6,27 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock_server.weights.cache import content_key, made_folder
+from penstock_server.model_cache import content_key, made_folder
 
 if TYPE_CHECKING:
-    from penstock_server.weights.gguf_metadata import Metadata
+    from penstock_server.weights.gguf.metadata import Metadata
 
 # Part of every folder's key: raise it when the files written here change, and old folders are no longer found.
 LAYOUT_VERSION = 3
 
 
-def gguf_folder(path: Path, name: str) -> Path:
-    """The prepared folder of a GGUF file, or of the first of a model's, made when it is not there. Raises ConfigError
-    when it cannot be made."""
+def gguf_folder(path: Path) -> Path:
+    """The prepared folder of a GGUF file, or of the first file of a split model, made if it is not in the cache.
+
+    Raises ConfigError when it cannot be made.
+    """
     path = path.absolute()
-    return made_folder(name, content_key(LAYOUT_VERSION, [path.resolve()]), lambda folder: _write(folder, path))
+    return made_folder(path.stem, content_key(LAYOUT_VERSION, [path.resolve()]), lambda folder: _write(folder, path))
 
 
 def _write(folder: Path, path: Path) -> None:
-    from penstock_server.weights.gguf_header import read_header
-    from penstock_server.weights.gguf_metadata import Metadata
+    from penstock_server.weights.gguf.header import read_header
+    from penstock_server.weights.gguf.metadata import Metadata
 
     metadata = Metadata(read_header(path), path)
     for file_name, content in _files(metadata).items():
@@ -36,8 +38,8 @@ def _write(folder: Path, path: Path) -> None:
 
 
 def _files(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    from penstock_server.weights.gguf_config import generation_config, model_config
-    from penstock_server.weights.gguf_tokenizer import tokenizer_config, tokenizer_json
+    from penstock_server.weights.gguf.config import generation_config, model_config
+    from penstock_server.weights.gguf.tokenizer import tokenizer_config, tokenizer_json
 
     return {
         "config.json": model_config(metadata),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock_server.weights.gguf_decoder import num_layers
-from penstock_server.weights.gguf_header import TensorInfo
-from penstock_server.weights.gguf_metadata import Metadata
+from penstock_server.weights.gguf.decoder import num_layers
+from penstock_server.weights.gguf.header import TensorInfo
+from penstock_server.weights.gguf.metadata import Metadata
 
 
 @dataclass(frozen=True, slots=True)

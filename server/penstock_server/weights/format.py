@@ -1,0 +1,29 @@
+"""Chooses the reader for a prepared folder's weight format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock_server.errors import ConfigError
+from penstock_server.weights.checkpoint import Checkpoint
+from penstock_server.weights.folder import find_weights
+from penstock_server.weights.location import Locator
+
+
+def open_checkpoint(folder: Path) -> tuple[Checkpoint, Locator | None]:
+    """Returns the folder's checkpoint, and where it keeps each parameter if its format has its own tensor names.
+
+    The locator is None for formats that keep the names of the published model. Raises ConfigError when there are no
+    weights, or a file is truncated or damaged.
+    """
+    files = find_weights(folder)
+    if files.kind == "bin":
+        raise ConfigError(f"{folder} is not prepared: PyTorch pickles must be converted to safetensors first")
+    if files.kind == "gguf":
+        from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
+
+        gguf = GgufCheckpoint(files.paths[0])
+        return gguf, gguf.locator()
+    from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
+
+    return SafetensorsCheckpoint(files.paths, files.weight_map), None

@@ -1,0 +1,1 @@
+"""GGUF files: their metadata become a model folder, their tensors a checkpoint."""
