@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use penstock_router::worker::Description;
-use penstock_scheduler::Layout;
+use penstock_scheduler::BlockLayout;
 
 use crate::args::{Args, RopeScaling};
 
@@ -192,8 +192,8 @@ impl SequenceLimits {
         let capacity = capacity.saturating_sub(u64::from(model.num_prefix_tokens()));
         let model_limit = model.max_total_tokens();
         // With a window on every layer a sequence holds no more of the cache than its window, however long it becomes.
-        let layout = Layout { block_tokens: BLOCK_TOKENS, window_tokens: model.window_tokens };
-        let fits = |tokens| layout.num_needed_blocks(tokens + model.num_prefix_tokens()) <= num_blocks as usize;
+        let layout = BlockLayout { block_tokens: BLOCK_TOKENS, window_tokens: model.window_tokens };
+        let fits = |tokens| layout.num_required_blocks(tokens + model.num_prefix_tokens()) <= num_blocks as usize;
         let (max_total_tokens, reason) = match args.max_total_tokens {
             Some(given) if given > model_limit => {
                 return Err(ResolveError::BeyondModel { given, allowed: model_limit });

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use nix::time::{ClockId, clock_gettime};
-use penstock_scheduler::{Limits, Output, Plan, Scheduler, SequenceId, StepResult, Submission, TokenId};
+use penstock_scheduler::{Limits, Plan, Scheduler, SequenceId, SequenceOutput, StepResult, Submission, TokenId};
 
 const BLOCK_TOKENS: u32 = 16;
 /// Steps until a day is begun anew: the sequences have grown to some thousand tokens by then.
@@ -158,7 +158,7 @@ fn apply(scheduler: &mut Scheduler, result: &StepResult) {
 
 fn answer(plan: &Plan) -> StepResult {
     let sampled = plan.advances.iter().filter(|advance| advance.sample);
-    let outputs = sampled.map(|it| Output { id: it.id, token_ids: Some(vec![plan.step as TokenId]) }).collect();
+    let outputs = sampled.map(|it| SequenceOutput { id: it.id, token_ids: Some(vec![plan.step as TokenId]) }).collect();
     StepResult { step: plan.step, outputs }
 }
 

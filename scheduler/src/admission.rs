@@ -120,7 +120,7 @@ impl Scheduler {
             self.cache.promise(&table, sequence.promise());
         }
         let (precedence, max_tokens) = (sequence.precedence(), sequence.max_tokens());
-        draft.plan.started.push(sequence.start(stay, table));
+        draft.plan.new_sequences.push(sequence.start(stay, table));
         self.queue.remove(precedence);
         self.running.insert(precedence, id);
         self.max_running_tokens += u64::from(max_tokens);

@@ -72,12 +72,12 @@ impl Scheduler {
             return Event::Failed { id, output_index };
         };
         let sequence = self.sequences.get_mut(&id).expect("invariant: a matched output's sequence is known");
-        let finished = token_ids.iter().find_map(|token_id| sequence.accept(*token_id));
+        let finish_reason = token_ids.iter().find_map(|token_id| sequence.accept(*token_id));
         self.share(id);
-        if finished.is_some() {
+        if finish_reason.is_some() {
             self.end(id);
         }
-        Event::Advanced { id, output_index, num_tokens: token_ids.len(), finished }
+        Event::Advanced { id, output_index, num_tokens: token_ids.len(), finish_reason }
     }
 }
 

@@ -4,9 +4,9 @@
 //! planned later may then read it, although it may not be written yet: the worker executes plans strictly in order.
 //! That the step may fail for the sequence that writes is dealt with in `fault.rs`.
 
-use crate::layout::Layout;
+use crate::layout::BlockLayout;
 use crate::order::Precedence;
-use crate::plan::{BlockId, LinkHash, SequenceId, TokenId};
+use crate::plan::{BlockHash, BlockId, SequenceId, TokenId};
 use crate::pool::BlockPool;
 use crate::prefix::{NodeId, Parent, PrefixTree, Promise, Root};
 
@@ -14,7 +14,7 @@ use crate::prefix::{NodeId, Parent, PrefixTree, Promise, Root};
 pub(crate) struct Cache {
     pub pool: BlockPool,
     pub tree: PrefixTree,
-    layout: Layout,
+    layout: BlockLayout,
 }
 
 /// Stands in a table for one that nobody reads.
@@ -64,7 +64,7 @@ impl Table {
 }
 
 impl Cache {
-    pub fn new(num_blocks: u32, layout: Layout, hash: LinkHash) -> Self {
+    pub fn new(num_blocks: u32, layout: BlockLayout, hash: BlockHash) -> Self {
         Self { pool: BlockPool::new(num_blocks), tree: PrefixTree::new(hash), layout }
     }
 

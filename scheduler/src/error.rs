@@ -15,8 +15,10 @@ pub enum SubmitError {
     )]
     TooLong { num_prompt_tokens: usize, max_new_tokens: u32, max_sequence_tokens: u32 },
     /// Not even alone in the pool.
-    #[error("the sequence can grow to {needed_blocks} KV blocks, the pool has {num_blocks}; ask for fewer tokens")]
-    TooManyBlocks { needed_blocks: u32, num_blocks: u32 },
+    #[error(
+        "the sequence can grow to {num_required_blocks} KV blocks, the pool has {num_blocks}; ask for fewer tokens"
+    )]
+    TooManyBlocks { num_required_blocks: u32, num_blocks: u32 },
     /// It is computed in one step, and the prompt begins with it.
     #[error("the source has {num_source_tokens} tokens, at most {max_source_tokens} are allowed")]
     SourceTooLong { num_source_tokens: u32, max_source_tokens: u32 },

@@ -6,13 +6,13 @@
 use crate::plan::Limits;
 
 #[derive(Clone, Copy, Debug)]
-pub struct Layout {
+pub struct BlockLayout {
     pub block_tokens: u32,
     /// A token sees so many of the last ones, itself included; `None`: all.
     pub window_tokens: Option<u32>,
 }
 
-impl Layout {
+impl BlockLayout {
     pub(crate) fn new(limits: &Limits) -> Self {
         Self { block_tokens: limits.block_tokens, window_tokens: limits.window_tokens }
     }
@@ -29,7 +29,7 @@ impl Layout {
     }
 
     /// Blocks that a sequence of so many tokens needs at a time, if it is computed token by token.
-    pub fn num_needed_blocks(&self, num_tokens: u32) -> usize {
+    pub fn num_required_blocks(&self, num_tokens: u32) -> usize {
         let num_blocks = self.num_blocks(num_tokens);
         // A window that begins with the last token of a block touches the most.
         self.window_tokens.map_or(num_blocks, |window| num_blocks.min(self.num_blocks(window - 1) + 1))
@@ -43,6 +43,6 @@ impl Layout {
         num_held_blocks: usize,
     ) -> usize {
         let num_ahead = self.num_blocks(num_tokens).saturating_sub(num_placed_blocks);
-        num_ahead.min(self.num_needed_blocks(num_tokens).saturating_sub(num_held_blocks))
+        num_ahead.min(self.num_required_blocks(num_tokens).saturating_sub(num_held_blocks))
     }
 }

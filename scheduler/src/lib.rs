@@ -30,10 +30,10 @@ mod tests;
 mod timing;
 
 pub use error::{ApplyError, SubmitError};
-pub use layout::Layout;
+pub use layout::BlockLayout;
 pub use plan::{
-    Advance, BlockId, Event, FinishReason, Limits, LinkHash, Output, Plan, SequenceId, Start, StepResult, Submission,
-    TokenId,
+    Advance, BlockHash, BlockId, Event, FinishReason, Limits, NewSequence, Plan, SequenceId, SequenceOutput,
+    StepResult, Submission, TokenId,
 };
 pub use scheduler::{Scheduler, Stats};
 pub use timing::Forecast;

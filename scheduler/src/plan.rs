@@ -12,7 +12,7 @@ pub type BlockId = u32;
 
 /// Hash of a block of token ids that follow a prefix with the hash `parent`. Equal arguments, equal results; that is all
 /// that correctness needs, a poor one only shares less.
-pub type LinkHash = fn(parent: u64, token_ids: &[TokenId]) -> u64;
+pub type BlockHash = fn(parent: u64, token_ids: &[TokenId]) -> u64;
 
 /// The bounds every plan keeps.
 #[derive(Clone, Copy, Debug)]
@@ -76,14 +76,14 @@ pub struct Submission {
 pub struct Plan {
     /// 1, 2, 3, …
     pub step: u64,
-    pub freed: Vec<SequenceId>,
-    pub started: Vec<Start>,
+    pub freed_sequence_ids: Vec<SequenceId>,
+    pub new_sequences: Vec<NewSequence>,
     pub advances: Vec<Advance>,
 }
 
 /// A sequence the worker does not know (any more).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Start {
+pub struct NewSequence {
     pub id: SequenceId,
     /// Every token known: the prompt, and what was generated before a preemption.
     pub token_ids: Vec<TokenId>,
@@ -110,11 +110,11 @@ pub struct Advance {
 #[derive(Clone, Debug)]
 pub struct StepResult {
     pub step: u64,
-    pub outputs: Vec<Output>,
+    pub outputs: Vec<SequenceOutput>,
 }
 
 #[derive(Clone, Debug)]
-pub struct Output {
+pub struct SequenceOutput {
     pub id: SequenceId,
     /// `None`: the worker could not go on with this sequence.
     pub token_ids: Option<Vec<TokenId>>,
@@ -129,12 +129,13 @@ pub enum Event {
         output_index: usize,
         num_tokens: usize,
         /// Terminal when set.
-        finished: Option<FinishReason>,
+        finish_reason: Option<FinishReason>,
     },
     /// Terminal: the worker reported an error for this sequence at `outputs[output_index]`.
     Failed { id: SequenceId, output_index: usize },
 }
 
+/// Why a sequence has ended, other than by a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
     /// `max_new_tokens` reached.

@@ -122,7 +122,7 @@ impl Scheduler {
         }
         let first = self.first_in_line()?;
         let with_turn = |id| (self.sequence(id).turn(now, limits), id);
-        if self.isolated.is_some() || limits.max_overtaking == 0 {
+        if self.quarantined.is_some() || limits.max_overtaking == 0 {
             return Some(with_turn(first));
         }
         let left_over = admission.available(self).saturating_sub(self.num_blocks_of(first));

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use crate::order::Precedence;
-use crate::plan::{BlockId, LinkHash, SequenceId, TokenId};
+use crate::plan::{BlockHash, BlockId, SequenceId, TokenId};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct NodeId(pub u32);
@@ -49,18 +49,18 @@ struct Node {
 
 #[derive(Debug)]
 pub(crate) struct PrefixTree {
-    hash: LinkHash,
+    hash: BlockHash,
     nodes: Vec<Option<Node>>,
     unused: Vec<NodeId>,
     index: HashMap<u64, NodeId>,
 }
 
 impl PrefixTree {
-    pub fn new(hash: LinkHash) -> Self {
+    pub fn new(hash: BlockHash) -> Self {
         Self { hash, nodes: Vec::new(), unused: Vec::new(), index: HashMap::new() }
     }
 
-    pub fn hash_function(&self) -> LinkHash {
+    pub fn hash_function(&self) -> BlockHash {
         self.hash
     }
 

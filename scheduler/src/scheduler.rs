@@ -14,10 +14,10 @@ use crate::cache::Cache;
 use crate::cost::CostModel;
 use crate::error::SubmitError;
 use crate::flight::Flight;
-use crate::layout::Layout;
+use crate::layout::BlockLayout;
 use crate::number::NumberMap;
 use crate::order::{Line, Precedence};
-use crate::plan::{Limits, LinkHash, SequenceId, Submission, TokenId};
+use crate::plan::{BlockHash, Limits, SequenceId, Submission, TokenId};
 use crate::prefix::{NodeId, Root};
 use crate::sequence::Sequence;
 
@@ -35,7 +35,7 @@ pub struct Scheduler {
     /// Known to the worker, and to be forgotten with the next plan.
     pub(crate) freed: Vec<SequenceId>,
     /// The only one that advances.
-    pub(crate) isolated: Option<SequenceId>,
+    pub(crate) quarantined: Option<SequenceId>,
     pub(crate) num_stays: u64,
     pub(crate) num_steps: u64,
     pub(crate) max_running_tokens: u64,
@@ -54,7 +54,7 @@ pub struct Stats {
     pub num_running: usize,
     pub num_blocks: usize,
     /// Blocks that can be handed out now, cached ones included.
-    pub num_free_blocks: usize,
+    pub num_allocatable_blocks: usize,
     /// Blocks that can be handed out when the steps in flight are over.
     pub num_retiring_blocks: usize,
     /// Blocks that can be shared, in use or not.
@@ -75,7 +75,7 @@ impl Scheduler {
     }
 
     /// With another hash for the prefix cache.
-    pub fn with_hash(limits: Limits, hash: LinkHash) -> Self {
+    pub fn with_hash(limits: Limits, hash: BlockHash) -> Self {
         let limits = Limits {
             max_step_tokens: limits.max_step_tokens.max(1),
             max_step_sequences: limits.max_step_sequences.max(1),
@@ -86,7 +86,7 @@ impl Scheduler {
         };
         Self {
             limits,
-            cache: Cache::new(limits.num_blocks, Layout::new(&limits), hash),
+            cache: Cache::new(limits.num_blocks, BlockLayout::new(&limits), hash),
             sequences: NumberMap::default(),
             queue: Line::default(),
             running: Line::default(),
@@ -94,7 +94,7 @@ impl Scheduler {
             num_waiting: 0,
             flights: VecDeque::new(),
             freed: Vec::new(),
-            isolated: None,
+            quarantined: None,
             num_stays: 0,
             num_steps: 0,
             max_running_tokens: 0,
@@ -125,9 +125,9 @@ impl Scheduler {
     }
 
     /// A source is seen to the end.
-    fn layout(&self, submission: &Submission) -> Layout {
-        let layout = Layout::new(&self.limits);
-        Layout { window_tokens: layout.window_tokens.filter(|_| submission.num_source_tokens == 0), ..layout }
+    fn layout(&self, submission: &Submission) -> BlockLayout {
+        let layout = BlockLayout::new(&self.limits);
+        BlockLayout { window_tokens: layout.window_tokens.filter(|_| submission.num_source_tokens == 0), ..layout }
     }
 
     fn root(&self, submission: &Submission) -> Option<Root> {
@@ -156,10 +156,10 @@ impl Scheduler {
             return Err(SubmitError::TooLong { num_prompt_tokens, max_new_tokens, max_sequence_tokens });
         };
         // The last token is never computed.
-        let needed_blocks = self.layout(submission).num_needed_blocks(max_tokens - 1) as u32;
+        let num_required_blocks = self.layout(submission).num_required_blocks(max_tokens - 1) as u32;
         let num_blocks = self.cache.pool.num_blocks();
-        if needed_blocks > num_blocks {
-            return Err(SubmitError::TooManyBlocks { needed_blocks, num_blocks });
+        if num_required_blocks > num_blocks {
+            return Err(SubmitError::TooManyBlocks { num_required_blocks, num_blocks });
         }
         let num_source_tokens = submission.num_source_tokens;
         let max_source_tokens = self.limits.max_step_tokens.min(num_prompt_tokens as u32);
@@ -182,7 +182,7 @@ impl Scheduler {
             num_queued: self.num_queued(),
             num_running: self.sequences.len() - self.num_queued(),
             num_blocks: self.cache.pool.num_blocks() as usize,
-            num_free_blocks: self.cache.pool.num_available(),
+            num_allocatable_blocks: self.cache.pool.num_available(),
             num_retiring_blocks: self.cache.pool.num_retiring(),
             num_cached_blocks: self.cache.pool.num_cached(),
             num_queried_tokens: self.num_queried_tokens,
@@ -197,7 +197,7 @@ impl Scheduler {
         let Some(mut sequence) = self.sequences.remove(&id) else {
             return false;
         };
-        self.isolated = self.isolated.filter(|isolated| *isolated != id);
+        self.quarantined = self.quarantined.filter(|quarantined| *quarantined != id);
         if sequence.stay().is_some() {
             self.evict(&mut sequence);
         } else if let Some(node) = sequence.awaits() {

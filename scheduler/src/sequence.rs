@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use crate::cache::Table;
 use crate::flight::Stay;
-use crate::layout::Layout;
+use crate::layout::BlockLayout;
 use crate::order::{Precedence, Turn};
-use crate::plan::{Advance, BlockId, FinishReason, Limits, SequenceId, Start, Submission, TokenId};
+use crate::plan::{Advance, BlockId, FinishReason, Limits, NewSequence, SequenceId, Submission, TokenId};
 use crate::prefix::{NodeId, Promise, Root};
 
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub(crate) struct Sequence {
     num_unseen_tokens: u32,
     num_computed_tokens: u32,
     table: Table,
-    layout: Layout,
+    layout: BlockLayout,
     /// `None`: shares its blocks with nobody.
     root: Option<Root>,
     needs_prompt_logprobs: bool,
@@ -60,7 +60,7 @@ impl Sequence {
         submission: Submission,
         precedence: Precedence,
         root: Option<Root>,
-        layout: Layout,
+        layout: BlockLayout,
         arrived_at: Duration,
     ) -> Self {
         let num_prompt_tokens = submission.prompt_token_ids.len() as u32;
@@ -180,7 +180,7 @@ impl Sequence {
         self.served_at = now;
     }
 
-    pub fn layout(&self) -> Layout {
+    pub fn layout(&self) -> BlockLayout {
         self.layout
     }
 
@@ -208,12 +208,12 @@ impl Sequence {
     }
 
     /// Makes it known to the worker, with what stands in the blocks of `table`.
-    pub fn start(&mut self, stay: Stay, table: Table) -> Start {
+    pub fn start(&mut self, stay: Stay, table: Table) -> NewSequence {
         self.stay = Some(stay);
         self.num_computed_tokens = table.block_ids.len() as u32 * self.layout.block_tokens;
         self.num_wanted_blocks = 0;
         self.table = table;
-        Start {
+        NewSequence {
             id: self.id,
             token_ids: self.token_ids.clone(),
             num_prompt_tokens: self.num_prompt_tokens,

@@ -70,7 +70,7 @@ impl Scheduler {
                 self.pass(in_flight.id);
             }
         }
-        draft.plan.freed = std::mem::take(&mut self.freed);
+        draft.plan.freed_sequence_ids = std::mem::take(&mut self.freed);
         let estimate = Estimate { seconds: self.cost.seconds(&draft.estimate.work), ..draft.estimate };
         self.flights.push_back(Flight { step: draft.plan.step, advances: draft.in_flight, estimate });
         Some(draft.plan)

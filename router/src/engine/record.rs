@@ -43,12 +43,12 @@ pub(super) struct StepRecord {
 impl StepInFlight {
     pub fn new(plan: &Plan, woken_at: Instant) -> Self {
         // COMPAT: a mixed step counts as a prefill, as in TGI's chunked mode.
-        let is_decode = plan.started.is_empty() && plan.advances.iter().all(|advance| advance.num_tokens == 1);
+        let is_decode = plan.new_sequences.is_empty() && plan.advances.iter().all(|advance| advance.num_tokens == 1);
         Self {
             method: if is_decode { "decode" } else { "prefill" },
             num_sequences: plan.advances.len(),
-            starts: !plan.started.is_empty(),
-            joins: !plan.started.is_empty() && plan.started.len() < plan.advances.len(),
+            starts: !plan.new_sequences.is_empty(),
+            joins: !plan.new_sequences.is_empty() && plan.new_sequences.len() < plan.advances.len(),
             woken_at,
             sent_at: woken_at,
             schedule: Duration::ZERO,

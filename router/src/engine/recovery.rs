@@ -117,10 +117,10 @@ impl StepLoop {
     pub(super) fn try_suspects(&mut self) {
         while let Some(id) = self.suspects.last().copied() {
             if self.open.get(&id).is_some_and(|sequence| sequence.num_losses() >= SUSPICIOUS_LOSSES) {
-                return self.scheduler.isolate(Some(id));
+                return self.scheduler.quarantine(Some(id));
             }
             self.suspects.pop();
-            self.scheduler.isolate(None);
+            self.scheduler.quarantine(None);
         }
         if let Some(compiler) = self.next_compiler.take() {
             self.grammars.send_replace(Compiler::Ready(compiler));

@@ -233,7 +233,7 @@ impl StepLoop {
     }
 
     fn announce_starts(&mut self, plan: &Plan) {
-        for start in &plan.started {
+        for start in &plan.new_sequences {
             if let Some(sequence) = self.open.get_mut(&start.id) {
                 sequence.start(start.num_computed_tokens as usize);
             }
@@ -243,7 +243,7 @@ impl StepLoop {
     /// Hands a step's outputs to their sequences. An error means that the workers cannot be trusted any more.
     fn apply(&mut self, report: StepReport, arrived_at: Instant) -> Result<(), String> {
         let in_flight = self.in_flight.pop_front().ok_or("it answered a step that was never planned")?;
-        let output = |output: &Output| scheduler::Output {
+        let output = |output: &Output| scheduler::SequenceOutput {
             id: output.id,
             token_ids: output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
         };
@@ -257,9 +257,9 @@ impl StepLoop {
         let mut has_tokens = false;
         for event in events {
             match event {
-                Event::Advanced { id, output_index, num_tokens, finished } => {
+                Event::Advanced { id, output_index, num_tokens, finish_reason } => {
                     has_tokens |= num_tokens > 0;
-                    self.advance(id, &report.outputs[output_index], num_tokens, finished);
+                    self.advance(id, &report.outputs[output_index], num_tokens, finish_reason);
                 }
                 Event::Failed { id, output_index } => {
                     let failure = match report.outputs[output_index].tokens.clone().err() {
@@ -300,7 +300,7 @@ impl StepLoop {
         let load = Load {
             queued_sequences: stats.num_queued,
             running_sequences: stats.num_running,
-            free_blocks: stats.num_free_blocks,
+            free_blocks: stats.num_allocatable_blocks,
             cached_blocks: stats.num_cached_blocks,
             prefix_queried_tokens: stats.num_queried_tokens,
             prefix_hit_tokens: stats.num_hit_tokens,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use penstock_proto as proto;
-use penstock_scheduler::{Advance, Plan, SequenceId, Start};
+use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId};
 
 use super::step::{Fault, Output, OutputError, StepReport};
 use super::{WorkerError, WorkerTiming};
@@ -12,13 +12,13 @@ use crate::sequence::{Grammar, LogprobSource, Sampling, Token, TopToken};
 pub(super) fn plan<'a>(plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling) -> proto::Plan {
     proto::Plan {
         step: plan.step,
-        freed_sequence_ids: plan.freed.into_iter().map(|id| id.0).collect(),
-        new_sequences: plan.started.into_iter().map(|start| new_sequence(sampling(start.id), start)).collect(),
+        freed_sequence_ids: plan.freed_sequence_ids.into_iter().map(|id| id.0).collect(),
+        new_sequences: plan.new_sequences.into_iter().map(|start| new_sequence(sampling(start.id), start)).collect(),
         advances: plan.advances.into_iter().map(advance).collect(),
     }
 }
 
-fn new_sequence(sampling: &Sampling, start: Start) -> proto::NewSequence {
+fn new_sequence(sampling: &Sampling, start: NewSequence) -> proto::NewSequence {
     proto::NewSequence {
         sequence_id: start.id.0,
         token_ids: start.token_ids,

@@ -8,11 +8,11 @@ fn a_stop_token_ends_the_sequence_and_voids_what_was_planned_ahead() {
     let first = plan(&mut scheduler);
     let ahead = plan(&mut scheduler);
     let events = scheduler.apply(&answer(&first, STOP)).unwrap();
-    assert_eq!(finished(&events), [Some(FinishReason::StopToken)]);
+    assert_eq!(finish_reasons(&events), [Some(FinishReason::StopToken)]);
     assert_eq!(scheduler.stats().num_retiring_blocks, 1, "the step ahead may still write it");
-    assert_eq!(plan(&mut scheduler).freed, [SequenceId(1)]);
+    assert_eq!(plan(&mut scheduler).freed_sequence_ids, [SequenceId(1)]);
     assert_eq!(scheduler.apply(&answer(&ahead, TOKEN)).unwrap(), []);
-    assert_eq!(scheduler.stats().num_free_blocks, 2);
+    assert_eq!(scheduler.stats().num_allocatable_blocks, 2);
 }
 
 #[test]
@@ -20,7 +20,7 @@ fn a_stop_token_in_the_last_place_is_a_stop() {
     let mut scheduler = scheduler(limits(8, 1), &[(1, 4, 1)]);
     let plan = plan(&mut scheduler);
     let events = scheduler.apply(&answer(&plan, STOP)).unwrap();
-    assert_eq!(finished(&events), [Some(FinishReason::StopToken)]);
+    assert_eq!(finish_reasons(&events), [Some(FinishReason::StopToken)]);
 }
 
 #[test]
@@ -30,17 +30,17 @@ fn a_failed_sequence_ends_alone() {
     let mut result = answer(&planned, TOKEN);
     result.outputs[0].token_ids = None;
     let events = scheduler.apply(&result).unwrap();
-    let advanced = Event::Advanced { id: SequenceId(2), output_index: 1, num_tokens: 1, finished: None };
+    let advanced = Event::Advanced { id: SequenceId(2), output_index: 1, num_tokens: 1, finish_reason: None };
     assert_eq!(events, [Event::Failed { id: SequenceId(1), output_index: 0 }, advanced]);
     let next = plan(&mut scheduler);
-    assert_eq!((&*next.freed, &*advances(&next)), (&[SequenceId(1)][..], &[(2, 1)][..]));
+    assert_eq!((&*next.freed_sequence_ids, &*advances(&next)), (&[SequenceId(1)][..], &[(2, 1)][..]));
 }
 
 #[test]
 fn a_failure_while_prefilling_ends_the_sequence() {
     let mut scheduler = scheduler(limits(8, 1), &[(1, 20, 2)]);
     let plan = plan(&mut scheduler);
-    let failed = Output { id: SequenceId(1), token_ids: None };
+    let failed = SequenceOutput { id: SequenceId(1), token_ids: None };
     let events = scheduler.apply(&StepResult { step: plan.step, outputs: vec![failed] }).unwrap();
     assert_eq!(events, [Event::Failed { id: SequenceId(1), output_index: 0 }]);
 }
@@ -58,9 +58,9 @@ fn an_aborted_sequence_is_freed_with_the_next_plan_even_if_that_does_nothing_els
     let mut scheduler = scheduler(limits(8, 2), &[(1, 4, 9)]);
     let first = plan(&mut scheduler);
     scheduler.abort(SequenceId(1));
-    assert_eq!(plan(&mut scheduler), Plan { step: 2, freed: vec![SequenceId(1)], ..Plan::default() });
+    assert_eq!(plan(&mut scheduler), Plan { step: 2, freed_sequence_ids: vec![SequenceId(1)], ..Plan::default() });
     assert_eq!(scheduler.apply(&answer(&first, TOKEN)).unwrap(), []);
-    assert_eq!(scheduler.stats().num_free_blocks, 8);
+    assert_eq!(scheduler.stats().num_allocatable_blocks, 8);
     let empty = StepResult { step: 2, outputs: vec![] };
     assert_eq!(scheduler.apply(&empty).unwrap(), []);
     assert!(nothing_to_plan(&mut scheduler));
@@ -73,7 +73,7 @@ fn an_id_can_come_back_in_the_plan_that_frees_it_and_gets_no_token_of_its_former
     scheduler.abort(SequenceId(1));
     submit(&mut scheduler, submission(1, 2, 9));
     let next = plan(&mut scheduler);
-    assert_eq!((&*next.freed, &*started(&next)), (&[SequenceId(1)][..], &[1][..]));
+    assert_eq!((&*next.freed_sequence_ids, &*new_ids(&next)), (&[SequenceId(1)][..], &[1][..]));
     assert_eq!(scheduler.apply(&answer(&former, TOKEN)).unwrap(), []);
     assert_eq!(scheduler.apply(&answer(&next, TOKEN)).unwrap().len(), 1);
 }
@@ -82,7 +82,7 @@ fn an_id_can_come_back_in_the_plan_that_frees_it_and_gets_no_token_of_its_former
 fn a_result_that_does_not_fit_its_step_is_refused_and_changes_nothing() {
     let mut scheduler = scheduler(limits(16, 2), &[(1, 4, 4), (2, 30, 4)]);
     let (one, two, stranger) = (SequenceId(1), SequenceId(2), SequenceId(9));
-    let output = |id, num_tokens| Output { id, token_ids: Some(vec![TOKEN; num_tokens]) };
+    let output = |id, num_tokens| SequenceOutput { id, token_ids: Some(vec![TOKEN; num_tokens]) };
     let result = |step, outputs| StepResult { step, outputs };
     let none = scheduler.apply(&result(1, vec![])).unwrap_err();
     assert_eq!(none, ApplyError::NothingInFlight { step: 1 });

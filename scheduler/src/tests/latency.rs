@@ -167,8 +167,8 @@ fn a_short_prompt_is_done_before_a_long_one_under_way_or_ahead_in_the_queue() {
     submit(&mut scheduler, submission(3, 900, 9));
     submit(&mut scheduler, submission(4, 8, 9));
     let (plan, _) = timed_step(&mut scheduler, &[1]);
-    assert_eq!((started(&plan)[0], advances(&plan)[1]), (4, (4, 8)));
-    assert!(!started(&plan).contains(&2));
+    assert_eq!((new_ids(&plan)[0], advances(&plan)[1]), (4, (4, 8)));
+    assert!(!new_ids(&plan).contains(&2));
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn who_overtakes_leaves_the_first_in_the_queue_its_blocks() {
         submit(&mut scheduler, submission(id, 12, 30));
     }
     let (plan, _) = step(&mut scheduler);
-    assert_eq!(started(&plan), [2, 1], "a second short one would take what the long one needs");
+    assert_eq!(new_ids(&plan), [2, 1], "a second short one would take what the long one needs");
     assert_eq!(advances(&plan), [(2, 12), (1, 4)]);
 }
 

@@ -13,8 +13,8 @@ mod window;
 use std::time::Duration;
 
 use crate::{
-    ApplyError, Event, FinishReason, Limits, Output, Plan, Scheduler, SequenceId, StepResult, Submission, SubmitError,
-    TokenId,
+    ApplyError, Event, FinishReason, Limits, Plan, Scheduler, SequenceId, SequenceOutput, StepResult, Submission,
+    SubmitError, TokenId,
 };
 
 const TOKEN: TokenId = 1;
@@ -77,7 +77,7 @@ fn nothing_to_plan(scheduler: &mut Scheduler) -> bool {
 /// What a worker that samples `token_id` everywhere answers.
 fn answer(plan: &Plan, token_id: TokenId) -> StepResult {
     let sampled = plan.advances.iter().filter(|advance| advance.sample);
-    let outputs = sampled.map(|advance| Output { id: advance.id, token_ids: Some(vec![token_id]) }).collect();
+    let outputs = sampled.map(|advance| SequenceOutput { id: advance.id, token_ids: Some(vec![token_id]) }).collect();
     StepResult { step: plan.step, outputs }
 }
 
@@ -92,15 +92,15 @@ fn advances(plan: &Plan) -> Vec<(u64, u32)> {
     plan.advances.iter().map(|advance| (advance.id.0, advance.num_tokens)).collect()
 }
 
-fn started(plan: &Plan) -> Vec<u64> {
-    plan.started.iter().map(|start| start.id.0).collect()
+fn new_ids(plan: &Plan) -> Vec<u64> {
+    plan.new_sequences.iter().map(|start| start.id.0).collect()
 }
 
-fn finished(events: &[Event]) -> Vec<Option<FinishReason>> {
+fn finish_reasons(events: &[Event]) -> Vec<Option<FinishReason>> {
     events
         .iter()
         .map(|event| match event {
-            Event::Advanced { finished, .. } => *finished,
+            Event::Advanced { finish_reason, .. } => *finish_reason,
             Event::Failed { .. } => None,
         })
         .collect()

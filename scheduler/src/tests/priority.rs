@@ -17,7 +17,7 @@ fn submit_with(scheduler: &mut Scheduler, id: u64, priority: i32, arrived_at_s: 
 fn served(scheduler: &mut Scheduler) -> Vec<u64> {
     let mut served = Vec::new();
     while scheduler.stats().num_queued > 0 {
-        served.extend(started(&step(scheduler).0));
+        served.extend(new_ids(&step(scheduler).0));
     }
     served
 }
@@ -49,7 +49,7 @@ fn nobody_starves_under_an_endless_stream_of_higher_priority() {
         for id in 1..200 {
             submit_with(&mut scheduler, 2 * id, 0, id);
             submit_with(&mut scheduler, 2 * id + 1, 0, id);
-            starts.extend(started(&step(&mut scheduler).0));
+            starts.extend(new_ids(&step(&mut scheduler).0));
         }
         assert_eq!(starts.contains(&0), is_served, "{priority_ageing:?}");
     }
@@ -73,7 +73,7 @@ fn the_youngest_of_the_lowest_priority_is_preempted() {
     let mut preempted = Vec::new();
     while scheduler.stats().num_running + scheduler.stats().num_queued > 0 && preempted.len() < 3 {
         let planned = plan(&mut scheduler);
-        let gone = planned.freed.iter().filter(|id| scheduler.sequences.contains_key(id)).map(|id| id.0);
+        let gone = planned.freed_sequence_ids.iter().filter(|id| scheduler.sequences.contains_key(id)).map(|id| id.0);
         preempted.extend(gone);
         scheduler.apply(&answer(&planned, TOKEN)).unwrap();
     }
@@ -90,7 +90,7 @@ fn two_sequences_never_take_turns_in_preempting_each_other() {
     let mut starts = Vec::new();
     loop {
         let next = scheduler.plan(Duration::ZERO);
-        starts.extend(next.iter().flat_map(started));
+        starts.extend(next.iter().flat_map(new_ids));
         let Some(done) = in_flight.take().or(next.clone()) else { break };
         scheduler.apply(&answer(&done, TOKEN)).unwrap();
         in_flight = next.filter(|plan| plan.step != done.step);

@@ -8,10 +8,10 @@ fn a_restart_names_who_was_in_flight_and_begins_anew_with_what_came_back() {
     assert_eq!(scheduler.restart(), [SequenceId(1), SequenceId(2)]);
     scheduler.audit();
     let plan = plan(&mut scheduler);
-    assert_eq!((plan.step, started(&plan)), (1, vec![1, 2, 3]));
+    assert_eq!((plan.step, new_ids(&plan)), (1, vec![1, 2, 3]));
     assert_eq!(advances(&plan), [(1, 5), (2, 5), (3, 3)], "two tokens had come back");
-    assert!(plan.freed.is_empty());
-    assert_eq!(plan.started[0].num_prompt_tokens, 3);
+    assert!(plan.freed_sequence_ids.is_empty());
+    assert_eq!(plan.new_sequences[0].num_prompt_tokens, 3);
 }
 
 #[test]
@@ -19,12 +19,12 @@ fn a_restart_forgets_the_cache_and_whoever_waits_for_it() {
     let mut scheduler = Scheduler::new(Limits { prefix_caching: true, ..limits(16, 2) });
     submit(&mut scheduler, submission(1, 20, 2));
     submit(&mut scheduler, submission(2, 20, 2));
-    assert_eq!(started(&plan(&mut scheduler)), [1], "the second waits for the first");
+    assert_eq!(new_ids(&plan(&mut scheduler)), [1], "the second waits for the first");
     assert_eq!(scheduler.restart(), [SequenceId(1)]);
     let stats = scheduler.stats();
-    assert_eq!((stats.num_queued, stats.num_cached_blocks, stats.num_free_blocks), (2, 0, 16));
+    assert_eq!((stats.num_queued, stats.num_cached_blocks, stats.num_allocatable_blocks), (2, 0, 16));
     let again = plan(&mut scheduler);
-    assert_eq!((started(&again), again.started[0].num_computed_tokens), (vec![1], 0));
+    assert_eq!((new_ids(&again), again.new_sequences[0].num_computed_tokens), (vec![1], 0));
 }
 
 #[test]
@@ -32,21 +32,21 @@ fn who_is_isolated_is_alone_and_one_step_at_a_time_until_it_ends() {
     let mut scheduler = scheduler(limits(16, 2), &[(1, 3, 9), (2, 3, 2), (3, 3, 9)]);
     run_ahead(&mut scheduler, 2);
     scheduler.restart();
-    scheduler.isolate(Some(SequenceId(2)));
+    scheduler.quarantine(Some(SequenceId(2)));
     let alone = plan(&mut scheduler);
     assert_eq!(advances(&alone), [(2, 4)]);
     assert!(nothing_to_plan(&mut scheduler), "nobody else may run, and it no more than one step ahead");
     scheduler.apply(&answer(&alone, TOKEN)).unwrap();
-    assert_eq!(started(&plan(&mut scheduler)), [1, 3], "it has ended");
+    assert_eq!(new_ids(&plan(&mut scheduler)), [1, 3], "it has ended");
 }
 
 #[test]
 fn isolating_one_takes_the_others_from_the_worker() {
     let mut scheduler = scheduler(limits(16, 1), &[(1, 3, 9), (2, 3, 9)]);
     step(&mut scheduler);
-    scheduler.isolate(Some(SequenceId(1)));
+    scheduler.quarantine(Some(SequenceId(1)));
     let (alone, _) = step(&mut scheduler);
-    assert_eq!((&*alone.freed, advances(&alone)), (&[SequenceId(2)][..], vec![(1, 1)]));
-    scheduler.isolate(None);
+    assert_eq!((&*alone.freed_sequence_ids, advances(&alone)), (&[SequenceId(2)][..], vec![(1, 1)]));
+    scheduler.quarantine(None);
     assert_eq!(advances(&plan(&mut scheduler)), [(1, 1), (2, 4)]);
 }

@@ -17,10 +17,10 @@ fn with_prompt(id: u64, prompt_token_ids: Vec<TokenId>, max_new_tokens: u32) -> 
 
 /// (id, cached tokens) of each start.
 fn hits(plan: &Plan) -> Vec<(u64, u32)> {
-    for start in &plan.started {
+    for start in &plan.new_sequences {
         assert_eq!(start.block_ids.len() as u32 * 4, start.num_computed_tokens);
     }
-    plan.started.iter().map(|start| (start.id.0, start.num_computed_tokens)).collect()
+    plan.new_sequences.iter().map(|start| (start.id.0, start.num_computed_tokens)).collect()
 }
 
 /// Runs until nothing is left to do.
@@ -101,7 +101,7 @@ fn of_several_with_one_prompt_one_computes_and_the_others_wait_for_its_blocks() 
     // The results of the steps that fill the blocks are not back; the worker executes in order.
     let shared = plan(&mut scheduler);
     assert_eq!(hits(&shared), [(2, 36), (3, 36)]);
-    assert_eq!(shared.started[0].block_ids, shared.started[1].block_ids);
+    assert_eq!(shared.new_sequences[0].block_ids, shared.new_sequences[1].block_ids);
     assert_eq!(advances(&shared), [(1, 1), (4, 1), (2, 2), (3, 2)]);
     assert_eq!((scheduler.stats().num_queried_tokens, scheduler.stats().num_hit_tokens), (37 + 4 + 37 + 37, 72));
 }
@@ -173,7 +173,7 @@ fn the_least_recently_used_blocks_are_evicted_from_the_end_of_their_prefix() {
         submit(&mut scheduler, with_prompt(u64::from(text), ids(text, 13), 1));
         run(&mut scheduler);
     }
-    assert_eq!((scheduler.stats().num_cached_blocks, scheduler.stats().num_free_blocks), (6, 8));
+    assert_eq!((scheduler.stats().num_cached_blocks, scheduler.stats().num_allocatable_blocks), (6, 8));
     // Four blocks more: two are free, the other two are the last of the second text.
     submit(&mut scheduler, with_prompt(3, ids(3, 13), 1));
     run(&mut scheduler);
@@ -218,12 +218,12 @@ fn a_failure_sends_back_who_relied_on_its_blocks_and_nobody_finds_them() {
     assert_eq!(scheduler.apply(&result).unwrap().len(), 1, "of the third sequence; the first one was aborted");
     scheduler.audit();
     let again = plan(&mut scheduler);
-    assert_eq!((&*again.freed, hits(&again)), (&[SequenceId(1), SequenceId(2)][..], vec![(2, 0)]));
+    assert_eq!((&*again.freed_sequence_ids, hits(&again)), (&[SequenceId(1), SequenceId(2)][..], vec![(2, 0)]));
     // What it sampled from what was not there is not taken.
     let events = scheduler.apply(&answer(&relying, TOKEN)).unwrap();
     assert_eq!(events.len(), 1);
     let events = scheduler.apply(&answer(&again, TOKEN)).unwrap();
-    assert_eq!(finished(&events), [None, Some(FinishReason::Length)]);
+    assert_eq!(finish_reasons(&events), [None, Some(FinishReason::Length)]);
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn what_is_written_before_a_failure_stays() {
     step(&mut scheduler);
     let failing = plan(&mut scheduler);
     scheduler
-        .apply(&StepResult { step: failing.step, outputs: vec![Output { id: SequenceId(1), token_ids: None }] })
+        .apply(&StepResult { step: failing.step, outputs: vec![SequenceOutput { id: SequenceId(1), token_ids: None }] })
         .unwrap();
     submit(&mut scheduler, with_prompt(2, ids(1, 30), 4));
     assert_eq!(hits(&step(&mut scheduler).0), [(2, 16)]);
@@ -246,8 +246,9 @@ fn an_output_without_tokens_is_taken_for_an_advance_that_does_not_sample() {
     let mut scheduler = Scheduler::new(small);
     submit(&mut scheduler, Submission { needs_prompt_logprobs: true, ..with_prompt(1, ids(1, 30), 4) });
     let chunk = plan(&mut scheduler);
-    let result = StepResult { step: chunk.step, outputs: vec![Output { id: SequenceId(1), token_ids: Some(vec![]) }] };
-    let event = Event::Advanced { id: SequenceId(1), output_index: 0, num_tokens: 0, finished: None };
+    let result =
+        StepResult { step: chunk.step, outputs: vec![SequenceOutput { id: SequenceId(1), token_ids: Some(vec![]) }] };
+    let event = Event::Advanced { id: SequenceId(1), output_index: 0, num_tokens: 0, finish_reason: None };
     assert_eq!(scheduler.apply(&result).unwrap(), [event]);
     assert_eq!(advances(&plan(&mut scheduler)), [(1, 14)]);
 }

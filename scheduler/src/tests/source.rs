@@ -16,7 +16,7 @@ fn a_source_that_no_step_can_take_is_refused() {
     assert_eq!(scheduler.submit(beyond, Duration::ZERO), refused(6, 5), "more than the prompt");
     assert_eq!(scheduler.submit(source(1, 16, 3), Duration::ZERO), Ok(()));
     let plan = step(&mut scheduler).0;
-    assert_eq!((plan.started[0].num_source_tokens, advances(&plan)), (16, vec![(1, 16)]));
+    assert_eq!((plan.new_sequences[0].num_source_tokens, advances(&plan)), (16, vec![(1, 16)]));
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)], "what is behind it may come later");
 }
 
@@ -57,7 +57,7 @@ fn a_source_is_computed_again_whole() {
     }
     scheduler.restart();
     let plan = step(&mut scheduler).0;
-    assert_eq!((plan.started[0].token_ids.len(), plan.started[0].num_prompt_tokens), (19, 13));
+    assert_eq!((plan.new_sequences[0].token_ids.len(), plan.new_sequences[0].num_prompt_tokens), (19, 13));
     assert_eq!(advances(&plan), [(1, 16)], "the rest may be cut");
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 3)]);
 }
@@ -73,20 +73,20 @@ fn nobody_shares_what_begins_with_a_source() {
     assert_eq!(advances(&plan), [(1, 13), (2, 13), (3, 13)]);
     step(&mut scheduler);
     submit(&mut scheduler, source(4, 12, 2));
-    assert_eq!(step(&mut scheduler).0.started[0].num_computed_tokens, 0);
+    assert_eq!(step(&mut scheduler).0.new_sequences[0].num_computed_tokens, 0);
     assert_eq!(scheduler.stats().num_queried_tokens, 12, "the third one's");
 }
 
 #[test]
 fn a_source_is_seen_to_the_end_whatever_the_window() {
     let mut scheduler = Scheduler::new(Limits { window_tokens: Some(4), ..limits(8, 1) });
-    let too_many = SubmitError::TooManyBlocks { needed_blocks: 9, num_blocks: 8 };
+    let too_many = SubmitError::TooManyBlocks { num_required_blocks: 9, num_blocks: 8 };
     assert_eq!(scheduler.submit(source(1, 12, 24), Duration::ZERO), Err(too_many));
     submit(&mut scheduler, source(1, 12, 20));
     for _ in 0..20 {
         step(&mut scheduler);
         let stats = scheduler.stats();
-        assert!(stats.num_running == 0 || stats.num_free_blocks <= 5);
+        assert!(stats.num_running == 0 || stats.num_allocatable_blocks <= 5);
     }
     assert_eq!(scheduler.stats().num_running, 0);
 }

@@ -39,7 +39,7 @@ fn the_queue_is_served_in_order_of_arrival() {
     let mut scheduler = scheduler(limits(64, 1), &[(5, 10, 9), (3, 10, 9), (4, 10, 9)]);
     let (plan, _) = step(&mut scheduler);
     assert_eq!(advances(&plan), [(5, 10), (3, 6)]);
-    assert_eq!(started(&plan), [5, 3]);
+    assert_eq!(new_ids(&plan), [5, 3]);
     assert_eq!(advances(&step(&mut scheduler).0), [(5, 1), (3, 4), (4, 10)]);
 }
 
@@ -66,8 +66,8 @@ fn steps_are_planned_ahead_of_results_up_to_the_depth_and_never_past_the_last_to
     let second = plan(&mut scheduler);
     assert_eq!((advances(&first), advances(&second)), (vec![(1, 3)], vec![(1, 1)]));
     assert!(nothing_to_plan(&mut scheduler));
-    assert_eq!(finished(&scheduler.apply(&answer(&first, TOKEN)).unwrap()), [None]);
-    assert_eq!(finished(&scheduler.apply(&answer(&second, TOKEN)).unwrap()), [Some(FinishReason::Length)]);
+    assert_eq!(finish_reasons(&scheduler.apply(&answer(&first, TOKEN)).unwrap()), [None]);
+    assert_eq!(finish_reasons(&scheduler.apply(&answer(&second, TOKEN)).unwrap()), [Some(FinishReason::Length)]);
 
     let mut scheduler = self::scheduler(limits(8, 2), &[(1, 3, 9)]);
     let first = plan(&mut scheduler);
@@ -86,11 +86,12 @@ fn a_dry_pool_preempts_the_youngest_which_goes_on_later_with_all_its_tokens() {
         assert_eq!(plan.advances.len(), 2);
     }
     let (plan, _) = step(&mut scheduler);
-    assert_eq!((&*plan.freed, &*advances(&plan)), (&[SequenceId(2)][..], &[(1, 1)][..]));
+    assert_eq!((&*plan.freed_sequence_ids, &*advances(&plan)), (&[SequenceId(2)][..], &[(1, 1)][..]));
     assert_eq!(scheduler.stats().num_queued, 1);
-    let restart = std::iter::repeat_with(|| step(&mut scheduler).0).find(|plan| !plan.started.is_empty()).unwrap();
-    assert_eq!(restart.started[0].token_ids, [TOKEN; 3 + 5]);
-    assert_eq!(restart.started[0].num_prompt_tokens, 3);
+    let restart =
+        std::iter::repeat_with(|| step(&mut scheduler).0).find(|plan| !plan.new_sequences.is_empty()).unwrap();
+    assert_eq!(restart.new_sequences[0].token_ids, [TOKEN; 3 + 5]);
+    assert_eq!(restart.new_sequences[0].num_prompt_tokens, 3);
     assert_eq!(restart.advances[0].num_tokens, 8);
     assert!(restart.advances[0].sample);
 }
@@ -102,12 +103,13 @@ fn a_token_in_flight_at_preemption_is_discarded_and_sampled_again() {
     assert_eq!(advances(&fifth), [(1, 1), (2, 1)]);
     // Sequence 1 needs one more block. The fifth step still writes the second one of sequence 2, but not the first.
     let sixth = plan(&mut scheduler);
-    assert_eq!((&*sixth.freed, &*advances(&sixth)), (&[SequenceId(2)][..], &[(1, 1)][..]));
+    assert_eq!((&*sixth.freed_sequence_ids, &*advances(&sixth)), (&[SequenceId(2)][..], &[(1, 1)][..]));
     assert_eq!((scheduler.stats().num_queued, scheduler.stats().num_retiring_blocks), (1, 1));
     assert_eq!(scheduler.apply(&answer(&fifth, TOKEN)).unwrap().len(), 1, "only sequence 1 gets its token");
     scheduler.apply(&answer(&sixth, TOKEN)).unwrap();
-    let restart = std::iter::repeat_with(|| step(&mut scheduler).0).find(|plan| !plan.started.is_empty()).unwrap();
-    assert_eq!(restart.started[0].token_ids, [TOKEN; 3 + 4]);
+    let restart =
+        std::iter::repeat_with(|| step(&mut scheduler).0).find(|plan| !plan.new_sequences.is_empty()).unwrap();
+    assert_eq!(restart.new_sequences[0].token_ids, [TOKEN; 3 + 4]);
 }
 
 #[test]
@@ -119,15 +121,15 @@ fn blocks_about_to_retire_are_waited_for_rather_than_preempting() {
     assert!(nothing_to_plan(&mut scheduler));
     scheduler.apply(&answer(&fifth, TOKEN)).unwrap();
     let (sixth, _) = step(&mut scheduler);
-    assert_eq!((&*sixth.freed, &*advances(&sixth)), (&[SequenceId(3)][..], &[(1, 1), (2, 1)][..]));
+    assert_eq!((&*sixth.freed_sequence_ids, &*advances(&sixth)), (&[SequenceId(3)][..], &[(1, 1), (2, 1)][..]));
     assert_eq!(scheduler.stats().num_queued, 0);
 }
 
 #[test]
 fn a_newcomer_waits_until_every_running_sequence_can_take_one_more_block() {
     let mut scheduler = scheduler(limits(3, 1), &[(1, 4, 8), (2, 8, 2)]);
-    assert_eq!(started(&step(&mut scheduler).0), [1]);
-    assert_eq!(started(&step(&mut scheduler).0), []);
+    assert_eq!(new_ids(&step(&mut scheduler).0), [1]);
+    assert_eq!(new_ids(&step(&mut scheduler).0), []);
 }
 
 #[test]

@@ -11,7 +11,7 @@ fn what_can_never_run_is_refused() {
     assert_eq!(scheduler.submit(submission(1, 60, 41), Duration::ZERO), Err(too_long));
     let overflowing = scheduler.submit(submission(1, 2, u32::MAX), Duration::ZERO);
     assert!(matches!(overflowing, Err(SubmitError::TooLong { .. })));
-    let too_many = SubmitError::TooManyBlocks { needed_blocks: 5, num_blocks: 4 };
+    let too_many = SubmitError::TooManyBlocks { num_required_blocks: 5, num_blocks: 4 };
     assert_eq!(scheduler.submit(submission(1, 16, 2), Duration::ZERO), Err(too_many));
     assert_eq!(scheduler.stats().num_queued, 0);
 }
@@ -21,7 +21,7 @@ fn the_last_token_needs_no_slot() {
     let mut scheduler = scheduler(limits(4, 1), &[(1, 16, 1)]);
     let (plan, events) = step(&mut scheduler);
     assert_eq!(plan.advances[0].new_block_ids.len(), 4);
-    assert_eq!(finished(&events), [Some(FinishReason::Length)]);
+    assert_eq!(finish_reasons(&events), [Some(FinishReason::Length)]);
 }
 
 #[test]
@@ -52,5 +52,5 @@ fn limits_of_zero_count_as_one() {
     };
     let mut scheduler = scheduler(zero, &[(1, 2, 1)]);
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)]);
-    assert_eq!(finished(&step(&mut scheduler).1), [Some(FinishReason::Length)]);
+    assert_eq!(finish_reasons(&step(&mut scheduler).1), [Some(FinishReason::Length)]);
 }

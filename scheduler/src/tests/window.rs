@@ -8,7 +8,7 @@ fn windowed(window_tokens: u32, limits: Limits) -> Limits {
 
 fn num_held(scheduler: &Scheduler) -> usize {
     let stats = scheduler.stats();
-    stats.num_blocks - stats.num_free_blocks - stats.num_retiring_blocks
+    stats.num_blocks - stats.num_allocatable_blocks - stats.num_retiring_blocks
 }
 
 #[test]
@@ -33,7 +33,7 @@ fn what_a_sequence_needs_at_a_time_decides_whether_it_can_run() {
     }
     assert_eq!(num_tokens, 99);
     let refused = Scheduler::new(windowed(6, limits(2, 1))).submit(submission(1, 50, 50), Duration::ZERO);
-    assert_eq!(refused, Err(SubmitError::TooManyBlocks { needed_blocks: 3, num_blocks: 2 }));
+    assert_eq!(refused, Err(SubmitError::TooManyBlocks { num_required_blocks: 3, num_blocks: 2 }));
 }
 
 #[test]
@@ -53,14 +53,14 @@ fn a_block_that_is_passed_waits_for_the_step_that_writes_it() {
     let first = plan(&mut scheduler);
     assert_eq!(advances(&first), [(1, 16)]);
     let stats = scheduler.stats();
-    assert_eq!((stats.num_free_blocks, stats.num_retiring_blocks), (1, 3));
+    assert_eq!((stats.num_allocatable_blocks, stats.num_retiring_blocks), (1, 3));
     let second = plan(&mut scheduler);
     assert_eq!(second.advances[0].new_block_ids.len(), 1);
     assert!(nothing_to_plan(&mut scheduler), "the depth is reached");
     scheduler.apply(&answer(&first, TOKEN)).unwrap();
     let stats = scheduler.stats();
-    assert_eq!((stats.num_free_blocks, stats.num_retiring_blocks), (3, 0));
-    assert_eq!(started(&plan(&mut scheduler)), [2]);
+    assert_eq!((stats.num_allocatable_blocks, stats.num_retiring_blocks), (3, 0));
+    assert_eq!(new_ids(&plan(&mut scheduler)), [2]);
 }
 
 #[test]
@@ -68,9 +68,9 @@ fn a_block_is_not_given_away_in_the_step_that_reads_it() {
     // With its eighth token the first one passes a block, and the second needs just that one.
     let mut scheduler = scheduler(windowed(5, limits(3, 1)), &[(1, 7, 5), (2, 4, 1)]);
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 7)]);
-    assert_eq!(scheduler.stats().num_free_blocks, 1);
+    assert_eq!(scheduler.stats().num_allocatable_blocks, 1);
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)]);
-    assert_eq!(scheduler.stats().num_free_blocks, 2);
+    assert_eq!(scheduler.stats().num_allocatable_blocks, 2);
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn a_hit_needs_only_the_blocks_that_the_next_token_sees() {
     for (id, text, hit) in [(1, 1, 0), (2, 2, 0), (3, 2, 20), (4, 1, 0)] {
         submit(&mut scheduler, prompt(id, text));
         let (plan, _) = step(&mut scheduler);
-        let start = &plan.started[0];
+        let start = &plan.new_sequences[0];
         assert_eq!((start.num_computed_tokens, start.block_ids.len()), (hit, hit as usize / 4), "{id}");
         while scheduler.stats().num_running > 0 {
             step(&mut scheduler);
@@ -102,7 +102,7 @@ fn what_is_passed_stays_in_the_cache_for_others() {
     step(&mut scheduler);
     assert_eq!(num_held(&scheduler), 2);
     submit(&mut scheduler, prompt(2, 13));
-    assert_eq!(step(&mut scheduler).0.started[0].num_computed_tokens, 12, "the first one is far beyond that");
+    assert_eq!(step(&mut scheduler).0.new_sequences[0].num_computed_tokens, 12, "the first one is far beyond that");
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn who_was_preempted_finds_its_window_again() {
     }
     scheduler.preempt(SequenceId(1));
     let (plan, _) = step(&mut scheduler);
-    assert_eq!((plan.started[0].token_ids.len(), plan.started[0].num_computed_tokens), (33, 32));
+    assert_eq!((plan.new_sequences[0].token_ids.len(), plan.new_sequences[0].num_computed_tokens), (33, 32));
     assert_eq!(advances(&plan), [(1, 1)]);
     assert_eq!(num_held(&scheduler), 3);
 }

@@ -130,8 +130,8 @@ pub const MUTANTS: [Mutant; 37] = [
     mutant(
         "the last token asks for a slot",
         "scheduler/src/scheduler.rs",
-        "num_needed_blocks(max_tokens - 1)",
-        "num_needed_blocks(max_tokens)",
+        "num_required_blocks(max_tokens - 1)",
+        "num_required_blocks(max_tokens)",
         BOTH,
     ),
     mutant(
@@ -208,8 +208,8 @@ pub const MUTANTS: [Mutant; 37] = [
     mutant(
         "a suspect is not run alone",
         "scheduler/src/restart.rs",
-        "self.isolated = id.filter(|id| self.sequences.contains_key(id));",
-        "self.isolated = id.filter(|_| false);",
+        "self.quarantined = id.filter(|id| self.sequences.contains_key(id));",
+        "self.quarantined = id.filter(|_| false);",
         BOTH,
     ),
     mutant(

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use penstock_scheduler::{Advance, BlockId, Limits, Plan, SequenceId, Start, Stats, TokenId};
+use penstock_scheduler::{Advance, BlockId, Limits, NewSequence, Plan, SequenceId, Stats, TokenId};
 
 use crate::submitted::{Circle, Order, Sight, State, Submitted};
 use crate::tally::Tally;
@@ -123,14 +123,14 @@ impl Ledger {
         self.num_steps += 1;
         assert_eq!(plan.step, self.num_steps, "steps are numbered without a gap");
         assert!(
-            !(plan.freed.is_empty() && plan.advances.is_empty()),
+            !(plan.freed_sequence_ids.is_empty() && plan.advances.is_empty()),
             "step {} neither frees nor advances anything",
             plan.step
         );
         self.free(plan, live);
         self.failed_step = None;
         let decodes = self.decodes();
-        for start in &plan.started {
+        for start in &plan.new_sequences {
             self.start(start, live);
         }
         match self.alone {
@@ -173,12 +173,12 @@ impl Ledger {
         let mut busy: HashSet<_> = alive.flat_map(|(_, row)| row.held()).collect();
         busy.extend(self.written.iter().flatten());
         let num_unused = self.limits.num_blocks as usize - busy.len();
-        assert!(stats.num_free_blocks >= num_unused, "{num_unused} blocks are not in use: {stats:?}");
+        assert!(stats.num_allocatable_blocks >= num_unused, "{num_unused} blocks are not in use: {stats:?}");
     }
 
     fn free(&mut self, plan: &Plan, live: &Live) {
         let mut gone = Vec::new();
-        for id in &plan.freed {
+        for id in &plan.freed_sequence_ids {
             let row = self.rows.remove(id).unwrap_or_else(|| panic!("{id:?} is freed, the worker does not know it"));
             row.held().iter().for_each(|block_id| self.disown(*block_id));
             if live.get(id).is_some_and(|submitted| submitted.submission == row.submission) {
@@ -233,7 +233,7 @@ impl Ledger {
     }
 
     fn tally_sources(&mut self, plan: &Plan, live: &Live) {
-        for start in plan.started.iter().filter(|start| start.num_source_tokens > 0) {
+        for start in plan.new_sequences.iter().filter(|start| start.num_source_tokens > 0) {
             self.tally.add("sources", 1);
             self.tally.add("sources beside others", u64::from(plan.advances.len() > 1));
             self.tally
@@ -254,7 +254,7 @@ impl Ledger {
         decodes.into_iter().map(|(_, id)| id).collect()
     }
 
-    fn start(&mut self, start: &Start, live: &Live) {
+    fn start(&mut self, start: &NewSequence, live: &Live) {
         let submitted = &live[&start.id];
         assert_eq!(start.token_ids, submitted.known(), "a sequence starts with all that is known of it");
         assert_eq!(start.num_prompt_tokens as usize, submitted.prompt.len());
@@ -279,7 +279,7 @@ impl Ledger {
         assert!(self.rows.insert(start.id, row).is_none(), "{:?} is started twice", start.id);
     }
 
-    fn check_hit(&mut self, start: &Start, num_passed: usize, submitted: &Submitted) {
+    fn check_hit(&mut self, start: &NewSequence, num_passed: usize, submitted: &Submitted) {
         let id = start.id;
         assert_eq!(start.num_computed_tokens, start.block_ids.len() as u32 * self.limits.block_tokens);
         assert!(start.num_computed_tokens < start.token_ids.len() as u32, "{id:?} has nothing to sample from");
@@ -306,7 +306,9 @@ impl Ledger {
     }
 
     fn check_queue_order(&mut self, plan: &Plan, live: &Live) {
-        let Some(last_started) = plan.started.iter().map(|start| self.rows[&start.id].order).max() else { return };
+        let Some(last_started) = plan.new_sequences.iter().map(|start| self.rows[&start.id].order).max() else {
+            return;
+        };
         let is_overtaken = |id: &SequenceId, queued: &Submitted| !self.knows(*id) && queued.order < last_started;
         let overtaken: Vec<_> = live.iter().filter(|(id, queued)| is_overtaken(id, queued)).collect();
         for (id, queued) in &overtaken {
@@ -384,7 +386,7 @@ impl Ledger {
         assert_eq!(ids.len(), plan.advances.len(), "a sequence advances twice in one step");
         let depth = if self.alone.is_some() { 1 } else { self.limits.max_steps_in_flight as usize };
         assert!(self.written.len() <= depth);
-        for start in &plan.started {
+        for start in &plan.new_sequences {
             assert!(ids.contains(&start.id), "{:?} is started and not advanced", start.id);
         }
     }
@@ -393,7 +395,10 @@ impl Ledger {
     fn check_stats(&self, stats: Stats, live: &Live) {
         let running = self.rows.values().filter(|row| !row.is_planned_out());
         let owned: HashSet<_> = running.flat_map(|row| row.held()).collect();
-        assert_eq!(stats.num_free_blocks + stats.num_retiring_blocks + owned.len(), self.limits.num_blocks as usize);
+        assert_eq!(
+            stats.num_allocatable_blocks + stats.num_retiring_blocks + owned.len(),
+            self.limits.num_blocks as usize
+        );
         assert_eq!(stats.num_running, self.rows.len());
         assert_eq!(stats.num_queued, live.len() - self.rows.len());
         assert_eq!(stats.num_steps_in_flight, self.written.len());

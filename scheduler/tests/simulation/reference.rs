@@ -21,9 +21,9 @@ pub struct Foretold {
 
 impl From<&Plan> for Foretold {
     fn from(plan: &Plan) -> Self {
-        let mut freed = plan.freed.clone();
+        let mut freed = plan.freed_sequence_ids.clone();
         freed.sort_unstable();
-        let started = plan.started.iter().map(|start| start.id).collect();
+        let started = plan.new_sequences.iter().map(|start| start.id).collect();
         let advances = plan.advances.iter();
         let advances = advances.map(|it| (it.id, it.num_tokens, it.new_block_ids.len(), it.sample)).collect();
         Foretold { step: plan.step, freed, started, advances }
@@ -120,7 +120,7 @@ impl Reference {
         (self.alone, self.num_steps) = (None, 0);
     }
 
-    pub fn isolate(&mut self, id: Option<SequenceId>) {
+    pub fn quarantine(&mut self, id: Option<SequenceId>) {
         self.alone = id;
         for index in self.running().into_iter().filter(|_| id.is_some()) {
             if self.sequences[index].id != id.expect("one to be alone") {
@@ -273,13 +273,13 @@ impl Reference {
             };
             sequence.num_tokens += token_ids.len() as u32;
             let stopped = token_ids.iter().any(|token_id| sequence.stop_token_ids.contains(token_id));
-            let finished = match sequence.num_tokens == sequence.max_tokens && !token_ids.is_empty() {
+            let finish_reason = match sequence.num_tokens == sequence.max_tokens && !token_ids.is_empty() {
                 _ if stopped => Some(FinishReason::StopToken),
                 true => Some(FinishReason::Length),
                 false => None,
             };
-            events.push(Event::Advanced { id, output_index, num_tokens: token_ids.len(), finished });
-            if finished.is_some() {
+            events.push(Event::Advanced { id, output_index, num_tokens: token_ids.len(), finish_reason });
+            if finish_reason.is_some() {
                 self.end(id);
             }
         }

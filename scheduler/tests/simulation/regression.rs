@@ -64,7 +64,7 @@ fn who_waits_is_woken_when_another_copy_takes_the_place_of_one_that_is_lost() {
         has_poor_hash: false,
         observes: true,
         deaths: Vec::new(),
-        isolates: false,
+        quarantines: false,
     })
     .run();
 }

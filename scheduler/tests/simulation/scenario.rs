@@ -24,7 +24,7 @@ pub struct Scenario {
     /// Ticks at which the worker dies, rising.
     pub deaths: Vec<u64>,
     /// Whether those who were in a step when it died are each run alone until they got a token.
-    pub isolates: bool,
+    pub quarantines: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -133,7 +133,7 @@ fn scenario_of(arrival: impl Strategy<Value = Arrival>, max_arrivals: usize) -> 
             has_poor_hash,
             observes,
             deaths: Vec::new(),
-            isolates: false,
+            quarantines: false,
         },
     )
 }
@@ -219,11 +219,11 @@ fn forsaken() -> impl Strategy<Value = Scenario> {
 /// The worker dies now and then, often again before anything has come back.
 fn mortal() -> impl Strategy<Value = Scenario> {
     let scenario = prop_oneof![scenario(60), crowded(), kindred()];
-    (scenario, vec((0..100u64, 0..4u64), 1..8), any::<bool>()).prop_map(|(scenario, deaths, isolates)| {
+    (scenario, vec((0..100u64, 0..4u64), 1..8), any::<bool>()).prop_map(|(scenario, deaths, quarantines)| {
         let deaths = deaths.into_iter().flat_map(|(tick, again_after)| [tick, tick + again_after]);
         let mut deaths: Vec<_> = deaths.collect();
         deaths.sort_unstable();
-        Scenario { deaths, isolates, ..scenario }
+        Scenario { deaths, quarantines, ..scenario }
     })
 }
 

@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use penstock_scheduler::{Advance, BlockId, Output, Plan, SequenceId, Start, StepResult, TokenId};
+use penstock_scheduler::{Advance, BlockId, NewSequence, Plan, SequenceId, SequenceOutput, StepResult, TokenId};
 
 use crate::model;
 use crate::submitted::Sight;
@@ -72,10 +72,10 @@ impl Worker {
     /// `natures` has one entry for each started sequence. Also says whose outputs are poisoned.
     pub fn execute(&mut self, plan: &Plan, natures: &[Nature]) -> (StepResult, HashSet<SequenceId>) {
         self.last_step = plan.step;
-        for id in &plan.freed {
+        for id in &plan.freed_sequence_ids {
             self.sequences.remove(id).expect("only a known sequence is freed");
         }
-        for (start, nature) in plan.started.iter().zip(natures) {
+        for (start, nature) in plan.new_sequences.iter().zip(natures) {
             self.start(plan.step, start, *nature);
         }
         // As one batch: nobody reads what another one writes in the same step, nor writes what another one reads.
@@ -91,7 +91,7 @@ impl Worker {
         (StepResult { step: plan.step, outputs }, poisoned)
     }
 
-    fn start(&mut self, step: u64, start: &Start, nature: Nature) {
+    fn start(&mut self, step: u64, start: &NewSequence, nature: Nature) {
         let num_source_tokens = start.num_source_tokens;
         assert!(
             num_source_tokens == 0 || start.num_computed_tokens == 0,
@@ -134,7 +134,7 @@ impl Worker {
         }
     }
 
-    fn write(&mut self, advance: &Advance) -> Option<Output> {
+    fn write(&mut self, advance: &Advance) -> Option<SequenceOutput> {
         let sequence = self.sequences.get_mut(&advance.id).expect("only a known sequence is advanced");
         sequence.block_ids.extend_from_slice(&advance.new_block_ids);
         let from = sequence.num_computed_tokens;
@@ -148,7 +148,7 @@ impl Worker {
             for position in from..to {
                 self.kv[sequence.slot(position, self.block_tokens)] = Slot::Poison;
             }
-            return is_reported.then_some(Output { id: advance.id, token_ids: None });
+            return is_reported.then_some(SequenceOutput { id: advance.id, token_ids: None });
         }
         let mut digest = model::root(sequence.nature.salt);
         for position in 0..to {
@@ -160,11 +160,14 @@ impl Worker {
         }
         if !advance.sample {
             // Like prompt logprobs: an output that carries no token.
-            return advance.num_tokens.is_multiple_of(2).then_some(Output { id: advance.id, token_ids: Some(vec![]) });
+            return advance
+                .num_tokens
+                .is_multiple_of(2)
+                .then_some(SequenceOutput { id: advance.id, token_ids: Some(vec![]) });
         }
         assert_eq!(to, sequence.token_ids.len(), "{:?} samples before its last known token", advance.id);
         let token_id = model::sample(digest) + TokenId::from(sequence.poisoned);
         sequence.token_ids.push(token_id);
-        Some(Output { id: advance.id, token_ids: Some(vec![token_id]) })
+        Some(SequenceOutput { id: advance.id, token_ids: Some(vec![token_id]) })
     }
 }

@@ -99,7 +99,7 @@ impl World {
         }
         assert!(self.ledger.is_empty(), "the worker keeps a sequence that has ended");
         let stats = self.scheduler.stats();
-        assert_eq!(stats.num_free_blocks, stats.num_blocks, "a block leaked");
+        assert_eq!(stats.num_allocatable_blocks, stats.num_blocks, "a block leaked");
         assert_eq!((stats.num_queued, stats.num_running, stats.max_running_tokens), (0, 0, 0));
         self.check_voided();
         self.tally += &self.ledger.tally;
@@ -231,11 +231,11 @@ impl World {
     }
 
     fn plan(&mut self) {
-        self.isolate();
+        self.quarantine();
         while let Some(plan) = self.next_plan() {
             self.scheduler.audit();
             self.ledger.enter(&plan, &self.live, self.scheduler.stats());
-            let natures = plan.started.iter().map(|start| self.live[&start.id].nature).collect();
+            let natures = plan.new_sequences.iter().map(|start| self.live[&start.id].nature).collect();
             let latencies = &self.scenario.latencies_ticks;
             let latency = latencies[self.num_steps as usize % latencies.len()];
             let begin = self.flights.back().map_or(self.tick, |flight| flight.done_tick);
@@ -297,10 +297,10 @@ impl World {
         assert!(!poisoned.contains(&id), "{id:?} gets what was computed from a block that was never written");
         let submitted = self.live.get_mut(&id).unwrap_or_else(|| panic!("an event for {id:?}, which has ended"));
         let (num_tokens, end) = match *event {
-            Event::Advanced { num_tokens, finished, .. } => {
+            Event::Advanced { num_tokens, finish_reason, .. } => {
                 let token_ids = output.token_ids.as_ref().expect("tokens");
                 submitted.received.extend_from_slice(&token_ids[..num_tokens]);
-                (num_tokens, finished.map(End::Finished))
+                (num_tokens, finish_reason.map(End::Finished))
             }
             Event::Failed { .. } => (0, Some(End::Failed)),
         };

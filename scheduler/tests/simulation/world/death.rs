@@ -32,7 +32,11 @@ impl World {
         in_flight.dedup();
         assert_eq!(lost, in_flight);
         let stats = self.scheduler.stats();
-        assert_eq!((stats.num_free_blocks, stats.num_cached_blocks), (stats.num_blocks, 0), "a block was not lost");
+        assert_eq!(
+            (stats.num_allocatable_blocks, stats.num_cached_blocks),
+            (stats.num_blocks, 0),
+            "a block was not lost"
+        );
         assert_eq!((stats.num_queued, stats.num_running), (self.live.len(), 0), "a sequence was lost");
         self.flights.clear();
         self.ledger.restart();
@@ -42,14 +46,14 @@ impl World {
         self.reset_patience();
         let limits = self.scenario.limits;
         self.worker = Worker::new(limits.num_blocks, limits.block_tokens, self.scenario.reports_dead);
-        if self.scenario.isolates {
+        if self.scenario.quarantines {
             let trial = |id: SequenceId| (id, self.live[&id].submission, self.live[&id].received.len());
             self.trials = lost.into_iter().map(trial).collect();
         }
     }
 
     /// Runs the next suspect alone.
-    pub(super) fn isolate(&mut self) {
+    pub(super) fn quarantine(&mut self) {
         while let Some((id, submission, num_tokens)) = self.trials.front().copied() {
             let suspect = self.live.get(&id).filter(|suspect| suspect.submission == submission);
             if suspect.is_some_and(|suspect| suspect.received.len() == num_tokens) {
@@ -59,11 +63,11 @@ impl World {
             self.trials.pop_front();
         }
         let alone = self.trials.front().map(|trial| trial.0);
-        self.scheduler.isolate(alone);
+        self.scheduler.quarantine(alone);
         self.scheduler.audit();
         self.ledger.alone = alone;
         if let Some(reference) = &mut self.reference {
-            reference.isolate(alone);
+            reference.quarantine(alone);
         }
     }
 }
