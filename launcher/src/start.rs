@@ -103,7 +103,7 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
         block_tokens: BLOCK_TOKENS,
         max_steps_in_flight: args.max_steps_in_flight,
         prefix_caching,
-        priority_ageing: Some(PRIORITY_AGEING),
+        priority_ageing: PRIORITY_AGEING,
         max_inter_token: settings.max_inter_token,
         max_overtaking: MAX_OVERTAKING,
         window_tokens: loaded.model.window_tokens,

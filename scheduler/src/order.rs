@@ -12,7 +12,7 @@ use crate::plan::SequenceId;
 /// ever, namely having arrived so much earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Precedence {
-    /// With ageing the arrival less the head start, in ns; without it the priority, reversed.
+    /// The arrival less the head start that the priority gives, in ns.
     rank: i128,
     arrived_at: Duration,
     number: u64,
@@ -20,12 +20,9 @@ pub(crate) struct Precedence {
 
 impl Precedence {
     /// `number` is unique.
-    pub fn new(priority: i32, ageing: Option<Duration>, arrived_at: Duration, number: u64) -> Self {
+    pub fn new(priority: i32, ageing: Duration, arrived_at: Duration, number: u64) -> Self {
         // No overflow: a duration has less than 95 bits of ns, a priority 31.
-        let rank = match ageing {
-            Some(ageing) => arrived_at.as_nanos() as i128 - ageing.as_nanos() as i128 * i128::from(priority),
-            None => -i128::from(priority),
-        };
+        let rank = arrived_at.as_nanos() as i128 - ageing.as_nanos() as i128 * i128::from(priority);
         Self { rank, arrived_at, number }
     }
 }

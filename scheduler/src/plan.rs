@@ -31,9 +31,8 @@ pub struct Limits {
     pub max_steps_in_flight: u32,
     /// Whether blocks are kept and shared between all sequences. Without, only those of one `Submission::group` share.
     pub prefix_caching: bool,
-    /// Waiting this long counts like one priority more, so that everyone is served some day; zero makes arrival alone
-    /// decide. `None`: a lower priority waits as long as there is a higher one.
-    pub priority_ageing: Option<Duration>,
+    /// Waiting this long counts as one priority level, so that no sequence starves. Zero: only the arrival decides.
+    pub priority_ageing: Duration,
     /// How long a step with decodes may take, as far as it depends on prompts beside them. `None`: a small multiple of
     /// what the decodes take alone. Without measurements (`Scheduler::observe`) there is no such bound.
     pub max_inter_token: Option<Duration>,
@@ -57,12 +56,8 @@ pub struct Submission {
     pub stop_token_ids: Arc<[TokenId]>,
     /// The higher one is served first and preempted last; 0 is the usual one.
     pub priority: i32,
-    /// What besides the token ids the keys and values depend on (adapter, images). Only equal salts share blocks.
-    pub salt: u64,
-    /// Whether this one takes part in prefix caching, where `Limits` allow it.
-    pub prefix_caching: bool,
-    /// Sequences of one group (`n`, `best_of`) share blocks with each other also where they take no part in prefix
-    /// caching. Never reused while one of the group is known.
+    /// Sequences of one group (`n`, `best_of`) share blocks with each other even without prefix caching. Never reused
+    /// while a sequence of the group is known.
     pub group: Option<u64>,
     /// All of the prompt is computed, whatever is cached, until a token has come back.
     pub needs_prompt_logprobs: bool,

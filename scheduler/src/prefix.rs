@@ -12,12 +12,13 @@ use crate::plan::{BlockHash, BlockId, SequenceId, TokenId};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct NodeId(pub u32);
 
-/// Prefixes with different roots are different, whatever their ids.
+/// Where a prefix starts. Prefixes with different roots differ, even if their token ids are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Root {
-    pub salt: u64,
-    /// Shared in this group only, and while one of it is on the worker.
-    pub group: Option<u64>,
+pub(crate) enum Root {
+    /// Blocks are shared by all sequences, and cached after their last holder has gone.
+    Cache,
+    /// Blocks are shared within this group only, while one of its sequences is on the worker.
+    Group(u64),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +77,8 @@ impl PrefixTree {
 
     fn hash(&self, parent: Parent, token_ids: &[TokenId]) -> u64 {
         let parent_hash = match parent {
-            Parent::Root(root) => root.salt ^ root.group.map_or(0, |group| group.wrapping_mul(2).wrapping_add(1)),
+            Parent::Root(Root::Cache) => 0,
+            Parent::Root(Root::Group(group)) => group.wrapping_mul(2).wrapping_add(1),
             Parent::Node(id) => self.node(id).hash,
         };
         (self.hash)(parent_hash, token_ids)
@@ -95,7 +97,7 @@ impl PrefixTree {
 
     fn insert(&mut self, hash: u64, parent: Parent, token_ids: &[TokenId]) -> NodeId {
         let is_kept = match parent {
-            Parent::Root(root) => root.group.is_none(),
+            Parent::Root(root) => root == Root::Cache,
             Parent::Node(parent) => {
                 let parent = self.node_mut(parent);
                 parent.num_children += 1;

@@ -105,10 +105,6 @@ impl Scheduler {
         }
     }
 
-    pub fn limits(&self) -> &Limits {
-        &self.limits
-    }
-
     /// Puts a sequence into the queue. It will end in exactly one terminal event, unless it is aborted.
     ///
     /// `arrived_at`, on any clock that only moves forward, and the priority give its place in line.
@@ -134,10 +130,10 @@ impl Scheduler {
         if submission.num_source_tokens > 0 {
             // Its blocks hold other things than what the ids before them say.
             None
-        } else if self.limits.prefix_caching && submission.prefix_caching {
-            Some(Root { salt: submission.salt, group: None })
+        } else if self.limits.prefix_caching {
+            Some(Root::Cache)
         } else {
-            submission.group.map(|group| Root { salt: submission.salt, group: Some(group) })
+            submission.group.map(Root::Group)
         }
     }
 

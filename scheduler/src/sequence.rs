@@ -138,10 +138,9 @@ impl Sequence {
         }
         let priority = i128::from(self.priority);
         let waited_ns = now.saturating_sub(self.served_at).as_nanos() as i128;
-        let level = match limits.priority_ageing.map(|ageing| ageing.as_nanos() as i128) {
-            Some(0) => 0,
-            Some(ageing_ns) => priority + waited_ns / ageing_ns,
-            None => priority,
+        let level = match limits.priority_ageing.as_nanos() as i128 {
+            0 => 0,
+            ageing_ns => priority + waited_ns / ageing_ns,
         };
         Turn { level: Reverse(level), effort: self.effort(limits.max_overtaking), precedence: self.precedence }
     }

@@ -196,8 +196,6 @@ impl StepLoop {
             max_new_tokens: request.max_new_tokens,
             stop_token_ids: Arc::clone(&request.sampling.stop_token_ids),
             priority: request.priority,
-            salt: 0,
-            prefix_caching: true,
             group: request.group,
             needs_prompt_logprobs: request.sampling.prompt_logprobs,
             num_source_tokens: request.num_source_tokens,

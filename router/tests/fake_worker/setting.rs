@@ -1,5 +1,7 @@
 //! What the tests of the engine ask of it, unless they care.
 
+use std::time::Duration;
+
 use penstock_router::sequence::{Sampling, SequenceRequest};
 use penstock_scheduler::Limits;
 
@@ -12,7 +14,7 @@ pub fn limits() -> Limits {
         block_tokens: 16,
         max_steps_in_flight: 2,
         prefix_caching: false,
-        priority_ageing: None,
+        priority_ageing: Duration::MAX,
         max_inter_token: None,
         max_overtaking: 0,
         window_tokens: None,

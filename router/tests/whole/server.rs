@@ -29,7 +29,7 @@ pub const LIMITS: Limits = Limits {
     block_tokens: 16,
     max_steps_in_flight: 2,
     prefix_caching: false,
-    priority_ageing: None,
+    priority_ageing: Duration::MAX,
     max_inter_token: None,
     max_overtaking: 4,
     window_tokens: None,

@@ -4,7 +4,7 @@ use super::*;
 
 const AGEING: Duration = Duration::from_secs(10);
 
-fn ageing(priority_ageing: Option<Duration>, num_blocks: u32) -> Scheduler {
+fn ageing(priority_ageing: Duration, num_blocks: u32) -> Scheduler {
     Scheduler::new(Limits { priority_ageing, max_step_sequences: 2, ..limits(num_blocks, 1) })
 }
 
@@ -24,7 +24,7 @@ fn served(scheduler: &mut Scheduler) -> Vec<u64> {
 
 #[test]
 fn the_higher_priority_is_served_first_and_within_one_the_earlier_arrival() {
-    let mut scheduler = ageing(None, 8);
+    let mut scheduler = ageing(Duration::MAX, 8);
     for (id, priority, arrived_at_s) in [(1, 0, 0), (2, -1, 0), (3, 5, 900), (4, 0, 1), (5, 5, 800)] {
         submit_with(&mut scheduler, id, priority, arrived_at_s);
     }
@@ -33,7 +33,7 @@ fn the_higher_priority_is_served_first_and_within_one_the_earlier_arrival() {
 
 #[test]
 fn waiting_counts_like_priority() {
-    let mut scheduler = ageing(Some(AGEING), 8);
+    let mut scheduler = ageing(AGEING, 8);
     for (id, priority, arrived_at_s) in [(1, 0, 0), (2, 1, 9), (3, 1, 11), (4, 2, 19), (5, 2, 21)] {
         submit_with(&mut scheduler, id, priority, arrived_at_s);
     }
@@ -42,7 +42,7 @@ fn waiting_counts_like_priority() {
 
 #[test]
 fn nobody_starves_under_an_endless_stream_of_higher_priority() {
-    for (priority_ageing, is_served) in [(Some(AGEING), true), (None, false)] {
+    for (priority_ageing, is_served) in [(AGEING, true), (Duration::MAX, false)] {
         let mut scheduler = ageing(priority_ageing, 8);
         submit_with(&mut scheduler, 0, -3, 0);
         let mut starts = Vec::new();
@@ -57,7 +57,7 @@ fn nobody_starves_under_an_endless_stream_of_higher_priority() {
 
 #[test]
 fn extreme_priorities_and_times_keep_their_order() {
-    let mut scheduler = ageing(Some(Duration::MAX), 8);
+    let mut scheduler = ageing(Duration::MAX, 8);
     for (id, priority) in [(1, i32::MIN), (2, i32::MAX), (3, 0)] {
         scheduler.submit(Submission { priority, ..submission(id, 1, 1) }, Duration::MAX).unwrap();
     }

@@ -58,7 +58,7 @@ fn generated_tokens_are_found_again() {
 }
 
 #[test]
-fn only_equal_prefixes_salts_and_permissions_share() {
+fn only_equal_prefixes_share() {
     let mut fork = ids(1, 12);
     fork[5] = 7;
     let first = || with_prompt(1, ids(1, 12), 1);
@@ -66,9 +66,6 @@ fn only_equal_prefixes_salts_and_permissions_share() {
     let on = caching(16, 1);
     assert_eq!(second_hit(on, first(), with_prompt(2, fork, 1)), 4);
     assert_eq!(second_hit(on, first(), with_prompt(2, ids(1, 12)[4..].to_vec(), 1)), 0);
-    assert_eq!(second_hit(on, first(), Submission { salt: 1, ..second() }), 0);
-    assert_eq!(second_hit(on, first(), Submission { prefix_caching: false, ..second() }), 0);
-    assert_eq!(second_hit(on, Submission { prefix_caching: false, ..first() }, second()), 0);
     assert_eq!(second_hit(on, first(), Submission { needs_prompt_logprobs: true, ..second() }), 0);
     assert_eq!(second_hit(on, Submission { needs_prompt_logprobs: true, ..first() }, second()), 8);
     assert_eq!(second_hit(Limits { prefix_caching: false, ..on }, first(), second()), 0);
@@ -80,9 +77,14 @@ fn links_with_one_hash_are_told_apart_by_their_ids() {
     for (id, text) in [(1, 1), (2, 2), (3, 1), (4, 3)] {
         submit(&mut scheduler, with_prompt(id, ids(text, 12), 2));
     }
-    submit(&mut scheduler, Submission { salt: 5, ..with_prompt(5, ids(1, 12), 2) });
     // The first block of the first prompt has the only hash.
-    assert_eq!(run(&mut scheduler), [(1, 0), (2, 0), (4, 0), (5, 0), (3, 4)]);
+    assert_eq!(run(&mut scheduler), [(1, 0), (2, 0), (4, 0), (3, 4)]);
+
+    let mut scheduler = Scheduler::with_hash(Limits { prefix_caching: false, ..caching(32, 1) }, |_, _| 0);
+    for (id, group) in [(1, 1), (2, 2), (3, 1)] {
+        submit(&mut scheduler, Submission { group: Some(group), ..with_prompt(id, ids(1, 12), 2) });
+    }
+    assert_eq!(run(&mut scheduler), [(1, 0), (2, 0), (3, 4)]);
 }
 
 #[test]

@@ -45,7 +45,7 @@ fn limits_of_zero_count_as_one() {
         block_tokens: 0,
         max_steps_in_flight: 0,
         prefix_caching: true,
-        priority_ageing: Some(Duration::ZERO),
+        priority_ageing: Duration::ZERO,
         max_inter_token: None,
         max_overtaking: 0,
         window_tokens: None,

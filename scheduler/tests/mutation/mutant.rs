@@ -79,10 +79,10 @@ pub const MUTANTS: [Mutant; 37] = [
         BOTH,
     ),
     mutant(
-        "sequences with different salts share",
+        "groups share with each other",
         "scheduler/src/scheduler.rs",
-        "Some(Root { salt: submission.salt, group: None })",
-        "Some(Root { salt: 0, group: None })",
+        "submission.group.map(Root::Group)",
+        "submission.group.map(|_| Root::Group(0))",
         BOTH,
     ),
     mutant(

@@ -1,4 +1,4 @@
-//! The scheduler against a simulated worker in virtual time: random arrivals, lengths, common prefixes, salts, groups,
+//! The scheduler against a simulated worker in virtual time: random arrivals, lengths, common prefixes, groups,
 //! priorities, stop tokens, cancels, failures, deaths of the worker, pool sizes, budgets, run-ahead depths and late results.
 //! What is checked: `ledger.rs` (every plan), `worker.rs` (every block that is read), `world.rs` (every token, every end) and
 //! `reference.rs` (where nobody shares: the whole plan). Other seeds, more steps: `make simulate SEED=7 STEPS=20000000`.

@@ -1,5 +1,7 @@
 //! Scenarios that have failed, as small as shrinking made them.
 
+use std::time::Duration;
+
 use penstock_scheduler::Limits;
 
 use crate::scenario::{Arrival, Scenario};
@@ -18,9 +20,7 @@ const ARRIVAL: Arrival = Arrival {
     num_text_tokens: 40,
     continues: None,
     priority: 0,
-    salt: 0,
     group: None,
-    prefix_caching: true,
     needs_prompt_logprobs: false,
     num_source_tokens: 0,
 };
@@ -36,7 +36,7 @@ fn who_waits_is_woken_when_another_copy_takes_the_place_of_one_that_is_lost() {
         block_tokens: 1,
         max_steps_in_flight: 5,
         prefix_caching: true,
-        priority_ageing: None,
+        priority_ageing: Duration::MAX,
         max_inter_token: None,
         max_overtaking: 0,
         window_tokens: None,

@@ -44,9 +44,7 @@ pub struct Arrival {
     /// It begins with an earlier sequence's prompt and answer instead: the last one, the one before, …
     pub continues: Option<usize>,
     pub priority: i32,
-    pub salt: u64,
     pub group: Option<u64>,
-    pub prefix_caching: bool,
     pub needs_prompt_logprobs: bool,
     /// Or the whole prompt, if that is shorter.
     pub num_source_tokens: usize,
@@ -60,20 +58,18 @@ impl Scenario {
 
     /// Whether no two sequences can ever share a block.
     pub fn is_solitary(&self) -> bool {
-        let shares =
-            |arrival: &Arrival| arrival.group.is_some() || self.limits.prefix_caching && arrival.prefix_caching;
-        !self.arrivals.iter().any(shares)
+        !self.limits.prefix_caching && self.arrivals.iter().all(|arrival| arrival.group.is_none())
     }
 }
 
 fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
     let life = (0..=last_tick, 0..10u64, 1..40usize, 1..24u32, any::<bool>(), weighted(0.3, 0..80u64));
     let prefix = (0..3u64, 0..40usize, weighted(0.3, 0..4usize), weighted(0.15, 0..50u32));
-    let kind = (-1..2i32, 0..4u64, weighted(0.5, 0..2u64), 0..8u32, 0..8u32, weighted(0.12, 1..30usize));
+    let kind = (-1..2i32, weighted(0.5, 0..2u64), 0..8u32, weighted(0.12, 1..30usize));
     (life, prefix, kind).prop_map(|(life, prefix, kind)| {
         let (tick, id, num_prompt_tokens, max_new_tokens, stops, abort_after_ticks) = life;
         let (text, num_text_tokens, continues, fail_position) = prefix;
-        let (priority, salt, group, caching, logprobs, source) = kind;
+        let (priority, group, logprobs, source) = kind;
         Arrival {
             tick,
             id,
@@ -86,9 +82,7 @@ fn arrival(last_tick: u64) -> impl Strategy<Value = Arrival> {
             num_text_tokens,
             continues,
             priority,
-            salt: salt / 3,
             group,
-            prefix_caching: caching != 0,
             needs_prompt_logprobs: logprobs == 0,
             num_source_tokens: source.unwrap_or(0),
         }
@@ -109,7 +103,7 @@ fn limits() -> impl Strategy<Value = Limits> {
             block_tokens,
             max_steps_in_flight,
             prefix_caching: caching != 0,
-            priority_ageing: ageing_ticks.map(Duration::from_millis),
+            priority_ageing: ageing_ticks.map_or(Duration::MAX, Duration::from_millis),
             max_inter_token: turns.1.map(Duration::from_millis),
             max_overtaking: turns.0,
             window_tokens: turns.2,
@@ -184,7 +178,6 @@ fn kindred() -> impl Strategy<Value = Scenario> {
         limits.max_sequence_tokens = 80;
         for arrival in &mut scenario.arrivals {
             arrival.text = arrival.tick / 8;
-            arrival.salt = 0;
             arrival.group = arrival.group.map(|_| 0);
             arrival.num_text_tokens = arrival.num_text_tokens.max(25);
             arrival.num_prompt_tokens = arrival.num_prompt_tokens.max(10);

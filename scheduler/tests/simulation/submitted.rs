@@ -6,7 +6,7 @@ use crate::model::End;
 use crate::worker::Nature;
 
 /// The smaller is served first. Worked out anew, in ticks.
-pub type Order = (i64, u64, usize);
+pub type Order = (i128, u64, usize);
 
 /// What the next token of a sequence reads. Worked out anew, position by position.
 #[derive(Clone, Copy, Debug)]
@@ -46,8 +46,8 @@ impl Sight {
 /// Sequences share blocks within a circle only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Circle {
-    All { salt: u64 },
-    Group(u64, u64),
+    All,
+    Group(u64),
     Alone(usize),
 }
 
@@ -80,19 +80,15 @@ impl Submitted {
 }
 
 pub fn order(limits: &Limits, priority: i32, tick: u64, submission: usize) -> Order {
-    let rank = match limits.priority_ageing {
-        Some(ageing) => tick as i64 - i64::from(priority) * ageing.as_millis() as i64,
-        None => -i64::from(priority),
-    };
+    let rank = i128::from(tick) - i128::from(priority) * limits.priority_ageing.as_millis() as i128;
     (rank, tick, submission)
 }
 
 pub fn circle(limits: &Limits, submission: &Submission, number: usize) -> Circle {
-    let salt = submission.salt;
     match submission.group {
         _ if submission.num_source_tokens > 0 => Circle::Alone(number),
-        _ if limits.prefix_caching && submission.prefix_caching => Circle::All { salt },
-        Some(group) => Circle::Group(salt, group),
+        _ if limits.prefix_caching => Circle::All,
+        Some(group) => Circle::Group(group),
         None => Circle::Alone(number),
     }
 }

@@ -1,6 +1,6 @@
 //! A simulated worker: executes plans strictly in order, keeps the KV content of every slot, and samples from what it
 //! reads there. It trusts nothing: what the plan calls computed must really stand in the sequence's blocks, before the step,
-//! and be the chain of the sequence's own salt and ids.
+//! and be the chain of the sequence's own ids.
 //!
 //! Where a sequence fails it writes nothing. Who reads that is poisoned, and so is what that one writes and samples: it may
 //! happen, but nobody may ever get it.
@@ -26,7 +26,6 @@ pub struct Worker {
 /// What the worker is told of a sequence beside its plan.
 #[derive(Clone, Copy, Debug)]
 pub struct Nature {
-    pub salt: u64,
     /// Computing this position fails.
     pub fail_position: Option<u32>,
     pub sight: Sight,
@@ -115,7 +114,7 @@ impl Worker {
     fn read(&mut self, id: SequenceId, num_computed_tokens: usize) {
         let sequence = self.sequences.get_mut(&id).expect("only a known sequence is advanced");
         let first = sequence.nature.sight.first(num_computed_tokens as u32) as usize;
-        let mut digest = model::root(sequence.nature.salt);
+        let mut digest = model::ROOT;
         for position in 0..num_computed_tokens {
             if sequence.dead || sequence.poisoned {
                 break;
@@ -150,7 +149,7 @@ impl Worker {
             }
             return is_reported.then_some(SequenceOutput { id: advance.id, token_ids: None });
         }
-        let mut digest = model::root(sequence.nature.salt);
+        let mut digest = model::ROOT;
         for position in 0..to {
             digest = model::extend(digest, sequence.token_ids[position]);
             if position >= from {

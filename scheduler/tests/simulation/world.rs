@@ -141,8 +141,8 @@ impl World {
         self.tally.add("sequences", 1);
         self.tally.add("ids reused while the worker knows them", u64::from(self.ledger.knows(id)));
         self.tally.add("prompt logprobs asked for", u64::from(arrival.needs_prompt_logprobs));
-        let Arrival { salt, max_new_tokens, fail_position, .. } = arrival;
-        let expected = model::expected(salt, &prompt, max_new_tokens, &submission.stop_token_ids, fail_position);
+        let Arrival { max_new_tokens, fail_position, .. } = arrival;
+        let expected = model::expected(&prompt, max_new_tokens, &submission.stop_token_ids, fail_position);
         self.texts.push(prompt.iter().chain(&expected.0).copied().collect());
         let number = self.num_submissions;
         let submitted = Submitted {
@@ -157,7 +157,7 @@ impl World {
             received: Vec::new(),
             expected,
             abort_tick: arrival.abort_after_ticks.map(|ticks| self.tick + ticks),
-            nature: Nature { salt, fail_position, sight },
+            nature: Nature { fail_position, sight },
         };
         self.num_submissions += 1;
         if let Some(reference) = &mut self.reference {
@@ -193,9 +193,7 @@ impl World {
             max_new_tokens: arrival.max_new_tokens,
             stop_token_ids,
             priority: arrival.priority,
-            salt: arrival.salt,
             group: arrival.group,
-            prefix_caching: arrival.prefix_caching,
             needs_prompt_logprobs: arrival.needs_prompt_logprobs,
             num_source_tokens: arrival.num_source_tokens.min(arrival.num_prompt_tokens) as u32,
         }
