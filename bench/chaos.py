@@ -1,9 +1,9 @@
-"""The disturbances of integration-tests/test_chaos.py for as long as one likes: real binary, embedded model.
+"""Runs the faults of integration-tests/test_chaos.py in any number, against the real binary with the embedded model.
 
     .venv/bin/python bench/chaos.py --kills 1000 --cancels 10000 --malformed 10000 --soak-minutes 30
 
-Everything follows from the seed but the moments themselves. The raw result is written after every piece of work;
-`--resume` goes on with what it says is not done. Exit status 1: an answer changed, or something was left behind.
+Everything except timing is a function of the seed. The raw result is written after every piece of work, and `--resume`
+continues from it. Exit status 1: an answer changed, or a resource was not released.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from disturbance.soak import Soak, soak
 from result import heading, new_path, revision
 
 NUM_PERMITS = 64
-# Of a pool that holds the mix, since every worker touches the whole of its own before it serves.
+# Just enough for the request mix, because every worker touches its whole pool before it serves.
 SMALL_POOL = ("--max-batch-total-tokens", "8192")
 LIMITS = ("--max-concurrent-requests", str(NUM_PERMITS), "--max-batch-size", "12", "--max-total-tokens", "1024")
 PIECES = {"kills, 1 rank": 20, "kills, 2 ranks": 20, "cancels": 500, "malformed": 500}
@@ -55,7 +55,7 @@ def serving(*arguments: str) -> Iterator[Server]:
 
 
 class Run:
-    """The raw result, on disk after every piece."""
+    """The raw result, written to disk after every piece of work."""
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self.path, self.record, self.revision = path, record, revision()
@@ -66,8 +66,8 @@ class Run:
         return part
 
     def save(self, part: Part) -> None:
-        """With what was done of this part."""
-        # `--resume` may go on with another commit than the one that began.
+        """Write the result, including the progress of this part."""
+        # `--resume` may continue at a different commit.
         if self.revision not in part["revisions"]:
             part["revisions"].append(self.revision)
         unfinished = self.path.with_suffix(".unfinished")
@@ -75,7 +75,7 @@ class Run:
         unfinished.rename(self.path)
 
     def pieces(self, name: str, wanted: int) -> Iterator[tuple[Part, int, str]]:
-        """(the part, how many, their seed) until `wanted` are done; each piece is saved when the next is asked for."""
+        """Yields (part, count, seed) until `wanted` are done; each piece is saved when the next one is requested."""
         part = self.part(name)
         while part["done"] < wanted:
             num = min(PIECES[name], wanted - part["done"])
@@ -96,10 +96,10 @@ class Run:
 
 
 def undisturbed(server: Server, asked: Sequence[mix.Request]) -> list[mix.Answer]:
-    """Answers that came out the same twice."""
+    """The answers without faults. Raises SystemExit when two runs of them differ."""
     found, again = mix.answers(server, asked), mix.answers(server, asked)
     if found != again:
-        raise SystemExit("error: the answers change from one time to the next, without any disturbance")
+        raise SystemExit("error: the answers differ between two runs without any fault")
     return found
 
 
@@ -135,7 +135,7 @@ def run_clients(run: Run, asked: Sequence[mix.Request], num_cancels: int, num_ma
 
 
 def run_soak(run: Run, asked: Sequence[mix.Request], minutes: float) -> None:
-    """Not resumed: a soak that was broken off begins anew."""
+    """Cannot be resumed: an interrupted soak starts over."""
     part = run.part("soak")
     if part["done"] >= minutes or minutes == 0:
         return
@@ -153,7 +153,8 @@ def run_soak(run: Run, asked: Sequence[mix.Request], minutes: float) -> None:
         soaked = soak(server, asked, expected, minutes * 60, seed, max(12, int(minutes * 4)), report)
         seconds = round(soaked.seconds)
         wait_until(
-            lambda: footprint(server).router_threads <= before.router_threads, "its threads are as many as before"
+            lambda: footprint(server).router_threads <= before.router_threads,
+            "the router has as many threads as before",
         )
         part.update(done=minutes, seconds=seconds, answers=soaked.num_answers, cancels=soaked.num_cancels)
         part.update(differences=soaked.differences, before=before.as_dict(), after=footprint(server).as_dict())
@@ -166,7 +167,7 @@ def slopes_of(soaked: Soak) -> dict[str, Any]:
 
 
 def run_slow(run: Run, asked: Sequence[mix.Request], num_pairs: int) -> None:
-    """The time that the mix takes beside slow readers and without, in turn; and the router's memory."""
+    """Time of the request mix with and without slow readers, alternating, and the router's memory."""
     part = run.part("slow readers")
     if part["done"] >= num_pairs:
         return
@@ -182,9 +183,9 @@ def run_slow(run: Run, asked: Sequence[mix.Request], num_pairs: int) -> None:
             times[name].append(time.monotonic() - began)
 
         for _ in range(num_pairs):
-            # Anew each time: the server gives such clients up after a while.
+            # New ones each time: the server disconnects them after a while.
             with slow.slow_readers(server, NUM_SLOW_READERS):
-                wait_for_rest(server)  # what they asked for is done, and waits for them
+                wait_for_rest(server)  # their answers are complete and wait to be read
                 most = max(most, footprint(server).router_pss_bytes)
                 timed("beside")
             wait_for_rest(server)
@@ -209,14 +210,14 @@ def new_record(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="in all; half of them of two ranks")
+    parser.add_argument("--kills", type=int, default=20, help="in total; half of them with two ranks")
     parser.add_argument("--cancels", type=int, default=250)
     parser.add_argument("--malformed", type=int, default=500)
     parser.add_argument("--soak-minutes", type=float, default=2.0)
     parser.add_argument("--slow-pairs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=48, help="of each stream of the mix")
+    parser.add_argument("--tokens", type=int, default=48, help="per stream of the request mix")
     parser.add_argument("--seed", default="1")
-    parser.add_argument("--resume", type=Path, metavar="RAW", help="go on with this raw result")
+    parser.add_argument("--resume", type=Path, metavar="RAW", help="continue this raw result")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     if options.resume:
@@ -244,7 +245,7 @@ def summary(record: dict[str, Any]) -> str:
     lines = [f"{record['started']}, `{record['command']}`, {record['revision']}", ""]
     for name, part in record["parts"].items():
         if not part["done"]:
-            continue  # not asked for
+            continue  # not requested
         bad = len(part["differences"]) + len(part["wrong"])
         line = f"- {name}: {part['done']}, {part.get('answers', 0)} answers compared, {bad} wrong"
         if "ratio" in part:

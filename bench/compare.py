@@ -1,7 +1,7 @@
-"""One side-by-side run: the machine's limits, then each server in turn under the same loads, twice, interleaved.
+"""Compares servers in one run: the machine's limits, then each server in turn under the same loads, repeated.
 
-Never two servers at once. Writes every raw sample to a dated JSON file and a readable table beside it; the figures to
-quote are the ratios, for the machines are shared and noisy.
+Only one server runs at a time. Writes every raw sample to a dated JSON file and a readable table next to it. Quote the
+ratios: the machines are shared and noisy.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ REQUESTS_PER_STREAM = {1: 8, 8: 3, 32: 2}
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server to measure: how it is started on a port, and how it is spoken to."""
+    """A server to measure: the command that starts it on a port, and its API dialect."""
 
     name: str
     weights: str
     command: Callable[[int], list[str]]
     dialect: Dialect
     environment: dict[str, str] = field(default_factory=dict)
-    settled: str = ""  # what its log says when nothing of its start goes on any more
+    settled: str = ""  # log text that marks the end of background start-up work
 
 
 def penstock_server(extra: Sequence[str]) -> Server:
-    """The installed binary, or the one that cargo built."""
+    """Penstock: the installed binary, or the one that cargo built."""
     installed = Path(sys.executable).with_name("penstock")
     built = peers.ROOT / "target" / "release" / "penstock"
     binary = installed if installed.exists() else built
@@ -60,9 +60,9 @@ def penstock_server(extra: Sequence[str]) -> Server:
 
 
 def llama_server(name: str, gguf: Path, max_streams: int, extra: Sequence[str]) -> Server:
-    """llama.cpp with its defaults (continuous batching, flash attention where it helps) and room for every stream.
+    """llama.cpp with its defaults (continuous batching, flash attention where it helps) and a slot for every stream.
 
-    Its prompt cache in memory is off: no prompt comes twice here, so it could only cost.
+    Its prompt cache is off, because no prompt is repeated.
     """
     binary = peers.build_llama_server()
     slots = ["--parallel", str(max_streams), "--ctx-size", str(max_streams * 1024), "--cache-ram", "0"]
@@ -80,7 +80,7 @@ def free_port() -> int:
 
 
 def fetch(port: int, path: str) -> str | None:
-    """The body at `path`, or None when there is no 200."""
+    """The body at `path`, or None unless the status is 200."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
             return str(response.read().decode())
@@ -90,7 +90,7 @@ def fetch(port: int, path: str) -> str | None:
 
 @contextlib.contextmanager
 def running(server: Server, port: int) -> Iterator[tuple[int, float]]:
-    """Gives (process id, seconds until healthy) when it has settled; the whole process group is gone afterwards."""
+    """Yields (process id, seconds until healthy) once the server has settled; kills its process group afterwards."""
     environment = {**os.environ, **server.environment}
     with tempfile.NamedTemporaryFile(prefix=f"{server.name}-", suffix=".log") as log:
         start = time.monotonic()
@@ -153,7 +153,7 @@ def metrics_of(port: int) -> dict[str, float]:
 
 
 def loads_of(streams: Sequence[int], quick: bool) -> list[Load]:
-    """What every server is put under, in this order."""
+    """The loads that every server gets, in this order."""
     few = 1 if quick else None
     main = [Load(f"{n} streams", n, few or REQUESTS_PER_STREAM.get(n, 2), INPUT_TOKENS, OUTPUT_TOKENS) for n in streams]
     prompt = Load("ttft 512", 1, 3 if quick else 7, 512, 4)
@@ -198,7 +198,7 @@ def in_own_process(script: str, *arguments: str) -> Any:
 
 
 def torch_rss_bytes() -> int:
-    """What a Python process weighs once it has imported torch and done nothing."""
+    """Resident bytes of an idle Python process that has imported torch."""
     code = "import torch; print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmRSS')))"
     return int(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout) * 1024
 
@@ -209,12 +209,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=["penstock", "llama.cpp", "transformers"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="one repeat, few requests: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="one repeat with few requests, as a smoke test")
     parser.add_argument("--penstock-args", default="", help="more flags for penstock, as one string")
     parser.add_argument("--llama-args", default="", help="more flags for llama-server, as one string")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that no server is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
 
     most = max(options.streams)
     llama_args = shlex.split(options.llama_args)

@@ -1,4 +1,4 @@
-"""Puts this folder on the import path of its tests: the scripts import each other by their plain names, as when run."""
+"""Adds this folder to the import path, because the scripts import each other by plain names."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""What it costs that a row's bits do not depend on the other rows: the matrix products of a step, by Penstock's
-kernels, by oneDNN with its weights packed once, and by torch as it is, in turn; then activations, from tables and by
-torch. And which of them need it: how many rows have other bits in a batch than alone.
+"""Measures the cost of batch invariance: the matrix products of a step by Penstock's kernels, by oneDNN with packed
+weights, and by plain torch, alternating; then activations from tables and by torch. Also counts the rows whose bits in
+a batch differ from the same row alone.
 
-Matrices have the sizes of the embedded model's, with random numbers. Up to MAX_SAMPLED rows all go through the output
-matrix, as in a decode; of more only one does, as in a prefill. Quote the ratios.
+The matrices have the embedded model's shapes and random values. Up to MAX_SAMPLED rows all go through the output head,
+as in a decode; of more rows only one does, as in a prefill. Quote the ratios.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock_server.kernels.torch_ops import PlainLinear, TorchOps
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 MAX_SAMPLED = 32
 ACTIVATED = ("gelu", "gelu_new", "quick_gelu", "relu")
-# Numbers of a row: of a model's size, and one that no vector divides.
+# Row widths: a model's, and one that no vector width divides.
 ACTIVATED_WIDTHS = (3072, 1000)
 Pack = Callable[[Tensor], PackedLinear]
 
@@ -48,7 +48,7 @@ def implementations() -> dict[str, Pack]:
 
 
 def matrix_sizes() -> tuple[int, list[tuple[int, int]], tuple[int, int]]:
-    """The number of layers, of each the matrices [out, in] as they are fused, and the output matrix."""
+    """The number of layers, the fused matrices [out, in] of a layer, and the output head."""
     from gguf import GGUFReader
 
     shapes = {tensor.name: tuple(int(size) for size in tensor.shape[::-1]) for tensor in _tensors(GGUFReader)}
@@ -72,7 +72,7 @@ def random(*shape: int) -> Tensor:
 
 
 def changed_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """How many of the first rows have other bits together with all than alone; of 64 at most."""
+    """Number of the first (at most 64) rows whose bits in the whole batch differ from the same row alone."""
     together = function(x)
     return sum(not torch.equal(function(x[row : row + 1])[0], together[row]) for row in range(min(64, len(x))))
 
@@ -87,7 +87,7 @@ def pass_s(linears: list[PackedLinear], head: PackedLinear, inputs: Mapping[int,
 
 
 def measure_activations(num_repeats: int) -> list[dict[str, Any]]:
-    """For each function and size, microseconds by a table and by torch, in turn, and rows with other bits."""
+    """For each function and size: microseconds by table and by torch, alternating, and rows that differ."""
     native, results = NativeOps(), []
     for name in ACTIVATED:
         functions = {"table": native.elementwise(ACTIVATIONS[name]), "torch": ACTIVATIONS[name]}
@@ -143,8 +143,8 @@ def report(record: dict[str, Any]) -> str:
     return (
         f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
         f"`{record['command']}`, {record['revision']}\n\n"
-        "The matrix products of a step of the embedded model, medians; a ratio above 1 says that Penstock's are the "
-        "faster ones. Other bits: of how many rows the result in a batch is not the one that they have alone.\n\n"
+        "The matrix products of a step of the embedded model, medians. A ratio above 1 means that Penstock is "
+        "faster. Other bits: rows whose result in a batch differs from their result alone.\n\n"
         f"{markdown(header, rows)}\n"
         f"Activations, medians:\n\n{activations_table(record['activations'])}"
     )
@@ -152,7 +152,7 @@ def report(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="of each number of rows")
+    parser.add_argument("--repeats", type=int, default=9, help="for each number of rows")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""What structured output costs: steps of the embedded model with every stream constrained, against the same without.
+"""Measures structured output: decode steps of the embedded model with a grammar on every stream, relative to none.
 
-One worker engine in this process, no server. Every mode is a batch of streams; the modes take turns step by step, so
-that a busy machine slows all of them alike. Writes every step's time beside the other runs; quote the ratios.
+Runs a worker engine in this process, without a server. Each mode is a batch of streams, and the modes alternate step by
+step, so that a busy machine slows all of them alike. Quote the ratios.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def sequence(mode: str, stream: int, blocks: range) -> NewSequence:
 
 
 def decode_steps(engine: Engine, num_streams: int, num_tokens: int, blocks_each: int) -> dict[str, list[Step]]:
-    """Every mode's decoding steps; the modes take turns step by step."""
+    """The decode steps of every mode; the modes alternate step by step."""
     engine.reset()
     blocks = itertools.count(0, blocks_each)
     streams: dict[str, list[NewSequence]] = {mode: [] for mode in MODES}
@@ -96,13 +96,13 @@ def median_ms(steps: list[Step], part: str) -> float:
 
 
 def ratio_of_turns(repeat: dict[str, list[Step]], mode: str, part: str = "wall_s") -> float:
-    """Of steps that ran in the same turn: the median of what a mode's took by what its baseline's took."""
+    """Median ratio of a mode's step time to its baseline's, over steps that ran in the same turn."""
     pairs = zip(repeat[mode], repeat[BASELINES[mode]], strict=True)
     return statistics.median(mine[part] / other[part] for mine, other in pairs)
 
 
 def report(repeats: list[dict[str, list[Step]]]) -> str:
-    """A line for each mode: medians over all steps, and its ratio to its baseline."""
+    """One line per mode: medians over all steps, and the ratio to the baseline."""
     lines = [
         "mode                 step ms      CPU ms  forward ms   sample ms   to the same without a grammar (each repeat)"
     ]

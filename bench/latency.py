@@ -1,8 +1,8 @@
-"""What other people's prompts do to running streams: the gaps between the tokens of eight streams, without and with
+"""Measures how long prompts disturb running streams: the gaps between the tokens of eight streams, without and with
 4,000-token prompts that arrive one after the other, for Penstock and llama.cpp in the same run.
 
-Servers run one at a time, in turn; both loads are the same streams. Only gaps while all streams run count. Writes every
-gap beside the other runs; quote the ratios.
+Servers run one at a time. Both loads use the same streams. Only gaps during which all streams run count. Quote the
+ratios.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from table import markdown
 NUM_STREAMS, STREAM_INPUT_TOKENS = 8, 32
 PROMPT_TOKENS, ANSWER_TOKENS = 4000, 4
 MAX_PROMPTS = 200
-# Penstock's streams must not end before the others: the OpenAI route can be told so.
+# The OpenAI route accepts `ignore_eos`, so that no stream ends before the others.
 COMPLETIONS = Dialect(
     path="/v1/completions",
     body=lambda prompt, num: {
@@ -47,7 +47,7 @@ COMPLETIONS = Dialect(
 
 @dataclass(slots=True)
 class Disturbed:
-    """The streams' samples, and those of the prompts beside them."""
+    """The samples of the streams and of the prompts that arrived meanwhile."""
 
     streams: list[Sample]
     prompts: list[Sample]
@@ -57,7 +57,7 @@ async def _side_by_side(
     port: int, dialect: Dialect, load: Load, words: Sequence[str], seed: str, with_prompts: bool
 ) -> Disturbed:
     source = random.Random(f"{seed}/prompts")
-    # Made before: it would hold up the loop that takes the times.
+    # Made beforehand: it would block the event loop that takes the times.
     texts = [prompt_of(words, PROMPT_TOKENS, source) for _ in range(MAX_PROMPTS if with_prompts else 0)]
     prompt = Load("prompt", 1, 1, PROMPT_TOKENS, ANSWER_TOKENS)
     start_s = time.perf_counter()
@@ -71,7 +71,7 @@ async def _side_by_side(
 
 
 def common_gaps(samples: Sequence[Sample]) -> list[float]:
-    """The gaps that begin when every stream has its first token and end before any has its last; seconds."""
+    """Gaps in seconds between the last first token and the first last token of all streams."""
     begin = max(sample.sent_s + sample.ttft_s for sample in samples)
     end = min(sample.sent_s + sample.ttft_s + sum(sample.gaps_s) for sample in samples)
     gaps = []
@@ -84,7 +84,7 @@ def common_gaps(samples: Sequence[Sample]) -> list[float]:
 def measure(
     server: Server, dialect: Dialect, words: Sequence[str], seed: str, num_tokens: int
 ) -> dict[str, dict[str, Any]]:
-    """Both loads on one fresh server, the undisturbed one first."""
+    """Both loads on one fresh server, first the one without prompts."""
     port = free_port()
     load = Load("streams", NUM_STREAMS, 1, STREAM_INPUT_TOKENS, num_tokens)
     result = {}
@@ -111,7 +111,7 @@ def measure(
 
 
 def milliseconds(gaps_us: Sequence[int]) -> tuple[float, float, float]:
-    """The median, the 99th percentile and the longest."""
+    """Median, 99th percentile and maximum, in milliseconds."""
     return percentile(gaps_us, 0.5) / 1e3, percentile(gaps_us, 0.99) / 1e3, max(gaps_us) / 1e3
 
 
@@ -153,12 +153,12 @@ def report(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=("penstock", "llama.cpp"), default=["penstock", "llama.cpp"])
-    parser.add_argument("--tokens", type=int, default=512, help="that each stream generates")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens generated per stream")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--penstock-args", default="", help="more flags for penstock, as one string")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that no server is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
 
     servers: dict[str, tuple[Server, Dialect]] = {}
     if "penstock" in options.only:

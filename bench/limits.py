@@ -1,7 +1,7 @@
-"""What this machine can do, measured now: memory read bandwidth and matrix products.
+"""Measures this machine's limits: memory read bandwidth and matrix products.
 
-Every other figure means something only as a ratio to these, or to a peer in the same run: the machines are shared.
-Best of several tries, because a limit is what the machine reaches when nobody disturbs it.
+Other figures are meaningful only as ratios to these, or to a peer in the same run, because the machines are shared.
+Reports the best of several tries: a limit is what the machine reaches when nothing else runs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-READ_BYTES = 512 << 20  # well above any last-level cache
+READ_BYTES = 512 << 20  # far larger than any last-level cache
 MATRIX_ROWS = 1536
 
 
 def best_s(action: Callable[[], object], num_tries: int) -> float:
-    """The shortest wall time of `num_tries` runs, after one that does not count."""
+    """The shortest wall time of `num_tries` runs, after a warm-up run."""
     action()
     shortest = float("inf")
     for _ in range(num_tries):
@@ -34,7 +34,7 @@ def best_s(action: Callable[[], object], num_tries: int) -> float:
 
 
 def read_bandwidth(huge_pages: bool) -> float:
-    """Bytes per second that a sum over a large f32 array reads, with torch's threads."""
+    """Bytes per second read by a sum over a large float32 array, with torch's threads."""
     memory = mmap.mmap(-1, READ_BYTES)
     if huge_pages:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -52,7 +52,7 @@ def product_rate(dtype: torch.dtype) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, cores, memory and the instruction sets that decide which arithmetic is fast."""
+    """CPU model, cores, memory and the relevant instruction sets."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     fields = dict(line.split(":", 1) for line in info.split("\n\n")[0].splitlines() if ":" in line)
     facts = {key.strip(): value.strip() for key, value in fields.items()}
@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
-    """All limits: bytes/s and FLOP/s, with the machine they hold for."""
+    """All limits, in bytes/s and FLOP/s, and the machine."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     return {
         "machine": machine(),

@@ -1,7 +1,7 @@
-"""A closed-loop load generator: N streams, each sending its next request when its last one is answered.
+"""A closed-loop load generator: N streams, each of which sends its next request when the previous answer is complete.
 
-Raw sockets and a minimal SSE reader, because client and server share the cores: nothing is parsed per token but line
-ends, and only a stream's last event is decoded. Every prompt is its own random words, so that no prefix cache helps.
+Uses raw sockets and a minimal SSE reader, because client and server share the cores: it scans for line ends and decodes
+only a stream's last event. Every prompt is made of different random words, so prefix caches do not help.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 
 class LoadError(Exception):
-    """A server did not answer as a benchmark needs it: refused, broken off, or with a wrong token count."""
+    """A server refused, broke off, or reported an unexpected token count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one server is asked for a greedy stream, and where its last event tells the tokens in and out."""
+    """The request for a greedy stream, and where the last event reports the input and output tokens."""
 
     path: str
     body: Callable[[str, int], dict[str, Any]]
@@ -51,17 +51,17 @@ LLAMA_CPP = Dialect(
 
 
 class EventParser:
-    """Takes the bytes of an HTTP/1.1 response in any pieces and gives the payloads of its `data:` lines."""
+    """Parses an HTTP/1.1 response incrementally and returns the payloads of its `data:` lines."""
 
     def __init__(self) -> None:
         self.status: int | None = None
         self.retry_after_s: int | None = None
-        self.body = bytearray()  # what is left after the last whole line: of a refusal, its message
+        self.body = bytearray()  # the rest after the last complete line; the message of a refusal
         self._raw = bytearray()
         self._chunked = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes."""
+        """Returns the payloads that `data` completes."""
         self._raw += data
         if self.status is None:
             end = self._raw.find(b"\r\n\r\n")
@@ -94,7 +94,7 @@ class EventParser:
 
 @dataclass(slots=True)
 class Sample:
-    """One request: seconds since the load began, except `gaps_s`, the pauses between its events."""
+    """One request: seconds since the start of the load, and `gaps_s`, the gaps between its events."""
 
     sent_s: float
     ttft_s: float
@@ -103,7 +103,7 @@ class Sample:
 
 
 class Exchange(asyncio.Protocol):
-    """One request on its own connection; `done` is set when the server closes it. Times are perf_counter's."""
+    """One request on its own connection; `done` is set when the server closes it. Times are from perf_counter."""
 
     def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
         self.sent = time.perf_counter()
@@ -143,7 +143,7 @@ class Load:
 
 @dataclass(slots=True)
 class LoadResult:
-    """What a load measured; times in seconds."""
+    """The measurements of a load; times in seconds."""
 
     samples: list[Sample]
     wall_s: float
@@ -159,24 +159,24 @@ class LoadResult:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first of each request, over the time they took: one stream's decode without its prefill."""
+        """Decode rate of one stream: tokens after the first of each request, over their time."""
         return (self.num_tokens - len(self.samples)) / sum(sum(sample.gaps_s) for sample in self.samples)
 
 
 def prompt_of(words: Sequence[str], num_tokens: int, source: random.Random) -> str:
-    """Random words that are one token each with their leading space, so `num_tokens` tokens in all."""
+    """Random words, each one token with its leading space: `num_tokens` tokens in total."""
     return "".join(" " + word for word in source.choices(words, k=num_tokens))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all are not above (nearest rank)."""
+    """Nearest-rank percentile: the smallest value that is at least `share` of all values."""
     ordered = sorted(values)
     rank = -(-share * len(ordered) // 1)
     return ordered[min(len(ordered), max(1, int(rank))) - 1]
 
 
 async def ask(port: int, dialect: Dialect, prompt: str, num_output_tokens: int) -> Exchange:
-    """Sends one prompt and reads its answer, whatever it is, to the end."""
+    """Sends one prompt and reads the whole answer, whatever its status."""
     body = json.dumps(dialect.body(prompt, num_output_tokens)).encode()
     head = f"POST {dialect.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
@@ -220,5 +220,5 @@ async def _run(port: int, dialect: Dialect, load: Load, words: Sequence[str], se
 
 
 def run(port: int, dialect: Dialect, load: Load, words: Sequence[str], seed: str) -> LoadResult:
-    """Runs `load` to its end; the same `seed` gives every server the same prompts. Raises LoadError."""
+    """Runs `load` to completion; the same `seed` gives every server the same prompts. Raises LoadError."""
     return asyncio.run(_run(port, dialect, load, words, seed))

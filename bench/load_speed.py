@@ -1,11 +1,10 @@
-"""How fast weights become a model: time and peak memory of loading against a plain read of the same bytes.
+"""Measures weight loading: time and peak memory, relative to a plain read of the same bytes.
 
-The embedded model, and synthetic checkpoints (Llama's shape, random bf16, sharded) that are deleted afterwards: one of
-4 GB, and one of a quarter of it that is mostly head and embedding.
-Every repeat: a plain sequential read, loading in a process of its own with and without the check for NaN, and the real
-binary from its start to "ready" by phase. "cold": the files' pages were dropped from the page cache before. Before each
-as much free memory is touched as a load takes: the host of a virtual machine has to back pages that were never used, or
-not for a while, which takes ten times what is measured here.
+Uses the embedded model and synthetic checkpoints (Llama's shape, random bf16, sharded, deleted afterwards): one of 4
+GB, and one of a quarter of that which is mostly head and embedding. Each repeat: a plain sequential read, a load in a
+separate process with and without the NaN check, and the real binary from start to "ready" by phase. "cold" drops the
+files from the page cache first. Each measurement first touches as much free memory as a load takes, because the host of
+a virtual machine backs unused pages ten times slower.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from table import markdown
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCABULARY = 2048, 8192, 16, 4, 49152
 SHARD_BYTES = 1_000_000_000
 READ_BYTES = 16 << 20
-TOUCHED = 1.3  # of the files' bytes
+TOUCHED = 1.3  # relative to the files' bytes
 PENSTOCK = Path(sys.executable).with_name("penstock")
 
 
 def make_checkpoint(folder: Path, total_bytes: int, tokenizer: Path, vocabulary: int = VOCABULARY) -> None:
-    """A Llama of about so many bytes."""
+    """A Llama checkpoint of about the given size."""
     import torch
     from safetensors.torch import save_file
 
@@ -95,7 +94,7 @@ def drop_pages(paths: list[Path]) -> None:
 
 
 def touch_memory(num_bytes: int) -> None:
-    """Has so much free memory backed by the host, and frees it again."""
+    """Makes the host back this much free memory, and frees it again."""
     with mmap.mmap(-1, num_bytes) as memory:
         for start in range(0, num_bytes, READ_BYTES):
             memory[start : start + READ_BYTES] = bytes(len(memory[start : start + READ_BYTES]))
@@ -113,7 +112,7 @@ def read_s(paths: list[Path]) -> float:
 
 
 def load_here(folder: str, is_checked: bool) -> dict[str, Any]:
-    """In this process: seconds of loading, and how far its memory rose."""
+    """Loads in this process: seconds, and the growth of resident memory."""
     import torch
     from penstock_server.engine.device import choose_dtype
     from penstock_server.kernels import native_ops
@@ -130,7 +129,7 @@ def load_here(folder: str, is_checked: bool) -> dict[str, Any]:
     device = torch.device("cpu")
     if native_ops.available():
         native_ops.make_kernels()
-    torch.ones(1 << 20).sum()  # threads and libraries are there before the clock starts
+    torch.ones(1 << 20).sum()  # start threads and load libraries before the clock starts
     before = status_bytes("VmRSS")
     start = time.perf_counter()
     model = load_model(LoadOptions(Path(folder), choose_dtype("", device), device, 16), RankGroup())
@@ -150,7 +149,7 @@ def status_bytes(name: str) -> int:
 
 
 def start_server(model: list[str]) -> dict[str, Any]:
-    """Seconds to ready by the server's own count, and by phase."""
+    """Seconds to ready as the server reports them, in total and by phase."""
     command = [str(PENSTOCK), "--json-output", "--port", "0", "--hostname", "127.0.0.1", *model]
     began = time.perf_counter()
     phases: dict[str, float] = {}

@@ -1,8 +1,7 @@
-"""Conversations that grow: what the prefix cache gives to their first tokens, and costs where it finds nothing.
+"""Measures the prefix cache: TTFT of growing conversations, and its overhead on prompts without a hit.
 
-Two servers of one binary, with and without `--prefix-caching`, run at the same time; every turn and every random prompt
-goes to one and then to the other, in changing order, and the ratios are those of such pairs. The one that is not asked
-has nothing to do.
+Two servers, with and without `--prefix-caching`, run at the same time. Every turn and every random prompt goes to one
+and then to the other, in alternating order; each ratio is that of one pair. The other server is idle meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from result import heading, keep
 from table import markdown
 
 NUM_CONVERSATIONS = 8
-TURN_TOKENS = 250  # of a user's turn and its answer together
+TURN_TOKENS = 250  # a user turn and its answer together
 ANSWER_TOKENS = 8
 TARGET_HISTORY_TOKENS = 2000
 QUERIED, HIT = "penstock_prefix_queried_tokens", "penstock_prefix_hit_tokens"
@@ -44,16 +43,16 @@ def server_with(caching: bool) -> Server:
 
 
 async def _turn(port: int, prompts: Sequence[str], num_tokens: int) -> list[float]:
-    """Seconds until each one's first token; all are sent together."""
+    """TTFT in seconds of prompts that are sent together."""
     load, now = Load("turn", len(prompts), 1, num_tokens, ANSWER_TOKENS), time.perf_counter()
     samples = await asyncio.gather(*(_ask(port, PENSTOCK, prompt, load, now) for prompt in prompts))
     return [sample.ttft_s for sample in samples]
 
 
 def measure_turns(ports: dict[str, int], words: Sequence[str], num_turns: int, seed: str) -> list[Row]:
-    """Every conversation's turn at once, on both: a history of so many tokens, and a few new ones.
+    """All conversations take their turns together, on both servers.
 
-    The history is the client's: random words in place of what the model answered, so that both are asked the same.
+    The history contains random words instead of the model's answers, so that both servers get the same prompts.
     """
     source = random.Random(seed)
     histories = [prompt_of(words, TURN_TOKENS, source) for _ in range(NUM_CONVERSATIONS)]
@@ -72,7 +71,7 @@ def measure_turns(ports: dict[str, int], words: Sequence[str], num_turns: int, s
 
 
 def measure_overhead(ports: dict[str, int], words: Sequence[str], num_pairs: int, seed: str) -> list[Row]:
-    """Tokens a second of random prompts, which nothing is kept for, on both in turn."""
+    """Tokens per second for random prompts without a cache hit, on both servers, alternating."""
     rows = []
     for pair in range(num_pairs):
         load = Load("random", 8, 1, 128, 32)
@@ -88,12 +87,12 @@ def measure_overhead(ports: dict[str, int], words: Sequence[str], num_pairs: int
 
 
 def ttft_ratio(row: Row) -> float:
-    """Of the medians of the conversations of one turn."""
+    """Ratio of the median TTFT without the cache to that with it, for one turn."""
     return percentile(row["ttft_s"]["off"], 0.5) / percentile(row["ttft_s"]["on"], 0.5)
 
 
 def overhead(rows: Sequence[Row]) -> tuple[float, float]:
-    """Throughput with the cache by that without, less one: mean of the pairs and its standard error."""
+    """Relative throughput change due to the cache: mean over the pairs and its standard error."""
     shares = [row["on"] / row["off"] - 1 for row in rows]
     mean = sum(shares) / len(shares)
     spread = sum((share - mean) ** 2 for share in shares)
@@ -126,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--turns", type=int, default=TARGET_HISTORY_TOKENS // TURN_TOKENS + 1)
-    parser.add_argument("--pairs", type=int, default=24, help="of loads of random prompts")
+    parser.add_argument("--pairs", type=int, default=24, help="pairs of random-prompt loads")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     words = peers.prompt_words()

@@ -1,8 +1,8 @@
-"""Three times more than the server can do: what it still serves, how long its guests wait, how soon it refuses others.
+"""Measures overload: goodput, TTFT of admitted requests and time to refusal at three times the server's capacity.
 
-The most that it serves is measured first and last in each repeat, by closed loops of as many clients as run at once; in
-between requests arrive at random times, at a multiple of that rate, whatever has become of the ones before. Nobody
-tries again. Writes every request beside the other runs; quote the ratios.
+Capacity is measured before and after each repeat by a closed loop with as many clients as the server runs sequences. In
+between, requests arrive at random (Poisson) at a multiple of that rate, independently of earlier ones, without retries.
+Quote the ratios.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from result import heading, keep
 from table import markdown
 
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 32
-RUNNING, WAITING = 32, 16  # generations in a step, and requests that may wait for one
-RAMP_SHARE = 0.25  # of an overload's time: until as many run as can, and others wait
+RUNNING, WAITING = 32, 16  # sequences per step, and queued requests
+RAMP_SHARE = 0.25  # of the overload phase: until the batch and the queue are full
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of the open loop; seconds since the load began."""
+    """One request of the open loop; seconds since the start of the load."""
 
     due_s: float
     sent_s: float
@@ -41,12 +41,12 @@ class Arrival:
 
     @property
     def wait_s(self) -> float:
-        """To the first token, or to the refusal."""
+        """Seconds to the first token, or to the refusal."""
         return (self.event_s[0] if self.event_s else self.ended_s) - self.sent_s
 
 
 async def arrive(port: int, words: Sequence[str], rate: float, seconds: float, seed: str) -> list[Arrival]:
-    """Poisson arrivals, so many a second; all of them, when the last has been answered."""
+    """Poisson arrivals at `rate` per second; returns them when the last one has been answered."""
     source = random.Random(seed)
     start = time.perf_counter()
 
@@ -69,20 +69,20 @@ async def arrive(port: int, words: Sequence[str], rate: float, seconds: float, s
 
 
 def served_rate(arrivals: Sequence[Arrival], seconds: float) -> float:
-    """Tokens a second of requests that were answered in full, from the ramp's end to the last arrival."""
+    """Tokens per second of completed requests, from the end of the ramp to the last arrival."""
     since_s = seconds * RAMP_SHARE
     times = (at for arrival in arrivals for at in arrival.event_s)
     return sum(since_s <= at < seconds for at in times) / (seconds - since_s)
 
 
 def closed(port: int, words: Sequence[str], rounds: int, seed: str) -> float:
-    """Tokens a second of as many clients as run at once."""
+    """Tokens per second of the closed loop."""
     load = Load("closed", RUNNING, rounds, INPUT_TOKENS, OUTPUT_TOKENS)
     return run(port, PENSTOCK, load, words, seed).tokens_per_s
 
 
 def measure(port: int, words: Sequence[str], options: argparse.Namespace, seed: str) -> dict[str, Any]:
-    """Closed, open, closed; the rate of the arrivals follows from the first."""
+    """Closed loop, open loop, closed loop; the arrival rate follows from the first."""
     before = closed(port, words, options.rounds, f"{seed} before")
     rate = options.factor * before / OUTPUT_TOKENS
     counted = metrics_of(port)
@@ -105,7 +105,7 @@ def measure(port: int, words: Sequence[str], options: argparse.Namespace, seed: 
 
 
 def report(record: dict[str, Any]) -> str:
-    """A row for each repeat."""
+    """One row per repeat."""
     rows = []
     for repeat in record["repeats"]:
         arrivals = [Arrival(**arrival) for arrival in repeat["arrivals"]]
@@ -113,7 +113,7 @@ def report(record: dict[str, Any]) -> str:
         refused = [arrival for arrival in arrivals if arrival.status == 429]
         told = [arrival.retry_after_s for arrival in refused if arrival.retry_after_s is not None]
         if not refused or not admitted or len(told) < len(refused):
-            raise LoadError(f"{len(admitted)} were served, {len(refused)} refused, {len(told)} told when to come back")
+            raise LoadError(f"{len(admitted)} were served, {len(refused)} refused, {len(told)} got Retry-After")
         waits = [arrival.wait_s for arrival in refused]
         rows.append(
             [
@@ -134,7 +134,7 @@ def report(record: dict[str, Any]) -> str:
         "ratio to the better",
         "arrived",
         "let in",
-        "their TTFT s, p50 / p99",
+        "TTFT s, p50 / p99",
         "ms to 429, p50 / p99",
         "Retry-After s",
         "latest arrival ms",
@@ -152,9 +152,9 @@ def report(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--factor", type=float, default=3.0)
-    parser.add_argument("--seconds", type=float, default=25.0, help="how long requests arrive, in each repeat")
+    parser.add_argument("--seconds", type=float, default=25.0, help="duration of the arrivals, per repeat")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=4, help="requests of each client of a closed loop")
+    parser.add_argument("--rounds", type=int, default=4, help="requests per client of a closed loop")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     words = peers.prompt_words()

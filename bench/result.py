@@ -1,4 +1,4 @@
-"""A benchmark's raw result under bench/runs/, and the table made of it beside it."""
+"""Writes a benchmark's raw result and its table under bench/runs/."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ RUNS = ROOT / "bench" / "runs"
 
 
 def from_root(command: Sequence[str]) -> str:
-    """A command as one would type it in the project's folder."""
+    """The command as typed in the project's folder."""
     return shlex.join(argument.removeprefix(f"{ROOT}/") for argument in command)
 
 
 def revision() -> str:
-    """The commit, marked when the tree has changes of its own."""
+    """The commit, with `-dirty` when the tree has uncommitted changes."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip() or "unknown"
 
 
 def heading() -> dict[str, Any]:
-    """What every result begins with: what was run, when, and of which code."""
+    """The head of every result: command, start time and revision."""
     started = datetime.datetime.now(datetime.timezone.utc)
     command = from_root([Path(sys.executable).name, *sys.argv])
     return {"command": command, "started": started.isoformat(timespec="seconds"), "revision": revision()}
 
 
 def new_path(record: Mapping[str, Any], machine: Mapping[str, Any], name: str, out: Path) -> Path:
-    """Where this result belongs: DATE-VENDOR-CORES-NAME.json, with a number behind it when there is one already."""
+    """The path of a new result: DATE-VENDOR-CORES-NAME.json, numbered if that exists."""
     out.mkdir(exist_ok=True)
     stem = f"{record['started'][:10]}-{machine['vendor']}-{machine['num_cores']}c-{name}"
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))

@@ -1,7 +1,7 @@
-"""What the router costs: the real binary over a worker without a model.
+"""Measures the router alone: the real binary with a mock worker (bench/worker).
 
-CPU time of the penstock process alone (from /proc), per request and per token, for plain and chat streams; then how
-long other streams' events are delayed when a prompt of 32,000 tokens arrives. The worker is bench/worker.
+Reports the CPU time of the penstock process (from /proc) per request and per token, for plain and chat streams, and the
+delay of other streams when a prompt of 32,000 tokens arrives.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ STEP_MICROSECONDS = 2000
 
 
 def build_worker() -> Path:
-    """The worker without a model, built for release."""
+    """The release build of the mock worker."""
     command = ["cargo", "build", "--release", "--locked", "--quiet", "--package", "penstock-bench-worker"]
     subprocess.run(command, cwd=peers.ROOT, check=True)
     return peers.ROOT / "target" / "release" / "penstock-bench-worker"
 
 
-# In the place of penstock_server.fork_server: it forks our worker.
+# Replaces penstock_server.fork_server and forks the mock worker.
 FORK_SERVER = """
 import os, sys
 from penstock_server.fork_server import ForkServer
@@ -66,7 +66,7 @@ ForkServer(run).serve()
 
 
 def scripted(server: Server, worker: Path, folder: Path, token_ids: Sequence[int]) -> Server:
-    """The same server, whose Python is a script that forks our worker wherever it was to fork its own."""
+    """The same server with a Python that forks the mock worker instead."""
     python = folder / "python"
     interpreter = shlex.quote(sys.executable)
     python.write_text(
@@ -86,20 +86,20 @@ def scripted(server: Server, worker: Path, folder: Path, token_ids: Sequence[int
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of one process, all its threads."""
+    """CPU seconds of a process, over all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def rename(dialect: Dialect, overhead: int) -> Dialect:
-    """The template's own tokens are no part of the prompt that was sent."""
+    """Subtracts the chat template's tokens from the prompt's."""
     return Dialect(
         dialect.path, dialect.body, lambda last: (dialect.counts(last)[0] - overhead, dialect.counts(last)[1])
     )
 
 
 def measure_cost(port: int, pid: int, words: Sequence[str], streams: Sequence[int], seed: str) -> list[dict[str, Any]]:
-    """One row for each dialect and number of streams: CPU per request and per token, by two lengths of answer."""
+    """One row per dialect and number of streams: CPU per request and per token, from two answer lengths."""
     rows = []
     for (name, dialect), num_streams in itertools.product(DIALECTS.items(), streams):
         if name == "chat":
@@ -132,7 +132,7 @@ def measure_cost(port: int, pid: int, words: Sequence[str], streams: Sequence[in
 
 
 def template_tokens(port: int, words: Sequence[str]) -> int:
-    """How many tokens the chat template adds to a prompt of one token."""
+    """Number of tokens that the chat template adds to a prompt."""
     import urllib.request
 
     body = json.dumps({"messages": [{"role": "user", "content": f" {words[0]}"}], "max_tokens": 1}).encode()
@@ -144,9 +144,9 @@ def template_tokens(port: int, words: Sequence[str]) -> int:
 
 
 async def _gaps(port: int, words: Sequence[str], seed: str, with_prompt: bool) -> list[float]:
-    """Pauses between the events of 64 streams, while long prompts arrive one after the other or not."""
+    """Gaps between the events of 64 streams, with or without long prompts arriving one after the other."""
     others = asyncio.create_task(run_async(port, PENSTOCK, Load("others", 64, 1, 16, 1500), words, seed))
-    # From a process of its own: making such prompts would hold up the loop that takes the times.
+    # A separate process: making such prompts would block the event loop that takes the times.
     sleep = [sys.executable, "-c", "import time; time.sleep(2)"]
     send = [sys.executable, __file__, "--send-long-prompts", str(port), "--seed", seed]
     beside = await asyncio.create_subprocess_exec(*(send if with_prompt else sleep))
@@ -157,7 +157,7 @@ async def _gaps(port: int, words: Sequence[str], seed: str, with_prompt: bool) -
 
 
 def measure_delay(port: int, words: Sequence[str], repeats: int) -> dict[str, Any]:
-    """The longest and the 99.9th percentile gap without and with the long prompts, in turn."""
+    """Median, 99.9th percentile and maximum gap without and with long prompts, alternating."""
     result: dict[str, Any] = {"without": [], "with": []}
     for repeat in range(repeats):
         for name in ("without", "with"):
@@ -179,7 +179,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
-    parser.add_argument("--send-long-prompts", type=int, metavar="PORT", help="only that, to a server that runs")
+    parser.add_argument(
+        "--send-long-prompts", type=int, metavar="PORT", help="only send long prompts to a running server"
+    )
     parser.add_argument("--seed", default="0")
     options = parser.parse_args()
 

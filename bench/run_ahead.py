@@ -1,7 +1,7 @@
-"""What it is worth that plan n + 1 leaves before result n is back: how long the worker waits for its steps.
+"""Measures run-ahead: the worker's idle time per step with one and with two steps in flight.
 
-Two servers of one binary run at the same time, one with `--max-steps-in-flight 1`, one with the default; they are asked
-in turn. The waiting is the worker's own measurement, the difference of its histogram over each load.
+Two servers, with `--max-steps-in-flight 1` and with the default, run at the same time and are loaded alternately. The
+idle time is the worker's own measurement, from the difference of its histogram over each load.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from load import PENSTOCK, Load, percentile, run
 from result import heading, keep
 from table import markdown
 
-DEPTHS = (1, 2)  # 2 is the default
+DEPTHS = (1, 2)  # the default is 2
 PARTS = ("idle", "prepare", "forward", "sample")
 METHOD = '{method="decode"}'
 Row = dict[str, Any]
 
 
 def measure(port: int, load: Load, words: Sequence[str], seed: str) -> Row:
-    """Seconds a decoding step, by part of the worker's time, and tokens a second."""
+    """Mean seconds per decode step, by part of the worker's time, and tokens per second."""
     before = metrics_of(port)
     result = run(port, PENSTOCK, load, words, seed)
     after = metrics_of(port)
@@ -59,7 +59,7 @@ def report(record: dict[str, Any]) -> str:
     )
     return (
         f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
-        f"`{record['command']}`, {record['revision']}\n\nDecoding steps, medians of the repeats:\n\n{table}"
+        f"`{record['command']}`, {record['revision']}\n\nDecode steps, medians of the repeats:\n\n{table}"
     )
 
 
@@ -88,7 +88,7 @@ def main() -> None:
                 row[str(depth)] = measure(ports[depth], load, words, str(repeat))
             record["loads"][str(streams)].append(row)
             idle = ", ".join(f"{depth}: {row[str(depth)]['idle_s'] * 1e6:.0f} µs" for depth in DEPTHS)
-            print(f"  {streams:3d} streams, idle a step with so many in flight: {idle}", flush=True)
+            print(f"  {streams:3d} streams, idle time per step by steps in flight: {idle}", flush=True)
     keep(record, record["machine"], "run-ahead", report(record), options.out)
 
 

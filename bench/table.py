@@ -1,4 +1,4 @@
-"""Turns the raw record of a comparison into readable tables: medians over the repeats, ratios to peer and floor."""
+"""Renders the raw record of a comparison: medians over the repeats, ratios to the peer and to the machine's limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEP_PARTS = (
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table, padded so that it reads well as plain text too."""
+    """A markdown table with padded columns, readable as plain text."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -35,7 +35,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def floors(limits: dict[str, Any], model: dict[str, int], load: dict[str, Any]) -> dict[str, float]:
-    """What the measured limits allow: each step reads all weights once or computes its rows, whichever takes longer."""
+    """The best possible figures: each step reads all weights once or computes its rows, whichever takes longer."""
     read: float = max(limits["read_bytes_per_s"].values())
     flops: float = limits["product_flop_per_s"]["bf16"]
     layers, head = model["layer_parameters"], model["head_parameters"]
@@ -55,7 +55,7 @@ def floors(limits: dict[str, Any], model: dict[str, int], load: dict[str, Any]) 
 
 
 def figures(result: dict[str, Any]) -> dict[str, float]:
-    """One repeat of one server, as the columns of the main table."""
+    """The columns of the main table for one repeat of one server."""
     loads = result["loads"]
     if "ttft_512_s" in result:  # transformers, in process
         rates = {f"{n} streams": load["tokens_per_s"] for n, load in loads.items()}
@@ -67,7 +67,7 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
 
 
 def medians(record: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Per server, the median of each figure over the repeats that worked."""
+    """Per server, the median of each figure over the successful repeats."""
     names = dict.fromkeys(name for repeat in record["repeats"] for name in repeat)
     all_figures = {
         name: [figures(repeat[name]) for repeat in record["repeats"] if "loads" in repeat.get(name, {})]
@@ -85,7 +85,7 @@ def _cell(column: str, value: float) -> str:
 
 
 def _ratios(rows: dict[str, dict[str, float]], base: dict[str, float]) -> list[list[str]]:
-    """Speed over `base`: above 1 is faster, for times as well."""
+    """Speed relative to `base`; above 1 is faster, also for times."""
     return [
         [name, *(f"{base[c] / v if c.startswith('ttft') else v / base[c]:.2f}" for c, v in row.items())]
         for name, row in rows.items()
@@ -107,7 +107,7 @@ def _latencies(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _steps(record: dict[str, Any]) -> list[list[str]]:
-    """Mean milliseconds of each part of a step, from the histograms' sums and counts over each load of all repeats."""
+    """Mean milliseconds of each part of a step, from the histograms' sums and counts over all repeats."""
     results = [repeat["penstock"] for repeat in record["repeats"] if "loads" in repeat.get("penstock", {})]
     rows = []
     for load in results[0]["loads"] if results else ():
@@ -141,7 +141,7 @@ def _memory(record: dict[str, Any]) -> list[list[str]]:
 
 
 def report(record: dict[str, Any]) -> str:
-    """The whole readable result."""
+    """The complete report."""
     limits, machine = record["limits"], record["limits"]["machine"]
     floor = floors(limits, record["model"], record["load"])
     rows = medians(record)

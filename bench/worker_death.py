@@ -1,8 +1,7 @@
-"""How long streams pause when a worker is killed, by phase; and whether the first requests are slower than later ones.
+"""Measures recovery: how long streams pause when a worker is killed, by phase, and whether first requests are slower.
 
-The real server with the embedded model. Streams run, a rank is killed (SIGKILL), the server's own log tells the phases
-of the pause and each stream's longest gap is what its client saw. Once with workers in reserve, once with those killed
-before. Writes every kill beside the other runs.
+The real server runs the embedded model. While streams run, a rank is killed (SIGKILL). The server's log gives the
+phases of the pause; each client records its longest gap. Each kill is measured with and without a standby group.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ FIRST_REQUESTS = 20
 
 @dataclass
 class Running:
-    """A server and what it has logged."""
+    """A server and its log."""
 
     process: subprocess.Popen[str]
     port: int
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def wait_for(self, message: str, since: int) -> None:
-        """Until it says so, in a record after so many."""
+        """Wait for a log record that contains `text`, after the first `since` records."""
         wait_until(lambda: any(record["message"].startswith(message) for record in self.records[since:]), message)
 
     def seconds_of(self, prefix: str) -> dict[str, float]:
-        """The phases of its start."""
+        """The seconds of each start-up phase."""
         there = [record for record in self.records if record["message"].startswith(prefix) and "seconds" in record]
         return {record["message"].removeprefix(prefix): record["seconds"] for record in there}
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Poll; a benchmark that waits for ever says for what it waited."""
+    """Poll until `holds`; raises with `what` after the timeout."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         if time.monotonic() > deadline:
@@ -64,7 +63,7 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def serving(num_ranks: int) -> Iterator[Running]:
-    """Penstock with the embedded model, until it is ready; stopped at the end."""
+    """Yields Penstock with the embedded model once it is ready, and stops it at the end."""
     port = free_port()
     server = penstock_server(["--num-shard", str(num_ranks), "--json-output", "--hostname", "127.0.0.1"])
     environment = {**os.environ, **server.environment}
@@ -89,13 +88,13 @@ def serving(num_ranks: int) -> Iterator[Running]:
 
 
 def children(pid: int) -> set[int]:
-    """Of all its threads."""
+    """Child processes of all threads of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
 def worker_groups(root: int) -> list[list[int]]:
-    """Pids of the workers, the grandchildren: those that serve, then those in reserve."""
+    """Worker pids by group: the serving group, then the standby group."""
     groups: dict[int, list[int]] = {}
     for pid in sorted(pid for child in children(root) for pid in children(child)):
         if found := re.fullmatch(r"worker-(\d+)\.\d+\n", Path(f"/proc/{pid}/comm").read_text()):
@@ -104,7 +103,7 @@ def worker_groups(root: int) -> list[list[int]]:
 
 
 def stream(port: int, prompt: str, arrivals: list[float]) -> None:
-    """One greedy stream; when each of its events came."""
+    """Runs one greedy stream and returns the arrival time of each event."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     body = json.dumps({"inputs": prompt, "parameters": {"max_new_tokens": TOKENS}})
     connection.request("POST", "/generate_stream", body, {"content-type": "application/json"})
@@ -115,7 +114,7 @@ def stream(port: int, prompt: str, arrivals: list[float]) -> None:
 
 
 def measure_kill(server: Running, index: int, with_reserve: bool, since: int) -> dict[str, Any]:
-    """Kill a rank under running streams. `since`: records before the workers that serve were started."""
+    """Kill a rank under running streams. `since`: number of log records before the serving group started."""
     server.wait_for("workers are in reserve", since)
     if not with_reserve:
         for pid in worker_groups(server.process.pid)[1]:
@@ -147,7 +146,7 @@ def measure_kill(server: Running, index: int, with_reserve: bool, since: int) ->
 
 
 def first_requests(port: int) -> list[float]:
-    """Milliseconds of the very first requests after ready, one after the other: eight tokens each."""
+    """Milliseconds of each of the first requests after ready, sent one after the other, eight tokens each."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     times = []
     for number in range(FIRST_REQUESTS):
@@ -160,7 +159,7 @@ def first_requests(port: int) -> list[float]:
 
 
 def measure(num_ranks: int, kills: int) -> dict[str, Any]:
-    """One server: its start, its first requests, its kills."""
+    """Measures one server: its start, its first requests, its kills."""
     with serving(num_ranks) as server:
         result: dict[str, Any] = {"ranks": num_ranks, "start_s": server.seconds_of("phase ")}
         result["first_requests_ms"] = first_requests(server.port)
@@ -176,7 +175,7 @@ def measure(num_ranks: int, kills: int) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> str:
-    """Median, 95th percentile and longest of every phase, and the first request beside the later ones."""
+    """Median, 95th percentile and maximum of every phase, and the first request compared with later ones."""
     rows = []
     for server in record["servers"]:
         for with_reserve in (True, False):
@@ -209,7 +208,9 @@ def report(record: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=10, help="with and without reserve, for each number of ranks (10)")
+    parser.add_argument(
+        "--kills", type=int, default=10, help="kills with and without a standby group, for each number of ranks (10)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, default=peers.ROOT / "bench" / "runs")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The load generator's own arithmetic, and a whole load against a scripted server."""
+"""The load generator's arithmetic, and a complete load against a scripted server."""
 
 import json
 import random
@@ -50,7 +50,7 @@ def test_prompts_repeat_with_the_seed_and_only_then() -> None:
 
 
 class Answer(socketserver.StreamRequestHandler):
-    """Answers as Penstock would, counting a word as a token."""
+    """Answers in Penstock's format and counts each word as a token."""
 
     def handle(self) -> None:
         length = 0

@@ -1,4 +1,4 @@
-"""What counts as served, and what the report demands."""
+"""What counts as served, and what the report requires."""
 
 import pytest
 from load import EventParser, LoadError
@@ -6,7 +6,7 @@ from overload import Arrival, report, served_rate
 
 
 def served(first_s: float) -> Arrival:
-    """Two tokens, a second apart."""
+    """An answer of two tokens, one second apart."""
     return Arrival(0.0, 0.5, 200, [first_s, first_s + 1.0], first_s + 1.0, None)
 
 

@@ -1,5 +1,5 @@
-//! A worker without a model: it speaks the protocol, takes a given time for each step, and answers every sample with the
-//! next of the tokens it was given. So all that is left to measure is the router.
+//! A mock worker: speaks the worker protocol, takes a configured time per step, and answers each sample with the next of
+//! its configured tokens, so that only the router is measured.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 const MAX_MESSAGE_BYTES: usize = 1 << 30;
 
-/// Takes the place of a worker of Python, as its fork server starts it; its own settings come from the environment.
+/// Replaces a Python worker under the fork server; its own settings come from environment variables.
 #[derive(Clone, Debug, Parser)]
 struct Args {
     #[arg(long)]
@@ -26,13 +26,13 @@ struct Args {
     rank: u32,
     #[arg(long)]
     world_size: u32,
-    /// What a step costs, whatever is in it
+    /// Microseconds per step
     #[arg(long, env = "SCRIPT_STEP_MICROSECONDS", default_value_t = 1000)]
     step_microseconds: u64,
-    /// What each prompt token of a step costs beyond that
+    /// Additional microseconds per prompt token
     #[arg(long, env = "SCRIPT_PROMPT_TOKEN_NANOSECONDS", default_value_t = 0)]
     prompt_token_nanoseconds: u64,
-    /// The tokens to answer with, in turn
+    /// Token ids to answer with, cyclically
     #[arg(long, env = "SCRIPT_TOKEN_IDS", value_delimiter = ',', required = true)]
     token_ids: Vec<u32>,
     #[arg(long, env = "SCRIPT_VOCABULARY", default_value_t = 49152)]
@@ -85,7 +85,7 @@ impl Worker for Script {
         let state = (plans.into_inner(), self.args.clone(), HashMap::new(), Instant::now());
         let results = futures::stream::unfold(state, |(mut plans, args, mut turns, free_at)| async move {
             let plan: proto::Plan = plans.next().await?.ok()?;
-            // As a device: steps follow each other without a pause when the next plan is already there.
+            // Like a device, starts the next step at once when its plan is already here.
             let ends_at = free_at.max(Instant::now()) + duration(&args, &plan);
             tokio::time::sleep_until(ends_at).await;
             let result = execute(&args, &mut turns, &plan);
@@ -102,7 +102,7 @@ fn duration(args: &Args, plan: &proto::Plan) -> Duration {
         + Duration::from_nanos(args.prompt_token_nanoseconds * num_prompt_tokens)
 }
 
-/// `turns`: how many tokens each sequence has had.
+/// `turns`: number of tokens generated per sequence.
 fn execute(args: &Args, turns: &mut HashMap<u64, usize>, plan: &proto::Plan) -> proto::StepResult {
     for id in &plan.freed_sequence_ids {
         turns.remove(id);
