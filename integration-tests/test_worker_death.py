@@ -152,4 +152,4 @@ def test_the_death_of_the_process_that_workers_are_forked_from_changes_nothing(
     assert [stream.result() for stream in streams] == undisturbed
     assert metric(mortal, "penstock_worker_restarts") == restarts + 1
     assert not set(before) & set(mortal.processes())
-    assert any("the fork server was ended by SIGKILL" in line for line in mortal.lines)
+    assert any("the fork server was killed by SIGKILL" in line for line in mortal.lines)

@@ -1,6 +1,6 @@
-//! Every setting, declared once: its flag, environment variable, default and help.
+//! Every flag, declared once: its name, environment variable, default and help.
 //!
-//! Names and defaults are text-generation-inference's. What it had and this server has not is in `compat.rs`.
+//! Names and defaults are those of text-generation-inference. `compat.rs` lists the TGI flags that this server lacks.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -10,217 +10,220 @@ use std::str::FromStr;
 use clap::builder::{BoolishValueParser, NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{ArgAction, Parser, ValueEnum};
 
+use crate::dtype::Dtype;
 use crate::tool::Tool;
 
-/// Serves a large language model over HTTP: TGI's routes and OpenAI's.
+/// Serves a large language model over HTTP, with the routes of TGI and of OpenAI.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "penstock", version, max_term_width = 120, args_conflicts_with_subcommands = true)]
-pub struct Args {
+pub(crate) struct Args {
     #[command(subcommand)]
-    pub tool: Option<Tool>,
+    pub(crate) tool: Option<Tool>,
 
-    /// Model folder, .gguf file, or model id on the Hugging Face hub [default: a small embedded model]
+    /// Model to serve: a folder, a .gguf file, or a model id on the Hugging Face Hub [default: a small embedded model]
     #[arg(long, env, value_parser = NonEmptyStringValueParser::new())]
-    pub model_id: Option<String>,
+    pub(crate) model_id: Option<String>,
 
-    /// Branch, tag or commit of a hub model
+    /// Branch, tag or commit of a Hub model
     #[arg(long, env, value_parser = NonEmptyStringValueParser::new())]
-    pub revision: Option<String>,
+    pub(crate) revision: Option<String>,
 
-    /// Number format of the weights and the computation [default: chosen by the worker for its device]
+    /// Data type of weights and computation [default: chosen by the worker for its device]
     #[arg(long, env)]
-    pub dtype: Option<Dtype>,
+    pub(crate) dtype: Option<Dtype>,
 
-    /// Run the checkpoint's own Python code, where the model type is known by nothing else; it may do anything
+    /// Run the checkpoint's own Python code if neither this server nor transformers knows the model type. That code can
+    /// do anything
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
-    pub trust_remote_code: bool,
+    pub(crate) trust_remote_code: bool,
 
-    /// Whether to spread the model over several ranks; alone: over all visible devices
+    /// Shard the model across ranks; without --num-shard, across all visible devices
     #[arg(long, env)]
-    pub sharded: Option<bool>,
+    pub(crate) sharded: Option<bool>,
 
-    /// Over how many ranks, one process each [default: the number of visible devices, or 1]
+    /// Number of ranks to shard the model across, one process each [default: number of visible devices, or 1]
     #[arg(long, env)]
-    pub num_shard: Option<usize>,
+    pub(crate) num_shard: Option<usize>,
 
-    /// Requests that may be in the server at the same time; more are refused with 429
+    /// Maximum number of requests in the server at a time; further requests get status 429
     #[arg(long, env, default_value_t = 128)]
-    pub max_concurrent_requests: usize,
+    pub(crate) max_concurrent_requests: usize,
 
-    /// Tokens, of prompts and the most that may be generated, that may wait for their first step; more are refused with 429
-    /// [default: room for 128 of the longest sequences, or sixteen times the KV cache where that is more]
+    /// Maximum number of tokens that wait for their first step, counting each prompt and the most it may generate; further
+    /// requests get status 429 [default: 128 sequences of maximum length or 16 times the KV cache, whichever is larger]
     #[arg(long, env)]
-    pub max_queued_tokens: Option<u64>,
+    pub(crate) max_queued_tokens: Option<u64>,
 
-    /// How long a request may wait for its first step, in seconds; then 429 [default: for ever]
+    /// Seconds that a request may wait for its first step before it gets status 429 [default: no limit]
     #[arg(long, env)]
-    pub queue_timeout: Option<u64>,
+    pub(crate) queue_timeout: Option<u64>,
 
-    /// Largest best_of
+    /// Maximum value of best_of
     #[arg(long, env, default_value_t = 2)]
-    pub max_best_of: usize,
+    pub(crate) max_best_of: usize,
 
-    /// Most stop sequences in a request
+    /// Maximum number of stop sequences in a request
     #[arg(long, env, default_value_t = 4)]
-    pub max_stop_sequences: usize,
+    pub(crate) max_stop_sequences: usize,
 
-    /// Largest top_n_tokens
+    /// Maximum value of top_n_tokens
     #[arg(long, env, default_value_t = 5)]
-    pub max_top_n_tokens: u32,
+    pub(crate) max_top_n_tokens: u32,
 
-    /// Most inputs in one request
+    /// Maximum number of inputs in a request
     #[arg(long, env, default_value_t = 4)]
-    pub max_client_batch_size: usize,
+    pub(crate) max_client_batch_size: usize,
 
-    /// Longest prompt, in tokens; an encoder's must fit into a step [default: max-total-tokens - 1; of an encoder 1024 on a CPU,
-    /// 4096 on a GPU]
+    /// Maximum length of a prompt in tokens; an encoder must read its prompt in one step [default: max-total-tokens - 1;
+    /// for an encoder 1024 on a CPU, 4096 on a GPU]
     #[arg(long, env)]
-    pub max_input_tokens: Option<u32>,
+    pub(crate) max_input_tokens: Option<u32>,
 
-    /// Older name of max-input-tokens
+    /// Former name of --max-input-tokens
     #[arg(long, env, conflicts_with = "max_input_tokens")]
-    pub max_input_length: Option<u32>,
+    pub(crate) max_input_length: Option<u32>,
 
-    /// Longest sequence, prompt and generated, in tokens [default: what the model and the memory allow]
+    /// Maximum length of a sequence in tokens, prompt and generated text together [default: the model's limit, or what
+    /// fits in memory]
     #[arg(long, env)]
-    pub max_total_tokens: Option<u32>,
+    pub(crate) max_total_tokens: Option<u32>,
 
-    /// Tokens that one step may compute; while streams run, max-inter-token-ms bounds it further
+    /// Maximum number of tokens computed in one step; while streams run, --max-inter-token-ms limits it further
     /// [default: 512 on a CPU, 4096 on a GPU, or what an encoder's prompt needs]
     #[arg(long, env)]
-    pub max_batch_prefill_tokens: Option<u32>,
+    pub(crate) max_batch_prefill_tokens: Option<u32>,
 
-    /// Tokens that the KV cache holds [default: what the memory allows]
+    /// Capacity of the KV cache in tokens [default: what fits in memory]
     #[arg(long, env)]
-    pub max_batch_total_tokens: Option<u32>,
+    pub(crate) max_batch_total_tokens: Option<u32>,
 
-    /// Sequences in one step [default: max-concurrent-requests, at most 256]
+    /// Maximum number of sequences in one step [default: max-concurrent-requests, at most 256]
     #[arg(long, env)]
-    pub max_batch_size: Option<u32>,
+    pub(crate) max_batch_size: Option<u32>,
 
-    /// How long a step may take while streams run, in milliseconds: what would make it longer of other prompts is left to
-    /// later steps, bar a block of one prompt a step. Less makes streams steadier and prompts slower
-    /// [default: 1.75 times what the step takes without prompts, as measured]
+    /// Maximum duration in milliseconds of a step while streams run: prompt tokens that would exceed it wait for later
+    /// steps, except one block of one prompt per step. Lower values make streams steadier and prompts slower
+    /// [default: 1.75 times the measured duration of a step without prompts]
     #[arg(long, env)]
-    pub max_inter_token_ms: Option<u64>,
+    pub(crate) max_inter_token_ms: Option<u64>,
 
-    /// Steps that may be on their way to the worker; with 1 it waits for each result to be read before its next step
+    /// Maximum number of steps in flight to the worker; 1 disables run-ahead, so the worker idles between steps
     #[arg(long, env, default_value_t = 2, value_parser = RangedU64ValueParser::<u32>::new().range(1..=16))]
-    pub max_steps_in_flight: u32,
+    pub(crate) max_steps_in_flight: u32,
 
-    /// Threads that tokenize long inputs
+    /// Number of threads that tokenize long inputs
     #[arg(long, env, default_value_t = 2)]
-    pub validation_workers: usize,
+    pub(crate) validation_workers: usize,
 
-    /// Part of a device's memory that the server may use in all, over 0 and up to 1
+    /// Fraction of a device's memory that the server may use in total, above 0 and at most 1
     #[arg(long, env, default_value_t = 0.9)]
-    pub cuda_memory_fraction: f64,
+    pub(crate) cuda_memory_fraction: f64,
 
-    /// Share the KV cache of prompts that begin alike
+    /// Reuse the KV cache for prompts with a common prefix
     #[arg(long, env, default_value_t = true, action = ArgAction::Set, value_parser = BoolishValueParser::new())]
-    pub prefix_caching: bool,
+    pub(crate) prefix_caching: bool,
 
-    /// Refuse requests that constrain their answer by a grammar, a schema or tools
+    /// Refuse requests that have a grammar, a schema or tools
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
-    pub disable_grammar_support: bool,
+    pub(crate) disable_grammar_support: bool,
 
-    /// Let requests ask for the logprobs of their prompt (decoder_input_details)
+    /// Allow requests for the logprobs of their prompt (decoder_input_details)
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
-    pub enable_prefill_logprobs: bool,
+    pub(crate) enable_prefill_logprobs: bool,
 
-    /// Part of the vocabulary that a watermark prefers, between 0 and 1 [default: 0.5]
+    /// Fraction of the vocabulary that a watermark favours, between 0 and 1 [default: 0.5]
     #[arg(long, env)]
-    pub watermark_gamma: Option<f32>,
+    pub(crate) watermark_gamma: Option<f32>,
 
-    /// What a watermark adds to the logits of the preferred part [default: 2.0]
+    /// Bias that a watermark adds to the logits of favoured tokens [default: 2.0]
     #[arg(long, env)]
-    pub watermark_delta: Option<f32>,
+    pub(crate) watermark_delta: Option<f32>,
 
-    /// A tokenizer_config.json in place of the model's own, its chat template included
+    /// tokenizer_config.json that replaces the model's own, including its chat template
     #[arg(long, env, value_name = "FILE")]
-    pub tokenizer_config_path: Option<PathBuf>,
+    pub(crate) tokenizer_config_path: Option<PathBuf>,
 
-    /// Chat template in place of the model's own: a file, or the template itself
+    /// Chat template that replaces the model's own: a file, or the template itself
     #[arg(long, env, value_name = "FILE_OR_TEMPLATE", value_parser = NonEmptyStringValueParser::new())]
-    pub chat_template: Option<String>,
+    pub(crate) chat_template: Option<String>,
 
-    /// How to stretch the model's positions beyond those it was trained for: linear [default with a factor: linear]
+    /// RoPE scaling for positions beyond those the model was trained for: linear [default with --rope-factor: linear]
     #[arg(long, env)]
-    pub rope_scaling: Option<RopeScaling>,
+    pub(crate) rope_scaling: Option<RopeScaling>,
 
-    /// By how much to stretch them, at least 1; the longest sequence grows as much [default with a scaling: 1.0]
+    /// RoPE scaling factor, at least 1; the model's maximum sequence length grows by it [default with --rope-scaling: 1.0]
     #[arg(long, env)]
-    pub rope_factor: Option<f64>,
+    pub(crate) rope_factor: Option<f64>,
 
     /// IP address to listen on
     #[arg(long, env, default_value = "0.0.0.0")]
-    pub hostname: String,
+    pub(crate) hostname: String,
 
-    /// Port to listen on; 0: any that is free
+    /// Port to listen on; 0 picks a free port
     #[arg(long, short, env, default_value_t = 3000)]
-    pub port: u16,
+    pub(crate) port: u16,
 
     /// Origin that browsers may call from; repeat for several [default: any]
     #[arg(long, env, value_delimiter = ',')]
-    pub cors_allow_origin: Vec<String>,
+    pub(crate) cors_allow_origin: Vec<String>,
 
-    /// Key that requests must bring as `Authorization: Bearer KEY`; repeat, or separate by commas, for several. Other
-    /// users of the machine can read a process's arguments: prefer --api-key-file, or the variable
+    /// API key that requests must send as `Authorization: Bearer KEY`; repeat, or separate by commas, for several. Other
+    /// users of this machine can read command lines: prefer --api-key-file, or the environment variable
     #[arg(long, env, value_delimiter = ',', value_name = "KEY")]
-    pub api_key: Vec<Secret>,
+    pub(crate) api_key: Vec<Secret>,
 
-    /// File of keys, one a line, `#` before a comment; read once, at the start
+    /// File with one API key per line; a line that starts with `#` is a comment. Read once, at startup
     #[arg(long, env, value_name = "FILE")]
-    pub api_key_file: Option<PathBuf>,
+    pub(crate) api_key_file: Option<PathBuf>,
 
-    /// Largest request body, in bytes
+    /// Maximum size of a request body in bytes
     #[arg(long, env, default_value_t = 2_000_000)]
-    pub payload_limit: usize,
+    pub(crate) payload_limit: usize,
 
-    /// Where hub models are kept [default: ~/.cache/huggingface/hub]
+    /// Folder that holds Hub models [default: ~/.cache/huggingface/hub]
     #[arg(long, env)]
-    pub huggingface_hub_cache: Option<PathBuf>,
+    pub(crate) huggingface_hub_cache: Option<PathBuf>,
 
-    /// A folder with the weights of a hub model, whose configuration and tokenizer alone are then downloaded
+    /// Folder with the weights of a Hub model; only its configuration and tokenizer are then downloaded
     #[arg(long, env)]
-    pub weights_cache_override: Option<PathBuf>,
+    pub(crate) weights_cache_override: Option<PathBuf>,
 
-    /// Beginning of the workers' socket paths, completed by -RANK [default: in a private temporary folder]
+    /// Prefix of the workers' socket paths, completed by -RANK [default: in a private temporary folder]
     #[arg(long, env)]
-    pub shard_uds_path: Option<PathBuf>,
+    pub(crate) shard_uds_path: Option<PathBuf>,
 
-    /// How long running requests may take to finish after SIGTERM or Ctrl-C, in seconds
+    /// Seconds that running requests have to finish after SIGTERM or Ctrl-C
     #[arg(long, short, env, default_value_t = 90)]
-    pub graceful_termination_timeout: u64,
+    pub(crate) graceful_termination_timeout: u64,
 
-    /// A worker that says nothing for so many seconds, or a step in which no rank computes for so long, hangs, and the
-    /// workers are restarted [default: 20 times the slowest step of the warm-up, at least 10]
+    /// Seconds after which a worker that sends nothing, or a step in which no rank makes progress, counts as hung; the
+    /// worker group is then restarted [default: 20 times the slowest warm-up step, at least 10]
     #[arg(long, env)]
-    pub step_timeout: Option<u64>,
+    pub(crate) step_timeout: Option<u64>,
 
-    /// Logs as one JSON object per line
+    /// Log one JSON object per line
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
-    pub json_output: bool,
+    pub(crate) json_output: bool,
 
-    /// Log the versions and the machine at start
+    /// Log versions and hardware at startup
     #[arg(long, short, action = ArgAction::SetTrue)]
-    pub env: bool,
+    pub(crate) env: bool,
 
-    /// Print a page of the reference under docs/ and exit
+    /// Print a generated page of docs/ and exit
     #[arg(long, hide = true)]
-    pub reference: Option<Page>,
+    pub(crate) reference: Option<Page>,
 }
 
-/// A page that is generated from the code.
+/// A page of docs/ that is generated from the code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Page {
+pub(crate) enum Page {
     Flags,
     Metrics,
 }
 
-/// Something that is never printed.
+/// A string that `Debug` hides.
 #[derive(Clone)]
-pub struct Secret(pub String);
+pub(crate) struct Secret(pub(crate) String);
 
 impl FromStr for Secret {
     type Err = Infallible;
@@ -236,25 +239,9 @@ impl fmt::Debug for Secret {
     }
 }
 
+/// Methods that TGI's `--rope-scaling` accepts. `Dynamic` is refused by `resolve`, with the reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum RopeScaling {
+pub(crate) enum RopeScaling {
     Linear,
     Dynamic,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Dtype {
-    Float16,
-    Bfloat16,
-    Float32,
-}
-
-impl Dtype {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Float16 => "float16",
-            Self::Bfloat16 => "bfloat16",
-            Self::Float32 => "float32",
-        }
-    }
 }

@@ -1,5 +1,5 @@
-//! The command line and the environment → settings: flag over variable over platform over default. Refuses what this
-//! server does not do, and says where each setting came from.
+//! Parses the command line and the environment. A flag overrides its variable, which overrides the platform's default, which
+//! overrides ours. Unsupported flags are refused, and each setting's origin is reported.
 
 use std::ffi::OsString;
 
@@ -12,45 +12,48 @@ use crate::args::Args;
 use crate::platform::Platform;
 use crate::{compat, variable};
 
-/// The one flag whose values nobody may see.
+/// The only flag whose values are secret.
 const SECRET: &str = "api_key";
 
-/// A setting that somebody chose, and where.
+/// A setting that was not left at its default.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Given {
-    pub name: String,
-    pub value: String,
-    pub origin: String,
+pub(crate) struct Given {
+    pub(crate) name: String,
+    pub(crate) value: String,
+    /// Where the value comes from, for the log.
+    pub(crate) origin: String,
 }
 
+/// The parsed command line and environment.
 #[derive(Debug)]
-pub struct Parsed {
-    pub args: Args,
-    /// What was not left to its default; nothing secret can be among it.
-    pub given: Vec<Given>,
-    /// What was asked for and makes no difference here, with the reason.
-    pub notes: Vec<String>,
-    pub vertex_routes: VertexRoutes,
+pub(crate) struct Parsed {
+    pub(crate) args: Args,
+    /// Secret values are hidden.
+    pub(crate) given: Vec<Given>,
+    /// Settings that were given but have no effect, with the reason.
+    pub(crate) notes: Vec<String>,
+    pub(crate) vertex_routes: VertexRoutes,
 }
 
-/// The whole command line, with what is known from TGI.
-pub fn command() -> clap::Command {
-    let mut command = Args::command().next_help_heading("Known from TGI, without effect here");
+/// All flags, including those that only TGI has.
+pub(crate) fn command() -> clap::Command {
+    let mut command = Args::command().next_help_heading("Accepted for compatibility with TGI, without effect");
     for flag in compat::FLAGS {
         command = command.arg(flag.arg());
     }
-    // Help is printed into documentation; what this machine's environment holds has no place there.
+    // Generated documentation must not contain this machine's environment.
     command.mut_args(|arg| arg.hide_env_values(true))
 }
 
-pub fn parse(
+/// Reads flags and environment. An error is ready to be printed.
+pub(crate) fn parse(
     arguments: impl IntoIterator<Item = OsString>,
     get_env: impl Fn(&str) -> Option<String>,
 ) -> Result<Parsed, clap::Error> {
     let platform = Platform::detect(&get_env);
     let mut command = platform.apply(command());
     let matches = command.try_get_matches_from_mut(arguments)?;
-    // What the environment asks of a server is nothing to a tool that starts none.
+    // A subcommand starts no server, so a refused variable does not concern it.
     let checked = if matches.subcommand_name().is_some() { Ok(Vec::new()) } else { compat::check(&matches) };
     let mut notes =
         checked.map_err(|refusals| command.error(ErrorKind::UnknownArgument, refusals.join("\n       ")))?;

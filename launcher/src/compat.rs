@@ -1,13 +1,14 @@
-//! TGI's flags that this server does not have: refused by name with the way around, or accepted because leaving them
-//! without effect changes nothing that anybody relies on. Never ignored silently.
+//! TGI flags that this server lacks. Each is either refused, with a workaround, or accepted without effect and reported in
+//! the log, because no client can observe the difference.
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches};
 
-pub struct CompatFlag {
-    pub name: &'static str,
+/// A flag of TGI that has no effect here.
+pub(crate) struct CompatFlag {
+    pub(crate) name: &'static str,
     kind: Kind,
-    pub verdict: Verdict,
+    pub(crate) verdict: Verdict,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -16,10 +17,11 @@ enum Kind {
     Switch,
 }
 
-pub enum Verdict {
-    /// Why, and what to do instead.
+/// What happens when the flag is given.
+pub(crate) enum Verdict {
+    /// The server does not start; says why and what to do instead.
     Refused(&'static str),
-    /// Why it makes no difference.
+    /// The flag has no effect; says why.
     Neutral(&'static str),
 }
 
@@ -33,32 +35,35 @@ const fn neutral(name: &'static str, kind: Kind, why: &'static str) -> CompatFla
 
 use Kind::{Switch, Value};
 
-pub const FLAGS: &[CompatFlag] = &[
-    refused("quantize", Value, "quantized computation is not supported yet; serve the model as it is, with --dtype"),
-    refused("speculate", Value, "speculation is not supported yet; leave it out"),
-    refused("kv-cache-dtype", Value, "the KV cache has the model's dtype; leave it out"),
-    refused("otlp-endpoint", Value, "traces are not exported yet; leave it out, metrics are at /metrics"),
-    refused("ngrok", Switch, "tunnels are not supported; run a tunnel beside the server"),
-    refused("ngrok-authtoken", Value, "tunnels are not supported; run a tunnel beside the server"),
-    refused("ngrok-edge", Value, "tunnels are not supported; run a tunnel beside the server"),
-    refused("lora-adapters", Value, "adapters are not supported yet; merge the adapter into the weights"),
-    neutral("waiting-served-ratio", Value, "waiting requests join the running ones at every step"),
-    neutral("max-waiting-tokens", Value, "waiting requests join the running ones at every step"),
+const RENDEZVOUS: &str = "the ranks of one machine meet in a private folder, not on a port";
+
+pub(crate) const FLAGS: &[CompatFlag] = &[
+    refused("quantize", Value, "quantization is not supported yet; serve the unquantized model, with --dtype"),
+    refused("speculate", Value, "speculative decoding is not supported yet; remove the flag"),
+    refused("kv-cache-dtype", Value, "the KV cache always has the model's dtype; remove the flag"),
+    refused("otlp-endpoint", Value, "traces are not exported yet; remove the flag and use the metrics at /metrics"),
+    refused("ngrok", Switch, "tunnels are not supported; run a separate tunnel process"),
+    refused("ngrok-authtoken", Value, "tunnels are not supported; run a separate tunnel process"),
+    refused("ngrok-edge", Value, "tunnels are not supported; run a separate tunnel process"),
+    refused("lora-adapters", Value, "LoRA adapters are not supported yet; merge the adapter into the weights"),
+    neutral("waiting-served-ratio", Value, "waiting requests join the batch at every step"),
+    neutral("max-waiting-tokens", Value, "waiting requests join the batch at every step"),
     neutral("cuda-graphs", Value, "no CUDA graphs are captured"),
-    neutral("disable-custom-kernels", Switch, "kernels are chosen by what the machine has"),
-    neutral("prometheus-port", Value, "metrics are at /metrics of the main port"),
-    neutral("master-addr", Value, "the ranks of one machine meet in a private folder, not on a port"),
-    neutral("master-port", Value, "the ranks of one machine meet in a private folder, not on a port"),
+    neutral("disable-custom-kernels", Switch, "kernels are chosen for the machine's hardware"),
+    neutral("prometheus-port", Value, "metrics are served at /metrics on the main port"),
+    neutral("master-addr", Value, RENDEZVOUS),
+    neutral("master-port", Value, RENDEZVOUS),
     neutral("otlp-service-name", Value, "traces are not exported"),
-    neutral("usage-stats", Value, "nothing is ever sent anywhere"),
+    neutral("usage-stats", Value, "the server never reports usage"),
 ];
 
 impl CompatFlag {
-    pub fn arg(&self) -> Arg {
+    /// The flag for clap.
+    pub(crate) fn arg(&self) -> Arg {
         let arg = Arg::new(self.name).long(self.name).env(env_name(self.name)).action(ArgAction::Append);
         let arg = match self.kind {
             Value => arg.num_args(1),
-            // A switch; its environment variable says true or false.
+            // The environment variable of a switch is true or false.
             Switch => arg.num_args(0..=1).require_equals(true).default_missing_value("true"),
         };
         match self.verdict {
@@ -67,22 +72,24 @@ impl CompatFlag {
         }
     }
 
-    fn is_asked_for(&self, values: &[String]) -> bool {
-        let is_no = |value: &String| value.is_empty() || (self.kind == Switch && is_false(value));
-        !values.iter().all(is_no)
+    /// Whether any of `values` turns the flag on.
+    fn is_requested(&self, values: &[String]) -> bool {
+        let is_off = |value: &String| value.is_empty() || (self.kind == Switch && is_false(value));
+        !values.iter().all(is_off)
     }
 }
 
-pub fn is_known(id: &str) -> bool {
+/// Whether `id` names one of `FLAGS`.
+pub(crate) fn is_known(id: &str) -> bool {
     FLAGS.iter().any(|flag| flag.name == id)
 }
 
-/// Notes on what makes no difference, or why this server must not start.
-pub fn check(matches: &ArgMatches) -> Result<Vec<String>, Vec<String>> {
+/// A note for each given flag without effect; or the refusals, if any flag is refused.
+pub(crate) fn check(matches: &ArgMatches) -> Result<Vec<String>, Vec<String>> {
     let (mut notes, mut refusals) = (Vec::new(), Vec::new());
     for flag in FLAGS {
         let values: Vec<String> = matches.get_many(flag.name).into_iter().flatten().cloned().collect();
-        if !flag.is_asked_for(&values) {
+        if !flag.is_requested(&values) {
             continue;
         }
         let name = match matches.value_source(flag.name) {
@@ -97,8 +104,8 @@ pub fn check(matches: &ArgMatches) -> Result<Vec<String>, Vec<String>> {
     if refusals.is_empty() { Ok(notes) } else { Err(refusals) }
 }
 
-/// TGI's rule for the environment variable of a flag.
-pub fn env_name(flag: &str) -> String {
+/// The environment variable of a flag, by TGI's rule.
+pub(crate) fn env_name(flag: &str) -> String {
     flag.replace('-', "_").to_uppercase()
 }
 

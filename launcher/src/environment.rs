@@ -1,4 +1,4 @@
-//! What this machine is, and what the environment around the server says: devices, cores, versions for `--env`.
+//! The machine and its software: cores, devices, and versions for `--env`.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,7 +14,8 @@ for name in ('penstock', 'penstock-kernels', 'torch', 'transformers', 'safetenso
 print('Python ' + platform.python_version() + ', ' + ', '.join(found))
 ";
 
-pub fn machine() -> Machine {
+/// This machine's cores and visible accelerators.
+pub(crate) fn machine() -> Machine {
     Machine {
         num_cores: std::thread::available_parallelism().map_or(1, usize::from),
         num_visible_devices: visible_devices(
@@ -24,8 +25,8 @@ pub fn machine() -> Machine {
     }
 }
 
-/// Lines for `--env`. Values of environment variables are left out: some are secrets.
-pub fn report(python: &Path, machine: Machine) -> Vec<String> {
+/// The lines that `--env` logs. They contain no environment variables, because some hold secrets.
+pub(crate) fn report(python: &Path, machine: Machine) -> Vec<String> {
     let mut lines = vec![
         format!("penstock {} for {} {}", env!("CARGO_PKG_VERSION"), std::env::consts::OS, std::env::consts::ARCH),
         format!("{} cores", machine.num_cores),
@@ -39,7 +40,7 @@ pub fn report(python: &Path, machine: Machine) -> Vec<String> {
         }),
     );
     let packages = output(&python.to_string_lossy(), &["-c", PACKAGES]);
-    lines.push(packages.unwrap_or_else(|| format!("{} does not run", python.display())));
+    lines.push(packages.unwrap_or_else(|| format!("{} cannot be run", python.display())));
     match output("nvidia-smi", &["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]) {
         Some(devices) => lines.extend(devices.lines().map(str::to_owned)),
         None => lines.push("no NVIDIA device".to_owned()),
@@ -47,6 +48,7 @@ pub fn report(python: &Path, machine: Machine) -> Vec<String> {
     lines
 }
 
+/// A program's standard output; `None` if the program fails or prints nothing.
 fn output(program: &str, arguments: &[&str]) -> Option<String> {
     let output = Command::new(program).args(arguments).output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();

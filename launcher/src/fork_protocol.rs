@@ -1,6 +1,6 @@
-//! What is said between this process and the one that forks workers, and whom it concerns.
+//! Messages between this process and the fork server, and the table of workers that the replies are about.
 //!
-//! The protocol is in `server/penstock_server/fork_server.py`.
+//! `server/penstock_server/fork_server.py` documents the protocol.
 
 use std::collections::HashMap;
 use std::os::unix::process::ExitStatusExt;
@@ -13,47 +13,46 @@ use tokio::sync::oneshot;
 
 /// What a worker is started with.
 #[derive(Clone, Debug, Serialize)]
-pub struct WorkerFlags {
-    /// Its own among all of this fork server.
-    pub name: String,
-    pub socket: PathBuf,
-    pub rank: usize,
-    pub world_size: usize,
+pub(crate) struct WorkerFlags {
+    /// Unique among all workers of this fork server.
+    pub(crate) name: String,
+    pub(crate) socket: PathBuf,
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
     /// FIFOs, open for reading.
-    pub stdout: PathBuf,
-    pub stderr: PathBuf,
+    pub(crate) stdout: PathBuf,
+    pub(crate) stderr: PathBuf,
 }
 
-/// What becomes of a worker.
-pub struct Life {
-    /// When it has its FIFOs open; an error if it never will.
-    pub started: oneshot::Receiver<()>,
-    pub ended: oneshot::Receiver<End>,
+/// How a worker ended: its exit status, or the reason why there is none (it never started, or its fork server ended).
+pub(crate) type ExitResult = Result<ExitStatus, String>;
+
+/// What happens to one worker.
+pub(crate) struct WorkerEvents {
+    /// Resolves when the worker has opened its FIFOs; fails if it never does.
+    pub(crate) started: oneshot::Receiver<()>,
+    pub(crate) exited: oneshot::Receiver<ExitResult>,
 }
 
-/// A worker's exit status; or why there is none: it never began, or its fork server has ended.
-pub type End = Result<ExitStatus, String>;
-
-/// What the fork server is to do.
-pub enum Command {
-    Start { flags: WorkerFlags, life: LifeSender },
-    Signal { name: String, signal: Signal },
-}
-
-/// Tells what becomes of a worker.
-pub struct LifeSender {
-    /// Until it has started.
+/// The sending side of `WorkerEvents`.
+pub(crate) struct WorkerEventSender {
+    /// `None` once the worker has started.
     started: Option<oneshot::Sender<()>>,
-    ended: oneshot::Sender<End>,
+    exited: oneshot::Sender<ExitResult>,
 }
 
-impl Life {
-    /// Of a worker to be started, and who tells it.
-    pub fn new() -> (LifeSender, Self) {
+impl WorkerEvents {
+    pub(crate) fn channel() -> (WorkerEventSender, Self) {
         let (started_sender, started) = oneshot::channel();
-        let (ended_sender, ended) = oneshot::channel();
-        (LifeSender { started: Some(started_sender), ended: ended_sender }, Self { started, ended })
+        let (exited_sender, exited) = oneshot::channel();
+        (WorkerEventSender { started: Some(started_sender), exited: exited_sender }, Self { started, exited })
     }
+}
+
+/// What the fork server is asked to do.
+pub(crate) enum Command {
+    Start { flags: WorkerFlags, events: WorkerEventSender },
+    Signal { name: String, signal: Signal },
 }
 
 #[derive(Serialize)]
@@ -63,23 +62,23 @@ enum Request<'a> {
     Signal { name: &'a str, number: i32 },
 }
 
-/// What the fork server says.
+/// A line that the fork server sends.
 #[derive(Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "snake_case")]
-pub enum Report {
+pub(crate) enum Report {
     Ready {},
     Started { name: String, pid: i32 },
     Refused { name: String, reason: String },
     Ended { name: String, status: i32 },
 }
 
-/// The workers that have not ended, by name.
+/// The workers that have not exited, by name.
 #[derive(Default)]
-pub struct Lives(HashMap<String, LifeSender>);
+pub(crate) struct WorkerTable(HashMap<String, WorkerEventSender>);
 
-impl Lives {
-    /// The line that asks for it, if it can be said.
-    pub fn request(&mut self, command: Command) -> String {
+impl WorkerTable {
+    /// The line that sends `command`; empty if it cannot be expressed in JSON. A worker to be started joins the table.
+    pub(crate) fn request(&mut self, command: Command) -> String {
         let request = match &command {
             Command::Start { flags, .. } => serde_json::to_string(&Request::Start(flags)),
             Command::Signal { name, signal } => {
@@ -87,45 +86,45 @@ impl Lives {
             }
         };
         match (command, request) {
-            (Command::Start { flags, life }, Ok(request)) => {
-                self.0.insert(flags.name, life);
+            (Command::Start { flags, events }, Ok(request)) => {
+                self.0.insert(flags.name, events);
                 request + "\n"
             }
             (Command::Signal { .. }, Ok(request)) => request + "\n",
-            (Command::Start { life, .. }, Err(error)) => {
-                let _ = life.ended.send(Err(format!("it cannot be told its socket: {error}")));
+            (Command::Start { events, .. }, Err(error)) => {
+                let _ = events.exited.send(Err(format!("its flags cannot be sent: {error}")));
                 String::new()
             }
             (Command::Signal { .. }, Err(_)) => String::new(),
         }
     }
 
-    /// Tells the worker that it is about.
-    pub fn hear(&mut self, report: Report) {
+    /// Passes a report on to the worker's events.
+    pub(crate) fn dispatch(&mut self, report: Report) {
         match report {
             Report::Ready {} => {}
             Report::Started { name, pid } => {
                 tracing::debug!(target: "worker", pid, "{name} has started");
-                if let Some(started) = self.0.get_mut(&name).and_then(|life| life.started.take()) {
-                    // Nobody listens any more when the server is stopping.
+                if let Some(started) = self.0.get_mut(&name).and_then(|events| events.started.take()) {
+                    // The receiver is gone while the server stops.
                     let _ = started.send(());
                 }
             }
-            Report::Refused { name, reason } => self.end_one(&name, Err(reason)),
-            Report::Ended { name, status } => self.end_one(&name, Ok(ExitStatus::from_raw(status))),
+            Report::Refused { name, reason } => self.remove(&name, Err(reason)),
+            Report::Ended { name, status } => self.remove(&name, Ok(ExitStatus::from_raw(status))),
         }
     }
 
-    fn end_one(&mut self, name: &str, end: End) {
-        if let Some(life) = self.0.remove(name) {
-            let _ = life.ended.send(end);
+    fn remove(&mut self, name: &str, exit: ExitResult) {
+        if let Some(events) = self.0.remove(name) {
+            let _ = events.exited.send(exit);
         }
     }
 
-    /// Tells all that there is no exit status to come.
-    pub fn end(&mut self, reason: &str) {
-        for (_, life) in self.0.drain() {
-            let _ = life.ended.send(Err(reason.to_owned()));
+    /// Reports every worker as lost, without an exit status.
+    pub(crate) fn remove_all(&mut self, reason: &str) {
+        for (_, events) in self.0.drain() {
+            let _ = events.exited.send(Err(reason.to_owned()));
         }
     }
 }
@@ -134,8 +133,8 @@ impl Lives {
 mod tests {
     use super::*;
 
-    fn start(lives: &mut Lives, name: &str) -> (String, Life) {
-        let (sender, life) = Life::new();
+    fn start(workers: &mut WorkerTable, name: &str) -> (String, WorkerEvents) {
+        let (sender, events) = WorkerEvents::channel();
         let flags = WorkerFlags {
             name: name.to_owned(),
             socket: "/a/worker-1".into(),
@@ -144,49 +143,49 @@ mod tests {
             stdout: "/a/out".into(),
             stderr: "/a/err".into(),
         };
-        (lives.request(Command::Start { flags, life: sender }), life)
+        (workers.request(Command::Start { flags, events: sender }), events)
     }
 
-    fn hear(lives: &mut Lives, line: &str) {
-        lives.hear(serde_json::from_str(line).unwrap());
+    fn dispatch(workers: &mut WorkerTable, line: &str) {
+        workers.dispatch(serde_json::from_str(line).unwrap());
     }
 
     #[test]
     fn requests_are_lines_of_json() {
-        let mut lives = Lives::default();
+        let mut workers = WorkerTable::default();
         assert_eq!(
-            start(&mut lives, "a").0,
+            start(&mut workers, "a").0,
             "{\"start\":{\"name\":\"a\",\"socket\":\"/a/worker-1\",\"rank\":1,\"world_size\":2,\
              \"stdout\":\"/a/out\",\"stderr\":\"/a/err\"}}\n"
         );
         let signal = Command::Signal { name: "a".to_owned(), signal: Signal::SIGTERM };
-        assert_eq!(lives.request(signal), "{\"signal\":{\"name\":\"a\",\"number\":15}}\n");
+        assert_eq!(workers.request(signal), "{\"signal\":{\"name\":\"a\",\"number\":15}}\n");
     }
 
     #[test]
-    fn reports_reach_the_worker_that_they_are_about() {
-        let mut lives = Lives::default();
-        let (mut first, mut second) = (start(&mut lives, "a").1, start(&mut lives, "b").1);
-        hear(&mut lives, r#"{"started": {"name": "a", "pid": 7}}"#);
+    fn a_report_reaches_the_worker_it_names() {
+        let mut workers = WorkerTable::default();
+        let (mut first, mut second) = (start(&mut workers, "a").1, start(&mut workers, "b").1);
+        dispatch(&mut workers, r#"{"started": {"name": "a", "pid": 7}}"#);
         assert_eq!((first.started.try_recv(), second.started.try_recv().is_ok()), (Ok(()), false));
-        hear(&mut lives, r#"{"ended": {"name": "a", "status": 9}}"#);
-        hear(&mut lives, r#"{"refused": {"name": "b", "reason": "no more processes"}}"#);
-        assert_eq!(first.ended.try_recv().unwrap().unwrap().signal(), Some(9));
-        assert_eq!(second.ended.try_recv(), Ok(Err("no more processes".to_owned())));
+        dispatch(&mut workers, r#"{"ended": {"name": "a", "status": 9}}"#);
+        dispatch(&mut workers, r#"{"refused": {"name": "b", "reason": "no more processes"}}"#);
+        assert_eq!(first.exited.try_recv().unwrap().unwrap().signal(), Some(9));
+        assert_eq!(second.exited.try_recv(), Ok(Err("no more processes".to_owned())));
         assert!(second.started.try_recv().is_err());
     }
 
     #[test]
-    fn an_end_takes_all_workers_along() {
-        let mut lives = Lives::default();
-        let mut life = start(&mut lives, "a").1;
-        hear(&mut lives, r#"{"started": {"name": "a", "pid": 7}}"#);
-        lives.end("it ended");
-        assert_eq!(life.ended.try_recv(), Ok(Err("it ended".to_owned())));
+    fn the_end_of_the_fork_server_is_the_end_of_all_workers() {
+        let mut workers = WorkerTable::default();
+        let mut events = start(&mut workers, "a").1;
+        dispatch(&mut workers, r#"{"started": {"name": "a", "pid": 7}}"#);
+        workers.remove_all("it ended");
+        assert_eq!(events.exited.try_recv(), Ok(Err("it ended".to_owned())));
     }
 
     #[test]
-    fn what_is_no_report_is_told_from_one() {
+    fn other_output_is_not_taken_for_a_report() {
         assert_eq!(serde_json::from_str::<Report>(r#"{"ready": {}}"#).unwrap(), Report::Ready {});
         for line in ["", "site: hello", "{}", r#"{"ended": {"name": "a"}}"#, r#"{"other": {}}"#] {
             assert!(serde_json::from_str::<Report>(line).is_err(), "{line}");

@@ -1,47 +1,47 @@
-//! The process from which the workers are forked: Python's imports are done in it, once for all of them.
+//! The fork server: one Python process that does all imports once and forks every worker.
 //!
-//! INVARIANT: when this process or that one ends, the kernel ends the workers.
+//! INVARIANT: when this process or the fork server ends, the kernel kills the workers.
 
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::io::AsyncWriteExt;
 use tokio::process::Child;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
-use crate::fork_protocol::{Command, Life, Lives, Report, WorkerFlags};
-use crate::last_words::LastWords;
+use crate::fork_protocol::{Command, Report, WorkerEvents, WorkerFlags, WorkerTable};
+use crate::output::{Lines, StderrTail};
 use crate::process;
 
-/// How long it may take to exit when it has closed its output.
-const EXIT_PATIENCE: Duration = Duration::from_secs(1);
+/// How long the process may take to exit after it has closed its output.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Started when the first worker is asked for, and again when one is asked for after its end.
-pub struct ForkServer {
+/// Starts its process with the first worker, and again when a worker is requested after the process has ended.
+pub(crate) struct ForkServer {
     options: ForkServerOptions,
     process: Option<Process>,
 }
 
-/// What is the same for all workers.
+/// Settings that all workers share.
 #[derive(Clone, Debug)]
-pub struct ForkServerOptions {
-    pub python: PathBuf,
-    /// CPU threads of each rank.
-    pub num_threads: usize,
-    pub hub_cache: Option<PathBuf>,
+pub(crate) struct ForkServerOptions {
+    pub(crate) python: PathBuf,
+    /// CPU threads per rank.
+    pub(crate) num_threads: usize,
+    pub(crate) hub_cache: Option<PathBuf>,
 }
 
 #[derive(Debug, thiserror::Error)]
 #[error("cannot start {}: {source}; set PENSTOCK_PYTHON to the interpreter that has penstock_server", .python.display())]
-pub struct SpawnError {
+pub(crate) struct SpawnError {
     python: PathBuf,
     source: std::io::Error,
 }
 
-/// How long the imports took, when they are done. Closed when the process has ended.
+/// Duration of the imports once they are done. Closed when the process has ended.
 type ImportTime = watch::Receiver<Option<Duration>>;
 
 struct Process {
@@ -50,38 +50,39 @@ struct Process {
     task: JoinHandle<()>,
 }
 
-/// A worker that was asked for.
-pub struct Forked {
-    pub handle: WorkerHandle,
-    pub life: Life,
+/// A worker that was requested. It may still fail to start, which `events` tells.
+pub(crate) struct Forked {
+    pub(crate) handle: WorkerHandle,
+    pub(crate) events: WorkerEvents,
 }
 
-/// Signals a worker, and whatever it started, as long as it is there.
-pub struct WorkerHandle {
+/// Sends signals to a worker and the processes it started.
+pub(crate) struct WorkerHandle {
     name: String,
     commands: mpsc::UnboundedSender<Command>,
     import_time: ImportTime,
 }
 
 impl WorkerHandle {
-    /// Whether its fork server is there, without which it cannot live.
-    pub fn has_fork_server(&self) -> bool {
+    /// Whether the worker's fork server is alive. The worker dies with it.
+    pub(crate) fn has_fork_server(&self) -> bool {
         self.import_time.has_changed().is_ok()
     }
 
-    pub fn signal(&self, signal: Signal) {
-        // A fork server that has ended took its workers with it.
+    /// Does nothing if the worker has exited.
+    pub(crate) fn signal(&self, signal: Signal) {
+        // An error means that the fork server has ended, and its workers with it.
         let _ = self.commands.send(Command::Signal { name: self.name.clone(), signal });
     }
 }
 
 impl ForkServer {
-    pub fn new(options: ForkServerOptions) -> Self {
+    pub(crate) fn new(options: ForkServerOptions) -> Self {
         Self { options, process: None }
     }
 
-    /// Asks for a worker. Call it on the main thread (see `process::python_module`).
-    pub fn start_worker(&mut self, flags: WorkerFlags) -> Result<Forked, SpawnError> {
+    /// Requests a worker. Call it on the main thread (see `process::python_module`).
+    pub(crate) fn start_worker(&mut self, flags: WorkerFlags) -> Result<Forked, SpawnError> {
         let process = match self.process.take().filter(|process| process.import_time.has_changed().is_ok()) {
             Some(process) => process,
             None => {
@@ -89,16 +90,16 @@ impl ForkServer {
             }
         };
         let Process { commands, import_time, .. } = self.process.insert(process);
-        let (sender, life) = Life::new();
+        let (sender, events) = WorkerEvents::channel();
         let handle =
             WorkerHandle { name: flags.name.clone(), commands: commands.clone(), import_time: import_time.clone() };
-        // Heard also after the end of the process, if only to be told of it.
-        let _ = handle.commands.send(Command::Start { flags, life: sender });
-        Ok(Forked { handle, life })
+        // If the process has just ended, `drive` still reads this and reports why.
+        let _ = handle.commands.send(Command::Start { flags, events: sender });
+        Ok(Forked { handle, events })
     }
 
-    /// Resolves when its imports are done, with the time from its start; never if it ends before.
-    pub fn import_time(&self) -> impl Future<Output = Duration> + use<> {
+    /// Resolves with the time from start to the end of the imports; never if the process ends before.
+    pub(crate) fn import_time(&self) -> impl Future<Output = Duration> + use<> {
         let import_time = self.process.as_ref().map(|process| process.import_time.clone());
         async move {
             if let Some(mut import_time) = import_time
@@ -111,19 +112,19 @@ impl ForkServer {
         }
     }
 
-    /// Kills it and, with it, its workers, when it does not do what it is told.
-    pub async fn abandon(&mut self) {
+    /// Kills a process that does not respond, and its workers with it.
+    pub(crate) async fn abandon(&mut self) {
         if let Some(Process { task, .. }) = self.process.take() {
             task.abort();
             let _ = task.await;
         }
     }
 
-    /// Ends it when nobody holds a worker any more.
-    pub async fn stop(self) {
+    /// Ends the process once no `WorkerHandle` is left.
+    pub(crate) async fn stop(self) {
         if let Some(Process { commands, task, .. }) = self.process {
             drop(commands);
-            // An error means that it is gone.
+            // An error means that the task has ended.
             let _ = task.await;
         }
     }
@@ -133,7 +134,7 @@ impl ForkServerOptions {
     fn spawn(&self) -> std::io::Result<Process> {
         let mut command = process::python_module(&self.python, "penstock_server.fork_server");
         command.stdin(Stdio::piped());
-        // Numpy's own threads would be there when it forks.
+        // NumPy's own threads would exist before the fork.
         command.env("OPENBLAS_NUM_THREADS", "1");
         if std::env::var_os("OMP_NUM_THREADS").is_none() {
             command.env("OMP_NUM_THREADS", self.num_threads.to_string());
@@ -148,7 +149,8 @@ impl ForkServerOptions {
     }
 }
 
-/// Speaks with the process until it ends, or nobody wants anything of it; then ends it, and tells all who ask why.
+/// Exchanges commands and reports until the process ends or every command sender is dropped. Then it ends the process and
+/// reports its workers, and any that are requested later, as lost.
 async fn drive(
     mut child: Child,
     mut commands: mpsc::UnboundedReceiver<Command>,
@@ -157,12 +159,12 @@ async fn drive(
     let began = Instant::now();
     let (Some(mut stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
     else {
-        unreachable!("invariant: its pipes are ours")
+        unreachable!("invariant: all three are piped")
     };
-    let last_words = LastWords::default();
-    let mut following = tokio::spawn(last_words.clone().follow(None, stderr));
-    let mut reports = BufReader::new(stdout).lines();
-    let mut workers = Lives::default();
+    let tail = StderrTail::default();
+    let mut following = tokio::spawn(tail.clone().follow(None, stderr));
+    let mut reports = Lines::new(stdout);
+    let mut workers = WorkerTable::default();
     loop {
         tokio::select! {
             command = commands.recv() => match command.map(|command| workers.request(command)) {
@@ -174,34 +176,32 @@ async fn drive(
                     break;
                 },
             },
-            line = reports.next_line() => match line {
-                Ok(Some(line)) => match serde_json::from_str(&line) {
-                    Ok(Report::Ready {}) => {
-                        import_time.send_replace(Some(began.elapsed()));
-                    }
-                    Ok(report) => workers.hear(report),
-                    // Something that Python was made to run at its start.
-                    Err(_) => tracing::info!(target: "worker", "{line}"),
-                },
-                _ => break,
+            line = reports.next() => match line.as_deref().map(serde_json::from_str) {
+                Some(Ok(Report::Ready {})) => {
+                    import_time.send_replace(Some(began.elapsed()));
+                }
+                Some(Ok(report)) => workers.dispatch(report),
+                // Printed by code that Python runs at startup.
+                Some(Err(_)) => tracing::info!(target: "worker", "{}", line.unwrap_or_default()),
+                None => break,
             },
         }
     }
     drop(import_time);
-    if tokio::time::timeout(EXIT_PATIENCE, child.wait()).await.is_err() {
+    if tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await.is_err() {
         let _ = child.start_kill();
     }
     let status = child.wait().await;
-    if tokio::time::timeout(EXIT_PATIENCE, &mut following).await.is_err() {
+    if tokio::time::timeout(EXIT_TIMEOUT, &mut following).await.is_err() {
         following.abort();
     }
     let reason = match status {
-        Ok(status) => last_words.exit_reason("the fork server", status),
+        Ok(status) => tail.exit_reason("the fork server", status),
         Err(error) => format!("the fork server cannot be watched: {error}"),
     };
-    workers.end(&reason);
+    workers.remove_all(&reason);
     while let Some(command) = commands.recv().await {
         workers.request(command);
-        workers.end(&reason);
+        workers.remove_all(&reason);
     }
 }

@@ -1,4 +1,4 @@
-//! The API keys, from flags, environment and a file. What is wrong with one is said without showing it.
+//! Reads the API keys from flags, environment and file. Errors never contain a key.
 
 use std::path::{Path, PathBuf};
 
@@ -6,19 +6,21 @@ use penstock_router::config::ApiKeys;
 
 use crate::args::{Args, Secret};
 
+/// Why the keys cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum KeyError {
+pub(crate) enum KeyError {
     #[error("cannot read --api-key-file {}: {source}", .path.display())]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("--api-key-file {} has no key; leave it out to serve without keys", .0.display())]
+    #[error("--api-key-file {} has no key; remove the flag to serve without keys", .0.display())]
     EmptyFile(PathBuf),
-    #[error("--api-key (or API_KEY) is empty; leave it out to serve without keys")]
+    #[error("--api-key (or API_KEY) is empty; remove it to serve without keys")]
     Empty,
-    #[error("{place} cannot be sent in a header: a key has visible ASCII characters only, without spaces")]
+    #[error("{place} cannot be sent in a header: only visible ASCII characters are allowed, no spaces")]
     Unsendable { place: String },
 }
 
-pub fn read(args: &Args) -> Result<ApiKeys, KeyError> {
+/// All keys of the server; none means that requests need no key.
+pub(crate) fn read(args: &Args) -> Result<ApiKeys, KeyError> {
     let mut keys = Vec::new();
     for (index, Secret(key)) in args.api_key.iter().enumerate() {
         if key.is_empty() {
@@ -66,19 +68,19 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_a_key_on_each_line() {
-        let keys = read_text("# of the team\none\n\n  two,three \r\n").unwrap();
+    fn each_line_of_a_file_is_a_key() {
+        let keys = read_text("# team keys\none\n\n  two,three \r\n").unwrap();
         assert_eq!(keys, ["one", "two,three"]);
     }
 
     #[test]
-    fn a_file_that_would_open_the_server_is_refused() {
-        let error = read_text("# nobody\n").unwrap_err();
-        assert_eq!(error, "--api-key-file /keys has no key; leave it out to serve without keys");
+    fn a_file_without_keys_is_refused() {
+        let error = read_text("# comment\n").unwrap_err();
+        assert_eq!(error, "--api-key-file /keys has no key; remove the flag to serve without keys");
     }
 
     #[test]
-    fn a_key_that_cannot_be_sent_is_named_by_its_place() {
+    fn an_unusable_key_is_named_by_its_place() {
         let error = read_text("good\nsecret word\n").unwrap_err();
         assert!(error.starts_with("line 2 of /keys cannot be sent") && !error.contains("secret"), "{error}");
         let args = Args::try_parse_from(["penstock", "--api-key", "a", "--api-key", "schlüssel"]).unwrap();
@@ -87,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_come_from_everywhere_and_are_printed_nowhere() {
+    fn keys_of_all_sources_are_used_and_never_printed() {
         let args = Args::try_parse_from(["penstock", "--api-key", "one,two", "--api-key", "three"]).unwrap();
         assert_eq!(
             format!("{:?} {:?}", args.api_key, read(&args).unwrap()),

@@ -1,27 +1,31 @@
-//! The port: taken before anything is loaded, so that a busy one is found at once; opened when everything is ready.
+//! The server's port. It is bound before anything is loaded, so that a busy port is reported at once, and accepts connections
+//! only when everything is ready.
 
 use std::net::SocketAddr;
 
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 
-/// A port that is ours and that nobody can connect to yet.
-pub struct ReservedPort {
+/// A bound port that does not accept connections yet.
+pub(crate) struct ReservedPort {
     socket: Socket,
-    pub address: SocketAddr,
+    pub(crate) address: SocketAddr,
 }
 
+/// Why a port cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("port {} on {} {}", .address.port(), .address.ip(), describe(.source))]
-pub struct PortError {
+pub(crate) struct PortError {
     address: SocketAddr,
     source: std::io::Error,
 }
 
 fn describe(error: &std::io::Error) -> String {
     match error.kind() {
-        std::io::ErrorKind::AddrInUse => "is in use; stop what listens there or choose another --port".to_owned(),
-        std::io::ErrorKind::PermissionDenied => "may not be used; ports below 1024 often need privileges".to_owned(),
+        std::io::ErrorKind::AddrInUse => "is in use; stop the process that uses it or choose another --port".to_owned(),
+        std::io::ErrorKind::PermissionDenied => {
+            "may not be used by this user; ports below 1024 usually need privileges".to_owned()
+        }
         std::io::ErrorKind::AddrNotAvailable => {
             "is not an address of this machine; choose another --hostname".to_owned()
         }
@@ -30,10 +34,11 @@ fn describe(error: &std::io::Error) -> String {
 }
 
 impl ReservedPort {
-    pub fn bind(address: SocketAddr) -> Result<Self, PortError> {
+    /// Binds without listening. Port 0 picks a free port; `address` then has its number.
+    pub(crate) fn bind(address: SocketAddr) -> Result<Self, PortError> {
         let reserve = || {
             let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-            // As every server does: a predecessor's closed connections do not keep the port.
+            // Closed connections of a previous server do not block the port.
             socket.set_reuse_address(true)?;
             socket.set_nonblocking(true)?;
             socket.bind(&address.into())?;
@@ -43,8 +48,8 @@ impl ReservedPort {
         reserve().map_err(|source| PortError { address, source })
     }
 
-    /// Lets clients connect.
-    pub fn open(self) -> Result<TcpListener, PortError> {
+    /// Starts to listen.
+    pub(crate) fn open(self) -> Result<TcpListener, PortError> {
         let Self { socket, address } = self;
         let open = || {
             socket.listen(1024)?;
@@ -63,18 +68,21 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_port_is_refused_by_name() {
+    fn a_busy_port_is_reported_with_its_number() {
         let taken = std::net::TcpListener::bind(any_port()).unwrap();
         let address = taken.local_addr().unwrap();
         let error = ReservedPort::bind(address).err().unwrap().to_string();
         assert_eq!(
             error,
-            format!("port {} on 127.0.0.1 is in use; stop what listens there or choose another --port", address.port())
+            format!(
+                "port {} on 127.0.0.1 is in use; stop the process that uses it or choose another --port",
+                address.port()
+            )
         );
     }
 
     #[tokio::test]
-    async fn nobody_can_connect_before_the_port_is_opened() {
+    async fn connections_are_refused_until_the_port_is_opened() {
         let port = ReservedPort::bind(any_port()).unwrap();
         let address = port.address;
         assert!(std::net::TcpStream::connect(address).is_err());

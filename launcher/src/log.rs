@@ -1,7 +1,7 @@
-//! Logging: one line per event on stdout, compact text or JSON; `LOG_LEVEL` says how much.
+//! Logging: one line per event on stdout, as compact text or JSON. `LOG_LEVEL` sets the level.
 //!
-//! INVARIANT: nobody who logs waits for whoever reads the log. A thread of its own writes; what it cannot write (a reader that
-//! is slow or gone, a full disk) is lost, counted, and said when writing works again.
+//! INVARIANT: logging never waits for the log's reader. A separate thread writes. Lines that it cannot write (because the
+//! reader is slow or gone, or the disk is full) are lost, counted, and reported once writing works again.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IsTerminal, Write};
@@ -11,18 +11,18 @@ use std::time::Duration;
 
 use tracing_subscriber::EnvFilter;
 
-/// What waits for a slow reader: some thousand lines.
-const MAX_WAITING_BYTES: usize = 1 << 20;
-/// How long the last lines may take at the end.
-const FLUSH_PATIENCE: Duration = Duration::from_secs(1);
+/// Buffer for a slow reader: several thousand lines.
+const MAX_BUFFERED_BYTES: usize = 1 << 20;
+/// How long the last lines may take at exit.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// `level`: the value of `LOG_LEVEL`. A plain level means ours; anything longer is a tracing filter. Dropping the answer
-/// waits a moment for what is not written yet.
-pub fn start(json: bool, level: Option<&str>) -> io::Result<Flush> {
+/// Starts logging. `level` is the value of `LOG_LEVEL`: a plain level for this server's own events, or a filter of
+/// tracing-subscriber. Dropping the result flushes the log.
+pub(crate) fn start(json: bool, level: Option<&str>) -> io::Result<Flush> {
     let lines = Lines::default();
     let stdout = File::from(io::stdout().as_fd().try_clone_to_owned()?);
-    let writing = lines.clone();
-    std::thread::Builder::new().name("log".to_owned()).spawn(move || writing.write_to(stdout))?;
+    let writer = lines.clone();
+    std::thread::Builder::new().name("log".to_owned()).spawn(move || writer.write_to(stdout))?;
     let flush = Flush(lines.clone());
     let subscriber = tracing_subscriber::fmt().with_env_filter(filter(level)).with_writer(move || lines.clone());
     if json {
@@ -41,17 +41,17 @@ fn filter(level: Option<&str>) -> EnvFilter {
     EnvFilter::new(level)
 }
 
-/// Writes what is left when it is dropped, if that does not take long.
-pub struct Flush(Lines);
+/// Waits on drop until buffered lines are written, at most `FLUSH_TIMEOUT`.
+pub(crate) struct Flush(Lines);
 
 impl Drop for Flush {
     fn drop(&mut self) {
-        let has_more = |waiting: &mut Waiting| !waiting.bytes.is_empty() || waiting.is_writing;
-        let _ = self.0.shared.changed.wait_timeout_while(self.0.lock(), FLUSH_PATIENCE, has_more);
+        let has_more = |buffer: &mut Buffer| !buffer.bytes.is_empty() || buffer.is_writing;
+        let _ = self.0.shared.changed.wait_timeout_while(self.0.lock(), FLUSH_TIMEOUT, has_more);
     }
 }
 
-/// Lines on their way to stdout. Clones share them.
+/// Lines on their way to stdout. Clones share one buffer.
 #[derive(Clone, Default)]
 struct Lines {
     shared: Arc<Shared>,
@@ -59,49 +59,48 @@ struct Lines {
 
 #[derive(Default)]
 struct Shared {
-    waiting: Mutex<Waiting>,
+    buffer: Mutex<Buffer>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Waiting {
+struct Buffer {
     bytes: Vec<u8>,
     is_writing: bool,
-    /// Since the start.
+    /// Lines lost since the start.
     num_lost: u64,
 }
 
 impl Lines {
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.shared.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Buffer> {
+        self.shared.buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Never returns.
     fn write_to(self, mut output: impl Write) {
         let mut num_reported = 0;
         loop {
-            let waiting = self.lock();
-            let waiting = self.shared.changed.wait_while(waiting, |waiting| waiting.bytes.is_empty());
-            let mut waiting = waiting.unwrap_or_else(PoisonError::into_inner);
-            let bytes = std::mem::take(&mut waiting.bytes);
-            waiting.is_writing = true;
-            drop(waiting);
+            let buffer = self.shared.changed.wait_while(self.lock(), |buffer| buffer.bytes.is_empty());
+            let mut buffer = buffer.unwrap_or_else(PoisonError::into_inner);
+            let bytes = std::mem::take(&mut buffer.bytes);
+            buffer.is_writing = true;
+            drop(buffer);
             let num_lost = write_lines(&mut output, &bytes);
-            let mut waiting = self.lock();
-            waiting.is_writing = false;
-            waiting.num_lost += num_lost;
-            let total = waiting.num_lost;
-            drop(waiting);
+            let mut buffer = self.lock();
+            buffer.is_writing = false;
+            buffer.num_lost += num_lost;
+            let total = buffer.num_lost;
+            drop(buffer);
             self.shared.changed.notify_all();
             if num_lost == 0 && total > num_reported {
                 num_reported = total;
-                tracing::warn!(lines = total, "log lines were lost since the start: they could not be written");
+                tracing::warn!(lines = total, "log lines were lost since startup because stdout could not be written");
             }
         }
     }
 }
 
-/// How many lines could not be written, the first of them perhaps in part.
+/// Writes whole lines. Returns how many were lost; the first lost line may have been written in part.
 fn write_lines(output: &mut impl Write, mut bytes: &[u8]) -> u64 {
     while !bytes.is_empty() {
         match output.write(bytes) {
@@ -114,13 +113,13 @@ fn write_lines(output: &mut impl Write, mut bytes: &[u8]) -> u64 {
 }
 
 impl Write for Lines {
-    /// One event's line.
+    /// `line` is one event's line.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let mut waiting = self.lock();
-        if waiting.bytes.len() + line.len() > MAX_WAITING_BYTES {
-            waiting.num_lost += 1;
+        let mut buffer = self.lock();
+        if buffer.bytes.len() + line.len() > MAX_BUFFERED_BYTES {
+            buffer.num_lost += 1;
         } else {
-            waiting.bytes.extend_from_slice(line);
+            buffer.bytes.extend_from_slice(line);
             self.shared.changed.notify_all();
         }
         Ok(line.len())
@@ -138,17 +137,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plain_level_means_our_own_events() {
+    fn a_plain_level_applies_to_our_own_events() {
         let filter = filter(Some("DEBUG")).to_string();
         assert!(filter.contains("penstock=debug") && filter.contains("warn"), "{filter}");
     }
 
     #[test]
-    fn a_filter_is_taken_as_it_is() {
+    fn a_filter_is_used_unchanged() {
         assert_eq!(filter(Some("hyper=trace")).to_string(), "hyper=trace");
     }
 
-    /// A reader that takes nothing before it is told to, and then hands on what it gets.
+    /// A reader that waits for permission before each read, and passes on what it reads.
     struct Reader {
         may_read: mpsc::Receiver<()>,
         read: mpsc::Sender<Vec<u8>>,
@@ -167,12 +166,12 @@ mod tests {
     }
 
     #[test]
-    fn who_logs_does_not_wait_for_who_reads_and_what_is_too_much_is_counted() {
+    fn logging_never_waits_for_a_slow_reader_and_lost_lines_are_counted() {
         let (allow, may_read) = mpsc::channel();
         let (sender, read) = mpsc::channel();
         let mut lines = Lines::default();
-        let writing = lines.clone();
-        std::thread::spawn(move || writing.write_to(Reader { may_read, read: sender }));
+        let writer = lines.clone();
+        std::thread::spawn(move || writer.write_to(Reader { may_read, read: sender }));
         let line = [b'a'; 1023].into_iter().chain([b'\n']).collect::<Vec<_>>();
         for _ in 0..5000 {
             lines.write_all(&line).unwrap();
@@ -188,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_loses_lines_and_nothing_else() {
+    fn lines_for_a_full_disk_are_counted_as_lost() {
         let mut full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         assert_eq!(write_lines(&mut full, b"one\ntwo\n"), 2);
         assert_eq!(write_lines(&mut Vec::new(), b"one\ntwo\n"), 0);

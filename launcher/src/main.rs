@@ -1,28 +1,32 @@
-//! The `penstock` binary: settings, the port, the workers, the router, signals, in that order; and the exit status. Its
-//! subcommands start nothing of that.
+//! The `penstock` binary. It resolves settings, binds the port, starts the workers and the router, and handles signals. Its
+//! subcommands run without a server.
 //!
-//! 0: stopped by a signal. 1: could not start, or its workers died again and again. 2: its settings are wrong. 128 + n: ended at once by
-//! a second signal n.
+//! Exit status: 0 after a signal; 1 if the server could not start, or if its workers failed repeatedly; 2 for wrong settings;
+//! 128 + n after a second signal n.
+
+#![warn(missing_docs, unreachable_pub)]
 
 mod args;
 mod command_line;
 mod compat;
+mod dtype;
 mod environment;
 mod fork_protocol;
 mod fork_server;
+mod group;
 mod keys;
-mod last_words;
 mod listener;
 mod log;
 mod memory;
 mod model_folder;
+mod output;
 mod platform;
 mod prefetch;
 mod process;
 mod reference;
-mod reserve;
 mod resolve;
 mod signals;
+mod standby;
 mod start;
 mod supervise;
 mod tool;
@@ -51,13 +55,14 @@ use crate::resolve::{BLOCK_TOKENS, Settings};
 use crate::start::{Started, log_choice};
 use crate::supervise::Supervisor;
 
-/// How long workers may take to stop. They drop what they are doing, so they need none of it.
+/// How long workers may take to exit. They drop their work, so this is ample.
 const WORKER_GRACE: Duration = Duration::from_secs(10);
 
-/// How the server came to its end.
-enum End {
+/// How the server stopped.
+enum Stopped {
     Drained,
-    AtOnce(Signal),
+    /// By a second signal.
+    Immediately(Signal),
 }
 
 fn main() -> ExitCode {
@@ -77,13 +82,13 @@ fn main() -> ExitCode {
     let _flush = match log::start(parsed.args.json_output, std::env::var("LOG_LEVEL").ok().as_deref()) {
         Ok(flush) => flush,
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "error: cannot log: {error}");
+            let _ = writeln!(std::io::stderr(), "error: cannot start the log: {error}");
             return ExitCode::FAILURE;
         }
     };
     match run(&parsed) {
-        Ok(End::Drained) => ExitCode::SUCCESS,
-        Ok(End::AtOnce(signal)) => ExitCode::from(128_u8.saturating_add(signal as u8)),
+        Ok(Stopped::Drained) => ExitCode::SUCCESS,
+        Ok(Stopped::Immediately(signal)) => ExitCode::from(128_u8.saturating_add(signal as u8)),
         Err(error) => {
             tracing::error!("{error:#}");
             let is_setting = error.is::<resolve::ResolveError>() || error.is::<keys::KeyError>();
@@ -92,7 +97,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(parsed: &Parsed) -> anyhow::Result<End> {
+fn run(parsed: &Parsed) -> anyhow::Result<Stopped> {
     let machine = environment::machine();
     let settings = Settings::resolve(&parsed.args, machine)?;
     let api_keys = keys::read(&parsed.args)?;
@@ -103,19 +108,19 @@ fn run(parsed: &Parsed) -> anyhow::Result<End> {
     }
     let port = ReservedPort::bind(settings.address)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start threads")?;
-    // The main thread runs this future: what it spawns lives as long as the process (see `process::python_module`).
-    let end = runtime.block_on(async {
+    // The main thread runs this future, so the processes that it spawns live as long as this one (`process::python_module`).
+    let stopped = runtime.block_on(async {
         let (stop, second_signal) = signals::listen().context("cannot listen for signals")?;
         tokio::select! {
             result = serve(Setup { parsed, settings: &settings, api_keys, python: &python }, port, stop) => {
-                result.map(|()| End::Drained)
+                result.map(|()| Stopped::Drained)
             }
-            signal = second_signal => Ok(End::AtOnce(signal)),
+            signal = second_signal => Ok(Stopped::Immediately(signal)),
         }
     });
-    // Tokenizing threads may be in the middle of a long input that nobody waits for.
+    // A blocking thread may still be tokenizing a long input.
     runtime.shutdown_background();
-    end
+    stopped
 }
 
 fn find_python() -> PathBuf {
@@ -131,7 +136,7 @@ fn report_settings(parsed: &Parsed, settings: &Settings) {
     settings.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
 }
 
-/// What is known before anything is started.
+/// What is known before any process is started.
 struct Setup<'a> {
     parsed: &'a Parsed,
     settings: &'a Settings,
@@ -147,7 +152,7 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
         started = start::start(args, settings, python) => started?,
         () = stop.cancelled() => return Ok(()),
     };
-    // The folder's links are there until the end.
+    // `folder` is dropped, with its links, when serving ends.
     let Started { engine, mut supervisor, prepared, folder, text, model, limits, num_blocks, phases } = started;
     let queue = QueueLimits { max_tokens: limits.max_queued_tokens, timeout: settings.queue_timeout };
     let limits = RequestLimits {
@@ -185,7 +190,7 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
     let url = public_url(port.address);
     let listener = port.open()?;
     report_ready(&phases, began.elapsed(), &url, has_keys);
-    // Without workers there is nothing to wait for: what is open has failed and is drained at once.
+    // After a failure of the workers every open request has failed, so draining takes no time.
     let drain = stop.child_token();
     let services = Services { engine: Arc::new(engine.clone()), text, metrics: exporter };
     let watch = async {
@@ -201,7 +206,7 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
     failure.map_or(Ok(()), |reason| Err(anyhow::anyhow!(reason)))
 }
 
-/// Runs both until the server has ended; the reason, when the workers failed before.
+/// Awaits `served`. Also returns the reason if the workers failed before that.
 async fn join_until_served<T>(
     served: impl Future<Output = T>,
     failure: impl Future<Output = String>,
@@ -213,26 +218,26 @@ async fn join_until_served<T>(
     }
 }
 
-/// Restarts workers that are lost. Resolves when they cannot go on, with the best explanation there is.
+/// Supervises the workers. Resolves when they cannot be restarted any more, with the best explanation there is.
 async fn failure(engine: &Engine, supervisor: &mut Supervisor) -> String {
     let reason = tokio::select! {
         reason = engine.failure() => reason,
         never = supervisor.run() => match never {},
     };
-    // A process that died knows more about its end than its stream; one that hangs says nothing.
-    match supervisor.last_words().await {
-        Some(words) if !reason.contains(&words) => format!("{reason}; {words}"),
+    // A process that exited knows more than the engine's lost connection.
+    match supervisor.exit_reason().await {
+        Some(exit) if !reason.contains(&exit) => format!("{reason}; {exit}"),
         _ => reason,
     }
 }
 
-/// COMPAT: `COMPUTE_TYPE` overrides what the `x-compute-type` header says.
+/// The value of the header `x-compute-type`. COMPAT: `COMPUTE_TYPE` overrides it.
 fn compute_type(num_ranks: usize, device: &str) -> String {
     let device = device.split(':').next().unwrap_or(device);
     std::env::var("COMPUTE_TYPE").unwrap_or_else(|_| format!("{num_ranks}-{device}"))
 }
 
-/// Where a person on this machine reaches the server.
+/// The URL of the server for a client on this machine.
 fn public_url(mut address: std::net::SocketAddr) -> String {
     if address.ip().is_unspecified() {
         address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
@@ -240,6 +245,7 @@ fn public_url(mut address: std::net::SocketAddr) -> String {
     format!("http://{address}")
 }
 
+/// Logs the startup phases, the URL and an example request.
 fn report_ready(phases: &[Phase], total: Duration, url: &str, has_keys: bool) {
     for phase in phases {
         tracing::info!(seconds = rounded(phase.duration), "phase {}", phase.name);

@@ -1,23 +1,23 @@
-//! How much memory this process and its children may still take.
+//! The memory that this process and its children can still allocate.
 
 use std::path::Path;
 
 const MEMINFO: &str = "/proc/meminfo";
-/// Of the container's own group, with version 2 of control groups.
+/// The container's own control group (version 2).
 const CGROUP: &str = "/sys/fs/cgroup";
 
-/// `None` where the system does not say.
-pub fn available_bytes() -> Option<u64> {
-    let machine = available_of_meminfo(&std::fs::read_to_string(MEMINFO).ok()?)?;
-    let of_group = |name: &str| std::fs::read_to_string(Path::new(CGROUP).join(name)).ok()?.trim().parse::<u64>().ok();
-    // "max" is no number: no limit.
-    match (of_group("memory.max"), of_group("memory.current")) {
+/// The smaller of what the machine and the control group have left; `None` if the machine does not say.
+pub(crate) fn available_bytes() -> Option<u64> {
+    let machine = parse_meminfo(&std::fs::read_to_string(MEMINFO).ok()?)?;
+    let cgroup = |name: &str| std::fs::read_to_string(Path::new(CGROUP).join(name)).ok()?.trim().parse::<u64>().ok();
+    // A group without a limit says "max", which is not a number.
+    match (cgroup("memory.max"), cgroup("memory.current")) {
         (Some(max), Some(current)) => Some(machine.min(max.saturating_sub(current))),
         _ => Some(machine),
     }
 }
 
-fn available_of_meminfo(meminfo: &str) -> Option<u64> {
+fn parse_meminfo(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
     Some(kib << 10)
@@ -28,8 +28,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn available_memory_is_read_in_bytes() {
-        assert_eq!(available_of_meminfo("MemTotal: 9 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
-        assert_eq!(available_of_meminfo("MemTotal: 9 kB\n"), None);
+    fn available_memory_is_in_bytes() {
+        assert_eq!(parse_meminfo("MemTotal: 9 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
+        assert_eq!(parse_meminfo("MemTotal: 9 kB\n"), None);
     }
 }

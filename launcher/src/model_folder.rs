@@ -1,6 +1,5 @@
-//! The model's folder as the flags change it: links to what is in it, and in their place the files that are different.
-//!
-//! The router and the workers read one folder and need not know that anything was changed.
+//! Applies flags that change the model's files: builds a folder of links to the prepared model in which changed files replace
+//! the originals. Router and workers read that folder and need no knowledge of the flags.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,34 +10,36 @@ use tempfile::TempDir;
 use crate::args::Args;
 
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-/// Where a template goes before the one in the tokenizer's configuration.
+/// Files whose chat template overrides the one in the tokenizer's configuration.
 const TEMPLATES: [&str; 3] = ["chat_template.jinja", "chat_template.json", "additional_chat_templates"];
 
-/// Gone when dropped; the model that was prepared stays.
-pub struct ModelFolder {
-    pub path: PathBuf,
-    /// The source of one that goes before every other.
-    pub chat_template: Option<String>,
+/// The folder to serve from. Links are removed on drop; the prepared model stays.
+pub(crate) struct ModelFolder {
+    pub(crate) path: PathBuf,
+    /// Source of the template given by `--chat-template`, which overrides all others.
+    pub(crate) chat_template: Option<String>,
     _links: Option<TempDir>,
 }
 
+/// Why the flags cannot be applied to the model.
 #[derive(Debug, thiserror::Error)]
-pub enum FolderError {
+pub(crate) enum FolderError {
     #[error("cannot read {}: {source}", .path.display())]
     Read { path: PathBuf, source: io::Error },
     #[error("{} is not a JSON object: {reason}", .path.display())]
     Malformed { path: PathBuf, reason: String },
     #[error("--chat-template is neither a file nor a template: {0}")]
     NoTemplate(String),
-    #[error("cannot make a folder of links to the model: {0}")]
+    #[error("cannot create a folder of links to the model: {0}")]
     Link(io::Error),
 }
 
-/// What is different: a file's name and its content, or `None` where it must not be.
+/// Changed files by name, with their new content; `None` hides the original.
 type Changes = Vec<(&'static str, Option<String>)>;
 
 impl ModelFolder {
-    pub fn new(prepared: &Path, args: &Args) -> Result<Self, FolderError> {
+    /// `prepared` is the folder of the prepared model.
+    pub(crate) fn new(prepared: &Path, args: &Args) -> Result<Self, FolderError> {
         let chat_template = args.chat_template.as_deref().map(read_template).transpose()?;
         let changes = changes(prepared, args)?;
         if changes.is_empty() {
@@ -61,21 +62,22 @@ fn changes(prepared: &Path, args: &Args) -> Result<Changes, FolderError> {
     if args.rope_scaling.is_some() || args.rope_factor.is_some() {
         let path = prepared.join("config.json");
         let mut config = parse(&path, &read(&path)?)?;
-        stretch(&mut config, args.rope_factor.unwrap_or(1.0));
+        scale_rope(&mut config, args.rope_factor.unwrap_or(1.0));
         changes.push(("config.json", Some(Value::Object(config).to_string())));
     }
     Ok(changes)
 }
 
-/// COMPAT: a factor alone is linear, which is the only kind there is. The model's longest sequence grows with it.
-fn stretch(config: &mut Map<String, Value>, factor: f64) {
-    // Newer checkpoints keep the base in `rope_parameters` too, which go before `rope_scaling`.
+/// Writes linear RoPE scaling into the model's configuration. Its maximum sequence length grows with `factor`.
+/// COMPAT: `--rope-factor` without `--rope-scaling` means linear.
+fn scale_rope(config: &mut Map<String, Value>, factor: f64) {
+    // Newer checkpoints have `rope_parameters`, which override `rope_scaling`.
     let name = if config.contains_key("rope_parameters") { "rope_parameters" } else { "rope_scaling" };
     let rope = config.entry(name).or_insert(Value::Null);
     if !rope.is_object() {
         *rope = json!({});
     }
-    // The older name of the kind would contradict the newer one.
+    // `type` is the former name of `rope_type` and would contradict it.
     rope.as_object_mut().map(|rope| rope.remove("type"));
     rope["rope_type"] = "linear".into();
     rope["factor"] = factor.into();
@@ -85,7 +87,7 @@ fn stretch(config: &mut Map<String, Value>, factor: f64) {
 }
 
 fn read_template(given: &str) -> Result<String, FolderError> {
-    // What has a brace is a template; a path with one is somebody's joke.
+    // No sensible path contains a brace, and every template does.
     if given.contains('{') {
         Ok(given.to_owned())
     } else if Path::new(given).is_file() {
@@ -106,7 +108,7 @@ fn parse(path: &Path, text: &str) -> Result<Map<String, Value>, FolderError> {
 
 fn link(prepared: &Path, changes: &Changes) -> io::Result<TempDir> {
     let folder = tempfile::Builder::new().prefix("penstock-model-").tempdir()?;
-    // A link's target counts from where the link is.
+    // A relative target would be resolved from the link's folder.
     for entry in std::fs::read_dir(prepared.canonicalize()?)? {
         let entry = entry?;
         if !changes.iter().any(|(name, _)| entry.file_name() == *name) {
@@ -150,13 +152,13 @@ mod tests {
     }
 
     #[test]
-    fn without_changes_it_is_the_prepared_folder() {
+    fn without_changes_the_prepared_folder_is_served() {
         let prepared = prepared();
         assert_eq!(with(&prepared, &[]).unwrap().path, prepared.path());
     }
 
     #[test]
-    fn a_given_tokenizer_configuration_takes_the_place_of_the_models_own() {
+    fn a_given_tokenizer_configuration_replaces_the_models_own() {
         let (prepared, given) = (prepared(), tempfile::tempdir().unwrap());
         let path = given.path().join("given.json");
         let flags = ["--tokenizer-config-path", &path.to_string_lossy()].map(str::to_owned);
@@ -177,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_is_a_file_or_itself() {
+    fn a_chat_template_is_a_file_or_the_source_itself() {
         let prepared = prepared();
         let folder = with(&prepared, &["--chat-template", "{{ messages }}"]).unwrap();
         assert_eq!(folder.chat_template.as_deref(), Some("{{ messages }}"));
@@ -189,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn stretched_positions_are_written_into_the_configuration() {
+    fn rope_scaling_is_written_into_the_configuration() {
         let folder = with(&prepared(), &["--rope-factor", "2.5"]).unwrap();
         let config: Value = serde_json::from_str(&text(&folder, "config.json").unwrap()).unwrap();
         let expected = json!({"max_position_embeddings": 250, "rope_scaling": {"rope_type": "linear", "factor": 2.5}});

@@ -1,9 +1,9 @@
-//! What SageMaker and Vertex AI tell a container in variables of their own, as defaults of our settings.
+//! Defaults that SageMaker and Vertex AI give a container in their own environment variables.
 
 use clap::Command;
 use penstock_router::config::VertexRoutes;
 
-/// SageMaker's variable → the setting's id and its own variable (spec §9.2).
+/// SageMaker's variables and the settings they are for.
 const SAGEMAKER: [(&str, &str); 5] = [
     ("HF_MODEL_ID", "model_id"),
     ("HF_MODEL_REVISION", "revision"),
@@ -11,12 +11,12 @@ const SAGEMAKER: [(&str, &str); 5] = [
     ("HF_MODEL_QUANTIZE", "quantize"),
     ("HF_MODEL_TRUST_REMOTE_CODE", "trust_remote_code"),
 ];
-/// Any of them means that this is a SageMaker container, which must listen on 8080.
+/// Each of these variables marks a SageMaker container, which must listen on port 8080.
 const SAGEMAKER_MARKS: [&str; 5] =
     ["SM_NUM_GPUS", "SM_HOSTS", "SM_CURRENT_HOST", "SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_REGION"];
 const SAGEMAKER_PORT: &str = "8080";
 
-/// A default that a platform gives.
+/// A setting's default on this platform.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Default {
     id: &'static str,
@@ -24,16 +24,18 @@ struct Default {
     origin: &'static str,
 }
 
+/// The platform that this container runs on, as far as its variables tell.
 #[derive(Clone, Debug, std::default::Default, PartialEq, Eq)]
-pub struct Platform {
+pub(crate) struct Platform {
     defaults: Vec<Default>,
-    /// The variable that says which port it must be; it goes before `PORT`, which images set for everybody.
+    /// The platform's variable for the port. It overrides `PORT`, which images set for all platforms.
     port_variable: Option<&'static str>,
-    pub vertex_routes: VertexRoutes,
+    pub(crate) vertex_routes: VertexRoutes,
 }
 
 impl Platform {
-    pub fn detect(get_env: impl Fn(&str) -> Option<String>) -> Self {
+    /// Empty variables count as unset.
+    pub(crate) fn detect(get_env: impl Fn(&str) -> Option<String>) -> Self {
         let get = |name: &str| get_env(name).filter(|value| !value.is_empty());
         let given = |(origin, id): (&'static str, &'static str)| Some(Default { id, value: get(origin)?, origin });
         let mut platform = Self {
@@ -51,7 +53,8 @@ impl Platform {
         platform
     }
 
-    pub fn apply(&self, mut command: Command) -> Command {
+    /// Sets the platform's defaults.
+    pub(crate) fn apply(&self, mut command: Command) -> Command {
         if let Some(variable) = self.port_variable {
             command = command.mut_arg("port", |arg| arg.env(variable));
         }
@@ -61,8 +64,8 @@ impl Platform {
         command
     }
 
-    /// Where the default of a setting comes from, when a platform gave it.
-    pub fn origin(&self, id: &str) -> Option<&'static str> {
+    /// Where a setting's default comes from, if the platform gave it.
+    pub(crate) fn origin(&self, id: &str) -> Option<&'static str> {
         self.defaults.iter().find(|default| default.id == id).map(|default| default.origin)
     }
 }
@@ -76,18 +79,18 @@ mod tests {
     }
 
     #[test]
-    fn an_ordinary_machine_is_no_platform() {
+    fn a_machine_without_platform_variables_has_no_defaults() {
         assert_eq!(detect(&[("MODEL_ID", "a/b"), ("HF_MODEL_ID", "")]), Platform::default());
     }
 
     #[test]
-    fn the_port_is_sagemakers_only_there() {
+    fn port_8080_is_the_default_only_on_sagemaker() {
         assert_eq!(detect(&[("HF_MODEL_ID", "a/b")]).origin("port"), None);
         assert_eq!(detect(&[("SM_NUM_GPUS", "1")]).origin("port"), Some("SageMaker's convention"));
     }
 
     #[test]
-    fn vertex_says_its_port_and_routes() {
+    fn vertex_gives_a_port_and_routes() {
         let platform = detect(&[("AIP_HTTP_PORT", "9000"), ("AIP_PREDICT_ROUTE", "/predict"), ("SM_HOSTS", "a")]);
         assert_eq!(platform.port_variable, Some("AIP_HTTP_PORT"));
         let routes = VertexRoutes { predict: Some("/predict".to_owned()), health: None };

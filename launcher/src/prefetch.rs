@@ -1,4 +1,4 @@
-//! Weights on their way from the disk into the page cache while Python does its imports.
+//! Reads the weights into the page cache while Python does its imports.
 
 use std::fs::File;
 use std::io;
@@ -8,15 +8,15 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use crate::memory;
 
-/// What the kernel begins to read for one call; of more it forgets the rest.
+/// The kernel reads no more than this ahead for one call.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Returns at once. Whatever does not work here is left to those who read the weights.
-pub fn begin(weights: Vec<PathBuf>) {
+/// Returns immediately. Errors are ignored: the workers meet them when they read the weights.
+pub(crate) fn begin(weights: Vec<PathBuf>) {
     let Ok(num_bytes) = weights.iter().map(|path| Ok(std::fs::metadata(path)?.len())).sum::<io::Result<u64>>() else {
         return;
     };
-    // With less, what is read last would push out what is needed first.
+    // With less memory, the last pages read would evict the first ones needed.
     if memory::available_bytes().is_some_and(|available| num_bytes <= available / 2) {
         std::thread::spawn(move || weights.iter().try_for_each(|path| read_ahead(path)));
     }
@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_asked_for_to_its_end_and_one_that_is_not_there_is_an_error() {
+    fn a_file_is_read_ahead_to_its_end_and_a_missing_one_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         std::fs::write(&path, vec![0; PIECE_BYTES as usize + 1]).unwrap();

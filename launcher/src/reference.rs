@@ -1,4 +1,4 @@
-//! The pages under docs/ that are made from the code; a test compares them with what is there.
+//! Generates the pages of docs/ that describe flags and metrics. A test compares them with the committed pages.
 
 use std::fmt::Write;
 
@@ -9,25 +9,25 @@ use crate::command_line;
 use crate::compat::{self, CompatFlag, Verdict};
 use crate::variable::{Effect, VARIABLES};
 
-/// Where a flag of TGI's is here and something about it differs. A flag that is not here is as TGI has it.
+/// How a flag differs from TGI's flag of the same name. Flags that are not listed behave as in TGI.
 const DIFFERENCES: &[(&str, &str)] = &[
-    ("api-key", "several keys; compared exactly, TGI ignored their case; also protects `/chat_tokenize`"),
-    ("cors-allow-origin", "also several separated by commas; requests may carry `Authorization`"),
+    ("api-key", "several keys; case-sensitive, unlike in TGI; also protects `/chat_tokenize`"),
+    ("cors-allow-origin", "also a comma-separated list; requests may carry `Authorization`"),
     ("cuda-memory-fraction", "TGI: 1.0, with a hidden factor"),
     ("dtype", "also `float32`"),
-    ("graceful-termination-timeout", "of the server as a whole, not of each process"),
+    ("graceful-termination-timeout", "applies to the whole server, not to each process"),
     ("hostname", "also `localhost`"),
-    ("max-batch-prefill-tokens", "the tokens of one step; TGI derives it from FLOPs, or 4096"),
-    ("max-batch-total-tokens", "honoured for every model; TGI ignores it where it pages"),
+    ("max-batch-prefill-tokens", "limits a step; TGI derives it from FLOPs, or uses 4096"),
+    ("max-batch-total-tokens", "applies to every model; TGI ignores it for paged models"),
     ("model-id", "also .gguf files; TGI's default: `bigscience/bloom-560m`"),
-    ("port", "0 takes any that is free"),
-    ("rope-scaling", "`linear` only, and its factor is applied"),
-    ("shard-uds-path", "a private folder in place of /tmp"),
-    ("trust-remote-code", "run only where neither this version nor transformers knows the model type"),
-    ("validation-workers", "TGI forces 1 for slow tokenizers, which are converted here"),
-    ("watermark-gamma", "between 0 and 1, checked at the start"),
+    ("port", "0 picks a free port"),
+    ("rope-scaling", "`linear` only; its factor is applied"),
+    ("shard-uds-path", "default: a private folder, not /tmp"),
+    ("trust-remote-code", "TGI also runs it for model types that it knows"),
+    ("validation-workers", "TGI forces 1 for slow tokenizers; this server converts them"),
+    ("watermark-gamma", "between 0 and 1, checked at startup"),
 ];
-/// Flags that TGI has not.
+/// Flags that TGI lacks.
 const OURS: &[&str] = &[
     "api-key-file",
     "chat-template",
@@ -39,7 +39,8 @@ const OURS: &[&str] = &[
     "step-timeout",
 ];
 
-pub fn render(page: Page) -> String {
+/// The page as Markdown.
+pub(crate) fn render(page: Page) -> String {
     match page {
         Page::Flags => flags(),
         Page::Metrics => penstock_router::telemetry::metrics::reference(),
@@ -49,35 +50,35 @@ pub fn render(page: Page) -> String {
 const INTRODUCTION: &str = "\
 # Flags and environment variables
 
-Made from the code by `make docs`; do not edit. A flag goes before its variable, a variable before what a platform
-(SageMaker, Vertex AI) says, and that before the default. Every flag of text-generation-inference is in one of the three
-tables. `/health` and its parts, `/ping`, GET `/`, `/metrics`, `/info`, `/v1/models` and the documentation need no API key;
-every other route does once there is one. TLS is a proxy's business: the server speaks HTTP/1.1 and HTTP/2 without it, on one
-port.
+Generated from the code by `make docs`; do not edit. A flag overrides its environment variable, which overrides the default
+of the platform (SageMaker, Vertex AI), which overrides the default below. Each flag of text-generation-inference is in one
+of the three tables. If the server has API keys, every route requires one except `/health` and its parts, `/ping`, GET `/`,
+`/metrics`, `/info`, `/v1/models` and the API documentation. The server speaks HTTP/1.1 and HTTP/2 on one port, without TLS;
+use a proxy for TLS.
 ";
 
 fn flags() -> String {
     let mut page = INTRODUCTION.to_owned();
-    page += "\n## Flags\n\n| flag | variable | default | what it does | compared with TGI |\n|---|---|---|---|---|\n";
+    page += "\n## Flags\n\n| flag | variable | default | description | compared with TGI |\n|---|---|---|---|---|\n";
     let mut command = command_line::command();
     command.build();
     for arg in command.get_arguments().filter(|arg| !arg.is_hide_set() && !compat::is_known(arg.get_id().as_str())) {
         page += &row(arg);
     }
-    let table = |title: &str, is_in: fn(&Verdict) -> Option<&'static str>| {
+    let table = |title: &str, reason: fn(&Verdict) -> Option<&'static str>| {
         let mut table = format!("\n## {title}\n\n| flag | variable | why |\n|---|---|---|\n");
         for CompatFlag { name, verdict, .. } in compat::FLAGS {
-            if let Some(why) = is_in(verdict) {
+            if let Some(why) = reason(verdict) {
                 let _ = writeln!(table, "| `--{name}` | `{}` | {} |", compat::env_name(name), cell(why));
             }
         }
         table
     };
-    page += &table("Known from TGI, accepted without effect", |verdict| match verdict {
+    page += &table("Flags of TGI that are accepted without effect", |verdict| match verdict {
         Verdict::Neutral(why) => Some(why),
         Verdict::Refused(_) => None,
     });
-    page += &table("Known from TGI, refused at the start", |verdict| match verdict {
+    page += &table("Flags of TGI that are refused at startup", |verdict| match verdict {
         Verdict::Refused(why) => Some(why),
         Verdict::Neutral(_) => None,
     });
@@ -106,13 +107,13 @@ fn row(arg: &Arg) -> String {
     }
     let compared = match DIFFERENCES.iter().find(|(differs, _)| *differs == name) {
         Some((_, difference)) => difference,
-        None if OURS.contains(&name) => "ours",
+        None if OURS.contains(&name) => "not in TGI",
         None => "same",
     };
     format!("| `--{name}`{short} | {variable} | {} | {} | {compared} |\n", cell(&default), cell(&help))
 }
 
-/// Text that does not end its table's cell.
+/// Escapes text for a table cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }

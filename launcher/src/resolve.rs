@@ -1,7 +1,7 @@
-//! What was asked for → what it means on this machine and for this model. Pure: the machine is an argument.
+//! Resolves flags into settings for this machine and model. Pure: the machine is an argument.
 //!
-//! Three moments: `Settings` before anything is started, `step_tokens` when the device is known, `SequenceLimits` when
-//! the model and its memory are known. Every value that was not simply given carries its reason, for the log.
+//! It happens in three stages: `Settings` before any process is started, `step_tokens` once the device is known, and
+//! `SequenceLimits` once the model and its memory are known. Each chosen value carries its reason, for the log.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -12,40 +12,42 @@ use penstock_scheduler::BlockLayout;
 use crate::args::{Args, RopeScaling};
 
 /// Tokens in one KV block.
-pub const BLOCK_TOKENS: u32 = 16;
+pub(crate) const BLOCK_TOKENS: u32 = 16;
 
-/// Most sequences in a step unless the user says so.
+/// Default limit on the sequences of a step.
 const DEFAULT_MAX_STEP_SEQUENCES: u32 = 256;
-/// A CPU computes some thousand prompt tokens of a small model a second: more than this in a step would stall running
-/// streams for seconds with a larger one.
+/// A CPU computes some thousand prompt tokens per second of a small model. With a larger model, more tokens per step would
+/// stall running streams for seconds.
 const DEFAULT_STEP_TOKENS_CPU: u32 = 512;
 const DEFAULT_STEP_TOKENS_GPU: u32 = 4096;
-/// An encoder's source is computed in one step, however long that takes; what T5 could read is longer than anybody wants.
+/// Limits the source of an encoder, which is computed in one step: the 8192 and more tokens that a T5 accepts would take
+/// too long.
 const DEFAULT_SOURCE_TOKENS_CPU: u32 = 1024;
 const DEFAULT_SOURCE_TOKENS_GPU: u32 = 4096;
 
-/// What may wait by default: as many of the longest sequences as `--max-concurrent-requests` lets in by default, so that
-/// nobody is refused who would not be by it; and more where the KV cache would soon have room for more.
+/// Default limit on queued tokens, in sequences of maximum length: the default of `--max-concurrent-requests`, so that by
+/// default this limit refuses no request that the other one admits.
 const QUEUED_SEQUENCES: u64 = 128;
+/// The same limit in sizes of the KV cache, for a cache that is large compared with the sequences.
 const QUEUED_POOLS: u64 = 16;
 
-/// A day, as for a request's own timeout.
+/// A day, like the limit of a request's own timeout.
 const MAX_QUEUE_TIMEOUT_S: u64 = 86_400;
 
-/// What this machine has.
+/// The resources of a machine.
 #[derive(Clone, Copy, Debug)]
-pub struct Machine {
-    pub num_cores: usize,
-    /// Accelerators that the environment makes visible, where it says so.
-    pub num_visible_devices: Option<usize>,
+pub(crate) struct Machine {
+    pub(crate) num_cores: usize,
+    /// Accelerators that the environment makes visible; `None` if it does not say.
+    pub(crate) num_visible_devices: Option<usize>,
 }
 
-/// A value and why it is that.
+/// A value that this module chose.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Choice {
-    pub name: &'static str,
-    pub value: String,
-    pub reason: String,
+pub(crate) struct Choice {
+    pub(crate) name: &'static str,
+    pub(crate) value: String,
+    pub(crate) reason: String,
 }
 
 impl Choice {
@@ -54,42 +56,42 @@ impl Choice {
     }
 }
 
-/// What is known before anything is started.
+/// Settings that depend on flags and machine only.
 #[derive(Clone, Debug)]
-pub struct Settings {
-    pub address: SocketAddr,
-    pub num_ranks: usize,
-    /// CPU threads of each rank.
-    pub num_threads: usize,
-    pub max_step_sequences: u32,
-    /// `--max-input-tokens` or its older name.
-    pub max_input_tokens: Option<u32>,
-    /// KV blocks asked for by `--max-batch-total-tokens`.
-    pub num_blocks: Option<u32>,
-    pub memory_fraction: f64,
-    pub graceful_termination_timeout: Duration,
-    /// How long a step with decodes may take; `None`: the scheduler's own measure.
-    pub max_inter_token: Option<Duration>,
-    pub queue_timeout: Option<Duration>,
-    pub choices: Vec<Choice>,
-    /// What was given and cannot be taken as it is.
-    pub warnings: Vec<String>,
+pub(crate) struct Settings {
+    pub(crate) address: SocketAddr,
+    pub(crate) num_ranks: usize,
+    /// CPU threads per rank.
+    pub(crate) num_threads: usize,
+    pub(crate) max_step_sequences: u32,
+    /// `--max-input-tokens`, or its former name.
+    pub(crate) max_input_tokens: Option<u32>,
+    /// KV blocks that `--max-batch-total-tokens` requests.
+    pub(crate) num_blocks: Option<u32>,
+    pub(crate) memory_fraction: f64,
+    pub(crate) graceful_termination_timeout: Duration,
+    /// Limit on a step with decodes; `None` lets the scheduler choose by measurement.
+    pub(crate) max_inter_token: Option<Duration>,
+    pub(crate) queue_timeout: Option<Duration>,
+    pub(crate) choices: Vec<Choice>,
+    /// Given values that were replaced, or need attention.
+    pub(crate) warnings: Vec<String>,
 }
 
-/// How long one sequence may be, and how much of them may wait.
+/// Limits on the length of sequences, and on the queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SequenceLimits {
-    pub max_input_tokens: u32,
-    pub max_total_tokens: u32,
-    /// Of an encoder–decoder's answer alone.
-    pub max_new_tokens: Option<u32>,
-    pub max_queued_tokens: u64,
-    pub choices: Vec<Choice>,
+pub(crate) struct SequenceLimits {
+    pub(crate) max_input_tokens: u32,
+    pub(crate) max_total_tokens: u32,
+    /// Limit on generated tokens alone, for an encoder–decoder.
+    pub(crate) max_new_tokens: Option<u32>,
+    pub(crate) max_queued_tokens: u64,
+    pub(crate) choices: Vec<Choice>,
 }
 
-/// Settings that contradict each other, the model or the machine.
+/// Why settings cannot be used: they contradict each other, the model or the machine.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ResolveError {
+pub(crate) enum ResolveError {
     #[error("--{name} is {value}, must be {allowed}")]
     OutOfRange { name: &'static str, value: String, allowed: &'static str },
     #[error("--{small} is {small_value} and --{large} is {large_value}; {small} must be {relation} {large}")]
@@ -100,13 +102,13 @@ pub enum ResolveError {
         large: &'static str,
         large_value: u32,
     },
-    #[error("--sharded needs more than one device, {found}; say how many ranks with --num-shard")]
+    #[error("--sharded needs more than one device, {found}; set the number of ranks with --num-shard")]
     NothingToShardOver { found: String },
-    #[error("--max-total-tokens is {given}, but the model was made for sequences of at most {allowed} tokens")]
+    #[error("--max-total-tokens is {given}, but the model supports sequences of at most {allowed} tokens")]
     BeyondModel { given: u32, allowed: u32 },
     #[error(
         "--{name} is {given}, but the memory holds a KV cache of only {capacity} tokens; \
-         lower it, or give the server more memory (--cuda-memory-fraction, --max-batch-total-tokens)"
+         lower it, or allow the server more memory (--cuda-memory-fraction, --max-batch-total-tokens)"
     )]
     BeyondMemory { name: &'static str, given: u32, capacity: u64 },
     #[error("--max-input-tokens is {given}, but sequences can have at most {max_total_tokens} tokens ({reason})")]
@@ -116,7 +118,8 @@ pub enum ResolveError {
 }
 
 impl Settings {
-    pub fn resolve(args: &Args, machine: Machine) -> Result<Self, ResolveError> {
+    /// Checks the flags and fills in defaults.
+    pub(crate) fn resolve(args: &Args, machine: Machine) -> Result<Self, ResolveError> {
         check_ranges(args)?;
         let (mut choices, mut warnings) = (Vec::new(), Vec::new());
         let num_ranks = num_ranks(args, machine, &mut choices)?;
@@ -127,8 +130,8 @@ impl Settings {
             format!("{} cores, {num_ranks} rank(s)", machine.num_cores),
         ));
         if args.trust_remote_code {
-            // COMPAT: many deployments set it for models that need none of it.
-            let warning = "trust-remote-code: a model type that nothing else knows is run by the checkpoint's own code";
+            // COMPAT: many deployments set it for models that do not need it.
+            let warning = "trust-remote-code: the checkpoint's own code runs if its model type is unknown otherwise";
             warnings.push(warning.to_owned());
         }
         let max_step_sequences = max_step_sequences(args, &mut choices);
@@ -150,8 +153,8 @@ impl Settings {
         })
     }
 
-    /// Tokens that one step may compute, on the device that the model was loaded to.
-    pub fn step_tokens(&self, args: &Args, model: &Description) -> (u32, Option<Choice>) {
+    /// Limit on the tokens of one step, on the device that holds the model.
+    pub(crate) fn step_tokens(&self, args: &Args, model: &Description) -> (u32, Option<Choice>) {
         if let Some(tokens) = args.max_batch_prefill_tokens {
             return (tokens, None);
         }
@@ -162,25 +165,25 @@ impl Settings {
         };
         let longest_source = self.max_input_tokens.unwrap_or(longest_source);
         let source_tokens = model.max_source_tokens.min(longest_source).min(args.max_total_tokens.unwrap_or(u32::MAX));
-        // Every running sequence advances in every step, so each needs its token.
+        // Each running sequence advances in every step by at least one token.
         let tokens = wanted.min(model.max_position_tokens).max(source_tokens.saturating_add(self.max_step_sequences));
-        let reason = format!("the default on a {device}, within what the model and max-batch-size need");
+        let reason = format!("the default on a {device}, adjusted to the model and max-batch-size");
         (tokens, Some(Choice::new("max-batch-prefill-tokens", tokens, reason)))
     }
 
-    /// Whether sequences share what is computed of prompts that begin alike.
-    pub fn prefix_caching(args: &Args, model: &Description) -> (bool, Option<Choice>) {
+    /// Whether prompts with a common prefix share their KV cache.
+    pub(crate) fn prefix_caching(args: &Args, model: &Description) -> (bool, Option<Choice>) {
         if !args.prefix_caching || !model.is_encoder_decoder() {
             return (args.prefix_caching, None);
         }
-        let reason = "in an encoder–decoder every token of a source depends on all of it";
+        let reason = "every token of an encoder's source depends on the whole source, so prefixes cannot be shared";
         (false, Some(Choice::new("prefix-caching", false, reason)))
     }
 }
 
 impl SequenceLimits {
-    /// `step_tokens`: what one step may compute.
-    pub fn resolve(
+    /// Checks the flags against the model and the KV cache. `step_tokens` is the limit on the tokens of one step.
+    pub(crate) fn resolve(
         args: &Args,
         settings: &Settings,
         model: &Description,
@@ -191,7 +194,7 @@ impl SequenceLimits {
         let capacity = u64::from(num_blocks) * u64::from(BLOCK_TOKENS);
         let capacity = capacity.saturating_sub(u64::from(model.num_prefix_tokens()));
         let model_limit = model.max_total_tokens();
-        // With a window on every layer a sequence holds no more of the cache than its window, however long it becomes.
+        // If every layer has a sliding window, a sequence never holds more of the cache than the window.
         let layout = BlockLayout { block_tokens: BLOCK_TOKENS, window_tokens: model.window_tokens };
         let fits = |tokens| layout.num_required_blocks(tokens + model.num_prefix_tokens()) <= num_blocks as usize;
         let (max_total_tokens, reason) = match args.max_total_tokens {
@@ -201,13 +204,13 @@ impl SequenceLimits {
             Some(given) if !fits(given) => {
                 return Err(ResolveError::BeyondMemory { name: "max-total-tokens", given, capacity });
             }
-            Some(given) => (given, "as given".to_owned()),
+            Some(given) => (given, "set by --max-total-tokens".to_owned()),
             None => {
                 let tokens = if fits(model_limit) { model_limit } else { u32::try_from(capacity).unwrap_or(u32::MAX) };
                 let reason = if tokens == model_limit {
                     format!("the model's limit; the KV cache holds {capacity} tokens")
                 } else {
-                    format!("what the KV cache holds; the model's limit is {model_limit}")
+                    format!("the KV cache's capacity; the model's limit is {model_limit}")
                 };
                 choices.push(Choice::new("max-total-tokens", tokens, reason.clone()));
                 (tokens, reason)
@@ -226,7 +229,7 @@ impl SequenceLimits {
         };
         let max_queued_tokens = args.max_queued_tokens.unwrap_or_else(|| {
             let tokens = (QUEUED_POOLS * capacity).max(QUEUED_SEQUENCES * u64::from(max_total_tokens));
-            let reason = "128 of the longest sequences, or sixteen times the KV cache where that is more";
+            let reason = "128 sequences of maximum length or 16 times the KV cache, whichever is larger";
             choices.push(Choice::new("max-queued-tokens", tokens, reason));
             tokens
         });
@@ -235,10 +238,10 @@ impl SequenceLimits {
     }
 }
 
-/// An encoder reads its source in one step, or not at all.
+/// Checks `--max-input-tokens` against an encoder, which reads its source in one step.
 fn check_source(given: u32, model: &Description, step_tokens: u32) -> Result<u32, ResolveError> {
     let (allowed, reason) = if model.max_source_tokens <= step_tokens {
-        (model.max_source_tokens, "the model's longest source")
+        (model.max_source_tokens, "the model's maximum source length")
     } else {
         (step_tokens, "max-batch-prefill-tokens: an encoder reads its source in one step")
     };
@@ -248,7 +251,7 @@ fn check_source(given: u32, model: &Description, step_tokens: u32) -> Result<u32
     Ok(given)
 }
 
-/// In tokens, and why.
+/// The default of `--max-input-tokens`, and its reason.
 fn default_input(
     settings: &Settings,
     model: &Description,
@@ -259,9 +262,9 @@ fn default_input(
     if !model.is_encoder_decoder() {
         return total;
     }
-    let beside_others = step_tokens.saturating_sub(settings.max_step_sequences).max(step_tokens / 2);
-    let step = (beside_others, "what an encoder can read in one step, beside the other sequences' tokens");
-    let source = (model.max_source_tokens, "the model's longest source");
+    let remaining = step_tokens.saturating_sub(settings.max_step_sequences).max(step_tokens / 2);
+    let step = (remaining, "what an encoder can read in one step along with the other sequences' tokens");
+    let source = (model.max_source_tokens, "the model's maximum source length");
     [source, step, total].into_iter().min_by_key(|(tokens, _)| *tokens).unwrap_or(total)
 }
 
@@ -288,26 +291,26 @@ fn check_ranges(args: &Args) -> Result<(), ResolveError> {
         }
     }
     if let Some(tokens @ 0..2) = args.max_total_tokens {
-        let allowed = "at least 2: a token of prompt and one to generate";
+        let allowed = "at least 2: one prompt token and one generated token";
         return Err(ResolveError::OutOfRange { name: "max-total-tokens", value: tokens.to_string(), allowed });
     }
     let seconds = args.queue_timeout.unwrap_or(1);
     in_range("queue-timeout", seconds, (1..=MAX_QUEUE_TIMEOUT_S).contains(&seconds), "from 1 to 86400")?;
     let fraction = args.cuda_memory_fraction;
-    in_range("cuda-memory-fraction", fraction, fraction > 0.0 && fraction <= 1.0, "over 0 and at most 1")?;
+    in_range("cuda-memory-fraction", fraction, fraction > 0.0 && fraction <= 1.0, "above 0 and at most 1")?;
     let gamma = args.watermark_gamma.unwrap_or(0.5);
-    in_range("watermark-gamma", gamma, gamma > 0.0 && gamma < 1.0, "over 0 and under 1")?;
+    in_range("watermark-gamma", gamma, gamma > 0.0 && gamma < 1.0, "between 0 and 1, exclusive")?;
     let delta = args.watermark_delta.unwrap_or(2.0);
-    in_range("watermark-delta", delta, delta > 0.0 && delta.is_finite(), "over 0")?;
+    in_range("watermark-delta", delta, delta > 0.0 && delta.is_finite(), "above 0")?;
     let factor = args.rope_factor.unwrap_or(1.0);
     in_range("rope-factor", factor, factor >= 1.0 && factor.is_finite(), "at least 1")?;
-    // The angles of cached keys would have to change as their sequence grows.
+    // Dynamic scaling would change the angles of cached keys as their sequence grows.
     let is_linear = args.rope_scaling != Some(RopeScaling::Dynamic);
     in_range(
         "rope-scaling",
         "dynamic",
         is_linear,
-        "linear; for others, write rope_scaling into the model's config.json",
+        "linear; for another method, set rope_scaling in the model's config.json",
     )
 }
 
@@ -315,7 +318,7 @@ fn in_range(name: &'static str, value: impl ToString, holds: bool, allowed: &'st
     if holds { Ok(()) } else { Err(ResolveError::OutOfRange { name, value: value.to_string(), allowed }) }
 }
 
-/// What no model and no machine can make true (spec §5.3).
+/// Refuses limits that no model and no machine can satisfy.
 fn check_contradictions(
     args: &Args,
     max_input_tokens: Option<u32>,
@@ -349,14 +352,14 @@ fn num_ranks(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result
         }),
         (_, Some(num_shard), _) => Ok(num_shard),
         (Some(true), None, Some(devices @ 2..)) => {
-            choices.push(Choice::new("num-shard", devices, "--sharded, over the visible devices"));
+            choices.push(Choice::new("num-shard", devices, "--sharded, one rank per visible device"));
             Ok(devices)
         }
         (Some(true), None, devices) => {
             Err(ResolveError::NothingToShardOver { found: format!("{} are visible", devices.unwrap_or(0)) })
         }
         (None, None, Some(devices @ 2..)) => {
-            choices.push(Choice::new("num-shard", devices, "the visible devices"));
+            choices.push(Choice::new("num-shard", devices, "one rank per visible device"));
             Ok(devices)
         }
         (_, None, _) => Ok(1),
@@ -370,19 +373,19 @@ fn max_step_sequences(args: &Args, choices: &mut Vec<Choice>) -> u32 {
     let requests = u32::try_from(args.max_concurrent_requests).unwrap_or(u32::MAX);
     let most = DEFAULT_MAX_STEP_SEQUENCES.min(args.max_batch_prefill_tokens.unwrap_or(u32::MAX));
     let size = requests.min(most);
-    choices.push(Choice::new("max-batch-size", size, "max-concurrent-requests, within what a step can hold"));
+    choices.push(Choice::new("max-batch-size", size, "max-concurrent-requests, limited by what a step can hold"));
     size
 }
 
 fn max_inter_token(args: &Args, choices: &mut Vec<Choice>) -> Option<Duration> {
     if args.max_inter_token_ms.is_none() {
-        let reason = "of what a step takes without prompts, measured while serving";
+        let reason = "of the duration of a step without prompts, measured while serving";
         choices.push(Choice::new("max-inter-token-ms", "a small multiple", reason));
     }
     args.max_inter_token_ms.map(Duration::from_millis)
 }
 
-/// COMPAT: containers set `HOSTNAME` to the machine's name; TGI then listens everywhere, with a warning.
+/// COMPAT: containers set `HOSTNAME` to the machine's name. Like TGI, the server then listens on all addresses and warns.
 fn listen_ip(hostname: &str, warnings: &mut Vec<String>) -> IpAddr {
     if hostname == "localhost" {
         return Ipv4Addr::LOCALHOST.into();
@@ -393,8 +396,8 @@ fn listen_ip(hostname: &str, warnings: &mut Vec<String>) -> IpAddr {
     })
 }
 
-/// How many accelerators the environment makes visible; `list_all` counts those of the machine.
-pub fn visible_devices(
+/// Number of accelerators that the environment makes visible; `None` if it does not say. `list_all` counts the machine's.
+pub(crate) fn visible_devices(
     get_env: impl Fn(&str) -> Option<String>,
     list_all: impl FnOnce() -> Option<usize>,
 ) -> Option<usize> {

@@ -1,4 +1,4 @@
-//! Settings, limits and what they refuse.
+//! Resolved settings and limits, and what they refuse.
 
 use clap::Parser;
 
@@ -45,7 +45,7 @@ fn limits_of(model: &Description, flags: &str, num_blocks: u32) -> Result<Sequen
     SequenceLimits::resolve(&args, &settings, model, settings.step_tokens(&args, model).0, num_blocks)
 }
 
-/// Sources of 600 tokens, and answers of 99 behind one that the decoder begins with.
+/// Sources of up to 600 tokens, and answers of up to 99 after one decoder start token.
 fn encoder_decoder() -> Description {
     Description { max_position_tokens: 700, decoder_prefix: [0].into(), max_source_tokens: 600, ..model("cpu") }
 }
@@ -64,10 +64,10 @@ fn contradictions_are_refused_naming_both_settings() {
         ("--max-batch-size 0", "--max-batch-size is 0, must be at least 1"),
         ("--validation-workers 0", "--validation-workers is 0"),
         ("--num-shard 0", "--num-shard is 0"),
-        ("--cuda-memory-fraction 1.5", "--cuda-memory-fraction is 1.5, must be over 0 and at most 1"),
+        ("--cuda-memory-fraction 1.5", "--cuda-memory-fraction is 1.5, must be above 0 and at most 1"),
         ("--cuda-memory-fraction NaN", "--cuda-memory-fraction is NaN"),
-        ("--watermark-gamma 1", "--watermark-gamma is 1, must be over 0 and under 1"),
-        ("--watermark-delta 0", "--watermark-delta is 0, must be over 0"),
+        ("--watermark-gamma 1", "--watermark-gamma is 1, must be between 0 and 1, exclusive"),
+        ("--watermark-delta 0", "--watermark-delta is 0, must be above 0"),
         ("--rope-factor 0.5", "--rope-factor is 0.5, must be at least 1"),
         ("--rope-scaling dynamic", "--rope-scaling is dynamic, must be linear"),
         ("--max-total-tokens 1", "--max-total-tokens is 1, must be at least 2"),
@@ -80,12 +80,12 @@ fn contradictions_are_refused_naming_both_settings() {
 }
 
 #[test]
-fn a_prompt_longer_than_a_step_is_no_contradiction() {
+fn a_prompt_may_be_longer_than_a_step() {
     assert!(settings("--max-input-tokens 4000 --max-batch-prefill-tokens 512").is_ok());
 }
 
 #[test]
-fn the_ranks_are_the_visible_devices_unless_told() {
+fn there_is_one_rank_per_visible_device_by_default() {
     let ranks = |flags: &str, num_visible_devices| {
         Settings::resolve(&args(flags), Machine { num_visible_devices, ..MACHINE }).unwrap().num_ranks
     };
@@ -105,7 +105,7 @@ fn cores_are_divided_among_the_ranks() {
 }
 
 #[test]
-fn the_size_of_a_step_follows_what_it_must_hold() {
+fn the_default_step_size_covers_the_batch() {
     assert_eq!(settings("").unwrap().max_step_sequences, 128);
     assert_eq!(settings("--max-concurrent-requests 5000").unwrap().max_step_sequences, 256);
     assert_eq!(settings("--max-batch-prefill-tokens 64").unwrap().max_step_sequences, 64);
@@ -117,20 +117,20 @@ fn the_size_of_a_step_follows_what_it_must_hold() {
 }
 
 #[test]
-fn the_longest_sequence_is_what_model_and_memory_allow() {
+fn the_default_maximum_length_fits_model_and_memory() {
     let pair = |limits: SequenceLimits| (limits.max_input_tokens, limits.max_total_tokens);
     assert_eq!(pair(limits("", 10_000).unwrap()), (8191, 8192));
     assert_eq!(pair(limits("", 10).unwrap()), (159, 160));
     assert_eq!(pair(limits("--max-input-tokens 7 --max-total-tokens 20", 10).unwrap()), (7, 20));
     let reason = &limits("", 10).unwrap().choices[0].reason;
-    assert_eq!(reason, "what the KV cache holds; the model's limit is 8192");
+    assert_eq!(reason, "the KV cache's capacity; the model's limit is 8192");
 }
 
 #[test]
-fn with_a_window_a_sequence_may_be_longer_than_the_memory() {
+fn with_a_sliding_window_a_sequence_may_exceed_the_kv_cache() {
     let windowed = Description { window_tokens: Some(100), ..model("cpu") };
     let total = |flags: &str, num_blocks| limits_of(&windowed, flags, num_blocks).map(|limits| limits.max_total_tokens);
-    // 100 tokens stand in at most eight blocks of 16.
+    // 100 tokens occupy at most eight blocks of 16.
     assert_eq!(total("", 8), Ok(8192));
     assert_eq!(total("--max-total-tokens 5000", 8), Ok(5000));
     assert_eq!(total("", 7), Ok(7 * 16));
@@ -142,7 +142,7 @@ fn with_a_window_a_sequence_may_be_longer_than_the_memory() {
 fn an_encoder_reads_its_source_in_one_step() {
     let model = encoder_decoder();
     let step_tokens = |flags: &str| settings(flags).unwrap().step_tokens(&args(flags), &model).0;
-    assert_eq!(step_tokens(""), 600 + 128, "beside everybody else's token");
+    assert_eq!(step_tokens(""), 600 + 128, "with one token for each other sequence");
     assert_eq!(step_tokens("--max-input-tokens 500"), 500 + 128);
     assert_eq!(step_tokens("--max-total-tokens 100"), 512);
     let long = Description { max_position_tokens: 16_384, max_source_tokens: 8192, ..encoder_decoder() };
@@ -165,7 +165,7 @@ fn an_encoder_reads_its_source_in_one_step() {
     let refusal = |flags: &str| limits_of(&model, flags, 1000).unwrap_err().to_string();
     assert_eq!(
         refusal("--max-input-tokens 601"),
-        "--max-input-tokens is 601, but this model's inputs can have at most 600 tokens (the model's longest source)"
+        "--max-input-tokens is 601, but this model's inputs can have at most 600 tokens (the model's maximum source length)"
     );
     assert!(
         refusal("--max-input-tokens 301 --max-batch-prefill-tokens 300")
@@ -175,7 +175,7 @@ fn an_encoder_reads_its_source_in_one_step() {
 }
 
 #[test]
-fn sources_share_nothing() {
+fn encoder_decoders_have_no_prefix_cache() {
     let shares = |flags: &str, model: &Description| {
         let (shares, choice) = Settings::prefix_caching(&args(flags), model);
         (shares, choice.is_some())
@@ -186,7 +186,7 @@ fn sources_share_nothing() {
 }
 
 #[test]
-fn what_may_wait_is_the_larger_of_sequences_and_pool() {
+fn the_default_queue_limit_is_the_larger_of_sequences_and_kv_cache() {
     let queued = |flags: &str, num_blocks| limits(flags, num_blocks).unwrap().max_queued_tokens;
     assert_eq!(queued("", 512), 128 * 8192);
     assert_eq!(queued("--max-total-tokens 20", 512), 16 * 8192);
@@ -201,17 +201,17 @@ fn limits_beyond_the_model_or_the_memory_are_refused() {
     let refusal = |flags: &str| limits(flags, 10).unwrap_err().to_string();
     assert!(refusal("--max-total-tokens 8193").contains("sequences of at most 8192 tokens"));
     assert!(refusal("--max-total-tokens 161").contains("a KV cache of only 160 tokens"));
-    assert!(refusal("--max-input-tokens 160").contains("at most 160 tokens (what the KV cache holds"));
+    assert!(refusal("--max-input-tokens 160").contains("at most 160 tokens (the KV cache's capacity"));
 }
 
 #[test]
-fn a_pool_size_in_tokens_becomes_whole_blocks() {
+fn a_cache_size_in_tokens_is_rounded_up_to_blocks() {
     assert_eq!(settings("--max-batch-total-tokens 33").unwrap().num_blocks, Some(3));
     assert_eq!(settings("").unwrap().num_blocks, None);
 }
 
 #[test]
-fn a_hostname_that_is_no_address_is_tolerated_with_a_warning() {
+fn a_hostname_that_is_not_an_address_means_all_addresses_with_a_warning() {
     let container = settings("--hostname 3f2a9c").unwrap();
     assert_eq!(container.address.to_string(), "0.0.0.0:3000");
     assert!(container.warnings[0].contains("3f2a9c"));
@@ -237,6 +237,6 @@ fn visible_devices_are_counted_as_tgi_did() {
 }
 
 #[test]
-fn trusting_remote_code_is_warned_of() {
+fn trust_remote_code_logs_a_warning() {
     assert!(settings("--trust-remote-code").unwrap().warnings[0].contains("trust-remote-code"));
 }

@@ -1,4 +1,4 @@
-//! Signals: the first one asks for a drain, the second one ends at once.
+//! Signals: the first one starts a drain, the second one stops the server immediately.
 
 use std::future::Future;
 
@@ -7,23 +7,23 @@ use tokio::signal::unix::{Signal as Stream, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 /// Starts listening. The token is cancelled by the first SIGTERM, SIGINT or SIGHUP; the future resolves with the second.
-pub fn listen() -> std::io::Result<(CancellationToken, impl Future<Output = Signal>)> {
+pub(crate) fn listen() -> std::io::Result<(CancellationToken, impl Future<Output = Signal>)> {
     let mut signals = Signals {
         terminate: signal(SignalKind::terminate())?,
         interrupt: signal(SignalKind::interrupt())?,
         hang_up: signal(SignalKind::hangup())?,
     };
-    let asked = CancellationToken::new();
+    let drain = CancellationToken::new();
     let second = {
-        let asked = asked.clone();
+        let drain = drain.clone();
         async move {
             let first = signals.next().await;
-            tracing::info!("{first}: finishing what is running; a second signal ends at once");
-            asked.cancel();
+            tracing::info!("{first}: finishing running requests; a second signal stops the server immediately");
+            drain.cancel();
             signals.next().await
         }
     };
-    Ok((asked, second))
+    Ok((drain, second))
 }
 
 struct Signals {

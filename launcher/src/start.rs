@@ -1,67 +1,60 @@
-//! From settings to a running engine: worker processes, the prepared model, load, warm-up; each with its time.
+//! From settings to a running engine: worker processes, the prepared model, load, warm-up. Each phase is timed.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use penstock_router::engine::{Engine, EngineOptions};
 use penstock_router::text::{LoadError, TextModel};
-use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions, WorkerError};
+use penstock_router::worker::{Description, Group, LoadOptions, Phase, Pool, WarmUpOptions};
 use penstock_scheduler::Limits;
 
 use crate::args::Args;
 use crate::fork_server::{ForkServer, ForkServerOptions};
+use crate::group::{self, GroupError, Recipe};
 use crate::model_folder::{FolderError, ModelFolder};
 use crate::prefetch;
 use crate::resolve::{BLOCK_TOKENS, Choice, ResolveError, SequenceLimits, Settings};
-use crate::supervise::{Recipe, Supervisor};
+use crate::supervise::Supervisor;
 use crate::weights::{self, PrepareError, Prepared};
-use crate::workers::{WorkerOptions, Workers, WorkersError};
+use crate::workers::{WorkerOptions, Workers};
 
-/// How long Python may take until it listens. Its imports read hundreds of megabytes from a cold disk.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(300);
-/// After a lost connection: how long to wait for the process's own explanation.
-const DEATH_PATIENCE: Duration = Duration::from_secs(2);
-/// Waiting so long outweighs one priority: nobody waits for ever, and a burst of urgent requests is still urgent.
+/// Waiting this long raises a request's rank by one priority, so that no request starves while urgent ones still go first.
 const PRIORITY_AGEING: Duration = Duration::from_secs(10);
-/// A long prompt lets shorter ones pass until they have cost so many times what it costs itself: enough for it to be in
-/// nobody's way, and it still ends some day.
+/// Shorter prompts overtake a long one until they have computed this many times its own tokens. That keeps the long one out
+/// of their way and still bounds its wait.
 const MAX_OVERTAKING: u32 = 4;
 
 /// A model that is ready to serve.
-pub struct Started {
-    pub engine: Engine,
-    pub supervisor: Supervisor,
-    pub prepared: Prepared,
-    pub folder: ModelFolder,
-    pub text: TextModel,
-    pub model: Description,
-    pub limits: SequenceLimits,
-    pub num_blocks: u32,
-    pub phases: Vec<Phase>,
+pub(crate) struct Started {
+    pub(crate) engine: Engine,
+    pub(crate) supervisor: Supervisor,
+    pub(crate) prepared: Prepared,
+    pub(crate) folder: ModelFolder,
+    pub(crate) text: TextModel,
+    pub(crate) model: Description,
+    pub(crate) limits: SequenceLimits,
+    pub(crate) num_blocks: u32,
+    pub(crate) phases: Vec<Phase>,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum StartError {
+pub(crate) enum StartError {
     #[error(transparent)]
     Prepare(#[from] PrepareError),
     #[error(transparent)]
     Folder(#[from] FolderError),
     #[error(transparent)]
     Tokenizer(LoadError),
-    #[error("loading the tokenizer broke: {0}")]
-    TokenizerBroke(#[from] tokio::task::JoinError),
+    #[error("the thread that loads the tokenizer failed: {0}")]
+    TokenizerThread(#[from] tokio::task::JoinError),
     #[error(transparent)]
-    Spawn(#[from] WorkersError),
-    #[error(transparent)]
-    Worker(#[from] WorkerError),
-    #[error("{0}")]
-    Died(String),
+    Group(#[from] GroupError),
     #[error(transparent)]
     Limits(#[from] ResolveError),
 }
 
-/// What comes out of the workers before the engine is started.
+/// The parts of a server before its engine starts.
 struct Loaded {
     group: Group,
     prepared: Prepared,
@@ -76,23 +69,27 @@ struct Loaded {
     phases: Vec<Phase>,
 }
 
-/// Call it on the main thread (see `process::python_module`). Dropping the future ends every process.
-pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<Started, StartError> {
+/// Call it on the main thread (see `process::python_module`). Dropping the future kills every process.
+pub(crate) async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<Started, StartError> {
     let mut fork_server = ForkServer::new(ForkServerOptions {
         python: python.to_owned(),
         num_threads: settings.num_threads,
         hub_cache: args.huggingface_hub_cache.clone(),
     });
     let worker_options = WorkerOptions { num_ranks: settings.num_ranks, socket_prefix: args.shard_uds_path.clone() };
-    let mut workers = Workers::spawn(&worker_options, &mut fork_server, 0)?;
+    let mut workers = Workers::spawn(&worker_options, &mut fork_server, 0).map_err(GroupError::from)?;
     let sockets = workers.sockets().to_vec();
     let rendezvous = workers.rendezvous();
     let connecting = async {
-        // The workers are forked when the imports are done.
+        // Workers are forked once the imports are done.
         let import_time = async { Ok(fork_server.import_time().await) };
-        tokio::try_join!(import_time, connect(&sockets))
+        tokio::try_join!(import_time, group::connect(&sockets))
     };
-    let loaded = while_alive(&mut workers, load(args, settings, python, connecting, rendezvous)).await?;
+    let loading = load(args, settings, python, connecting, rendezvous);
+    let loaded = match group::while_alive(&mut workers, loading).await? {
+        Err(StartError::Group(error)) => return Err(error.explained(&mut workers).await.into()),
+        result => result?,
+    };
     let (prefix_caching, choice) = Settings::prefix_caching(args, &loaded.model);
     choice.iter().for_each(log_choice);
     let limits = Limits {
@@ -117,7 +114,7 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
     };
     let num_blocks = Some(u64::from(loaded.pool.num_blocks));
     let warm_up = WarmUpOptions { num_blocks, proven: true, ..loaded.warm_up };
-    // Two copies of the weights are for a machine's memory, not for a device's.
+    // A second copy of the weights fits in a host's memory, not in a device's.
     let weight_bytes = loaded.model.device.starts_with("cpu").then_some(loaded.model.weight_bytes);
     let recipe = Recipe { workers: worker_options, load: loaded.load, warm_up, weight_bytes };
     let (supervisor, restart) = Supervisor::new(recipe, fork_server, workers);
@@ -134,40 +131,11 @@ pub async fn start(args: &Args, settings: &Settings, python: &Path) -> Result<St
     })
 }
 
-/// Gives up when a worker dies before; then the reason is in the process's words, as far as it has any.
-pub async fn while_alive<T>(
-    workers: &mut Workers,
-    future: impl Future<Output = Result<T, StartError>>,
-) -> Result<T, StartError> {
-    let result = tokio::select! {
-        result = future => result,
-        reason = workers.death() => return Err(StartError::Died(reason)),
-    };
-    match result {
-        Err(StartError::Worker(error)) if error.is_loss() => {
-            // The process knows more about its end than the socket.
-            let reason = last_words(workers).await;
-            Err(reason.map_or(StartError::Worker(error), StartError::Died))
-        }
-        result => result,
-    }
-}
-
-/// Why a worker ended, if one has.
-pub async fn last_words(workers: &mut Workers) -> Option<String> {
-    tokio::time::timeout(DEATH_PATIENCE, workers.death()).await.ok()
-}
-
-/// Waits until the workers listen.
-pub async fn connect(sockets: &[PathBuf]) -> Result<Group, StartError> {
-    Ok(Group::connect(sockets, CONNECT_PATIENCE).await?)
-}
-
 async fn load(
     args: &Args,
     settings: &Settings,
     python: &Path,
-    connecting: impl Future<Output = Result<(Duration, Group), StartError>>,
+    connecting: impl Future<Output = Result<(Duration, Group), GroupError>>,
     rendezvous: String,
 ) -> Result<Loaded, StartError> {
     let mut phases = Vec::new();
@@ -191,10 +159,10 @@ async fn load(
     let connect = async {
         let (import_time, group) = connecting.await?;
         let start_time = began.elapsed().saturating_sub(import_time);
-        Ok((group, [("import", import_time), ("start workers", start_time)]))
+        Ok::<_, StartError>((group, [("import", import_time), ("start workers", start_time)]))
     };
-    let ((prepared, folder, text), (mut group, begun)) = tokio::try_join!(prepare, connect)?;
-    phases.extend(begun.map(|(name, duration)| Phase { name: name.to_owned(), duration }));
+    let ((prepared, folder, text), (mut group, spans)) = tokio::try_join!(prepare, connect)?;
+    phases.extend(spans.map(|(name, duration)| Phase { name: name.to_owned(), duration }));
 
     let since = Instant::now();
     let load = LoadOptions {
@@ -207,7 +175,7 @@ async fn load(
         watermark_gamma: args.watermark_gamma,
         watermark_delta: args.watermark_delta,
     };
-    let model = group.load(&load).await?;
+    let model = group.load(&load).await.map_err(GroupError::from)?;
     phases.push(timed("load", since));
     phases.extend(model.phases.iter().map(|phase| part_of("load", phase)));
     tracing::info!(
@@ -233,12 +201,12 @@ async fn load(
         memory_fraction: settings.memory_fraction,
         proven: false,
     };
-    let pool = group.warm_up(&warm_up).await?;
+    let pool = group.warm_up(&warm_up).await.map_err(GroupError::from)?;
     phases.push(timed("warm up", since));
     phases.extend(pool.phases.iter().map(|phase| part_of("warm up", phase)));
     let capacity_tokens = u64::from(pool.num_blocks) * u64::from(BLOCK_TOKENS);
     tracing::info!(
-        "the KV cache holds {capacity_tokens} tokens in {} blocks: {} MiB",
+        "the KV cache holds {capacity_tokens} tokens in {} blocks ({} MiB)",
         pool.num_blocks,
         (u64::from(pool.num_blocks) * model.kv_bytes_per_block) >> 20,
     );
@@ -247,10 +215,12 @@ async fn load(
     Ok(Loaded { group, prepared, folder, text, model, pool, load, warm_up, step_tokens, limits, phases })
 }
 
+/// A phase that the workers measured within `whole`.
 fn part_of(whole: &str, phase: &Phase) -> Phase {
     Phase { name: format!("{whole}: {}", phase.name), duration: phase.duration }
 }
 
-pub fn log_choice(choice: &Choice) {
+/// Logs a value that was chosen, with its reason.
+pub(crate) fn log_choice(choice: &Choice) {
     tracing::info!("{} is {} ({})", choice.name, choice.value, choice.reason);
 }

@@ -1,90 +1,55 @@
-//! The workers of a server that is ready: their deaths, and others in their place.
+//! Supervises the workers of a running server: reaps groups that fail and replaces them.
 
 use std::convert::Infallible;
+use std::fmt::Display;
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use penstock_router::engine::{RestartError, RestartGroup, RestartTimes, Restarted};
-use penstock_router::worker::{Group, LoadOptions, WarmUpOptions};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::fork_server::ForkServer;
-use crate::reserve::{Reserve, ReserveEvent};
-use crate::start::{self, StartError};
-use crate::workers::{WorkerOptions, Workers};
+use crate::group::{self, GroupError, Loaded, Recipe};
+use crate::standby::{StandbyEvent, StandbyGroup};
+use crate::workers::Workers;
 
-/// How long to wait for a lost worker's own explanation. A dead process has given it by then.
-const EXPLANATION_PATIENCE: Duration = Duration::from_millis(100);
+/// How long a restart waits for the reason of a worker's exit. A process that has exited has reported it by then.
+const EXIT_REASON_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// When workers have been ready for so long, others are started that wait to take their place: loading takes what their
-/// first steps need.
-const RESERVE_DELAY: Duration = Duration::from_secs(1);
-/// After those in reserve died, as when memory was short.
-const RESERVE_RETRY: Duration = Duration::from_secs(60);
+/// A standby group starts this long after a group became ready, so that its load does not slow the first steps down.
+const STANDBY_DELAY: Duration = Duration::from_secs(1);
+/// Delay after a standby group was lost, for example for want of memory.
+const STANDBY_RETRY: Duration = Duration::from_secs(60);
 
-/// How to make a group like the first one.
-pub struct Recipe {
-    pub workers: WorkerOptions,
-    /// The rendezvous is each group's own.
-    pub load: LoadOptions,
-    /// With as many blocks as the first group has; what that one has proven is not proven again.
-    pub warm_up: WarmUpOptions,
-    /// Of all ranks; `None`: there is no room for a second copy beside the first.
-    pub weight_bytes: Option<u64>,
-}
-
-/// A group that has its weights.
-pub struct Loaded {
-    pub group: Group,
-    /// When it answered.
-    pub connected: Instant,
-}
-
-pub type Loading = BoxFuture<'static, Result<Loaded, StartError>>;
-
-impl Recipe {
-    /// Connects to workers that were spawned, and loads the model.
-    pub fn load(&self, workers: &Workers) -> Loading {
-        let sockets = workers.sockets().to_vec();
-        let load = LoadOptions { rendezvous: workers.rendezvous(), ..self.load.clone() };
-        let loading = async move {
-            let mut group = start::connect(&sockets).await?;
-            let connected = Instant::now();
-            group.load(&load).await?;
-            Ok(Loaded { group, connected })
-        };
-        loading.boxed()
-    }
-}
-
-/// Owns the processes. Lives on the main thread (see `process::python_module`), and the engine asks it from another.
-pub struct Supervisor {
+/// Owns the worker processes. It runs on the main thread (see `process::python_module`); the engine's requests arrive over
+/// a channel.
+pub(crate) struct Supervisor {
     recipe: Recipe,
     fork_server: ForkServer,
-    /// `None`: they are gone, and others could not be started.
+    /// `None` after a failed restart.
     workers: Option<Workers>,
-    reserve: Option<Reserve>,
-    /// `None`: there is one, or none can be.
-    reserve_due: Option<Instant>,
+    standby: Option<StandbyGroup>,
+    /// When to start a standby group; `None` if there is one, or if there can be none.
+    standby_due: Option<Instant>,
     num_groups: usize,
     requests: mpsc::UnboundedReceiver<Request>,
-    /// Of the workers that died last, unless others were started since.
-    last_words: Option<String>,
+    /// Why the current group failed; `None` while it is alive or before its exit is seen.
+    exit_reason: Option<String>,
 }
 
 type Answer = Result<Restarted, RestartError>;
 type Request = oneshot::Sender<Answer>;
 
-/// The engine's side.
-pub struct Restarter {
+/// The engine's handle to the supervisor.
+pub(crate) struct Restarter {
     requests: mpsc::UnboundedSender<Request>,
 }
 
 impl RestartGroup for Restarter {
     fn restart(&self) -> BoxFuture<'static, Answer> {
         let (request, answer) = oneshot::channel();
-        // Where nobody listens any more, nobody answers.
+        // If the supervisor is gone, the answer's sender is dropped with the request.
         let _ = self.requests.send(request);
         let stopping = || RestartError("the server is shutting down".to_owned());
         answer.map(move |answer| answer.unwrap_or_else(|_| Err(stopping()))).boxed()
@@ -92,36 +57,37 @@ impl RestartGroup for Restarter {
 }
 
 impl Supervisor {
-    /// `workers` are the first group, forked by `fork_server`.
-    pub fn new(recipe: Recipe, fork_server: ForkServer, workers: Workers) -> (Self, Restarter) {
+    /// `workers` is the first group, forked by `fork_server`.
+    pub(crate) fn new(recipe: Recipe, fork_server: ForkServer, workers: Workers) -> (Self, Restarter) {
         let (sender, requests) = mpsc::unbounded_channel();
         let supervisor = Self {
             recipe,
             fork_server,
             workers: Some(workers),
-            reserve: None,
-            reserve_due: Some(Instant::now() + RESERVE_DELAY),
+            standby: None,
+            standby_due: Some(Instant::now() + STANDBY_DELAY),
             num_groups: 1,
             requests,
-            last_words: None,
+            exit_reason: None,
         };
         (supervisor, Restarter { requests: sender })
     }
 
-    /// Restarts when asked. To be dropped when the server has ended.
-    pub async fn run(&mut self) -> Infallible {
+    /// Restarts the group when asked, and keeps a standby group. Drop the future when the server has stopped serving.
+    pub(crate) async fn run(&mut self) -> Infallible {
         loop {
             tokio::select! {
-                words = death(self.workers.as_mut()) => self.bury(words),
-                event = next_event(self.reserve.as_mut()) => match event {
-                    ReserveEvent::Ready => tracing::info!("workers are in reserve"),
-                    ReserveEvent::Lost(reason) => {
-                        tracing::info!("no workers are in reserve any more: {reason}");
-                        self.reserve = None;
-                        self.reserve_due = Some(Instant::now() + RESERVE_RETRY);
+                reason = worker_exit(self.workers.as_mut()) => self.reap(reason),
+                event = standby_event(self.standby.as_mut()) => match event {
+                    StandbyEvent::Ready => tracing::info!("the standby group is ready"),
+                    StandbyEvent::Lost(reason) => {
+                        let seconds = STANDBY_RETRY.as_secs();
+                        tracing::info!("the standby group failed, the next one starts in {seconds} s: {reason}");
+                        self.standby = None;
+                        self.standby_due = Some(Instant::now() + STANDBY_RETRY);
                     }
                 },
-                () = sleep_until(self.reserve_due) => self.start_reserve(),
+                () = sleep_until(self.standby_due) => self.start_standby(),
                 Some(mut request) = self.requests.recv() => {
                     tokio::select! {
                         answer = self.restart() => {
@@ -135,42 +101,43 @@ impl Supervisor {
         }
     }
 
-    /// What the workers said that died last, unless others took their place.
-    pub async fn last_words(&mut self) -> Option<String> {
-        if self.last_words.is_none()
+    /// Why the current group failed, if it did. Waits a moment for an exit that has not been seen yet.
+    pub(crate) async fn exit_reason(&mut self) -> Option<String> {
+        if self.exit_reason.is_none()
             && let Some(workers) = &mut self.workers
         {
-            self.last_words = start::last_words(workers).await;
+            self.exit_reason = group::exit_reason(workers).await;
         }
-        self.last_words.take()
+        self.exit_reason.take()
     }
 
-    /// Asks the workers to end, and kills what has not after `grace`.
-    pub async fn stop(self, grace: Duration) {
-        drop(self.reserve);
+    /// Asks the workers to exit, and kills those that have not after `grace`.
+    pub(crate) async fn stop(self, grace: Duration) {
+        drop(self.standby);
         if let Some(workers) = self.workers {
             workers.stop(grace).await;
         }
         self.fork_server.stop().await;
     }
 
-    fn start_reserve(&mut self) {
-        self.reserve_due = None;
-        match Reserve::start(&self.recipe, &mut self.fork_server, self.num_groups) {
-            Ok(reserve) => {
+    fn start_standby(&mut self) {
+        self.standby_due = None;
+        match StandbyGroup::start(&self.recipe, &mut self.fork_server, self.num_groups) {
+            Ok(standby) => {
                 self.num_groups += 1;
-                self.reserve = Some(reserve);
+                self.standby = Some(standby);
             }
-            Err(reason) => tracing::info!("no workers are kept in reserve: {reason}"),
+            Err(reason) => tracing::info!("there is no standby group: {reason}"),
         }
     }
 
-    fn bury(&mut self, words: String) {
-        tracing::warn!("{words}");
-        self.last_words = Some(words);
+    /// Records a worker's exit and kills the rest of its group.
+    fn reap(&mut self, reason: String) {
+        tracing::warn!("{reason}");
+        self.exit_reason = Some(reason);
         if let Some(workers) = &self.workers {
-            // Then the engine notices as well, whoever still holds the dead one's socket.
-            workers.disband();
+            // The engine then notices too: another process may still hold the dead worker's socket open.
+            workers.kill_now();
         }
     }
 
@@ -178,25 +145,25 @@ impl Supervisor {
         let mut times = RestartTimes::default();
         let mut lap = Lap::start();
         if let Some(mut workers) = self.workers.take() {
-            if self.last_words.is_none()
-                && let Ok(words) = tokio::time::timeout(EXPLANATION_PATIENCE, workers.death()).await
+            if self.exit_reason.is_none()
+                && let Ok(reason) = tokio::time::timeout(EXIT_REASON_TIMEOUT, workers.exit()).await
             {
-                tracing::warn!("{words}");
+                tracing::warn!("{reason}");
             }
             if !workers.kill().await {
                 self.fork_server.abandon().await;
             }
         }
-        self.last_words = None;
-        self.reserve_due = None;
+        self.exit_reason = None;
+        self.standby_due = None;
         times.stop = lap.next();
-        let reserve = self.reserve.take().filter(Reserve::is_alive);
-        let (workers, loading) = match reserve {
-            Some(reserve) => reserve.into_parts(),
+        let standby = self.standby.take().filter(StandbyGroup::is_alive);
+        let (workers, loading) = match standby {
+            Some(standby) => standby.into_parts(),
             None => {
                 let workers = Workers::spawn(&self.recipe.workers, &mut self.fork_server, self.num_groups);
                 self.num_groups += 1;
-                let workers = workers.map_err(|error| RestartError(error.to_string()))?;
+                let workers = workers.map_err(restart_error)?;
                 let loading = self.recipe.load(&workers);
                 (workers, loading)
             }
@@ -211,33 +178,42 @@ impl Supervisor {
             let pool = group.warm_up(&warm_up).await?;
             times.warm_up = lap.next();
             match warm_up.num_blocks {
-                Some(promised) if u64::from(pool.num_blocks) < promised => {
-                    let num_blocks = pool.num_blocks;
-                    Err(StartError::Died(format!("they have {num_blocks} KV blocks, the first ones had {promised}")))
+                Some(expected) if u64::from(pool.num_blocks) < expected => {
+                    Err(GroupError::FewerBlocks { num_blocks: pool.num_blocks, expected })
                 }
                 _ => Ok(group),
             }
         };
-        let group = start::while_alive(workers, prepare).await.map_err(|error| RestartError(error.to_string()))?;
-        self.reserve_due = Some(Instant::now() + RESERVE_DELAY);
+        let group = match group::while_alive(workers, prepare).await.flatten() {
+            Ok(group) => group,
+            Err(error) => return Err(restart_error(error.explained(workers).await)),
+        };
+        self.standby_due = Some(Instant::now() + STANDBY_DELAY);
         Ok(Restarted { group, times })
     }
 }
 
-async fn death(workers: Option<&mut Workers>) -> String {
+fn restart_error(error: impl Display) -> RestartError {
+    RestartError(error.to_string())
+}
+
+/// Never resolves without workers.
+async fn worker_exit(workers: Option<&mut Workers>) -> String {
     match workers {
-        Some(workers) => workers.death().await,
+        Some(workers) => workers.exit().await,
         None => std::future::pending().await,
     }
 }
 
-async fn next_event(reserve: Option<&mut Reserve>) -> ReserveEvent {
-    match reserve {
-        Some(reserve) => reserve.next_event().await,
+/// Never resolves without a standby group.
+async fn standby_event(standby: Option<&mut StandbyGroup>) -> StandbyEvent {
+    match standby {
+        Some(standby) => standby.next_event().await,
         None => std::future::pending().await,
     }
 }
 
+/// Never resolves without a time.
 async fn sleep_until(due: Option<Instant>) {
     match due {
         Some(due) => tokio::time::sleep_until(due.into()).await,
@@ -245,7 +221,7 @@ async fn sleep_until(due: Option<Instant>) {
     }
 }
 
-/// Time between one call and the next.
+/// Measures consecutive spans of time.
 struct Lap {
     since: Instant,
 }
@@ -255,11 +231,12 @@ impl Lap {
         Self { since: Instant::now() }
     }
 
+    /// Ends a span now and begins the next one.
     fn next(&mut self) -> Duration {
         self.until(Instant::now())
     }
 
-    /// None, if that was before.
+    /// Ends a span at `end`; zero if the span began later than that.
     fn until(&mut self, end: Instant) -> Duration {
         let end = end.max(self.since);
         end - std::mem::replace(&mut self.since, end)

@@ -1,4 +1,4 @@
-//! What the binary does beside serving: its subcommands. Python knows the answers, so this process becomes Python.
+//! The subcommands. Each replaces this process by the Python module that implements it.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -7,60 +7,59 @@ use std::process::Command;
 
 use clap::{Args, Subcommand};
 
-use crate::args::Dtype;
+use crate::dtype::Dtype;
+use crate::process;
 
+/// A subcommand.
 #[derive(Clone, Debug, Subcommand)]
-pub enum Tool {
-    /// List the architectures, formats and number types that can be served
+pub(crate) enum Tool {
+    /// List the supported architectures, formats and data types
     Models {
-        /// As one JSON object
+        /// Print one JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Say what a model is, how it would be served here, and all that is wrong with it; nothing is started or loaded
+    /// Describe a model, how it would be served here, and every problem with it, without loading it
     Check(Check),
 }
 
-/// Exit status 0 when the model can be served as asked, 1 when it cannot. Of a hub model only the small files are
-/// downloaded, and of its weights the headers are read.
+/// Exits with status 0 if the model can be served with these options, 1 if it cannot. Downloads only the small files of a
+/// Hub model, and reads only the headers of its weights.
 #[derive(Clone, Debug, Args)]
-pub struct Check {
-    /// Model folder, .gguf file, or model id on the Hugging Face hub [default: the embedded model]
+pub(crate) struct Check {
+    /// Model to check: a folder, a .gguf file, or a model id on the Hugging Face Hub [default: the embedded model]
     model: Option<String>,
 
-    /// Branch, tag or commit of a hub model
+    /// Branch, tag or commit of a Hub model
     #[arg(long)]
     revision: Option<String>,
 
-    /// Over how many ranks
+    /// Number of ranks to shard the model across
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     num_shard: u16,
 
-    /// Number format of the weights and the computation [default: as the server chooses on this machine]
+    /// Data type of weights and computation [default: the server's choice on this machine]
     #[arg(long)]
     dtype: Option<Dtype>,
 
-    /// Part of a device's memory that the server may use in all
+    /// Fraction of a device's memory that the server may use in total
     #[arg(long, default_value_t = 0.9)]
     cuda_memory_fraction: f64,
 
-    /// Where hub models are kept [default: ~/.cache/huggingface/hub]
+    /// Folder that holds Hub models [default: ~/.cache/huggingface/hub]
     #[arg(long)]
     huggingface_hub_cache: Option<PathBuf>,
 
-    /// As one JSON object
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
 impl Tool {
-    /// Returns only when the interpreter cannot be started.
-    pub fn run(&self, python: &Path) -> io::Error {
+    /// Returns only if the interpreter cannot be started.
+    pub(crate) fn run(&self, python: &Path) -> io::Error {
         let mut command = Command::new(python);
-        // COMPAT: a third name of the hub's token, which the hub's own library does not know.
-        if let (None, Some(token)) = (std::env::var_os("HF_TOKEN"), std::env::var_os("HF_API_TOKEN")) {
-            command.env("HF_TOKEN", token);
-        }
+        command.envs(process::hub_token());
         let error = self.arguments(&mut command).exec();
         let hint = "set PENSTOCK_PYTHON to the interpreter that has penstock_server";
         io::Error::new(error.kind(), format!("cannot start {}: {error}; {hint}", python.display()))
@@ -87,7 +86,7 @@ impl Tool {
             command.arg("--json");
         }
         if let Self::Check(Check { model: Some(model), .. }) = self {
-            // A model's name may begin like a flag.
+            // After `--`, because the name may begin with a dash.
             command.arg("--").arg(model);
         }
         command

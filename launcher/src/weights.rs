@@ -1,4 +1,4 @@
-//! The model: from what the user wrote to a folder that router and workers can read. Python does the work.
+//! Prepares the model: turns what the user named into a folder that router and workers can read. Python does the work.
 
 use std::path::{Path, PathBuf};
 
@@ -6,34 +6,39 @@ use serde::Deserialize;
 use tokio::io::AsyncReadExt;
 
 use crate::args::Args;
+use crate::output::Lines;
 use crate::process;
 
-/// A model that is ready to be loaded.
+/// Limit on what the process may print. Its answer names every weight file, so it can exceed `output::Lines`.
+const MAX_ANSWER_BYTES: u64 = 16 << 20;
+
+/// A model on disk, ready to be loaded.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Prepared {
-    pub model_id: String,
-    pub folder: PathBuf,
-    pub sha: Option<String>,
-    pub pipeline_tag: Option<String>,
-    /// The files that hold its weights.
-    pub weights: Vec<PathBuf>,
+pub(crate) struct Prepared {
+    pub(crate) model_id: String,
+    pub(crate) folder: PathBuf,
+    pub(crate) sha: Option<String>,
+    pub(crate) pipeline_tag: Option<String>,
+    /// Files that hold the weights.
+    pub(crate) weights: Vec<PathBuf>,
 }
 
+/// Why the model cannot be prepared.
 #[derive(Debug, thiserror::Error)]
-pub enum PrepareError {
+pub(crate) enum PrepareError {
     #[error("cannot start {}: {source}; set PENSTOCK_PYTHON to the interpreter that has penstock_server", .python.display())]
     Spawn { python: PathBuf, source: std::io::Error },
-    #[error("cannot watch the preparation of the model: {0}")]
+    #[error("cannot follow the preparation of the model: {0}")]
     Io(#[from] std::io::Error),
-    /// Its own words.
+    /// The reason that the process gave.
     #[error("{0}")]
     Failed(String),
-    #[error("the preparation of the model answered {answer:?}: {source}")]
+    #[error("the preparation of the model printed {answer:?}: {source}")]
     Answer { answer: String, source: serde_json::Error },
 }
 
-/// Finds, downloads or converts the model. Its progress is logged. Dropping the future ends the process.
-pub async fn prepare(python: &Path, args: &Args) -> Result<Prepared, PrepareError> {
+/// Finds, downloads or converts the model. Logs the progress. Dropping the future kills the process.
+pub(crate) async fn prepare(python: &Path, args: &Args) -> Result<Prepared, PrepareError> {
     let mut command = process::python_module(python, "penstock_server.prepare");
     command.args(args.model_id.iter().flat_map(|id| ["--model-id", id]));
     command.args(args.revision.iter().flat_map(|revision| ["--revision", revision]));
@@ -50,31 +55,30 @@ pub async fn prepare(python: &Path, args: &Args) -> Result<Prepared, PrepareErro
     let mut child = command.spawn().map_err(spawn_error)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
 
-    let mut last_words = String::new();
+    let mut last_line = String::new();
     let follow = async {
-        if let Some(stderr) = stderr {
-            process::for_each_line(stderr, |line| {
-                if let Some(reason) = line.strip_prefix("error: ") {
-                    last_words = reason.to_owned();
-                } else {
-                    tracing::info!("preparing the model: {line}");
-                    last_words = line.to_owned();
-                }
-            })
-            .await;
+        let Some(stderr) = stderr else { return };
+        let mut lines = Lines::new(stderr);
+        while let Some(line) = lines.next().await {
+            if let Some(reason) = line.strip_prefix("error: ") {
+                last_line = reason.to_owned();
+            } else {
+                tracing::info!("preparing the model: {line}");
+                last_line = line;
+            }
         }
     };
     let read = async {
         let mut answer = String::new();
-        if let Some(mut stdout) = stdout {
-            stdout.read_to_string(&mut answer).await?;
+        if let Some(stdout) = stdout {
+            stdout.take(MAX_ANSWER_BYTES).read_to_string(&mut answer).await?;
         }
         Ok::<_, std::io::Error>(answer)
     };
     let ((), answer, status) = tokio::join!(follow, read, child.wait());
     let (answer, status) = (answer?, status?);
     if !status.success() {
-        let reason = if last_words.is_empty() { format!("it ended with {status}") } else { last_words };
+        let reason = if last_line.is_empty() { format!("the process ended with {status}") } else { last_line };
         return Err(PrepareError::Failed(format!("the model cannot be prepared: {reason}")));
     }
     serde_json::from_str(&answer).map_err(|source| PrepareError::Answer { answer, source })

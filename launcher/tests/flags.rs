@@ -1,8 +1,8 @@
-//! The command line of the built binary, as far as it needs neither Python nor a model.
+//! The command line of the built binary, where it needs neither Python nor a model.
 
 use std::process::{Command, Output};
 
-/// TGI's 54 flags (and its environment variable for each, but for `env`).
+/// TGI's 54 flags. Each but `env` also has an environment variable.
 const TGI_FLAGS: [&str; 54] = [
     "model-id",
     "revision",
@@ -60,7 +60,7 @@ const TGI_FLAGS: [&str; 54] = [
     "graceful-termination-timeout",
 ];
 
-/// TGI's environment variables that are no flag's (spec §5.2), but for those of flags.
+/// TGI's environment variables that do not belong to a flag.
 const TGI_VARIABLES: [&str; 40] = [
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
@@ -104,38 +104,39 @@ const TGI_VARIABLES: [&str; 40] = [
     "HF_MODEL_QUANTIZE",
 ];
 
-/// Runs the binary with these arguments and no environment but this.
+/// Runs the binary with exactly these arguments and environment variables.
 fn penstock(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
     command.args(arguments).env_clear().envs(environment.iter().copied()).output().expect("the binary was built")
 }
 
-fn said(output: &Output) -> String {
+/// Standard output, then standard error.
+fn printed(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// A start that ends before any port or process: two settings contradict each other.
+/// Two settings that contradict each other, so the start fails before it binds a port or starts a process.
 const CONTRADICTION: [&str; 4] = ["--max-input-tokens", "2", "--max-total-tokens", "2"];
 
 #[test]
-fn every_flag_of_tgi_is_known() {
+fn every_flag_of_tgi_is_accepted_or_refused_by_name() {
     for flag in TGI_FLAGS {
         for value in [None, Some("1")] {
             let flag = format!("--{flag}");
             let arguments: Vec<&str> = [flag.as_str()].into_iter().chain(value).collect();
-            let message = said(&penstock(&[&arguments[..], &["--version"]].concat(), &[]));
+            let message = printed(&penstock(&[&arguments[..], &["--version"]].concat(), &[]));
             assert!(!message.contains(&format!("unexpected argument '{flag}'")), "{message}");
         }
     }
 }
 
-/// The rows of a page's tables, by the flag or variable that they begin with.
+/// The table rows of a page that start with the flag or variable `name`.
 fn rows<'a>(page: &'a str, name: &str) -> Vec<&'a str> {
     page.lines().filter(|line| line.starts_with(&format!("| `{name}`"))).collect()
 }
 
 #[test]
-fn the_pages_under_docs_are_what_the_code_says() {
+fn generated_pages_of_docs_are_up_to_date() {
     for (page, written) in
         [("flags", include_str!("../../docs/flags.md")), ("metrics", include_str!("../../docs/metrics.md"))]
     {
@@ -146,13 +147,12 @@ fn the_pages_under_docs_are_what_the_code_says() {
 }
 
 #[test]
-fn every_flag_and_variable_of_tgi_is_in_the_reference_once() {
+fn every_flag_and_variable_of_tgi_is_documented_once() {
     let page = include_str!("../../docs/flags.md");
     for flag in TGI_FLAGS {
         let rows = rows(page, &format!("--{flag}"));
         assert_eq!(rows.len(), 1, "--{flag}: {rows:?}");
-        let is_ours = rows[0].ends_with("| ours |");
-        assert!(!is_ours, "--{flag} is TGI's: {rows:?}");
+        assert!(!rows[0].ends_with("| not in TGI |"), "--{flag} is a flag of TGI: {rows:?}");
         let reason = rows[0].trim_end_matches(" |").rsplit(" | ").next().unwrap_or_default();
         assert!(!reason.is_empty(), "--{flag} has no verdict: {rows:?}");
     }
@@ -165,32 +165,32 @@ fn every_flag_and_variable_of_tgi_is_in_the_reference_once() {
 fn an_unknown_flag_is_refused_by_name() {
     let output = penstock(&["--no-such-flag"], &[]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(said(&output).contains("--no-such-flag"));
+    assert!(printed(&output).contains("--no-such-flag"));
 }
 
 #[test]
-fn an_unsupported_flag_is_refused_with_what_to_do_instead() {
+fn an_unsupported_flag_is_refused_with_a_remedy() {
     for (flag, value, advice) in [
         ("quantize", "awq", "not supported yet"),
         ("speculate", "3", "not supported yet"),
         ("lora-adapters", "a/b", "merge the adapter"),
-        ("ngrok-authtoken", "secret", "run a tunnel"),
+        ("ngrok-authtoken", "secret", "run a separate tunnel"),
     ] {
         let output = penstock(&[&format!("--{flag}"), value], &[]);
         assert_eq!(output.status.code(), Some(2));
-        let message = said(&output);
+        let message = printed(&output);
         assert!(message.contains(&format!("--{flag} is refused: ")) && message.contains(advice), "{message}");
         assert!(!message.contains("secret"), "{message}");
         let name = flag.replace('-', "_").to_uppercase();
-        let message = said(&penstock(&[], &[(&name, value)]));
+        let message = printed(&penstock(&[], &[(&name, value)]));
         assert!(message.contains(&format!("environment variable {name} is refused: ")), "{message}");
     }
 }
 
 #[test]
-fn a_switch_that_the_environment_turns_off_is_not_asked_for() {
+fn a_refused_switch_that_the_environment_turns_off_is_ignored() {
     let output = penstock(&CONTRADICTION, &[("NGROK", "false"), ("DISABLE_CUSTOM_KERNELS", "0"), ("QUANTIZE", "")]);
-    assert!(said(&output).contains("max-input-tokens must be less than max-total-tokens"), "{}", said(&output));
+    assert!(printed(&output).contains("max-input-tokens must be less than max-total-tokens"), "{}", printed(&output));
 }
 
 #[test]
@@ -202,42 +202,42 @@ fn a_flag_without_effect_is_accepted() {
         &["--prometheus-port", "9000"],
         &["--waiting-served-ratio", "1.2"],
     ] {
-        let message = said(&penstock(&[arguments, &CONTRADICTION].concat(), &[]));
+        let message = printed(&penstock(&[arguments, &CONTRADICTION].concat(), &[]));
         assert!(message.contains("max-input-tokens must be less than"), "{message}");
     }
 }
 
 #[test]
-fn a_flag_comes_before_the_environment() {
-    let by_environment = said(&penstock(&[], &[("NUM_SHARD", "0")]));
+fn a_flag_overrides_its_environment_variable() {
+    let by_environment = printed(&penstock(&[], &[("NUM_SHARD", "0")]));
     assert!(by_environment.contains("--num-shard is 0"), "{by_environment}");
-    let by_flag = said(&penstock(&[&["--num-shard", "1"], &CONTRADICTION[..]].concat(), &[("NUM_SHARD", "0")]));
+    let by_flag = printed(&penstock(&[&["--num-shard", "1"], &CONTRADICTION[..]].concat(), &[("NUM_SHARD", "0")]));
     assert!(by_flag.contains("max-input-tokens must be less than"), "{by_flag}");
 }
 
 #[test]
-fn both_names_of_the_input_limit_are_refused() {
-    let message = said(&penstock(&["--max-input-tokens", "1", "--max-input-length", "1"], &[]));
+fn both_names_of_the_input_limit_together_are_refused() {
+    let message = printed(&penstock(&["--max-input-tokens", "1", "--max-input-length", "1"], &[]));
     assert!(message.contains("cannot be used with"), "{message}");
 }
 
 #[test]
-fn a_busy_port_ends_the_start_before_anything_is_loaded() {
+fn a_busy_port_is_reported_before_anything_is_loaded() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = taken.local_addr().expect("a bound socket").port().to_string();
     let output = penstock(&["--hostname", "127.0.0.1", "--port", &port], &[("PENSTOCK_PYTHON", "/nonexistent")]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(said(&output).contains(&format!("port {port} on 127.0.0.1 is in use")), "{}", said(&output));
+    assert!(printed(&output).contains(&format!("port {port} on 127.0.0.1 is in use")), "{}", printed(&output));
 }
 
 #[test]
-fn a_python_that_is_not_there_is_named() {
+fn a_missing_python_is_named() {
     let output = penstock(&["--hostname", "127.0.0.1", "--port", "0"], &[("PENSTOCK_PYTHON", "/nonexistent")]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(said(&output).contains("cannot start /nonexistent"), "{}", said(&output));
+    assert!(printed(&output).contains("cannot start /nonexistent"), "{}", printed(&output));
 }
 
-/// Python's part is played by a shell script.
+/// Runs the binary with a shell script in place of Python.
 fn with_python(script: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -250,60 +250,60 @@ fn with_python(script: &str, arguments: &[&str], environment: &[(&str, &str)]) -
 }
 
 #[test]
-fn a_worker_that_ends_at_start_ends_the_start_with_its_words() {
+fn a_worker_that_exits_at_startup_ends_the_server_with_its_error() {
     let output =
         with_python("case $2 in *prepare) sleep 60;; *) echo 'error: no such device' >&2; exit 3;; esac", &[], &[]);
     assert_eq!(output.status.code(), Some(1));
-    let expected = "the fork server ended with exit status 3: no such device";
-    assert!(said(&output).contains(expected), "{}", said(&output));
+    let expected = "the fork server exited with status 3: no such device";
+    assert!(printed(&output).contains(expected), "{}", printed(&output));
 }
 
 #[test]
-fn a_model_that_cannot_be_prepared_ends_the_start_with_its_reason() {
+fn a_model_that_cannot_be_prepared_ends_the_server_with_the_reason() {
     let output = with_python(
         "case $2 in *prepare) echo 'error: there is no such model' >&2; exit 1;; *) sleep 60;; esac",
         &[],
         &[],
     );
     assert_eq!(output.status.code(), Some(1));
-    let message = said(&output);
+    let message = printed(&output);
     assert!(message.contains("the model cannot be prepared: there is no such model"), "{message}");
 }
 
 #[test]
-fn keys_are_in_no_line_and_in_no_workers_environment() {
+fn keys_appear_in_no_log_line_and_no_worker_environment() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let file = folder.path().join("keys");
     std::fs::write(&file, "hidden-in-file\n").expect("a writable folder");
     let file = file.to_string_lossy().into_owned();
     let script = "tr '\\0' '\\n' < /proc/self/environ >&2; tr '\\0' ' ' < /proc/self/cmdline >&2; exit 3";
     let environment = [("API_KEY", "hidden-one,hidden-two"), ("API_KEY_FILE", file.as_str()), ("SEEN", "yes")];
-    let message = said(&with_python(script, &["--env"], &environment));
+    let message = printed(&with_python(script, &["--env"], &environment));
     assert!(message.contains("SEEN=yes") && message.contains("api-key is (hidden)"), "{message}");
     assert!(!message.contains("hidden-"), "{message}");
-    let message = said(&with_python(script, &["--api-key", "hidden-three"], &[]));
+    let message = printed(&with_python(script, &["--api-key", "hidden-three"], &[]));
     assert!(message.contains("api-key is (hidden)") && !message.contains("hidden-three"), "{message}");
 }
 
 #[test]
-fn keys_that_would_open_the_server_are_refused() {
+fn unusable_keys_are_refused() {
     for (arguments, environment, words) in [
-        (&["--api-key", ""][..], &[][..], "is empty; leave it out"),
-        (&[], &[("API_KEY", "")], "is empty; leave it out"),
+        (&["--api-key", ""][..], &[][..], "is empty; remove it"),
+        (&[], &[("API_KEY", "")], "is empty; remove it"),
         (&["--api-key-file", "/nonexistent"], &[], "cannot read --api-key-file /nonexistent"),
         (&["--api-key", "two words"], &[], "key 1 of --api-key cannot be sent"),
     ] {
         let output = penstock(arguments, environment);
         assert_eq!(output.status.code(), Some(2));
-        let message = said(&output);
+        let message = printed(&output);
         assert!(message.contains(words) && !message.contains("two words"), "{message}");
     }
 }
 
 #[test]
-fn a_platform_says_what_nobody_else_said() {
+fn platform_defaults_yield_to_flags_and_override_the_port_variable() {
     let settings = |arguments: &[&str], environment: &[(&str, &str)]| {
-        said(&penstock(&[arguments, &["--hostname", "127.0.0.1"]].concat(), environment))
+        printed(&penstock(&[arguments, &["--hostname", "127.0.0.1"]].concat(), environment))
     };
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = taken.local_addr().expect("a bound socket").port().to_string();
@@ -324,17 +324,17 @@ fn a_platform_says_what_nobody_else_said() {
 }
 
 #[test]
-fn a_variable_without_effect_is_said_to_have_none() {
+fn a_variable_without_effect_is_reported() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = taken.local_addr().expect("a bound socket").port().to_string();
     let environment = [("ATTENTION", "flashinfer"), ("HOSTNAME", "127.0.0.1"), ("PORT", port.as_str())];
-    let message = said(&penstock(&[], &environment));
+    let message = printed(&penstock(&[], &environment));
     assert!(message.contains("environment variable ATTENTION has no effect: "), "{message}");
 }
 
 #[test]
-fn the_environment_is_described_without_its_secrets() {
+fn the_environment_report_contains_no_secret() {
     let environment = [("HF_TOKEN", "hf_secret"), ("PENSTOCK_PYTHON", "/nonexistent")];
-    let message = said(&penstock(&["--env", "--hostname", "127.0.0.1", "--port", "0"], &environment));
+    let message = printed(&penstock(&["--env", "--hostname", "127.0.0.1", "--port", "0"], &environment));
     assert!(message.contains("environment: penstock ") && !message.contains("hf_secret"), "{message}");
 }

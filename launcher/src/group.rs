@@ -1,0 +1,94 @@
+//! A worker group from spawned processes to loaded weights: shared by the first start, restarts and the standby group.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use penstock_router::worker::{Group, LoadOptions, WarmUpOptions, WorkerError};
+
+use crate::workers::{WorkerOptions, Workers, WorkersError};
+
+/// Time limit for the workers to listen. Python's imports read hundreds of megabytes, perhaps from a cold disk.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(300);
+/// After a lost connection: how long to wait for the exit that explains it.
+const EXIT_REASON_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How to start a group like the first one.
+pub(crate) struct Recipe {
+    pub(crate) workers: WorkerOptions,
+    /// `rendezvous` is replaced, because each group needs its own.
+    pub(crate) load: LoadOptions,
+    /// As many blocks as the first group has, without repeating that group's memory measurements.
+    pub(crate) warm_up: WarmUpOptions,
+    /// Weights of all ranks; `None` if the device has no room for a second copy.
+    pub(crate) weight_bytes: Option<u64>,
+}
+
+/// A group whose weights are loaded.
+pub(crate) struct Loaded {
+    pub(crate) group: Group,
+    /// When all workers had answered.
+    pub(crate) connected: Instant,
+}
+
+pub(crate) type Loading = BoxFuture<'static, Result<Loaded, GroupError>>;
+
+/// Why a group could not be started.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum GroupError {
+    #[error(transparent)]
+    Spawn(#[from] WorkersError),
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+    /// A worker exited; the text says which one and why.
+    #[error("{0}")]
+    Exited(String),
+    #[error("the workers have {num_blocks} KV blocks, the first group had {expected}")]
+    FewerBlocks { num_blocks: u32, expected: u64 },
+}
+
+impl GroupError {
+    /// Replaces a lost connection by the exit that caused it, because the process knows more than the socket.
+    pub(crate) async fn explained(self, workers: &mut Workers) -> Self {
+        match self {
+            Self::Worker(error) if error.is_loss() => {
+                exit_reason(workers).await.map_or(Self::Worker(error), Self::Exited)
+            }
+            error => error,
+        }
+    }
+}
+
+impl Recipe {
+    /// Connects to spawned workers and loads the model.
+    pub(crate) fn load(&self, workers: &Workers) -> Loading {
+        let sockets = workers.sockets().to_vec();
+        let load = LoadOptions { rendezvous: workers.rendezvous(), ..self.load.clone() };
+        let loading = async move {
+            let mut group = connect(&sockets).await?;
+            let connected = Instant::now();
+            group.load(&load).await?;
+            Ok(Loaded { group, connected })
+        };
+        loading.boxed()
+    }
+}
+
+/// Waits until the workers listen.
+pub(crate) async fn connect(sockets: &[PathBuf]) -> Result<Group, GroupError> {
+    Ok(Group::connect(sockets, CONNECT_TIMEOUT).await?)
+}
+
+/// Awaits `task`, unless a worker exits first.
+pub(crate) async fn while_alive<T>(workers: &mut Workers, task: impl Future<Output = T>) -> Result<T, GroupError> {
+    tokio::select! {
+        result = task => Ok(result),
+        reason = workers.exit() => Err(GroupError::Exited(reason)),
+    }
+}
+
+/// Why a worker exited; `None` if none exits soon.
+pub(crate) async fn exit_reason(workers: &mut Workers) -> Option<String> {
+    tokio::time::timeout(EXIT_REASON_TIMEOUT, workers.exit()).await.ok()
+}
