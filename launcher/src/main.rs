@@ -45,6 +45,7 @@ use nix::sys::signal::Signal;
 use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits};
 use penstock_router::engine::Engine;
 use penstock_router::telemetry::metrics::{self, Exporter};
+use penstock_router::text::{RENDERER_ARGUMENT, run_chat_renderer};
 use penstock_router::worker::Phase;
 use penstock_router::{Config, Services};
 use tokio_util::sync::CancellationToken;
@@ -66,6 +67,9 @@ enum Stopped {
 }
 
 fn main() -> ExitCode {
+    if std::env::args_os().nth(1).is_some_and(|argument| argument == RENDERER_ARGUMENT) {
+        return if run_chat_renderer().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
     let parsed = match command_line::parse(std::env::args_os(), |name| std::env::var(name).ok()) {
         Ok(parsed) => parsed,
         Err(error) => error.exit(),

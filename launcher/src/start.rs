@@ -150,7 +150,8 @@ async fn load(
         let since = Instant::now();
         let (path, chat_template, num_threads) =
             (folder.path.clone(), folder.chat_template.clone(), args.validation_workers);
-        let text = tokio::task::spawn_blocking(move || TextModel::load(&path, num_threads, chat_template))
+        let renderer = Path::new("/proc/self/exe");
+        let text = tokio::task::spawn_blocking(move || TextModel::load(&path, num_threads, chat_template, renderer))
             .await?
             .map_err(StartError::Tokenizer)?;
         phases.push(timed("load tokenizer", since));

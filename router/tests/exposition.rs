@@ -12,6 +12,7 @@ mod server;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -97,7 +98,7 @@ impl Router {
         let ranks = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
         let options = EngineOptions { limits, step_deadline: PATIENCE, max_failures: 2 };
         let engine = Arc::new(Engine::start(ranks, options, Arc::new(fleet.clone())));
-        let text = TextModel::load(folder.path(), 1, None).unwrap();
+        let text = TextModel::load(folder.path(), 1, None, Path::new(env!("CARGO_BIN_EXE_chat-renderer"))).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(serve(config, Services { engine, text, metrics }, listener, CancellationToken::new()));

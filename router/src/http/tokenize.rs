@@ -42,7 +42,7 @@ pub(super) async fn chat_tokenize(
     State(service): State<Service>,
     Json(mut request): Json<ChatRequest>,
 ) -> Result<Json<ChatTokenizeResponse>, TgiError> {
-    let text = chat::render(&service, &mut request)?.text;
+    let text = chat::render(&service, &mut request).await?.text;
     let tokenize_response = tokens(&service, &text, false).await?;
     Ok(Json(ChatTokenizeResponse { tokenize_response, templated_text: text.as_ref().into() }))
 }

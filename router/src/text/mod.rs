@@ -13,6 +13,7 @@ mod stop;
 mod template;
 
 pub use model::{LoadError, TextModel};
+pub use template::{RENDERER_ARGUMENT, run_chat_renderer};
 
 pub(crate) use answer::{AnswerParser, AnswerStyle, Part, Thinking, Tool, ToolChoice, ToolError, ToolFormat};
 pub(crate) use generation::{

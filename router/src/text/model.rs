@@ -45,9 +45,18 @@ pub(crate) struct TokenSpan {
 }
 
 impl TextModel {
-    /// Reads a prepared model folder. `chat_template`: the source of one that goes before the folder's.
-    /// A broken chat template is not an error here: it fails the chats only.
-    pub fn load(folder: &Path, num_threads: usize, chat_template: Option<String>) -> Result<Self, LoadError> {
+    /// Reads a prepared model folder.
+    ///
+    /// `num_threads`: long texts tokenized, and chats rendered, at the same time. `chat_template`: the source of a
+    /// template that replaces the folder's. `renderer`: the program that renders chat templates; it calls
+    /// [`run_chat_renderer`](super::run_chat_renderer) where its first argument is
+    /// [`RENDERER_ARGUMENT`](super::RENDERER_ARGUMENT). A broken chat template is not an error here: it fails the chats.
+    pub fn load(
+        folder: &Path,
+        num_threads: usize,
+        chat_template: Option<String>,
+        renderer: &Path,
+    ) -> Result<Self, LoadError> {
         let path = folder.join("tokenizer.json");
         if !path.exists() {
             return Err(LoadError::NoTokenizer(folder.to_owned()));
@@ -80,7 +89,10 @@ impl TextModel {
             spelling: Spelling::of(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
-            template: Arc::new(ChatTemplate::new(sources, &config.special_tokens)),
+            template: Arc::new(
+                ChatTemplate::new(sources, &config.special_tokens, renderer, num_threads)
+                    .map_err(LoadError::Renderer)?,
+            ),
             eos_token_ids: eos_token_ids.into(),
         })
     }
@@ -145,8 +157,8 @@ impl TextModel {
     }
 
     /// The prompt for a conversation, ready for the assistant's answer.
-    pub(crate) fn render_chat(&self, inputs: ChatInputs) -> Result<String, TemplateError> {
-        self.template.render(inputs)
+    pub(crate) async fn render_chat(&self, inputs: ChatInputs) -> Result<String, TemplateError> {
+        self.template.render(inputs).await
     }
 
     /// Whether the chat template shows offered tools to the model; if not, a message has to.

@@ -20,6 +20,8 @@ pub enum LoadError {
     Read { path: PathBuf, source: io::Error },
     #[error("{} is not what it should be: {reason}", .path.display())]
     Malformed { path: PathBuf, reason: String },
+    #[error("cannot start the process that renders chat templates: {0}")]
+    Renderer(io::Error),
 }
 
 /// Token ids that end a sequence, from generation_config.json, or else from config.json.

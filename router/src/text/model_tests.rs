@@ -1,7 +1,5 @@
 use std::fs;
 
-use serde_json::{Value, json};
-
 use super::*;
 
 const TOKENIZER: &str = r#"{"version": "1.0", "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
@@ -20,15 +18,7 @@ fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 fn load(files: &[(&str, &str)]) -> Result<TextModel, LoadError> {
-    TextModel::load(folder(files).path(), 1, None)
-}
-
-fn chat(messages: Value) -> ChatInputs {
-    ChatInputs { messages: messages.as_array().unwrap().clone(), ..ChatInputs::default() }
-}
-
-fn hello(model: &TextModel) -> Result<String, TemplateError> {
-    model.render_chat(chat(json!([{"role": "user", "content": "Hi"}])))
+    TextModel::load(folder(files).path(), 1, None, Path::new("unused"))
 }
 
 #[test]
@@ -62,43 +52,37 @@ fn every_eos_token_is_known() {
     );
 }
 
+fn templates(files: &[(&str, &str)]) -> TemplateSources {
+    let folder = folder(files);
+    TokenizerConfig::read(folder.path()).unwrap().chat_templates(folder.path()).unwrap()
+}
+
 #[test]
-fn a_template_is_found_wherever_models_keep_it() {
-    let rendered = |files: &[(&str, &str)]| hello(&load(&[&[("tokenizer.json", TOKENIZER)], files].concat()).unwrap());
-    let string = ("tokenizer_config.json", r#"{"chat_template": "1 {{ bos_token }}", "bos_token": "<s>"}"#);
+fn the_default_template_is_found_in_every_place_where_models_keep_it() {
+    let default = |files: &[(&str, &str)]| templates(files).default;
+    let found = |text: &str| Some(text.to_owned());
+    let string = ("tokenizer_config.json", r#"{"chat_template": "1"}"#);
     let named = r#"{"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "2"}]}"#;
-    assert_eq!(rendered(&[string]).unwrap(), "1 <s>");
-    assert_eq!(rendered(&[("tokenizer_config.json", named)]).unwrap(), "2");
+    assert_eq!(default(&[string]), found("1"));
+    assert_eq!(default(&[("tokenizer_config.json", named)]), found("2"));
     let json = ("chat_template.json", r#"{"chat_template": "3"}"#);
-    assert_eq!(rendered(&[string, json]).unwrap(), "3");
-    assert_eq!(rendered(&[string, json, ("chat_template.jinja", "4")]).unwrap(), "4");
+    assert_eq!(default(&[string, json]), found("3"));
+    assert_eq!(default(&[string, json, ("chat_template.jinja", "4")]), found("4"));
     let processor = ("processor_config.json", r#"{"chat_template": "5"}"#);
-    assert_eq!(rendered(&[processor]).unwrap(), "5");
-    assert_eq!(rendered(&[processor, json]).unwrap(), "3");
-    assert_eq!(rendered(&[]).unwrap_err(), TemplateError::Missing);
+    assert_eq!(default(&[processor]), found("5"));
+    assert_eq!(default(&[processor, json]), found("3"));
+    assert_eq!(default(&[]), None);
 }
 
 #[test]
-fn templates_for_tools_are_found_beside_the_default() {
-    let shows = |files: &[(&str, &str)]| {
-        let model = load(&[&[("tokenizer.json", TOKENIZER)], files].concat()).unwrap();
-        let tools = Some(vec![json!({})]);
-        (model.render_chat(ChatInputs { tools, ..ChatInputs::default() }).unwrap(), hello(&model).unwrap())
-    };
-    let both = ("x".to_owned(), "2".to_owned());
+fn the_template_for_tools_is_found_next_to_the_default() {
+    let both = TemplateSources { default: Some("2".to_owned()), tool_use: Some("x".to_owned()) };
     let list = r#"{"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "2"}]}"#;
-    assert_eq!(shows(&[("tokenizer_config.json", list)]), both);
+    assert_eq!(templates(&[("tokenizer_config.json", list)]), both);
     let object = r#"{"chat_template": {"tool_use": "x", "default": "2"}}"#;
-    assert_eq!(shows(&[("chat_template.json", object)]), both);
+    assert_eq!(templates(&[("chat_template.json", object)]), both);
     let files = [("chat_template.jinja", "2"), ("additional_chat_templates/tool_use.jinja", "x")];
-    assert_eq!(shows(&files), both);
-}
-
-#[test]
-fn a_template_of_the_user_goes_before_the_folder_s() {
-    let folder = folder(&[("tokenizer.json", TOKENIZER), ("chat_template.jinja", "4")]);
-    let model = TextModel::load(folder.path(), 1, Some("mine {{ messages[0].content }}".to_owned())).unwrap();
-    assert_eq!(hello(&model).unwrap(), "mine Hi");
+    assert_eq!(templates(&files), both);
 }
 
 #[tokio::test]

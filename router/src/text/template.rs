@@ -1,22 +1,32 @@
 //! Chat templates, rendered as `transformers.apply_chat_template` renders them. All of minijinja is in this folder.
 //!
-//! INVARIANT: rendering ends, whatever the template and the conversation are: by its fuel at the latest.
+//! INVARIANT: a rendering ends within a bounded time and in bounded memory, for any template and any conversation.
 
 mod compiled;
 mod content;
 mod continuation;
 mod filter;
 mod method;
+mod process;
 mod python_str;
+mod renderer;
 mod source;
 mod trial;
 
-use serde_json::{Map, Value};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
 
-use compiled::Compiled;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use tokio::sync::Semaphore;
+
+pub use process::RENDERER_ARGUMENT;
+use process::{Renderer, Start};
+pub use renderer::run_chat_renderer;
 
 /// Why a conversation could not be made into a prompt.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub(crate) enum TemplateError {
     #[error("the model has no chat template; use a completion route, or a model that has one")]
     Missing,
@@ -24,7 +34,18 @@ pub(crate) enum TemplateError {
     Invalid(String),
     #[error("template too expensive: it takes more than {} operations for this conversation", compiled::MAX_OPERATIONS)]
     TooExpensive,
-    #[error("the last message cannot be continued: the template does not write the assistant's text as it is")]
+    #[error("template too slow: rendering takes more than {} seconds", process::RENDER_DEADLINE.as_secs())]
+    TooSlow,
+    #[error(
+        "template too large: rendering takes more than {} MiB of memory, or recurses too deeply",
+        process::MAX_MEMORY_BYTES >> 20
+    )]
+    TooLarge,
+    #[error("template too large: it writes a prompt of more than {} MiB", process::MAX_PROMPT_BYTES >> 20)]
+    TooLong,
+    #[error("the process that renders chat templates failed: {0}")]
+    Renderer(String),
+    #[error("the last message cannot be continued: the template does not write the assistant's text unchanged")]
     NotContinuable,
     #[error("the last message cannot be continued: it has no text")]
     NothingToContinue,
@@ -46,7 +67,7 @@ impl From<minijinja::Error> for TemplateError {
 }
 
 /// What a prompt is made of. Messages and tools are as OpenAI's clients send them.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct ChatInputs {
     pub(crate) messages: Vec<Value>,
     /// `None`: no tools are offered. Some templates tell that from an empty list.
@@ -75,34 +96,56 @@ impl TemplateSources {
     }
 }
 
-/// A model's templates. A broken one fails the chats that need it, and nothing else.
+/// One rendering that runs into its deadline must not hold up all others.
+const MIN_CONCURRENT_RENDERINGS: usize = 2;
+
+/// A model's templates. A broken one fails the chats that need it and nothing else.
 pub(super) struct ChatTemplate {
-    default: Result<Compiled, TemplateError>,
-    tool_use: Option<Result<Compiled, TemplateError>>,
+    default: Result<Arc<Renderer>, TemplateError>,
+    /// Takes the place of `default` where tools are offered.
+    tool_use: Option<Result<Arc<Renderer>, TemplateError>>,
+    /// Renderings that may run at the same time.
+    permits: Arc<Semaphore>,
 }
 
 impl ChatTemplate {
+    /// Compiles the templates, each in a process of its own. `program`: what these processes run.
     /// `special_tokens`: `bos_token` and so on, which templates may write.
-    pub(super) fn new(sources: TemplateSources, special_tokens: &Map<String, Value>) -> Self {
-        let compile = |source: String| Compiled::new(&source, special_tokens.clone(), jiff::Zoned::now);
-        Self {
-            default: sources.default.map_or(Err(TemplateError::Missing), compile),
-            tool_use: sources.tool_use.map(compile),
-        }
+    pub(super) fn new(
+        sources: TemplateSources,
+        special_tokens: &Map<String, Value>,
+        program: &Path,
+        num_threads: usize,
+    ) -> io::Result<Self> {
+        let start = |source: String| {
+            let renderer = Renderer::start(program, Start { source, special_tokens: special_tokens.clone() })?;
+            Ok::<_, io::Error>(renderer.map(Arc::new))
+        };
+        Ok(Self {
+            default: sources.default.map(start).transpose()?.unwrap_or(Err(TemplateError::Missing)),
+            tool_use: sources.tool_use.map(start).transpose()?,
+            permits: Arc::new(Semaphore::new(num_threads.max(MIN_CONCURRENT_RENDERINGS))),
+        })
     }
 
-    pub(super) fn render(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
-        let template = self.choose(inputs.tools.is_some())?;
-        inputs.messages = inputs.messages.into_iter().map(|message| template.habits().adapt(message)).collect();
-        template.render(inputs)
+    pub(super) async fn render(&self, inputs: ChatInputs) -> Result<String, TemplateError> {
+        let renderer = Arc::clone(self.choose(inputs.tools.is_some())?);
+        let failed = |error: &dyn std::error::Error| TemplateError::Renderer(error.to_string());
+        // The permit moves into the thread: a client that disconnects does not free the process that is still rendering.
+        let permit = Arc::clone(&self.permits).acquire_owned().await.map_err(|error| failed(&error))?;
+        let task = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            renderer.render(&inputs)
+        });
+        task.await.unwrap_or_else(|error| Err(failed(&error)))
     }
 
     /// Whether the template shows offered tools to the model. If not, the caller has to write them into a message.
     pub(super) fn uses_tools(&self) -> bool {
-        self.choose(true).is_ok_and(Compiled::uses_tools)
+        self.choose(true).is_ok_and(|renderer| renderer.uses_tools())
     }
 
-    fn choose(&self, with_tools: bool) -> Result<&Compiled, TemplateError> {
+    fn choose(&self, with_tools: bool) -> Result<&Arc<Renderer>, TemplateError> {
         let template = self.tool_use.as_ref().filter(|_| with_tools).unwrap_or(&self.default);
         template.as_ref().map_err(TemplateError::clone)
     }

@@ -4,6 +4,7 @@
 mod admission;
 mod auth;
 mod chat;
+mod chat_template;
 mod completion;
 mod connection;
 mod document;

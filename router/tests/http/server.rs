@@ -189,7 +189,8 @@ impl Server {
         adjust(&mut config);
         let engine =
             Arc::new(Engine { script: Box::new(script), requests: Mutex::default(), health: Mutex::new(Health::Well) });
-        let text = TextModel::load(&config.model_folder, 1, None).unwrap();
+        let text =
+            TextModel::load(&config.model_folder, 1, None, Path::new(env!("CARGO_BIN_EXE_chat-renderer"))).unwrap();
         let services = Services { engine: Arc::clone(&engine) as Arc<dyn Generator>, text, metrics: exporter() };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

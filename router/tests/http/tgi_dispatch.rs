@@ -70,6 +70,12 @@ async fn vertex_predicts_a_text_for_each_instance_in_their_order() {
         for _ in 0..3 {
             all.push(sequences.recv().await.unwrap());
         }
+        // The chat's prompt is rendered first, so its sequence may be submitted last.
+        all.sort_by_key(|sequence| match &sequence.request.prompt_token_ids {
+            ids if *ids == bytes("first") => 0,
+            ids if *ids == bytes("third") => 2,
+            _ => 1,
+        });
         assert_eq!(all[0].request.sampling.top_k, 3);
         assert!(all.iter().all(|sequence| sequence.request.sampling.do_sample));
         assert_eq!(all[2].request.prompt_token_ids, bytes("third"));

@@ -1,6 +1,7 @@
 //! A server on a free port over the real engine, and clients that are no more than a socket.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -58,7 +59,7 @@ impl Server {
         let engine = fleet.engine(options).await;
         let folder = tempfile::tempdir().unwrap();
         model::write(folder.path());
-        let text = TextModel::load(folder.path(), 1, None).unwrap();
+        let text = TextModel::load(folder.path(), 1, None, Path::new(env!("CARGO_BIN_EXE_chat-renderer"))).unwrap();
         let config = Config {
             model_id: "test/model".to_owned(),
             model_sha: None,

@@ -30,7 +30,7 @@ pub(in crate::http) struct ChatPrompt {
 }
 
 /// Renders the template over the conversation and its tools.
-pub(in crate::http) fn render(service: &Service, request: &mut ChatRequest) -> Result<ChatPrompt, ApiError> {
+pub(in crate::http) async fn render(service: &Service, request: &mut ChatRequest) -> Result<ChatPrompt, ApiError> {
     let tool_set = request.tool_set();
     let mut inputs = request.template_inputs()?;
     if let Some(set) = &tool_set {
@@ -40,7 +40,7 @@ pub(in crate::http) fn render(service: &Service, request: &mut ChatRequest) -> R
         }
         inputs.tools = Some(set.values.clone());
     }
-    Ok(ChatPrompt { text: service.text().render_chat(inputs)?.into(), tool_set })
+    Ok(ChatPrompt { text: service.text().render_chat(inputs).await?.into(), tool_set })
 }
 
 /// Whatever can be refused is refused here, before a stream starts.
@@ -51,7 +51,7 @@ pub(in crate::http) async fn start(
 ) -> Result<Started, ApiError> {
     let checked = request.parameters()?.check(&service.config().limits)?;
     let permit = service.admission().admit(checked.num_generations)?;
-    let ChatPrompt { text: prompt, tool_set } = render(service, &mut request)?;
+    let ChatPrompt { text: prompt, tool_set } = render(service, &mut request).await?;
     let style = service.text().answer_style(tool_set.is_some());
     let num_characters = prompt.chars().count();
     let thinking = style.thinking(&prompt);

@@ -47,8 +47,10 @@ impl Compiled {
         self.uses_tools
     }
 
-    pub(super) fn habits(&self) -> Habits {
-        self.habits
+    /// Renders messages as OpenAI's clients send them: contents and arguments take the form that the template writes.
+    pub(super) fn render_adapted(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
+        inputs.messages = inputs.messages.into_iter().map(|message| self.habits.adapt(message)).collect();
+        self.render(inputs)
     }
 
     /// As transformers does with these inputs: messages are rendered as they are given.

@@ -1,11 +1,16 @@
 use proptest::prelude::*;
 use serde_json::json;
 
+use super::compiled::Compiled;
 use super::*;
 
-fn template(source: &str) -> ChatTemplate {
+fn template(source: &str) -> Compiled {
+    compile(source).unwrap()
+}
+
+fn compile(source: &str) -> Result<Compiled, TemplateError> {
     let tokens = json!({"bos_token": "<s>", "eos_token": "</s>"});
-    ChatTemplate::new(TemplateSources::only(source.to_owned()), tokens.as_object().unwrap())
+    Compiled::new(source, tokens.as_object().unwrap().clone(), jiff::Zoned::now)
 }
 
 fn inputs(messages: Value) -> ChatInputs {
@@ -13,7 +18,7 @@ fn inputs(messages: Value) -> ChatInputs {
 }
 
 fn render(source: &str, messages: Value) -> Result<String, TemplateError> {
-    template(source).render(inputs(messages))
+    compile(source)?.render_adapted(inputs(messages))
 }
 
 fn hello() -> Value {
@@ -50,7 +55,7 @@ fn a_trailing_assistant_message_is_continued_unless_the_request_says_otherwise()
     let with = |adds, continues| {
         let endings =
             ChatInputs { add_generation_prompt: adds, continue_final_message: continues, ..inputs(half_an_answer()) };
-        template(STRINGS).render(endings)
+        template(STRINGS).render_adapted(endings)
     };
     assert_eq!(with(None, Some(true)).unwrap(), format!("{continued} "));
     assert_eq!(with(Some(false), Some(true)).unwrap(), format!("{continued} "));
@@ -65,7 +70,9 @@ fn what_cannot_be_continued_is_refused() {
     let without_content = "{% for m in messages %}{{ m.role }}{% endfor %}";
     assert_eq!(render(without_content, half_an_answer()).unwrap_err(), TemplateError::NotContinuable);
     let explicit = |source, messages| {
-        template(source).render(ChatInputs { continue_final_message: Some(true), ..inputs(messages) }).unwrap_err()
+        template(source)
+            .render_adapted(ChatInputs { continue_final_message: Some(true), ..inputs(messages) })
+            .unwrap_err()
     };
     assert_eq!(explicit(without_content, half_an_answer()), TemplateError::NotContinuable);
     assert_eq!(explicit("{{ messages[0].content }}", half_an_answer()), TemplateError::NotContinuable);
@@ -91,7 +98,7 @@ fn contents_become_what_the_template_writes() {
 fn arguments_of_calls_are_objects_unless_the_template_puts_strings_together() {
     let calls = |arguments: Value| json!([{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}]);
     let generation = |source, messages| {
-        template(source).render(ChatInputs { add_generation_prompt: Some(true), ..inputs(messages) }).unwrap()
+        template(source).render_adapted(ChatInputs { add_generation_prompt: Some(true), ..inputs(messages) }).unwrap()
     };
     let loops = "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}";
     let object = format!("{loops}{{{{ call.function.arguments | tojson }}}}{{% endfor %}}{{% endfor %}}");
@@ -102,22 +109,6 @@ fn arguments_of_calls_are_objects_unless_the_template_puts_strings_together() {
     assert_eq!(generation(&object, calls(json!("not json"))), "\"not json\"");
     assert_eq!(generation(&object, calls(json!("[1]"))), "\"[1]\"");
     assert_eq!(generation(&string, calls(text)), "json: {\"z\": 1,\"a\": \"é\"}");
-}
-
-#[test]
-fn tools_choose_their_template_and_a_broken_one_fails_only_them() {
-    let sources = |tool_use: &str| TemplateSources {
-        default: Some("default {{ tools }}".to_owned()),
-        tool_use: Some(tool_use.to_owned()),
-    };
-    let with_tools = || ChatInputs { tools: Some(vec![json!({"type": "function"})]), ..inputs(hello()) };
-    let template = ChatTemplate::new(sources("tool_use {{ tools | length }}"), &Map::new());
-    assert_eq!(template.render(inputs(hello())).unwrap(), "default None");
-    assert_eq!(template.render(with_tools()).unwrap(), "tool_use 1");
-    let broken = ChatTemplate::new(sources("{{"), &Map::new());
-    assert_eq!(broken.render(inputs(hello())).unwrap(), "default None");
-    assert!(broken.render(with_tools()).is_err());
-    assert!(!broken.uses_tools());
 }
 
 #[test]
@@ -133,7 +124,7 @@ fn whether_a_template_uses_tools_is_known() {
 fn kwargs_are_variables_but_replace_no_field_of_the_request() {
     let with = |kwargs: Value| {
         let kwargs = kwargs.as_object().unwrap().clone();
-        template("{{ bos_token }}{{ mode }}").render(ChatInputs { kwargs, ..inputs(hello()) })
+        template("{{ bos_token }}{{ mode }}").render_adapted(ChatInputs { kwargs, ..inputs(hello()) })
     };
     assert_eq!(with(json!({"mode": "x", "bos_token": "<B>"})).unwrap(), "<B>x");
     for name in ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"] {
@@ -155,7 +146,7 @@ fn a_long_conversation_is_within_the_limit() {
     let roles = ["user", "assistant"].into_iter().cycle().take(3001);
     let messages: Vec<Value> = roles.map(|role| json!({"role": role, "content": "Hi"})).collect();
     for name in ["qwen3", "harmony", "gemma3", "mistral3"] {
-        let rendered = family(name).render(inputs(messages.clone().into()));
+        let rendered = family(name).render_adapted(inputs(messages.clone().into()));
         assert!(rendered.is_ok(), "{name}: {rendered:?}");
     }
 }
@@ -182,13 +173,13 @@ fn any_json() -> impl Strategy<Value = Value> {
     })
 }
 
-fn family(name: &str) -> ChatTemplate {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/templates/family");
+fn family(name: &str) -> Compiled {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/templates/family");
     template(&std::fs::read_to_string(folder.join(name).with_extension("jinja")).unwrap())
 }
 
 thread_local! {
-    static FAMILIES: Vec<ChatTemplate> =
+    static FAMILIES: Vec<Compiled> =
         ["qwen3", "harmony", "llama31", "mistral3", "gemma3", "commandr", "granite", "parts"].map(family).into();
 }
 
@@ -205,7 +196,7 @@ proptest! {
         let inputs = ChatInputs { messages, tools, documents, continue_final_message, ..ChatInputs::default() };
         FAMILIES.with(|families| {
             for family in families {
-                let _either = family.render(inputs.clone());
+                let _either = family.render_adapted(inputs.clone());
             }
         });
     }
