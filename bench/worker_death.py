@@ -131,7 +131,7 @@ def measure_kill(server: Running, index: int, with_reserve: bool, since: int) ->
     before = len(server.records)
     workers = worker_groups(server.process.pid)[0]
     os.kill(workers[index % len(workers)], signal.SIGKILL)
-    server.wait_for("the model workers work again", before)
+    server.wait_for("the model workers have recovered", before)
     for thread in threads:
         thread.join()
     timed = [record for record in server.records[before:] if "milliseconds" in record]
@@ -140,7 +140,7 @@ def measure_kill(server: Running, index: int, with_reserve: bool, since: int) ->
         "with_reserve": with_reserve,
         "first_record": before,
         "phases_ms": {phase: found[f"restart phase {phase}"] for phase in PHASES},
-        "total_ms": found["the model workers work again"],
+        "total_ms": found["the model workers have recovered"],
         "longest_gap_ms": [max(b - a for a, b in itertools.pairwise(times)) * 1000 for times in arrivals],
     }
 

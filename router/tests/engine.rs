@@ -11,11 +11,16 @@ use fake_worker::fleet::Fleet;
 use fake_worker::setting::{limits, request};
 use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
-use penstock_router::engine::{Engine, EngineOptions, Generator, Health, SequenceStream};
+use futures::future::BoxFuture;
+use penstock_router::engine::{
+    Engine, EngineOptions, Generator, Health, RestartError, RestartGroup, Restarted, SequenceStream,
+};
 use penstock_router::sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest};
 use penstock_router::worker::{Group, LoadOptions, PROTOCOL_VERSION, Phase, WarmUpOptions, WorkerError};
 use penstock_scheduler::Limits;
+use tokio::runtime::Builder;
 use tokio::sync::watch;
+use tokio::time::timeout;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -65,7 +70,7 @@ async fn concurrent_sequences_get_their_own_tokens_and_end_once() {
     for (prompt, stream) in prompts.iter().zip(futures::future::join_all(streams.into_iter().map(collect)).await) {
         assert_eq!(stream, (expected_tokens(prompt, 25), SequenceEvent::Finished(FinishReason::Length)));
     }
-    assert!(engine.health().is_well());
+    assert!(engine.health().is_healthy());
 }
 
 #[tokio::test]
@@ -103,7 +108,7 @@ async fn dropping_a_stream_frees_its_sequence_and_disturbs_nobody() {
     group.ranks[0].wait_until(|seen| seen.sequences.is_empty()).await;
     // The next sequence finds every block free again.
     collect(engine.submit(request(&[8], 1))).await;
-    assert_eq!(engine.load().running_sequences, 0);
+    assert_eq!(engine.stats().num_running, 0);
 }
 
 #[tokio::test]
@@ -115,7 +120,7 @@ async fn a_broken_sequence_fails_alone_with_the_workers_words() {
     assert_eq!(tokens, expected_tokens(&[13, 1], 1));
     assert_eq!(terminal, SequenceEvent::Failed(SequenceFailure::Sequence("not a number".to_owned())));
     assert_eq!(collect(healthy).await.0, expected_tokens(&[14, 1], 50));
-    assert!(engine.health().is_well());
+    assert!(engine.health().is_healthy());
 }
 
 #[tokio::test]
@@ -205,7 +210,7 @@ async fn a_worker_that_dies_while_idle_is_noticed() {
     collect(engine.submit(request(&[1], 1))).await;
     group.ranks[0].kill();
     engine.failure().await;
-    assert!(!engine.health().is_well());
+    assert!(!engine.health().is_healthy());
 }
 
 #[tokio::test]
@@ -220,7 +225,7 @@ async fn a_step_that_fails_reports_the_workers_words() {
 async fn a_garbled_result_ends_the_trust() {
     let group = FakeGroup::start(vec![Script { garbled_step: Some((2, Garble::Step)), ..Script::default() }]);
     let (_, terminal) = collect(engine(&group).await.submit(request(&[1], 10))).await;
-    assert!(worker_failure(terminal).contains("step 9 where step 2 was due"));
+    assert!(worker_failure(terminal).contains("a result for step 9, expected step 2"));
 }
 
 #[tokio::test]
@@ -231,8 +236,51 @@ async fn a_worker_that_hangs_is_given_up_after_the_step_deadline() {
     let engine = Engine::start(connected, options, Arc::new(Fleet::new([])));
     let (_, terminal) = collect(engine.submit(request(&[1], 10))).await;
     let reason = worker_failure(terminal);
-    assert!(reason.starts_with("a step was not done after "), "{reason}");
+    assert!(reason.starts_with("a step was not finished after "), "{reason}");
     assert!(reason.ends_with(", and no rank computes"), "{reason}");
+}
+
+#[test]
+fn steps_continue_while_every_thread_of_the_runtime_is_blocked() {
+    // Real workers are processes of their own, so the fake one has a runtime of its own.
+    let workers = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let group = {
+        let _context = workers.enter();
+        FakeGroup::start(vec![Script::default()])
+    };
+    Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+        let engine = engine(&group).await;
+        let stream = engine.submit(request(&[1, 2, 3], 50));
+        // Blocks the only thread of this runtime until the last step was planned.
+        let last_step = async { timeout(PATIENCE, group.ranks[0].wait_until(|seen| seen.plans.len() >= 50)).await };
+        let waited = std::thread::scope(|scope| scope.spawn(|| workers.block_on(last_step)).join());
+        waited.unwrap().expect("steps need no thread of the blocked runtime");
+        assert_eq!(collect(stream).await.0, expected_tokens(&[1, 2, 3], 50));
+    });
+}
+
+/// Breaks the engine's thread.
+struct PanickingRestart;
+
+impl RestartGroup for PanickingRestart {
+    fn restart(&self) -> BoxFuture<'static, Result<Restarted, RestartError>> {
+        panic!("a defect in the engine's thread")
+    }
+}
+
+#[tokio::test]
+async fn a_panic_of_the_engines_thread_fails_open_and_later_sequences() {
+    let (_keep_shut, gate) = watch::channel(2);
+    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
+    let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let options = EngineOptions { max_failures: 2, ..options(limits()) };
+    let engine = Engine::start(connected, options, Arc::new(PanickingRestart));
+    let stream = engine.submit(request(&[1], 10));
+    group.ranks[0].wait_until(|seen| !seen.sequences.is_empty()).await;
+    group.ranks[0].kill();
+    assert_eq!(worker_failure(collect(stream).await.1), "the engine ended unexpectedly");
+    assert_eq!(engine.failure().await, "the engine ended unexpectedly");
+    assert_eq!(collect(engine.submit(request(&[1], 1))).await.1, SequenceEvent::Failed(SequenceFailure::ShuttingDown));
 }
 
 #[tokio::test]
@@ -246,7 +294,7 @@ async fn shutting_down_ends_open_and_later_sequences() {
     let over = SequenceEvent::Failed(SequenceFailure::ShuttingDown);
     assert_eq!(collect(stream).await.1, over);
     assert_eq!(collect(engine.submit(request(&[1], 10))).await, (vec![], over));
-    assert!(!engine.health().is_well());
+    assert!(!engine.health().is_healthy());
     engine.shut_down().await;
 }
 
@@ -349,7 +397,7 @@ async fn a_socket_that_never_appears_is_given_up() {
     assert!(matches!(error, WorkerError::Unreachable { rank: 0, .. }) && error.is_loss(), "{error}");
 }
 
-/// Half of it is waited for.
+/// Long enough for a health check to happen before half of it is over.
 const NOTICEABLE: Duration = Duration::from_secs(8);
 
 async fn until(engine: &Engine, is_so: impl Fn(&Health) -> bool) {
@@ -359,7 +407,7 @@ async fn until(engine: &Engine, is_so: impl Fn(&Health) -> bool) {
 }
 
 #[tokio::test]
-async fn a_worker_is_well_until_its_step_has_taken_half_of_what_it_may() {
+async fn a_worker_is_healthy_until_half_of_its_step_deadline_is_over() {
     let (open_gate, gate) = watch::channel(0);
     let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
     let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
@@ -367,15 +415,15 @@ async fn a_worker_is_well_until_its_step_has_taken_half_of_what_it_may() {
     let engine = Engine::start(connected, options, Arc::new(Fleet::new([])));
     let stream = engine.submit(request(&[1, 2, 3], 10));
     group.ranks[0].wait_until(|seen| !seen.plans.is_empty()).await;
-    assert_eq!(engine.health(), Health::Well);
+    assert_eq!(engine.health(), Health::Healthy);
     until(&engine, |health| matches!(health, Health::Stalled { step } if *step >= NOTICEABLE / 2)).await;
     open_gate.send(u64::MAX).unwrap();
     assert_eq!(collect(stream).await.0, expected_tokens(&[1, 2, 3], 10));
-    until(&engine, Health::is_well).await;
+    until(&engine, Health::is_healthy).await;
 }
 
 #[tokio::test]
-async fn a_worker_that_does_not_answer_is_noticed_also_while_there_is_nothing_to_do() {
+async fn a_worker_that_does_not_answer_is_noticed_even_while_idle() {
     let silence = watch::Sender::new(false);
     let silent = Script { silence: Some(silence.subscribe()), ..Script::default() };
     let group = FakeGroup::start(vec![Script::default(), silent]);
@@ -383,9 +431,9 @@ async fn a_worker_that_does_not_answer_is_noticed_also_while_there_is_nothing_to
     let options = EngineOptions { step_deadline: NOTICEABLE, ..options(limits()) };
     let engine = Engine::start(connected, options, Arc::new(Fleet::new([])));
     collect(engine.submit(request(&[1], 1))).await;
-    assert_eq!(engine.health(), Health::Well);
+    assert_eq!(engine.health(), Health::Healthy);
     silence.send_replace(true);
-    until(&engine, |health| *health == Health::Silent { rank: 1 }).await;
+    until(&engine, |health| *health == Health::Unresponsive { rank: 1 }).await;
     silence.send_replace(false);
-    until(&engine, Health::is_well).await;
+    until(&engine, Health::is_healthy).await;
 }

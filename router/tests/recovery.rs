@@ -66,8 +66,8 @@ async fn streams_are_undisturbed(fleet: &Fleet, options: EngineOptions) {
     for (prompt, stream) in prompts.iter().zip(join_all(streams).await) {
         assert_eq!(stream, (expected_tokens(prompt, 20), FINISHED));
     }
-    assert!(engine.health().is_well());
-    assert_eq!(engine.load().running_sequences, 0);
+    assert!(engine.health().is_healthy());
+    assert_eq!(engine.stats().num_running, 0);
 }
 
 #[tokio::test]
@@ -174,16 +174,16 @@ async fn requests_that_come_during_a_restart_wait_for_it_and_health_tells() {
     fleet.wait_until_asked(1).await;
     assert!(matches!(engine.health(), Health::Restarting(_)));
     let meanwhile = collect(engine.submit(request(&[3, 4], 5)));
-    let mut load = engine.load();
-    while load.queued_sequences < 2 {
+    let mut stats = engine.stats();
+    while stats.num_queued < 2 {
         tokio::task::yield_now().await;
-        load = engine.load();
+        stats = engine.stats();
     }
-    assert_eq!((load.running_sequences, load.free_blocks), (0, 256));
+    assert_eq!((stats.num_running, stats.num_allocatable_blocks), (0, 256));
     fleet.allow(1);
     assert_eq!(before.await, (expected_tokens(&[1, 2], 30), FINISHED));
     assert_eq!(meanwhile.await, (expected_tokens(&[3, 4], 5), FINISHED));
-    assert!(engine.health().is_well());
+    assert!(engine.health().is_healthy());
 }
 
 #[tokio::test]
@@ -223,7 +223,7 @@ async fn a_loss_while_idle_is_repaired_before_anybody_comes() {
     collect(engine.submit(request(&[1], 1))).await;
     fleet.started(1).await.ranks[0].kill();
     fleet.started(2).await;
-    while !engine.health().is_well() {
+    while !engine.health().is_healthy() {
         tokio::task::yield_now().await;
     }
     assert_eq!(collect(engine.submit(request(&[2], 3))).await.0, expected_tokens(&[2], 3));
@@ -243,7 +243,7 @@ async fn after_too_many_failures_in_a_row_every_stream_fails_once_and_later_ones
     let streams: Vec<_> = (1..9).map(|first| collect(engine.submit(request(&[first], 50)))).collect();
     for (_, terminal) in join_all(streams).await {
         let reason = worker_failure(terminal);
-        assert!(reason.starts_with("3 failures in a row without a finished step, at last: "), "{reason}");
+        assert!(reason.starts_with("3 failures in a row without a finished step, the last one: "), "{reason}");
         assert!(reason.ends_with("restarting them failed: there is no other worker"), "{reason}");
     }
     assert_eq!(fleet.num_asked(), 2);
@@ -272,7 +272,7 @@ async fn a_sequence_that_kills_its_workers_fails_alone() {
         assert_eq!(stream, (expected_tokens(prompt, 80), FINISHED));
     }
     assert_eq!(fleet.num_started(), 4, "three workers died of it");
-    assert!(engine.health().is_well());
+    assert!(engine.health().is_healthy());
 }
 
 #[tokio::test]
@@ -306,7 +306,7 @@ async fn a_third_loss_is_blamed_on_nobody_but_the_one_that_was_alone() {
     assert_eq!(num_failed, 1);
     let alone = fleet.started(3).await.ranks[0].look(|seen| seen.plans.clone());
     assert!(alone.iter().all(|plan| plan.advances.len() == 1), "{alone:?}");
-    assert!(engine.health().is_well());
+    assert!(engine.health().is_healthy());
 }
 
 async fn compile(engine: &Engine, grammar: &str) -> Result<(), GrammarError> {

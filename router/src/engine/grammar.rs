@@ -1,31 +1,75 @@
-//! Compiling grammars on whatever workers there are: while they are being restarted, or sequences are tried alone, it waits for
-//! the next ones. So a loss during a trial is never a grammar's doing.
+//! Compiles grammars on the current worker group.
+//!
+//! A compilation waits while the group is restarted and while a sequence is in quarantine, so that a loss of the group during a
+//! quarantine is never caused by a grammar.
 
 use tokio::sync::watch;
 
-use super::MAX_LOSSES;
+use super::options::MAX_LOSSES;
 use crate::sequence::{Grammar, GrammarError, SequenceFailure};
 use crate::worker::GrammarCompiler;
 
-/// Where grammars can be compiled now.
+/// Where grammars are compiled at this moment.
 #[derive(Clone, Debug)]
 pub(super) enum Compiler {
     Ready(GrammarCompiler),
-    /// Until the workers are back, and nobody is suspected any more.
-    Restarting,
-    /// For ever, for this reason.
+    /// The group is restarted, or a sequence is in quarantine.
+    Waiting,
+    /// The engine failed for good, for this reason.
     Gone(String),
 }
 
+/// Gives handles the compiler of the current group, or makes them wait for it.
+pub(super) struct CompilerGate {
+    sender: watch::Sender<Compiler>,
+    /// The current group's, until `open`.
+    next: Option<GrammarCompiler>,
+}
+
+impl CompilerGate {
+    /// Closed.
+    pub(super) fn new() -> Self {
+        Self { sender: watch::Sender::new(Compiler::Waiting), next: None }
+    }
+
+    pub(super) fn subscribe(&self) -> watch::Receiver<Compiler> {
+        self.sender.subscribe()
+    }
+
+    /// The group was lost.
+    pub(super) fn close(&mut self) {
+        self.next = None;
+        self.sender.send_replace(Compiler::Waiting);
+    }
+
+    /// There is a new group; its compiler is handed out from the next `open` on.
+    pub(super) fn set_next(&mut self, compiler: GrammarCompiler) {
+        self.next = Some(compiler);
+    }
+
+    /// No sequence is in quarantine.
+    pub(super) fn open(&mut self) {
+        if let Some(compiler) = self.next.take() {
+            self.sender.send_replace(Compiler::Ready(compiler));
+        }
+    }
+
+    /// No group will follow.
+    pub(super) fn fail(&mut self, reason: String) {
+        self.sender.send_replace(Compiler::Gone(reason));
+    }
+}
+
+/// Compiles a grammar; tries again when the group is lost meanwhile, at most `MAX_LOSSES` times in all.
 pub(super) async fn compile(mut compiler: watch::Receiver<Compiler>, grammar: Grammar) -> Result<(), GrammarError> {
-    let mut num_tries = 0;
+    let mut num_attempts = 0;
     loop {
         let ready = ready(&mut compiler).await?;
-        num_tries += 1;
+        num_attempts += 1;
         match ready.compile(&grammar).await {
             Ok(compiled) => return compiled.map_err(GrammarError::Invalid),
-            Err(error) if num_tries < MAX_LOSSES && error.is_loss() => {
-                // The engine finds the same, if it has not already; an error means that it has ended.
+            Err(error) if num_attempts < MAX_LOSSES && error.is_loss() => {
+                // The engine notices the loss as well, and closes the gate. An error here means that the engine has ended.
                 let _ = compiler.changed().await;
             }
             Err(error) => return Err(GrammarError::Worker(error.to_string())),
@@ -34,10 +78,10 @@ pub(super) async fn compile(mut compiler: watch::Receiver<Compiler>, grammar: Gr
 }
 
 async fn ready(compiler: &mut watch::Receiver<Compiler>) -> Result<GrammarCompiler, GrammarError> {
-    let settled = compiler.wait_for(|compiler| !matches!(compiler, Compiler::Restarting)).await;
+    let settled = compiler.wait_for(|compiler| !matches!(compiler, Compiler::Waiting)).await;
     match settled.as_deref() {
         Ok(Compiler::Ready(compiler)) => Ok(compiler.clone()),
         Ok(Compiler::Gone(reason)) => Err(GrammarError::Worker(reason.clone())),
-        Ok(Compiler::Restarting) | Err(_) => Err(GrammarError::Worker(SequenceFailure::ShuttingDown.to_string())),
+        Ok(Compiler::Waiting) | Err(_) => Err(GrammarError::Worker(SequenceFailure::ShuttingDown.to_string())),
     }
 }

@@ -1,48 +1,52 @@
-//! What can be expected of the engine at this moment.
+//! Whether the engine takes steps at this moment, and if not, why.
 
 use std::time::Duration;
 
-/// Only `Well` takes steps. Whatever else it is heals by itself, unless it is lasting.
+/// Only a `Healthy` engine takes steps. All other states end by themselves, except the permanent ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// The workers compute, or wait for something to do.
-    Well,
-    /// The oldest step has taken so long already that its workers seem to hang.
+    /// The workers compute, or wait for work.
+    Healthy,
+    /// The oldest step in flight has run for so long that the workers seem to hang.
     Stalled {
+        /// How long the step has run.
         step: Duration,
     },
-    /// This rank does not answer, and no step came back while it was asked.
-    Silent {
+    /// A rank does not answer health checks.
+    Unresponsive {
+        /// Index of the rank.
         rank: usize,
     },
-    /// The workers are gone, for this reason, and others have not done a step yet.
+    /// The worker group failed, for this reason, and no new group has finished a step yet.
     Restarting(String),
-    /// The workers are gone for ever, for this reason.
+    /// Permanent: the worker group failed, for this reason, and is not restarted.
     Failed(String),
+    /// Permanent: the engine was shut down.
     ShutDown,
 }
 
 impl Health {
-    pub fn is_well(&self) -> bool {
-        *self == Self::Well
+    /// Whether steps are taken.
+    pub fn is_healthy(&self) -> bool {
+        *self == Self::Healthy
     }
 
-    /// Nothing but another process helps.
-    pub fn is_lasting(&self) -> bool {
+    /// Whether only a restart of the server helps.
+    pub fn is_permanent(&self) -> bool {
         matches!(self, Self::Failed(_) | Self::ShutDown)
     }
 
-    /// There are workers, and they do not get on.
+    /// Whether there is a worker group that makes no progress.
     pub fn is_stuck(&self) -> bool {
-        matches!(self, Self::Stalled { .. } | Self::Silent { .. })
+        matches!(self, Self::Stalled { .. } | Self::Unresponsive { .. })
     }
 
-    /// Why it is not well, in words that anybody may read: what the workers said of their end is in the log.
+    /// Why the engine is not healthy. Safe to show to clients: the workers' own messages are only logged.
     pub fn public_reason(&self) -> Option<String> {
         match self {
-            Self::Well => None,
+            Self::Healthy => None,
             Self::Stalled { step } => Some(format!("a step of the model has taken {} s so far", step.as_secs())),
-            Self::Silent { rank } => Some(format!("the model worker of rank {rank} does not answer")),
+            Self::Unresponsive { rank } => Some(format!("the model worker of rank {rank} does not answer")),
             Self::Restarting(_) => Some("the model workers are being restarted".to_owned()),
             Self::Failed(_) => Some("the model workers stopped and are not restarted any more".to_owned()),
             Self::ShutDown => Some("the server is shutting down".to_owned()),

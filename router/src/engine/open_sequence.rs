@@ -1,82 +1,93 @@
-//! A sequence that has not ended, as its stream knows it: what has been sent, and what comes a second time.
+//! A sequence that has no terminal event yet: what was sent to its stream, and which group losses it was part of.
 
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::options::MAX_LOSSES;
 use crate::sequence::{Sampling, SequenceEvent, Token};
 
+/// A sequence that was being computed in this many group losses in a row runs alone next time.
+const QUARANTINE_LOSSES: u32 = 2;
+
 pub(super) struct OpenSequence {
-    pub sampling: Sampling,
+    sampling: Sampling,
     events: UnboundedSender<SequenceEvent>,
-    started: bool,
-    /// Prompt logprobs handed on, and how many of them came in the present stay in the worker: after a preemption, or
-    /// from another worker, they come again from the first.
+    is_started: bool,
+    /// Prompt tokens sent to the stream, and those that arrived in the current residency. After a preemption, and from a new
+    /// worker group, they arrive again from the first one on; each is sent once.
     num_prompt_tokens_sent: usize,
-    num_prompt_tokens_seen: usize,
+    num_prompt_tokens_arrived: usize,
     num_tokens_sent: usize,
-    /// Losses of the workers with it in a step in flight, until it has as many tokens as those steps would have given.
+    /// Group losses in a row with this sequence in a step in flight. Back to 0 once `cleared_at_tokens` tokens were sent.
     num_losses: u32,
-    num_tokens_of_loss: usize,
+    cleared_at_tokens: usize,
 }
 
 impl OpenSequence {
-    pub fn new(sampling: Sampling, events: UnboundedSender<SequenceEvent>) -> Self {
+    pub(super) fn new(sampling: Sampling, events: UnboundedSender<SequenceEvent>) -> Self {
         Self {
             sampling,
             events,
-            started: false,
+            is_started: false,
             num_prompt_tokens_sent: 0,
-            num_prompt_tokens_seen: 0,
+            num_prompt_tokens_arrived: 0,
             num_tokens_sent: 0,
             num_losses: 0,
-            num_tokens_of_loss: 0,
+            cleared_at_tokens: 0,
         }
     }
 
-    /// It begins a stay in the worker; only the first is announced.
-    pub fn start(&mut self, num_cached_tokens: usize) {
-        self.num_prompt_tokens_seen = 0;
-        if !std::mem::replace(&mut self.started, true) {
+    pub(super) fn sampling(&self) -> &Sampling {
+        &self.sampling
+    }
+
+    /// Begins a residency. Only the first one is announced.
+    pub(super) fn start(&mut self, num_cached_tokens: usize) {
+        self.num_prompt_tokens_arrived = 0;
+        if !std::mem::replace(&mut self.is_started, true) {
             self.send(SequenceEvent::Started { num_cached_tokens });
         }
     }
 
-    pub fn hand_on_prompt(&mut self, tokens: &[Token]) {
-        let num_known = self.num_prompt_tokens_sent.saturating_sub(self.num_prompt_tokens_seen);
-        self.num_prompt_tokens_seen += tokens.len();
-        if let Some(new) = tokens.get(num_known..).filter(|new| !new.is_empty()) {
-            self.num_prompt_tokens_sent = self.num_prompt_tokens_seen;
+    pub(super) fn send_prompt_tokens(&mut self, tokens: &[Token]) {
+        let num_repeated = self.num_prompt_tokens_sent.saturating_sub(self.num_prompt_tokens_arrived);
+        self.num_prompt_tokens_arrived += tokens.len();
+        if let Some(new) = tokens.get(num_repeated..).filter(|new| !new.is_empty()) {
+            self.num_prompt_tokens_sent = self.num_prompt_tokens_arrived;
             self.send(SequenceEvent::PromptTokens(new.to_vec()));
         }
     }
 
-    pub fn hand_on(&mut self, tokens: &[Token]) {
+    pub(super) fn send_tokens(&mut self, tokens: &[Token]) {
         for token in tokens {
             self.num_tokens_sent += 1;
             self.send(SequenceEvent::Token(token.clone()));
         }
-        if self.num_tokens_sent >= self.num_tokens_of_loss {
+        if self.num_tokens_sent >= self.cleared_at_tokens {
             self.num_losses = 0;
         }
     }
 
-    /// The workers were lost with it in one of the steps in flight.
-    pub fn lose(&mut self, num_steps_in_flight: usize) {
+    /// The group was lost with this sequence in one of the `num_steps_in_flight` steps.
+    pub(super) fn record_loss(&mut self, num_steps_in_flight: usize) {
         self.num_losses += 1;
-        // A step gives one token at most.
-        self.num_tokens_of_loss = self.num_tokens_of_loss.max(self.num_tokens_sent + num_steps_in_flight);
+        // A step gives at most one token: with one for each of these steps, the sequence is past the step that failed.
+        self.cleared_at_tokens = self.cleared_at_tokens.max(self.num_tokens_sent + num_steps_in_flight);
     }
 
-    /// Losses of the workers in a row that it may be to blame for.
-    pub fn num_losses(&self) -> u32 {
-        self.num_losses
+    pub(super) fn needs_quarantine(&self) -> bool {
+        self.num_losses >= QUARANTINE_LOSSES
     }
 
-    pub fn end(self, terminal: SequenceEvent) {
+    pub(super) fn is_given_up(&self) -> bool {
+        self.num_losses >= MAX_LOSSES
+    }
+
+    pub(super) fn end(self, terminal: SequenceEvent) {
         self.send(terminal);
     }
 
     fn send(&self, event: SequenceEvent) {
-        // A receiver that is gone has its abort on the way.
+        // An error means that the receiver was dropped; its abort is on the way.
         let _ = self.events.send(event);
     }
 }

@@ -1,168 +1,109 @@
-//! After the workers are lost: others are started, and every sequence goes on from its last token (docs/adr/0009).
-//!
-//! INVARIANT: a sequence fails for having been in the last step only when it was alone in it, and for the third time
-//! without having got past that step in between. Until then nothing is known but that it was there, like all the others.
+//! How often a lost worker group is replaced, and how long its sequences wait for it (docs/adr/0009).
 
-use std::pin::pin;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::MAX_LOSSES;
-use super::grammar::Compiler;
-use super::handle::State;
-use super::record;
-use super::restart::{RestartTimes, Restarted};
-use super::step_loop::{StepLoop, Stop};
-use crate::sequence::{SequenceEvent, SequenceFailure};
+use super::restart::RestartTimes;
 use crate::telemetry::metrics::{self, RestartPhase};
-use crate::worker::Group;
 
-/// Losses in a row with a sequence in the step, after which it is tried alone.
-const SUSPICIOUS_LOSSES: u32 = 2;
-/// Before the first restart, and the longest wait between two; each is the fourfold of the one before.
+/// Wait before the first restart; each further one waits four times as long, up to the maximum.
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const MAX_BACKOFF: Duration = Duration::from_secs(5);
-/// Workers that were idle for so long before they were lost had worked.
+/// A group that was idle when it was lost, this long after its start, counts as healthy: its loss starts a new streak.
 const PROVEN_IDLE: Duration = Duration::from_secs(60);
 
-/// The time between the last sign of life of the workers and the next token.
+/// Failures that are left until the engine fails for good. A finished step replenishes it.
+#[derive(Debug)]
+pub(super) struct RestartBudget {
+    max_failures: u32,
+    /// Group losses and failed restarts since a step was finished.
+    num_failures: u32,
+    group_since: Instant,
+}
+
+/// The time between the last sign of life of a lost group and the first token of the next one.
 #[derive(Debug)]
 pub(super) struct Outage {
     began: Instant,
     noticed: Instant,
-    /// Waited before restarts, and spent in those that failed.
+    /// Waited before restarts, and spent in restarts that failed.
     backoff: Duration,
     times: RestartTimes,
     resumed: Instant,
-    num_replayed: usize,
+    num_sequences: usize,
 }
 
-impl StepLoop {
-    /// Starts other workers, however often it takes; all sequences are queued again when it returns.
-    pub(super) async fn recover(&mut self, mut reason: String) -> Result<Group, Stop> {
-        self.lose_workers(&reason);
-        let noticed = Instant::now();
-        loop {
-            self.num_failures += 1;
-            if self.num_failures >= self.options.max_failures {
-                let num_failures = self.num_failures;
-                return Err(Stop::WorkerFailed(match num_failures {
-                    0 | 1 => reason,
-                    _ => format!("{num_failures} failures in a row without a finished step, at last: {reason}"),
-                }));
-            }
-            let (num_failures, max_failures) = (self.num_failures, self.options.max_failures);
+impl RestartBudget {
+    pub(super) fn new(max_failures: u32) -> Self {
+        Self { max_failures, num_failures: 0, group_since: Instant::now() }
+    }
+
+    /// A step was finished.
+    pub(super) fn replenish(&mut self) {
+        self.num_failures = 0;
+    }
+
+    /// A new group is ready.
+    pub(super) fn group_ready(&mut self, now: Instant) {
+        self.group_since = now;
+    }
+
+    /// A group was lost without a step in flight.
+    pub(super) fn lost_while_idle(&mut self) {
+        if self.group_since.elapsed() > PROVEN_IDLE {
+            self.replenish();
+        }
+    }
+
+    /// Counts a group loss or a failed restart. Returns how long to wait before the next restart, or, with the budget spent,
+    /// why the engine fails.
+    pub(super) fn spend(&mut self, reason: &str) -> Result<Duration, String> {
+        self.num_failures += 1;
+        let Self { num_failures, max_failures, .. } = *self;
+        if num_failures < max_failures {
             tracing::warn!(
                 num_failures,
                 max_failures,
-                "the model workers stopped and are restarted; streams wait: {reason}"
+                "the model workers failed and are restarted, streams wait: {reason}"
             );
-            let backoff = backoff(self.num_failures);
-            let restart = self.restart.restart();
-            let restarted = self.meanwhile(async move {
-                tokio::time::sleep(backoff).await;
-                (Instant::now(), restart.await)
-            });
-            match restarted.await? {
-                (since, Ok(restarted)) => return Ok(self.resume(restarted, since - noticed)),
-                (_, Err(error)) => reason = error.to_string(),
-            }
+            return Ok(backoff(num_failures));
         }
-    }
-
-    fn lose_workers(&mut self, reason: &str) {
-        let now = Instant::now();
-        let was_idle = self.in_flight.is_empty();
-        let last_sign_of_life = self.in_flight.front().map_or(now, |oldest| oldest.since(self.last_report_at));
-        if was_idle && now - self.group_since > PROVEN_IDLE {
-            self.num_failures = 0;
-        }
-        self.state.send_replace(State::Restarting(reason.to_owned()));
-        self.grammars.send_replace(Compiler::Restarting);
-        self.next_compiler = None;
-        record::worker_failed(&self.in_flight);
-        let num_replayed = self.scheduler.stats().num_running;
-        self.blame();
-        self.in_flight.clear();
-        // Workers that are lost before the first token make one outage longer.
-        let began = self.outage.take().map_or(last_sign_of_life, |outage| outage.began);
-        let (backoff, times) = (Duration::ZERO, RestartTimes::default());
-        self.outage = Some(Outage { began, noticed: now, backoff, times, resumed: now, num_replayed });
-    }
-
-    /// Queues everybody again. Who was in flight is suspected, tried alone, given up: each time that it happens again.
-    fn blame(&mut self) {
-        let num_steps_in_flight = self.scheduler.stats().num_steps_in_flight;
-        for id in self.scheduler.restart() {
-            let Some(sequence) = self.open.get_mut(&id) else { continue };
-            sequence.lose(num_steps_in_flight);
-            if sequence.num_losses() >= MAX_LOSSES {
-                let reason = format!(
-                    "the model workers stopped {MAX_LOSSES} times in a row while they computed this sequence, \
-                     the last time alone; it is not tried again"
-                );
-                tracing::error!("{reason}");
-                self.scheduler.abort(id);
-                self.finish(id, SequenceEvent::Failed(SequenceFailure::Sequence(reason)));
-            }
-        }
-        let is_suspect = |id: &_| self.open[id].num_losses() >= SUSPICIOUS_LOSSES;
-        self.suspects = self.open.keys().copied().filter(is_suspect).collect();
-        // The youngest is tried first: the others have worked for longer.
-        self.suspects.sort_unstable();
-    }
-
-    /// Lets the next suspect run alone until it is cleared; everybody, when there is none.
-    pub(super) fn try_suspects(&mut self) {
-        while let Some(id) = self.suspects.last().copied() {
-            if self.open.get(&id).is_some_and(|sequence| sequence.num_losses() >= SUSPICIOUS_LOSSES) {
-                return self.scheduler.quarantine(Some(id));
-            }
-            self.suspects.pop();
-            self.scheduler.quarantine(None);
-        }
-        if let Some(compiler) = self.next_compiler.take() {
-            self.grammars.send_replace(Compiler::Ready(compiler));
-        }
-    }
-
-    /// Takes commands until the future is done: who comes is queued, who leaves is forgotten.
-    async fn meanwhile<T>(&mut self, future: impl Future<Output = T>) -> Result<T, Stop> {
-        let mut future = pin!(future);
-        loop {
-            self.publish_load();
-            tokio::select! {
-                done = &mut future => return Ok(done),
-                command = self.commands.recv() => self.take_command(command)?,
-            }
-        }
-    }
-
-    fn resume(&mut self, restarted: Restarted, backoff: Duration) -> Group {
-        let Restarted { group, times } = restarted;
-        metrics::workers_restarted();
-        let now = Instant::now();
-        self.last_report_at = now;
-        self.group_since = now;
-        self.next_compiler = Some(group.grammars());
-        if let Some(outage) = &mut self.outage {
-            (outage.backoff, outage.times, outage.resumed) = (backoff, times, now);
-        }
-        group
-    }
-
-    /// The new workers have shown that they work, or there is nothing to show it with.
-    pub(super) fn end_outage(&mut self) {
-        if let Some(outage) = self.outage.take() {
-            self.state.send_replace(State::Serving);
-            outage.report();
-        }
+        Err(match num_failures {
+            1 => reason.to_owned(),
+            _ => format!("{num_failures} failures in a row without a finished step, the last one: {reason}"),
+        })
     }
 }
 
+fn backoff(num_failures: u32) -> Duration {
+    let factor = 4_u32.saturating_pow(num_failures.saturating_sub(1));
+    FIRST_BACKOFF.saturating_mul(factor).min(MAX_BACKOFF)
+}
+
 impl Outage {
-    fn report(&self) {
+    /// A group was lost while `num_sequences` sequences were running. The loss of a group that has given no token yet prolongs
+    /// the `previous` outage.
+    pub(super) fn begin(previous: Option<Self>, last_sign_of_life: Instant, num_sequences: usize) -> Self {
+        let now = Instant::now();
+        let began = previous.map_or(last_sign_of_life, |outage| outage.began);
+        Self {
+            began,
+            noticed: now,
+            backoff: Duration::ZERO,
+            times: RestartTimes::default(),
+            resumed: now,
+            num_sequences,
+        }
+    }
+
+    /// A new group is ready, after a restart that began at `restart_began`.
+    pub(super) fn resume(&mut self, restart_began: Instant, times: RestartTimes, now: Instant) {
+        (self.backoff, self.times, self.resumed) = (restart_began - self.noticed, times, now);
+    }
+
+    /// Logs and records the outage, which ends now.
+    pub(super) fn report(&self) {
         let now = Instant::now();
         let RestartTimes { stop, spawn, connect, load, warm_up } = self.times;
         let phases = [
@@ -177,17 +118,12 @@ impl Outage {
         ];
         let total = now - self.began;
         for (phase, duration) in phases {
-            let milliseconds = duration.as_millis();
-            tracing::info!(milliseconds, "restart phase {}", phase.label());
+            tracing::info!(milliseconds = duration.as_millis(), "restart phase {}", phase.label());
         }
         metrics::downtime(&phases, total);
-        tracing::info!(milliseconds = total.as_millis(), sequences = self.num_replayed, "the model workers work again");
+        let sequences = self.num_sequences;
+        tracing::info!(milliseconds = total.as_millis(), sequences, "the model workers have recovered");
     }
-}
-
-fn backoff(num_failures: u32) -> Duration {
-    let factor = 4_u32.saturating_pow(num_failures.saturating_sub(1));
-    FIRST_BACKOFF.saturating_mul(factor).min(MAX_BACKOFF)
 }
 
 #[cfg(test)]
@@ -195,9 +131,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_wait_is_longer_than_the_one_before_and_none_is_too_long() {
-        let waits: Vec<_> = (1..6).map(|num_failures| backoff(num_failures).as_millis()).collect();
+    fn each_backoff_is_longer_than_the_one_before_up_to_the_maximum() {
+        let mut budget = RestartBudget::new(7);
+        let waits: Vec<_> = (1..=5).map(|_| budget.spend("lost").unwrap().as_millis()).collect();
         assert_eq!(waits, [100, 400, 1600, 5000, 5000]);
         assert_eq!(backoff(u32::MAX), MAX_BACKOFF);
+    }
+
+    #[test]
+    fn a_finished_step_replenishes_the_budget() {
+        let mut budget = RestartBudget::new(2);
+        for _ in 0..3 {
+            assert_eq!(budget.spend("lost"), Ok(FIRST_BACKOFF));
+            budget.replenish();
+        }
+        assert_eq!(budget.spend("lost"), Ok(FIRST_BACKOFF));
+        let reason = "2 failures in a row without a finished step, the last one: lost again";
+        assert_eq!(budget.spend("lost again"), Err(reason.to_owned()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_group_that_idled_for_a_minute_starts_a_new_streak() {
+        for (idle, is_new_streak) in [(PROVEN_IDLE, false), (PROVEN_IDLE + Duration::from_secs(1), true)] {
+            let mut budget = RestartBudget::new(2);
+            budget.spend("lost").unwrap();
+            budget.group_ready(Instant::now());
+            tokio::time::advance(idle).await;
+            budget.lost_while_idle();
+            assert_eq!(budget.spend("lost").is_ok(), is_new_streak);
+        }
     }
 }

@@ -1,310 +1,302 @@
-//! The task that owns the scheduler and the stream of steps: commands and results in, plans and events out.
+//! The loop of the engine's thread: commands and reports in, plans and events out; a new group when the current one is lost.
 //!
-//! INVARIANT: a sequence is in `open` from its submission until its terminal event was sent or it was aborted; whoever
-//! takes it out sends that event. All state lives here and in the scheduler, none only in the workers.
+//! INVARIANT: everything that is needed to continue a sequence is here and in the scheduler, never only in the workers.
 
-use std::collections::{HashMap, VecDeque};
-use std::pin::{Pin, pin};
+use std::convert::Infallible;
+use std::pin::pin;
 use std::sync::Arc;
 
-use penstock_scheduler::{self as scheduler, Event, Plan, Scheduler, SequenceId, Submission};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::grammar::Compiler;
-use super::handle::{EngineOptions, State};
-use super::open_sequence::OpenSequence;
-use super::record::{StepInFlight, StepRecord};
-use super::recovery::Outage;
-use super::restart::RestartGroup;
-use super::watch::{Progress, hang};
-use super::{Health, Load};
-use crate::sequence::{FinishReason, SequenceEvent, SequenceFailure, SequenceRequest};
+use super::command::Command;
+use super::grammar::CompilerGate;
+use super::health::Health;
+use super::in_flight::{InFlightStep, InFlightSteps};
+use super::open_sequences::OpenSequences;
+use super::options::EngineOptions;
+use super::recovery::{Outage, RestartBudget};
+use super::restart::{RestartGroup, Restarted};
+use super::status::Status;
+use super::watchdog::{self, Progress};
+use crate::sequence::{SequenceEvent, SequenceFailure};
 use crate::telemetry::metrics;
-use crate::worker::{Fault, GrammarCompiler, Group, Output, OutputError, StepReport, Steps};
-
-pub(super) enum Command {
-    Submit { id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent> },
-    Abort { id: SequenceId },
-    ShutDown { done: oneshot::Sender<()> },
-}
+use crate::worker::{Group, StepReport, Steps, WorkerError};
 
 pub(super) struct StepLoop {
-    pub(super) options: EngineOptions,
-    pub(super) restart: Arc<dyn RestartGroup>,
-    pub(super) scheduler: Scheduler,
-    pub(super) open: HashMap<SequenceId, OpenSequence>,
-    pub(super) in_flight: VecDeque<StepInFlight>,
-    pub(super) commands: UnboundedReceiver<Command>,
-    pub(super) state: watch::Sender<State>,
-    load: watch::Sender<Load>,
-    /// Of the present workers, while there are any.
-    health: watch::Sender<Health>,
-    pub(super) grammars: watch::Sender<Compiler>,
-    /// That of restarted workers, while suspects are tried.
-    pub(super) next_compiler: Option<GrammarCompiler>,
-    epoch: Instant,
-    /// When the newest report arrived.
-    pub(super) last_report_at: Instant,
-    /// When the present workers were ready.
-    pub(super) group_since: Instant,
-    /// Workers lost and restarts failed since a step was finished.
-    pub(super) num_failures: u32,
-    /// Until the first token of new workers.
-    pub(super) outage: Option<Outage>,
-    /// Sequences to be tried alone, the last one first.
-    pub(super) suspects: Vec<SequenceId>,
+    options: EngineOptions,
+    restart: Arc<dyn RestartGroup>,
+    commands: UnboundedReceiver<Command>,
+    status: Status,
+    compilers: CompilerGate,
+    sequences: OpenSequences,
+    in_flight: InFlightSteps,
+    budget: RestartBudget,
+    /// From the loss of a group until the first token of the next one.
+    outage: Option<Outage>,
 }
 
-/// Why the loop stopped taking steps.
-pub(super) enum Stop {
-    WorkerFailed(String),
+/// Why the loop takes no more steps.
+enum Stop {
+    GroupLost(String),
     ShutDown(Option<oneshot::Sender<()>>),
 }
 
 impl StepLoop {
-    pub fn new(
+    pub(super) fn new(
         options: EngineOptions,
         restart: Arc<dyn RestartGroup>,
         commands: UnboundedReceiver<Command>,
-        state: watch::Sender<State>,
-        load: watch::Sender<Load>,
-        health: watch::Sender<Health>,
-        grammars: watch::Sender<Compiler>,
     ) -> Self {
-        let now = Instant::now();
+        let sequences = OpenSequences::new(options.limits);
         Self {
             options,
             restart,
-            scheduler: Scheduler::new(options.limits),
-            open: HashMap::new(),
-            in_flight: VecDeque::new(),
             commands,
-            state,
-            load,
-            health,
-            grammars,
-            epoch: now,
-            last_report_at: now,
-            group_since: now,
-            num_failures: 0,
+            status: Status::new(sequences.stats()),
+            compilers: CompilerGate::new(),
+            sequences,
+            in_flight: InFlightSteps::new(),
+            budget: RestartBudget::new(options.max_failures),
             outage: None,
-            suspects: Vec::new(),
-            next_compiler: None,
         }
     }
 
-    pub async fn run(mut self, mut group: Group) {
-        let mut stop = loop {
-            match self.take_steps(&group).await {
-                Stop::WorkerFailed(reason) => match self.recover(reason).await {
-                    Ok(restarted) => group = restarted,
-                    Err(stop) => break stop,
-                },
-                stop => break stop,
+    pub(super) fn status(&self) -> &Status {
+        &self.status
+    }
+
+    pub(super) fn compilers(&self) -> &CompilerGate {
+        &self.compilers
+    }
+
+    /// Runs until it is told to shut down, or until the last handle and stream are dropped.
+    pub(super) async fn run(mut self, group: Group) {
+        let Err(stop) = self.run_groups(group).await;
+        let done = match stop {
+            Stop::ShutDown(done) => done,
+            Stop::GroupLost(reason) => {
+                tracing::error!("the model workers stopped and are not restarted: {reason}");
+                self.fail(&reason);
+                self.refuse_submissions(&reason).await
             }
         };
-        if let Stop::WorkerFailed(reason) = stop {
-            tracing::error!("the model workers stopped: {reason}");
-            self.grammars.send_replace(Compiler::Gone(reason.clone()));
-            self.state.send_replace(State::Failed(reason.clone()));
-            self.fail_all(&SequenceFailure::Worker(reason.clone()));
-            stop = Stop::ShutDown(self.refuse(&reason).await);
-        }
-        if let Stop::ShutDown(done) = stop {
-            self.state.send_if_modified(|state| {
-                let failed = matches!(state, State::Failed(_));
-                if !failed {
-                    *state = State::ShutDown;
-                }
-                !failed
-            });
-            self.end(&SequenceFailure::ShuttingDown);
-            if let Some(done) = done {
-                let _ = done.send(());
-            }
+        self.status.set_health(Health::ShutDown);
+        self.end_all(&SequenceFailure::ShuttingDown);
+        if let Some(done) = done {
+            let _ = done.send(());
         }
     }
 
-    async fn take_steps(&mut self, group: &Group) -> Stop {
+    /// Takes steps on one group after the other, as long as the restart budget lasts.
+    async fn run_groups(&mut self, mut group: Group) -> Result<Infallible, Stop> {
+        loop {
+            let Err(stop) = self.run_steps(&group).await;
+            let Stop::GroupLost(reason) = stop else { return Err(stop) };
+            group = self.recover(reason).await?;
+        }
+    }
+
+    /// Takes steps on one group.
+    async fn run_steps(&mut self, group: &Group) -> Result<Infallible, Stop> {
+        // PERF: the group was connected on a runtime whose threads may be busy; this thread drives its own connections.
+        let group = group.reconnect().await?;
+        self.compilers.set_next(group.grammars());
         let mut steps = group.steps();
-        let progress = Arc::new(Progress::default());
-        let health = self.health.clone();
-        let mut hang = pin!(hang(group.probe(), progress.clone(), self.options.step_deadline, &health));
-        let stop = self.take_steps_until(&mut steps, &progress, hang.as_mut()).await;
-        health.send_replace(Health::Well);
-        stop
-    }
-
-    async fn take_steps_until(
-        &mut self,
-        steps: &mut Steps,
-        progress: &Progress,
-        mut hang: Pin<&mut impl Future<Output = String>>,
-    ) -> Stop {
+        let progress = Progress::default();
+        let hang = watchdog::watch(group.probe(), &progress, self.options.step_deadline, self.status.clone());
+        let mut hang = pin!(hang);
         let mut woken_at = Instant::now();
         loop {
-            self.send_plans(steps, woken_at);
-            self.publish_load();
+            self.send_plans(&steps, woken_at);
+            self.publish_stats();
             if self.in_flight.is_empty() {
                 self.end_outage();
             }
-            progress.has_steps(!self.in_flight.is_empty());
+            progress.set_waiting(!self.in_flight.is_empty());
             tokio::select! {
                 command = self.commands.recv() => {
                     woken_at = Instant::now();
-                    // What arrived together is planned together.
-                    let mut next = command;
-                    loop {
-                        if let Err(stop) = self.take_command(next) {
-                            return stop;
-                        }
-                        match self.commands.try_recv() {
-                            Ok(command) => next = Some(command),
-                            Err(_) => break,
-                        }
-                    }
+                    self.take_commands(command)?;
                 }
                 report = steps.next() => {
                     woken_at = Instant::now();
-                    progress.reported();
-                    let applied = report.map_err(|error| error.to_string());
-                    if let Err(reason) = applied.and_then(|report| self.apply(report, woken_at)) {
-                        return Stop::WorkerFailed(reason);
-                    }
+                    progress.add_report();
+                    self.apply(&report?, woken_at).map_err(Stop::GroupLost)?;
                 }
-                reason = hang.as_mut() => return Stop::WorkerFailed(reason),
+                reason = &mut hang => return Err(Stop::GroupLost(reason)),
             }
         }
     }
 
-    pub(super) fn take_command(&mut self, command: Option<Command>) -> Result<(), Stop> {
+    /// Takes a command and all others that have arrived, so that requests that arrive together are planned together.
+    fn take_commands(&mut self, first: Option<Command>) -> Result<(), Stop> {
+        self.take_command(first)?;
+        while let Ok(command) = self.commands.try_recv() {
+            self.take_command(Some(command))?;
+        }
+        Ok(())
+    }
+
+    /// `None`: every handle and stream was dropped.
+    fn take_command(&mut self, command: Option<Command>) -> Result<(), Stop> {
         match command {
             None => return Err(Stop::ShutDown(None)),
             Some(Command::ShutDown { done }) => return Err(Stop::ShutDown(Some(done))),
-            Some(Command::Submit { id, request, events }) => self.submit(id, request, events),
-            Some(Command::Abort { id }) => self.abort(id),
+            Some(Command::Submit { id, request, events }) => self.sequences.submit(id, request, events),
+            Some(Command::Abort { id }) => self.sequences.abort(id),
         }
         Ok(())
-    }
-
-    fn submit(&mut self, id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent>) {
-        let submission = Submission {
-            id,
-            prompt_token_ids: request.prompt_token_ids,
-            max_new_tokens: request.max_new_tokens,
-            stop_token_ids: Arc::clone(&request.sampling.stop_token_ids),
-            priority: request.priority,
-            group: request.group,
-            needs_prompt_logprobs: request.sampling.prompt_logprobs,
-            num_source_tokens: request.num_source_tokens,
-        };
-        match self.scheduler.submit(submission, self.epoch.elapsed()) {
-            Ok(()) => {
-                self.open.insert(id, OpenSequence::new(request.sampling, events));
-            }
-            Err(error) => {
-                let _ = events.send(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string())));
-            }
-        }
-    }
-
-    fn abort(&mut self, id: SequenceId) {
-        if self.open.remove(&id).is_some() {
-            self.scheduler.abort(id);
-        }
     }
 
     fn send_plans(&mut self, steps: &Steps, woken_at: Instant) {
-        self.try_suspects();
         loop {
-            let planning_since = Instant::now();
-            let Some(plan) = self.scheduler.plan(self.epoch.elapsed()) else { return };
-            let mut in_flight = StepInFlight::new(&plan, woken_at);
-            self.announce_starts(&plan);
-            let open = &self.open;
-            steps.send(plan, |id| &open.get(&id).expect("invariant: what is planned is open").sampling);
-            in_flight.sent(planning_since, Instant::now());
-            self.in_flight.push_back(in_flight);
+            let planned_since = Instant::now();
+            let Some(plan) = self.sequences.plan() else { break };
+            let step = InFlightStep::new(&plan, woken_at, planned_since);
+            steps.send(plan, |id| self.sequences.sampling(id));
+            self.in_flight.push(step);
+        }
+        if !self.sequences.has_quarantine() {
+            self.compilers.open();
         }
     }
 
-    fn announce_starts(&mut self, plan: &Plan) {
-        for start in &plan.new_sequences {
-            if let Some(sequence) = self.open.get_mut(&start.id) {
-                sequence.start(start.num_computed_tokens as usize);
-            }
-        }
-    }
-
-    /// Hands a step's outputs to their sequences. An error means that the workers cannot be trusted any more.
-    fn apply(&mut self, report: StepReport, arrived_at: Instant) -> Result<(), String> {
-        let in_flight = self.in_flight.pop_front().ok_or("it answered a step that was never planned")?;
-        let output = |output: &Output| scheduler::SequenceOutput {
-            id: output.id,
-            token_ids: output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
-        };
-        let interval = in_flight.interval(self.last_report_at, arrived_at);
-        let forecast = self.scheduler.observe(report.step, interval);
-        let result = scheduler::StepResult { step: report.step, outputs: report.outputs.iter().map(output).collect() };
-        let events = self.scheduler.apply(&result).map_err(|error| error.to_string())?;
+    /// Hands a step's outputs to their sequences. An error means that the group cannot be trusted any more.
+    fn apply(&mut self, report: &StepReport, arrived_at: Instant) -> Result<(), String> {
+        let step = self.in_flight.pop(arrived_at).ok_or("it answered a step that was never sent")?;
+        let forecast = self.sequences.observe(report.step, step.interval);
+        let events = self.sequences.apply(report).map_err(|error| error.to_string())?;
         metrics::tokens_accepted(report.outputs.iter().map(|output| output.tokens.as_ref().map_or(0, Vec::len)));
-        // Before the events: whoever reads that its sequence has ended finds its blocks free.
-        self.publish_load();
-        let mut has_tokens = false;
-        for event in events {
-            match event {
-                Event::Advanced { id, output_index, num_tokens, finish_reason } => {
-                    has_tokens |= num_tokens > 0;
-                    self.advance(id, &report.outputs[output_index], num_tokens, finish_reason);
-                }
-                Event::Failed { id, output_index } => {
-                    let failure = match report.outputs[output_index].tokens.clone().err() {
-                        Some(OutputError { reason, fault: Fault::Request }) => SequenceFailure::Request(reason),
-                        error => SequenceFailure::Sequence(error.map(|error| error.reason).unwrap_or_default()),
-                    };
-                    self.finish(id, SequenceEvent::Failed(failure));
-                }
-            }
-        }
-        self.num_failures = 0;
+        // Before the events: a reader of a terminal event finds the sequence's blocks free.
+        self.publish_stats();
+        let has_tokens = self.sequences.deliver(events, &report.outputs);
+        self.budget.replenish();
         if has_tokens {
             self.end_outage();
         }
-        self.last_report_at = arrived_at;
-        StepRecord::new(&in_flight, report.timing, interval, arrived_at, forecast).export();
+        step.record(report.timing, forecast);
         Ok(())
     }
 
-    fn advance(&mut self, id: SequenceId, output: &Output, num_tokens: usize, end: Option<FinishReason>) {
-        let Some(sequence) = self.open.get_mut(&id) else { return };
-        sequence.hand_on_prompt(&output.prompt_tokens);
-        let tokens = output.tokens.as_deref().unwrap_or_default();
-        sequence.hand_on(&tokens[..num_tokens]);
-        if let Some(reason) = end {
-            self.finish(id, SequenceEvent::Finished(reason));
+    /// Starts another group, in as many attempts as the restart budget allows. All sequences are queued again.
+    async fn recover(&mut self, mut reason: String) -> Result<Group, Stop> {
+        self.lose_group(&reason);
+        loop {
+            let backoff = self.budget.spend(&reason).map_err(Stop::GroupLost)?;
+            let restart = self.restart.restart();
+            let attempt = async move {
+                tokio::time::sleep(backoff).await;
+                (Instant::now(), restart.await)
+            };
+            match self.take_commands_until(attempt).await? {
+                (since, Ok(restarted)) => return Ok(self.resume(restarted, since)),
+                (_, Err(error)) => reason = error.to_string(),
+            }
         }
     }
 
-    pub(super) fn finish(&mut self, id: SequenceId, terminal: SequenceEvent) {
-        if let Some(sequence) = self.open.remove(&id) {
-            sequence.end(terminal);
+    fn lose_group(&mut self, reason: &str) {
+        self.status.set_health(Health::Restarting(reason.to_owned()));
+        self.compilers.close();
+        let last_sign_of_life = self.in_flight.lose();
+        if last_sign_of_life.is_none() {
+            self.budget.lost_while_idle();
+        }
+        let last_sign_of_life = last_sign_of_life.unwrap_or_else(Instant::now);
+        let num_running = self.sequences.stats().num_running;
+        self.outage = Some(Outage::begin(self.outage.take(), last_sign_of_life, num_running));
+        self.sequences.requeue();
+    }
+
+    /// Takes commands until the future is done: new sequences are queued, aborted ones are removed.
+    async fn take_commands_until<T>(&mut self, future: impl Future<Output = T>) -> Result<T, Stop> {
+        let mut future = pin!(future);
+        loop {
+            self.publish_stats();
+            tokio::select! {
+                done = &mut future => return Ok(done),
+                command = self.commands.recv() => self.take_command(command)?,
+            }
         }
     }
 
-    pub(super) fn publish_load(&self) {
-        let stats = self.scheduler.stats();
-        let load = Load {
-            queued_sequences: stats.num_queued,
-            running_sequences: stats.num_running,
-            free_blocks: stats.num_allocatable_blocks,
-            cached_blocks: stats.num_cached_blocks,
-            prefix_queried_tokens: stats.num_queried_tokens,
-            prefix_hit_tokens: stats.num_hit_tokens,
-            num_blocks: stats.num_blocks,
-            max_running_tokens: stats.max_running_tokens,
-        };
-        self.load.send_replace(load);
+    fn resume(&mut self, restarted: Restarted, restart_began: Instant) -> Group {
+        let Restarted { group, times } = restarted;
+        let now = Instant::now();
+        metrics::workers_restarted();
+        self.in_flight.group_ready(now);
+        self.budget.group_ready(now);
+        if let Some(outage) = &mut self.outage {
+            outage.resume(restart_began, times, now);
+        }
+        group
     }
+
+    /// The new group has given a token, or there is no sequence to show that it works.
+    fn end_outage(&mut self) {
+        if let Some(outage) = self.outage.take() {
+            self.status.set_health(Health::Healthy);
+            outage.report();
+        }
+    }
+
+    fn publish_stats(&self) {
+        self.status.set_stats(self.sequences.stats());
+    }
+
+    /// No step will be taken any more, for this reason.
+    fn fail(&mut self, reason: &str) {
+        self.compilers.fail(reason.to_owned());
+        self.status.set_health(Health::Failed(reason.to_owned()));
+        self.sequences.fail_all(&SequenceFailure::Worker(reason.to_owned()));
+    }
+
+    /// Fails every new sequence until told to shut down.
+    async fn refuse_submissions(&mut self, reason: &str) -> Option<oneshot::Sender<()>> {
+        while let Some(command) = self.commands.recv().await {
+            match command {
+                Command::Submit { events, .. } => refuse(&events, SequenceFailure::Worker(reason.to_owned())),
+                Command::Abort { .. } => {}
+                Command::ShutDown { done } => return Some(done),
+            }
+        }
+        None
+    }
+
+    /// Ends every sequence that is open or on its way here. Nothing can be submitted afterwards.
+    fn end_all(&mut self, failure: &SequenceFailure) {
+        self.commands.close();
+        self.sequences.fail_all(failure);
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Submit { events, .. } => refuse(&events, failure.clone()),
+                Command::Abort { .. } => {}
+                Command::ShutDown { done } => drop(done.send(())),
+            }
+        }
+    }
+}
+
+impl Drop for StepLoop {
+    /// After a panic, or when the thread could not be started, requests must fail instead of waiting for ever.
+    fn drop(&mut self) {
+        let reason = "the engine ended unexpectedly";
+        if !self.status.is_permanent() {
+            self.fail(reason);
+        }
+        self.end_all(&SequenceFailure::Worker(reason.to_owned()));
+    }
+}
+
+impl From<WorkerError> for Stop {
+    fn from(error: WorkerError) -> Self {
+        Self::GroupLost(error.to_string())
+    }
+}
+
+fn refuse(events: &UnboundedSender<SequenceEvent>, failure: SequenceFailure) {
+    // An error means that the receiver was dropped.
+    let _ = events.send(SequenceEvent::Failed(failure));
 }

@@ -1,4 +1,4 @@
-//! A sequence's events on their way to its request. Dropping the stream aborts the sequence.
+//! The events of a sequence on their way to its request.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -8,9 +8,9 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::sequence::SequenceEvent;
 
-/// Events of one sequence, in order. Ends after the terminal event.
+/// The events of one sequence, in order. Ends after the terminal event. Dropping the stream before aborts the sequence.
 pub struct SequenceStream {
-    // Unbounded, yet bounded: a sequence produces at most `max_new_tokens` + 2 events.
+    // Bounded in effect: a sequence has at most one event per prompt chunk and generated token, and two more.
     events: UnboundedReceiver<SequenceEvent>,
     abort: Option<Box<dyn FnOnce() + Send>>,
 }

@@ -45,7 +45,7 @@ impl Report {
         let reason = health.public_reason();
         let draining = service.is_draining().then(|| ApiError::ShuttingDown.to_string());
         Self {
-            live: Condition::unless(reason.clone().filter(|_| health.is_lasting())),
+            live: Condition::unless(reason.clone().filter(|_| health.is_permanent())),
             progressing: Condition::unless(reason.clone().filter(|_| health.is_stuck())),
             ready: Condition::unless(draining.or(reason)),
         }

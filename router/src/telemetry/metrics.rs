@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use penstock_scheduler::Stats;
 
 use super::table::{self as name, Buckets, Kind, METRICS};
 use crate::config::RequestLimits;
-use crate::engine::Load;
 
 pub use super::table::reference;
 
@@ -168,16 +168,16 @@ pub(crate) fn prompt_accepted(num_input_tokens: usize, max_new_tokens: u32) {
 }
 
 /// How full the engine is, at this moment, and how many tokens wait for it.
-pub(crate) fn load(load: Load, queued_tokens: u64) {
+pub(crate) fn load(stats: &Stats, queued_tokens: u64) {
     gauge!(name::QUEUE_TOKENS).set(queued_tokens as f64);
-    gauge!(name::QUEUE_SIZE).set(load.queued_sequences as f64);
-    gauge!(name::BATCH_CURRENT_SIZE).set(load.running_sequences as f64);
-    gauge!(name::BATCH_CURRENT_MAX_TOKENS).set(load.max_running_tokens as f64);
-    gauge!(name::KV_BLOCKS).set(load.num_blocks as f64);
-    gauge!(name::KV_FREE_BLOCKS).set(load.free_blocks as f64);
-    gauge!(name::KV_CACHED_BLOCKS).set(load.cached_blocks as f64);
-    counter!(name::PREFIX_QUERIED).absolute(load.prefix_queried_tokens);
-    counter!(name::PREFIX_HIT).absolute(load.prefix_hit_tokens);
+    gauge!(name::QUEUE_SIZE).set(stats.num_queued as f64);
+    gauge!(name::BATCH_CURRENT_SIZE).set(stats.num_running as f64);
+    gauge!(name::BATCH_CURRENT_MAX_TOKENS).set(stats.max_running_tokens as f64);
+    gauge!(name::KV_BLOCKS).set(stats.num_blocks as f64);
+    gauge!(name::KV_FREE_BLOCKS).set(stats.num_allocatable_blocks as f64);
+    gauge!(name::KV_CACHED_BLOCKS).set(stats.num_cached_blocks as f64);
+    counter!(name::PREFIX_QUERIED).absolute(stats.num_queried_tokens);
+    counter!(name::PREFIX_HIT).absolute(stats.num_hit_tokens);
 }
 
 /// Sequences in a step that starts new ones.

@@ -1,4 +1,4 @@
-//! Compiling grammars where they are used: on rank 0, beside its steps.
+//! Compiles grammars on rank 0, which applies them, while its steps go on.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,34 +9,34 @@ use super::rank::Rank;
 use super::{WorkerError, convert};
 use crate::sequence::Grammar;
 
-/// The worker bounds a compilation itself, well below this.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// The worker ends a compilation by itself long before.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// More wait here: the worker refuses what it could not begin soon.
-const MAX_AT_ONCE: usize = 16;
+/// Further compilations wait here, because the worker refuses those that it cannot begin soon.
+const MAX_CONCURRENT: usize = 16;
 
-/// Cheap to clone.
+/// A handle on rank 0 of a group. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct GrammarCompiler {
-    first: Rank,
-    places: Arc<Semaphore>,
+pub(crate) struct GrammarCompiler {
+    rank: Rank,
+    permits: Arc<Semaphore>,
 }
 
 impl GrammarCompiler {
-    pub(super) fn new(first: Rank) -> Self {
-        Self { first, places: Arc::new(Semaphore::new(MAX_AT_ONCE)) }
+    pub(super) fn new(rank: Rank) -> Self {
+        Self { rank, permits: Arc::new(Semaphore::new(MAX_CONCURRENT)) }
     }
 
-    /// The inner error is about the grammar, for the client.
+    /// The inner error says what is wrong with the grammar, for the client.
     pub(crate) async fn compile(mut self, grammar: &Grammar) -> Result<Result<(), String>, WorkerError> {
         let request = penstock_proto::CompileGrammarRequest { grammar: Some(convert::grammar(grammar)) };
-        // Never closed, so never an error.
-        let _place = Arc::clone(&self.places).acquire_owned().await.ok();
-        match tokio::time::timeout(PATIENCE, self.first.compile_grammar(request)).await {
+        // An error means that the semaphore was closed, which never happens.
+        let _permit = Arc::clone(&self.permits).acquire_owned().await.ok();
+        match tokio::time::timeout(TIMEOUT, self.rank.compile_grammar(request)).await {
             Ok(Ok(answer)) if answer.error.is_empty() => Ok(Ok(())),
             Ok(Ok(answer)) => Ok(Err(answer.error)),
             Ok(Err(error)) => Err(error),
-            Err(_) => Err(WorkerError::Silent { rank: self.first.index, about: "a grammar", waited: PATIENCE }),
+            Err(_) => Err(WorkerError::Unresponsive { rank: self.rank.index(), about: "a grammar", waited: TIMEOUT }),
         }
     }
 }

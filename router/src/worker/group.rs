@@ -1,4 +1,4 @@
-//! All ranks that hold one model. Whatever one of them must do, all must do at the same time: they meet inside it.
+//! All ranks of one model copy. Every call goes to all ranks at the same time, because they wait for each other inside it.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,122 +12,142 @@ use super::rank::{Rank, RankHealth};
 use super::step::Steps;
 use super::{PROTOCOL_VERSION, WorkerError};
 
+/// The connections to all ranks of one model copy.
 #[derive(Debug)]
 pub struct Group {
     /// Not empty.
     ranks: Vec<Rank>,
 }
 
-/// What to load, and how.
+/// Which model to load, and how.
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
     /// Prepared model folder.
     pub model_folder: PathBuf,
     /// `float32`, `float16` or `bfloat16`; `None`: the worker chooses.
     pub dtype: Option<String>,
+    /// Tokens per KV block.
     pub block_tokens: u32,
-    /// Where the ranks meet, as a torch.distributed init method; unused with one rank.
+    /// torch.distributed init method of the ranks; unused with one rank.
     pub rendezvous: String,
+    /// Whether Python code of the model folder may run.
     pub trust_remote_code: bool,
     /// CPU threads of each rank; `None`: the worker chooses.
     pub num_threads: Option<u32>,
-    /// Part of the vocabulary that a watermark prefers, in (0, 1); `None`: the worker's default.
+    /// Fraction of the vocabulary that a watermark prefers, in (0, 1); `None`: the worker's default.
     pub watermark_gamma: Option<f32>,
-    /// What a watermark adds to the logits of that part; `None`: the worker's default.
+    /// What a watermark adds to the logits of that fraction; `None`: the worker's default.
     pub watermark_delta: Option<f32>,
 }
 
-/// What was loaded.
+/// The model that was loaded.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Description {
+    /// Version of the worker's Python package.
     pub worker_version: String,
+    /// The model's architecture, as `llama`.
     pub architecture: String,
+    /// Data type of weights and computation.
     pub dtype: String,
-    /// Of rank 0.
+    /// Device of rank 0, as `cpu` or `cuda:0`.
     pub device: String,
+    /// The attention implementation, as `native`.
     pub attention: String,
+    /// Logits per token.
     pub vocab_size: u32,
-    /// The longest sequence the model was made for.
+    /// The longest sequence that the model supports.
     pub max_position_tokens: u32,
-    /// Every layer sees at most so many of the last tokens; `None`: some layer sees all.
+    /// The sliding window, when every layer has one: the widest. `None`: some layer attends to all tokens.
     pub window_tokens: Option<u32>,
-    /// Of an encoder–decoder: the tokens that stand behind every source, before the answer. Empty: a decoder alone.
+    /// Encoder–decoder models: the tokens between every source and its answer. Empty for decoder-only models.
     pub decoder_prefix: Arc<[u32]>,
-    /// Of an encoder–decoder: the longest source. Its answers have what that leaves of the longest sequence.
+    /// Encoder–decoder models: the longest source.
     pub max_source_tokens: u32,
-    /// Of all ranks together.
+    /// Size of the weights on all ranks together.
     pub weight_bytes: u64,
-    /// Of all ranks together.
+    /// Size of one KV block on all ranks together.
     pub kv_bytes_per_block: u64,
-    /// Of rank 0, in order.
+    /// Phases of loading on rank 0, in order.
     pub phases: Vec<Phase>,
 }
 
-/// A part of the start and how long it took.
+/// A phase of the start.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Phase {
+    /// What was done.
     pub name: String,
+    /// How long it took.
     pub duration: Duration,
 }
 
-/// The bounds within which the workers must be able to do any step.
+/// The limits of the steps that the group must be able to execute.
 #[derive(Clone, Copy, Debug)]
 pub struct WarmUpOptions {
+    /// Most tokens in one step.
     pub max_step_tokens: u32,
+    /// Most sequences in one step.
     pub max_step_sequences: u32,
-    /// `None`: as long as the model and the pool allow.
+    /// Most tokens in one sequence; `None`: as many as the model and the pool allow.
     pub max_sequence_tokens: Option<u32>,
-    /// `None`: as many as fit.
+    /// KV blocks to allocate; `None`: as many as fit.
     pub num_blocks: Option<u64>,
-    /// Of the device's memory that may be used in all, in (0, 1].
+    /// Fraction of the device's memory that may be used in all, in (0, 1].
     pub memory_fraction: f64,
-    /// A group of the same machine, model and limits did all this before; `num_blocks` are to be allocated.
+    /// A group on the same machine with the same model and limits was warmed up before: only allocate `num_blocks` blocks.
     pub proven: bool,
 }
 
 /// The KV pool after warm-up.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pool {
+    /// KV blocks on each rank.
     pub num_blocks: u32,
-    /// The slowest rank's slowest step of the warm-up; zero when it was proven before.
+    /// Duration of the slowest warm-up step on the slowest rank; zero with `WarmUpOptions::proven`.
     pub worst_step: Duration,
+    /// Phases of the warm-up on rank 0, in order.
     pub phases: Vec<Phase>,
 }
 
 impl Description {
+    /// Whether the model has an encoder.
     pub fn is_encoder_decoder(&self) -> bool {
         !self.decoder_prefix.is_empty()
     }
 
-    /// The hub's name for what the model does, as far as its kind tells.
+    /// The hub's pipeline tag, if the kind of model determines it.
     pub fn pipeline_tag(&self) -> Option<&'static str> {
         self.is_encoder_decoder().then_some("text2text-generation")
     }
 
-    /// Input and answer of the longest sequence.
+    /// Most tokens of input and answer together.
     pub fn max_total_tokens(&self) -> u32 {
         self.max_position_tokens.saturating_sub(self.num_prefix_tokens())
     }
 
+    /// Length of `decoder_prefix`.
     pub fn num_prefix_tokens(&self) -> u32 {
         self.decoder_prefix.len() as u32
     }
 
-    /// The longest answer that does not depend on its input's length; `None`: each is as long as its input leaves it.
+    /// Most tokens of an answer, when that does not depend on the input's length. `None`: what the input leaves of the total.
     pub fn max_new_tokens(&self) -> Option<u32> {
         self.is_encoder_decoder().then(|| self.max_total_tokens().saturating_sub(self.max_source_tokens))
     }
 }
 
 impl Group {
-    /// Waits until every rank listens and answers. Drop the future to give up early, as when a worker's process ended.
-    pub async fn connect(sockets: &[PathBuf], patience: Duration) -> Result<Self, WorkerError> {
-        let connect = sockets.iter().enumerate().map(|(index, socket)| Rank::connect(index, socket, patience));
-        let ranks = try_join_all(connect).await?;
-        Ok(Self { ranks })
+    /// Waits until every rank listens and answers, for at most `timeout`. Dropping the future cancels it.
+    pub async fn connect(sockets: &[PathBuf], timeout: Duration) -> Result<Self, WorkerError> {
+        let connect = sockets.iter().enumerate().map(|(index, socket)| Rank::connect(index, socket, timeout));
+        Ok(Self { ranks: try_join_all(connect).await? })
     }
 
-    /// Loads the model on all ranks. No deadline: reading a large model may take any time.
+    /// Opens new connections to the same ranks, which the current runtime drives.
+    pub(crate) async fn reconnect(&self) -> Result<Self, WorkerError> {
+        Ok(Self { ranks: try_join_all(self.ranks.iter().map(Rank::reconnect)).await? })
+    }
+
+    /// Loads the model on all ranks. Without a deadline, because reading a large model can take arbitrarily long.
     pub async fn load(&mut self, options: &LoadOptions) -> Result<Description, WorkerError> {
         let request = proto::LoadRequest {
             protocol_version: PROTOCOL_VERSION,
@@ -167,7 +187,7 @@ impl Group {
         })
     }
 
-    /// Runs the worst step that the options allow on all ranks, and allocates the KV pool.
+    /// Runs the largest steps within the limits on all ranks, and allocates the KV pool.
     pub async fn warm_up(&mut self, options: &WarmUpOptions) -> Result<Pool, WorkerError> {
         let request = proto::WarmUpRequest {
             max_step_tokens: options.max_step_tokens,
@@ -184,37 +204,37 @@ impl Group {
         let first = first_rank(answers);
         let num_blocks = u32::try_from(first.num_blocks).map_err(|_| WorkerError::Garbled {
             rank: 0,
-            reason: format!("{} KV blocks, at most {} can be numbered", first.num_blocks, u32::MAX),
+            reason: format!("{} KV blocks, at most {} are supported", first.num_blocks, u32::MAX),
         })?;
         Ok(Pool { num_blocks, worst_step, phases: phases(first.phases) })
     }
 
-    /// Asks the ranks about themselves beside their steps.
+    /// Health checks, which the ranks answer while steps are running.
     pub fn probe(&self) -> HealthProbe {
         HealthProbe { ranks: self.ranks.clone() }
     }
 
-    /// Grammars are compiled where tokens are sampled.
-    pub fn grammars(&self) -> GrammarCompiler {
+    /// Compiles grammars on rank 0, which samples the tokens.
+    pub(crate) fn grammars(&self) -> GrammarCompiler {
         GrammarCompiler::new(self.ranks.first().expect("invariant: a group has at least one rank").clone())
     }
 
-    /// Opens the stream of steps on all ranks; they forget every sequence of an earlier one.
-    pub fn steps(&self) -> Steps {
+    /// Opens the stream of steps on all ranks. They forget every sequence of an earlier stream.
+    pub(crate) fn steps(&self) -> Steps {
         Steps::new(self.ranks.iter().map(Rank::steps))
     }
 }
 
-/// Asks every rank of a group about itself.
+/// Sends health checks to every rank of a group.
 #[derive(Clone, Debug)]
 pub struct HealthProbe {
     ranks: Vec<Rank>,
 }
 
 impl HealthProbe {
-    /// What each rank says about itself, in their order; `None`: it did not answer in time, or not at all.
-    pub async fn ask(&mut self, patience: Duration) -> Vec<Option<RankHealth>> {
-        let ask = |rank| async move { tokio::time::timeout(patience, Rank::health(rank)).await.ok()?.ok() };
+    /// Each rank's answer, by rank; `None`: it did not answer within `timeout`.
+    pub async fn ask(&mut self, timeout: Duration) -> Vec<Option<RankHealth>> {
+        let ask = |rank| async move { tokio::time::timeout(timeout, Rank::health(rank)).await.ok()?.ok() };
         join_all(self.ranks.iter_mut().map(ask)).await
     }
 }

@@ -1,6 +1,6 @@
-//! The workers as the router sees them: a group of ranks that load a model, warm up, and execute steps.
+//! The client of a worker group: all ranks of one model copy load it, warm up and execute steps as one.
 //!
-//! Everything about gRPC and protobuf ends in this room; its callers know plans, reports and `WorkerError`.
+//! Only this module knows gRPC; its callers know plans, reports and `WorkerError`.
 
 mod convert;
 mod error;
@@ -10,12 +10,11 @@ mod rank;
 mod step;
 
 pub use error::WorkerError;
-pub use grammar::GrammarCompiler;
 pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmUpOptions};
 pub use rank::RankHealth;
-pub use step::{Steps, WorkerTiming};
 
-pub(crate) use step::{Fault, Output, OutputError, StepReport};
+pub(crate) use grammar::GrammarCompiler;
+pub(crate) use step::{Fault, Output, OutputError, StepReport, Steps, WorkerTiming};
 
-/// What this build speaks; a worker of another version is refused.
+/// The version of the worker protocol that this build speaks; a worker with another version is refused.
 pub const PROTOCOL_VERSION: u32 = penstock_proto::ProtocolVersion::Current as u32;

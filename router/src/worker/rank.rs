@@ -16,40 +16,44 @@ use tonic::transport::{Channel, Endpoint};
 use super::WorkerError;
 use super::error::root_cause;
 
-/// How often a socket that is not there yet is tried again.
+/// Time between two attempts to connect to a socket on which no worker listens yet.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 #[derive(Clone, Debug)]
 pub(super) struct Rank {
-    pub index: usize,
+    index: usize,
+    socket: PathBuf,
     client: WorkerClient<Channel>,
 }
 
-/// What a rank says about its own progress.
+/// A rank's answer to a health check.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RankHealth {
-    /// Newest step finished on the open stream; 0: none yet.
+    /// The newest step that was finished on the open stream; 0: none yet.
     pub last_step: u64,
-    /// How long the step that is being executed has taken so far.
+    /// How long the current step has run; `None`: no step is running.
     pub stepping: Option<Duration>,
-    /// Processor time of the process since its start, on all cores.
-    pub processor: Duration,
+    /// Processor time of the process since its start, over all cores.
+    pub processor_time: Duration,
 }
 
 impl Rank {
-    /// Waits until the worker listens and answers; gives up after `patience`.
-    pub async fn connect(index: usize, socket: &Path, patience: Duration) -> Result<Self, WorkerError> {
-        let deadline = Instant::now() + patience;
+    /// Waits until the worker listens and answers, for at most `timeout`.
+    pub(super) async fn connect(index: usize, socket: &Path, timeout: Duration) -> Result<Self, WorkerError> {
+        let deadline = Instant::now() + timeout;
         loop {
-            let reason = match Self::try_connect(index, socket).await {
-                Ok(rank) => return Ok(rank),
+            let reason = match Self::open(index, socket).await {
+                Ok(mut rank) => match rank.health().await {
+                    Ok(_) => return Ok(rank),
+                    Err(error) => error.to_string(),
+                },
                 Err(reason) => reason,
             };
             if Instant::now() + RETRY_INTERVAL > deadline {
                 return Err(WorkerError::Unreachable {
                     rank: index,
                     socket: socket.to_owned(),
-                    waited: patience,
+                    waited: timeout,
                     reason,
                 });
             }
@@ -57,8 +61,14 @@ impl Rank {
         }
     }
 
-    async fn try_connect(index: usize, socket: &Path) -> Result<Self, String> {
-        // The address is never used: the connector below knows the socket.
+    /// Opens a new connection to the same worker, which the current runtime drives.
+    pub(super) async fn reconnect(&self) -> Result<Self, WorkerError> {
+        let Self { index, socket, .. } = self;
+        Self::open(*index, socket).await.map_err(|reason| WorkerError::Lost { rank: *index, reason })
+    }
+
+    async fn open(index: usize, socket: &Path) -> Result<Self, String> {
+        // The address is never used: the connector connects to the socket.
         let endpoint = Endpoint::from_static("http://worker");
         let channel = endpoint.connect_with_connector(tower::service_fn({
             let socket: PathBuf = socket.to_owned();
@@ -68,25 +78,27 @@ impl Rank {
             }
         }));
         let channel = channel.await.map_err(|error| root_cause(&error))?;
-        // A plan that starts many long prompts is larger than gRPC's default limit of 4 MiB.
+        // A plan that starts many long prompts exceeds gRPC's default limit of 4 MiB.
         let client = WorkerClient::new(channel)
             .max_decoding_message_size(i32::MAX as usize)
             .max_encoding_message_size(i32::MAX as usize);
-        let mut rank = Self { index, client };
-        rank.health().await.map_err(|error| error.to_string())?;
-        Ok(rank)
+        Ok(Self { index, socket: socket.to_owned(), client })
     }
 
-    pub async fn health(&mut self) -> Result<RankHealth, WorkerError> {
+    pub(super) fn index(&self) -> usize {
+        self.index
+    }
+
+    pub(super) async fn health(&mut self) -> Result<RankHealth, WorkerError> {
         let answer = self.client.health(proto::HealthRequest {}).await.map_err(|status| self.error(&status))?;
         let health = answer.into_inner();
         let stepping =
             health.stepping.then(|| Duration::try_from_secs_f64(health.stepping_seconds).unwrap_or_default());
-        let processor = Duration::try_from_secs_f64(health.processor_seconds).unwrap_or_default();
-        Ok(RankHealth { last_step: health.last_step, stepping, processor })
+        let processor_time = Duration::try_from_secs_f64(health.processor_seconds).unwrap_or_default();
+        Ok(RankHealth { last_step: health.last_step, stepping, processor_time })
     }
 
-    pub async fn load(&mut self, request: proto::LoadRequest) -> Result<proto::LoadResponse, WorkerError> {
+    pub(super) async fn load(&mut self, request: proto::LoadRequest) -> Result<proto::LoadResponse, WorkerError> {
         let ours = request.protocol_version;
         let answer = self.client.load(request).await.map_err(|status| self.error(&status))?.into_inner();
         if answer.protocol_version != ours {
@@ -95,12 +107,15 @@ impl Rank {
         Ok(answer)
     }
 
-    pub async fn warm_up(&mut self, request: proto::WarmUpRequest) -> Result<proto::WarmUpResponse, WorkerError> {
+    pub(super) async fn warm_up(
+        &mut self,
+        request: proto::WarmUpRequest,
+    ) -> Result<proto::WarmUpResponse, WorkerError> {
         let answer = self.client.warm_up(request).await.map_err(|status| self.error(&status))?;
         Ok(answer.into_inner())
     }
 
-    pub async fn compile_grammar(
+    pub(super) async fn compile_grammar(
         &mut self,
         request: proto::CompileGrammarRequest,
     ) -> Result<proto::CompileGrammarResponse, WorkerError> {
@@ -108,11 +123,13 @@ impl Rank {
         Ok(answer.into_inner())
     }
 
-    /// Opens the stream of steps: plans go into the sender, their results come out of the stream in the same order.
-    pub fn steps(&self) -> (UnboundedSender<proto::Plan>, BoxStream<'static, Result<proto::StepResult, WorkerError>>) {
+    /// Opens the stream of steps. Plans go into the sender; their results come out of the stream in the same order.
+    pub(super) fn steps(
+        &self,
+    ) -> (UnboundedSender<proto::Plan>, BoxStream<'static, Result<proto::StepResult, WorkerError>>) {
         let (plans, receiver) = mpsc::unbounded_channel();
-        let Self { index, mut client } = self.clone();
-        // A gRPC server may hold its response headers back until its first message, so opening is part of reading.
+        let Self { index, mut client, .. } = self.clone();
+        // A gRPC server may hold back its response headers until its first message, so the call is made with the first read.
         let results = async move { client.steps(UnboundedReceiverStream::new(receiver)).await };
         let results = stream::once(results)
             .map_ok(tonic::Response::into_inner)

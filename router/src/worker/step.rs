@@ -1,6 +1,6 @@
-//! The stream of steps of all ranks as one: a plan goes to every rank, a report comes when every rank has done it.
+//! The steps streams of all ranks as one: a plan goes to every rank, and its report is complete when every rank has answered.
 //!
-//! INVARIANT: reports come in the order of the plans, and each is rank 0's; the others' results are acknowledgements.
+//! INVARIANT: reports arrive in the order of the plans. A report is rank 0's result; those of the other ranks only acknowledge.
 
 use std::future::poll_fn;
 use std::task::{Context, Poll};
@@ -18,7 +18,7 @@ use crate::sequence::{Sampling, Token};
 type Results = BoxStream<'static, Result<proto::StepResult, WorkerError>>;
 
 /// The open stream of steps. Dropping it closes it.
-pub struct Steps {
+pub(crate) struct Steps {
     ranks: Vec<RankSteps>,
     last_reported: u64,
 }
@@ -26,62 +26,63 @@ pub struct Steps {
 struct RankSteps {
     plans: UnboundedSender<proto::Plan>,
     results: Results,
-    /// This rank's answer to step `last_reported + 1`, when it is there before the others'.
-    answer: Option<proto::StepResult>,
+    /// This rank's result of step `last_reported + 1`, while other ranks have not sent theirs.
+    result: Option<proto::StepResult>,
 }
 
-/// What all ranks together answered to one plan.
+/// The result of one step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct StepReport {
-    pub step: u64,
-    pub outputs: Vec<Output>,
-    pub timing: WorkerTiming,
+    pub(crate) step: u64,
+    pub(crate) outputs: Vec<Output>,
+    pub(crate) timing: WorkerTiming,
 }
 
+/// The output of one sequence in a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Output {
-    pub id: SequenceId,
-    /// `Err`: the worker could not go on with this sequence.
-    pub tokens: Result<Vec<Token>, OutputError>,
-    pub prompt_tokens: Vec<Token>,
+    pub(crate) id: SequenceId,
+    /// `Err`: the worker could not continue this sequence.
+    pub(crate) tokens: Result<Vec<Token>, OutputError>,
+    pub(crate) prompt_tokens: Vec<Token>,
 }
 
-/// Why a sequence is over.
+/// Why the worker could not continue a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct OutputError {
-    pub reason: String,
-    pub fault: Fault,
+    pub(crate) reason: String,
+    pub(crate) fault: Fault,
 }
 
-/// Whose fault an error is.
+/// What is at fault for an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     Server,
-    /// What the request asked for cannot go on.
+    /// The request asked for something that cannot be continued.
     Request,
 }
 
-/// Rank 0's own account of a step.
+/// How rank 0 spent a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct WorkerTiming {
-    /// Plan → tensors.
-    pub prepare: Duration,
-    /// The model.
-    pub forward: Duration,
-    /// Logits → tokens.
-    pub sample: Duration,
-    /// Waiting for this plan since the step before it ended.
-    pub idle: Duration,
+pub(crate) struct WorkerTiming {
+    /// Turning the plan into tensors.
+    pub(crate) prepare: Duration,
+    /// In the model.
+    pub(crate) forward: Duration,
+    /// Turning logits into tokens.
+    pub(crate) sample: Duration,
+    /// Waiting for the plan since the end of the previous step.
+    pub(crate) idle: Duration,
 }
 
 impl Steps {
     pub(super) fn new(ranks: impl Iterator<Item = (UnboundedSender<proto::Plan>, Results)>) -> Self {
-        let ranks = ranks.map(|(plans, results)| RankSteps { plans, results, answer: None }).collect();
+        let ranks = ranks.map(|(plans, results)| RankSteps { plans, results, result: None }).collect();
         Self { ranks, last_reported: 0 }
     }
 
-    /// Sends a plan to every rank; `sampling` tells how the sequences that it starts are sampled. A rank that is gone is
-    /// reported by `next`, which knows why.
+    /// Sends a plan to every rank, with the `sampling` of each sequence that it starts. When a rank is gone, `next` returns
+    /// the error.
     pub(crate) fn send<'a>(&self, plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling) {
         let plan = convert::plan(plan, sampling);
         if let Some((last, others)) = self.ranks.split_last() {
@@ -92,7 +93,7 @@ impl Steps {
         }
     }
 
-    /// The next step's report. Cancel safe.
+    /// The report of the next step. Cancel safe.
     pub(crate) async fn next(&mut self) -> Result<StepReport, WorkerError> {
         poll_fn(|context| self.poll_next(context)).await
     }
@@ -101,13 +102,13 @@ impl Steps {
         let expected = self.last_reported + 1;
         let mut complete = true;
         for (index, rank) in self.ranks.iter_mut().enumerate() {
-            if rank.answer.is_some() {
+            if rank.result.is_some() {
                 continue;
             }
             match rank.results.poll_next_unpin(context) {
-                Poll::Ready(Some(Ok(answer))) if answer.step == expected => rank.answer = Some(answer),
-                Poll::Ready(Some(Ok(answer))) => {
-                    let reason = format!("step {} where step {expected} was due", answer.step);
+                Poll::Ready(Some(Ok(result))) if result.step == expected => rank.result = Some(result),
+                Poll::Ready(Some(Ok(result))) => {
+                    let reason = format!("a result for step {}, expected step {expected}", result.step);
                     return Poll::Ready(Err(WorkerError::Garbled { rank: index, reason }));
                 }
                 Poll::Ready(Some(Err(error))) => return Poll::Ready(Err(error)),
@@ -122,9 +123,9 @@ impl Steps {
             return Poll::Pending;
         }
         self.last_reported = expected;
-        let mut answers = self.ranks.iter_mut().map(|rank| rank.answer.take());
-        let first = answers.next().flatten();
-        answers.for_each(drop);
+        let mut results = self.ranks.iter_mut().map(|rank| rank.result.take());
+        let first = results.next().flatten();
+        results.for_each(drop);
         let first = first.expect("invariant: a group has at least one rank, and all have answered");
         Poll::Ready(convert::report(first))
     }

@@ -1,4 +1,4 @@
-//! Groups of fake workers that take each other's place as they are lost.
+//! Groups of fake workers that replace each other as they are lost.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -8,34 +8,38 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use penstock_router::engine::{Engine, EngineOptions, RestartError, RestartGroup, RestartTimes, Restarted};
 use penstock_router::worker::Group;
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use super::{FakeGroup, Script};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Restarting starts the next group, and fails when there is none. Clones are the same fleet.
+/// A restart starts the next group, and fails when there is none. Clones are the same fleet.
 #[derive(Clone)]
 pub struct Fleet {
     scripts: Arc<Mutex<VecDeque<Vec<Script>>>>,
     started: watch::Sender<Vec<Arc<FakeGroup>>>,
-    /// How many restarts were asked for; how many of them may go on.
+    /// Restarts that were requested, and restarts that may proceed.
     asked: watch::Sender<usize>,
     allowed: watch::Sender<usize>,
+    /// Runs the workers, also those that the engine's thread starts.
+    runtime: Handle,
 }
 
 impl Fleet {
-    /// The scripts of each group's ranks; no ranks: this restart fails.
+    /// The scripts of each group's ranks; a group without ranks fails its restart. The workers run on the current runtime.
     pub fn new(scripts: impl IntoIterator<Item = Vec<Script>>) -> Self {
         Self {
             scripts: Arc::new(Mutex::new(scripts.into_iter().collect())),
             started: watch::Sender::new(Vec::new()),
             asked: watch::Sender::new(0),
             allowed: watch::Sender::new(usize::MAX),
+            runtime: Handle::current(),
         }
     }
 
-    /// On the first group.
+    /// An engine on the first group.
     pub async fn engine(&self, options: EngineOptions) -> Engine {
         let group = Group::connect(&self.next().unwrap().sockets(), PATIENCE).await.unwrap();
         Engine::start(group, options, Arc::new(self.clone()))
@@ -43,12 +47,13 @@ impl Fleet {
 
     pub fn next(&self) -> Option<Arc<FakeGroup>> {
         let scripts = self.scripts.lock().unwrap().pop_front().filter(|scripts| !scripts.is_empty())?;
+        let _context = self.runtime.enter();
         let group = Arc::new(FakeGroup::start(scripts));
         self.started.send_modify(|started| started.push(group.clone()));
         Some(group)
     }
 
-    /// The `number`th group that was started, counted from 1, as soon as it is.
+    /// Waits until group `number`, counted from 1, was started.
     pub async fn started(&self, number: usize) -> Arc<FakeGroup> {
         self.started.subscribe().wait_for(|started| started.len() >= number).await.unwrap()[number - 1].clone()
     }
@@ -57,7 +62,7 @@ impl Fleet {
         self.started.borrow().len()
     }
 
-    /// Restarts after the first so many wait.
+    /// Lets the first `num_restarts` restarts proceed; further ones wait.
     pub fn allow(&self, num_restarts: usize) {
         self.allowed.send_replace(num_restarts);
     }

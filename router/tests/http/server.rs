@@ -12,11 +12,12 @@ use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits, VertexRoutes};
-use penstock_router::engine::{Generator, Health, Load, SequenceStream};
+use penstock_router::engine::{Generator, Health, SequenceStream};
 use penstock_router::sequence::{FinishReason, Grammar, GrammarError, SequenceEvent, SequenceRequest, Token};
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
 use penstock_router::{Config, ServeError, Services, serve};
+use penstock_scheduler::Stats;
 use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
@@ -121,8 +122,8 @@ impl Generator for Engine {
         self.health.lock().unwrap().clone()
     }
 
-    fn load(&self) -> Load {
-        Load::default()
+    fn stats(&self) -> Stats {
+        Stats::default()
     }
 }
 
@@ -187,8 +188,11 @@ impl Server {
         model::write(folder.path());
         let mut config = config(folder.path());
         adjust(&mut config);
-        let engine =
-            Arc::new(Engine { script: Box::new(script), requests: Mutex::default(), health: Mutex::new(Health::Well) });
+        let engine = Arc::new(Engine {
+            script: Box::new(script),
+            requests: Mutex::default(),
+            health: Mutex::new(Health::Healthy),
+        });
         let text =
             TextModel::load(&config.model_folder, 1, None, Path::new(env!("CARGO_BIN_EXE_chat-renderer"))).unwrap();
         let services = Services { engine: Arc::clone(&engine) as Arc<dyn Generator>, text, metrics: exporter() };

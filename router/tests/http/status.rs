@@ -28,9 +28,9 @@ async fn live_ready_and_progressing_are_three_things() {
     let server = Server::answering(&[IM_END]).await;
     let lost = "rank 0 died".to_owned();
     let cases = [
-        (Health::Well, [true, true, true]),
+        (Health::Healthy, [true, true, true]),
         (Health::Stalled { step: Duration::from_secs(99) }, [true, false, false]),
-        (Health::Silent { rank: 1 }, [true, false, false]),
+        (Health::Unresponsive { rank: 1 }, [true, false, false]),
         (Health::Restarting(lost.clone()), [true, false, true]),
         (Health::Failed(lost.clone()), [false, false, true]),
         (Health::ShutDown, [false, false, true]),

@@ -5,6 +5,7 @@
 use penstock_proto as proto;
 use penstock_router::engine::{Generator, SequenceStream};
 use penstock_router::sequence::SequenceRequest;
+use penstock_scheduler::Stats;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
@@ -90,19 +91,32 @@ fn advances(seen: &Seen, sequence_id: u64) -> Vec<proto::Advance> {
     all.filter(|advance| advance.sequence_id == sequence_id).cloned().collect()
 }
 
+/// Lets steps be answered until all witnesses run. No further step can then be planned before the next answer.
+async fn run_all(server: &Server, num_witnesses: usize, worker: &FakeWorker, gate: &watch::Sender<u64>) {
+    server.wait_until("taken in", |stats| stats.num_queued + stats.num_running == num_witnesses).await;
+    worker.wait_until(|seen| seen.plans.len() == 2).await;
+    while server.engine.stats().num_running < num_witnesses {
+        answer_next(worker, gate).await;
+    }
+}
+
+/// Lets the oldest step in flight be answered, and waits for the plan that follows.
+async fn answer_next(worker: &FakeWorker, gate: &watch::Sender<u64>) {
+    let last = *gate.borrow() + 1;
+    gate.send_replace(last);
+    worker.wait_until(|seen| seen.plans.len() as u64 >= last + 2).await;
+}
+
 /// Lets step after step be answered until the victim is where it is to be; the number of the last that may be.
 async fn reach(server: &Server, state: &State, worker: &FakeWorker, gate: &watch::Sender<u64>) -> u64 {
     let victim = state.num_witnesses + 1;
-    server.wait_until("taken in", |load| load.queued_sequences + load.running_sequences == victim as usize).await;
+    server.wait_until("taken in", |stats| stats.num_queued + stats.num_running == victim as usize).await;
     loop {
         if worker.look(|seen| (state.is_reached)(&advances(seen, victim))) {
             return *gate.borrow();
         }
-        let last = *gate.borrow() + 1;
-        assert!(last < 12, "{} was never reached", state.name);
-        gate.send_replace(last);
-        // The plan after the one that is in flight beside it.
-        worker.wait_until(|seen| seen.plans.len() as u64 >= last + 2).await;
+        assert!(*gate.borrow() < 12, "{} was never reached", state.name);
+        answer_next(worker, gate).await;
     }
 }
 
@@ -128,22 +142,19 @@ async fn its_blocks_are_free_within_two_steps() {
             let group = fleet.started(1).await;
             let worker = &group.ranks[0];
             let witnesses: Vec<_> = (0..state.num_witnesses).map(|_| witness(&server)).collect();
-            // As far ahead as it goes: the other one joins one step after the other.
-            worker.wait_until(|seen| seen.plans.len() == 2).await;
+            run_all(&server, witnesses.len(), worker, &gate).await;
             let client = server.send(path, &body(state.num_prompt_tokens, state.max_new_tokens)).await;
             let last = reach(&server, state, worker, &gate).await;
 
             drop(client);
             let num_witnesses = witnesses.len();
-            let remain = |load: penstock_router::engine::Load| {
-                load.queued_sequences == 0 && load.running_sequences == num_witnesses
-            };
+            let remain = |stats: &Stats| stats.num_queued == 0 && stats.num_running == num_witnesses;
             server.wait_until("aborted", remain).await;
             gate.send_replace(last + STEPS_TO_FREE);
             // The witnesses are young: one block each.
             let free_blocks = LIMITS.num_blocks as usize - num_witnesses;
             let what = format!("free after {STEPS_TO_FREE} steps, {}, {path}", state.name);
-            server.wait_until(&what, |load| load.free_blocks == free_blocks).await;
+            server.wait_until(&what, |stats| stats.num_allocatable_blocks == free_blocks).await;
 
             gate.send_replace(u64::MAX);
             worker.wait_until(|seen| !seen.sequences.contains(&(state.num_witnesses + 1))).await;
@@ -179,7 +190,7 @@ async fn who_leaves_while_the_prompt_is_tokenized_leaves_nothing() {
         let body = json!({"inputs": inputs, "parameters": {"truncate": 9, "max_new_tokens": 400, "ignore_eos": true}});
         drop(server.send(path, &body).await);
         assert!(has_room(&server).await, "{path}");
-        let idle = |load: penstock_router::engine::Load| load.free_blocks == LIMITS.num_blocks as usize;
+        let idle = |stats: &Stats| stats.num_allocatable_blocks == LIMITS.num_blocks as usize;
         server.wait_until("free", idle).await;
     }
 }
@@ -193,9 +204,9 @@ async fn who_leaves_while_the_workers_restart_is_not_replayed() {
         fleet.started(1).await.ranks[0].kill();
         fleet.wait_until_asked(1).await;
         let client = server.send(path, &body(5, 50)).await;
-        server.wait_until("queued", |load| load.queued_sequences == 1).await;
+        server.wait_until("queued", |stats| stats.num_queued == 1).await;
         drop(client);
-        server.wait_until("forgotten", |load| load.queued_sequences == 0).await;
+        server.wait_until("forgotten", |stats| stats.num_queued == 0).await;
         fleet.allow(1);
         assert!(has_room(&server).await, "{path}");
         let second = fleet.started(2).await;

@@ -6,11 +6,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use penstock_router::config::{ApiKeys, ConnectionLimits, QueueLimits, RequestLimits, VertexRoutes};
-use penstock_router::engine::{Engine, EngineOptions, Generator, Load};
+use penstock_router::engine::{Engine, EngineOptions, Generator};
 use penstock_router::telemetry::metrics::Exporter;
 use penstock_router::text::TextModel;
 use penstock_router::{Config, Services, serve};
-use penstock_scheduler::Limits;
+use penstock_scheduler::{Limits, Stats};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -107,14 +107,14 @@ impl Server {
         answer.split(' ').nth(1).unwrap().to_owned()
     }
 
-    pub async fn wait_until(&self, what: &str, satisfied: impl Fn(Load) -> bool) {
+    pub async fn wait_until(&self, what: &str, satisfied: impl Fn(&Stats) -> bool) {
         let poll = async {
-            while !satisfied(self.engine.load()) {
+            while !satisfied(&self.engine.stats()) {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         };
         let waited = tokio::time::timeout(PATIENCE, poll).await;
-        assert!(waited.is_ok(), "not {what}: {:?}", self.engine.load());
+        assert!(waited.is_ok(), "not {what}: {:?}", self.engine.stats());
     }
 }
 

@@ -1,0 +1,129 @@
+//! Steps that were sent and not reported yet, and how long each step took: the figures behind "time per step outside the
+//! model".
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use penstock_scheduler::{Forecast, Plan};
+use tokio::time::Instant;
+
+use crate::telemetry::metrics::{self, StepPart};
+use crate::worker::WorkerTiming;
+
+/// The steps in flight, oldest first.
+pub(super) struct InFlightSteps {
+    steps: VecDeque<InFlightStep>,
+    /// When the newest report arrived, or else when the group was ready.
+    last_report_at: Instant,
+}
+
+/// A step whose report has not arrived.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct InFlightStep {
+    method: &'static str,
+    num_sequences: usize,
+    num_new_sequences: usize,
+    /// When the report or the command arrived that made this step possible.
+    woken_at: Instant,
+    planned_since: Instant,
+    sent_at: Instant,
+}
+
+/// A step whose report has arrived.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ReportedStep {
+    step: InFlightStep,
+    reported_at: Instant,
+    /// What the step added to the time that its sequences waited: since the previous report, or since the step became possible.
+    pub(super) interval: Duration,
+}
+
+impl InFlightSteps {
+    pub(super) fn new() -> Self {
+        Self { steps: VecDeque::new(), last_report_at: Instant::now() }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.steps.is_empty()
+    }
+
+    /// Adds a step that was sent just now.
+    pub(super) fn push(&mut self, step: InFlightStep) {
+        self.steps.push_back(InFlightStep { sent_at: Instant::now(), ..step });
+    }
+
+    /// Takes the oldest step, whose report has arrived. `None`: no step is in flight.
+    pub(super) fn pop(&mut self, reported_at: Instant) -> Option<ReportedStep> {
+        let step = self.steps.pop_front()?;
+        let interval = reported_at - step.woken_at.max(self.last_report_at);
+        self.last_report_at = reported_at;
+        Some(ReportedStep { step, reported_at, interval })
+    }
+
+    /// Drops all steps, because the group was lost. Returns the last sign of life: when the workers could have begun the oldest
+    /// step. `None`: no step was in flight.
+    pub(super) fn lose(&mut self) -> Option<Instant> {
+        let last_sign_of_life = self.steps.front().map(|oldest| oldest.sent_at.max(self.last_report_at));
+        for step in self.steps.drain(..) {
+            metrics::batch_failure(step.method);
+        }
+        last_sign_of_life
+    }
+
+    /// A new group is ready: its first step does not count from the lost group's last report.
+    pub(super) fn group_ready(&mut self, now: Instant) {
+        self.last_report_at = now;
+    }
+}
+
+impl InFlightStep {
+    pub(super) fn new(plan: &Plan, woken_at: Instant, planned_since: Instant) -> Self {
+        let num_new_sequences = plan.new_sequences.len();
+        // COMPAT: a mixed step counts as a prefill, as in TGI's chunked mode.
+        let is_decode = num_new_sequences == 0 && plan.advances.iter().all(|advance| advance.num_tokens == 1);
+        Self {
+            method: if is_decode { "decode" } else { "prefill" },
+            num_sequences: plan.advances.len(),
+            num_new_sequences,
+            woken_at,
+            planned_since,
+            sent_at: planned_since,
+        }
+    }
+}
+
+impl ReportedStep {
+    /// Records the step's metrics. `forecast` is what the scheduler had expected, once it has learned from some steps.
+    pub(super) fn record(&self, worker: WorkerTiming, forecast: Option<Forecast>) {
+        let Self { step, reported_at, interval } = *self;
+        if step.num_sequences == 0 {
+            return; // A plan that only frees is not a step of the model.
+        }
+        let (schedule, apply) = (step.sent_at - step.planned_since, reported_at.elapsed());
+        let joins = (1..step.num_sequences).contains(&step.num_new_sequences);
+        metrics::batch_inference(step.method, worker.forward, interval);
+        metrics::batch_changed(step.method, schedule, joins, apply);
+        if let Some(expected) = forecast.and_then(|forecast| forecast.duration) {
+            metrics::step_forecast(step.method, expected.abs_diff(interval));
+        }
+        if let Some(target) = forecast.and_then(|forecast| forecast.target) {
+            metrics::inter_token_target(target);
+        }
+        if step.num_new_sequences > 0 {
+            metrics::batch_next_size(step.num_sequences);
+        }
+        for (part, duration) in [
+            (StepPart::Overhead, interval.saturating_sub(worker.forward)),
+            (StepPart::Interval, interval),
+            (StepPart::RoundTrip, reported_at - step.sent_at),
+            (StepPart::Schedule, schedule),
+            (StepPart::Apply, apply),
+            (StepPart::WorkerPrepare, worker.prepare),
+            (StepPart::WorkerForward, worker.forward),
+            (StepPart::WorkerSample, worker.sample),
+            (StepPart::WorkerIdle, worker.idle),
+        ] {
+            metrics::step_duration(part, step.method, duration);
+        }
+    }
+}

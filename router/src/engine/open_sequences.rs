@@ -1,0 +1,172 @@
+//! All sequences without a terminal event: the scheduler, and the stream of each sequence.
+//!
+//! INVARIANT: a sequence is open exactly while the scheduler knows it, and leaves with one terminal event or by an abort.
+//! INVARIANT: a sequence fails as the cause of group losses only when it ran alone in the last one. Before that, every
+//! sequence of the lost steps is as likely a cause (docs/adr/0009).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use penstock_scheduler::{
+    self as scheduler, ApplyError, Event, Forecast, Limits, Plan, Scheduler, SequenceId, Stats, Submission,
+};
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::time::Instant;
+
+use super::open_sequence::OpenSequence;
+use super::options::MAX_LOSSES;
+use crate::sequence::{Sampling, SequenceEvent, SequenceFailure, SequenceRequest};
+use crate::worker::{Fault, Output, OutputError, StepReport};
+
+pub(super) struct OpenSequences {
+    scheduler: Scheduler,
+    open: HashMap<SequenceId, OpenSequence>,
+    /// Sequences to run alone, one after the other, the last one first.
+    quarantine: Vec<SequenceId>,
+    epoch: Instant,
+}
+
+impl OpenSequences {
+    pub(super) fn new(limits: Limits) -> Self {
+        Self { scheduler: Scheduler::new(limits), open: HashMap::new(), quarantine: Vec::new(), epoch: Instant::now() }
+    }
+
+    pub(super) fn stats(&self) -> Stats {
+        self.scheduler.stats()
+    }
+
+    pub(super) fn submit(&mut self, id: SequenceId, request: SequenceRequest, events: UnboundedSender<SequenceEvent>) {
+        let submission = Submission {
+            id,
+            prompt_token_ids: request.prompt_token_ids,
+            max_new_tokens: request.max_new_tokens,
+            stop_token_ids: Arc::clone(&request.sampling.stop_token_ids),
+            priority: request.priority,
+            group: request.group,
+            needs_prompt_logprobs: request.sampling.prompt_logprobs,
+            num_source_tokens: request.num_source_tokens,
+        };
+        let sequence = OpenSequence::new(request.sampling, events);
+        match self.scheduler.submit(submission, self.epoch.elapsed()) {
+            Ok(()) => drop(self.open.insert(id, sequence)),
+            Err(error) => sequence.end(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string()))),
+        }
+    }
+
+    pub(super) fn abort(&mut self, id: SequenceId) {
+        if self.open.remove(&id).is_some() {
+            self.scheduler.abort(id);
+        }
+    }
+
+    /// The next step, if one can be planned now. Announces the sequences that it starts.
+    pub(super) fn plan(&mut self) -> Option<Plan> {
+        self.advance_quarantine();
+        let plan = self.scheduler.plan(self.epoch.elapsed())?;
+        for new in &plan.new_sequences {
+            if let Some(sequence) = self.open.get_mut(&new.id) {
+                sequence.start(new.num_computed_tokens as usize);
+            }
+        }
+        Some(plan)
+    }
+
+    /// How the tokens of a planned sequence are chosen.
+    pub(super) fn sampling(&self, id: SequenceId) -> &Sampling {
+        self.open.get(&id).expect("invariant: a planned sequence is open").sampling()
+    }
+
+    /// Teaches the scheduler how long a step took; returns what it had expected. To be called before `apply`.
+    pub(super) fn observe(&mut self, step: u64, duration: Duration) -> Option<Forecast> {
+        self.scheduler.observe(step, duration)
+    }
+
+    /// Applies a step's report to the scheduler, and returns what to `deliver`. An error means that the report is wrong.
+    pub(super) fn apply(&mut self, report: &StepReport) -> Result<Vec<Event>, ApplyError> {
+        let output = |output: &Output| scheduler::SequenceOutput {
+            id: output.id,
+            token_ids: output.tokens.as_ref().ok().map(|tokens| tokens.iter().map(|token| token.id).collect()),
+        };
+        let outputs = report.outputs.iter().map(output).collect();
+        self.scheduler.apply(&scheduler::StepResult { step: report.step, outputs })
+    }
+
+    /// Sends a step's events to their streams; returns whether any of them has a token.
+    pub(super) fn deliver(&mut self, events: Vec<Event>, outputs: &[Output]) -> bool {
+        let mut has_tokens = false;
+        for event in events {
+            match event {
+                Event::Advanced { id, output_index, num_tokens, finish_reason } => {
+                    has_tokens |= num_tokens > 0;
+                    let Some(sequence) = self.open.get_mut(&id) else { continue };
+                    let output = &outputs[output_index];
+                    sequence.send_prompt_tokens(&output.prompt_tokens);
+                    sequence.send_tokens(&output.tokens.as_deref().unwrap_or_default()[..num_tokens]);
+                    if let Some(reason) = finish_reason {
+                        self.end(id, SequenceEvent::Finished(reason));
+                    }
+                }
+                Event::Failed { id, output_index } => {
+                    let failure = match outputs[output_index].tokens.clone().err() {
+                        Some(OutputError { reason, fault: Fault::Request }) => SequenceFailure::Request(reason),
+                        error => SequenceFailure::Sequence(error.map(|error| error.reason).unwrap_or_default()),
+                    };
+                    self.end(id, SequenceEvent::Failed(failure));
+                }
+            }
+        }
+        has_tokens
+    }
+
+    /// Queues every sequence again after the group was lost. Sequences that were in flight get closer to quarantine; one that
+    /// was in flight in `MAX_LOSSES` losses in a row fails.
+    pub(super) fn requeue(&mut self) {
+        let num_steps_in_flight = self.scheduler.stats().num_steps_in_flight;
+        for id in self.scheduler.restart() {
+            let Some(sequence) = self.open.get_mut(&id) else { continue };
+            sequence.record_loss(num_steps_in_flight);
+            if sequence.is_given_up() {
+                let reason = format!(
+                    "the model workers stopped {MAX_LOSSES} times in a row while they computed this sequence, \
+                     the last time alone; it is not tried again"
+                );
+                tracing::error!("{reason}");
+                self.scheduler.abort(id);
+                self.end(id, SequenceEvent::Failed(SequenceFailure::Sequence(reason)));
+            }
+        }
+        let needs_quarantine = |(id, sequence): (&_, &OpenSequence)| sequence.needs_quarantine().then_some(*id);
+        self.quarantine = self.open.iter().filter_map(needs_quarantine).collect();
+        // The youngest runs first: the older ones have done more work without a loss.
+        self.quarantine.sort_unstable();
+    }
+
+    pub(super) fn has_quarantine(&self) -> bool {
+        !self.quarantine.is_empty()
+    }
+
+    /// Lets the next sequence in quarantine run alone until it is cleared; with none left, lets all run.
+    fn advance_quarantine(&mut self) {
+        while let Some(id) = self.quarantine.last().copied() {
+            if self.open.get(&id).is_some_and(OpenSequence::needs_quarantine) {
+                return self.scheduler.quarantine(Some(id));
+            }
+            self.quarantine.pop();
+            self.scheduler.quarantine(None);
+        }
+    }
+
+    /// Fails every sequence, without telling the scheduler: no step follows.
+    pub(super) fn fail_all(&mut self, failure: &SequenceFailure) {
+        for (_, sequence) in self.open.drain() {
+            sequence.end(SequenceEvent::Failed(failure.clone()));
+        }
+    }
+
+    fn end(&mut self, id: SequenceId, terminal: SequenceEvent) {
+        if let Some(sequence) = self.open.remove(&id) {
+            sequence.end(terminal);
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! What the engine's thread publishes to its handles.
+
+use penstock_scheduler::Stats;
+use tokio::sync::watch;
+
+use super::health::Health;
+
+/// The publishing side.
+///
+/// INVARIANT: a permanent health never changes again.
+#[derive(Clone)]
+pub(super) struct Status {
+    health: watch::Sender<Health>,
+    stats: watch::Sender<Stats>,
+}
+
+impl Status {
+    pub(super) fn new(stats: Stats) -> Self {
+        Self { health: watch::Sender::new(Health::Healthy), stats: watch::Sender::new(stats) }
+    }
+
+    pub(super) fn subscribe(&self) -> (watch::Receiver<Health>, watch::Receiver<Stats>) {
+        (self.health.subscribe(), self.stats.subscribe())
+    }
+
+    pub(super) fn is_permanent(&self) -> bool {
+        self.health.borrow().is_permanent()
+    }
+
+    pub(super) fn set_stats(&self, stats: Stats) {
+        self.stats.send_replace(stats);
+    }
+
+    pub(super) fn set_health(&self, health: Health) {
+        self.change_health(health, |current| !current.is_permanent());
+    }
+
+    /// What the watchdog found; has no effect until the current group has finished a step.
+    pub(super) fn set_group_health(&self, health: Health) {
+        self.change_health(health, |current| current.is_healthy() || current.is_stuck());
+    }
+
+    fn change_health(&self, health: Health, may_change: impl FnOnce(&Health) -> bool) {
+        self.health.send_if_modified(|current| {
+            let changes = may_change(current) && *current != health;
+            if changes {
+                *current = health;
+            }
+            changes
+        });
+    }
+}
