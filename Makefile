@@ -38,8 +38,8 @@ simulate: ## the scheduler in virtual time; make simulate SEED=7 STEPS=20000000
 	SIMULATION_SEED=$(SEED) SIMULATION_STEPS=$(STEPS) \
 		cargo test --locked --quiet --package penstock-scheduler --test simulation every_promise -- --nocapture
 
-mutants: ## put known bugs into copies of the code, one by one, and show which test notices
-	cargo test --locked --quiet --package penstock-scheduler --test mutation -- --ignored --nocapture
+mutants: ## mutation tests of the scheduler with cargo-mutants: hours for all of it; make mutants ARGS="--file scheduler/src/pool.rs"
+	SIMULATION_STEPS=100000 cargo mutants --package penstock-scheduler --exclude-re audit --output target $(ARGS) -- --lib --test simulation
 
 loom: ## every interleaving of the kernels' threads
 	RUSTFLAGS="--cfg loom" cargo test --locked --quiet --package penstock-kernels --lib --target-dir target/loom pool::
