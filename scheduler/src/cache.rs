@@ -1,220 +1,293 @@
-//! The prefix cache: the blocks of the pool, found again by the token ids in them.
+//! The prefix cache: finds the pool's blocks by the token ids in them.
 //!
-//! A block is offered to the tree when all its ids are known and every step that writes it has been planned. Whoever is
-//! planned later may then read it, although it may not be written yet: the worker executes plans strictly in order.
-//! That the step may fail for the sequence that writes is dealt with in `fault.rs`.
+//! A block is registered in the tree when all its ids are known and every step that writes it has been planned. A sequence that
+//! is planned later can read the block although it may not be written yet: the worker executes plans strictly in order.
+//! When the step that writes the block fails, `scheduler/failure.rs` preempts its readers.
+
+use std::collections::HashMap;
 
 use crate::layout::BlockLayout;
-use crate::order::Precedence;
 use crate::plan::{BlockHash, BlockId, SequenceId, TokenId};
 use crate::pool::BlockPool;
-use crate::prefix::{NodeId, Parent, PrefixTree, Promise, Root};
+use crate::precedence::Precedence;
+use crate::prefix::{NodeId, Parent, PendingPrefix, PrefixTree, Root};
 
 #[derive(Debug)]
 pub(crate) struct Cache {
-    pub pool: BlockPool,
-    pub tree: PrefixTree,
+    pool: BlockPool,
+    tree: PrefixTree,
     layout: BlockLayout,
+    num_queried_tokens: u64,
+    num_hit_tokens: u64,
 }
 
-/// Stands in a table for one that nobody reads.
-const ANY_BLOCK: BlockId = 0;
+/// Stands in a block table for a block before the window.
+const UNREAD_BLOCK: BlockId = 0;
 
-/// What is known of a prefix.
+/// The cached part of a sequence's tokens.
 #[derive(Debug, Default)]
-pub(crate) struct Lookup {
-    /// The blocks that can be shared, in order, and their nodes. The first `num_passed` are any: nobody reads them.
-    pub block_ids: Vec<BlockId>,
-    pub nodes: Vec<NodeId>,
-    pub num_passed: usize,
-    /// Those of the others that are available to others as long as nobody holds them.
-    pub num_available: usize,
-    /// What follows is being computed up to and including this node, by one who is further ahead in line.
-    pub awaited: Option<NodeId>,
-    /// How many blocks there are up to and including it.
-    pub num_awaited_blocks: usize,
-    /// Nodes looked at: what it cost.
-    pub num_visited: usize,
+pub(crate) struct PrefixHit {
+    /// Blocks that the sequence can share, in order. The first `num_released` are before the window and never read.
+    pub(crate) block_ids: Vec<BlockId>,
+    nodes: Vec<NodeId>,
+    num_released: usize,
+    /// Evictable blocks among those to hold: sharing them makes as many blocks unallocatable.
+    pub(crate) num_evictable_blocks: usize,
+    /// The last of the nodes after the hit that one sequence with a smaller precedence is computing.
+    pub(crate) pending_node: Option<NodeId>,
+    /// Blocks up to and including that of `pending_node`.
+    pub(crate) num_pending_blocks: usize,
+    /// What the lookup cost.
+    pub(crate) num_visited_nodes: usize,
 }
 
-impl Lookup {
-    /// The blocks that one who starts with them needs.
-    pub fn held(&self) -> &[BlockId] {
-        &self.block_ids[self.num_passed..]
+impl PrefixHit {
+    /// The blocks that a sequence starting with this hit holds.
+    pub(crate) fn held(&self) -> &[BlockId] {
+        &self.block_ids[self.num_released..]
     }
 }
 
-/// What a sequence has on the worker.
+/// What a sequence on the worker holds.
 #[derive(Debug, Default)]
-pub(crate) struct Table {
-    pub block_ids: Vec<BlockId>,
-    /// How many of the first it has given up.
-    pub num_passed: usize,
-    /// The nodes of its first blocks: of all whose ids are known, as far as the tree remembers them.
-    pub path: Vec<NodeId>,
-    /// How much of the path has been offered to the tree.
-    pub num_offered: usize,
+pub(crate) struct BlockTable {
+    pub(crate) block_ids: Vec<BlockId>,
+    /// Leading blocks that were released because they are before the window.
+    pub(crate) num_released: usize,
+    /// Nodes of the leading blocks: of all blocks whose ids are known, as far as the tree has nodes for them.
+    nodes: Vec<NodeId>,
+    /// Leading nodes that have been registered or were found.
+    num_registered: usize,
 }
 
-impl Table {
-    /// The blocks that are its own.
-    pub fn held(&self) -> &[BlockId] {
-        &self.block_ids[self.num_passed..]
+impl BlockTable {
+    /// The blocks that the sequence holds.
+    pub(crate) fn held(&self) -> &[BlockId] {
+        &self.block_ids[self.num_released..]
+    }
+
+    /// Nodes that the sequence has yet to compute.
+    pub(crate) fn unregistered_nodes(&self) -> &[NodeId] {
+        &self.nodes[self.num_registered..]
     }
 }
 
 impl Cache {
-    pub fn new(num_blocks: u32, layout: BlockLayout, hash: BlockHash) -> Self {
-        Self { pool: BlockPool::new(num_blocks), tree: PrefixTree::new(hash), layout }
+    pub(crate) fn new(num_blocks: u32, layout: BlockLayout, hash: BlockHash) -> Self {
+        let (pool, tree) = (BlockPool::new(num_blocks), PrefixTree::new(hash));
+        Self { pool, tree, layout, num_queried_tokens: 0, num_hit_tokens: 0 }
     }
 
-    /// Another of the same kind, with nothing in it.
-    pub fn emptied(&self) -> Self {
-        Self::new(self.pool.num_blocks(), self.layout, self.tree.hash_function())
+    /// Frees all blocks and forgets their contents.
+    pub(crate) fn clear(&mut self) {
+        self.pool = BlockPool::new(self.pool.num_blocks());
+        self.tree.clear();
     }
 
-    /// The longest prefix of `token_ids` that is computed, or being computed by one further ahead than `precedence`.
-    ///
-    /// Of what is computed only the blocks that a next token sees have to be there.
-    pub fn look_up(&self, root: Root, token_ids: &[TokenId], precedence: Precedence) -> Lookup {
-        let mut lookup = Lookup::default();
+    pub(crate) fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// Tokens looked up by all admissions so far, and how many of these were found.
+    pub(crate) fn num_queried_and_hit_tokens(&self) -> (u64, u64) {
+        (self.num_queried_tokens, self.num_hit_tokens)
+    }
+
+    /// The longest prefix of `token_ids` that is computed, and what follows it as far as a sequence with a smaller precedence
+    /// is computing it. Of the computed part, only the blocks in the window of the next token must be there.
+    pub(crate) fn look_up(&self, root: Root, token_ids: &[TokenId], precedence: Precedence) -> PrefixHit {
+        let mut hit = PrefixHit::default();
         let mut parent = Parent::Root(root);
-        let mut computing: Option<SequenceId> = None;
-        let (mut num_found, mut num_in_row) = (0, 0);
+        let mut producer: Option<SequenceId> = None;
+        let (mut num_found, mut num_consecutive) = (0, 0);
         for token_ids in token_ids.chunks_exact(self.layout.block_tokens as usize) {
-            lookup.num_visited += 1;
+            hit.num_visited_nodes += 1;
             let Some(node) = self.tree.find(parent, token_ids) else { break };
             parent = Parent::Node(node);
-            match (computing, self.tree.block_id(node), self.tree.promise(node)) {
+            match (producer, self.tree.block_id(node), self.tree.pending(node)) {
                 (None, Some(block_id), _) => {
-                    lookup.block_ids.push(block_id);
-                    lookup.nodes.push(node);
-                    num_in_row += 1;
-                    let num_blocks = lookup.block_ids.len();
-                    if num_blocks - self.num_passed_blocks(num_blocks) <= num_in_row {
+                    hit.block_ids.push(block_id);
+                    hit.nodes.push(node);
+                    num_consecutive += 1;
+                    let num_blocks = hit.block_ids.len();
+                    if num_blocks - self.num_blocks_before_window(num_blocks) <= num_consecutive {
                         num_found = num_blocks;
                     }
                 }
-                (None, None, Some(promise)) if promise.precedence < precedence => {
-                    computing = Some(promise.id);
-                    lookup.awaited = Some(node);
+                (None, None, Some(pending)) if pending.precedence < precedence => {
+                    producer = Some(pending.producer);
+                    hit.pending_node = Some(node);
                 }
-                (Some(id), None, Some(promise)) if promise.id == id => lookup.awaited = Some(node),
+                (Some(id), None, Some(pending)) if pending.producer == id => hit.pending_node = Some(node),
                 (None, None, _) if self.layout.window_tokens.is_some() => {
-                    lookup.block_ids.push(ANY_BLOCK);
-                    lookup.nodes.push(node);
-                    num_in_row = 0;
+                    hit.block_ids.push(UNREAD_BLOCK);
+                    hit.nodes.push(node);
+                    num_consecutive = 0;
                 }
                 _ => break,
             }
-            if computing.is_some() {
-                lookup.num_awaited_blocks = lookup.num_visited;
+            if producer.is_some() {
+                hit.num_pending_blocks = hit.num_visited_nodes;
             }
         }
-        lookup.block_ids.truncate(num_found);
-        lookup.nodes.truncate(num_found);
-        lookup.num_passed = self.num_passed_blocks(num_found);
-        let is_available = |block_id: &&BlockId| self.pool.is_available(**block_id);
-        lookup.num_available = lookup.held().iter().filter(is_available).count();
-        lookup
+        hit.block_ids.truncate(num_found);
+        hit.nodes.truncate(num_found);
+        hit.num_released = self.num_blocks_before_window(num_found);
+        let is_evictable = |block_id: &&BlockId| !self.pool.is_held(**block_id) && self.pool.is_written(**block_id);
+        hit.num_evictable_blocks = hit.held().iter().filter(is_evictable).count();
+        hit
     }
 
-    /// Of the first blocks, how many one does not need who starts with so many.
-    fn num_passed_blocks(&self, num_blocks: usize) -> usize {
-        self.layout.num_passed_blocks(num_blocks as u32 * self.layout.block_tokens)
+    /// Leading blocks that are outside the attention window of a sequence resuming at `num_blocks`.
+    fn num_blocks_before_window(&self, num_blocks: usize) -> usize {
+        self.layout.num_blocks_before_window(num_blocks as u32 * self.layout.block_tokens)
     }
 
-    /// Takes a block, evicting the least recently used if none is free.
-    pub fn take(&mut self) -> Option<BlockId> {
-        let (block_id, evicted) = self.pool.take()?;
+    /// Counts an admission that looked up `num_tokens` tokens.
+    pub(crate) fn record_lookup(&mut self, num_tokens: usize, hit: &PrefixHit) {
+        self.num_queried_tokens += num_tokens as u64;
+        self.num_hit_tokens += hit.block_ids.len() as u64 * u64::from(self.layout.block_tokens);
+    }
+
+    /// The block table of a sequence that starts with `hit`. Announces it as the producer of its other nodes.
+    pub(crate) fn open(
+        &mut self,
+        root: Root,
+        token_ids: &[TokenId],
+        hit: PrefixHit,
+        pending: PendingPrefix,
+    ) -> BlockTable {
+        let PrefixHit { block_ids, nodes, num_released, .. } = hit;
+        let mut table = BlockTable { block_ids, num_released, nodes: Vec::new(), num_registered: nodes.len() };
+        for block_id in table.held() {
+            self.pool.hold(*block_id);
+        }
+        self.extend_nodes(&mut table.nodes, root, token_ids);
+        debug_assert!(table.nodes.starts_with(&nodes));
+        for node in table.unregistered_nodes() {
+            if self.tree.block_id(*node).is_none() {
+                self.tree.set_pending(*node, pending);
+            }
+        }
+        table
+    }
+
+    /// Allocates a block, evicting the least recently used one if none is free.
+    pub(crate) fn allocate(&mut self) -> Option<BlockId> {
+        let (block_id, evicted) = self.pool.allocate()?;
         if let Some(node) = evicted {
             self.tree.clear_block_id(node);
         }
         Some(block_id)
     }
 
-    /// The table of a sequence that starts with what was found.
-    pub fn hold(&mut self, root: Root, token_ids: &[TokenId], lookup: Lookup) -> Table {
-        let Lookup { block_ids, nodes, num_passed, .. } = lookup;
-        let mut table = Table { block_ids, num_passed, path: Vec::new(), num_offered: nodes.len() };
-        for block_id in table.held() {
-            self.pool.hold(*block_id);
-        }
-        self.extend_path(&mut table.path, root, token_ids);
-        debug_assert!(table.path.starts_with(&nodes));
-        table
-    }
-
-    /// Enters the nodes of all full blocks of known ids.
-    pub fn extend_path(&mut self, path: &mut Vec<NodeId>, root: Root, token_ids: &[TokenId]) {
-        for token_ids in token_ids.chunks_exact(self.layout.block_tokens as usize).skip(path.len()) {
-            let parent = path.last().map_or(Parent::Root(root), |node| Parent::Node(*node));
-            let Some(node) = self.tree.enter(parent, token_ids) else { break };
-            path.push(node);
+    /// Notes that `step` writes these blocks.
+    pub(crate) fn record_writes(&mut self, block_ids: &[BlockId], step: u64) {
+        for block_id in block_ids {
+            self.pool.record_write(*block_id, step);
         }
     }
 
-    pub fn promise(&mut self, table: &Table, promise: Promise) {
-        for node in &table.path[table.num_offered..] {
-            if self.tree.block_id(*node).is_none() {
-                self.tree.make_promise(*node, promise);
+    /// Notes that the last step of the sequence that holds these blocks is planned.
+    pub(crate) fn mark_finishing(&mut self, held: &[BlockId]) {
+        for block_id in held {
+            self.pool.mark_finishing(*block_id);
+        }
+    }
+
+    /// Notes that `step` and all steps before it are over.
+    pub(crate) fn retire(&mut self, step: u64) {
+        self.pool.retire(step);
+    }
+
+    /// Registers the blocks of a sequence whose ids are known and of which `num_full_blocks` are planned to be full. Returns
+    /// their nodes, which are not pending any more.
+    pub(crate) fn register(
+        &mut self,
+        producer: SequenceId,
+        table: &mut BlockTable,
+        root: Root,
+        token_ids: &[TokenId],
+        num_full_blocks: usize,
+    ) -> Vec<NodeId> {
+        self.extend_nodes(&mut table.nodes, root, token_ids);
+        let indices = table.num_registered..num_full_blocks.min(table.nodes.len()).max(table.num_registered);
+        table.num_registered = indices.end;
+        for index in indices.clone() {
+            let node = table.nodes[index];
+            // The block may have been released before its ids were known.
+            if index >= table.num_released {
+                self.assign(node, table.block_ids[index]);
             }
+            self.tree.clear_pending(node, producer);
+        }
+        table.nodes[indices].to_vec()
+    }
+
+    /// Adds the nodes of all full blocks of known ids.
+    fn extend_nodes(&mut self, nodes: &mut Vec<NodeId>, root: Root, token_ids: &[TokenId]) {
+        for token_ids in token_ids.chunks_exact(self.layout.block_tokens as usize).skip(nodes.len()) {
+            let parent = nodes.last().map_or(Parent::Root(root), |node| Parent::Node(*node));
+            let Some(node) = self.tree.acquire(parent, token_ids) else { break };
+            nodes.push(node);
         }
     }
 
-    /// Gives `node` the block, unless it has one: then there are two with the same content, and this one is not shared.
-    pub fn offer(&mut self, node: NodeId, block_id: BlockId) {
+    /// Gives `node` the block, unless it has another one with the same content: then this one is not shared.
+    fn assign(&mut self, node: NodeId, block_id: BlockId) {
         if self.tree.block_id(node).is_none() {
             self.tree.set_block_id(node, block_id);
             self.pool.set_node(block_id, Some(node));
         }
     }
 
-    /// Nobody may share this block any more.
-    pub fn forget(&mut self, block_id: BlockId) {
+    /// Removes a block from the tree, so that no sequence shares it any more.
+    pub(crate) fn forget(&mut self, block_id: BlockId) {
         if let Some(node) = self.pool.node(block_id) {
             self.pool.set_node(block_id, None);
             self.tree.clear_block_id(node);
         }
     }
 
-    /// Gives up the first `num_passed` blocks of a sequence, which it does not need any more.
-    pub fn pass(&mut self, table: &mut Table, num_passed: usize) {
-        for block_id in &table.block_ids[table.num_passed..num_passed] {
+    /// Releases the first `num_blocks` blocks of a table, which are before the window.
+    pub(crate) fn release_before_window(&mut self, table: &mut BlockTable, num_blocks: usize) {
+        for block_id in &table.block_ids[table.num_released..num_blocks] {
             self.pool.release(*block_id, false);
-            self.drop_unkept(*block_id);
+            self.forget_unless_kept(*block_id);
         }
-        table.num_passed = num_passed;
+        table.num_released = num_blocks;
     }
 
-    /// Gives up what a sequence has. `left` if its blocks were told so. Returns the nodes that had no block and got one of
-    /// these.
+    /// Releases the table of a sequence that leaves the worker; `is_finishing` if `mark_finishing` was called for it.
+    /// Returns the nodes that other sequences need not wait for any more: those that this one will not compute, and those
+    /// that lost their block and get one of its.
     ///
-    /// From the last to the first, and all of them count as used: so of a prefix the end is evicted first, and what is idle can
-    /// be reached from its root. Where a window has passed its beginning, that went before; nobody needs it to go on from the end.
-    pub fn release(&mut self, table: &Table, left: bool) -> Vec<NodeId> {
-        let mut regained = Vec::new();
-        for index in (table.num_passed..table.block_ids.len()).rev() {
+    /// Releases the last block first, so that the end of a prefix is evicted before its beginning and every evictable block can
+    /// be reached from its root. (Blocks before a window are released earlier, but no hit that starts after them needs them.)
+    pub(crate) fn release(&mut self, table: &BlockTable, producer: SequenceId, is_finishing: bool) -> Vec<NodeId> {
+        let mut settled = table.unregistered_nodes().to_vec();
+        settled.retain(|node| self.tree.clear_pending(*node, producer));
+        for index in (table.num_released..table.block_ids.len()).rev() {
             let block_id = table.block_ids[index];
-            if index < table.num_offered && self.use_node(table.path[index], block_id) {
-                regained.push(table.path[index]);
+            if index < table.num_registered && self.use_node(table.nodes[index], block_id) {
+                settled.push(table.nodes[index]);
             }
-            self.pool.release(block_id, left);
-            self.drop_unkept(block_id);
+            self.pool.release(block_id, is_finishing);
+            self.forget_unless_kept(block_id);
         }
-        for node in table.path.iter().rev() {
-            self.tree.exit(*node);
+        for node in table.nodes.iter().rev() {
+            self.tree.release(*node);
         }
-        regained
+        settled
     }
 
-    /// `block_id` has the content of `node`, but may not be the block that the tree knows. Whether it is from now on.
+    /// Counts as a use of `node`, whose content `block_id` has. Returns whether the node lost its own block and takes this one.
     fn use_node(&mut self, node: NodeId, block_id: BlockId) -> bool {
         match self.tree.block_id(node) {
             Some(known) if known != block_id => self.pool.touch(known),
-            // The known one was evicted, or is forgotten: then this one stands in, unless it may be part of the fault.
+            // A block whose write can still fail must not stand in.
             None if self.pool.is_written(block_id) => {
-                self.offer(node, block_id);
+                self.assign(node, block_id);
                 return true;
             }
             _ => {}
@@ -222,12 +295,36 @@ impl Cache {
         false
     }
 
-    fn drop_unkept(&mut self, block_id: BlockId) {
+    fn forget_unless_kept(&mut self, block_id: BlockId) {
         if let Some(node) = self.pool.node(block_id)
             && !self.pool.is_held(block_id)
             && !self.tree.is_kept(node)
         {
             self.forget(block_id);
         }
+    }
+
+    /// The sequence that is going to compute `node`, which has no block yet.
+    pub(crate) fn pending(&self, node: NodeId) -> Option<PendingPrefix> {
+        self.tree.pending(node).filter(|_| self.tree.block_id(node).is_none())
+    }
+
+    /// Panics unless all counts and links are right. `tables`: those of all sequences on the worker, and whether each is
+    /// finishing.
+    pub(crate) fn audit<'a>(&self, tables: impl Iterator<Item = (&'a BlockTable, bool)>) {
+        let mut block_refs = vec![(0, 0); self.pool.num_blocks() as usize];
+        let mut node_refs = HashMap::new();
+        for (table, is_finishing) in tables {
+            for block_id in table.held() {
+                let (ref_count, num_finishing_refs) = &mut block_refs[*block_id as usize];
+                *ref_count += 1;
+                *num_finishing_refs += u32::from(is_finishing);
+            }
+            for node in &table.nodes {
+                *node_refs.entry(*node).or_insert(0) += 1;
+            }
+        }
+        self.pool.audit(&block_refs);
+        self.tree.audit(&node_refs, |block_id| self.pool.node(block_id));
     }
 }

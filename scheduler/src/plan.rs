@@ -1,140 +1,201 @@
-//! What goes in and out of the scheduler. Plain data, the same terms as proto/worker.proto.
+//! The scheduler's inputs and outputs: plain data, named as in proto/worker.proto.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-/// One generation. Chosen by the caller, never reused while known to the scheduler.
+/// Identifies a sequence. Chosen by the caller and unique among the sequences that the scheduler knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub u64);
 
+/// A token of the model's vocabulary.
 pub type TokenId = u32;
+/// A block of the KV pool, in `0..num_blocks`.
 pub type BlockId = u32;
 
-/// Hash of a block of token ids that follow a prefix with the hash `parent`. Equal arguments, equal results; that is all
-/// that correctness needs, a poor one only shares less.
-pub type BlockHash = fn(parent: u64, token_ids: &[TokenId]) -> u64;
+/// Hashes a full block of token ids together with the hash of the prefix before it. Must be deterministic. Collisions only
+/// reduce sharing: every hit is verified token by token.
+pub type BlockHash = fn(prefix_hash: u64, token_ids: &[TokenId]) -> u64;
 
-/// The bounds every plan keeps.
+/// The limits that every plan keeps.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Tokens that one step may advance in all (`--max-batch-prefill-tokens`).
+    /// Tokens that one step advances at most, over all sequences (`--max-batch-prefill-tokens`).
     pub max_step_tokens: u32,
-    /// Sequences in one step (`--max-batch-size`).
+    /// Sequences that one step advances at most (`--max-batch-size`).
     pub max_step_sequences: u32,
-    /// Tokens of one sequence, prompt and generated (`--max-total-tokens`).
+    /// Longest sequence, prompt and generated tokens together (`--max-total-tokens`).
     pub max_sequence_tokens: u32,
-    /// Size of the KV pool; ids are `0..num_blocks`.
+    /// Size of the KV pool.
     pub num_blocks: u32,
     /// Tokens in one block.
     pub block_tokens: u32,
-    /// Plans that may be out without their result (run-ahead depth), at least 1.
+    /// Plans that can be waiting for their results at the same time (run-ahead depth), at least 1.
     pub max_steps_in_flight: u32,
-    /// Whether blocks are kept and shared between all sequences. Without, only those of one `Submission::group` share.
+    /// Whether blocks are cached and shared between all sequences. Otherwise only the sequences of one
+    /// `Submission::group` share blocks.
     pub prefix_caching: bool,
     /// Waiting this long counts as one priority level, so that no sequence starves. Zero: only the arrival decides.
     pub priority_ageing: Duration,
-    /// How long a step with decodes may take, as far as it depends on prompts beside them. `None`: a small multiple of
-    /// what the decodes take alone. Without measurements (`Scheduler::observe`) there is no such bound.
+    /// Target duration of a step that has decodes: prompts are added only as far as it allows. `None`: a small multiple of
+    /// what the decodes take alone. Applies as soon as step durations are known (`Scheduler::observe`).
     pub max_inter_token: Option<Duration>,
-    /// Of several prompts the one with the least left to compute goes first, until so many tokens of later ones were
-    /// computed ahead of an earlier one for each token that it has left. 0: strictly in line.
+    /// The prompt with the fewest tokens left goes first, but each prompt token can be overtaken by at most this many
+    /// tokens of prompts with a lower precedence. 0: prompts are computed in order of precedence.
     pub max_overtaking: u32,
-    /// A token is computed from so many of the last ones, itself included; what stands before them is given up. `None`:
-    /// from all before it.
+    /// Sliding window: a token attends to this many last tokens, itself included. Blocks before the window are released.
+    /// `None`: a token attends to all tokens before it.
     pub window_tokens: Option<u32>,
 }
 
 /// A sequence to generate.
 #[derive(Clone, Debug)]
 pub struct Submission {
+    /// Id of the new sequence.
     pub id: SequenceId,
-    /// Not empty.
+    /// Prompt; not empty.
     pub prompt_token_ids: Vec<TokenId>,
-    /// At least 1; prompt + this is at most `max_sequence_tokens`.
+    /// Most tokens to generate; at least 1. Together with the prompt at most `Limits::max_sequence_tokens`.
     pub max_new_tokens: u32,
-    /// The sequence ends after one of these (it is still reported as a token).
+    /// The sequence ends when one of these is sampled; that token is still reported.
     pub stop_token_ids: Arc<[TokenId]>,
-    /// The higher one is served first and preempted last; 0 is the usual one.
+    /// A higher priority is admitted first and preempted last; the default is 0.
     pub priority: i32,
-    /// Sequences of one group (`n`, `best_of`) share blocks with each other even without prefix caching. Never reused
-    /// while a sequence of the group is known.
+    /// Sequences of one group (`n`, `best_of`) share blocks with each other even without prefix caching. Must not be
+    /// reused while a sequence of the group is known.
     pub group: Option<u64>,
-    /// All of the prompt is computed, whatever is cached, until a token has come back.
+    /// Compute the whole prompt, even cached tokens, until the first generated token has come back.
     pub needs_prompt_logprobs: bool,
-    /// So many tokens at the beginning of the prompt are an encoder's: they are computed in one step, and shared with
-    /// nobody. At most the prompt; 0: none.
+    /// The first `num_source_tokens` prompt tokens are an encoder's input: they are computed in one step and never
+    /// shared. At most the length of the prompt; 0 for a decoder-only model.
     pub num_source_tokens: u32,
 }
 
-/// What one step does; only differences to what the worker already knows.
+/// The work of one step, as a difference to what the worker already knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// 1, 2, 3, …
+    /// Step number: 1, 2, 3, …
     pub step: u64,
+    /// Sequences that the worker forgets before this step.
     pub freed_sequence_ids: Vec<SequenceId>,
+    /// Sequences that are new to the worker; each of them also advances in this step.
     pub new_sequences: Vec<NewSequence>,
+    /// One for each sequence in the step's batch.
     pub advances: Vec<Advance>,
 }
 
-/// A sequence the worker does not know (any more).
+/// A sequence that the worker does not know, or has been told to forget.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewSequence {
+    /// Id of the sequence.
     pub id: SequenceId,
-    /// Every token known: the prompt, and what was generated before a preemption.
+    /// All known tokens: the prompt, and what was generated before a preemption.
     pub token_ids: Vec<TokenId>,
+    /// Length of the prompt at the beginning of `token_ids`.
     pub num_prompt_tokens: u32,
-    /// The first advance covers so many at least.
+    /// Length of the encoder's input at the beginning of `token_ids`; the first advance covers all of it.
     pub num_source_tokens: u32,
-    /// How many stand in `block_ids` already, shared: in whole blocks, and never all. In a sequence's first start these
-    /// are the cached tokens of its prompt.
+    /// Tokens whose keys and values are already in `block_ids`: whole blocks, and never all tokens. When the sequence is
+    /// admitted for the first time, these are its cached prompt tokens.
     pub num_computed_tokens: u32,
+    /// Shared blocks that the sequence starts with.
     pub block_ids: Vec<BlockId>,
 }
 
+/// One sequence's share of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Advance {
+    /// Id of the sequence.
     pub id: SequenceId,
-    /// At least 1.
+    /// Known tokens to compute; at least 1.
     pub num_tokens: u32,
+    /// Blocks to append to the sequence's block table before the step.
     pub new_block_ids: Vec<BlockId>,
-    /// Whether a token is sampled after the last one.
+    /// Whether a token is sampled after the last computed one.
     pub sample: bool,
 }
 
-/// What came back for one step: one output for each advance that sampled or failed; others may have one without tokens.
+/// The worker's result of one step.
 #[derive(Clone, Debug)]
 pub struct StepResult {
+    /// Number of the step.
     pub step: u64,
+    /// One output for each advance that sampled or failed. An advance that did not sample can have an output without
+    /// tokens.
     pub outputs: Vec<SequenceOutput>,
 }
 
+/// The worker's output for one sequence of a step.
 #[derive(Clone, Debug)]
 pub struct SequenceOutput {
+    /// Id of the sequence.
     pub id: SequenceId,
-    /// `None`: the worker could not go on with this sequence.
+    /// Sampled tokens. `None`: the worker cannot continue the sequence.
     pub token_ids: Option<Vec<TokenId>>,
 }
 
 /// What a result means for one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The first `num_tokens` tokens of `StepResult::outputs[output_index]` belong to the sequence; the rest is discarded.
+    /// The sequence takes the first `num_tokens` tokens of `StepResult::outputs[output_index]`.
     Advanced {
+        /// Id of the sequence.
         id: SequenceId,
+        /// Index of its output in the result.
         output_index: usize,
+        /// Tokens that belong to the sequence; the rest of the output is discarded.
         num_tokens: usize,
-        /// Terminal when set.
+        /// Set when the sequence has ended: the event is terminal.
         finish_reason: Option<FinishReason>,
     },
-    /// Terminal: the worker reported an error for this sequence at `outputs[output_index]`.
-    Failed { id: SequenceId, output_index: usize },
+    /// The worker reported an error for the sequence: the event is terminal.
+    Failed {
+        /// Id of the sequence.
+        id: SequenceId,
+        /// Index of its output in the result.
+        output_index: usize,
+    },
 }
 
-/// Why a sequence has ended, other than by a failure.
+/// Why a sequence has finished without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// `max_new_tokens` reached.
+    /// `max_new_tokens` were generated.
     Length,
     /// One of `stop_token_ids` was sampled.
     StopToken,
+}
+
+/// What the scheduler expected of a step when it planned it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Forecast {
+    /// Expected duration; `None` when no step had been observed yet.
+    pub duration: Option<Duration>,
+    /// Duration that prompts were allowed to extend the step to; `None` when nothing limited them. The step can take
+    /// longer because of its decodes, or because one prompt always advances by at least a block.
+    pub target: Option<Duration>,
+}
+
+/// Load of the scheduler and its KV pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Sequences waiting for admission, preempted ones included.
+    pub num_queued: usize,
+    /// Sequences that the worker knows.
+    pub num_running: usize,
+    /// Size of the KV pool.
+    pub num_blocks: usize,
+    /// Blocks that can be allocated now: free ones and evictable ones.
+    pub num_allocatable_blocks: usize,
+    /// Blocks that become allocatable when the steps in flight have retired.
+    pub num_retiring_blocks: usize,
+    /// Blocks in the prefix cache, in use or not.
+    pub num_cached_blocks: usize,
+    /// Tokens looked up in the prefix cache by all admissions so far.
+    pub num_queried_tokens: u64,
+    /// Looked-up tokens that were found in the prefix cache.
+    pub num_hit_tokens: u64,
+    /// Plans that wait for their results.
+    pub num_steps_in_flight: usize,
+    /// Tokens, prompt and generated, that the running sequences can grow to together.
+    pub max_running_tokens: u64,
 }

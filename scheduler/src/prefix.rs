@@ -1,23 +1,24 @@
-//! The tree of prefixes. A node is one full block of token ids that follow its parent's; a path from a root spells a prefix.
+//! The prefix tree: each node is one full block of token ids after the block of its parent, so a path from a root spells a prefix.
 //!
-//! INVARIANT: two prefixes share a node only when they are equal, id by id. The index is by hash, but a hit counts only when
-//! the parent is the same node and the ids are the same; and a node lives while it has a child, so its id names nobody else.
-//! Of two links with one hash the later is not remembered: its prefix is computed like one that was never seen.
+//! INVARIANT: two prefixes share a node only if their token ids are equal. The index is by hash, but a hit is verified: the
+//! parent must be the same node and the ids must be equal. A node lives while it has a child, so a node id is never reused
+//! while another node refers to it. When two different blocks have the same hash, the second one gets no node and is not
+//! cached.
 
 use std::collections::HashMap;
 
-use crate::order::Precedence;
 use crate::plan::{BlockHash, BlockId, SequenceId, TokenId};
+use crate::precedence::Precedence;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct NodeId(pub u32);
+pub(crate) struct NodeId(pub(crate) u32);
 
 /// Where a prefix starts. Prefixes with different roots differ, even if their token ids are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Root {
-    /// Blocks are shared by all sequences, and cached after their last holder has gone.
+    /// Blocks are shared by all sequences, and stay cached when no sequence holds them.
     Cache,
-    /// Blocks are shared within this group only, while one of its sequences is on the worker.
+    /// Blocks are shared within this group, while one of its sequences is on the worker.
     Group(u64),
 }
 
@@ -27,11 +28,11 @@ pub(crate) enum Parent {
     Node(NodeId),
 }
 
-/// Who is going to compute a node.
+/// The sequence that is going to compute a node's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Promise {
-    pub precedence: Precedence,
-    pub id: SequenceId,
+pub(crate) struct PendingPrefix {
+    pub(crate) precedence: Precedence,
+    pub(crate) producer: SequenceId,
 }
 
 #[derive(Debug)]
@@ -39,13 +40,14 @@ struct Node {
     parent: Parent,
     token_ids: Box<[TokenId]>,
     hash: u64,
+    /// Whether the block stays cached when no sequence holds it.
     is_kept: bool,
     num_children: u32,
-    /// Sequences on the worker whose path it is in.
-    num_paths: u32,
-    /// Where its keys and values stand, or will when all that is planned has been executed.
+    /// Sequences on the worker whose prefix includes the node.
+    ref_count: u32,
+    /// The block with the keys and values, written or planned to be written.
     block_id: Option<BlockId>,
-    promise: Option<Promise>,
+    pending: Option<PendingPrefix>,
 }
 
 #[derive(Debug)]
@@ -57,15 +59,16 @@ pub(crate) struct PrefixTree {
 }
 
 impl PrefixTree {
-    pub fn new(hash: BlockHash) -> Self {
+    pub(crate) fn new(hash: BlockHash) -> Self {
         Self { hash, nodes: Vec::new(), unused: Vec::new(), index: HashMap::new() }
     }
 
-    pub fn hash_function(&self) -> BlockHash {
-        self.hash
+    /// Removes all nodes.
+    pub(crate) fn clear(&mut self) {
+        *self = Self::new(self.hash);
     }
 
-    pub fn find(&self, parent: Parent, token_ids: &[TokenId]) -> Option<NodeId> {
+    pub(crate) fn find(&self, parent: Parent, token_ids: &[TokenId]) -> Option<NodeId> {
         self.verified(self.hash(parent, token_ids), parent, token_ids)
     }
 
@@ -76,22 +79,22 @@ impl PrefixTree {
     }
 
     fn hash(&self, parent: Parent, token_ids: &[TokenId]) -> u64 {
-        let parent_hash = match parent {
+        let prefix_hash = match parent {
             Parent::Root(Root::Cache) => 0,
             Parent::Root(Root::Group(group)) => group.wrapping_mul(2).wrapping_add(1),
             Parent::Node(id) => self.node(id).hash,
         };
-        (self.hash)(parent_hash, token_ids)
+        (self.hash)(prefix_hash, token_ids)
     }
 
-    /// The node of these ids, made if need be, for one more path. `None`: another link has their hash.
-    pub fn enter(&mut self, parent: Parent, token_ids: &[TokenId]) -> Option<NodeId> {
+    /// Adds a reference to the node of these ids, creating the node if necessary. `None`: another node has the same hash.
+    pub(crate) fn acquire(&mut self, parent: Parent, token_ids: &[TokenId]) -> Option<NodeId> {
         let hash = self.hash(parent, token_ids);
         let id = match self.index.get(&hash) {
             Some(_) => self.verified(hash, parent, token_ids)?,
             None => self.insert(hash, parent, token_ids),
         };
-        self.node_mut(id).num_paths += 1;
+        self.node_mut(id).ref_count += 1;
         Some(id)
     }
 
@@ -110,9 +113,9 @@ impl PrefixTree {
             hash,
             is_kept,
             num_children: 0,
-            num_paths: 0,
+            ref_count: 0,
             block_id: None,
-            promise: None,
+            pending: None,
         };
         let id = self.unused.pop().unwrap_or_else(|| {
             self.nodes.push(None);
@@ -123,51 +126,51 @@ impl PrefixTree {
         id
     }
 
-    /// One path less.
-    pub fn exit(&mut self, id: NodeId) {
-        self.node_mut(id).num_paths -= 1;
+    /// Removes a reference.
+    pub(crate) fn release(&mut self, id: NodeId) {
+        self.node_mut(id).ref_count -= 1;
         self.remove_unneeded(id);
     }
 
-    pub fn block_id(&self, id: NodeId) -> Option<BlockId> {
+    pub(crate) fn block_id(&self, id: NodeId) -> Option<BlockId> {
         self.node(id).block_id
     }
 
-    pub fn set_block_id(&mut self, id: NodeId, block_id: BlockId) {
+    pub(crate) fn set_block_id(&mut self, id: NodeId, block_id: BlockId) {
         self.node_mut(id).block_id = Some(block_id);
     }
 
-    pub fn clear_block_id(&mut self, id: NodeId) {
+    pub(crate) fn clear_block_id(&mut self, id: NodeId) {
         self.node_mut(id).block_id = None;
         self.remove_unneeded(id);
     }
 
-    /// Whether its block stays when nobody holds it.
-    pub fn is_kept(&self, id: NodeId) -> bool {
+    /// Whether the node's block stays cached when no sequence holds it.
+    pub(crate) fn is_kept(&self, id: NodeId) -> bool {
         self.node(id).is_kept
     }
 
-    pub fn promise(&self, id: NodeId) -> Option<Promise> {
-        self.node(id).promise
+    pub(crate) fn pending(&self, id: NodeId) -> Option<PendingPrefix> {
+        self.node(id).pending
     }
 
-    /// Of two who compute the same the first in line counts: it is done first.
-    pub fn make_promise(&mut self, id: NodeId, promise: Promise) {
+    /// Sets the node's producer, unless it already has one with a smaller precedence: that one is done first.
+    pub(crate) fn set_pending(&mut self, id: NodeId, pending: PendingPrefix) {
         let node = self.node_mut(id);
-        if node.promise.is_none_or(|other| promise.precedence < other.precedence) {
-            node.promise = Some(promise);
+        if node.pending.is_none_or(|other| pending.precedence < other.precedence) {
+            node.pending = Some(pending);
         }
     }
 
-    /// False when the promise was somebody else's, or none.
-    pub fn end_promise(&mut self, id: NodeId, by: SequenceId) -> bool {
-        self.node_mut(id).promise.take_if(|promise| promise.id == by).is_some()
+    /// Returns whether `producer` was the node's producer.
+    pub(crate) fn clear_pending(&mut self, id: NodeId, producer: SequenceId) -> bool {
+        self.node_mut(id).pending.take_if(|pending| pending.producer == producer).is_some()
     }
 
     fn remove_unneeded(&mut self, mut id: NodeId) {
         loop {
             let node = self.node(id);
-            if node.block_id.is_some() || node.num_paths > 0 || node.num_children > 0 {
+            if node.block_id.is_some() || node.ref_count > 0 || node.num_children > 0 {
                 return;
             }
             let (hash, parent) = (node.hash, node.parent);
@@ -188,8 +191,8 @@ impl PrefixTree {
         self.nodes[id.0 as usize].as_mut().expect("invariant: a node lives while something refers to it")
     }
 
-    /// Recounts everything. `paths`: how many sequences on the worker have the node in their path.
-    pub fn audit(&self, paths: &HashMap<NodeId, u32>, node_of_block: impl Fn(BlockId) -> Option<NodeId>) {
+    /// Panics unless all counts and links are right. `ref_counts`: for each node, the sequences that refer to it.
+    pub(crate) fn audit(&self, ref_counts: &HashMap<NodeId, u32>, node_of_block: impl Fn(BlockId) -> Option<NodeId>) {
         let mut num_children = vec![0; self.nodes.len()];
         let nodes = || self.nodes.iter().zip(0..).filter_map(|(node, id)| Some((NodeId(id), node.as_ref()?)));
         for (_, node) in nodes() {
@@ -199,10 +202,10 @@ impl PrefixTree {
         }
         for (id, node) in nodes() {
             assert_eq!(node.num_children, num_children[id.0 as usize], "children of {id:?}");
-            assert_eq!(node.num_paths, paths.get(&id).copied().unwrap_or(0), "paths of {id:?}");
-            assert!(node.block_id.is_some() || node.num_children + node.num_paths > 0, "{id:?} is of no use");
+            assert_eq!(node.ref_count, ref_counts.get(&id).copied().unwrap_or(0), "references to {id:?}");
+            assert!(node.block_id.is_some() || node.num_children + node.ref_count > 0, "{id:?} is not needed");
             assert_eq!(self.index.get(&node.hash), Some(&id));
-            assert!(node.promise.is_none() || node.num_paths > 0, "a promise for {id:?} by nobody");
+            assert!(node.pending.is_none() || node.ref_count > 0, "{id:?} is pending without a producer");
             if let Some(block_id) = node.block_id {
                 assert_eq!(node_of_block(block_id), Some(id), "block {block_id}");
             }

@@ -1,18 +1,18 @@
-//! One sequence as two numbers: tokens known and tokens computed. Everything is "advance computed toward known".
+//! One sequence as two counters, known tokens and computed tokens: every step advances computed towards known.
 //!
-//! Both are counted as they will stand when the steps in flight are over, so the next step can be planned before their
-//! results are here; only the ids of the last known tokens may be missing.
+//! Both counters include the steps in flight, so the next step can be planned before their results are back. Only the ids of
+//! the last known tokens may be missing.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::cache::Table;
-use crate::flight::Stay;
+use crate::cache::BlockTable;
 use crate::layout::BlockLayout;
-use crate::order::{Precedence, Turn};
 use crate::plan::{Advance, BlockId, FinishReason, Limits, NewSequence, SequenceId, Submission, TokenId};
-use crate::prefix::{NodeId, Promise, Root};
+use crate::precedence::{Precedence, PrefillOrder};
+use crate::prefix::{PendingPrefix, Root};
+use crate::resident::Residency;
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
@@ -22,41 +22,39 @@ pub(crate) struct Sequence {
     /// The prompt, and every generated token that has come back.
     token_ids: Vec<TokenId>,
     num_prompt_tokens: u32,
-    /// Prompt and generated; known never exceeds it.
+    /// Length that the sequence ends at, prompt included.
     max_tokens: u32,
     stop_token_ids: Arc<[TokenId]>,
-    /// `None`: the worker does not know the sequence, and what follows is zero and empty.
-    stay: Option<Stay>,
-    /// Sampled in steps in flight: known by count, not by id.
-    num_unseen_tokens: u32,
-    num_computed_tokens: u32,
-    table: Table,
     layout: BlockLayout,
-    /// `None`: shares its blocks with nobody.
+    /// `None`: the sequence shares its blocks with no other.
     root: Option<Root>,
     needs_prompt_logprobs: bool,
     num_source_tokens: u32,
-    /// Where another one is computing what it needs; it is out of the queue until then.
-    awaits: Option<NodeId>,
-    /// Blocks that had to be available when it was last found to have too few.
-    num_wanted_blocks: usize,
-    /// When it was last in a step, or came.
+    /// `None`: the worker does not know the sequence; the next three fields are 0 and empty.
+    residency: Option<Residency>,
+    /// Tokens sampled by steps in flight: known by number, not yet by id.
+    num_in_flight_tokens: u32,
+    num_computed_tokens: u32,
+    table: BlockTable,
+    /// Allocatable blocks that the last failed admission lacked some of; 0: no admission failed since the last change.
+    num_blocks_to_admit: usize,
+    /// The time of its last step, or of its arrival.
     served_at: Duration,
-    /// Tokens of prompts behind it in line that were computed before its own.
+    /// Tokens of prompts with a lower precedence that were computed before this one's.
     num_overtaken_tokens: u64,
-    loan: Option<Loan>,
+    borrowed_budget: Option<BorrowedBudget>,
 }
 
-/// The urgency of one who waits for blocks of this sequence, until it has computed those.
+/// The overtaking budget of a sequence that waits for blocks of this one: this one is as urgent until it has computed them.
 #[derive(Clone, Copy, Debug)]
-struct Loan {
-    effort: u64,
+struct BorrowedBudget {
+    overtaking_budget: u64,
     until_tokens: u32,
 }
 
 impl Sequence {
-    /// `submission` has been checked: its token counts fit in `u32` together.
-    pub fn new(
+    /// `submission` must have been checked: prompt and new tokens together fit in `u32`.
+    pub(crate) fn new(
         submission: Submission,
         precedence: Precedence,
         root: Option<Root>,
@@ -72,145 +70,139 @@ impl Sequence {
             num_prompt_tokens,
             max_tokens: num_prompt_tokens + submission.max_new_tokens,
             stop_token_ids: submission.stop_token_ids,
-            stay: None,
-            num_unseen_tokens: 0,
-            num_computed_tokens: 0,
-            table: Table::default(),
             layout,
             root,
             needs_prompt_logprobs: submission.needs_prompt_logprobs,
             num_source_tokens: submission.num_source_tokens,
-            awaits: None,
-            num_wanted_blocks: 0,
+            residency: None,
+            num_in_flight_tokens: 0,
+            num_computed_tokens: 0,
+            table: BlockTable::default(),
+            num_blocks_to_admit: 0,
             served_at: arrived_at,
             num_overtaken_tokens: 0,
-            loan: None,
+            borrowed_budget: None,
         }
     }
 
-    pub fn id(&self) -> SequenceId {
+    pub(crate) fn id(&self) -> SequenceId {
         self.id
     }
 
-    pub fn precedence(&self) -> Precedence {
+    pub(crate) fn precedence(&self) -> Precedence {
         self.precedence
     }
 
-    pub fn max_tokens(&self) -> u32 {
+    pub(crate) fn max_tokens(&self) -> u32 {
         self.max_tokens
     }
 
-    pub fn stay(&self) -> Option<Stay> {
-        self.stay
+    pub(crate) fn residency(&self) -> Option<Residency> {
+        self.residency
     }
 
-    pub fn num_computed_tokens(&self) -> u32 {
+    pub(crate) fn num_computed_tokens(&self) -> u32 {
         self.num_computed_tokens
     }
 
     fn num_known_tokens(&self) -> u32 {
-        self.token_ids.len() as u32 + self.num_unseen_tokens
+        self.token_ids.len() as u32 + self.num_in_flight_tokens
     }
 
-    /// Whether its last token is known, or being sampled. That one is never computed.
-    pub fn is_planned_out(&self) -> bool {
+    /// Whether its last step is planned, so that it awaits that step's result. The last token itself is never computed.
+    pub(crate) fn is_finishing(&self) -> bool {
         self.num_known_tokens() == self.max_tokens
     }
 
-    /// Tokens that can be advanced now, unless it is planned out.
-    pub fn num_pending_tokens(&self) -> u32 {
+    /// Known tokens that are not computed.
+    pub(crate) fn num_pending_tokens(&self) -> u32 {
         self.num_known_tokens() - self.num_computed_tokens
     }
 
-    /// Whether one more token is all it can take: it generates.
-    pub fn is_decoding(&self) -> bool {
+    /// Whether it can advance by one token only.
+    pub(crate) fn is_decoding(&self) -> bool {
         self.num_pending_tokens() == 1
     }
 
-    /// When it is served among those that compute prompts.
-    ///
-    /// Ageing is in it twice. Whom later ones overtake gains on all later ones by every token of theirs: after
-    /// `max_overtaking` times what it has left nobody does so any more. And to be left out for so long as makes up for
-    /// a priority counts as one; that is how the lower ones get on.
-    pub fn turn(&self, now: Duration, limits: &Limits) -> Turn {
-        if limits.max_overtaking == 0 {
-            return Turn { level: Reverse(0), effort: 0, precedence: self.precedence };
-        }
-        let priority = i128::from(self.priority);
-        let waited_ns = now.saturating_sub(self.served_at).as_nanos() as i128;
-        let level = match limits.priority_ageing.as_nanos() as i128 {
-            0 => 0,
-            ageing_ns => priority + waited_ns / ageing_ns,
-        };
-        Turn { level: Reverse(level), effort: self.effort(limits.max_overtaking), precedence: self.precedence }
-    }
-
-    /// Whether tokens of it have come back: somebody reads on and waits for the next.
-    pub fn has_begun(&self) -> bool {
+    /// Whether generated tokens have come back, so that a client may be reading the stream.
+    pub(crate) fn has_generated(&self) -> bool {
         self.token_ids.len() > self.num_prompt_tokens as usize
     }
 
-    /// What is left to compute, less what it was overtaken by. A stream that computes again what was lost has no time
-    /// to give away.
-    fn effort(&self, max_overtaking: u32) -> u64 {
-        if self.has_begun() {
+    /// Its place among the prompts that share a step.
+    ///
+    /// No prompt starves, for two reasons: each token of a lower precedence that is computed first reduces the overtaking
+    /// budget, and each `priority_ageing` without a step raises the priority by one level.
+    pub(crate) fn prefill_order(&self, now: Duration, limits: &Limits) -> PrefillOrder {
+        if limits.max_overtaking == 0 {
+            return PrefillOrder { aged_priority: Reverse(0), overtaking_budget: 0, precedence: self.precedence };
+        }
+        let waited_ns = now.saturating_sub(self.served_at).as_nanos() as i128;
+        let aged_priority = match limits.priority_ageing.as_nanos() as i128 {
+            0 => 0,
+            ageing_ns => i128::from(self.priority) + waited_ns / ageing_ns,
+        };
+        let overtaking_budget = self.overtaking_budget(limits.max_overtaking);
+        PrefillOrder { aged_priority: Reverse(aged_priority), overtaking_budget, precedence: self.precedence }
+    }
+
+    /// 0 for a stream that is recomputed after a preemption: it must not be delayed further.
+    fn overtaking_budget(&self, max_overtaking: u32) -> u64 {
+        if self.has_generated() {
             return 0;
         }
-        let left = u64::from(self.num_pending_tokens()) * u64::from(max_overtaking);
-        let effort = left.saturating_sub(self.num_overtaken_tokens);
-        match self.loan {
-            Some(loan) if self.num_computed_tokens < loan.until_tokens => effort.min(loan.effort),
-            _ => effort,
+        let initial = u64::from(self.num_pending_tokens()) * u64::from(max_overtaking);
+        let own = initial.saturating_sub(self.num_overtaken_tokens);
+        match self.borrowed_budget {
+            Some(borrowed) if self.num_computed_tokens < borrowed.until_tokens => own.min(borrowed.overtaking_budget),
+            _ => own,
         }
     }
 
-    pub fn overtake(&mut self, num_tokens: u64) {
+    /// Notes that `num_tokens` tokens of prompts with a lower precedence were computed first.
+    pub(crate) fn add_overtaken_tokens(&mut self, num_tokens: u64) {
         self.num_overtaken_tokens = self.num_overtaken_tokens.saturating_add(num_tokens);
     }
 
-    /// Somebody with this effort waits until so many tokens are computed here.
-    pub fn lend(&mut self, effort: u64, until_tokens: u32) {
-        let effort = self.loan.map_or(effort, |loan| loan.effort.min(effort));
-        let until_tokens = self.loan.map_or(until_tokens, |loan| loan.until_tokens.max(until_tokens));
-        self.loan = Some(Loan { effort, until_tokens });
+    /// Inherits the urgency of a sequence that waits until `until_tokens` tokens of this one are computed.
+    pub(crate) fn borrow_budget(&mut self, overtaking_budget: u64, until_tokens: u32) {
+        let borrowed = self.borrowed_budget.get_or_insert(BorrowedBudget { overtaking_budget, until_tokens });
+        borrowed.overtaking_budget = borrowed.overtaking_budget.min(overtaking_budget);
+        borrowed.until_tokens = borrowed.until_tokens.max(until_tokens);
     }
 
-    pub fn serve(&mut self, now: Duration) {
-        self.served_at = now;
-    }
-
-    pub fn layout(&self) -> BlockLayout {
+    pub(crate) fn layout(&self) -> BlockLayout {
         self.layout
     }
 
-    /// Of the pending tokens, how many the next advance has at least: the source is never cut.
-    pub fn num_indivisible_tokens(&self, num_computed_tokens: u32) -> u32 {
+    /// The fewest pending tokens that it can advance by after `num_computed_tokens`: a source is computed in one step.
+    pub(crate) fn min_advance_tokens(&self, num_computed_tokens: u32) -> u32 {
         if num_computed_tokens == 0 { self.num_source_tokens.max(1) } else { 1 }
     }
 
-    /// Blocks it lacks to advance by `num_tokens`.
-    pub fn num_missing_blocks(&self, num_tokens: u32) -> usize {
-        let needed = self.layout.num_blocks(self.num_computed_tokens + num_tokens);
-        needed.saturating_sub(self.table.block_ids.len())
-    }
-
-    /// Blocks it lacks to compute all that is known of it, in as many steps as need be.
-    pub fn num_lacking_blocks(&self) -> usize {
-        let table = &self.table;
-        self.layout.num_lacking_blocks(self.num_known_tokens(), table.block_ids.len(), table.held().len())
-    }
-
-    /// Tokens it can advance by with `num_free` more blocks.
-    pub fn max_advance_tokens(&self, num_free: usize) -> u32 {
-        let slots = (self.table.block_ids.len() + num_free) as u64 * u64::from(self.layout.block_tokens);
+    /// The most pending tokens that it can advance by with `num_allocatable` more blocks.
+    pub(crate) fn max_advance_tokens(&self, num_allocatable: usize) -> u32 {
+        let slots = (self.table.block_ids.len() + num_allocatable) as u64 * u64::from(self.layout.block_tokens);
         (slots - u64::from(self.num_computed_tokens)).min(u64::from(self.num_pending_tokens())) as u32
     }
 
-    /// Makes it known to the worker, with what stands in the blocks of `table`.
-    pub fn start(&mut self, stay: Stay, table: Table) -> NewSequence {
-        self.stay = Some(stay);
+    /// Blocks to allocate for an advance by `num_tokens`.
+    pub(crate) fn num_new_blocks(&self, num_tokens: u32) -> usize {
+        let num_blocks = self.layout.num_blocks(self.num_computed_tokens + num_tokens);
+        num_blocks.saturating_sub(self.table.block_ids.len())
+    }
+
+    /// Blocks that it lacks to compute all known tokens, in as many steps as that takes.
+    pub(crate) fn num_missing_blocks(&self) -> usize {
+        let table = &self.table;
+        self.layout.num_missing_blocks(self.num_known_tokens(), table.block_ids.len(), table.held().len())
+    }
+
+    /// Begins a residency with the cached blocks of `table`.
+    pub(crate) fn start(&mut self, residency: Residency, table: BlockTable) -> NewSequence {
+        self.residency = Some(residency);
         self.num_computed_tokens = table.block_ids.len() as u32 * self.layout.block_tokens;
-        self.num_wanted_blocks = 0;
+        self.num_blocks_to_admit = 0;
         self.table = table;
         NewSequence {
             id: self.id,
@@ -223,89 +215,87 @@ impl Sequence {
     }
 
     /// Plans the next `num_tokens` pending tokens.
-    pub fn advance(&mut self, num_tokens: u32, new_block_ids: Vec<BlockId>) -> Advance {
+    pub(crate) fn advance(&mut self, num_tokens: u32, new_block_ids: Vec<BlockId>, now: Duration) -> Advance {
         let sample = num_tokens == self.num_pending_tokens();
+        self.served_at = now;
         self.num_computed_tokens += num_tokens;
-        self.num_unseen_tokens += u32::from(sample);
+        self.num_in_flight_tokens += u32::from(sample);
         self.table.block_ids.extend_from_slice(&new_block_ids);
         Advance { id: self.id, num_tokens, new_block_ids, sample }
     }
 
-    /// The blocks that the last `num_tokens` computed tokens are written to; and how many of them, from the first, those fill.
-    pub fn written_blocks(&self, num_tokens: u32) -> (&[BlockId], usize) {
+    /// The blocks that the last `num_tokens` computed tokens are written to, and how many leading ones of these are full.
+    pub(crate) fn written_blocks(&self, num_tokens: u32) -> (&[BlockId], usize) {
         let block_tokens = self.layout.block_tokens;
         let first = (self.num_computed_tokens - num_tokens) / block_tokens;
         let num_full = self.num_computed_tokens / block_tokens;
         (&self.table.block_ids[first as usize..], (num_full - first) as usize)
     }
 
-    /// Makes it unknown to the worker. What is in flight for it is void; only tokens that have come back count.
-    pub fn leave(&mut self) -> Table {
-        self.stay = None;
-        self.num_unseen_tokens = 0;
+    /// Ends its residency, if any, and returns the blocks to release. What is in flight is void: only tokens that have come
+    /// back count.
+    pub(crate) fn end_residency(&mut self) -> BlockTable {
+        self.residency = None;
+        self.num_in_flight_tokens = 0;
         self.num_computed_tokens = 0;
-        self.loan = None;
+        self.num_blocks_to_admit = 0;
+        self.borrowed_budget = None;
         std::mem::take(&mut self.table)
     }
 
-    pub fn table(&self) -> &Table {
+    pub(crate) fn table(&self) -> &BlockTable {
         &self.table
     }
 
-    /// Its blocks; where their prefixes start, if it shares them; all ids known of it; and how many blocks are full.
-    pub fn shared_parts(&mut self) -> Option<(&mut Table, Root, &[TokenId], usize)> {
+    /// What the prefix cache registers: the block table, the root, all known ids, and the number of full blocks. `None`:
+    /// nothing is shared.
+    pub(crate) fn registration(&mut self) -> Option<(&mut BlockTable, Root, &[TokenId], usize)> {
         let num_full = (self.num_computed_tokens / self.layout.block_tokens) as usize;
         self.root.map(|root| (&mut self.table, root, &*self.token_ids, num_full))
     }
 
-    /// Its blocks, and how many of the first it has passed. All of its last step's count until that is back.
-    pub fn passed_blocks(&mut self) -> (&mut Table, usize) {
-        let num_passed = match self.is_planned_out() {
-            true => self.table.num_passed,
-            false => self.layout.num_passed_blocks(self.num_computed_tokens),
+    /// The block table, and how many of its leading blocks are not needed any more. A finishing sequence keeps its blocks
+    /// until its last result is back.
+    pub(crate) fn blocks_before_window(&mut self) -> (&mut BlockTable, usize) {
+        let num_blocks = match self.is_finishing() {
+            true => self.table.num_released,
+            false => self.layout.num_blocks_before_window(self.num_computed_tokens),
         };
-        (&mut self.table, num_passed)
+        (&mut self.table, num_blocks)
     }
 
-    pub fn root(&self) -> Option<Root> {
+    pub(crate) fn root(&self) -> Option<Root> {
         self.root
     }
 
-    pub fn token_ids(&self) -> &[TokenId] {
+    pub(crate) fn token_ids(&self) -> &[TokenId] {
         &self.token_ids
     }
 
-    /// The ids that may come from the cache, and their root. The last one never does: what is sampled follows from it.
-    pub fn cacheable(&self) -> Option<(Root, &[TokenId])> {
-        let needs_all = self.needs_prompt_logprobs && self.token_ids.len() == self.num_prompt_tokens as usize;
+    /// What the prefix cache looks up: the root, and all ids but the last, which must be computed to sample from it. `None`:
+    /// nothing can come from the cache.
+    pub(crate) fn lookup_key(&self) -> Option<(Root, &[TokenId])> {
+        let needs_all = self.needs_prompt_logprobs && !self.has_generated();
         let (_, token_ids) = self.token_ids.split_last()?;
         self.root.filter(|_| !needs_all).map(|root| (root, token_ids))
     }
 
-    pub fn promise(&self) -> Promise {
-        Promise { precedence: self.precedence, id: self.id }
+    /// Itself as the producer of a prefix.
+    pub(crate) fn pending_prefix(&self) -> PendingPrefix {
+        PendingPrefix { precedence: self.precedence, producer: self.id }
     }
 
-    pub fn awaits(&self) -> Option<NodeId> {
-        self.awaits
+    pub(crate) fn num_blocks_to_admit(&self) -> usize {
+        self.num_blocks_to_admit
     }
 
-    pub fn set_awaits(&mut self, node: Option<NodeId>) {
-        self.awaits = node;
-        self.num_wanted_blocks = 0;
+    pub(crate) fn set_num_blocks_to_admit(&mut self, num_blocks: usize) {
+        self.num_blocks_to_admit = num_blocks;
     }
 
-    pub fn num_wanted_blocks(&self) -> usize {
-        self.num_wanted_blocks
-    }
-
-    pub fn set_num_wanted_blocks(&mut self, num_blocks: usize) {
-        self.num_wanted_blocks = num_blocks;
-    }
-
-    /// Takes the oldest unseen token. A stop token counts as such also where it is the last one allowed.
-    pub fn accept(&mut self, token_id: TokenId) -> Option<FinishReason> {
-        self.num_unseen_tokens -= 1;
+    /// Takes the oldest token in flight. A stop token in the last place counts as a stop token.
+    pub(crate) fn accept(&mut self, token_id: TokenId) -> Option<FinishReason> {
+        self.num_in_flight_tokens -= 1;
         self.token_ids.push(token_id);
         if self.stop_token_ids.contains(&token_id) {
             Some(FinishReason::StopToken)

@@ -1,4 +1,4 @@
-//! Who advances, in which blocks; preemption and run-ahead.
+//! Which sequences advance, in which blocks; preemption and run-ahead.
 
 use super::*;
 
@@ -8,7 +8,7 @@ fn an_idle_scheduler_plans_nothing() {
 }
 
 #[test]
-fn a_prompt_beyond_the_budget_is_computed_in_chunks_and_sampled_once() {
+fn a_prompt_that_exceeds_the_token_budget_is_computed_in_chunks_and_sampled_once() {
     let mut scheduler = scheduler(limits(16, 1), &[(1, 40, 2)]);
     let plans: Vec<_> = (0..4).map(|_| step(&mut scheduler).0).collect();
     assert_eq!(plans.iter().map(advances).collect::<Vec<_>>(), [[(1, 16)], [(1, 16)], [(1, 8)], [(1, 1)]]);
@@ -16,10 +16,10 @@ fn a_prompt_beyond_the_budget_is_computed_in_chunks_and_sampled_once() {
 }
 
 #[test]
-fn blocks_are_taken_for_the_tokens_of_the_step_only() {
+fn blocks_are_allocated_only_for_the_tokens_of_the_step() {
     let mut scheduler = scheduler(limits(16, 1), &[(1, 17, 20)]);
     let num_blocks: Vec<_> = (0..6).map(|_| step(&mut scheduler).0.advances[0].new_block_ids.len()).collect();
-    // Slots for 16, 17, then one token at a time: a new block after 20.
+    // 16 tokens, the 17th, then one token at a time: the next block after 20.
     assert_eq!(num_blocks, [4, 1, 0, 0, 0, 1]);
 }
 
@@ -35,7 +35,7 @@ fn a_decode_advances_first_in_every_step_of_a_long_prefill() {
 }
 
 #[test]
-fn the_queue_is_served_in_order_of_arrival() {
+fn the_queue_is_admitted_in_order_of_arrival() {
     let mut scheduler = scheduler(limits(64, 1), &[(5, 10, 9), (3, 10, 9), (4, 10, 9)]);
     let (plan, _) = step(&mut scheduler);
     assert_eq!(advances(&plan), [(5, 10), (3, 6)]);
@@ -44,7 +44,7 @@ fn the_queue_is_served_in_order_of_arrival() {
 }
 
 #[test]
-fn sequences_that_end_in_a_step_count_against_its_size() {
+fn finishing_sequences_count_towards_the_step_size() {
     let small = Limits { max_step_sequences: 1, ..limits(8, 1) };
     let mut scheduler = scheduler(small, &[(1, 1, 1), (2, 1, 1)]);
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)]);
@@ -60,7 +60,7 @@ fn no_more_sequences_run_than_can_decode_in_one_step() {
 }
 
 #[test]
-fn steps_are_planned_ahead_of_results_up_to_the_depth_and_never_past_the_last_token() {
+fn steps_run_ahead_of_results_up_to_the_depth_and_never_past_the_last_token() {
     let mut scheduler = scheduler(limits(8, 3), &[(1, 3, 2)]);
     let first = plan(&mut scheduler);
     let second = plan(&mut scheduler);
@@ -72,14 +72,14 @@ fn steps_are_planned_ahead_of_results_up_to_the_depth_and_never_past_the_last_to
     let mut scheduler = self::scheduler(limits(8, 2), &[(1, 3, 9)]);
     let first = plan(&mut scheduler);
     plan(&mut scheduler);
-    assert!(nothing_to_plan(&mut scheduler), "the depth is reached");
+    assert!(nothing_to_plan(&mut scheduler), "the run-ahead depth is reached");
     scheduler.apply(&answer(&first, TOKEN)).unwrap();
     assert_eq!(advances(&plan(&mut scheduler)), [(1, 1)]);
 }
 
 #[test]
-fn a_dry_pool_preempts_the_youngest_which_goes_on_later_with_all_its_tokens() {
-    // Two sequences of up to 3 blocks each in a pool of 4: both start, and only one can grow to its end.
+fn an_exhausted_pool_preempts_the_youngest_sequence_which_keeps_its_tokens() {
+    // Two sequences of up to 3 blocks each in a pool of 4: both start, but only one can grow to its end.
     let mut scheduler = scheduler(limits(4, 1), &[(1, 4, 8), (2, 3, 8)]);
     for _ in 0..5 {
         let plan = step(&mut scheduler).0;
@@ -101,7 +101,7 @@ fn a_token_in_flight_at_preemption_is_discarded_and_sampled_again() {
     let mut scheduler = scheduler(limits(4, 2), &[(1, 4, 8), (2, 3, 8)]);
     let fifth = run_ahead(&mut scheduler, 5);
     assert_eq!(advances(&fifth), [(1, 1), (2, 1)]);
-    // Sequence 1 needs one more block. The fifth step still writes the second one of sequence 2, but not the first.
+    // Sequence 1 needs one more block. The fifth step still writes the second block of sequence 2, but not the first.
     let sixth = plan(&mut scheduler);
     assert_eq!((&*sixth.freed_sequence_ids, &*advances(&sixth)), (&[SequenceId(2)][..], &[(1, 1)][..]));
     assert_eq!((scheduler.stats().num_queued, scheduler.stats().num_retiring_blocks), (1, 1));
@@ -113,11 +113,11 @@ fn a_token_in_flight_at_preemption_is_discarded_and_sampled_again() {
 }
 
 #[test]
-fn blocks_about_to_retire_are_waited_for_rather_than_preempting() {
+fn retiring_blocks_are_awaited_rather_than_preempting_a_sequence() {
     let mut scheduler = scheduler(limits(6, 2), &[(1, 4, 8), (2, 4, 8), (3, 4, 8)]);
     let fifth = run_ahead(&mut scheduler, 5);
     scheduler.abort(SequenceId(3));
-    // Sequences 1 and 2 need one more block each; sequence 3 leaves two.
+    // Sequences 1 and 2 need one more block each; sequence 3 releases two.
     assert!(nothing_to_plan(&mut scheduler));
     scheduler.apply(&answer(&fifth, TOKEN)).unwrap();
     let (sixth, _) = step(&mut scheduler);
@@ -126,14 +126,14 @@ fn blocks_about_to_retire_are_waited_for_rather_than_preempting() {
 }
 
 #[test]
-fn a_newcomer_waits_until_every_running_sequence_can_take_one_more_block() {
+fn an_admission_leaves_one_block_for_each_running_sequence() {
     let mut scheduler = scheduler(limits(3, 1), &[(1, 4, 8), (2, 8, 2)]);
     assert_eq!(new_ids(&step(&mut scheduler).0), [1]);
     assert_eq!(new_ids(&step(&mut scheduler).0), []);
 }
 
 #[test]
-fn only_as_many_as_can_run_leave_a_long_queue() {
+fn no_more_sequences_are_admitted_than_a_step_may_have() {
     let full = Limits { max_step_sequences: 1, ..limits(8, 1) };
     let mut scheduler = Scheduler::new(full);
     for id in 0..10_000 {

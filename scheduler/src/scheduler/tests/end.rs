@@ -1,22 +1,22 @@
-//! How sequences end, and what a result may be.
+//! How sequences end, and which results are valid.
 
 use super::*;
 
 #[test]
-fn a_stop_token_ends_the_sequence_and_voids_what_was_planned_ahead() {
+fn a_stop_token_ends_the_sequence_and_discards_its_step_ahead() {
     let mut scheduler = scheduler(limits(2, 2), &[(1, 4, 4)]);
     let first = plan(&mut scheduler);
     let ahead = plan(&mut scheduler);
     let events = scheduler.apply(&answer(&first, STOP)).unwrap();
     assert_eq!(finish_reasons(&events), [Some(FinishReason::StopToken)]);
-    assert_eq!(scheduler.stats().num_retiring_blocks, 1, "the step ahead may still write it");
+    assert_eq!(scheduler.stats().num_retiring_blocks, 1, "the step ahead can still write it");
     assert_eq!(plan(&mut scheduler).freed_sequence_ids, [SequenceId(1)]);
     assert_eq!(scheduler.apply(&answer(&ahead, TOKEN)).unwrap(), []);
     assert_eq!(scheduler.stats().num_allocatable_blocks, 2);
 }
 
 #[test]
-fn a_stop_token_in_the_last_place_is_a_stop() {
+fn a_stop_token_in_the_last_place_finishes_as_a_stop_token() {
     let mut scheduler = scheduler(limits(8, 1), &[(1, 4, 1)]);
     let plan = plan(&mut scheduler);
     let events = scheduler.apply(&answer(&plan, STOP)).unwrap();
@@ -24,7 +24,7 @@ fn a_stop_token_in_the_last_place_is_a_stop() {
 }
 
 #[test]
-fn a_failed_sequence_ends_alone() {
+fn a_failed_sequence_does_not_affect_the_others() {
     let mut scheduler = scheduler(limits(8, 1), &[(1, 4, 2), (2, 4, 2)]);
     let planned = plan(&mut scheduler);
     let mut result = answer(&planned, TOKEN);
@@ -46,15 +46,15 @@ fn a_failure_while_prefilling_ends_the_sequence() {
 }
 
 #[test]
-fn aborting_a_queued_sequence_leaves_nothing_to_tell_the_worker() {
+fn aborting_a_queued_sequence_needs_no_plan() {
     let mut scheduler = scheduler(limits(8, 1), &[(1, 4, 2)]);
     assert!(scheduler.abort(SequenceId(1)));
     assert!(nothing_to_plan(&mut scheduler));
-    assert!(!scheduler.abort(SequenceId(1)), "it is not known any more");
+    assert!(!scheduler.abort(SequenceId(1)), "it is no longer known");
 }
 
 #[test]
-fn an_aborted_sequence_is_freed_with_the_next_plan_even_if_that_does_nothing_else() {
+fn an_aborted_sequence_is_freed_by_the_next_plan_even_if_nothing_advances() {
     let mut scheduler = scheduler(limits(8, 2), &[(1, 4, 9)]);
     let first = plan(&mut scheduler);
     scheduler.abort(SequenceId(1));
@@ -67,19 +67,19 @@ fn an_aborted_sequence_is_freed_with_the_next_plan_even_if_that_does_nothing_els
 }
 
 #[test]
-fn an_id_can_come_back_in_the_plan_that_frees_it_and_gets_no_token_of_its_former_self() {
+fn an_id_can_be_reused_in_the_plan_that_frees_it_and_gets_no_token_of_its_previous_residency() {
     let mut scheduler = scheduler(limits(8, 2), &[(1, 4, 9)]);
-    let former = plan(&mut scheduler);
+    let previous = plan(&mut scheduler);
     scheduler.abort(SequenceId(1));
     submit(&mut scheduler, submission(1, 2, 9));
     let next = plan(&mut scheduler);
     assert_eq!((&*next.freed_sequence_ids, &*new_ids(&next)), (&[SequenceId(1)][..], &[1][..]));
-    assert_eq!(scheduler.apply(&answer(&former, TOKEN)).unwrap(), []);
+    assert_eq!(scheduler.apply(&answer(&previous, TOKEN)).unwrap(), []);
     assert_eq!(scheduler.apply(&answer(&next, TOKEN)).unwrap().len(), 1);
 }
 
 #[test]
-fn a_result_that_does_not_fit_its_step_is_refused_and_changes_nothing() {
+fn a_result_that_does_not_match_its_step_is_rejected_and_changes_nothing() {
     let mut scheduler = scheduler(limits(16, 2), &[(1, 4, 4), (2, 30, 4)]);
     let (one, two, stranger) = (SequenceId(1), SequenceId(2), SequenceId(9));
     let output = |id, num_tokens| SequenceOutput { id, token_ids: Some(vec![TOKEN; num_tokens]) };

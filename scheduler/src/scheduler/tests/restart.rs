@@ -1,7 +1,9 @@
+//! Restarts after the worker was lost, and quarantine.
+
 use super::*;
 
 #[test]
-fn a_restart_names_who_was_in_flight_and_begins_anew_with_what_came_back() {
+fn a_restart_returns_the_sequences_in_flight_and_keeps_the_tokens_that_came_back() {
     let mut scheduler = scheduler(limits(16, 2), &[(1, 3, 9), (2, 3, 9)]);
     run_ahead(&mut scheduler, 3);
     submit(&mut scheduler, submission(3, 3, 9));
@@ -15,7 +17,7 @@ fn a_restart_names_who_was_in_flight_and_begins_anew_with_what_came_back() {
 }
 
 #[test]
-fn a_restart_forgets_the_cache_and_whoever_waits_for_it() {
+fn a_restart_clears_the_cache_and_unblocks_its_waiters() {
     let mut scheduler = Scheduler::new(Limits { prefix_caching: true, ..limits(16, 2) });
     submit(&mut scheduler, submission(1, 20, 2));
     submit(&mut scheduler, submission(2, 20, 2));
@@ -28,20 +30,20 @@ fn a_restart_forgets_the_cache_and_whoever_waits_for_it() {
 }
 
 #[test]
-fn who_is_isolated_is_alone_and_one_step_at_a_time_until_it_ends() {
+fn a_quarantined_sequence_advances_alone_and_one_step_at_a_time_until_it_ends() {
     let mut scheduler = scheduler(limits(16, 2), &[(1, 3, 9), (2, 3, 2), (3, 3, 9)]);
     run_ahead(&mut scheduler, 2);
     scheduler.restart();
     scheduler.quarantine(Some(SequenceId(2)));
     let alone = plan(&mut scheduler);
     assert_eq!(advances(&alone), [(2, 4)]);
-    assert!(nothing_to_plan(&mut scheduler), "nobody else may run, and it no more than one step ahead");
+    assert!(nothing_to_plan(&mut scheduler), "no other sequence advances, and this one has no second step in flight");
     scheduler.apply(&answer(&alone, TOKEN)).unwrap();
     assert_eq!(new_ids(&plan(&mut scheduler)), [1, 3], "it has ended");
 }
 
 #[test]
-fn isolating_one_takes_the_others_from_the_worker() {
+fn a_quarantine_preempts_the_other_sequences() {
     let mut scheduler = scheduler(limits(16, 1), &[(1, 3, 9), (2, 3, 9)]);
     step(&mut scheduler);
     scheduler.quarantine(Some(SequenceId(1)));

@@ -1,9 +1,9 @@
-//! What is taken, and what is refused.
+//! Which submissions are accepted.
 
 use super::*;
 
 #[test]
-fn what_can_never_run_is_refused() {
+fn a_sequence_that_can_never_run_is_rejected() {
     let mut scheduler = Scheduler::new(limits(4, 1));
     assert_eq!(scheduler.submit(submission(1, 0, 1), Duration::ZERO), Err(SubmitError::EmptyPrompt));
     assert_eq!(scheduler.submit(submission(1, 1, 0), Duration::ZERO), Err(SubmitError::NoNewTokens));
@@ -25,7 +25,7 @@ fn the_last_token_needs_no_slot() {
 }
 
 #[test]
-fn a_known_id_is_refused_until_it_has_ended() {
+fn a_known_id_is_rejected_until_its_sequence_has_ended() {
     let mut scheduler = scheduler(limits(8, 1), &[(1, 1, 1)]);
     let known = Err(SubmitError::AlreadyKnown { id: SequenceId(1) });
     assert_eq!(scheduler.submit(submission(1, 1, 1), Duration::ZERO), known);
@@ -36,7 +36,7 @@ fn a_known_id_is_refused_until_it_has_ended() {
 }
 
 #[test]
-fn limits_of_zero_count_as_one() {
+fn limits_of_zero_are_raised_to_one() {
     let zero = Limits {
         max_step_tokens: 0,
         max_step_sequences: 0,

@@ -1,4 +1,4 @@
-//! Blocks that stand outside of the window are passed.
+//! Sliding windows: blocks before the window are released.
 
 use super::*;
 
@@ -19,12 +19,12 @@ fn a_sequence_holds_the_blocks_of_its_window_however_long_it_is() {
         step(&mut scheduler);
         held.push(num_held(&scheduler));
     }
-    assert_eq!(held[0], 2, "the next token, at 16, sees those from 11 on");
+    assert_eq!(held[0], 2, "the next token, at 16, attends to positions 11 and up");
     assert_eq!(held.iter().max(), Some(&2));
 }
 
 #[test]
-fn what_a_sequence_needs_at_a_time_decides_whether_it_can_run() {
+fn a_sequence_is_accepted_if_its_window_fits_into_the_pool() {
     let mut scheduler = Scheduler::new(windowed(6, limits(3, 1)));
     submit(&mut scheduler, submission(1, 50, 50));
     let mut num_tokens = 0;
@@ -32,8 +32,8 @@ fn what_a_sequence_needs_at_a_time_decides_whether_it_can_run() {
         num_tokens += advances(&step(&mut scheduler).0)[0].1;
     }
     assert_eq!(num_tokens, 99);
-    let refused = Scheduler::new(windowed(6, limits(2, 1))).submit(submission(1, 50, 50), Duration::ZERO);
-    assert_eq!(refused, Err(SubmitError::TooManyBlocks { num_required_blocks: 3, num_blocks: 2 }));
+    let rejected = Scheduler::new(windowed(6, limits(2, 1))).submit(submission(1, 50, 50), Duration::ZERO);
+    assert_eq!(rejected, Err(SubmitError::TooManyBlocks { num_required_blocks: 3, num_blocks: 2 }));
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn windows_let_more_sequences_run_at_once() {
 }
 
 #[test]
-fn a_block_that_is_passed_waits_for_the_step_that_writes_it() {
+fn a_block_before_the_window_retires_with_the_step_that_writes_it() {
     let mut scheduler = scheduler(windowed(4, limits(5, 2)), &[(1, 16, 9), (2, 16, 9)]);
     let first = plan(&mut scheduler);
     assert_eq!(advances(&first), [(1, 16)]);
@@ -56,7 +56,7 @@ fn a_block_that_is_passed_waits_for_the_step_that_writes_it() {
     assert_eq!((stats.num_allocatable_blocks, stats.num_retiring_blocks), (1, 3));
     let second = plan(&mut scheduler);
     assert_eq!(second.advances[0].new_block_ids.len(), 1);
-    assert!(nothing_to_plan(&mut scheduler), "the depth is reached");
+    assert!(nothing_to_plan(&mut scheduler), "the run-ahead depth is reached");
     scheduler.apply(&answer(&first, TOKEN)).unwrap();
     let stats = scheduler.stats();
     assert_eq!((stats.num_allocatable_blocks, stats.num_retiring_blocks), (3, 0));
@@ -64,8 +64,8 @@ fn a_block_that_is_passed_waits_for_the_step_that_writes_it() {
 }
 
 #[test]
-fn a_block_is_not_given_away_in_the_step_that_reads_it() {
-    // With its eighth token the first one passes a block, and the second needs just that one.
+fn a_released_block_is_not_allocated_in_the_step_that_reads_it() {
+    // With its eighth token, sequence 1 releases a block, and sequence 2 needs exactly that one.
     let mut scheduler = scheduler(windowed(5, limits(3, 1)), &[(1, 7, 5), (2, 4, 1)]);
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 7)]);
     assert_eq!(scheduler.stats().num_allocatable_blocks, 1);
@@ -74,7 +74,7 @@ fn a_block_is_not_given_away_in_the_step_that_reads_it() {
 }
 
 #[test]
-fn a_hit_needs_only_the_blocks_that_the_next_token_sees() {
+fn a_hit_needs_only_the_blocks_in_the_window_of_the_next_token() {
     let caching = |num_blocks| Limits { prefix_caching: true, ..windowed(6, limits(num_blocks, 1)) };
     let prompt = |id, text: u32| Submission {
         prompt_token_ids: (0..24).map(|i| 1000 * text + i).collect(),
@@ -94,7 +94,7 @@ fn a_hit_needs_only_the_blocks_that_the_next_token_sees() {
 }
 
 #[test]
-fn what_is_passed_stays_in_the_cache_for_others() {
+fn a_block_before_the_window_stays_cached() {
     let limits = Limits { prefix_caching: true, max_step_tokens: 64, ..windowed(6, limits(20, 1)) };
     let mut scheduler = Scheduler::new(limits);
     let prompt = |id, num_tokens| Submission { prompt_token_ids: (0..num_tokens).collect(), ..submission(id, 1, 30) };
@@ -102,11 +102,15 @@ fn what_is_passed_stays_in_the_cache_for_others() {
     step(&mut scheduler);
     assert_eq!(num_held(&scheduler), 2);
     submit(&mut scheduler, prompt(2, 13));
-    assert_eq!(step(&mut scheduler).0.new_sequences[0].num_computed_tokens, 12, "the first one is far beyond that");
+    assert_eq!(
+        step(&mut scheduler).0.new_sequences[0].num_computed_tokens,
+        12,
+        "sequence 1 has long released these blocks"
+    );
 }
 
 #[test]
-fn who_was_preempted_finds_its_window_again() {
+fn a_preempted_sequence_reuses_its_window() {
     let limits = Limits { prefix_caching: true, ..windowed(8, limits(30, 1)) };
     let mut scheduler = scheduler(limits, &[(1, 3, 60)]);
     for _ in 0..30 {
@@ -120,7 +124,7 @@ fn who_was_preempted_finds_its_window_again() {
 }
 
 #[test]
-fn a_window_of_zero_counts_as_one() {
+fn a_window_of_zero_is_raised_to_one() {
     let mut scheduler = scheduler(windowed(0, limits(1, 1)), &[(1, 9, 3)]);
     let mut num_tokens = 0;
     while scheduler.stats().num_queued + scheduler.stats().num_running > 0 {

@@ -1,4 +1,4 @@
-//! Who is served first, and who is preempted.
+//! Which sequence is admitted first, and which is preempted.
 
 use super::*;
 
@@ -13,36 +13,36 @@ fn submit_with(scheduler: &mut Scheduler, id: u64, priority: i32, arrived_at_s: 
     scheduler.submit(submission, Duration::from_secs(arrived_at_s)).unwrap();
 }
 
-/// In the order in which they are served.
-fn served(scheduler: &mut Scheduler) -> Vec<u64> {
-    let mut served = Vec::new();
+/// Ids of the queued sequences in the order in which they are admitted.
+fn admitted(scheduler: &mut Scheduler) -> Vec<u64> {
+    let mut admitted = Vec::new();
     while scheduler.stats().num_queued > 0 {
-        served.extend(new_ids(&step(scheduler).0));
+        admitted.extend(new_ids(&step(scheduler).0));
     }
-    served
+    admitted
 }
 
 #[test]
-fn the_higher_priority_is_served_first_and_within_one_the_earlier_arrival() {
+fn the_higher_priority_is_admitted_first_and_then_the_earlier_arrival() {
     let mut scheduler = ageing(Duration::MAX, 8);
     for (id, priority, arrived_at_s) in [(1, 0, 0), (2, -1, 0), (3, 5, 900), (4, 0, 1), (5, 5, 800)] {
         submit_with(&mut scheduler, id, priority, arrived_at_s);
     }
-    assert_eq!(served(&mut scheduler), [5, 3, 1, 4, 2]);
+    assert_eq!(admitted(&mut scheduler), [5, 3, 1, 4, 2]);
 }
 
 #[test]
-fn waiting_counts_like_priority() {
+fn waiting_counts_as_priority() {
     let mut scheduler = ageing(AGEING, 8);
     for (id, priority, arrived_at_s) in [(1, 0, 0), (2, 1, 9), (3, 1, 11), (4, 2, 19), (5, 2, 21)] {
         submit_with(&mut scheduler, id, priority, arrived_at_s);
     }
-    assert_eq!(served(&mut scheduler), [2, 4, 1, 3, 5]);
+    assert_eq!(admitted(&mut scheduler), [2, 4, 1, 3, 5]);
 }
 
 #[test]
-fn nobody_starves_under_an_endless_stream_of_higher_priority() {
-    for (priority_ageing, is_served) in [(AGEING, true), (Duration::MAX, false)] {
+fn ageing_prevents_starvation_by_an_endless_stream_of_higher_priorities() {
+    for (priority_ageing, is_admitted) in [(AGEING, true), (Duration::MAX, false)] {
         let mut scheduler = ageing(priority_ageing, 8);
         submit_with(&mut scheduler, 0, -3, 0);
         let mut starts = Vec::new();
@@ -51,7 +51,7 @@ fn nobody_starves_under_an_endless_stream_of_higher_priority() {
             submit_with(&mut scheduler, 2 * id + 1, 0, id);
             starts.extend(new_ids(&step(&mut scheduler).0));
         }
-        assert_eq!(starts.contains(&0), is_served, "{priority_ageing:?}");
+        assert_eq!(starts.contains(&0), is_admitted, "{priority_ageing:?}");
     }
 }
 
@@ -61,7 +61,7 @@ fn extreme_priorities_and_times_keep_their_order() {
     for (id, priority) in [(1, i32::MIN), (2, i32::MAX), (3, 0)] {
         scheduler.submit(Submission { priority, ..submission(id, 1, 1) }, Duration::MAX).unwrap();
     }
-    assert_eq!(served(&mut scheduler), [2, 3, 1]);
+    assert_eq!(admitted(&mut scheduler), [2, 3, 1]);
 }
 
 #[test]
@@ -81,8 +81,8 @@ fn the_youngest_of_the_lowest_priority_is_preempted() {
 }
 
 #[test]
-fn two_sequences_never_take_turns_in_preempting_each_other() {
-    // Each wants the whole pool in the end.
+fn two_sequences_never_preempt_each_other_in_turn() {
+    // Each grows to the whole pool.
     let mut scheduler = Scheduler::new(limits(4, 2));
     submit(&mut scheduler, submission(1, 4, 12));
     submit(&mut scheduler, Submission { priority: 1, ..submission(2, 4, 12) });
@@ -95,5 +95,5 @@ fn two_sequences_never_take_turns_in_preempting_each_other() {
         scheduler.apply(&answer(&done, TOKEN)).unwrap();
         in_flight = next.filter(|plan| plan.step != done.step);
     }
-    assert_eq!(starts, [2, 1, 1], "the one behind is preempted once, and comes back when the other has ended");
+    assert_eq!(starts, [2, 1, 1], "the lower priority is preempted once, and returns when the other has ended");
 }

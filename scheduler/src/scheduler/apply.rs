@@ -1,48 +1,50 @@
-//! Taking a step's result: tokens, ends, failures; and retiring the step's blocks.
+//! Applies a step's result: takes its tokens, ends sequences, and retires the step's blocks.
 //!
-//! A result is checked whole before anything changes. Outputs for a stay that is over (ended, aborted, preempted) are
-//! discarded, and need not be there.
+//! The whole result is checked before anything changes. Outputs for an earlier residency (the sequence has ended, was aborted or
+//! preempted) are discarded, and may be absent.
 
 use std::collections::HashSet;
 
+use rustc_hash::FxHashMap;
+
+use super::Scheduler;
 use crate::error::ApplyError;
-use crate::flight::{InFlight, Stay};
-use crate::number::NumberMap;
+use crate::in_flight::InFlightAdvance;
 use crate::plan::{Event, SequenceId, StepResult};
-use crate::scheduler::Scheduler;
+use crate::resident::Residency;
 
 impl Scheduler {
-    /// Takes the result of the oldest step in flight. Events are in the order of the plan's advances.
+    /// Applies the result of the oldest step in flight. Returns the events in the order of the plan's advances.
     pub fn apply(&mut self, result: &StepResult) -> Result<Vec<Event>, ApplyError> {
         let matched = self.match_outputs(result)?;
-        self.void_what_relied_on(self.failed_stays(result));
-        self.flights.pop_front();
+        self.preempt_readers(self.failed_residencies(result));
+        self.in_flight.pop_oldest();
         let events = matched.into_iter().map(|(id, output_index)| self.take_output(result, id, output_index)).collect();
-        self.cache.pool.retire(result.step);
+        self.cache.retire(result.step);
         Ok(events)
     }
 
-    /// The outputs that count, with the index of each in the result.
+    /// The outputs of current residencies: each sequence with the index of its output.
     fn match_outputs(&self, result: &StepResult) -> Result<Vec<(SequenceId, usize)>, ApplyError> {
         let step = result.step;
-        let flight = self.flights.front().ok_or(ApplyError::NothingInFlight { step })?;
-        if flight.step != step {
-            return Err(ApplyError::UnexpectedStep { step, expected: flight.step });
+        let oldest = self.in_flight.oldest().ok_or(ApplyError::NothingInFlight { step })?;
+        if oldest.step != step {
+            return Err(ApplyError::UnexpectedStep { step, expected: oldest.step });
         }
-        let mut indices = NumberMap::with_capacity_and_hasher(result.outputs.len(), Default::default());
+        let mut indices = FxHashMap::with_capacity_and_hasher(result.outputs.len(), Default::default());
         for (index, output) in result.outputs.iter().enumerate() {
             if indices.insert(output.id, index).is_some() {
                 return Err(ApplyError::RepeatedSequence { step, id: output.id });
             }
         }
         let mut matched = Vec::with_capacity(indices.len());
-        for in_flight in &flight.advances {
+        for in_flight in &oldest.advances {
             let index = indices.remove(&in_flight.id);
-            if !self.counts(in_flight) {
+            if !self.is_current(in_flight) {
                 continue;
             }
             match index {
-                Some(index) => matched.push((in_flight.id, checked(result, index, in_flight)?)),
+                Some(index) => matched.push((in_flight.id, checked_index(result, index, in_flight)?)),
                 None if in_flight.sample => return Err(ApplyError::MissingOutput { step, id: in_flight.id }),
                 None => {}
             }
@@ -53,17 +55,17 @@ impl Scheduler {
         }
     }
 
-    /// Whether the sequence is still in the stay that the step was planned in.
-    fn counts(&self, in_flight: &InFlight) -> bool {
-        self.sequences.get(&in_flight.id).is_some_and(|sequence| sequence.stay() == Some(in_flight.stay))
+    /// Whether the sequence is still in the residency for which the advance was planned.
+    pub(super) fn is_current(&self, in_flight: &InFlightAdvance) -> bool {
+        self.sequences.get(&in_flight.id).is_some_and(|sequence| sequence.residency() == Some(in_flight.residency))
     }
 
-    /// Also those of sequences that have ended or started again since.
-    fn failed_stays(&self, result: &StepResult) -> Vec<Stay> {
+    /// The residencies that failed in the oldest step in flight, current or not.
+    fn failed_residencies(&self, result: &StepResult) -> HashSet<Residency> {
         let failed = result.outputs.iter().filter(|output| output.token_ids.is_none());
         let failed: HashSet<_> = failed.map(|output| output.id).collect();
-        let advances = self.flights.front().map_or(&[][..], |flight| &flight.advances);
-        advances.iter().filter(|in_flight| failed.contains(&in_flight.id)).map(|in_flight| in_flight.stay).collect()
+        let advances = self.in_flight.oldest().into_iter().flat_map(|step| &step.advances);
+        advances.filter(|in_flight| failed.contains(&in_flight.id)).map(|in_flight| in_flight.residency).collect()
     }
 
     fn take_output(&mut self, result: &StepResult, id: SequenceId, output_index: usize) -> Event {
@@ -71,9 +73,9 @@ impl Scheduler {
             self.end(id);
             return Event::Failed { id, output_index };
         };
-        let sequence = self.sequences.get_mut(&id).expect("invariant: a matched output's sequence is known");
+        let sequence = self.sequence_mut(id);
         let finish_reason = token_ids.iter().find_map(|token_id| sequence.accept(*token_id));
-        self.share(id);
+        self.register_blocks(id);
         if finish_reason.is_some() {
             self.end(id);
         }
@@ -81,8 +83,8 @@ impl Scheduler {
     }
 }
 
-/// `index`, if that output has as many tokens as were planned: one where it samples, else none.
-fn checked(result: &StepResult, index: usize, in_flight: &InFlight) -> Result<usize, ApplyError> {
+/// `index`, if that output has as many tokens as were planned: 1 if the advance samples, otherwise 0.
+fn checked_index(result: &StepResult, index: usize, in_flight: &InFlightAdvance) -> Result<usize, ApplyError> {
     let expected = usize::from(in_flight.sample);
     match &result.outputs[index].token_ids {
         Some(token_ids) if token_ids.len() != expected => {

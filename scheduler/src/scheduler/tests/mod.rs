@@ -1,4 +1,4 @@
-//! The scheduler's rules, one by one, on the smallest example of each. Random traffic is in `tests/simulation`.
+//! The scheduler's rules, each on a minimal example. Random traffic is in `tests/simulation`.
 
 mod end;
 mod latency;
@@ -20,7 +20,7 @@ use crate::{
 const TOKEN: TokenId = 1;
 const STOP: TokenId = 2;
 
-/// Blocks of 4 tokens.
+/// Limits with blocks of 4 tokens.
 fn limits(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
     Limits {
         max_step_tokens: 16,
@@ -72,7 +72,7 @@ fn nothing_to_plan(scheduler: &mut Scheduler) -> bool {
     scheduler.plan(Duration::ZERO).is_none()
 }
 
-/// What a worker that samples `token_id` everywhere answers.
+/// The result of a worker that samples `token_id` for every sequence.
 fn answer(plan: &Plan, token_id: TokenId) -> StepResult {
     let sampled = plan.advances.iter().filter(|advance| advance.sample);
     let outputs = sampled.map(|advance| SequenceOutput { id: advance.id, token_ids: Some(vec![token_id]) }).collect();
@@ -85,7 +85,7 @@ fn step(scheduler: &mut Scheduler) -> (Plan, Vec<Event>) {
     (plan, events)
 }
 
-/// (id, tokens) of each advance.
+/// Id and number of tokens of each advance.
 fn advances(plan: &Plan) -> Vec<(u64, u32)> {
     plan.advances.iter().map(|advance| (advance.id.0, advance.num_tokens)).collect()
 }
@@ -104,7 +104,7 @@ fn finish_reasons(events: &[Event]) -> Vec<Option<FinishReason>> {
         .collect()
 }
 
-/// Runs `num_steps` steps, each planned before the result of the one before; the last one stays in flight.
+/// Runs `num_steps` steps, each planned before the previous result is applied; the last one stays in flight.
 fn run_ahead(scheduler: &mut Scheduler, num_steps: usize) -> Plan {
     let mut in_flight = plan(scheduler);
     for _ in 1..num_steps {

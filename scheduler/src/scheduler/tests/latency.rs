@@ -1,13 +1,13 @@
-//! What a step may take beside its decodes, and whose prompt goes first.
+//! How much prefill a step with decodes takes, and which prompt goes first.
 
 use proptest::prelude::*;
 
 use super::*;
-use crate::Forecast;
+use crate::{Advance, Forecast};
 
 const MS: Duration = Duration::from_millis(1);
 
-/// Blocks of 4 tokens, room for much.
+/// Limits with blocks of 4 tokens that hardly restrict a step.
 fn wide(max_inter_token: Option<Duration>, max_overtaking: u32) -> Limits {
     Limits {
         max_step_tokens: 64,
@@ -19,13 +19,13 @@ fn wide(max_inter_token: Option<Duration>, max_overtaking: u32) -> Limits {
     }
 }
 
-/// What a machine takes that needs a millisecond for a step, one for every decode, and one for every two tokens of a prompt.
+/// Duration of a step on a machine that takes 1 ms for the step, 1 ms for each decode, and 1 ms for every two prompt tokens.
 fn true_duration(plan: &Plan, decodes: &[u64]) -> Duration {
-    let halves = |advance: &crate::Advance| if decodes.contains(&advance.id.0) { 2 } else { advance.num_tokens };
+    let halves = |advance: &Advance| if decodes.contains(&advance.id.0) { 2 } else { advance.num_tokens };
     MS + MS * plan.advances.iter().map(halves).sum::<u32>() / 2
 }
 
-/// Runs a step in which `decodes` generate, and tells how long it took.
+/// Runs a step in which `decodes` decode, and observes its duration.
 fn timed_step(scheduler: &mut Scheduler, decodes: &[u64]) -> (Plan, Forecast) {
     let plan = plan(scheduler);
     let forecast = scheduler.observe(plan.step, true_duration(&plan, decodes)).expect("it is in flight");
@@ -33,8 +33,8 @@ fn timed_step(scheduler: &mut Scheduler, decodes: &[u64]) -> (Plan, Forecast) {
     (plan, forecast)
 }
 
-/// A scheduler whose first sequence decodes, and that knows the machine: it has seen prompts alone and beside decodes.
-fn practised(limits: Limits) -> Scheduler {
+/// A scheduler whose first sequence decodes, and that has observed prompts alone and together with decodes.
+fn trained(limits: Limits) -> Scheduler {
     let mut scheduler = scheduler(limits, &[(1, 4, 1000)]);
     for step in 0..40 {
         timed_step(&mut scheduler, if step == 0 { &[] } else { &[1] });
@@ -52,22 +52,22 @@ fn submit_at(scheduler: &mut Scheduler, submission: Submission, second: u64) {
     scheduler.submit(submission, Duration::from_secs(second)).unwrap();
 }
 
-fn share_of(plan: &Plan, id: u64) -> u32 {
+fn num_tokens_of(plan: &Plan, id: u64) -> u32 {
     advances(plan).iter().filter(|advance| advance.0 == id).map(|advance| advance.1).sum()
 }
 
 #[test]
-fn a_prompt_beside_decodes_gets_the_time_that_is_left_in_whole_blocks() {
-    let mut scheduler = practised(wide(Some(10 * MS), 0));
+fn a_prompt_gets_the_time_that_decodes_leave_in_whole_blocks() {
+    let mut scheduler = trained(wide(Some(10 * MS), 0));
     submit(&mut scheduler, submission(2, 200, 9));
-    // Two are taken; 16 tokens take the other eight.
-    let chunks: Vec<_> = (0..4).map(|_| share_of(&timed_step(&mut scheduler, &[1]).0, 2)).collect();
+    // The step and the decode take 2 ms; 16 prompt tokens take the other 8 ms.
+    let chunks: Vec<_> = (0..4).map(|_| num_tokens_of(&timed_step(&mut scheduler, &[1]).0, 2)).collect();
     assert!(chunks.iter().all(|chunk| (12..=16).contains(chunk) && chunk % 4 == 0), "{chunks:?}");
 }
 
 #[test]
-fn without_a_target_a_step_stays_under_twice_its_decodes() {
-    let mut scheduler = practised(wide(None, 0));
+fn without_a_target_a_step_takes_less_than_twice_the_time_of_its_decodes() {
+    let mut scheduler = trained(wide(None, 0));
     let ids: Vec<_> = (1..9).collect();
     for id in &ids[1..] {
         submit(&mut scheduler, submission(*id, 1, 900));
@@ -79,48 +79,48 @@ fn without_a_target_a_step_stays_under_twice_its_decodes() {
     for _ in 0..10 {
         let (plan, forecast) = timed_step(&mut scheduler, &ids);
         let took = true_duration(&plan, &ids);
-        assert!(share_of(&plan, 50) > 4, "more than the least");
-        assert!(took <= 18 * MS && took > 12 * MS, "{took:?} where the decodes take 9 ms");
+        assert!(num_tokens_of(&plan, 50) > 4, "more than the minimum of a block");
+        assert!(took <= 18 * MS && took > 12 * MS, "{took:?}, the decodes take 9 ms");
         assert!(forecast.target.unwrap() < 17 * MS);
         assert!(forecast.duration.unwrap().abs_diff(took) < 2 * MS, "{forecast:?}, {took:?}");
     }
 }
 
 #[test]
-fn without_a_target_many_prompts_at_once_have_the_time_of_the_streams_that_they_become() {
-    let mut scheduler = practised(wide(None, 0));
+fn without_a_target_concurrent_prompts_get_the_time_of_the_decodes_that_they_become() {
+    let mut scheduler = trained(wide(None, 0));
     for id in 2..18 {
         submit(&mut scheduler, submission(id, 40, 100));
     }
     let (plan, forecast) = timed_step(&mut scheduler, &[1]);
-    // 1 ms and one for each of sixteen decodes: one that runs, fifteen that are to come behind the first.
+    // 1 ms, and 1 ms for each of 16 decodes: one is running, and 15 prompts besides the first are about to join it.
     let target = forecast.target.unwrap();
     assert!(target.abs_diff(17 * MS.mul_f64(1.75)) < 4 * MS, "{target:?}");
     let num_tokens: u32 = advances(&plan).iter().map(|advance| advance.1).sum();
-    assert!(num_tokens > 40, "{num_tokens} where the time of one decode has room for one block");
+    assert!(num_tokens > 40, "{num_tokens}, the time of one decode allows one block");
 }
 
 #[test]
-fn places_that_are_taken_become_no_streams() {
-    let mut scheduler = practised(Limits { max_step_sequences: 2, ..wide(None, 0) });
+fn prompts_that_have_no_place_in_a_step_get_no_time() {
+    let mut scheduler = trained(Limits { max_step_sequences: 2, ..wide(None, 0) });
     for id in 2..18 {
         submit(&mut scheduler, submission(id, 40, 100));
     }
     let target = timed_step(&mut scheduler, &[1]).1.target.unwrap();
-    assert!(target < 4 * MS, "{target:?} where one decodes and another one may");
+    assert!(target < 4 * MS, "{target:?}, one sequence decodes and one more has a place");
 }
 
 #[test]
-fn a_prompt_alone_takes_the_whole_budget() {
-    let mut scheduler = practised(wide(Some(10 * MS), 0));
+fn a_prompt_without_decodes_takes_the_whole_token_budget() {
+    let mut scheduler = trained(wide(Some(10 * MS), 0));
     scheduler.abort(SequenceId(1));
     submit(&mut scheduler, submission(2, 200, 9));
     assert_eq!(advances(&timed_step(&mut scheduler, &[]).0), [(2, 64)]);
 }
 
 #[test]
-fn some_prompt_advances_by_a_block_in_every_step_although_the_decodes_take_too_long() {
-    let mut scheduler = practised(wide(Some(MS), 4));
+fn one_prompt_advances_by_a_block_in_every_step_even_if_the_decodes_exceed_the_target() {
+    let mut scheduler = trained(wide(Some(MS), 4));
     submit(&mut scheduler, submission(2, 18, 9));
     submit(&mut scheduler, submission(3, 60, 9));
     let plans: Vec<_> = (0..5).map(|_| advances(&timed_step(&mut scheduler, &[1]).0)).collect();
@@ -129,7 +129,7 @@ fn some_prompt_advances_by_a_block_in_every_step_although_the_decodes_take_too_l
 }
 
 #[test]
-fn without_measurements_only_the_budget_bounds_a_step() {
+fn without_observations_only_the_token_budget_limits_a_step() {
     let mut scheduler = scheduler(wide(Some(MS), 0), &[(1, 4, 50)]);
     step(&mut scheduler);
     submit(&mut scheduler, submission(2, 200, 9));
@@ -137,7 +137,7 @@ fn without_measurements_only_the_budget_bounds_a_step() {
 }
 
 #[test]
-fn a_prompt_that_costs_nothing_takes_the_whole_budget() {
+fn a_prompt_that_costs_nothing_takes_the_whole_token_budget() {
     let mut scheduler = scheduler(wide(Some(3 * MS), 0), &[(1, 4, 500)]);
     submit(&mut scheduler, submission(2, 1900, 9));
     let mut last = 0;
@@ -145,13 +145,13 @@ fn a_prompt_that_costs_nothing_takes_the_whole_budget() {
         let plan = plan(&mut scheduler);
         scheduler.observe(plan.step, 2 * MS);
         scheduler.apply(&answer(&plan, TOKEN)).unwrap();
-        last = share_of(&plan, 2);
+        last = num_tokens_of(&plan, 2);
     }
     assert_eq!(last, 63);
 }
 
 #[test]
-fn a_step_that_is_not_in_flight_teaches_nothing() {
+fn observing_a_step_that_is_not_in_flight_has_no_effect() {
     let mut scheduler = scheduler(wide(None, 0), &[(1, 4, 50)]);
     assert_eq!(scheduler.observe(1, MS), None);
     let first = plan(&mut scheduler);
@@ -160,8 +160,8 @@ fn a_step_that_is_not_in_flight_teaches_nothing() {
 }
 
 #[test]
-fn a_short_prompt_is_done_before_a_long_one_under_way_or_ahead_in_the_queue() {
-    let mut scheduler = practised(wide(Some(10 * MS), 4));
+fn a_short_prompt_overtakes_a_long_running_one_and_a_long_queued_one() {
+    let mut scheduler = trained(wide(Some(10 * MS), 4));
     submit(&mut scheduler, submission(2, 1000, 9));
     timed_step(&mut scheduler, &[1]);
     submit(&mut scheduler, submission(3, 900, 9));
@@ -172,48 +172,48 @@ fn a_short_prompt_is_done_before_a_long_one_under_way_or_ahead_in_the_queue() {
 }
 
 #[test]
-fn in_line_means_in_line_where_nobody_may_overtake() {
+fn without_overtaking_prompts_are_computed_in_order_of_precedence() {
     let mut scheduler = scheduler(wide(None, 0), &[(1, 200, 9), (2, 8, 9)]);
     let first_two: Vec<_> = (0..2).map(|_| advances(&step(&mut scheduler).0)).collect();
     assert_eq!(first_two, [[(1, 64)], [(1, 64)]]);
 }
 
 #[test]
-fn who_overtakes_leaves_the_first_in_the_queue_its_blocks() {
-    // The long one needs 10 of 16 blocks, the short ones three each; and one stays free for everyone who runs.
+fn overtaking_leaves_the_first_queued_sequence_its_blocks() {
+    // The long prompt needs 10 of 16 blocks, the short ones 3 each, and one block stays free for each running sequence.
     let mut scheduler = scheduler(Limits { max_overtaking: 4, ..limits(16, 1) }, &[(1, 40, 4)]);
     for id in 2..5 {
         submit(&mut scheduler, submission(id, 12, 30));
     }
     let (plan, _) = step(&mut scheduler);
-    assert_eq!(new_ids(&plan), [2, 1], "a second short one would take what the long one needs");
+    assert_eq!(new_ids(&plan), [2, 1], "a second short prompt would take blocks that the long one needs");
     assert_eq!(advances(&plan), [(2, 12), (1, 4)]);
 }
 
 #[test]
-fn a_higher_priority_goes_first_however_long_it_is() {
+fn a_prompt_of_higher_priority_goes_first_however_long_it_is() {
     let mut scheduler = scheduler(wide(None, 4), &[(1, 8, 9)]);
     submit(&mut scheduler, Submission { priority: 1, ..submission(2, 200, 9) });
     assert_eq!(advances(&step(&mut scheduler).0), [(2, 64)]);
 }
 
 #[test]
-fn who_is_left_out_gets_on_although_others_have_a_higher_priority() {
-    for (priority_ageing, gets_on) in [(Duration::from_secs(10), true), (Duration::MAX, false)] {
+fn ageing_lets_a_prompt_advance_despite_a_stream_of_higher_priorities() {
+    for (priority_ageing, is_served) in [(Duration::from_secs(10), true), (Duration::MAX, false)] {
         let mut scheduler = scheduler(Limits { priority_ageing, ..wide(None, 4) }, &[(1, 200, 9)]);
         let mut steps = 0..21;
-        let served = steps.any(|second| {
+        let has_advanced = steps.any(|second| {
             submit_at(&mut scheduler, Submission { priority: 1, ..submission(10 + second, 64, 1) }, second);
             let plan = scheduler.plan(Duration::from_secs(second)).unwrap();
             scheduler.apply(&answer(&plan, TOKEN)).unwrap();
-            share_of(&plan, 1) > 0
+            num_tokens_of(&plan, 1) > 0
         });
-        assert_eq!(served, gets_on, "{priority_ageing:?}");
+        assert_eq!(has_advanced, is_served, "{priority_ageing:?}");
     }
 }
 
 #[test]
-fn a_stream_that_computes_again_what_was_lost_goes_before_every_prompt() {
+fn a_stream_that_is_recomputed_goes_before_every_prompt() {
     let mut scheduler = scheduler(wide(None, 4), &[(1, 400, 20)]);
     for _ in 0..8 {
         step(&mut scheduler);
@@ -224,7 +224,7 @@ fn a_stream_that_computes_again_what_was_lost_goes_before_every_prompt() {
 }
 
 #[test]
-fn who_computes_what_a_short_one_waits_for_is_as_urgent() {
+fn the_producer_of_a_prefix_inherits_the_urgency_of_its_waiters() {
     let limits = Limits { prefix_caching: true, max_step_tokens: 16, ..wide(None, 4) };
     let mut scheduler = Scheduler::new(limits);
     let common = 1000..1064;
@@ -238,16 +238,16 @@ fn who_computes_what_a_short_one_waits_for_is_as_urgent() {
     submit(&mut scheduler, submission(3, 80, 1));
     let shares: Vec<_> = (0..5).map(|_| advances(&step(&mut scheduler).0)).collect();
     let urgent = [vec![(1, 16)], vec![(1, 16)], vec![(1, 16)]];
-    assert_eq!(shares[..3], urgent, "the common part, for the second");
-    assert_eq!(shares[3..], [vec![(2, 4), (3, 12)], vec![(3, 16)]], "and then the long one waits again");
+    assert_eq!(shares[..3], urgent, "the common prefix, on behalf of the second");
+    assert_eq!(shares[3..], [vec![(2, 4), (3, 12)], vec![(3, 16)]], "then the long prompt is overtaken again");
 }
 
 #[derive(Clone, Debug)]
 struct Traffic {
     limits: Limits,
-    /// (step, tokens in the prompt, tokens to generate, tokens of a source)
+    /// Step of arrival, prompt tokens, tokens to generate, source tokens.
     arrivals: Vec<(usize, usize, u32, u32)>,
-    /// What the steps take, whatever is in them.
+    /// Durations of the steps, regardless of what they compute.
     durations_ms: Vec<u64>,
 }
 
@@ -269,7 +269,7 @@ fn traffic() -> impl Strategy<Value = Traffic> {
     })
 }
 
-/// What is left of a sequence's prompt, and how much of later ones was computed before it.
+/// Progress of a prompt, and how many tokens of later prompts were computed before it.
 struct Prompt {
     num_tokens: u64,
     num_left: u64,
@@ -277,7 +277,7 @@ struct Prompt {
     num_source_tokens: u32,
 }
 
-/// Runs the traffic to its end and checks every step.
+/// Runs the traffic until all sequences have ended, and checks every step.
 fn check_every_step(traffic: Traffic) {
     let Traffic { limits, arrivals, durations_ms } = traffic;
     let mut scheduler = Scheduler::new(limits);
@@ -285,7 +285,7 @@ fn check_every_step(traffic: Traffic) {
     let mut in_flight = std::collections::VecDeque::new();
     let mut arrivals = arrivals.into_iter().zip(0..).peekable();
     for step in 0.. {
-        assert!(step < 20_000, "no end in sight");
+        assert!(step < 20_000, "the traffic does not end");
         while let Some((arrival, id)) = arrivals.next_if(|((due, ..), _)| *due <= step) {
             let (_, num_tokens, max_new_tokens, source) = arrival;
             let num_source_tokens = source.min(num_tokens as u32).min(limits.max_step_tokens);
@@ -293,17 +293,18 @@ fn check_every_step(traffic: Traffic) {
             let num_tokens = num_tokens as u64;
             prompts.push(Prompt { num_tokens, num_left: num_tokens, num_overtaken: 0, num_source_tokens });
         }
-        let decodes: Vec<_> = scheduler.running.iter().filter(|id| scheduler.sequence(*id).is_decoding()).collect();
+        let decodes: Vec<_> =
+            scheduler.residents.running().iter().filter(|id| scheduler.sequence(*id).is_decoding()).collect();
         if let Some(plan) = scheduler.plan(Duration::from_millis(step as u64)) {
             scheduler.audit();
             let first: Vec<_> = plan.advances.iter().map(|advance| advance.id).take(decodes.len()).collect();
-            assert_eq!(first, decodes, "every decode advances, first");
+            assert_eq!(first, decodes, "every decode advances, before the prompts");
             check_prompts(&scheduler, &prompts, &plan.advances[decodes.len()..]);
             for id in decodes {
-                // Also who has one token of its prompt left.
+                // This includes prompts with a single token left.
                 prompts[id.0 as usize].num_left = 0;
             }
-            count_overtaking(&limits, &mut prompts, &plan.advances[first.len()..]);
+            check_overtaking(&limits, &mut prompts, &plan.advances[first.len()..]);
             in_flight.push_back(plan);
         } else if in_flight.is_empty() && arrivals.peek().is_none() {
             break;
@@ -318,22 +319,22 @@ fn check_every_step(traffic: Traffic) {
     assert_eq!(scheduler.stats().num_running + scheduler.stats().num_queued, 0);
 }
 
-/// A planned step takes no longer than it may, as far as is known, unless it has the least that it must have. No source is cut.
-fn check_prompts(scheduler: &Scheduler, prompts: &[Prompt], prefills: &[crate::Advance]) {
-    let least = |advance: &crate::Advance| {
+/// A step keeps its target duration as far as the cost model knows, unless it has no more than the minimum. No source is split.
+fn check_prompts(scheduler: &Scheduler, prompts: &[Prompt], prefills: &[Advance]) {
+    let least = |advance: &Advance| {
         let prompt = &prompts[advance.id.0 as usize];
         if prompt.num_left == prompt.num_tokens { prompt.num_source_tokens } else { 0 }
     };
     assert!(prefills.iter().all(|advance| advance.num_tokens >= least(advance)));
-    let estimate = &scheduler.flights.back().expect("just planned").estimate;
+    let estimate = &scheduler.in_flight.get(scheduler.in_flight.next_step() - 1).expect("just planned").estimate;
     let num_tokens: u32 = prefills.iter().map(|advance| advance.num_tokens).sum();
-    let Some(bound) = estimate.bound else { return };
+    let Some(bound) = estimate.target_seconds else { return };
     let least = prefills.iter().map(least).fold(scheduler.limits.block_tokens, u32::max);
     let is_least = prefills.len() <= 1 && num_tokens <= least;
     assert!(estimate.seconds <= bound * 1.000_001 || is_least, "{estimate:?} with {prefills:?}");
 }
 
-fn count_overtaking(limits: &Limits, prompts: &mut [Prompt], prefills: &[crate::Advance]) {
+fn check_overtaking(limits: &Limits, prompts: &mut [Prompt], prefills: &[Advance]) {
     for (index, advance) in prefills.iter().enumerate() {
         let id = advance.id.0 as usize;
         let not_before: Vec<_> = prefills[..index].iter().map(|advance| advance.id.0 as usize).collect();
@@ -341,7 +342,11 @@ fn count_overtaking(limits: &Limits, prompts: &mut [Prompt], prefills: &[crate::
             if earlier.num_left > 0 && !not_before.contains(&other) {
                 earlier.num_overtaken += u64::from(advance.num_tokens);
                 let most = earlier.num_tokens * u64::from(limits.max_overtaking) + u64::from(limits.max_step_tokens);
-                assert!(earlier.num_overtaken <= most, "{other} was overtaken by {} tokens", earlier.num_overtaken);
+                assert!(
+                    earlier.num_overtaken <= most,
+                    "prompt {other} was overtaken by {} tokens",
+                    earlier.num_overtaken
+                );
             }
         }
     }
@@ -353,9 +358,9 @@ fn count_overtaking(limits: &Limits, prompts: &mut [Prompt], prefills: &[crate::
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
 
-    /// Whatever the steps are said to take: a wrong model costs time, and no promise.
+    /// Durations are random: a wrong cost model costs time but breaks no guarantee.
     #[test]
-    fn every_step_keeps_its_time_and_nobody_starves(traffic in traffic()) {
+    fn every_step_keeps_its_target_and_no_prompt_starves(traffic in traffic()) {
         check_every_step(traffic);
     }
 }

@@ -1,4 +1,4 @@
-//! The prefix cache: what is shared, with whom, and what must not be.
+//! The prefix cache: which sequences share which blocks.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn caching(num_blocks: u32, max_steps_in_flight: u32) -> Limits {
     Limits { prefix_caching: true, max_step_tokens: 64, ..limits(num_blocks, max_steps_in_flight) }
 }
 
-/// `num_tokens` ids that differ from those of every other `text`.
+/// `num_tokens` ids, different for each `text`.
 fn ids(text: u32, num_tokens: u32) -> Vec<TokenId> {
     (0..num_tokens).map(|i| 1000 * text + i).collect()
 }
@@ -15,7 +15,7 @@ fn with_prompt(id: u64, prompt_token_ids: Vec<TokenId>, max_new_tokens: u32) -> 
     Submission { prompt_token_ids, ..submission(id, 1, max_new_tokens) }
 }
 
-/// (id, cached tokens) of each start.
+/// Id and cached tokens of each new sequence.
 fn hits(plan: &Plan) -> Vec<(u64, u32)> {
     for start in &plan.new_sequences {
         assert_eq!(start.block_ids.len() as u32 * 4, start.num_computed_tokens);
@@ -23,7 +23,7 @@ fn hits(plan: &Plan) -> Vec<(u64, u32)> {
     plan.new_sequences.iter().map(|start| (start.id.0, start.num_computed_tokens)).collect()
 }
 
-/// Runs until nothing is left to do.
+/// Runs until all sequences have ended; returns the hits.
 fn run(scheduler: &mut Scheduler) -> Vec<(u64, u32)> {
     let mut all_hits = Vec::new();
     while scheduler.stats().num_running + scheduler.stats().num_queued > 0 {
@@ -32,7 +32,7 @@ fn run(scheduler: &mut Scheduler) -> Vec<(u64, u32)> {
     all_hits
 }
 
-/// What the second of two submissions finds, one run after the other.
+/// Cached tokens of `second` when it runs after `first`.
 fn second_hit(limits: Limits, first: Submission, second: Submission) -> u32 {
     let mut scheduler = Scheduler::new(limits);
     submit(&mut scheduler, first);
@@ -42,7 +42,7 @@ fn second_hit(limits: Limits, first: Submission, second: Submission) -> u32 {
 }
 
 #[test]
-fn a_prompt_is_found_again_in_full_blocks_and_the_last_token_is_always_computed() {
+fn hits_are_full_blocks_and_never_include_the_last_token() {
     let cases = [(11, 8), (12, 8), (13, 12), (3, 0), (4, 0), (5, 4)];
     for (num_tokens, hit) in cases {
         let prompt = || ids(1, num_tokens);
@@ -51,9 +51,9 @@ fn a_prompt_is_found_again_in_full_blocks_and_the_last_token_is_always_computed(
 }
 
 #[test]
-fn generated_tokens_are_found_again() {
+fn generated_tokens_are_cached() {
     let next_turn: Vec<_> = ids(1, 6).into_iter().chain([TOKEN; 6]).chain(ids(2, 3)).collect();
-    // 6 + 7 tokens are known in the end; the last one is not computed.
+    // 6 + 7 tokens are known at the end, and the last one is not computed.
     assert_eq!(second_hit(caching(16, 2), with_prompt(1, ids(1, 6), 7), with_prompt(2, next_turn, 1)), 12);
 }
 
@@ -72,12 +72,12 @@ fn only_equal_prefixes_share() {
 }
 
 #[test]
-fn links_with_one_hash_are_told_apart_by_their_ids() {
+fn blocks_with_equal_hashes_are_told_apart() {
     let mut scheduler = Scheduler::with_hash(caching(32, 1), |_, _| 0);
     for (id, text) in [(1, 1), (2, 2), (3, 1), (4, 3)] {
         submit(&mut scheduler, with_prompt(id, ids(text, 12), 2));
     }
-    // The first block of the first prompt has the only hash.
+    // All blocks have the same hash, so only the first block of the first prompt is cached.
     assert_eq!(run(&mut scheduler), [(1, 0), (2, 0), (4, 0), (3, 4)]);
 
     let mut scheduler = Scheduler::with_hash(Limits { prefix_caching: false, ..caching(32, 1) }, |_, _| 0);
@@ -88,19 +88,19 @@ fn links_with_one_hash_are_told_apart_by_their_ids() {
 }
 
 #[test]
-fn of_several_with_one_prompt_one_computes_and_the_others_wait_for_its_blocks() {
+fn of_sequences_with_equal_prompts_one_computes_and_the_others_wait_for_its_blocks() {
     let small = Limits { max_step_tokens: 16, ..caching(64, 3) };
     let mut scheduler = Scheduler::new(small);
     for id in 1..=3 {
         submit(&mut scheduler, with_prompt(id, ids(1, 38), 4));
     }
     submit(&mut scheduler, with_prompt(4, ids(2, 5), 4));
-    // The one behind them that needs something else waits only for its turn.
+    // The fourth sequence has another prompt: it is not held up by the blocked ones.
     let plans: Vec<_> = (0..3).map(|_| plan(&mut scheduler)).collect();
     assert_eq!(plans.iter().map(advances).collect::<Vec<_>>(), [vec![(1, 16)], vec![(1, 16)], vec![(1, 6), (4, 5)]]);
     assert_eq!(scheduler.stats().num_queued, 2);
     scheduler.apply(&answer(&plans[0], TOKEN)).unwrap();
-    // The results of the steps that fill the blocks are not back; the worker executes in order.
+    // The blocks are shared before the results of the steps that fill them are back: the worker executes in order.
     let shared = plan(&mut scheduler);
     assert_eq!(hits(&shared), [(2, 36), (3, 36)]);
     assert_eq!(shared.new_sequences[0].block_ids, shared.new_sequences[1].block_ids);
@@ -109,7 +109,7 @@ fn of_several_with_one_prompt_one_computes_and_the_others_wait_for_its_blocks() 
 }
 
 #[test]
-fn what_one_has_computed_before_it_ends_is_found_by_the_next() {
+fn blocks_computed_before_an_abort_are_cached() {
     for num_chunks in [1, 2] {
         let small = Limits { max_step_tokens: 16, ..caching(64, 1) };
         let mut scheduler = Scheduler::new(small);
@@ -124,17 +124,17 @@ fn what_one_has_computed_before_it_ends_is_found_by_the_next() {
 }
 
 #[test]
-fn who_waits_goes_on_when_the_other_ends_or_is_preempted() {
+fn a_blocked_sequence_is_unblocked_when_its_producer_ends_or_is_preempted() {
     for is_preempted in [false, true] {
-        // The first one grows until the second lacks a block for the end of its prompt, which the third waits for.
+        // The first sequence grows until the second one lacks a block for the end of its prompt. The third waits for that block.
         let mut scheduler = Scheduler::new(Limits { max_step_tokens: 3, ..caching(9, 1) });
         submit(&mut scheduler, with_prompt(1, ids(9, 3), 16));
         submit(&mut scheduler, with_prompt(2, ids(1, 28), 4));
         submit(&mut scheduler, with_prompt(3, ids(1, 28), 4));
-        while scheduler.num_waiting == 0 {
-            assert!(hits(&step(&mut scheduler).0).iter().all(|(id, _)| *id < 3), "the third has not waited");
+        while scheduler.queue.num_blocked() == 0 {
+            assert!(hits(&step(&mut scheduler).0).iter().all(|(id, _)| *id < 3), "the third sequence was not blocked");
         }
-        while is_preempted && scheduler.num_waiting > 0 {
+        while is_preempted && scheduler.queue.num_blocked() > 0 {
             step(&mut scheduler);
         }
         scheduler.abort(SequenceId(2));
@@ -144,7 +144,7 @@ fn who_waits_goes_on_when_the_other_ends_or_is_preempted() {
 }
 
 #[test]
-fn nobody_waits_for_one_behind_in_line() {
+fn a_sequence_never_waits_for_one_of_lower_precedence() {
     let small = Limits { max_step_tokens: 16, ..caching(64, 1) };
     let mut scheduler = Scheduler::new(small);
     submit(&mut scheduler, with_prompt(1, ids(1, 24), 4));
@@ -155,7 +155,7 @@ fn nobody_waits_for_one_behind_in_line() {
 }
 
 #[test]
-fn a_group_shares_without_caching_while_one_of_it_is_on_the_worker() {
+fn a_group_shares_without_caching_while_one_of_its_sequences_is_on_the_worker() {
     let mut scheduler = Scheduler::new(Limits { prefix_caching: false, ..caching(32, 1) });
     let of_group = |id, group| Submission { group: Some(group), ..with_prompt(id, ids(1, 12), 3) };
     for (id, group) in [(1, 1), (2, 1), (3, 2)] {
@@ -176,7 +176,7 @@ fn the_least_recently_used_blocks_are_evicted_from_the_end_of_their_prefix() {
         run(&mut scheduler);
     }
     assert_eq!((scheduler.stats().num_cached_blocks, scheduler.stats().num_allocatable_blocks), (6, 8));
-    // Four blocks more: two are free, the other two are the last of the second text.
+    // Needs four blocks: the two free ones, and the last two of the second text.
     submit(&mut scheduler, with_prompt(3, ids(3, 13), 1));
     run(&mut scheduler);
     for (text, hit) in [(1, 12), (2, 4)] {
@@ -186,7 +186,7 @@ fn the_least_recently_used_blocks_are_evicted_from_the_end_of_their_prefix() {
 }
 
 #[test]
-fn cached_blocks_never_keep_a_sequence_from_running() {
+fn cached_blocks_never_prevent_an_admission() {
     let mut scheduler = Scheduler::new(caching(4, 1));
     for text in 1..6 {
         submit(&mut scheduler, with_prompt(u64::from(text), ids(text, 14), 3));
@@ -195,7 +195,7 @@ fn cached_blocks_never_keep_a_sequence_from_running() {
 }
 
 #[test]
-fn a_preempted_sequence_finds_its_own_blocks() {
+fn a_preempted_sequence_reuses_its_own_blocks() {
     let mut scheduler = Scheduler::new(caching(6, 1));
     submit(&mut scheduler, with_prompt(1, ids(1, 4), 6));
     submit(&mut scheduler, with_prompt(2, ids(2, 12), 9));
@@ -206,30 +206,30 @@ fn a_preempted_sequence_finds_its_own_blocks() {
 }
 
 #[test]
-fn a_failure_sends_back_who_relied_on_its_blocks_and_nobody_finds_them() {
+fn a_failure_preempts_the_readers_of_its_blocks_and_removes_them_from_the_cache() {
     let mut scheduler = Scheduler::new(caching(32, 3));
     submit(&mut scheduler, with_prompt(1, ids(1, 13), 4));
     submit(&mut scheduler, with_prompt(2, ids(1, 21), 1));
     submit(&mut scheduler, with_prompt(3, ids(3, 5), 9));
     let failing = plan(&mut scheduler);
-    let relying = plan(&mut scheduler);
-    assert_eq!(hits(&relying), [(2, 12)]);
+    let reading = plan(&mut scheduler);
+    assert_eq!(hits(&reading), [(2, 12)]);
     scheduler.abort(SequenceId(1));
     let mut result = answer(&failing, TOKEN);
     result.outputs[0].token_ids = None;
-    assert_eq!(scheduler.apply(&result).unwrap().len(), 1, "of the third sequence; the first one was aborted");
+    assert_eq!(scheduler.apply(&result).unwrap().len(), 1, "only for the third sequence; the first one was aborted");
     scheduler.audit();
     let again = plan(&mut scheduler);
     assert_eq!((&*again.freed_sequence_ids, hits(&again)), (&[SequenceId(1), SequenceId(2)][..], vec![(2, 0)]));
-    // What it sampled from what was not there is not taken.
-    let events = scheduler.apply(&answer(&relying, TOKEN)).unwrap();
+    // The token that the reader sampled from the missing blocks is discarded.
+    let events = scheduler.apply(&answer(&reading, TOKEN)).unwrap();
     assert_eq!(events.len(), 1);
     let events = scheduler.apply(&answer(&again, TOKEN)).unwrap();
     assert_eq!(finish_reasons(&events), [None, Some(FinishReason::Length)]);
 }
 
 #[test]
-fn what_is_written_before_a_failure_stays() {
+fn blocks_written_before_a_failure_stay_cached() {
     let small = Limits { max_step_tokens: 16, ..caching(32, 1) };
     let mut scheduler = Scheduler::new(small);
     submit(&mut scheduler, with_prompt(1, ids(1, 30), 4));
@@ -243,7 +243,7 @@ fn what_is_written_before_a_failure_stays() {
 }
 
 #[test]
-fn an_output_without_tokens_is_taken_for_an_advance_that_does_not_sample() {
+fn an_output_without_tokens_is_valid_for_an_advance_that_does_not_sample() {
     let small = Limits { max_step_tokens: 16, ..caching(32, 1) };
     let mut scheduler = Scheduler::new(small);
     submit(&mut scheduler, Submission { needs_prompt_logprobs: true, ..with_prompt(1, ids(1, 30), 4) });
@@ -256,8 +256,8 @@ fn an_output_without_tokens_is_taken_for_an_advance_that_does_not_sample() {
 }
 
 #[test]
-fn the_end_of_a_prefix_is_found_although_another_copy_of_its_middle_was_evicted() {
-    // Both prompts end with a block, so each computes its own copy of the last one.
+fn a_second_copy_of_a_block_replaces_the_evicted_first_one() {
+    // Both prompts end at a block boundary, so each sequence computes its own copy of the last block.
     let mut scheduler = Scheduler::new(caching(9, 1));
     submit(&mut scheduler, with_prompt(1, ids(1, 8), 1));
     run(&mut scheduler);

@@ -1,0 +1,83 @@
+//! The two orders of the scheduler: precedence, which is fixed for life, and the order of prompts, which changes every step.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::plan::SequenceId;
+
+/// The smaller precedence is admitted first and preempted last. Unique, assigned at submission, kept through preemption.
+///
+/// Ageing needs no updates: since all waiting sequences age alike, a priority is a fixed head start in arrival time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Precedence {
+    /// Arrival minus the head start of the priority, in ns.
+    effective_arrival: i128,
+    arrived_at: Duration,
+    submission_number: u64,
+}
+
+impl Precedence {
+    /// `submission_number` must be unique.
+    pub(crate) fn new(priority: i32, ageing: Duration, arrived_at: Duration, submission_number: u64) -> Self {
+        // No overflow: a duration has less than 95 bits of ns, a priority 31.
+        let effective_arrival = arrived_at.as_nanos() as i128 - ageing.as_nanos() as i128 * i128::from(priority);
+        Self { effective_arrival, arrived_at, submission_number }
+    }
+}
+
+/// The order in which prompts share a step: the smaller goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct PrefillOrder {
+    /// Priority plus the levels gained by not being in a step.
+    pub(crate) aged_priority: Reverse<i128>,
+    /// Tokens of prompts with a lower precedence that may still be computed before this prompt. Proportional to the
+    /// tokens left, so the shortest prompt goes first; at 0 the prompt cannot be overtaken any more.
+    pub(crate) overtaking_budget: u64,
+    pub(crate) precedence: Precedence,
+}
+
+/// Sequences ordered by precedence.
+#[derive(Debug, Default)]
+pub(crate) struct SequenceSet {
+    ids: BTreeMap<Precedence, SequenceId>,
+}
+
+impl SequenceSet {
+    pub(crate) fn insert(&mut self, precedence: Precedence, id: SequenceId) {
+        self.ids.insert(precedence, id);
+    }
+
+    /// Returns whether the sequence was in the set.
+    pub(crate) fn remove(&mut self, precedence: Precedence) -> bool {
+        self.ids.remove(&precedence).is_some()
+    }
+
+    pub(crate) fn append(&mut self, mut other: Self) {
+        self.ids.append(&mut other.ids);
+    }
+
+    pub(crate) fn contains(&self, precedence: Precedence) -> bool {
+        self.ids.contains_key(&precedence)
+    }
+
+    pub(crate) fn first(&self) -> Option<SequenceId> {
+        self.ids.first_key_value().map(|(_, id)| *id)
+    }
+
+    pub(crate) fn last(&self) -> Option<SequenceId> {
+        self.ids.last_key_value().map(|(_, id)| *id)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = SequenceId> {
+        self.ids.values().copied()
+    }
+}

@@ -1,0 +1,100 @@
+//! The sequences that the worker does not know: those ready for admission, and those blocked on a prefix.
+//!
+//! A queued sequence whose next block is being computed by a running one waits for that block instead of computing it too. While
+//! it is blocked, it does not hold up the ready sequences behind it.
+//!
+//! INVARIANT: a queued sequence is either ready, or blocked on exactly one pending node of the prefix cache.
+
+use rustc_hash::FxHashMap;
+
+use crate::plan::SequenceId;
+use crate::precedence::{Precedence, SequenceSet};
+use crate::prefix::NodeId;
+
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    ready: SequenceSet,
+    blocked: FxHashMap<NodeId, SequenceSet>,
+    /// The node that each blocked sequence waits for.
+    awaited_nodes: FxHashMap<SequenceId, NodeId>,
+}
+
+impl Queue {
+    /// Adds a sequence that is ready for admission.
+    pub(crate) fn insert(&mut self, precedence: Precedence, id: SequenceId) {
+        self.ready.insert(precedence, id);
+    }
+
+    /// Removes a ready or blocked sequence.
+    pub(crate) fn remove(&mut self, precedence: Precedence, id: SequenceId) {
+        let Some(node) = self.awaited_nodes.remove(&id) else {
+            self.ready.remove(precedence);
+            return;
+        };
+        if let Some(waiters) = self.blocked.get_mut(&node) {
+            waiters.remove(precedence);
+            if waiters.is_empty() {
+                self.blocked.remove(&node);
+            }
+        }
+    }
+
+    /// Blocks a ready sequence until `unblock(node)`.
+    pub(crate) fn block(&mut self, precedence: Precedence, id: SequenceId, node: NodeId) {
+        self.ready.remove(precedence);
+        self.blocked.entry(node).or_default().insert(precedence, id);
+        self.awaited_nodes.insert(id, node);
+    }
+
+    /// Makes the sequences ready that wait for `node`.
+    pub(crate) fn unblock(&mut self, node: NodeId) {
+        if let Some(waiters) = self.blocked.remove(&node) {
+            for id in waiters.iter() {
+                self.awaited_nodes.remove(&id);
+            }
+            self.ready.append(waiters);
+        }
+    }
+
+    /// The ready sequence to admit first.
+    pub(crate) fn first(&self) -> Option<SequenceId> {
+        self.ready.first()
+    }
+
+    /// The ready sequences, by precedence.
+    pub(crate) fn ready(&self) -> impl Iterator<Item = SequenceId> {
+        self.ready.iter()
+    }
+
+    pub(crate) fn num_ready(&self) -> usize {
+        self.ready.len()
+    }
+
+    pub(crate) fn num_blocked(&self) -> usize {
+        self.awaited_nodes.len()
+    }
+
+    /// Ready and blocked sequences.
+    pub(crate) fn len(&self) -> usize {
+        self.num_ready() + self.num_blocked()
+    }
+
+    pub(crate) fn awaited_node(&self, id: SequenceId) -> Option<NodeId> {
+        self.awaited_nodes.get(&id).copied()
+    }
+
+    /// Panics unless the invariant holds. `queued`: the sequences without a residency.
+    pub(crate) fn audit(&self, queued: impl Iterator<Item = (Precedence, SequenceId)>) {
+        let mut num_queued = 0;
+        for (precedence, id) in queued {
+            num_queued += 1;
+            let is_ready = self.ready.contains(precedence);
+            let node = self.awaited_node(id);
+            let is_blocked = node.is_some_and(|node| self.blocked[&node].contains(precedence));
+            assert!(is_ready != is_blocked, "{id:?} is ready: {is_ready}, blocked: {is_blocked}");
+        }
+        assert_eq!(self.len(), num_queued);
+        assert_eq!(self.blocked.values().map(SequenceSet::len).sum::<usize>(), self.num_blocked());
+        assert!(self.blocked.values().all(|waiters| !waiters.is_empty()));
+    }
+}

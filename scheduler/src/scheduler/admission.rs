@@ -1,0 +1,131 @@
+//! Admits a sequence from the queue to the worker: looks it up in the prefix cache, blocks it if another sequence is computing
+//! its prefix, and starts it if it fits.
+
+use super::Scheduler;
+use super::draft::Draft;
+use crate::cache::{BlockTable, PrefixHit};
+use crate::plan::{BlockId, SequenceId};
+use crate::prefix::NodeId;
+
+/// Blocks that are looked up for one step, apart from the last lookup. Bounds the time that planning takes when many
+/// queued sequences wait for each other's prefixes.
+const MAX_LOOKED_UP_BLOCKS: usize = 1024;
+
+/// What is left for new sequences in one step.
+pub(super) struct Admission {
+    /// Allocatable blocks that no running prompt needs; negative if the running prompts need more than there are.
+    num_unreserved_blocks: isize,
+    num_looked_up_blocks: usize,
+    pub(super) is_closed: bool,
+}
+
+impl Admission {
+    pub(super) fn new(num_unreserved_blocks: isize) -> Self {
+        Self { num_unreserved_blocks, num_looked_up_blocks: 0, is_closed: false }
+    }
+
+    /// Accounts for an advance that takes more blocks than the rest of its prompt misses at a time: with a window, some of them
+    /// are released after the step.
+    pub(super) fn reserve_excess(&mut self, num_new: usize, num_missing: usize) {
+        self.num_unreserved_blocks -= num_new.saturating_sub(num_missing) as isize;
+    }
+
+    /// Blocks that a new sequence may allocate. One block for each running sequence stays allocatable: otherwise the new
+    /// sequence would soon be preempted, and a sequence just preempted would come back in the same step.
+    pub(super) fn num_available_blocks(&self, scheduler: &Scheduler) -> usize {
+        usize::try_from(self.num_unreserved_blocks - scheduler.residents.running().len() as isize).unwrap_or(0)
+    }
+}
+
+impl Scheduler {
+    /// Allocatable blocks minus those that the running `prefills` still need for their prompts.
+    pub(super) fn num_unreserved_blocks(&self, prefills: &[SequenceId]) -> isize {
+        let num_missing: usize = prefills.iter().map(|id| self.sequence(*id).num_missing_blocks()).sum();
+        self.cache.pool().num_allocatable() as isize - num_missing as isize
+    }
+
+    /// Starts a ready sequence if the pool can hold all its known tokens and the step has time for some of them. If not,
+    /// closes the admission, so that no sequence behind it is started either.
+    pub(super) fn admit(&mut self, draft: &mut Draft, admission: &mut Admission, id: SequenceId) {
+        let num_available = admission.num_available_blocks(self);
+        // PERF: no new lookup before the blocks for its last one are there. Fewer blocks could only suffice after other
+        // sequences have computed its prefix, and then it would have waited for those.
+        if self.sequence(id).num_blocks_to_admit() > num_available {
+            admission.is_closed = true;
+            return;
+        }
+        let hit = self.look_up(id);
+        admission.num_looked_up_blocks += 1 + hit.num_visited_nodes;
+        admission.is_closed = admission.num_looked_up_blocks >= MAX_LOOKED_UP_BLOCKS;
+        if let Some(node) = hit.pending_node {
+            return self.await_prefix(draft, id, node, hit.num_pending_blocks);
+        }
+        let (sequence, num_hit_blocks) = (self.sequence(id), hit.block_ids.len());
+        let num_known_tokens = sequence.num_pending_tokens();
+        let layout = sequence.layout();
+        let num_missing = layout.num_missing_blocks(num_known_tokens, num_hit_blocks, hit.held().len());
+        let num_to_admit = num_missing + hit.num_evictable_blocks;
+        if num_to_admit > num_available {
+            self.sequence_mut(id).set_num_blocks_to_admit(num_to_admit);
+            admission.is_closed = true;
+            return;
+        }
+        let num_hit_tokens = num_hit_blocks as u32 * layout.block_tokens;
+        let slots = (num_available - hit.num_evictable_blocks) as u64 * u64::from(layout.block_tokens);
+        let max_tokens = slots.min(u64::from(num_known_tokens - num_hit_tokens)) as u32;
+        let num_tokens = self.chunk_tokens(draft, id, num_hit_tokens, max_tokens);
+        if num_tokens == 0 {
+            // A source that does not fit into the rest of the step. Running prompts may use the rest, unless they have
+            // already overtaken the source often enough.
+            admission.is_closed = true;
+            draft.is_closed |= sequence.prefill_order(draft.now, &self.limits).overtaking_budget == 0;
+            return;
+        }
+        admission.num_unreserved_blocks -= num_to_admit as isize;
+        admission.reserve_excess(layout.num_blocks(num_hit_tokens + num_tokens) - num_hit_blocks, num_missing);
+        let unwritten_blocks = self.start(draft, id, hit);
+        self.advance_prompt(draft, id, num_tokens, unwritten_blocks);
+    }
+
+    fn look_up(&self, id: SequenceId) -> PrefixHit {
+        let sequence = self.sequence(id);
+        match sequence.lookup_key() {
+            Some((root, token_ids)) => self.cache.look_up(root, token_ids, sequence.precedence()),
+            None => PrefixHit::default(),
+        }
+    }
+
+    /// Blocks a sequence until another one has computed its prefix. The producer inherits the waiter's urgency until then;
+    /// otherwise a short prompt would wait behind a long one after all.
+    ///
+    /// Sequences cannot wait in a circle: the producer is running, so it waits for none, and it has the smaller precedence.
+    fn await_prefix(&mut self, draft: &Draft, id: SequenceId, node: NodeId, num_pending_blocks: usize) {
+        self.sequence_mut(id).set_num_blocks_to_admit(0);
+        let sequence = self.sequence(id);
+        let overtaking_budget = sequence.prefill_order(draft.now, &self.limits).overtaking_budget;
+        self.queue.block(sequence.precedence(), id, node);
+        if let Some(pending) = self.cache.pending(node) {
+            let until_tokens = num_pending_blocks as u32 * self.limits.block_tokens;
+            self.sequence_mut(pending.producer).borrow_budget(overtaking_budget, until_tokens);
+        }
+    }
+
+    /// Moves a ready sequence to the worker. Returns the shared blocks that steps in flight have yet to write.
+    fn start(&mut self, draft: &mut Draft, id: SequenceId, hit: PrefixHit) -> Vec<BlockId> {
+        let sequence = self.sequences.get_mut(&id).expect("invariant: a queued sequence is known");
+        if let Some((_, token_ids)) = sequence.lookup_key() {
+            self.cache.record_lookup(token_ids.len(), &hit);
+        }
+        let is_unwritten = |block_id: &BlockId| !self.cache.pool().is_written(*block_id);
+        let unwritten_blocks = hit.held().iter().copied().filter(is_unwritten).collect();
+        let table = match sequence.root() {
+            Some(root) => self.cache.open(root, sequence.token_ids(), hit, sequence.pending_prefix()),
+            None => BlockTable::default(),
+        };
+        let precedence = sequence.precedence();
+        self.queue.remove(precedence, id);
+        let residency = self.residents.start(precedence, id, sequence.max_tokens());
+        draft.plan.new_sequences.push(sequence.start(residency, table));
+        unwritten_blocks
+    }
+}

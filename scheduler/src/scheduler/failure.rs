@@ -1,0 +1,41 @@
+//! The worker could not continue a sequence: no other sequence may read the blocks that it did not write.
+//!
+//! A block is shared as soon as the step that fills it is planned, so other sequences may have been planned to read it by the
+//! time that step is known to have failed. None of these readers has a result yet: they started in a later step, and results
+//! come in order. They are preempted and start again, which costs them only time.
+
+use std::collections::HashSet;
+
+use super::Scheduler;
+use crate::resident::Residency;
+
+impl Scheduler {
+    /// Forgets the blocks that `failed` residencies were planned to fill, and preempts all sequences that read them, directly or
+    /// through another reader. The oldest step in flight must be the one that failed.
+    pub(super) fn preempt_readers(&mut self, failed: HashSet<Residency>) {
+        if failed.is_empty() {
+            return;
+        }
+        let mut invalid = failed;
+        let mut invalid_blocks = HashSet::new();
+        let mut readers = Vec::new();
+        // One pass is enough: a reader is planned after the step that fills the block.
+        for in_flight in self.in_flight.advances() {
+            if in_flight.unwritten_blocks.iter().any(|block_id| invalid_blocks.contains(block_id)) {
+                invalid.insert(in_flight.residency);
+                if self.is_current(in_flight) {
+                    readers.push(in_flight.id);
+                }
+            }
+            if invalid.contains(&in_flight.residency) {
+                invalid_blocks.extend(in_flight.filled_blocks.iter().copied());
+            }
+        }
+        for block_id in invalid_blocks {
+            self.cache.forget(block_id);
+        }
+        for id in readers {
+            self.preempt(id);
+        }
+    }
+}

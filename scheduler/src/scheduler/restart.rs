@@ -1,0 +1,56 @@
+//! Recovery: a restart after the worker was lost, and the quarantine that finds the sequence that brought it down.
+
+use super::Scheduler;
+use crate::in_flight::InFlightSteps;
+use crate::plan::SequenceId;
+use crate::queue::Queue;
+
+impl Scheduler {
+    /// Continues with a new worker. All sequences are queued again with the tokens that have come back, the cache is empty, no
+    /// step is in flight, no sequence is quarantined, and the next plan is step 1.
+    ///
+    /// Returns the known sequences that were in flight, even if they have been preempted since: any of them may be the cause.
+    pub fn restart(&mut self) -> Vec<SequenceId> {
+        let in_flight = self.in_flight.advances().map(|in_flight| in_flight.id);
+        let mut lost: Vec<_> = in_flight.filter(|id| self.sequences.contains_key(id)).collect();
+        lost.sort_unstable();
+        lost.dedup();
+        self.in_flight = InFlightSteps::default();
+        self.residents.clear();
+        self.cache.clear();
+        self.quarantined = None;
+        self.queue = Queue::default();
+        for (id, sequence) in &mut self.sequences {
+            // The blocks of its table are gone.
+            drop(sequence.end_residency());
+            self.queue.insert(sequence.precedence(), *id);
+        }
+        lost
+    }
+
+    /// Advances only `id`, one step at a time, until it ends or this is called again: if the worker is lost then, this
+    /// sequence was the cause. All other sequences wait in the queue. `None` ends the quarantine.
+    pub fn quarantine(&mut self, id: Option<SequenceId>) {
+        self.quarantined = id.filter(|id| self.sequences.contains_key(id));
+        if self.quarantined.is_some() {
+            let running = self.residents.running().iter();
+            let others: Vec<_> = running.filter(|id| Some(*id) != self.quarantined).collect();
+            for id in others.into_iter().rev() {
+                self.preempt(id);
+            }
+        }
+    }
+
+    /// The sequence to admit first.
+    pub(super) fn first_in_queue(&self) -> Option<SequenceId> {
+        match self.quarantined {
+            // It is ready, not blocked: no other sequence is running.
+            Some(id) => Some(id).filter(|id| self.sequence(*id).residency().is_none()),
+            None => self.queue.first(),
+        }
+    }
+
+    pub(super) fn max_steps_in_flight(&self) -> usize {
+        if self.quarantined.is_some() { 1 } else { self.limits.max_steps_in_flight as usize }
+    }
+}

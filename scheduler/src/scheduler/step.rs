@@ -1,0 +1,118 @@
+//! Plans one step: first all running decodes, in order of precedence; then prompts, running and queued (`prefill.rs`), as far as
+//! the step's token budget and target duration allow.
+//!
+//! No deadlock: `submit` accepts only sequences that fit into the pool alone, and the running sequence with the smallest
+//! precedence is never preempted, so it always gets its blocks. No livelock: precedence is a fixed total order, and a sequence
+//! loses blocks only to those with a smaller one, so of two sequences always the same one is preempted.
+
+use std::time::Duration;
+
+use super::Scheduler;
+use super::draft::Draft;
+use crate::cost::Estimate;
+use crate::in_flight::InFlightAdvance;
+use crate::plan::{BlockId, Plan, SequenceId};
+
+impl Scheduler {
+    /// The next step, or `None` if there is nothing to do before the next `submit`, `abort` or `apply`.
+    ///
+    /// `now` is a time on the clock of `submit`.
+    pub fn plan(&mut self, now: Duration) -> Option<Plan> {
+        if self.in_flight.len() >= self.max_steps_in_flight() || !self.make_room() {
+            return None;
+        }
+        let mut draft = Draft::new(self.in_flight.next_step(), now, &self.limits, self.residents.running().len());
+        let (decodes, prefills): (Vec<_>, Vec<_>) =
+            self.residents.running().iter().partition(|id| self.sequence(*id).is_decoding());
+        for id in decodes {
+            draft.estimate.work.add_decode(self.sequence(id).num_computed_tokens());
+            self.advance(&mut draft, id, 1, Vec::new());
+        }
+        draft.estimate.target_seconds = self.target_seconds(&draft.estimate.work, prefills.len());
+        self.advance_prefills(&mut draft, prefills);
+        if draft.plan.advances.is_empty() && !self.residents.has_freed() {
+            return None;
+        }
+        // Only now: within a step, no sequence may read what another one writes, or write what another one reads.
+        for in_flight in &draft.in_flight {
+            self.register_blocks(in_flight.id);
+            if self.limits.window_tokens.is_some() {
+                self.release_before_window(in_flight.id);
+            }
+        }
+        draft.plan.freed_sequence_ids = self.residents.take_freed();
+        let estimate = Estimate { seconds: self.cost.seconds(&draft.estimate.work), ..draft.estimate };
+        self.in_flight.push(draft.in_flight, estimate);
+        Some(draft.plan)
+    }
+
+    /// Preempts the running sequences with the largest precedence until the pool has the blocks of those that must
+    /// advance: all decodes, and the first running sequence.
+    ///
+    /// Returns false if these blocks are still retiring: then no step is planned. Waiting for a step in flight is cheaper than
+    /// computing a sequence again, and a step without some of the decodes would stall them.
+    fn make_room(&mut self) -> bool {
+        let first = self.residents.running().first();
+        let running = self.residents.running().iter();
+        let mut num_required: usize = running.map(|id| self.num_blocks_to_advance(id, first)).sum();
+        while num_required > self.cache.pool().num_allocatable() + self.cache.pool().num_retiring()
+            && let Some(last) = self.residents.running().last()
+        {
+            num_required -= self.num_blocks_to_advance(last, first);
+            self.preempt(last);
+        }
+        num_required <= self.cache.pool().num_allocatable()
+    }
+
+    /// Blocks without which a running sequence cannot be left in the next step; 0 if it can be left out.
+    fn num_blocks_to_advance(&self, id: SequenceId, first: Option<SequenceId>) -> usize {
+        let sequence = self.sequence(id);
+        if sequence.is_decoding() || Some(id) == first { sequence.num_new_blocks(1) } else { 0 }
+    }
+
+    /// Plans `num_tokens` of a running sequence. The step and the pool must have room for them.
+    pub(super) fn advance(
+        &mut self,
+        draft: &mut Draft,
+        id: SequenceId,
+        num_tokens: u32,
+        unwritten_blocks: Vec<BlockId>,
+    ) {
+        if num_tokens == 0 {
+            return;
+        }
+        let sequence = self.sequences.get_mut(&id).expect("invariant: a running sequence is known");
+        let allocate = || self.cache.allocate().expect("invariant: the caller made room in the pool");
+        let new_block_ids = std::iter::repeat_with(allocate).take(sequence.num_new_blocks(num_tokens)).collect();
+        let advance = sequence.advance(num_tokens, new_block_ids, draft.now);
+        let (written, num_full) = sequence.written_blocks(num_tokens);
+        self.cache.record_writes(written, draft.plan.step);
+        let filled_blocks = if sequence.root().is_some() { written[..num_full].to_vec() } else { Vec::new() };
+        let residency = sequence.residency().expect("invariant: a running sequence is resident");
+        if sequence.is_finishing() {
+            self.cache.mark_finishing(sequence.table().held());
+            self.residents.finish(sequence.precedence());
+        }
+        draft.num_tokens_left -= num_tokens;
+        let sample = advance.sample;
+        draft.in_flight.push(InFlightAdvance { id, residency, sample, filled_blocks, unwritten_blocks });
+        draft.plan.advances.push(advance);
+    }
+
+    /// Registers a sequence's planned blocks in the prefix cache, and unblocks the queued sequences that wait for them.
+    pub(super) fn register_blocks(&mut self, id: SequenceId) {
+        let sequence = self.sequences.get_mut(&id).expect("invariant: a resident sequence is known");
+        if let Some((table, root, token_ids, num_full_blocks)) = sequence.registration() {
+            for node in self.cache.register(id, table, root, token_ids, num_full_blocks) {
+                self.queue.unblock(node);
+            }
+        }
+    }
+
+    /// Releases the blocks of a sequence that no later step reads.
+    fn release_before_window(&mut self, id: SequenceId) {
+        let sequence = self.sequences.get_mut(&id).expect("invariant: a resident sequence is known");
+        let (table, num_blocks) = sequence.blocks_before_window();
+        self.cache.release_before_window(table, num_blocks);
+    }
+}

@@ -1,0 +1,79 @@
+//! How long steps take, and how much of a prompt fits into a step without delaying its decodes too much.
+
+use std::time::Duration;
+
+use super::Scheduler;
+use super::draft::Draft;
+use crate::cost::Work;
+use crate::plan::{Forecast, SequenceId};
+
+/// Default target duration of a step with decodes, as a multiple of what its decodes take alone. A little less than two: a prompt
+/// of any length at most doubles the gap between tokens, and there is some room for errors of the forecast.
+const STRETCH: f64 = 1.75;
+
+impl Scheduler {
+    /// Learns how long a step in flight took, from when the worker could begin with it. Call it before `apply`. Returns what
+    /// was expected, or `None` if the step is not in flight.
+    pub fn observe(&mut self, step: u64, duration: Duration) -> Option<Forecast> {
+        let estimate = self.in_flight.get(step)?.estimate;
+        self.cost.observe(&estimate.work, duration);
+        let seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).ok();
+        Some(Forecast {
+            duration: seconds(estimate.seconds).filter(|duration| !duration.is_zero()),
+            target: estimate.target_seconds.and_then(seconds),
+        })
+    }
+
+    /// Target duration of a step with these decodes, while `num_prefills` prompts are running.
+    ///
+    /// The default is `STRETCH` times what the decodes take together with the decodes that are about to join them. Many prompts
+    /// at once soon become many streams: steps will be that long anyway, and until then all of them wait less. One of these
+    /// prompts is not counted: it is the one that `STRETCH` makes room for.
+    pub(super) fn target_seconds(&self, decodes: &Work, num_prefills: usize) -> Option<f64> {
+        (decodes.has_decodes() && self.cost.is_informed()).then(|| match self.limits.max_inter_token {
+            Some(max_inter_token) => max_inter_token.as_secs_f64(),
+            None => {
+                let num_running = self.residents.running().len();
+                let num_places = (self.limits.max_step_sequences as usize).saturating_sub(num_running);
+                let num_joining = num_prefills + self.queue.num_ready().min(num_places);
+                STRETCH * self.cost.seconds(&decodes.with_decodes(num_joining.saturating_sub(1)))
+            }
+        })
+    }
+
+    /// Tokens, of at most `max_tokens`, that a prompt with `num_computed_tokens` can advance by in this step.
+    ///
+    /// If the target duration limits them, rounds down to whole blocks, because a partial block cannot be shared. Closes the
+    /// step if not even one block fits. A source gets all its tokens or none. The target does not apply to a stream that is
+    /// recomputed after a preemption: its client waits longer for the next token than any other.
+    pub(super) fn chunk_tokens(
+        &self,
+        draft: &mut Draft,
+        id: SequenceId,
+        num_computed_tokens: u32,
+        max_tokens: u32,
+    ) -> u32 {
+        let sequence = self.sequence(id);
+        let max_tokens = max_tokens.min(draft.num_tokens_left);
+        let min_tokens = sequence.min_advance_tokens(num_computed_tokens);
+        if max_tokens < min_tokens {
+            return 0;
+        }
+        let target_seconds = draft.estimate.target_seconds.filter(|_| !sequence.has_generated());
+        let Some(target_seconds) = target_seconds else { return max_tokens };
+        let seconds_left = target_seconds - self.cost.seconds(&draft.estimate.work);
+        let affordable_tokens = self.cost.prefill_tokens(seconds_left, num_computed_tokens);
+        if affordable_tokens >= max_tokens {
+            return max_tokens;
+        }
+        let block_tokens = self.limits.block_tokens;
+        let to_boundary = block_tokens - num_computed_tokens % block_tokens;
+        let least_tokens = to_boundary.max(min_tokens);
+        if affordable_tokens >= least_tokens {
+            return (affordable_tokens - (affordable_tokens - to_boundary) % block_tokens).max(min_tokens);
+        }
+        draft.is_closed = true;
+        // One prompt always advances, however slow the decodes are.
+        if draft.estimate.work.has_prefills() { 0 } else { least_tokens.min(max_tokens) }
+    }
+}
