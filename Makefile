@@ -36,7 +36,7 @@ chaos: setup ## the slow tests: what clients, workers and hosts do to a server
 
 simulate: ## the scheduler in virtual time; make simulate SEED=7 STEPS=20000000
 	SIMULATION_SEED=$(SEED) SIMULATION_STEPS=$(STEPS) \
-		cargo test --locked --quiet --package penstock-scheduler --test simulation every_promise -- --nocapture
+		cargo test --locked --quiet --package penstock-scheduler --test simulation every_guarantee -- --nocapture
 
 mutants: ## mutation tests of the scheduler with cargo-mutants: hours for all of it; make mutants ARGS="--file scheduler/src/pool.rs"
 	SIMULATION_STEPS=100000 cargo mutants --package penstock-scheduler --exclude-re audit --output target $(ARGS) -- --lib --test simulation

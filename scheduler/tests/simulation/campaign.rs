@@ -1,4 +1,4 @@
-//! Runs scenarios, one a seed, on every core until so many steps are done. A scenario that breaks a promise is shrunk first.
+//! Runs one scenario per seed, on every core, until enough steps are done. A scenario that fails is shrunk.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -15,19 +15,19 @@ use crate::scenario::{Scenario, kinds};
 use crate::tally::{FULL_STEPS, Tally};
 use crate::world::World;
 
-/// Scenarios tried to make a failing one smaller.
+/// Scenarios that are tried to shrink a failing one.
 const MAX_SHRINKS: u32 = 3000;
 
 pub struct Campaign {
-    /// Of the first scenario; the others follow.
+    /// Seed of the first scenario; the others count up from it.
     pub seed: u64,
-    /// At least so many are run; from a million on, every hard case must have been met.
+    /// Minimum number of steps. From `FULL_STEPS` on, every hard case must have been met.
     pub steps: u64,
     /// Whether to report progress and the summary.
-    pub is_loud: bool,
+    pub is_verbose: bool,
 }
 
-/// A promise that was broken.
+/// Describes a guarantee that was violated.
 pub struct Failure(String);
 
 impl Display for Failure {
@@ -51,18 +51,18 @@ impl Campaign {
             return Err(failure);
         }
         let num_scenarios = next.into_inner() - self.seed;
-        if self.is_loud {
+        if self.is_verbose {
             println!("seeds {} to {}:\n{tally}", self.seed, self.seed + num_scenarios - 1);
         }
         match tally.missing() {
             missing if self.steps >= FULL_STEPS && !missing.is_empty() => {
-                Err(Failure(format!("hard cases were not met in {num_scenarios} scenarios: {missing:#?}")))
+                Err(Failure(format!("hard cases were not met often enough in {num_scenarios} scenarios: {missing:#?}")))
             }
             _ => Ok(()),
         }
     }
 
-    /// One thread's part: the next seed, and the next, until all is done or somebody has found a failure.
+    /// Runs seed after seed on one thread, until enough steps are done or any thread has found a failure.
     fn work(&self, next: &AtomicU64, total: &Mutex<(Tally, Option<Failure>)>) {
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
@@ -77,7 +77,7 @@ impl Campaign {
                 *first_failure = failure;
             }
             let steps = tally.get("steps");
-            if self.is_loud && before * 20 / self.steps != steps * 20 / self.steps {
+            if self.is_verbose && before * 20 / self.steps != steps * 20 / self.steps {
                 println!("{steps:>12} steps of {}, seed {seed}, {} deaths", self.steps, tally.get("deaths"));
             }
             if first_failure.is_some() || steps >= self.steps {
@@ -87,7 +87,7 @@ impl Campaign {
     }
 }
 
-/// The kinds take turns.
+/// The scenario of a seed. Consecutive seeds go through all kinds.
 pub fn scenario(seed: u64) -> Scenario {
     tree(seed).current()
 }
@@ -119,32 +119,32 @@ fn shrink(seed: u64, message: &str) -> Failure {
     let kinds = kinds();
     let (kind, _) = &kinds[(seed % kinds.len() as u64) as usize];
     Failure(format!(
-        "seed {seed} ({kind}) breaks a promise: {message}\nthe smallest such scenario: {:#?}\nthere: {}\n\
-         again: make simulate SEED={seed} STEPS=1",
+        "seed {seed} ({kind}) violates a guarantee: {message}\nthe smallest such scenario: {:#?}\nits failure: {}\n\
+         to reproduce it: make simulate SEED={seed} STEPS=1",
         smallest.0, smallest.1
     ))
 }
 
 thread_local! {
-    /// Where the panic of a scenario that runs on this thread is noted instead of printed.
-    static NOTED: RefCell<Option<String>> = const { RefCell::new(None) };
+    /// Captures the panic message of the scenario that runs on this thread, so that it is not printed.
+    static CAPTURED: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// What happened, or where and how it panicked.
+/// The events of a run, or its panic message.
 fn run_quietly(scenario: Scenario) -> Result<Tally, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let usual = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
-            let is_ours =
-                NOTED.with_borrow_mut(|noted| noted.as_mut().map(|noted| *noted = info.to_string()).is_some());
+            let is_ours = CAPTURED
+                .with_borrow_mut(|message| message.as_mut().map(|message| *message = info.to_string()).is_some());
             if !is_ours {
                 usual(info);
             }
         }));
     });
-    NOTED.set(Some(String::new()));
+    CAPTURED.set(Some(String::new()));
     let result = panic::catch_unwind(AssertUnwindSafe(|| World::new(scenario).run().0));
-    let noted = NOTED.take().unwrap_or_default();
-    result.map_err(|_: Box<dyn Any + Send>| noted)
+    let message = CAPTURED.take().unwrap_or_default();
+    result.map_err(|_: Box<dyn Any + Send>| message)
 }

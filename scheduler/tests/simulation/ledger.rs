@@ -1,40 +1,40 @@
-//! Keeps its own books of every plan, from the plans alone, and checks each against the promises: ownership, who may share
-//! with whom, run-ahead, budgets, order, and that no decode is left out. What stands in the blocks is the worker's to check.
+//! Keeps account of every plan, from the plans alone, and checks each one: ownership and sharing of blocks, run-ahead, budgets,
+//! order, and that no decode is left out. The contents of the blocks are checked by `worker.rs`.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use penstock_scheduler::{Advance, BlockId, Limits, NewSequence, Plan, SequenceId, Stats, TokenId};
 
-use crate::submitted::{Circle, Order, Sight, State, Submitted};
+use crate::submitted::{Order, Scope, State, Submitted, Visibility};
 use crate::tally::Tally;
 
 pub type Live = HashMap<SequenceId, Submitted>;
 
 pub struct Ledger {
     limits: Limits,
-    /// Whether prompts are served strictly in line.
-    is_in_line: bool,
-    rows: HashMap<SequenceId, Row>,
+    /// Whether prompts are computed strictly in order of precedence.
+    is_in_order: bool,
+    entries: HashMap<SequenceId, Entry>,
     num_owners: HashMap<BlockId, usize>,
-    /// Among whom a block may be shared: the circle of the one who wrote it last.
-    circles: HashMap<BlockId, Circle>,
-    /// Blocks that each step in flight writes.
+    /// For each block, the scope of the sequence that wrote it last: only that scope may share it.
+    scopes: HashMap<BlockId, Scope>,
+    /// Blocks that each step in flight writes, oldest step first.
     written: VecDeque<HashSet<BlockId>>,
     num_steps: u64,
-    /// The only one that may advance.
-    pub alone: Option<SequenceId>,
-    /// The oldest step that was found to have failed for somebody since the last plan.
+    /// The only sequence that may advance.
+    pub quarantined: Option<SequenceId>,
+    /// The oldest step since the last plan in which a sequence has failed.
     failed_step: Option<u64>,
     num_hit_tokens: u64,
     num_queried_tokens: u64,
-    /// Who had to start again because of another one's failure, by the step of its start.
+    /// Sequences that were preempted because of another one's failure, with the step of their start.
     pub voided: Vec<(SequenceId, u64)>,
     num_cached_blocks: usize,
     pub tally: Tally,
 }
 
-/// What the worker will know of a sequence when all plans are executed.
-struct Row {
+/// What the worker will know of a sequence when the steps in flight are executed.
+struct Entry {
     submission: usize,
     start_step: u64,
     order: Order,
@@ -42,37 +42,37 @@ struct Row {
     num_computed_tokens: u32,
     max_tokens: u32,
     num_source_tokens: u32,
-    sight: Sight,
+    visibility: Visibility,
     block_ids: Vec<BlockId>,
-    /// How many of the first it has given up.
-    num_passed: usize,
+    /// Leading blocks that it has released.
+    num_released: usize,
 }
 
-impl Row {
+impl Entry {
     fn held(&self) -> &[BlockId] {
-        &self.block_ids[self.num_passed..]
+        &self.block_ids[self.num_released..]
     }
 
-    fn is_planned_out(&self) -> bool {
+    fn is_finishing(&self) -> bool {
         self.num_known_tokens == self.max_tokens
     }
 
     fn is_decoding(&self) -> bool {
-        !self.is_planned_out() && self.num_known_tokens - self.num_computed_tokens == 1
+        !self.is_finishing() && self.num_known_tokens - self.num_computed_tokens == 1
     }
 }
 
 impl Ledger {
-    pub fn new(limits: Limits, is_in_line: bool) -> Self {
+    pub fn new(limits: Limits, is_in_order: bool) -> Self {
         Self {
             limits,
-            is_in_line,
-            rows: HashMap::new(),
+            is_in_order,
+            entries: HashMap::new(),
             num_owners: HashMap::new(),
-            circles: HashMap::new(),
+            scopes: HashMap::new(),
             written: VecDeque::new(),
             num_steps: 0,
-            alone: None,
+            quarantined: None,
             failed_step: None,
             num_hit_tokens: 0,
             num_queried_tokens: 0,
@@ -83,32 +83,32 @@ impl Ledger {
     }
 
     pub fn is_empty(&self) -> bool {
-        self.rows.is_empty() && self.num_owners.is_empty() && self.written.is_empty()
+        self.entries.is_empty() && self.num_owners.is_empty() && self.written.is_empty()
     }
 
-    /// The worker is gone, with all that it knew.
+    /// Forgets everything: the worker is lost.
     pub fn restart(&mut self) {
-        self.rows.clear();
+        self.entries.clear();
         self.num_owners.clear();
-        self.circles.clear();
+        self.scopes.clear();
         self.written.clear();
         self.num_steps = 0;
-        self.alone = None;
+        self.quarantined = None;
         self.failed_step = None;
         self.num_cached_blocks = 0;
     }
 
     pub fn state(&self, id: SequenceId) -> State {
-        match self.rows.get(&id) {
+        match self.entries.get(&id) {
             None => State::Queued,
-            Some(row) if row.is_planned_out() => State::PlannedOut,
-            Some(row) if row.is_decoding() => State::Decoding,
+            Some(entry) if entry.is_finishing() => State::Finishing,
+            Some(entry) if entry.is_decoding() => State::Decoding,
             Some(_) => State::Prefilling,
         }
     }
 
     pub fn knows(&self, id: SequenceId) -> bool {
-        self.rows.contains_key(&id)
+        self.entries.contains_key(&id)
     }
 
     pub fn retire(&mut self, step: u64, failed: bool) {
@@ -118,13 +118,13 @@ impl Ledger {
         }
     }
 
-    /// `live`: what has been submitted and has not ended, by id.
+    /// `live`: the sequences that have not ended.
     pub fn enter(&mut self, plan: &Plan, live: &Live, stats: Stats) {
         self.num_steps += 1;
-        assert_eq!(plan.step, self.num_steps, "steps are numbered without a gap");
+        assert_eq!(plan.step, self.num_steps, "step numbers are consecutive");
         assert!(
             !(plan.freed_sequence_ids.is_empty() && plan.advances.is_empty()),
-            "step {} neither frees nor advances anything",
+            "step {} frees no sequence and advances none",
             plan.step
         );
         self.free(plan, live);
@@ -133,16 +133,19 @@ impl Ledger {
         for start in &plan.new_sequences {
             self.start(start, live);
         }
-        match self.alone {
-            Some(id) => assert!(plan.advances.iter().all(|advance| advance.id == id), "{id:?} is not alone"),
-            None if self.is_in_line => self.check_queue_order(plan, live),
+        match self.quarantined {
+            Some(id) => assert!(
+                plan.advances.iter().all(|advance| advance.id == id),
+                "{id:?} is in quarantine, and another sequence advances"
+            ),
+            None if self.is_in_order => self.check_queue_order(plan, live),
             None => {}
         }
         self.check_decodes(plan, &decodes);
-        let running = self.rows.iter().filter(|(_, row)| self.is_in_line && !row.is_planned_out());
-        let first = running.min_by_key(|(_, row)| row.order).map(|(id, _)| *id);
+        let running = self.entries.iter().filter(|(_, entry)| self.is_in_order && !entry.is_finishing());
+        let first = running.min_by_key(|(_, entry)| entry.order).map(|(id, _)| *id);
         let advances = |id| plan.advances.iter().any(|advance| advance.id == id);
-        assert!(first.is_none_or(|id| advances(id) || self.lets_pass(id, live)), "{first:?} does not advance");
+        assert!(first.is_none_or(|id| advances(id) || self.yields_to_source(id, live)), "{first:?} does not advance");
         self.written.push_back(HashSet::new());
         for advance in &plan.advances {
             self.advance(advance, live);
@@ -150,7 +153,7 @@ impl Ledger {
         self.check_budget(plan);
         self.tally_sources(plan, live);
         for advance in &plan.advances {
-            self.pass(advance.id);
+            self.release_before_window(advance.id);
         }
         self.check_stats(stats, live);
         self.check_free(stats, live);
@@ -165,45 +168,50 @@ impl Ledger {
         }
     }
 
-    /// G2: what nobody has who is alive is free, as soon as those steps are over that were planned to write it before its
-    /// last owner went.
+    /// G2: a block that no live sequence holds is allocatable, as soon as the steps that write it are over.
     pub fn check_free(&self, stats: Stats, live: &Live) {
-        let is_live = |id: &SequenceId, row: &Row| live.get(id).is_some_and(|it| it.submission == row.submission);
-        let alive = self.rows.iter().filter(|(id, row)| is_live(id, row));
-        let mut busy: HashSet<_> = alive.flat_map(|(_, row)| row.held()).collect();
+        let is_live = |id: &SequenceId, entry: &Entry| live.get(id).is_some_and(|it| it.submission == entry.submission);
+        let alive = self.entries.iter().filter(|(id, entry)| is_live(id, entry));
+        let mut busy: HashSet<_> = alive.flat_map(|(_, entry)| entry.held()).collect();
         busy.extend(self.written.iter().flatten());
         let num_unused = self.limits.num_blocks as usize - busy.len();
-        assert!(stats.num_allocatable_blocks >= num_unused, "{num_unused} blocks are not in use: {stats:?}");
+        assert!(
+            stats.num_allocatable_blocks >= num_unused,
+            "{num_unused} blocks are not in use, but fewer are allocatable: {stats:?}"
+        );
     }
 
     fn free(&mut self, plan: &Plan, live: &Live) {
         let mut gone = Vec::new();
         for id in &plan.freed_sequence_ids {
-            let row = self.rows.remove(id).unwrap_or_else(|| panic!("{id:?} is freed, the worker does not know it"));
-            row.held().iter().for_each(|block_id| self.disown(*block_id));
-            if live.get(id).is_some_and(|submitted| submitted.submission == row.submission) {
-                gone.push((*id, row));
+            let entry = self.entries.remove(id).unwrap_or_else(|| panic!("{id:?} is freed but unknown to the worker"));
+            entry.held().iter().for_each(|block_id| self.remove_owner(*block_id));
+            if live.get(id).is_some_and(|submitted| submitted.submission == entry.submission) {
+                gone.push((*id, entry));
             }
         }
-        for (id, row) in &self.rows {
-            let is_live = live.get(id).is_some_and(|submitted| submitted.submission == row.submission);
-            assert!(is_live, "{id:?} has ended and is not freed with the next plan");
+        for (id, entry) in &self.entries {
+            let is_live = live.get(id).is_some_and(|submitted| submitted.submission == entry.submission);
+            assert!(is_live, "{id:?} has ended and is not freed by the next plan");
         }
-        for (id, row) in gone {
-            let is_last = self.rows.values().all(|other| other.is_planned_out() || other.order < row.order);
-            if self.alone.is_some() {
-                assert_ne!(self.alone, Some(id), "who is alone has nobody to give way to");
-            } else if is_last && !row.is_planned_out() {
+        for (id, entry) in gone {
+            let is_last = self.entries.values().all(|other| other.is_finishing() || other.order < entry.order);
+            if self.quarantined.is_some() {
+                assert_ne!(self.quarantined, Some(id), "the quarantined sequence was preempted");
+            } else if is_last && !entry.is_finishing() {
                 self.tally.add("preemptions", 1);
             } else {
-                let relied = self.failed_step.is_some_and(|step| step < row.start_step);
-                assert!(relied, "{id:?} was taken out of turn");
-                self.voided.push((id, row.start_step));
+                let can_be_reader = self.failed_step.is_some_and(|step| step < entry.start_step);
+                assert!(
+                    can_be_reader,
+                    "{id:?} was preempted, and it is neither the last one nor a reader of a failed block"
+                );
+                self.voided.push((id, entry.start_step));
             }
         }
     }
 
-    fn disown(&mut self, block_id: BlockId) {
+    fn remove_owner(&mut self, block_id: BlockId) {
         let num_owners = self.num_owners.get_mut(&block_id).expect("an owner");
         *num_owners -= 1;
         if *num_owners == 0 {
@@ -211,60 +219,63 @@ impl Ledger {
         }
     }
 
-    /// What a sequence will not read again it does not keep, unless it is only waiting for its last token.
-    fn pass(&mut self, id: SequenceId) {
-        let row = self.rows.get_mut(&id).expect("who advances is on the worker");
-        if row.is_planned_out() {
+    /// A sequence releases the blocks that it will not read again, unless it is finishing.
+    fn release_before_window(&mut self, id: SequenceId) {
+        let entry = self.entries.get_mut(&id).expect("a sequence that advances is on the worker");
+        if entry.is_finishing() {
             return;
         }
-        let passed = row.num_passed..row.sight.first_block(row.num_computed_tokens);
-        row.num_passed = passed.end;
-        let most = row.sight.max_blocks(0, row.num_computed_tokens + 1);
-        assert!(row.held().len() <= most, "{id:?} holds {:?}, it needs {most} at most", row.held());
-        let passed = row.block_ids[passed].to_vec();
-        self.tally.add("blocks passed", passed.len() as u64);
-        passed.into_iter().for_each(|block_id| self.disown(block_id));
+        let released = entry.num_released..entry.visibility.first_block(entry.num_computed_tokens);
+        entry.num_released = released.end;
+        let most = entry.visibility.max_blocks(0, entry.num_computed_tokens + 1);
+        assert!(entry.held().len() <= most, "{id:?} holds {:?}, at most {most} blocks are needed", entry.held());
+        let released = entry.block_ids[released].to_vec();
+        self.tally.add("blocks released before a window", released.len() as u64);
+        released.into_iter().for_each(|block_id| self.remove_owner(block_id));
     }
 
-    /// Whether somebody in the queue and ahead of `id` waits for a step of its own.
-    fn lets_pass(&self, id: SequenceId, live: &Live) -> bool {
-        let is_ahead = |it: &Submitted| it.num_source_tokens > 0 && it.order < self.rows[&id].order;
+    /// Whether a queued source with a smaller precedence than `id` waits for a step that has room for it.
+    fn yields_to_source(&self, id: SequenceId, live: &Live) -> bool {
+        let is_ahead = |it: &Submitted| it.num_source_tokens > 0 && it.order < self.entries[&id].order;
         live.iter().any(|(other, it)| !self.knows(*other) && is_ahead(it))
     }
 
     fn tally_sources(&mut self, plan: &Plan, live: &Live) {
         for start in plan.new_sequences.iter().filter(|start| start.num_source_tokens > 0) {
             self.tally.add("sources", 1);
-            self.tally.add("sources beside others", u64::from(plan.advances.len() > 1));
-            self.tally
-                .add("sources computed again", u64::from(start.token_ids.len() > start.num_prompt_tokens as usize));
+            self.tally.add("sources in a step with others", u64::from(plan.advances.len() > 1));
+            self.tally.add("sources recomputed", u64::from(start.token_ids.len() > start.num_prompt_tokens as usize));
         }
         let num_tokens: u32 = plan.advances.iter().map(|advance| advance.num_tokens).sum();
         let is_waiting = |(id, it): &(&SequenceId, &Submitted)| {
-            !self.rows.contains_key(id) && it.num_source_tokens > self.limits.max_step_tokens - num_tokens
+            !self.entries.contains_key(id) && it.num_source_tokens > self.limits.max_step_tokens - num_tokens
         };
         let num_waiting = live.iter().filter(is_waiting).count();
         self.tally.add("sources that did not fit into a step", num_waiting as u64);
     }
 
     fn decodes(&self) -> Vec<SequenceId> {
-        let mut decodes: Vec<_> =
-            self.rows.iter().filter(|(_, row)| row.is_decoding()).map(|(id, row)| (row.order, *id)).collect();
+        let mut decodes: Vec<_> = self
+            .entries
+            .iter()
+            .filter(|(_, entry)| entry.is_decoding())
+            .map(|(id, entry)| (entry.order, *id))
+            .collect();
         decodes.sort_unstable();
         decodes.into_iter().map(|(_, id)| id).collect()
     }
 
     fn start(&mut self, start: &NewSequence, live: &Live) {
         let submitted = &live[&start.id];
-        assert_eq!(start.token_ids, submitted.known(), "a sequence starts with all that is known of it");
+        assert_eq!(start.token_ids, submitted.known(), "a sequence starts with all its known tokens");
         assert_eq!(start.num_prompt_tokens as usize, submitted.prompt.len());
         assert_eq!(start.num_source_tokens, submitted.num_source_tokens);
-        let num_passed = submitted.sight.first_block(start.num_computed_tokens);
-        self.check_hit(start, num_passed, submitted);
-        for block_id in &start.block_ids[num_passed..] {
+        let num_released = submitted.visibility.first_block(start.num_computed_tokens);
+        self.check_hit(start, num_released, submitted);
+        for block_id in &start.block_ids[num_released..] {
             *self.num_owners.entry(*block_id).or_default() += 1;
         }
-        let row = Row {
+        let entry = Entry {
             submission: submitted.submission,
             start_step: self.num_steps,
             order: submitted.order,
@@ -272,33 +283,33 @@ impl Ledger {
             num_computed_tokens: start.num_computed_tokens,
             max_tokens: submitted.prompt.len() as u32 + submitted.max_new_tokens,
             num_source_tokens: submitted.num_source_tokens,
-            sight: submitted.sight,
-            num_passed,
+            visibility: submitted.visibility,
+            num_released,
             block_ids: start.block_ids.clone(),
         };
-        assert!(self.rows.insert(start.id, row).is_none(), "{:?} is started twice", start.id);
+        assert!(self.entries.insert(start.id, entry).is_none(), "{:?} starts twice", start.id);
     }
 
-    fn check_hit(&mut self, start: &NewSequence, num_passed: usize, submitted: &Submitted) {
+    fn check_hit(&mut self, start: &NewSequence, num_released: usize, submitted: &Submitted) {
         let id = start.id;
         assert_eq!(start.num_computed_tokens, start.block_ids.len() as u32 * self.limits.block_tokens);
         assert!(start.num_computed_tokens < start.token_ids.len() as u32, "{id:?} has nothing to sample from");
         if submitted.may_look_up() {
             self.num_queried_tokens += start.token_ids.len() as u64 - 1;
         } else {
-            assert_eq!(start.num_computed_tokens, 0, "{id:?} must compute all");
+            assert_eq!(start.num_computed_tokens, 0, "{id:?} must compute all tokens");
         }
         let num_hit_tokens = u64::from(start.num_computed_tokens);
         self.num_hit_tokens += num_hit_tokens;
         self.tally.add("hit tokens", num_hit_tokens);
-        self.tally.add("hits of a window", u64::from(num_passed > 0));
-        if matches!(submitted.circle, Circle::Group(..)) {
+        self.tally.add("hits of a window", u64::from(num_released > 0));
+        if matches!(submitted.scope, Scope::Group(..)) {
             self.tally.add("hit tokens in groups", num_hit_tokens);
         }
-        for block_id in &start.block_ids[num_passed..] {
-            assert_eq!(self.circles[block_id], submitted.circle, "block {block_id} is not shared with {id:?}");
-            if matches!(submitted.circle, Circle::Group(..)) {
-                assert!(self.num_owners.contains_key(block_id), "{id:?} finds a block that nobody has");
+        for block_id in &start.block_ids[num_released..] {
+            assert_eq!(self.scopes[block_id], submitted.scope, "block {block_id} must not be shared with {id:?}");
+            if matches!(submitted.scope, Scope::Group(..)) {
+                assert!(self.num_owners.contains_key(block_id), "{id:?} shares a block without a holder");
             }
             let unwritten = self.written.iter().any(|written| written.contains(block_id));
             self.tally.add("blocks shared before they were written", u64::from(unwritten));
@@ -306,27 +317,27 @@ impl Ledger {
     }
 
     fn check_queue_order(&mut self, plan: &Plan, live: &Live) {
-        let Some(last_started) = plan.new_sequences.iter().map(|start| self.rows[&start.id].order).max() else {
+        let Some(last_started) = plan.new_sequences.iter().map(|start| self.entries[&start.id].order).max() else {
             return;
         };
         let is_overtaken = |id: &SequenceId, queued: &Submitted| !self.knows(*id) && queued.order < last_started;
         let overtaken: Vec<_> = live.iter().filter(|(id, queued)| is_overtaken(id, queued)).collect();
         for (id, queued) in &overtaken {
-            assert!(self.may_wait(queued, live), "{id:?} was not served in its turn");
+            assert!(self.may_be_blocked(queued, live), "{id:?} was not admitted in its turn");
         }
-        self.tally.add("overtaken while waiting for another's blocks", overtaken.len() as u64);
+        self.tally.add("overtaken while blocked on a prefix", overtaken.len() as u64);
     }
 
-    /// Whether somebody in the queue may be waiting for blocks that only `id` is computing.
+    /// Whether a queued sequence can be waiting for blocks that only `id` is computing.
     pub fn is_awaited(&self, id: SequenceId, live: &Live) -> bool {
         let others: Live = live.iter().filter(|(other, _)| **other != id).map(|(id, it)| (*id, it.clone())).collect();
         let is_queued = |other: &SequenceId| !self.knows(*other);
-        let waits = |it: &Submitted| self.may_wait(it, live) && !self.may_wait(it, &others);
+        let waits = |it: &Submitted| self.may_be_blocked(it, live) && !self.may_be_blocked(it, &others);
         self.knows(id) && others.iter().any(|(other, it)| is_queued(other) && waits(it))
     }
 
-    /// Whether one ahead in line is computing what it needs.
-    fn may_wait(&self, queued: &Submitted, live: &Live) -> bool {
+    /// Whether a sequence with a smaller precedence is computing blocks that `queued` needs.
+    fn may_be_blocked(&self, queued: &Submitted, live: &Live) -> bool {
         let block_tokens = self.limits.block_tokens as usize;
         let known = queued.known();
         let is_common = |other: &[TokenId]| {
@@ -334,18 +345,18 @@ impl Ledger {
             num_common / block_tokens
         };
         queued.may_look_up()
-            && self.rows.iter().any(|(id, row)| {
-                let num_full = row.num_computed_tokens as usize / block_tokens;
+            && self.entries.iter().any(|(id, entry)| {
+                let num_full = entry.num_computed_tokens as usize / block_tokens;
                 let Some(computing) = live.get(id) else { return false };
-                computing.circle == queued.circle
-                    && row.order < queued.order
+                computing.scope == queued.scope
+                    && entry.order < queued.order
                     && is_common(&computing.known()) > num_full
             })
     }
 
     fn check_decodes(&self, plan: &Plan, decodes: &[SequenceId]) {
         let first: Vec<_> = plan.advances.iter().take(decodes.len()).map(|advance| advance.id).collect();
-        assert_eq!(first, decodes, "every running decode advances in every step, first, in order");
+        assert_eq!(first, decodes, "every decode advances in every step, before the prompts and in order");
     }
 
     fn advance(&mut self, advance: &Advance, live: &Live) {
@@ -353,27 +364,27 @@ impl Ledger {
         let block_tokens = self.limits.block_tokens;
         for block_id in &advance.new_block_ids {
             assert!(*block_id < self.limits.num_blocks);
-            assert_eq!(self.num_owners.insert(*block_id, 1), None, "block {block_id} is taken from its owners");
+            assert_eq!(self.num_owners.insert(*block_id, 1), None, "block {block_id} is allocated while it is held");
             let in_flight = self.written.iter().any(|written| written.contains(block_id));
-            assert!(!in_flight, "block {block_id} is handed out while a step in flight writes it");
-            self.circles.insert(*block_id, live[&id].circle);
+            assert!(!in_flight, "block {block_id} is allocated while a step in flight writes it");
+            self.scopes.insert(*block_id, live[&id].scope);
         }
-        let row = self.rows.get_mut(&id).unwrap_or_else(|| panic!("{id:?} advances, the worker does not know it"));
-        assert!(!row.is_planned_out(), "{id:?} is planned past its last token");
+        let entry = self.entries.get_mut(&id).unwrap_or_else(|| panic!("{id:?} advances but is unknown to the worker"));
+        assert!(!entry.is_finishing(), "{id:?} advances past its last token");
         assert!(advance.num_tokens >= 1);
-        let is_whole = row.num_computed_tokens > 0 || advance.num_tokens >= row.num_source_tokens;
-        assert!(is_whole, "{id:?}: its source is cut");
-        let first_written = row.num_computed_tokens / block_tokens;
-        row.num_computed_tokens += advance.num_tokens;
-        assert!(row.num_computed_tokens <= row.num_known_tokens, "{id:?} computes unknown tokens");
-        assert_eq!(advance.sample, row.num_computed_tokens == row.num_known_tokens);
-        row.num_known_tokens += u32::from(advance.sample);
-        row.block_ids.extend_from_slice(&advance.new_block_ids);
-        let needed = row.num_computed_tokens.div_ceil(block_tokens);
-        assert_eq!(row.block_ids.len() as u32, needed, "blocks are taken as needed, no earlier");
-        let written = &row.block_ids[first_written as usize..];
+        let is_whole = entry.num_computed_tokens > 0 || advance.num_tokens >= entry.num_source_tokens;
+        assert!(is_whole, "{id:?}: its source is split");
+        let first_written = entry.num_computed_tokens / block_tokens;
+        entry.num_computed_tokens += advance.num_tokens;
+        assert!(entry.num_computed_tokens <= entry.num_known_tokens, "{id:?} computes unknown tokens");
+        assert_eq!(advance.sample, entry.num_computed_tokens == entry.num_known_tokens);
+        entry.num_known_tokens += u32::from(advance.sample);
+        entry.block_ids.extend_from_slice(&advance.new_block_ids);
+        let needed = entry.num_computed_tokens.div_ceil(block_tokens);
+        assert_eq!(entry.block_ids.len() as u32, needed, "blocks are allocated as needed, no earlier");
+        let written = &entry.block_ids[first_written as usize..];
         for block_id in written {
-            assert_eq!(self.num_owners[block_id], 1, "{id:?} writes block {block_id}, which it shares");
+            assert_eq!(self.num_owners[block_id], 1, "{id:?} writes the shared block {block_id}");
         }
         self.written.back_mut().expect("this step").extend(written.iter().copied());
     }
@@ -384,25 +395,25 @@ impl Ledger {
         assert!(plan.advances.len() <= self.limits.max_step_sequences as usize);
         let ids: HashSet<_> = plan.advances.iter().map(|advance| advance.id).collect();
         assert_eq!(ids.len(), plan.advances.len(), "a sequence advances twice in one step");
-        let depth = if self.alone.is_some() { 1 } else { self.limits.max_steps_in_flight as usize };
+        let depth = if self.quarantined.is_some() { 1 } else { self.limits.max_steps_in_flight as usize };
         assert!(self.written.len() <= depth);
         for start in &plan.new_sequences {
-            assert!(ids.contains(&start.id), "{:?} is started and not advanced", start.id);
+            assert!(ids.contains(&start.id), "{:?} starts and does not advance", start.id);
         }
     }
 
-    /// No block leaks: each is free, retiring, or in the table of a sequence that will be advanced again.
+    /// No block leaks: each is allocatable, retiring, or held by a running sequence.
     fn check_stats(&self, stats: Stats, live: &Live) {
-        let running = self.rows.values().filter(|row| !row.is_planned_out());
-        let owned: HashSet<_> = running.flat_map(|row| row.held()).collect();
+        let running = self.entries.values().filter(|entry| !entry.is_finishing());
+        let owned: HashSet<_> = running.flat_map(|entry| entry.held()).collect();
         assert_eq!(
             stats.num_allocatable_blocks + stats.num_retiring_blocks + owned.len(),
             self.limits.num_blocks as usize
         );
-        assert_eq!(stats.num_running, self.rows.len());
-        assert_eq!(stats.num_queued, live.len() - self.rows.len());
+        assert_eq!(stats.num_running, self.entries.len());
+        assert_eq!(stats.num_queued, live.len() - self.entries.len());
         assert_eq!(stats.num_steps_in_flight, self.written.len());
-        let max_running_tokens: u64 = self.rows.values().map(|row| u64::from(row.max_tokens)).sum();
+        let max_running_tokens: u64 = self.entries.values().map(|entry| u64::from(entry.max_tokens)).sum();
         assert_eq!(stats.max_running_tokens, max_running_tokens);
         assert_eq!(stats.num_hit_tokens, self.num_hit_tokens);
         assert_eq!(stats.num_queried_tokens, self.num_queried_tokens);

@@ -1,7 +1,7 @@
-//! The scheduler against a simulated worker in virtual time: random arrivals, lengths, common prefixes, groups,
-//! priorities, stop tokens, cancels, failures, deaths of the worker, pool sizes, budgets, run-ahead depths and late results.
-//! What is checked: `ledger.rs` (every plan), `worker.rs` (every block that is read), `world.rs` (every token, every end) and
-//! `reference.rs` (where nobody shares: the whole plan). Other seeds, more steps: `make simulate SEED=7 STEPS=20000000`.
+//! Runs the scheduler against a simulated worker in virtual time: random arrivals, lengths, common prefixes, groups, priorities,
+//! stop tokens, cancels, failures, deaths of the worker, pool sizes, budgets, run-ahead depths and late results.
+//! What is checked: `ledger.rs` (every plan), `worker.rs` (every block that is read), `world.rs` (every token and every end) and
+//! `reference.rs` (without sharing: the whole plan). For other seeds or more steps: `make simulate SEED=7 STEPS=20000000`.
 
 mod campaign;
 mod ledger;
@@ -25,15 +25,15 @@ fn number(name: &str, default: u64) -> u64 {
 }
 
 #[test]
-fn every_promise_holds_in_a_million_steps() {
+fn every_guarantee_holds_in_a_million_steps() {
     let seed = number("SIMULATION_SEED", 1);
     let steps = number("SIMULATION_STEPS", tally::FULL_STEPS);
-    if let Err(failure) = (Campaign { seed, steps, is_loud: std::env::var_os("SIMULATION_SEED").is_some() }).run() {
+    if let Err(failure) = (Campaign { seed, steps, is_verbose: std::env::var_os("SIMULATION_SEED").is_some() }).run() {
         panic!("{failure}");
     }
 }
 
-/// Also where the order of hash maps would show.
+/// Fails if a plan depends on the iteration order of a hash map.
 #[test]
 fn the_same_seed_gives_the_same_plans_and_events() {
     for seed in 0..700 {

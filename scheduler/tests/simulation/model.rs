@@ -1,12 +1,12 @@
-//! A fake language model: the next token is a function of every token before it, so one
-//! lost, repeated or foreign token changes all that follow.
+//! A fake language model: the next token is a function of every token before it, so one lost, repeated or foreign token changes
+//! all that follow.
 
 use penstock_scheduler::{FinishReason, TokenId};
 
 pub const VOCAB_TOKENS: u64 = 40;
 pub const STOP_TOKEN: TokenId = 7;
 
-/// Digest of a prefix that ends in `token_id`, given that of the prefix before it.
+/// Digest of a prefix that ends in `token_id`, given the digest of the prefix before it.
 pub fn extend(digest: u64, token_id: TokenId) -> u64 {
     let mixed = (digest ^ u64::from(token_id)).wrapping_add(0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     mixed ^ (mixed >> 29)
@@ -16,10 +16,10 @@ pub fn sample(digest: u64) -> TokenId {
     ((digest >> 7) % VOCAB_TOKENS) as TokenId
 }
 
-/// Digest of nothing.
+/// Digest of the empty prefix.
 pub const ROOT: u64 = 0;
 
-/// The first tokens of a text.
+/// The first `num_tokens` tokens of the text `nonce`.
 pub fn text(nonce: u64, num_tokens: usize) -> impl Iterator<Item = TokenId> {
     (0..num_tokens as TokenId).map(move |i| sample(extend(extend(1, nonce as TokenId), i)))
 }
@@ -31,7 +31,7 @@ pub enum End {
 }
 
 impl End {
-    pub fn as_name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             End::Finished(FinishReason::Length) => "finished by length",
             End::Finished(FinishReason::StopToken) => "finished by a stop token",
@@ -40,7 +40,7 @@ impl End {
     }
 }
 
-/// What a sequence yields when it runs undisturbed. Computing position `fail_position` fails.
+/// The tokens and the end of a sequence. Computing position `fail_position` fails.
 pub fn expected(
     prompt: &[TokenId],
     max_new_tokens: u32,

@@ -1,4 +1,4 @@
-//! Scenarios that have failed, as small as shrinking made them.
+//! Shrunk scenarios that have failed.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use penstock_scheduler::Limits;
 use crate::scenario::{Arrival, Scenario};
 use crate::world::World;
 
-/// One of many who have 40 tokens in common.
+/// Arrivals with 40 common tokens.
 const ARRIVAL: Arrival = Arrival {
     tick: 0,
     id: 1,
@@ -25,9 +25,10 @@ const ARRIVAL: Arrival = Arrival {
     num_source_tokens: 0,
 };
 
-/// Somebody went on waiting although the blocks were there: of a sequence that had computed them too, and left.
+/// A sequence stayed blocked although its prefix was in the cache again: in the blocks of a sequence that had also computed it
+/// and had ended.
 #[test]
-fn who_waits_is_woken_when_another_copy_takes_the_place_of_one_that_is_lost() {
+fn a_blocked_sequence_is_unblocked_when_a_second_copy_replaces_a_lost_block() {
     let limits = Limits {
         max_step_tokens: 4,
         max_step_sequences: 3,
@@ -60,9 +61,9 @@ fn who_waits_is_woken_when_another_copy_takes_the_place_of_one_that_is_lost() {
         arrivals,
         latencies_ticks: vec![2, 3, 1, 3],
         ticks_per_plan: 1,
-        reports_dead: false,
+        repeats_failures: false,
         has_poor_hash: false,
-        observes: true,
+        observes_durations: true,
         deaths: Vec::new(),
         quarantines: false,
     })

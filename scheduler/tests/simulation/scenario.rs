@@ -1,4 +1,4 @@
-//! Random scenarios, a kind for each sort of trouble. Their values are proptest's, so a scenario that fails can be shrunk.
+//! Random scenarios, one kind for each sort of trouble. proptest draws them, so a failing scenario can be shrunk.
 
 use std::time::Duration;
 
@@ -11,19 +11,19 @@ use proptest::prelude::*;
 pub struct Scenario {
     pub limits: Limits,
     pub arrivals: Vec<Arrival>,
-    /// How long the steps take, in turn.
+    /// Durations of the steps, used cyclically.
     pub latencies_ticks: Vec<u64>,
-    /// The engine gets to planning only so often.
+    /// The engine plans once in this many ticks.
     pub ticks_per_plan: u64,
-    /// Whether the worker reports a failed sequence again in the steps that were already planned.
-    pub reports_dead: bool,
-    /// Whether links of prefixes often have the same hash.
+    /// Whether a failed sequence also fails in the later steps that are already planned.
+    pub repeats_failures: bool,
+    /// Whether different blocks often have the same hash.
     pub has_poor_hash: bool,
-    /// Whether the scheduler is told how long steps take, and so bounds them.
-    pub observes: bool,
-    /// Ticks at which the worker dies, rising.
+    /// Whether the scheduler observes_durations the durations of steps, and so limits them.
+    pub observes_durations: bool,
+    /// Ticks at which the worker dies, ascending.
     pub deaths: Vec<u64>,
-    /// Whether those who were in a step when it died are each run alone until they got a token.
+    /// Whether the sequences in flight at a death are quarantined, each until it gets a token.
     pub quarantines: bool,
 }
 
@@ -33,31 +33,31 @@ pub struct Arrival {
     pub id: u64,
     pub num_prompt_tokens: usize,
     pub max_new_tokens: u32,
-    /// Whether the model's stop token ends it.
+    /// Whether the model's stop token ends the sequence.
     pub stops: bool,
     pub abort_after_ticks: Option<u64>,
     /// Computing this position fails.
     pub fail_position: Option<u32>,
-    /// The prompt begins like one of so many texts, and then goes on alone.
+    /// The prompt begins with `num_text_tokens` tokens of this text, followed by its own.
     pub text: u64,
     pub num_text_tokens: usize,
-    /// It begins with an earlier sequence's prompt and answer instead: the last one, the one before, …
+    /// The prompt begins with the prompt and answer of an earlier sequence instead; 0 is the last one.
     pub continues: Option<usize>,
     pub priority: i32,
     pub group: Option<u64>,
     pub needs_prompt_logprobs: bool,
-    /// Or the whole prompt, if that is shorter.
+    /// Limited to the length of the prompt.
     pub num_source_tokens: usize,
 }
 
 impl Scenario {
-    /// Whether prompts are served strictly in line, as far as budgets and the pool go.
-    pub fn is_in_line(&self) -> bool {
-        !self.observes && self.limits.max_overtaking == 0
+    /// Whether prompts are computed strictly in order of precedence, as far as budgets and the pool allow.
+    pub fn is_in_order(&self) -> bool {
+        !self.observes_durations && self.limits.max_overtaking == 0
     }
 
-    /// Whether no two sequences can ever share a block.
-    pub fn is_solitary(&self) -> bool {
+    /// Whether no two sequences can share a block.
+    pub fn shares_nothing(&self) -> bool {
         !self.limits.prefix_caching && self.arrivals.iter().all(|arrival| arrival.group.is_none())
     }
 }
@@ -111,29 +111,31 @@ fn limits() -> impl Strategy<Value = Limits> {
     })
 }
 
-/// `last_tick` 0: everybody comes at once.
+/// With `last_tick` 0, all sequences arrive at once.
 fn scenario(last_tick: u64) -> impl Strategy<Value = Scenario> {
     scenario_of(arrival(last_tick), 16)
 }
 
 fn scenario_of(arrival: impl Strategy<Value = Arrival>, max_arrivals: usize) -> impl Strategy<Value = Scenario> {
     (limits(), vec(arrival, 1..max_arrivals), vec(1..8u64, 1..6), 1..4u64, any::<(bool, bool, bool)>()).prop_map(
-        |(limits, arrivals, latencies_ticks, ticks_per_plan, (reports_dead, has_poor_hash, observes))| Scenario {
-            limits,
-            arrivals,
-            latencies_ticks,
-            ticks_per_plan,
-            reports_dead,
-            has_poor_hash,
-            observes,
-            deaths: Vec::new(),
-            quarantines: false,
+        |(limits, arrivals, latencies_ticks, ticks_per_plan, (repeats_failures, has_poor_hash, observes_durations))| {
+            Scenario {
+                limits,
+                arrivals,
+                latencies_ticks,
+                ticks_per_plan,
+                repeats_failures,
+                has_poor_hash,
+                observes_durations,
+                deaths: Vec::new(),
+                quarantines: false,
+            }
         },
     )
 }
 
-/// A long day: many sequences at once, and a cache that has time to fill and to be evicted.
-fn busy() -> impl Strategy<Value = Scenario> {
+/// Many sequences at once, for long enough to fill the cache and evict from it.
+fn long_run() -> impl Strategy<Value = Scenario> {
     scenario_of(arrival(600), 120).prop_map(|mut scenario| {
         let limits = &mut scenario.limits;
         limits.max_step_tokens += 16;
@@ -148,8 +150,8 @@ fn busy() -> impl Strategy<Value = Scenario> {
     })
 }
 
-/// Every sequence grows to most of the pool, so that they keep running into each other.
-fn crowded() -> impl Strategy<Value = Scenario> {
+/// Every sequence grows to most of the pool, so that preemptions are frequent.
+fn exhausted_pool() -> impl Strategy<Value = Scenario> {
     scenario(20).prop_map(|mut scenario| {
         let limits = &mut scenario.limits;
         limits.max_step_tokens = limits.max_step_tokens.max(8);
@@ -165,16 +167,16 @@ fn crowded() -> impl Strategy<Value = Scenario> {
     })
 }
 
-/// Almost all who come at the same time have the same prompt, and many fail in it.
-fn kindred() -> impl Strategy<Value = Scenario> {
+/// Most sequences that arrive at the same time have the same prompt, and many fail in it.
+fn common_prompts() -> impl Strategy<Value = Scenario> {
     scenario(30).prop_map(|mut scenario| {
         let limits = &mut scenario.limits;
         limits.max_steps_in_flight = limits.max_steps_in_flight.max(2);
         limits.max_step_tokens = limits.max_step_tokens.max(8);
         limits.max_step_sequences = limits.max_step_sequences.max(3);
         limits.block_tokens = limits.block_tokens.min(3);
-        // Every other time the pool is dry too.
-        limits.num_blocks += if scenario.reports_dead { 16 } else { 4 };
+        // In half of the scenarios the pool is also too small.
+        limits.num_blocks += if scenario.repeats_failures { 16 } else { 4 };
         limits.max_sequence_tokens = 80;
         for arrival in &mut scenario.arrivals {
             arrival.text = arrival.tick / 8;
@@ -188,9 +190,9 @@ fn kindred() -> impl Strategy<Value = Scenario> {
     })
 }
 
-/// Prompts in common take many steps, and whoever computes one for the others often leaves before it is done.
-fn forsaken() -> impl Strategy<Value = Scenario> {
-    kindred().prop_map(|mut scenario| {
+/// Common prompts take many steps, and their producer is often cancelled before it has computed them.
+fn producers_leave() -> impl Strategy<Value = Scenario> {
+    common_prompts().prop_map(|mut scenario| {
         let limits = &mut scenario.limits;
         limits.max_step_tokens = limits.max_step_tokens % 6 + 2;
         limits.max_step_sequences = limits.max_step_sequences.min(limits.max_step_tokens);
@@ -209,9 +211,9 @@ fn forsaken() -> impl Strategy<Value = Scenario> {
     })
 }
 
-/// The worker dies now and then, often again before anything has come back.
-fn mortal() -> impl Strategy<Value = Scenario> {
-    let scenario = prop_oneof![scenario(60), crowded(), kindred()];
+/// The worker dies repeatedly, often before any result of its replacement has come back.
+fn worker_dies() -> impl Strategy<Value = Scenario> {
+    let scenario = prop_oneof![scenario(60), exhausted_pool(), common_prompts()];
     (scenario, vec((0..100u64, 0..4u64), 1..8), any::<bool>()).prop_map(|(scenario, deaths, quarantines)| {
         let deaths = deaths.into_iter().flat_map(|(tick, again_after)| [tick, tick + again_after]);
         let mut deaths: Vec<_> = deaths.collect();
@@ -220,12 +222,12 @@ fn mortal() -> impl Strategy<Value = Scenario> {
     })
 }
 
-/// Nobody shares with anybody: every plan and every event can be foretold.
-fn solitary() -> impl Strategy<Value = Scenario> {
-    prop_oneof![scenario(150), crowded(), mortal(), busy()].prop_map(|mut scenario| {
+/// No blocks are shared, so the reference can predict every plan and every event.
+fn without_sharing() -> impl Strategy<Value = Scenario> {
+    prop_oneof![scenario(150), exhausted_pool(), worker_dies(), long_run()].prop_map(|mut scenario| {
         scenario.limits.prefix_caching = false;
         scenario.limits.max_overtaking = 0;
-        scenario.observes = false;
+        scenario.observes_durations = false;
         for arrival in &mut scenario.arrivals {
             arrival.group = None;
         }
@@ -233,16 +235,16 @@ fn solitary() -> impl Strategy<Value = Scenario> {
     })
 }
 
-/// Every kind, in turn.
+/// All kinds of scenarios.
 pub fn kinds() -> [(&'static str, BoxedStrategy<Scenario>); 8] {
     [
         ("random traffic", scenario(150).boxed()),
-        ("everybody at once", scenario(0).boxed()),
-        ("the pool is always dry", crowded().boxed()),
-        ("everybody shares", kindred().boxed()),
-        ("whoever is waited for leaves", forsaken().boxed()),
-        ("the worker dies", mortal().boxed()),
-        ("a long day", busy().boxed()),
-        ("nobody shares", solitary().boxed()),
+        ("all at once", scenario(0).boxed()),
+        ("an exhausted pool", exhausted_pool().boxed()),
+        ("common prompts", common_prompts().boxed()),
+        ("producers leave", producers_leave().boxed()),
+        ("the worker dies", worker_dies().boxed()),
+        ("a long run", long_run().boxed()),
+        ("no sharing", without_sharing().boxed()),
     ]
 }

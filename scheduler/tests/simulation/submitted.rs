@@ -1,51 +1,51 @@
-//! A sequence that has not ended, as its client sees it.
+//! A sequence that has not ended, from its client's point of view.
 
 use penstock_scheduler::{Limits, Submission, TokenId};
 
 use crate::model::End;
-use crate::worker::Nature;
+use crate::worker::Traits;
 
-/// The smaller is served first. Worked out anew, in ticks.
+/// The expected precedence, in ticks: the smaller is admitted first. Computed independently of the scheduler.
 pub type Order = (i128, u64, usize);
 
-/// What the next token of a sequence reads. Worked out anew, position by position.
+/// The positions that each token of a sequence attends to. Computed independently of the scheduler, position by position.
 #[derive(Clone, Copy, Debug)]
-pub struct Sight {
+pub struct Visibility {
     block_tokens: u32,
     window_tokens: Option<u32>,
 }
 
-impl Sight {
-    /// Who has a source sees all.
+impl Visibility {
+    /// Tokens after a source attend to all positions.
     pub fn new(limits: &Limits, num_source_tokens: u32) -> Self {
         let window_tokens = limits.window_tokens.filter(|_| num_source_tokens == 0);
         Self { block_tokens: limits.block_tokens, window_tokens }
     }
 
-    /// The first position that is read by the token at `position`.
+    /// The first position that the token at `position` attends to.
     pub fn first(&self, position: u32) -> u32 {
         self.window_tokens.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
-    /// The first block that is read by the token at `position`.
+    /// The first block that the token at `position` reads.
     pub fn first_block(&self, position: u32) -> usize {
         (self.first(position) / self.block_tokens) as usize
     }
 
-    /// Blocks that the token at `position` reads or is written to.
+    /// Blocks that the token at `position` reads or writes.
     pub fn num_blocks(&self, position: u32) -> usize {
         (position / self.block_tokens) as usize + 1 - self.first_block(position)
     }
 
-    /// The most that any token from `first` to before `end` does.
+    /// The largest `num_blocks` of the positions `first..end`.
     pub fn max_blocks(&self, first: u32, end: u32) -> usize {
         (first..end).map(|position| self.num_blocks(position)).max().unwrap_or(0)
     }
 }
 
-/// Sequences share blocks within a circle only.
+/// Sequences share blocks only within a scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Circle {
+pub enum Scope {
     All,
     Group(u64),
     Alone(usize),
@@ -53,19 +53,19 @@ pub enum Circle {
 
 #[derive(Clone)]
 pub struct Submitted {
-    /// Counts up.
+    /// Number of the submission; unique.
     pub submission: usize,
     pub order: Order,
-    pub circle: Circle,
+    pub scope: Scope,
     pub prompt: Vec<TokenId>,
     pub max_new_tokens: u32,
     pub needs_prompt_logprobs: bool,
     pub num_source_tokens: u32,
-    pub sight: Sight,
+    pub visibility: Visibility,
     pub received: Vec<TokenId>,
     pub expected: (Vec<TokenId>, End),
     pub abort_tick: Option<u64>,
-    pub nature: Nature,
+    pub traits: Traits,
 }
 
 impl Submitted {
@@ -75,7 +75,7 @@ impl Submitted {
 
     pub fn may_look_up(&self) -> bool {
         let needs_all = self.needs_prompt_logprobs && self.received.is_empty();
-        !needs_all && !matches!(self.circle, Circle::Alone(_))
+        !needs_all && !matches!(self.scope, Scope::Alone(_))
     }
 }
 
@@ -84,31 +84,31 @@ pub fn order(limits: &Limits, priority: i32, tick: u64, submission: usize) -> Or
     (rank, tick, submission)
 }
 
-pub fn circle(limits: &Limits, submission: &Submission, number: usize) -> Circle {
+pub fn scope(limits: &Limits, submission: &Submission, number: usize) -> Scope {
     match submission.group {
-        _ if submission.num_source_tokens > 0 => Circle::Alone(number),
-        _ if limits.prefix_caching => Circle::All,
-        Some(group) => Circle::Group(group),
-        None => Circle::Alone(number),
+        _ if submission.num_source_tokens > 0 => Scope::Alone(number),
+        _ if limits.prefix_caching => Scope::All,
+        Some(group) => Scope::Group(group),
+        None => Scope::Alone(number),
     }
 }
 
-/// What a cancel finds.
+/// The state in which a sequence is cancelled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     Queued,
     Prefilling,
     Decoding,
-    PlannedOut,
+    Finishing,
 }
 
 impl State {
-    pub fn as_cancelled(self) -> &'static str {
+    pub fn cancelled_name(self) -> &'static str {
         match self {
             State::Queued => "cancelled in the queue",
             State::Prefilling => "cancelled while prefilling",
             State::Decoding => "cancelled while decoding",
-            State::PlannedOut => "cancelled with the last token in flight",
+            State::Finishing => "cancelled with the last token in flight",
         }
     }
 }

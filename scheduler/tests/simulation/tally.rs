@@ -1,20 +1,20 @@
-//! Counts what happened in a run, by name, and knows what must have happened in a long one.
+//! Counts events by name, and knows which events a long run must have met.
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Formatter, Result};
 use std::ops::AddAssign;
 
-/// Steps from which on a campaign has to have reached every hard case.
+/// A campaign of at least this many steps must have met every hard case.
 pub const FULL_STEPS: u64 = 1_000_000;
 
-/// Each with how often it has to happen in `FULL_STEPS`: a tenth or less of what is usual. A simulation that does not get
-/// into these states proves little.
+/// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that does not
+/// reach these states proves little.
 const REQUIRED: [(&str, u64); 36] = [
     ("sequences", 20_000),
     ("finished by length", 10_000),
     ("finished by a stop token", 2_000),
     ("failed", 1_000),
-    ("refused", 100),
+    ("rejected", 100),
     ("cancelled in the queue", 300),
     ("cancelled while prefilling", 60),
     ("cancelled while decoding", 300),
@@ -22,29 +22,29 @@ const REQUIRED: [(&str, u64); 36] = [
     ("chunks without a sample", 10_000),
     ("preemptions", 5_000),
     ("tokens discarded", 5_000),
-    ("left while others waited for it", 150),
+    ("cancelled while others waited for it", 150),
     ("ids reused while the worker knows them", 30),
     ("hit tokens", 50_000),
     ("hit tokens in groups", 800),
     ("blocks shared before they were written", 1_000),
     ("blocks evicted", 5_000),
-    ("overtaken while waiting for another's blocks", 200),
+    ("overtaken while blocked on a prefix", 200),
     ("prompt logprobs asked for", 2_000),
-    ("restarted after another's failure", 20),
+    ("preempted after a failure of another", 20),
     ("deaths", 2_000),
-    ("lost in a death", 5_000),
-    ("went on after a death", 2_000),
-    ("run alone and cleared", 200),
+    ("on the worker in a death", 5_000),
+    ("continued after a death", 2_000),
+    ("quarantined and cleared", 200),
     ("waited for blocks to retire", 1_000),
     ("steps at depth 1", 10_000),
     ("steps at depth 3 and more", 10_000),
-    ("steps foretold by the reference", 50_000),
-    ("blocks passed", 25_000),
+    ("steps predicted by the reference", 50_000),
+    ("blocks released before a window", 25_000),
     ("hits of a window", 150),
     ("sources", 2_000),
-    ("sources refused", 300),
-    ("sources beside others", 1_500),
-    ("sources computed again", 250),
+    ("sources rejected", 300),
+    ("sources in a step with others", 1_500),
+    ("sources recomputed", 250),
     ("sources that did not fit into a step", 10_000),
 ];
 
@@ -62,7 +62,7 @@ impl Tally {
         self.0.get(name).copied().unwrap_or(0)
     }
 
-    /// What happened too rarely for so many steps, in words.
+    /// The hard cases that happened too rarely, as text.
     pub fn missing(&self) -> Vec<String> {
         let rare = REQUIRED.iter().filter(|(name, least)| self.get(name) < *least);
         rare.map(|(name, least)| format!("{name}: {}, at least {least} were expected", self.get(name))).collect()

@@ -1,5 +1,5 @@
-//! Runs one scenario to its end in virtual time: clients that come and leave, an engine that plans and applies, and the
-//! simulated worker. Checks that every sequence gets exactly its tokens and exactly one end, and that all comes to rest.
+//! Runs one scenario in virtual time until it is idle: clients that submit and cancel, an engine that plans and applies, and the
+//! simulated worker. Checks that every sequence gets exactly its tokens and exactly one end, and that no block leaks.
 
 mod death;
 
@@ -12,18 +12,18 @@ use penstock_scheduler::{Event, Limits, Plan, Scheduler, SequenceId, StepResult,
 
 use crate::ledger::{Ledger, Live};
 use crate::model::{self, End};
-use crate::reference::{Foretold, Reference, Sequence};
+use crate::reference::{ExpectedPlan, Reference, Sequence};
 use crate::scenario::{Arrival, Scenario};
-use crate::submitted::{self, Sight, Submitted};
+use crate::submitted::{self, Submitted, Visibility};
 use crate::tally::Tally;
-use crate::worker::{Nature, Worker};
+use crate::worker::{Traits, Worker};
 
-/// Far beyond what any scenario needs to tell the worker what to free.
+/// More ticks than any scenario needs until all sequences are freed.
 const MAX_TICKS: u64 = 200_000;
 
 struct InFlight {
     plan: Plan,
-    natures: Vec<Nature>,
+    traits: Vec<Traits>,
     done_tick: u64,
 }
 
@@ -32,21 +32,21 @@ pub struct World {
     scheduler: Scheduler,
     worker: Worker,
     ledger: Ledger,
-    /// For scenarios in which nobody shares.
+    /// Set if no sequences share blocks.
     reference: Option<Reference>,
     live: Live,
-    /// Every prompt so far with its answer.
+    /// All prompts so far, each followed by its answer.
     texts: Vec<Vec<TokenId>>,
-    flights: VecDeque<InFlight>,
-    /// Who is to be run alone: id, submission, tokens it had.
-    trials: VecDeque<(SequenceId, usize, usize)>,
+    in_flight: VecDeque<InFlight>,
+    /// Sequences to quarantine: id, submission, number of tokens received.
+    suspects: VecDeque<(SequenceId, usize, usize)>,
     tick: u64,
     num_steps: u64,
-    /// Steps that may be planned before the next submission, cancel, failure or death.
-    patience_steps: u64,
+    /// Steps that can still be planned before the next submission, cancel, failure or death.
+    max_steps_left: u64,
     num_submissions: usize,
     tally: Tally,
-    /// Of every plan and event, in order.
+    /// Hash of every plan and event, in order.
     trace: DefaultHasher,
 }
 
@@ -60,16 +60,16 @@ impl World {
             } else {
                 Scheduler::new(limits)
             },
-            worker: Worker::new(limits.num_blocks, limits.block_tokens, scenario.reports_dead),
-            ledger: Ledger::new(limits, scenario.is_in_line()),
-            reference: (scenario.is_solitary() && scenario.is_in_line()).then(|| Reference::new(limits)),
+            worker: Worker::new(limits.num_blocks, limits.block_tokens, scenario.repeats_failures),
+            ledger: Ledger::new(limits, scenario.is_in_order()),
+            reference: (scenario.shares_nothing() && scenario.is_in_order()).then(|| Reference::new(limits)),
             live: HashMap::new(),
             texts: Vec::new(),
-            flights: VecDeque::new(),
-            trials: VecDeque::new(),
+            in_flight: VecDeque::new(),
+            suspects: VecDeque::new(),
             tick: 0,
             num_steps: 0,
-            patience_steps: 0,
+            max_steps_left: 0,
             num_submissions: 0,
             tally: Tally::default(),
             trace: DefaultHasher::new(),
@@ -77,11 +77,11 @@ impl World {
         }
     }
 
-    /// What happened, and a digest of every plan and event.
+    /// Returns the events by name, and a digest of all plans and events.
     pub fn run(mut self) -> (Tally, u64) {
         let mut arrivals: VecDeque<_> = std::mem::take(&mut self.scenario.arrivals).into();
         let mut deaths: VecDeque<_> = std::mem::take(&mut self.scenario.deaths).into();
-        while !(arrivals.is_empty() && self.live.is_empty() && self.flights.is_empty()) || self.owes_frees() {
+        while !(arrivals.is_empty() && self.live.is_empty() && self.in_flight.is_empty()) || self.owes_frees() {
             self.receive();
             while arrivals.front().is_some_and(|arrival| arrival.tick <= self.tick) {
                 self.submit(arrivals.pop_front().expect("just seen"));
@@ -95,9 +95,9 @@ impl World {
                 self.plan();
             }
             self.tick += 1;
-            assert!(self.tick < MAX_TICKS, "the worker is never told what to free");
+            assert!(self.tick < MAX_TICKS, "a sequence is never freed");
         }
-        assert!(self.ledger.is_empty(), "the worker keeps a sequence that has ended");
+        assert!(self.ledger.is_empty(), "a sequence has ended and was not freed");
         let stats = self.scheduler.stats();
         assert_eq!(stats.num_allocatable_blocks, stats.num_blocks, "a block leaked");
         assert_eq!((stats.num_queued, stats.num_running, stats.max_running_tokens), (0, 0, 0));
@@ -119,24 +119,24 @@ impl World {
         let limits = self.scenario.limits;
         let Limits { max_sequence_tokens, max_step_tokens, num_blocks, .. } = limits;
         let num_source_tokens = submission.num_source_tokens;
-        let sight = Sight::new(&limits, num_source_tokens);
+        let visibility = Visibility::new(&limits, num_source_tokens);
         let max_tokens = prompt.len() as u32 + arrival.max_new_tokens;
         match self.scheduler.submit(submission.clone(), Duration::from_millis(self.tick)) {
-            Ok(()) => assert!(!self.live.contains_key(&id), "an id was taken twice"),
+            Ok(()) => assert!(!self.live.contains_key(&id), "a known id was accepted"),
             Err(SubmitError::AlreadyKnown { .. }) => return assert!(self.live.contains_key(&id)),
             Err(SubmitError::TooLong { .. }) => {
-                self.tally.add("refused", 1);
+                self.tally.add("rejected", 1);
                 return assert!(max_tokens > max_sequence_tokens);
             }
             Err(SubmitError::TooManyBlocks { .. }) => {
-                self.tally.add("refused", 1);
-                return assert!(sight.max_blocks(0, max_tokens - 1) > num_blocks as usize);
+                self.tally.add("rejected", 1);
+                return assert!(visibility.max_blocks(0, max_tokens - 1) > num_blocks as usize);
             }
             Err(SubmitError::SourceTooLong { .. }) => {
-                self.tally.add("sources refused", 1);
+                self.tally.add("sources rejected", 1);
                 return assert!(num_source_tokens > max_step_tokens);
             }
-            Err(error) => panic!("a good submission was refused: {error}"),
+            Err(error) => panic!("a valid submission was rejected: {error}"),
         }
         self.tally.add("sequences", 1);
         self.tally.add("ids reused while the worker knows them", u64::from(self.ledger.knows(id)));
@@ -148,16 +148,16 @@ impl World {
         let submitted = Submitted {
             submission: number,
             order: submitted::order(&limits, arrival.priority, self.tick, number),
-            circle: submitted::circle(&limits, &submission, number),
+            scope: submitted::scope(&limits, &submission, number),
             prompt,
             max_new_tokens,
             needs_prompt_logprobs: arrival.needs_prompt_logprobs,
             num_source_tokens,
-            sight,
+            visibility,
             received: Vec::new(),
             expected,
             abort_tick: arrival.abort_after_ticks.map(|ticks| self.tick + ticks),
-            nature: Nature { fail_position, sight },
+            traits: Traits { fail_position, visibility },
         };
         self.num_submissions += 1;
         if let Some(reference) = &mut self.reference {
@@ -169,20 +169,20 @@ impl World {
                 num_tokens,
                 max_tokens,
                 num_source_tokens,
-                sight,
+                visibility,
                 stop_token_ids,
-                stay: None,
+                residency: None,
             });
         }
         self.live.insert(id, submitted);
-        self.reset_patience();
+        self.reset_max_steps_left();
     }
 
-    /// Nobody runs for ever: without disturbance the first in line advances in every step, and is preempted by nobody but
-    /// those ahead of it.
-    fn reset_patience(&mut self) {
+    /// Bounds the steps until the next disturbance: the sequence with the smallest precedence advances in every step and is never
+    /// preempted.
+    fn reset_max_steps_left(&mut self) {
         let tokens = |submitted: &Submitted| submitted.prompt.len() as u64 + u64::from(submitted.max_new_tokens) + 2;
-        self.patience_steps = (self.live.len() as u64 + 1) * self.live.values().map(tokens).sum::<u64>() + 8;
+        self.max_steps_left = (self.live.len() as u64 + 1) * self.live.values().map(tokens).sum::<u64>() + 8;
     }
 
     fn submission(&self, arrival: &Arrival) -> Submission {
@@ -214,17 +214,17 @@ impl World {
         let mut ids: Vec<_> = self.live.iter().filter(|(_, submitted)| due(submitted)).map(|(id, _)| *id).collect();
         ids.sort_unstable();
         for id in ids {
-            self.tally.add("left while others waited for it", u64::from(self.ledger.is_awaited(id, &self.live)));
+            self.tally.add("cancelled while others waited for it", u64::from(self.ledger.is_awaited(id, &self.live)));
             self.live.remove(&id);
-            self.tally.add(self.ledger.state(id).as_cancelled(), 1);
-            assert!(self.scheduler.abort(id), "{id:?} had not ended");
+            self.tally.add(self.ledger.state(id).cancelled_name(), 1);
+            assert!(self.scheduler.abort(id), "{id:?} is known");
             assert!(!self.scheduler.abort(id), "{id:?} was aborted twice");
             self.scheduler.audit();
             self.ledger.check_free(self.scheduler.stats(), &self.live);
             if let Some(reference) = &mut self.reference {
                 reference.end(id);
             }
-            self.reset_patience();
+            self.reset_max_steps_left();
         }
     }
 
@@ -233,52 +233,52 @@ impl World {
         while let Some(plan) = self.next_plan() {
             self.scheduler.audit();
             self.ledger.enter(&plan, &self.live, self.scheduler.stats());
-            let natures = plan.new_sequences.iter().map(|start| self.live[&start.id].nature).collect();
+            let traits = plan.new_sequences.iter().map(|start| self.live[&start.id].traits).collect();
             let latencies = &self.scenario.latencies_ticks;
             let latency = latencies[self.num_steps as usize % latencies.len()];
-            let begin = self.flights.back().map_or(self.tick, |flight| flight.done_tick);
-            self.flights.push_back(InFlight { plan, natures, done_tick: begin + latency });
+            let begin = self.in_flight.back().map_or(self.tick, |step| step.done_tick);
+            self.in_flight.push_back(InFlight { plan, traits, done_tick: begin + latency });
             self.num_steps += 1;
-            assert!(self.patience_steps > 0, "livelock: {:?}", self.scheduler.stats());
-            self.patience_steps -= 1;
+            assert!(self.max_steps_left > 0, "livelock: {:?}", self.scheduler.stats());
+            self.max_steps_left -= 1;
         }
         let stats = self.scheduler.stats();
-        assert!(self.live.is_empty() || !self.flights.is_empty(), "deadlock: {stats:?}");
-        let has_room =
-            self.ledger.alone.is_none() && self.flights.len() < self.scenario.limits.max_steps_in_flight as usize;
+        assert!(self.live.is_empty() || !self.in_flight.is_empty(), "deadlock: {stats:?}");
+        let has_room = self.ledger.quarantined.is_none()
+            && self.in_flight.len() < self.scenario.limits.max_steps_in_flight as usize;
         self.tally.add("waited for blocks to retire", u64::from(has_room && stats.num_retiring_blocks > 0));
     }
 
     fn next_plan(&mut self) -> Option<Plan> {
         let plan = self.scheduler.plan(Duration::from_millis(self.tick));
         if let Some(reference) = &mut self.reference {
-            assert_eq!(plan.as_ref().map(Foretold::from), reference.plan(), "not the plan that the contract asks for");
-            self.tally.add("steps foretold by the reference", u64::from(plan.is_some()));
+            assert_eq!(plan.as_ref().map(ExpectedPlan::from), reference.plan(), "the plan differs from the reference");
+            self.tally.add("steps predicted by the reference", u64::from(plan.is_some()));
         }
         self.trace.write(format!("{plan:?}").as_bytes());
         plan
     }
 
-    /// Executes and applies every step that is done by now.
+    /// Executes and applies every step that is done.
     fn receive(&mut self) {
-        while self.flights.front().is_some_and(|flight| flight.done_tick <= self.tick) {
-            let flight = self.flights.pop_front().expect("just seen");
-            let (result, poisoned) = self.worker.execute(&flight.plan, &flight.natures);
-            if self.scenario.observes {
+        while self.in_flight.front().is_some_and(|step| step.done_tick <= self.tick) {
+            let step = self.in_flight.pop_front().expect("just seen");
+            let (result, poisoned) = self.worker.execute(&step.plan, &step.traits);
+            if self.scenario.observes_durations {
                 let latencies = &self.scenario.latencies_ticks;
                 let duration = Duration::from_millis(latencies[result.step as usize % latencies.len()]);
                 self.scheduler.observe(result.step, duration).expect("a step in flight");
             }
-            let events = self.scheduler.apply(&result).expect("a good result");
+            let events = self.scheduler.apply(&result).expect("a valid result");
             self.scheduler.audit();
             if let Some(reference) = &mut self.reference {
-                assert_eq!(events, reference.apply(&result), "not the events that the contract asks for");
+                assert_eq!(events, reference.apply(&result), "the events differ from the reference");
             }
             self.trace.write(format!("{events:?}").as_bytes());
             let failed = result.outputs.iter().any(|output| output.token_ids.is_none());
             self.ledger.retire(result.step, failed);
             if failed {
-                self.reset_patience();
+                self.reset_max_steps_left();
             }
             let num_sampled = result.outputs.iter().flat_map(|output| &output.token_ids).flatten().count();
             let num_taken: usize = events.iter().map(|event| self.take(event, &result, &poisoned)).sum();
@@ -287,13 +287,13 @@ impl World {
         }
     }
 
-    /// Gives an event to its client. Returns the tokens taken.
+    /// Delivers an event to its client. Returns the number of tokens.
     fn take(&mut self, event: &Event, result: &StepResult, poisoned: &HashSet<SequenceId>) -> usize {
         let (Event::Advanced { id, output_index, .. } | Event::Failed { id, output_index }) = *event;
         let output = &result.outputs[output_index];
         assert_eq!(output.id, id);
-        assert!(!poisoned.contains(&id), "{id:?} gets what was computed from a block that was never written");
-        let submitted = self.live.get_mut(&id).unwrap_or_else(|| panic!("an event for {id:?}, which has ended"));
+        assert!(!poisoned.contains(&id), "{id:?} gets a token that was computed from an unwritten block");
+        let submitted = self.live.get_mut(&id).unwrap_or_else(|| panic!("{id:?} gets an event after its end"));
         let (num_tokens, end) = match *event {
             Event::Advanced { num_tokens, finish_reason, .. } => {
                 let token_ids = output.token_ids.as_ref().expect("tokens");
@@ -306,10 +306,10 @@ impl World {
         match end {
             Some(end) => {
                 assert_eq!((&submitted.received, &end), (expected, expected_end), "{id:?}");
-                self.tally.add(end.as_name(), 1);
+                self.tally.add(end.name(), 1);
                 self.live.remove(&id);
             }
-            None => assert!(expected.starts_with(&submitted.received), "{id:?} lost or repeated a token"),
+            None => assert!(expected.starts_with(&submitted.received), "{id:?} has lost or repeated a token"),
         }
         num_tokens
     }
