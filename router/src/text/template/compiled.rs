@@ -1,5 +1,7 @@
 //! One template, ready to render: the environment that transformers gives it, and what to render it with.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 use serde_json::Map;
 
@@ -81,7 +83,10 @@ impl Compiled {
         context.insert("tools".to_owned(), inputs.tools.clone().into());
         context.insert("documents".to_owned(), inputs.documents.clone().unwrap_or_default());
         context.insert("add_generation_prompt".to_owned(), ending.adds_generation_prompt().into());
-        Ok(self.environment.get_template(NAME)?.render(context)?)
+        let template = self.environment.get_template(NAME)?;
+        // minijinja 2.24 panics where an empty list or string is reversed.
+        let rendered = catch_unwind(AssertUnwindSafe(|| template.render(context)));
+        rendered.map_err(|_| TemplateError::Invalid("the template engine panicked".to_owned()))?.map_err(Into::into)
     }
 }
 

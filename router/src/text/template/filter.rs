@@ -11,8 +11,9 @@ pub(super) fn add_to(environment: &mut Environment<'_>) {
     environment.add_filter("tojson", to_json);
     environment.add_filter("string", |value: &Value| python_str::str(value));
     environment.add_filter("join", join);
-    environment.add_filter("trim", |value: &Value, set: Option<String>| {
-        method::strip(&python_str::str(value), set.as_deref()).to_owned()
+    environment.add_filter("trim", |value: &Value, set: Option<&str>| {
+        let text = python_str::str(value);
+        set.map_or_else(|| text.trim(), |set| text.trim_matches(|c| set.contains(c))).to_owned()
     });
     environment.add_filter("default", default);
     environment.add_filter("d", default);

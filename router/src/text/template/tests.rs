@@ -142,10 +142,15 @@ fn a_template_without_end_is_stopped() {
 }
 
 #[test]
+fn a_panic_of_the_template_engine_is_an_error() {
+    assert!(matches!(render("{{ ''[::-1] }}{{ messages[2:][::-1] }}", hello()), Err(TemplateError::Invalid(_))));
+}
+
+#[test]
 fn a_long_conversation_is_within_the_limit() {
     let roles = ["user", "assistant"].into_iter().cycle().take(3001);
     let messages: Vec<Value> = roles.map(|role| json!({"role": role, "content": "Hi"})).collect();
-    for name in ["qwen3", "harmony", "gemma3", "mistral3"] {
+    for name in ["reasoning_calls", "channels", "model_role", "listed_calls"] {
         let rendered = family(name).render_adapted(inputs(messages.clone().into()));
         assert!(rendered.is_ok(), "{name}: {rendered:?}");
     }
@@ -180,7 +185,7 @@ fn family(name: &str) -> Compiled {
 
 thread_local! {
     static FAMILIES: Vec<Compiled> =
-        ["qwen3", "harmony", "llama31", "mistral3", "gemma3", "commandr", "granite", "parts"].map(family).into();
+        ["reasoning_calls", "channels", "dated_calls", "listed_calls", "model_role", "documents", "modes", "image_parts"].map(family).into();
 }
 
 proptest! {
