@@ -1,4 +1,4 @@
-//! Formats are known by what published chat templates write.
+//! Formats are detected by the marks that chat templates of each model family write.
 
 use super::super::reasoning::{ReasoningFormat, Thinking};
 use super::*;
@@ -27,6 +27,30 @@ fn formats_are_known_by_their_templates() {
         assert_eq!(ToolFormat::detect(template, |_| true), format, "{template}");
     }
     assert_eq!(ToolFormat::detect("<|python_tag|>", |_| false), ToolFormat::Generic);
+}
+
+#[test]
+fn the_format_of_each_fixture_is_detected() {
+    let cases = [
+        ("hermes_calls", ToolFormat::Hermes, None),
+        ("reasoning_calls", ToolFormat::Hermes, Some("<think>")),
+        ("dated_calls", ToolFormat::Llama, None),
+        ("listed_calls", ToolFormat::MistralList, None),
+        ("named_calls", ToolFormat::MistralNamed, Some("[THINK]")),
+        ("model_role", ToolFormat::Gemma, None),
+        ("fenced_calls", ToolFormat::DeepSeekFenced, Some("<think>")),
+        ("separated_calls", ToolFormat::DeepSeek, Some("<think>")),
+        ("channels", ToolFormat::Generic, None),
+        ("documents", ToolFormat::Generic, Some("<|START_THINKING|>")),
+        ("modes", ToolFormat::Generic, Some("<think>")),
+        ("tags", ToolFormat::Generic, None),
+    ];
+    for (name, format, reasoning) in cases {
+        let path = format!("{}/tests/fixtures/templates/family/{name}.jinja", env!("CARGO_MANIFEST_DIR"));
+        let template = std::fs::read_to_string(path).unwrap();
+        let detected = ReasoningFormat::detect(&template).map(|format| format.open);
+        assert_eq!((ToolFormat::detect(&template, |_| true), detected), (format, reasoning), "{name}");
+    }
 }
 
 #[test]
