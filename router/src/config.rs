@@ -1,10 +1,11 @@
 //! What the router is told when it starts. Resolved once, by the launcher; nothing here is optional by accident.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use crate::http::auth::ApiKeys;
+use subtle::{Choice, ConstantTimeEq};
 
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -103,5 +104,45 @@ impl ConnectionLimits {
             keep_alive: Duration::from_secs(20),
             client_timeout: Duration::from_secs(40),
         }
+    }
+}
+
+/// The API keys that open the protected routes. `Debug` does not print them.
+#[derive(Clone, Default)]
+pub struct ApiKeys {
+    keys: Arc<[String]>,
+}
+
+impl ApiKeys {
+    /// Any of `keys` opens the routes; with none, all routes are open.
+    pub fn new(keys: impl IntoIterator<Item = String>) -> Self {
+        Self { keys: keys.into_iter().collect() }
+    }
+
+    /// Whether all routes are open.
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty()
+    }
+
+    /// Whether `given` is one of the keys. Compares in constant time.
+    pub(crate) fn contains(&self, given: &[u8]) -> bool {
+        let found = self.keys.iter().fold(Choice::from(0), |found, key| found | key.as_bytes().ct_eq(given));
+        found.into()
+    }
+}
+
+impl fmt::Debug for ApiKeys {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "ApiKeys({} hidden)", self.keys.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_not_printed() {
+        assert_eq!(format!("{:?}", ApiKeys::new(["first".to_owned()])), "ApiKeys(1 hidden)");
     }
 }

@@ -1,10 +1,11 @@
-//! The router: HTTP → text → engine → scheduler → workers, and back as events.
+//! The router: HTTP → generation → text → engine → scheduler → workers, and back as events.
 //!
 //! It never touches a tensor; the workers never see text, HTTP or a queue.
 
 mod api;
 pub mod config;
 pub mod engine;
+mod generation;
 mod http;
 pub mod sequence;
 mod serve;

@@ -51,7 +51,7 @@ pub async fn serve(
     let drain = async {
         shutdown.cancelled().await;
         tracing::info!("draining: no new requests");
-        if tokio::time::timeout(grace, service.drained()).await.is_err() {
+        if tokio::time::timeout(grace, service.generation().drained()).await.is_err() {
             tracing::warn!(grace_s = grace.as_secs_f64(), "requests are still running after the grace period");
         }
         abandoned.cancel();
@@ -72,6 +72,6 @@ pub async fn serve(
 async fn run_upkeep(service: Service, closing: CancellationToken) {
     let mut ticks = tokio::time::interval(UPKEEP_INTERVAL);
     while closing.run_until_cancelled(ticks.tick()).await.is_some() {
-        service.run_upkeep();
+        service.metrics().run_upkeep();
     }
 }

@@ -1,4 +1,4 @@
-//! What TGI did not have: ordinary fields, under the same names on every route.
+//! Parameters that TGI does not have, under the same names on every route.
 
 use std::collections::BTreeMap;
 
@@ -7,49 +7,48 @@ use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 use utoipa::openapi::schema::{AdditionalProperties, ArrayBuilder, ObjectBuilder, OneOfBuilder, Schema, Type};
 
-use super::field_path::named;
-use super::parameter::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES};
-use super::tgi::or_default;
+use super::field::{named, or_default};
+use crate::generation::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES};
 
-/// What TGI did not have, under the same names on every route.
+/// Parameters that TGI does not have, under the same names on every route.
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 #[serde(remote = "Self")]
 pub(crate) struct ExtensionFields {
-    /// Tokens less probable than this part of the most probable one's probability are not sampled.
+    /// Do not sample tokens whose probability is below this fraction of the most probable token's.
     #[schema(minimum = 0, maximum = 1, default = 0)]
     min_p: Option<f32>,
-    /// Subtracted once from the logit of every token that was generated already.
+    /// Subtracted once from the logit of every token that was already generated.
     #[schema(minimum = -2, maximum = 2, default = 0)]
     presence_penalty: Option<f32>,
-    /// Token id → what is added to its logit, from -100 to 100.
+    /// Maps token ids to values from -100 to 100 that are added to their logits.
     #[serde(default, deserialize_with = "logit_bias")]
     #[schema(schema_with = logit_bias_schema, required = false)]
     logit_bias: Vec<(u32, f32)>,
-    /// The answer does not end by a token before so many were generated.
+    /// Do not sample a stop token before this many tokens were generated.
     #[schema(default = 0)]
     min_tokens: Option<u32>,
-    /// Go on after the model's end-of-sequence tokens.
+    /// Continue after the model's end-of-sequence tokens.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     ignore_eos: bool,
-    /// The answer ends with one of these too.
+    /// Tokens that end the answer, in addition to the model's end-of-sequence tokens.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<Vec<u32>>, max_items = 128)]
     stop_token_ids: Vec<u32>,
-    /// So many answers to the same prompt.
+    /// Number of answers to the same prompt.
     #[schema(minimum = 1, maximum = 128, default = 1)]
     n: Option<usize>,
-    /// From -100 to 100: the higher is served first.
+    /// From -100 to 100; requests with a higher priority are served first.
     #[schema(minimum = -100, maximum = 100, default = 0)]
     priority: Option<i32>,
-    /// Seconds, from arrival: the request fails when it has not ended by then.
+    /// Seconds from the request's arrival after which it fails if it has not ended.
     #[schema(exclusive_minimum = 0, maximum = 86400)]
     timeout: Option<f64>,
 }
 
 impl<'de> Deserialize<'de> for ExtensionFields {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        // The derived one: `remote` makes it a function of the type's own.
+        // Calls the derived function, which `remote` makes an inherent one.
         named(deserializer, |deserializer| Self::deserialize(deserializer))
     }
 }
@@ -70,8 +69,7 @@ impl From<ExtensionFields> for Extension {
     }
 }
 
-/// OpenAI's object from token ids, as JSON's keys, to numbers. COMPAT: TGI wanted a list and ignored it; an empty one
-/// says nothing.
+/// OpenAI's object from token ids to numbers. COMPAT: TGI's field is a list without effect; an empty list is accepted.
 fn logit_bias<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(u32, f32)>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "an object from token ids to numbers")]
@@ -101,6 +99,6 @@ fn logit_bias_schema() -> Schema {
         .item(by_token)
         .item(ArrayBuilder::new().max_items(Some(0)))
         .item(ObjectBuilder::new().schema_type(Type::Null))
-        .description(Some("Token id → what is added to its logit."))
+        .description(Some("Maps token ids to values that are added to their logits."))
         .into()
 }

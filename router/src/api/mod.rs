@@ -1,14 +1,13 @@
-//! What goes over the wire, in two dialects (TGI's and OpenAI's), and what a request must be to be served.
+//! Wire types: the requests, answers and errors of each dialect (TGI's, OpenAI's, Vertex AI's).
 //!
-//! Both dialects become the same [`parameter::Parameters`], which are checked in one place.
+//! Every generating request converts itself into a [`crate::generation::GenerationRequest`]; the parameters are checked
+//! there, in one place for all dialects.
 
 mod closed_schema;
 pub(crate) mod error;
 pub(crate) mod extension;
-mod field_path;
+mod field;
 pub(crate) mod grammar;
 pub(crate) mod openai;
-pub(crate) mod parameter;
 pub(crate) mod tgi;
-mod validation;
 pub(crate) mod vertex;

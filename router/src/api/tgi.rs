@@ -1,104 +1,122 @@
-//! TGI's requests and answers, field by field. The order of an answer's fields is the order on the wire.
+//! TGI's requests and answers, field by field. Fields of answers are declared in the order they have on the wire.
 
-use serde::{Deserialize, Deserializer, Serialize};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::extension::ExtensionFields;
+use super::field::or_default;
 use super::grammar::GrammarField;
-use super::parameter::{Parameters, ValidationError};
 use crate::config::Config;
-use crate::text::{Ending, PromptToken, TextToken, TopText};
+use crate::generation::{
+    self, GenerationRequest, Parameters, Prompt, PromptToken, StopText, TextToken, TopToken, ValidationError,
+};
 
 /// `/generate`, `/generate_stream`, `/tokenize`, and (with `stream`) `/`.
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(example = json!({"inputs": "What is deep learning?", "parameters": {"max_new_tokens": 20, "do_sample": true, "temperature": 0.7, "top_p": 0.95, "stop": ["\n\n"], "details": true}}))]
 pub(crate) struct GenerateRequest {
-    /// The prompt, as it is: no template is applied.
+    /// The prompt. No chat template is applied.
     #[schema(min_length = 1)]
     pub(crate) inputs: String,
-    /// Without this key sampling is on; with it, even empty, it is off unless `do_sample` or a sampling parameter is given.
+    /// Without this key sampling is on. With it, even if empty, sampling is off unless `do_sample` or a sampling parameter is given.
     #[serde(default = "GenerateParameters::when_absent")]
     pub(crate) parameters: GenerateParameters,
-    /// Only `/` looks at it.
+    /// Answer with a stream of events. Only `/` reads this field.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) stream: bool,
 }
 
-/// What a generation may be asked for. Limits that a flag sets are in `/info`.
+/// The parameters of a generation. `/info` reports the limits that are set by flags.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct GenerateParameters {
-    /// Generate so many and answer the one with the highest mean logprob. Needs sampling; not with `seed`, not in streams.
+    /// Number of generations, of which the one with the highest mean logprob is the answer. Requires sampling; not with `seed` and not in streams.
     #[schema(default = 1)]
     pub(crate) best_of: Option<usize>,
-    /// Logits are divided by it.
+    /// Divides the logits before sampling.
     #[schema(exclusive_minimum = 0, default = 1)]
     pub(crate) temperature: Option<f32>,
-    /// Divides the logits of tokens that occurred, the prompt included. 1 is none.
+    /// Divides the logits of tokens that occurred in the prompt or the answer. 1 means no penalty.
     #[schema(exclusive_minimum = 0, default = 1)]
     pub(crate) repetition_penalty: Option<f32>,
-    /// Subtracted from the logit of a generated token, once for each time.
+    /// Subtracted from a token's logit once for each time that the token was generated.
     #[schema(minimum = -2, maximum = 2, default = 0)]
     pub(crate) frequency_penalty: Option<f32>,
-    /// Sample from the so many most probable tokens.
+    /// Sample from the `top_k` most probable tokens.
     #[schema(minimum = 1)]
     pub(crate) top_k: Option<i32>,
-    /// Sample from the smallest set of tokens with so much probability.
+    /// Sample from the smallest set of most probable tokens whose probabilities add up to `top_p`.
     #[schema(exclusive_minimum = 0, exclusive_maximum = 1)]
     pub(crate) top_p: Option<f32>,
-    /// Sample from the locally typical tokens with so much probability.
+    /// Sample from the smallest set of locally typical tokens whose probabilities add up to `typical_p`.
     #[schema(exclusive_minimum = 0, exclusive_maximum = 1)]
     pub(crate) typical_p: Option<f32>,
-    /// Sample instead of taking the most probable token. On whenever a parameter that only makes sense with sampling is given.
+    /// Sample instead of taking the most probable token. Any parameter that only makes sense with sampling turns it on.
     #[schema(default = false)]
     pub(crate) do_sample: Option<bool>,
-    /// By default as many as fit.
+    /// Maximum number of generated tokens. By default limited only by the context.
     #[schema(minimum = 1)]
     pub(crate) max_new_tokens: Option<u32>,
-    /// The answer begins with the prompt. On `/` the default is true for models that write on.
+    /// Begin the answer with the prompt. On `/` the default is true for text-generation models.
     #[schema(default = false)]
     pub(crate) return_full_text: Option<bool>,
-    /// The answer ends with one of these, and shows it.
+    /// Strings that end the answer. The answer includes the one that ended it.
     #[schema(value_type = Option<Vec<String>>)]
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) stop: Vec<String>,
-    /// Keep only the so many last tokens of the prompt.
+    /// Keep only the last `truncate` tokens of the prompt.
     #[schema(minimum = 1)]
     pub(crate) truncate: Option<usize>,
-    /// Mark the text so that `penstock_server.watermark` recognises it.
+    /// Watermark the text, so that `penstock_server.watermark` detects it.
     #[schema(value_type = Option<bool>, default = false)]
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) watermark: bool,
-    /// Answer with tokens, logprobs and the reason why it ended.
+    /// Include tokens, logprobs and the finish reason in the answer.
     #[schema(value_type = Option<bool>, default = false)]
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) details: bool,
-    /// The prompt's logprobs, on servers that run with `--enable-prefill-logprobs`. Not in streams.
+    /// Include the prompt's logprobs, on servers that run with `--enable-prefill-logprobs`. Not in streams.
     #[schema(value_type = Option<bool>, default = false)]
     #[serde(default, deserialize_with = "or_default")]
     pub(crate) decoder_input_details: bool,
-    /// The same tokens for the same request. By default a random one.
+    /// Seed of the sampling: the same request with the same seed gives the same tokens. By default random.
     pub(crate) seed: Option<u64>,
-    /// With each token, so many of the most probable ones in its place.
+    /// Number of most probable alternatives to return with each token.
     #[schema(default = 0)]
     pub(crate) top_n_tokens: Option<u32>,
-    /// What the answer must match.
+    /// Grammar that the answer must match.
     pub(crate) grammar: Option<GrammarField>,
-    /// OpenAI's name for it.
+    /// OpenAI's name for `grammar`.
     pub(crate) response_format: Option<GrammarField>,
-    /// Refused: no adapters are served.
+    /// Refused: the server has no adapters.
     pub(crate) adapter_id: Option<String>,
     #[serde(flatten)]
     pub(crate) extension: ExtensionFields,
 }
 
+impl GenerateRequest {
+    /// The request in the form that all dialects share.
+    pub(crate) fn into_generation(self, config: &Config, streams: bool) -> Result<GenerationRequest, ValidationError> {
+        let mut parameters = self.parameters.into_parameters(config)?;
+        if streams {
+            check_stream(&parameters)?;
+        }
+        // COMPAT: without the flag `prefill` is empty; asking for it is not an error.
+        parameters.decoder_input_details &= config.prefill_logprobs;
+        let prompts = vec![Prompt::Text(Arc::from(self.inputs))];
+        Ok(GenerationRequest { prompts, parameters, stop_text: StopText::Kept, streams })
+    }
+}
+
 impl GenerateParameters {
-    /// COMPAT: without the key `parameters` TGI samples; with it, even empty, a missing `do_sample` means greedy.
+    /// COMPAT: without the key `parameters` TGI samples; with it, even if empty, a missing `do_sample` means greedy.
     pub(crate) fn when_absent() -> Self {
         Self { do_sample: Some(true), ..Self::default() }
     }
 
-    pub(crate) fn into_parameters(self, config: &Config) -> Result<Parameters, ValidationError> {
+    fn into_parameters(self, config: &Config) -> Result<Parameters, ValidationError> {
         if self.grammar.is_some() && self.response_format.is_some() {
             return Err(ValidationError::TwoGrammars);
         }
@@ -127,11 +145,18 @@ impl GenerateParameters {
     }
 }
 
-/// `null` means the default.
-pub(super) fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(
-    deserializer: D,
-) -> Result<T, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+/// Refuses what TGI's streams cannot carry: their events do not name a generation.
+fn check_stream(parameters: &Parameters) -> Result<(), ValidationError> {
+    if parameters.best_of.is_some_and(|best_of| best_of != 1) {
+        return Err(ValidationError::BestOfStream);
+    }
+    if parameters.decoder_input_details {
+        return Err(ValidationError::PrefillDetailsStream);
+    }
+    if parameters.extension.n.is_some_and(|n| n > 1) {
+        return Err(ValidationError::GenerationsStream);
+    }
+    Ok(())
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -148,7 +173,7 @@ pub(crate) struct Details {
     pub(crate) seed: Option<u64>,
     pub(crate) prefill: Vec<PrefillToken>,
     pub(crate) tokens: Vec<Token>,
-    /// The generations that did not win.
+    /// The other generations of a request with `best_of` or `n`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) best_of_sequences: Option<Vec<BestOfSequence>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -161,17 +186,17 @@ pub(crate) struct BestOfSequence {
     pub(crate) finish_reason: FinishReason,
     pub(crate) generated_tokens: u32,
     pub(crate) seed: Option<u64>,
-    /// Empty unless it was asked for and the server allows it.
+    /// The prompt's tokens. Empty unless `decoder_input_details` was set and the server allows it.
     pub(crate) prefill: Vec<PrefillToken>,
     pub(crate) tokens: Vec<Token>,
-    /// One list for each token, or none at all.
+    /// One list for each token. Left out without `top_n_tokens`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) top_tokens: Vec<Vec<Token>>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct StreamResponse {
-    /// From 1.
+    /// Position of the token in the answer, from 1.
     pub(crate) index: u32,
     pub(crate) token: Token,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -193,11 +218,11 @@ pub(crate) struct StreamDetails {
 pub(crate) struct PrefillToken {
     id: u32,
     text: String,
-    /// Null for the first one.
+    /// Null for the first token.
     logprob: Option<f32>,
 }
 
-/// A logprob that is not a number is written as null.
+/// A generated token. A logprob that is not a number is written as null.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Token {
     pub(crate) id: u32,
@@ -208,15 +233,15 @@ pub(crate) struct Token {
 }
 
 impl Token {
-    /// A generated token, and the most probable ones in its place.
+    /// Splits off the most probable alternatives.
     pub(crate) fn with_top(token: TextToken) -> (Self, Vec<Self>) {
         let TextToken { id, text, logprob, special, top } = token;
         (Self { id, text, logprob, special }, top.into_iter().map(Into::into).collect())
     }
 }
 
-impl From<TopText> for Token {
-    fn from(token: TopText) -> Self {
+impl From<TopToken> for Token {
+    fn from(token: TopToken) -> Self {
         Self { id: token.id, text: token.text, logprob: token.logprob, special: token.special }
     }
 }
@@ -230,30 +255,30 @@ impl From<PromptToken> for PrefillToken {
 #[derive(Clone, Copy, Debug, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FinishReason {
-    /// `max_new_tokens` were generated, or the context is full.
+    /// `max_new_tokens` tokens were generated, or the context is full.
     Length,
-    /// The model ended it.
+    /// The model generated an end-of-sequence token.
     EosToken,
-    /// One of `stop` was generated.
+    /// The answer reached one of the strings in `stop`.
     StopSequence,
 }
 
-impl From<Ending> for FinishReason {
-    fn from(ending: Ending) -> Self {
-        match ending {
-            Ending::Length => Self::Length,
-            Ending::EosToken => Self::EosToken,
-            Ending::StopString => Self::StopSequence,
+impl From<generation::FinishReason> for FinishReason {
+    fn from(reason: generation::FinishReason) -> Self {
+        match reason {
+            generation::FinishReason::Length => Self::Length,
+            generation::FinishReason::StopToken => Self::EosToken,
+            generation::FinishReason::StopString => Self::StopSequence,
         }
     }
 }
 
-/// One element of `/tokenize`'s answer.
+/// A token of `/tokenize`'s answer.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct SimpleToken {
     pub(crate) id: u32,
     pub(crate) text: String,
-    /// Byte offsets.
+    /// Byte offset of the token's text in the input.
     pub(crate) start: usize,
     pub(crate) stop: usize,
 }

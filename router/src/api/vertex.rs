@@ -1,4 +1,4 @@
-//! Vertex AI's request: several generations, each a prompt or a chat, and their texts.
+//! Vertex AI's request: several instances, each a prompt or a chat, and the answer with their texts.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -6,7 +6,7 @@ use utoipa::ToSchema;
 use super::openai::ChatRequest;
 use super::tgi::{GenerateParameters, GenerateRequest};
 
-/// Several generations, each a prompt or a chat.
+/// Several instances, each a prompt or a chat.
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(example = json!({"instances": [{"inputs": "What is deep learning?", "parameters": {"max_new_tokens": 20}}]}))]
 pub(crate) struct VertexRequest {
@@ -25,12 +25,12 @@ pub(crate) enum VertexInstance {
 pub(crate) struct PromptInstance {
     #[schema(min_length = 1)]
     inputs: String,
-    /// Here a missing `do_sample` means sampling.
+    /// On this route a missing `do_sample` means sampling.
     parameters: Option<GenerateParameters>,
 }
 
 impl From<PromptInstance> for GenerateRequest {
-    /// COMPAT: here TGI samples always; we do unless told otherwise.
+    /// COMPAT: TGI always samples on this route; we do unless `do_sample` is false.
     fn from(given: PromptInstance) -> Self {
         let mut parameters = given.parameters.unwrap_or_else(GenerateParameters::when_absent);
         parameters.do_sample.get_or_insert(true);

@@ -1,9 +1,8 @@
 //! `/v1/chat/completions`.
 //!
-//! INVARIANT: a whole answer is the sum of the chunks that a stream would have had.
+//! INVARIANT: a plain answer is the sum of the chunks that a stream would have had.
 
 mod choice;
-mod start;
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
@@ -14,16 +13,12 @@ use super::dialect::{OpenAiError, OpenAiJson};
 use super::document::OpenAiFailures;
 use super::envelope;
 use super::header;
-use super::running;
 use super::service::Service;
-use super::side_by_side::{self, Cost};
 use super::sse::{self, Frame};
-use crate::api::error::ApiError;
 use crate::api::openai::{ChatChunk, ChatCompletion, ChatRequest, Envelope, Usage};
+use crate::generation::{GenerationDelta, GenerationError};
 use crate::telemetry::RequestRecord;
 use choice::{ChoiceReader, ChoiceSum};
-
-pub(super) use start::{Started, render, start};
 
 /// Answer a conversation.
 #[utoipa::path(
@@ -34,7 +29,7 @@ pub(super) use start::{Started, render, start};
     responses(
         (
             status = 200,
-            description = "The answer; with `stream` in chunks, of which the last event, `[DONE]`, is none.",
+            description = "The answer; with `stream` as a stream of chunks that ends with the event `[DONE]`.",
             content((ChatCompletion = "application/json"), (ChatChunk = "text/event-stream"))
         ),
         OpenAiFailures
@@ -48,62 +43,61 @@ pub(super) async fn chat_completions(
     record.generates();
     let (streams, with_usage) = (request.stream, request.stream_options.include_usage);
     let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
-    // COMPAT: any model's name is welcome, and comes back; "tgi" means the one that is served.
+    // COMPAT: any model name is accepted and echoed; "tgi" means the served model.
     let model = request.model.as_ref().filter(|model| *model != "tgi").unwrap_or(&service.config().model_id).clone();
     let envelope = envelope::new(object, "chatcmpl", model);
-    let Started { mut running, readers, permit, num_characters } = start(&service, &record, request).await?;
-    if streams {
-        running::started(&service, &mut running).await?;
-    }
-    let steps = side_by_side::steps(running);
+    let logprobs_of = request.logprobs.then(|| service.generation().text().clone());
+    let generations = service.generation().start(request.into_generation()?, record.received()).await?;
+    let num_characters = generations.num_prompt_characters();
+    let call_ids = generations.prompts.first().and_then(|prompt| prompt.tool_call_ids);
+    let mut readers: Vec<_> =
+        (0..generations.len()).map(|index| ChoiceReader::new(index, logprobs_of.clone(), call_ids)).collect();
     if streams {
         let headers = header::of_stream(&service, num_characters);
-        let frames = frames(steps, readers, envelope, with_usage, record.clone());
-        return Ok(sse::response(headers, permit, record, sse::openai_error, frames));
+        let frames = frames(generations.deltas(), readers, envelope, with_usage, record.clone());
+        return Ok(sse::response(headers, record, sse::openai_error, frames));
     }
-    let mut steps = std::pin::pin!(steps);
-    let mut choices: Vec<_> = readers.into_iter().map(|reader| (reader, ChoiceSum::default())).collect();
-    let mut cost = Cost::new(choices.len());
-    while let Some(step) = steps.next().await {
-        let step = step?;
-        if let Some((reader, sum)) = choices.get_mut(step.index) {
-            reader.read(step.step).into_iter().for_each(|chunk| sum.add(chunk));
-        }
-        step.summary.into_iter().for_each(|summary| cost.add(step.index, summary));
+    let mut deltas = std::pin::pin!(generations.deltas());
+    let mut sums: Vec<_> = readers.iter().map(|_| ChoiceSum::default()).collect();
+    let mut total = None;
+    while let Some(delta) = deltas.next().await {
+        let delta = delta?;
+        total = delta.total;
+        let index = delta.index;
+        readers[index].read(delta).into_iter().for_each(|chunk| sums[index].add(chunk));
     }
-    let summary = cost.total();
+    let summary = total.unwrap_or_default();
     record.answered(summary);
-    let choices = choices.into_iter().enumerate().map(|(index, (_, sum))| sum.into_choice(index)).collect();
+    let choices = sums.into_iter().enumerate().map(|(index, sum)| sum.into_choice(index)).collect();
     let headers = header::of_answer(&service, num_characters, &summary);
     Ok((headers, Json(ChatCompletion { envelope, choices, usage: Usage::from(&summary) })).into_response())
 }
 
-/// The chunks of all choices as they come; one at least for each token, unless it is held back.
+/// The chunks of all choices as they arrive: at least one for each token, unless the parser holds its text back.
 fn frames(
-    steps: impl Stream<Item = Result<side_by_side::IndexedStep, ApiError>> + Send,
+    deltas: impl Stream<Item = Result<GenerationDelta, GenerationError>> + Send,
     mut readers: Vec<ChoiceReader>,
     envelope: Envelope,
     with_usage: bool,
     record: RequestRecord,
 ) -> impl Stream<Item = Frame> + Send {
     async_stream::stream! {
-        let mut cost = Cost::new(readers.len());
-        let mut steps = std::pin::pin!(steps);
-        while let Some(step) = steps.next().await {
-            let step = match step {
-                Ok(step) => step,
+        let mut total = None;
+        let mut deltas = std::pin::pin!(deltas);
+        while let Some(delta) = deltas.next().await {
+            let delta = match delta {
+                Ok(delta) => delta,
                 Err(error) => {
-                    yield Frame::Error(error);
+                    yield Frame::Error(error.into());
                     return;
                 }
             };
-            step.summary.into_iter().for_each(|summary| cost.add(step.index, summary));
-            let Some(reader) = readers.get_mut(step.index) else { continue };
-            for choice in reader.read(step.step) {
+            total = delta.total;
+            for choice in readers[delta.index].read(delta) {
                 yield Frame::json(&ChatChunk { envelope: &envelope, choices: vec![choice], usage: None });
             }
         }
-        let summary = cost.total();
+        let summary = total.unwrap_or_default();
         record.answered(summary);
         if with_usage {
             let usage = Some(Usage::from(&summary));

@@ -1,9 +1,8 @@
-//! `/v1/completions`: some generations for each prompt, side by side.
+//! `/v1/completions`: several generations of each prompt, side by side.
 //!
-//! INVARIANT: a whole answer is the sum of the chunks that a stream would have had.
+//! INVARIANT: a plain answer is the sum of the chunks that a stream would have had.
 
 mod choice;
-mod start;
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
@@ -14,17 +13,15 @@ use super::dialect::{OpenAiError, OpenAiJson};
 use super::document::OpenAiFailures;
 use super::envelope;
 use super::header;
-use super::running;
+use super::logprob::CompletionLogprobWriter;
 use super::service::Service;
-use super::side_by_side::{self, Cost, IndexedStep};
 use super::sse::{self, Frame};
-use crate::api::error::ApiError;
 use crate::api::openai::{Completion, CompletionChunk, CompletionRequest, Envelope, Usage};
+use crate::generation::{GenerationDelta, GenerationError};
 use crate::telemetry::{RequestRecord, RequestSummary};
-use choice::{ChoiceReader, ChoiceSum};
-use start::Started;
+use choice::{ChoiceReader, ChoiceSum, Echo};
 
-/// Go on from one or several prompts.
+/// Continue one or several prompts.
 #[utoipa::path(
     post,
     path = "/v1/completions",
@@ -33,7 +30,7 @@ use start::Started;
     responses(
         (
             status = 200,
-            description = "The answer; with `stream` in chunks, of which the last event, `[DONE]`, is none.",
+            description = "The answer; with `stream` as a stream of chunks that ends with the event `[DONE]`.",
             content((Completion = "application/json"), (CompletionChunk = "text/event-stream"))
         ),
         OpenAiFailures
@@ -45,90 +42,81 @@ pub(super) async fn completions(
     OpenAiJson(request): OpenAiJson<CompletionRequest>,
 ) -> Result<Response, OpenAiError> {
     record.generates();
+    let model = service.generation().text();
     let envelope = envelope::new("text_completion", "cmpl", service.config().model_id.clone());
     let (streams, with_usage) = (request.stream, request.stream_options.include_usage);
-    let started = start::start(&service, &record, request).await?;
-    let Started { mut running, readers, num_per_prompt, num_choices, hides_generated, permit, num_characters } =
-        started;
-    if streams {
-        running::started(&service, &mut running).await?;
-    }
-    let steps = side_by_side::steps(running);
-    let mut tally = Tally { cost: Cost::new(num_per_prompt), hides_generated };
-    if streams {
-        let headers = header::of_stream(&service, num_characters);
-        let frames = frames(steps, readers, envelope, with_usage, tally, record.clone());
-        return Ok(sse::response(headers, permit, record, sse::openai_error, frames));
-    }
-    let mut steps = std::pin::pin!(steps);
-    let mut sums: Vec<_> = readers.into_iter().map(|reader| (reader, ChoiceSum::default())).collect();
-    while let Some(step) = steps.next().await {
-        let step = step?;
-        let index = step.index;
-        tally.add(&step);
-        if let Some((reader, sum)) = sums.get_mut(index) {
-            sum.add(step.step.token.logprob, reader.read(step.step, step.prompt_tokens));
+    let (echoes, with_logprobs) = (request.echo, request.logprobs.is_some());
+    let hides_generated = request.hides_generated();
+    let (request, num_choices) = request.into_generation(service.config())?;
+    let generations = service.generation().start(request, record.received()).await?;
+    let num_characters = generations.num_prompt_characters();
+    let num_per_prompt = generations.num_per_prompt;
+    let mut readers = Vec::with_capacity(generations.len());
+    for prompt in &generations.prompts {
+        let echo = echoes.then(|| Echo::new(model, prompt.text.clone(), &prompt.token_ids, with_logprobs));
+        for _ in 0..num_per_prompt {
+            let logprobs = with_logprobs.then(|| CompletionLogprobWriter::new(model.clone()));
+            readers.push(ChoiceReader::new(readers.len(), echo.clone(), logprobs, hides_generated));
         }
     }
-    let (usage, summary) = tally.total();
+    if streams {
+        let headers = header::of_stream(&service, num_characters);
+        let usage = move |summary: &RequestSummary| usage(summary, hides_generated);
+        let frames = frames(generations.deltas(), readers, envelope, with_usage, usage, record.clone());
+        return Ok(sse::response(headers, record, sse::openai_error, frames));
+    }
+    let mut deltas = std::pin::pin!(generations.deltas());
+    let mut sums: Vec<_> = readers.iter().map(|_| ChoiceSum::default()).collect();
+    let mut total = None;
+    while let Some(delta) = deltas.next().await {
+        let delta = delta?;
+        total = delta.total;
+        let (index, logprob) = (delta.index, delta.delta.token.logprob);
+        sums[index].add(logprob, readers[index].read(delta));
+    }
+    let summary = total.unwrap_or_default();
     record.answered(summary);
-    let sums = sums.into_iter().map(|(_, sum)| sum).collect();
     let choices = choice::best(sums, num_per_prompt, num_choices);
     let headers = header::of_answer(&service, num_characters, &summary);
-    Ok((headers, Json(Completion { envelope, choices, usage })).into_response())
+    Ok((headers, Json(Completion { envelope, choices, usage: usage(&summary, hides_generated) })).into_response())
 }
 
-/// What the request costs, and what of it is told.
-struct Tally {
-    cost: Cost,
-    hides_generated: bool,
+/// The usage that the client is told; a token that is not shown is not counted.
+fn usage(summary: &RequestSummary, hides_generated: bool) -> Usage {
+    let num_generated_tokens = if hides_generated { 0 } else { summary.num_generated_tokens };
+    Usage::from(&RequestSummary { num_generated_tokens, ..*summary })
 }
 
-impl Tally {
-    fn add(&mut self, step: &IndexedStep) {
-        step.summary.into_iter().for_each(|summary| self.cost.add(step.index, summary));
-    }
-
-    fn usage(&self, summary: &RequestSummary) -> Usage {
-        let num_generated_tokens = if self.hides_generated { 0 } else { summary.num_generated_tokens };
-        Usage::new(summary.num_prompt_tokens, summary.num_cached_tokens, num_generated_tokens)
-    }
-
-    fn total(&self) -> (Usage, RequestSummary) {
-        let summary = self.cost.total();
-        (self.usage(&summary), summary)
-    }
-}
-
-/// One chunk for each token of each choice, as they come.
+/// The chunks of all choices as they arrive, one for each token.
 fn frames(
-    steps: impl Stream<Item = Result<IndexedStep, ApiError>> + Send,
+    deltas: impl Stream<Item = Result<GenerationDelta, GenerationError>> + Send,
     mut readers: Vec<ChoiceReader>,
     envelope: Envelope,
     with_usage: bool,
-    mut tally: Tally,
+    usage: impl Fn(&RequestSummary) -> Usage + Send,
     record: RequestRecord,
 ) -> impl Stream<Item = Frame> + Send {
     async_stream::stream! {
-        let mut steps = std::pin::pin!(steps);
-        while let Some(step) = steps.next().await {
-            let step = match step {
-                Ok(step) => step,
+        let mut total = None;
+        let mut deltas = std::pin::pin!(deltas);
+        while let Some(delta) = deltas.next().await {
+            let delta = match delta {
+                Ok(delta) => delta,
                 Err(error) => {
-                    yield Frame::Error(error);
+                    yield Frame::Error(error.into());
                     return;
                 }
             };
-            tally.add(&step);
-            let usage = step.summary.filter(|_| !with_usage).map(|summary| tally.usage(&summary));
-            let Some(reader) = readers.get_mut(step.index) else { continue };
-            let choices = vec![reader.read(step.step, step.prompt_tokens)];
+            total = delta.total;
+            let usage = delta.summary.filter(|_| !with_usage).map(|summary| usage(&summary));
+            let choices = vec![readers[delta.index].read(delta)];
             yield Frame::json(&CompletionChunk { envelope: &envelope, choices, usage });
         }
-        let (usage, summary) = tally.total();
+        let summary = total.unwrap_or_default();
         record.answered(summary);
         if with_usage {
-            yield Frame::json(&CompletionChunk { envelope: &envelope, choices: Vec::new(), usage: Some(usage) });
+            let usage = Some(usage(&summary));
+            yield Frame::json(&CompletionChunk { envelope: &envelope, choices: Vec::new(), usage });
         }
         yield Frame::done();
     }

@@ -1,4 +1,4 @@
-//! How requests are read and errors are written, in each dialect.
+//! How each dialect reads requests and writes errors.
 
 use axum::Json;
 use axum::extract::{FromRequest, Request};
@@ -9,7 +9,31 @@ use serde::de::DeserializeOwned;
 
 use crate::api::error::ApiError;
 
-/// Whether a route speaks OpenAI's dialect.
+/// SageMaker's route, whose bodies decide the dialect.
+pub(super) const INVOCATIONS: &str = "/invocations";
+
+/// How a route writes errors.
+#[derive(Clone, Copy)]
+pub(super) enum Dialect {
+    Tgi,
+    OpenAi,
+    /// Either, as the body decides.
+    Either,
+}
+
+impl Dialect {
+    pub(super) fn of(path: &str) -> Self {
+        if path == INVOCATIONS {
+            Self::Either
+        } else if is_openai(path) {
+            Self::OpenAi
+        } else {
+            Self::Tgi
+        }
+    }
+}
+
+/// Whether the route with this path speaks OpenAI's dialect.
 pub(super) fn is_openai(path: &str) -> bool {
     path == "/v1" || path.starts_with("/v1/")
 }
@@ -46,7 +70,7 @@ impl IntoResponse for OpenAiError {
     }
 }
 
-/// The error travels along with its response, for the one place that logs and counts it.
+/// Attaches the error to its response, for the one place that logs and counts it (`observe`).
 fn render(status: StatusCode, body: impl Serialize, error: ApiError) -> Response {
     let mut response = (status, Json(body)).into_response();
     if let Some(seconds) = error.retry_after_s() {
@@ -56,7 +80,7 @@ fn render(status: StatusCode, body: impl Serialize, error: ApiError) -> Response
     response
 }
 
-/// `axum::Json` whose refusals are OpenAI's error objects.
+/// `axum::Json` whose rejections are OpenAI's error objects.
 pub(super) struct OpenAiJson<T>(pub(super) T);
 
 impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for OpenAiJson<T> {

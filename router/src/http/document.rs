@@ -13,7 +13,8 @@ use utoipa::openapi::{Content, Ref, RefOr, Response, ResponseBuilder};
 use utoipa::{IntoResponses, OpenApi, PartialSchema};
 use utoipa_swagger_ui::SwaggerUi;
 
-use super::{auth, dialect, invocations};
+use super::auth;
+use super::dialect::Dialect;
 use crate::api::error::{OpenAiErrorBody, TgiErrorBody};
 
 const KEY: &str = "key";
@@ -88,33 +89,12 @@ const READING: [(u16, &str); 5] = [
     (415, "The body's type is not `application/json`."),
     (422, "As text: the body is JSON of another shape. As JSON: something in it is wrong or not allowed."),
 ];
-const GENERATING: [(u16, &str); 4] = [
-    (424, "The generation failed."),
-    (429, "There is no room for more; `Retry-After` says in how many seconds to try again."),
+const ADMITTING: [(u16, &str); 2] = [
+    (429, "The server is at capacity; `Retry-After` is the number of seconds after which to try again."),
     (503, "The server is shutting down."),
-    (504, "The request's own `timeout` is over."),
 ];
-
-/// How a route writes errors.
-#[derive(Clone, Copy)]
-enum Dialect {
-    Tgi,
-    OpenAi,
-    /// One of them, as the body decides.
-    Either,
-}
-
-impl Dialect {
-    fn of(path: &str) -> Self {
-        if path == invocations::PATH {
-            Self::Either
-        } else if dialect::is_openai(path) {
-            Self::OpenAi
-        } else {
-            Self::Tgi
-        }
-    }
-}
+const GENERATING: [(u16, &str); 4] =
+    [(424, "The generation failed."), ADMITTING[0], ADMITTING[1], (504, "The request's own `timeout` is over.")];
 
 /// How the server is.
 pub(super) struct Health;
@@ -127,12 +107,20 @@ impl IntoResponses for Health {
     }
 }
 
+/// How requests fail that take a permit and generate nothing.
+pub(super) struct AdmissionFailures;
 /// How generations fail on TGI's routes.
 pub(super) struct TgiFailures;
 /// How generations fail on OpenAI's routes.
 pub(super) struct OpenAiFailures;
 /// How generations fail where the body decides about the dialect.
 pub(super) struct EitherFailures;
+
+impl IntoResponses for AdmissionFailures {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        failures(Dialect::Tgi, &ADMITTING)
+    }
+}
 
 impl IntoResponses for TgiFailures {
     fn responses() -> BTreeMap<String, RefOr<Response>> {

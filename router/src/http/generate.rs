@@ -6,28 +6,25 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use futures::Stream;
-use futures::future::try_join_all;
+use futures::{Stream, StreamExt};
 
-use super::admission::Permit;
 use super::candidate::{self, Choice};
 use super::dialect::TgiError;
 use super::document::TgiFailures;
 use super::header;
-use super::running::{self, Finished, Prepared, Prompt, Running};
 use super::service::Service;
 use super::sse::{self, Frame};
 use crate::api::error::ApiError;
 use crate::api::tgi::{
     BestOfSequence, Details, GenerateRequest, GenerateResponse, StreamDetails, StreamResponse, Token,
 };
+use crate::generation::{Finished, GenerationError, Generations};
 use crate::telemetry::{RequestRecord, RequestSummary};
-use crate::text::StopText;
 
-/// The hub's name for models that write on; their answers on `/` begin with the prompt.
+/// The hub's pipeline tag of models whose answers on `/` begin with the prompt.
 const TEXT_GENERATION: &str = "text-generation";
 
-/// Generate tokens.
+/// Generate text.
 #[utoipa::path(
     post,
     path = "/generate",
@@ -46,7 +43,7 @@ pub(super) async fn generate(
     Ok((answer.headers(&service), Json(answer.response)).into_response())
 }
 
-/// Generate tokens, each as an event.
+/// Generate text as a stream of events, one for each token.
 #[utoipa::path(
     post,
     path = "/generate_stream",
@@ -55,7 +52,7 @@ pub(super) async fn generate(
     responses(
         (
             status = 200,
-            description = "An event for each token, the last with the whole text; or a last event that is an error.",
+            description = "An event for each token, the last with the full text; an error is the last event.",
             content_type = "text/event-stream",
             body = StreamResponse
         ),
@@ -71,7 +68,7 @@ pub(super) async fn generate_stream(
     Ok(stream(service, record, request).await?)
 }
 
-/// Generate tokens, in one answer or, with `stream`, in events.
+/// Generate text, in one answer or, with `stream`, as a stream of events.
 #[utoipa::path(
     post,
     path = "/",
@@ -80,21 +77,21 @@ pub(super) async fn generate_stream(
     responses(
         (
             status = 200,
-            description = "A list of one; or events, as `/generate_stream` has them.",
+            description = "A list with one answer; with `stream` the events of `/generate_stream`.",
             content((Vec<GenerateResponse> = "application/json"), (StreamResponse = "text/event-stream"))
         ),
         TgiFailures
     )
 )]
-// COMPAT: a plain answer is a list of one.
+// COMPAT: a plain answer is a list with one element.
 pub(super) async fn compat(
     State(service): State<Service>,
     Extension(record): Extension<RequestRecord>,
     Json(mut request): Json<GenerateRequest>,
 ) -> Result<Response, TgiError> {
     record.generates();
-    let writes_on = service.config().pipeline_tag.as_deref().is_none_or(|tag| tag == TEXT_GENERATION);
-    request.parameters.return_full_text.get_or_insert(writes_on);
+    let continues_prompt = service.config().pipeline_tag.as_deref().is_none_or(|tag| tag == TEXT_GENERATION);
+    request.parameters.return_full_text.get_or_insert(continues_prompt);
     if request.stream {
         return Ok(stream(service, record, request).await?);
     }
@@ -103,7 +100,7 @@ pub(super) async fn compat(
     Ok((answer.headers(&service), Json([answer.response])).into_response())
 }
 
-/// What an answer must show.
+/// What the request asked to see in its answer.
 struct Shape {
     inputs: Arc<str>,
     return_full_text: bool,
@@ -120,7 +117,7 @@ impl Shape {
         self.inputs.chars().count()
     }
 
-    /// `finished`: all generations of the request, in their order.
+    /// `finished`: all generations of the request, in order.
     fn response(&self, finished: Vec<Finished>) -> GenerateResponse {
         let is_choice = finished.len() > 1;
         let mut chosen = candidate::choose(finished, self.choice).into_iter().map(|finished| self.sequence(finished));
@@ -141,7 +138,7 @@ impl Shape {
         }
         BestOfSequence {
             generated_text: self.generated_text(finished.text),
-            finish_reason: finished.finish.ending.into(),
+            finish_reason: finished.finish.reason.into(),
             generated_tokens: finished.finish.num_generated_tokens,
             seed: finished.seed,
             prefill: finished.prompt_tokens.into_iter().map(Into::into).collect(),
@@ -151,33 +148,23 @@ impl Shape {
     }
 }
 
-/// Whatever can be refused is refused here, with its status, before a stream starts.
+/// Starts the request's generations.
 async fn start(
     service: &Service,
     record: &RequestRecord,
     request: GenerateRequest,
     streams: bool,
-) -> Result<(Vec<Running>, Permit, Shape), ApiError> {
-    let config = service.config();
+) -> Result<(Generations, Shape), ApiError> {
     let return_full_text = request.parameters.return_full_text.unwrap_or(false);
     let with_details = request.parameters.details || request.parameters.decoder_input_details;
-    let mut parameters = request.parameters.into_parameters(config)?;
-    if streams {
-        parameters.check_stream()?;
-    }
-    let num_generations = parameters.check_best_of(&config.limits)?;
-    let permit = service.admission().admit(num_generations)?;
-    // COMPAT: without the flag `prefill` is empty; it is not an error to ask.
-    parameters.decoder_input_details &= config.prefill_logprobs;
-    let choice = Choice::new(parameters.best_of, parameters.extension.n);
-    let checked = parameters.check(&config.limits)?;
-    let shape = Shape { inputs: request.inputs.into(), return_full_text, with_details, choice };
-    let prompt = Prompt::Text(Arc::clone(&shape.inputs));
-    let prepared = Prepared::new(service, prompt, checked, StopText::Kept, record.received()).await?;
-    Ok((prepared.start_all(service), permit, shape))
+    let request = request.into_generation(service.config(), streams)?;
+    let choice = Choice::new(request.parameters.best_of, request.parameters.extension.n);
+    let generations = service.generation().start(request, record.received()).await?;
+    let inputs = generations.prompts.first().and_then(|prompt| prompt.text.clone()).unwrap_or_default();
+    Ok((generations, Shape { inputs, return_full_text, with_details, choice }))
 }
 
-/// A whole answer, and what it cost.
+/// A plain answer and its cost.
 pub(super) struct Answer {
     pub(super) response: GenerateResponse,
     pub(super) summary: RequestSummary,
@@ -195,59 +182,55 @@ pub(super) async fn answer(
     record: &RequestRecord,
     request: GenerateRequest,
 ) -> Result<Answer, ApiError> {
-    let (running, _permit, shape) = start(service, record, request, false).await?;
-    // The first failure drops, and so aborts, the others.
-    let finished = try_join_all(running.into_iter().map(Running::finish)).await?;
-    let summary = candidate::cost(&finished);
+    let (generations, shape) = start(service, record, request, false).await?;
+    let (finished, summary) = generations.collect().await?;
     Ok(Answer { summary, num_characters: shape.num_characters(), response: shape.response(finished) })
 }
 
 async fn stream(service: Service, record: RequestRecord, request: GenerateRequest) -> Result<Response, ApiError> {
-    let (mut running, permit, shape) = start(&service, &record, request, true).await?;
-    running::started(&service, &mut running).await?;
-    let running = running.pop().expect("invariant: a stream has one generation");
+    let (generations, shape) = start(&service, &record, request, true).await?;
     let headers = header::of_stream(&service, shape.num_characters());
-    let frames = frames(running, shape, record.clone());
-    Ok(sse::response(headers, permit, record, sse::tgi_error, frames))
+    let frames = frames(generations, shape, record.clone());
+    Ok(sse::response(headers, record, sse::tgi_error, frames))
 }
 
-/// One event for each token; the last one has the whole text.
-fn frames(mut running: Running, shape: Shape, record: RequestRecord) -> impl Stream<Item = Frame> + Send {
+/// One event for each token; the last has the full text.
+fn frames(generations: Generations, shape: Shape, record: RequestRecord) -> impl Stream<Item = Frame> + Send {
     async_stream::stream! {
         let (mut text, mut index) = (String::new(), 0);
-        loop {
-            let step = match running.next().await {
-                Ok(step) => step,
+        let seed = generations.seed();
+        let mut deltas = std::pin::pin!(generations.deltas());
+        while let Some(delta) = deltas.next().await {
+            let delta = match delta {
+                Ok(delta) => delta,
                 Err(error) => {
                     yield Frame::Error(of_stream(error));
                     return;
                 }
             };
             index += 1;
-            text.push_str(&step.text);
-            let (token, top_tokens) = Token::with_top(step.token);
-            let Some(finish) = step.finish else {
-                yield Frame::json(&StreamResponse { index, token, top_tokens, generated_text: None, details: None });
-                continue;
-            };
-            record.answered(running.summary(&finish));
-            let details = shape.with_details.then(|| StreamDetails {
-                finish_reason: finish.ending.into(),
-                generated_tokens: finish.num_generated_tokens,
-                seed: running.seed,
-                input_length: running.num_prompt_tokens,
-            });
-            let generated_text = Some(shape.generated_text(text));
-            yield Frame::json(&StreamResponse { index, token, top_tokens, generated_text, details });
-            return;
+            text.push_str(&delta.delta.text);
+            let (token, top_tokens) = Token::with_top(delta.delta.token);
+            let mut event = StreamResponse { index, token, top_tokens, generated_text: None, details: None };
+            if let (Some(finish), Some(total)) = (delta.delta.finish, delta.total) {
+                record.answered(total);
+                event.details = shape.with_details.then(|| StreamDetails {
+                    finish_reason: finish.reason.into(),
+                    generated_tokens: finish.num_generated_tokens,
+                    seed,
+                    input_length: total.num_prompt_tokens,
+                });
+                event.generated_text = Some(shape.generated_text(std::mem::take(&mut text)));
+            }
+            yield Frame::json(&event);
         }
     }
 }
 
-/// COMPAT: a stream that ends early has an `error_type` of its own.
-fn of_stream(error: ApiError) -> ApiError {
+/// COMPAT: in a stream TGI gives this error a type of its own.
+fn of_stream(error: GenerationError) -> ApiError {
     match error {
-        ApiError::Incomplete => ApiError::IncompleteStream,
-        error => error,
+        GenerationError::Incomplete => ApiError::IncompleteStream,
+        error => error.into(),
     }
 }

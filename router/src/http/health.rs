@@ -11,6 +11,7 @@ use super::dialect::TgiError;
 use super::document;
 use super::service::Service;
 use crate::api::error::ApiError;
+use crate::generation::GenerationError;
 
 /// How the server is; each of the three with the reason, where it is not so.
 #[derive(Debug, Serialize, ToSchema)]
@@ -41,9 +42,9 @@ impl Condition {
 
 impl Report {
     fn of(service: &Service) -> Self {
-        let health = service.generator().health();
+        let health = service.generation().health();
         let reason = health.public_reason();
-        let draining = service.is_draining().then(|| ApiError::ShuttingDown.to_string());
+        let draining = service.generation().is_draining().then(|| GenerationError::ShuttingDown.to_string());
         Self {
             live: Condition::unless(reason.clone().filter(|_| health.is_permanent())),
             progressing: Condition::unless(reason.clone().filter(|_| health.is_stuck())),

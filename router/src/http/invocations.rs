@@ -12,15 +12,13 @@ use utoipa::openapi::schema::AnyOfBuilder;
 use utoipa::openapi::{Ref, RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::dialect::OpenAiJson;
+use super::dialect::{INVOCATIONS, OpenAiJson};
 use super::document::{self, EitherFailures};
 use super::service::Service;
 use super::{chat, completion, generate};
 use crate::api::openai::{ChatRequest, CompletionRequest};
 use crate::api::tgi::GenerateRequest;
 use crate::telemetry::RequestRecord;
-
-pub(super) const PATH: &str = "/invocations";
 
 /// One of three requests.
 #[derive(ToSchema)]
@@ -57,7 +55,7 @@ impl ToSchema for Event {}
 /// Generate, chat or complete, as SageMaker asks for it: the body's shape says which.
 #[utoipa::path(
     post,
-    path = PATH,
+    path = INVOCATIONS,
     tag = "Clouds",
     request_body = Invocation,
     responses(

@@ -1,7 +1,8 @@
 //! Tokens with their logprobs, as OpenAI's routes write them.
 
 use crate::api::openai::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
-use crate::text::{PromptToken, TextModel, TextToken, TopText};
+use crate::generation::{PromptToken, TextToken, TopToken};
+use crate::text::TextModel;
 
 pub(super) fn of_chat(text_model: &TextModel, token: TextToken) -> ChatLogprobs {
     let entry = |id, text: String, logprob| TopLogprob {
@@ -9,7 +10,7 @@ pub(super) fn of_chat(text_model: &TextModel, token: TextToken) -> ChatLogprobs 
         token: text,
         logprob,
     };
-    let top = |top: TopText| entry(top.id, top_text(text_model, &top, token.id, &token.text), top.logprob);
+    let top = |top: TopToken| entry(top.id, top_text(text_model, &top, token.id, &token.text), top.logprob);
     let top_logprobs = token.top.into_iter().map(top).collect();
     ChatLogprobs { content: vec![TokenLogprob { token: entry(token.id, token.text, token.logprob), top_logprobs }] }
 }
@@ -21,7 +22,7 @@ fn whole_bytes(text: &str) -> Option<Vec<u8>> {
 }
 
 /// The chosen token is written as it is where it was chosen; others with the space that a text's first token loses.
-fn top_text(text_model: &TextModel, top: &TopText, chosen_id: u32, chosen_text: &str) -> String {
+fn top_text(text_model: &TextModel, top: &TopToken, chosen_id: u32, chosen_text: &str) -> String {
     if top.id == chosen_id {
         return chosen_text.to_owned();
     }
@@ -60,7 +61,7 @@ impl CompletionLogprobWriter {
     fn push(&mut self, logprobs: &mut CompletionLogprobs, entry: Entry) {
         let Entry { id, text, special, logprob, top } = entry;
         let top_tokens = logprob.map(|logprob| {
-            let written = |top: &TopText| (top_text(&self.text_model, top, id, &text), top.logprob);
+            let written = |top: &TopToken| (top_text(&self.text_model, top, id, &text), top.logprob);
             let mut tokens: Vec<_> = top.iter().map(written).collect();
             // The token itself is always among them, as the last if it was not one of the best.
             if !top.iter().any(|top| top.id == id) {
@@ -82,5 +83,5 @@ struct Entry {
     text: String,
     special: bool,
     logprob: Option<f32>,
-    top: Vec<TopText>,
+    top: Vec<TopToken>,
 }

@@ -1,7 +1,8 @@
-//! HTTP: routes, headers, event streams and admission. What requests mean is decided in `api`, what they do in `text`.
+//! HTTP: connections, routes, keys, headers, event streams, and the rendering of answers in each dialect.
+//!
+//! A generating handler extracts its request (`api`), starts it (`generation`) and renders the deltas.
 
-mod admission;
-pub(crate) mod auth;
+mod auth;
 mod candidate;
 mod chat;
 mod completion;
@@ -16,10 +17,7 @@ mod invocations;
 mod logprob;
 mod observe;
 mod request_id;
-mod running;
 mod service;
-mod service_rate;
-mod side_by_side;
 mod slow_body;
 mod socket;
 mod sse;

@@ -14,6 +14,7 @@ use http_body::{Frame, SizeHint};
 
 use super::dialect::{OpenAiError, TgiError, is_openai};
 use crate::api::error::ApiError;
+use crate::generation::GenerationError;
 use crate::telemetry::{RequestIdentity, RequestRecord, metrics};
 
 /// Makes the request's record, and closes it when the answer's body has ended, or was dropped.
@@ -39,8 +40,9 @@ pub(super) fn fail(record: &RequestRecord, error: &ApiError) {
     if let Some(reason) = error.refusal() {
         metrics::request_refused(reason);
     }
-    let is_ours = error.tgi_status().is_server_error() || matches!(error, ApiError::Generation(_));
-    let is_expected = matches!(error, ApiError::ShuttingDown | ApiError::Unhealthy);
+    let is_ours =
+        error.tgi_status().is_server_error() || matches!(error, ApiError::Generation(GenerationError::Failed(_)));
+    let is_expected = matches!(error, ApiError::Generation(GenerationError::ShuttingDown) | ApiError::Unhealthy);
     record.failed(error.failure(), error.error_type(), (is_ours && !is_expected).then(|| error.to_string()));
 }
 

@@ -1,4 +1,4 @@
-//! Event streams: `data: ` and one line of JSON for each event, a comment every 15 s of silence.
+//! Event streams: `data: ` and one line of JSON for each event, and a comment after every 15 s without an event.
 
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
@@ -9,15 +9,14 @@ use axum::response::{IntoResponse, Response};
 use futures::{FutureExt, Stream, StreamExt};
 use serde::Serialize;
 
-use super::admission::Permit;
 use super::observe;
 use crate::api::error::ApiError;
 use crate::telemetry::RequestRecord;
 
-/// What a stream yields.
+/// An item of a stream.
 pub(super) enum Frame {
     Data(Event),
-    /// The last one of a stream that could not go on.
+    /// The last item of a stream that failed.
     Error(ApiError),
 }
 
@@ -26,13 +25,13 @@ impl Frame {
         Self::Data(json_event(value))
     }
 
-    /// How OpenAI's streams end.
+    /// The last event of OpenAI's streams.
     pub(super) fn done() -> Self {
         Self::Data(Event::default().data("[DONE]"))
     }
 }
 
-/// How a stream writes an error.
+/// Renders an error as a stream's last events.
 pub(super) type RenderError = fn(&ApiError) -> Vec<Event>;
 
 pub(super) fn tgi_error(error: &ApiError) -> Vec<Event> {
@@ -43,19 +42,17 @@ pub(super) fn openai_error(error: &ApiError) -> Vec<Event> {
     vec![json_event(&error.openai_event()), Event::default().data("[DONE]")]
 }
 
-/// Holds the permit until the stream ends or the client leaves.
+/// An event stream of `frames`. Dropping the response drops `frames`, and so aborts their generations.
 pub(super) fn response(
     headers: HeaderMap,
-    permit: Permit,
     record: RequestRecord,
     render_error: RenderError,
     frames: impl Stream<Item = Frame> + Send + 'static,
 ) -> Response {
     let events = async_stream::stream! {
-        let _permit = permit;
         let mut frames = std::pin::pin!(frames);
         loop {
-            // A bug in here must end this stream, not the connection's task.
+            // A panic must end this stream, not the task of its connection.
             let frame = match AssertUnwindSafe(frames.next()).catch_unwind().await {
                 Ok(frame) => frame,
                 Err(panic) => Some(Frame::Error(observe::bug(panic.as_ref()))),
@@ -77,6 +74,6 @@ pub(super) fn response(
 }
 
 fn json_event(value: &impl Serialize) -> Event {
-    // Our own types: no map keys that are not strings, and floats that are not numbers become null.
+    // Serializing our own types cannot fail: map keys are strings, and NaN becomes null.
     Event::default().json_data(value).unwrap_or_else(|_| Event::default().data("null"))
 }

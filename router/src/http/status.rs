@@ -24,7 +24,7 @@ const ROUTER: &str = "text-generation-router";
     responses((status = 200, description = "Prometheus's text format.", content_type = "text/plain", body = String))
 )]
 pub(super) async fn metrics(State(service): State<Service>) -> Response {
-    metrics::load(&service.generator().stats(), service.admission().queued_tokens());
+    metrics::load(&service.generation().stats(), service.generation().queued_tokens());
     ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], service.metrics().render()).into_response()
 }
 

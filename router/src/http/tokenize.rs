@@ -1,16 +1,16 @@
-//! `/tokenize` and `/chat_tokenize`: what a prompt or a chat becomes before anything is generated.
+//! `/tokenize` and `/chat_tokenize`: the tokens of a prompt or a chat. Both take a permit, as generating requests do.
 
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
 
-use super::chat;
 use super::dialect::TgiError;
+use super::document::AdmissionFailures;
 use super::service::Service;
-use crate::api::error::ApiError;
 use crate::api::openai::ChatRequest;
 use crate::api::tgi::{ChatTokenizeResponse, GenerateRequest, SimpleToken};
+use crate::generation::TokenizedChat;
 use crate::text::TokenSpan;
 
 /// Tokenize a prompt.
@@ -19,14 +19,16 @@ use crate::text::TokenSpan;
     path = "/tokenize",
     tag = "TGI",
     request_body = GenerateRequest,
-    responses((status = 200, description = "The prompt's tokens.", body = Vec<SimpleToken>))
+    responses((status = 200, description = "The prompt's tokens.", body = Vec<SimpleToken>), AdmissionFailures)
 )]
-// COMPAT: of the parameters, none has an effect, `truncate` neither.
+// COMPAT: the parameters have no effect, not even `truncate`.
 pub(super) async fn tokenize(
     State(service): State<Service>,
     Json(request): Json<GenerateRequest>,
 ) -> Result<Json<Vec<SimpleToken>>, TgiError> {
-    Ok(Json(tokens(&service, &request.inputs.into(), true).await?))
+    let text = request.inputs.into();
+    let spans = service.generation().tokenize(Arc::clone(&text)).await?;
+    Ok(Json(tokens(&text, spans)))
 }
 
 /// Apply the chat template and tokenize the result.
@@ -35,25 +37,22 @@ pub(super) async fn tokenize(
     path = "/chat_tokenize",
     tag = "TGI",
     request_body = ChatRequest,
-    responses((status = 200, description = "The prompt and its tokens.", body = ChatTokenizeResponse))
+    responses((status = 200, description = "The prompt and its tokens.", body = ChatTokenizeResponse), AdmissionFailures)
 )]
-// The template has written the special tokens.
 pub(super) async fn chat_tokenize(
     State(service): State<Service>,
-    Json(mut request): Json<ChatRequest>,
+    Json(request): Json<ChatRequest>,
 ) -> Result<Json<ChatTokenizeResponse>, TgiError> {
-    let text = chat::render(&service, &mut request).await?.text;
-    let tokenize_response = tokens(&service, &text, false).await?;
-    Ok(Json(ChatTokenizeResponse { tokenize_response, templated_text: text.as_ref().into() }))
+    let TokenizedChat { text, spans } = service.generation().tokenize_chat(request.into_chat()?).await?;
+    Ok(Json(ChatTokenizeResponse { tokenize_response: tokens(&text, spans), templated_text: text.as_ref().into() }))
 }
 
-async fn tokens(service: &Service, text: &Arc<str>, add_special_tokens: bool) -> Result<Vec<SimpleToken>, ApiError> {
-    let spans = service.text().encode_spans(Arc::clone(text), add_special_tokens).await?;
+fn tokens(text: &str, spans: Vec<TokenSpan>) -> Vec<SimpleToken> {
     let token = |span: TokenSpan| SimpleToken {
         id: span.id,
         text: text.get(span.start..span.stop).unwrap_or_default().to_owned(),
         start: span.start,
         stop: span.stop,
     };
-    Ok(spans.into_iter().map(token).collect())
+    spans.into_iter().map(token).collect()
 }

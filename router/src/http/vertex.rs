@@ -1,6 +1,6 @@
 //! `/vertex`: several prompts and chats in one request, as Vertex AI sends them.
 //!
-//! COMPAT: whatever goes wrong with one is the whole request's `Incomplete generation`; the reason is in the log.
+//! COMPAT: the failure of one instance fails the request with `Incomplete generation`; the log has the reason.
 
 use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
@@ -8,24 +8,22 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures::future::try_join_all;
 
-use super::chat::{self, Started};
 use super::generate;
-use super::running::Running;
 use super::service::Service;
 use crate::api::error::{ApiError, TgiErrorBody};
 use crate::api::openai::ChatRequest;
-use crate::api::parameter::ValidationError;
 use crate::api::vertex::{VertexInstance, VertexRequest, VertexResponse};
+use crate::generation::{GenerationError, GenerationRequest, ValidationError};
 use crate::telemetry::{RequestRecord, RequestSummary};
 
-/// An error as TGI writes it here: text and type are the same.
+/// An error as TGI writes it on this route: `error` and `error_type` are the same.
 #[derive(Debug)]
 pub(super) struct VertexError(ApiError);
 
 impl IntoResponse for VertexError {
     fn into_response(self) -> Response {
         let (status, told) = match &self.0 {
-            ApiError::Validation(ValidationError::NoInstances) => {
+            ApiError::Generation(GenerationError::Validation(ValidationError::NoInstances)) => {
                 (StatusCode::UNPROCESSABLE_ENTITY, "Input validation error")
             }
             _ => (StatusCode::INTERNAL_SERVER_ERROR, "Incomplete generation"),
@@ -41,15 +39,15 @@ impl IntoResponse for VertexError {
     }
 }
 
-/// Predict a text for each instance, as Vertex AI asks for it.
+/// Generate a text for each instance of a Vertex AI request.
 #[utoipa::path(
     post,
     path = "/vertex",
     tag = "Clouds",
     request_body = VertexRequest,
     responses(
-        (status = 200, description = "A text for each instance, in their order.", body = VertexResponse),
-        (status = 500, description = "Whatever went wrong with an instance; the reason is in the log.", body = TgiErrorBody)
+        (status = 200, description = "A text for each instance, in the order of the instances.", body = VertexResponse),
+        (status = 500, description = "An instance failed; the log has the reason.", body = TgiErrorBody)
     )
 )]
 pub(super) async fn vertex(
@@ -62,7 +60,7 @@ pub(super) async fn vertex(
         return Err(VertexError(ValidationError::NoInstances.into()));
     }
     let answers = request.instances.into_iter().map(|instance| answer(&service, &record, instance));
-    // The first failure drops, and so aborts, the others.
+    // The first failure drops the other instances, which aborts them.
     let answers = try_join_all(answers).await.map_err(VertexError)?;
     let mut summary = RequestSummary::default();
     answers.iter().for_each(|(_, cost)| summary.add(cost));
@@ -84,16 +82,16 @@ async fn answer(
     }
 }
 
-/// COMPAT: the text as the model wrote it, calls of tools unread; `stream` has no effect.
+/// COMPAT: the text as the model wrote it, tool calls not parsed; `stream` has no effect.
 async fn answer_chat(
     service: &Service,
     record: &RequestRecord,
     request: ChatRequest,
 ) -> Result<(String, RequestSummary), ApiError> {
-    let Started { running, permit: _permit, .. } = chat::start(service, record, request).await?;
-    let several = |all: Vec<_>| ValidationError::Generations { max: 1, given: all.len() };
-    let [running]: [Running; 1] = running.try_into().map_err(several)?;
-    let finished = running.finish().await?;
-    let summary = finished.summary();
-    Ok((finished.text, summary))
+    let request = GenerationRequest { streams: false, ..request.into_generation()? };
+    if let Some(given) = request.parameters.extension.n.filter(|&n| n > 1) {
+        return Err(ValidationError::Generations { max: 1, given }.into());
+    }
+    let (finished, summary) = service.generation().start(request, record.received()).await?.collect().await?;
+    Ok((finished.into_iter().map(|finished| finished.text).collect(), summary))
 }

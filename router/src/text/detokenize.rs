@@ -16,11 +16,11 @@ const MAX_UNFINISHED: usize = 3;
 
 /// What one token adds.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(crate) struct Piece {
     /// Complete characters; empty while one is unfinished. For a special token its own text.
-    pub(super) text: String,
+    pub(crate) text: String,
     /// The token is not part of the visible text.
-    pub(super) special: bool,
+    pub(crate) special: bool,
 }
 
 /// One sequence's decoder.
@@ -44,7 +44,7 @@ impl Detokenizer {
         this
     }
 
-    pub(super) fn push(&mut self, token_id: u32) -> Piece {
+    pub(crate) fn push(&mut self, token_id: u32) -> Piece {
         if let Some(text) = self.special_text(token_id) {
             return Piece { text, special: true };
         }
@@ -71,17 +71,17 @@ impl Detokenizer {
     }
 
     /// The text of a token by itself.
-    pub(super) fn token_text(&self, token_id: u32) -> String {
+    pub(crate) fn token_text(&self, token_id: u32) -> String {
         self.special_text(token_id).unwrap_or_else(|| self.tokenizer_text(&[token_id]))
     }
 
     /// Whether the token is no part of a visible text.
-    pub(super) fn is_special(&self, token_id: u32) -> bool {
+    pub(crate) fn is_special(&self, token_id: u32) -> bool {
         self.special_text(token_id).is_some()
     }
 
     /// What is left when no more tokens come: characters that stayed unfinished.
-    pub(super) fn finish(&mut self) -> String {
+    pub(crate) fn finish(&mut self) -> String {
         let text = self.decode_window();
         text.get(self.emitted.len()..).unwrap_or_default().to_owned()
     }

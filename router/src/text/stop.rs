@@ -1,7 +1,7 @@
 //! Stop strings, found in the decoded text wherever token boundaries fall.
 
 /// Finds the first stop string to become complete, and tells which text is safe from ever being part of one.
-pub(super) struct StopMatcher {
+pub(crate) struct StopMatcher {
     stops: Vec<String>,
     /// Text that was pushed but not released.
     held: String,
@@ -11,7 +11,7 @@ pub(super) struct StopMatcher {
 
 /// What a push settles.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(crate) enum Outcome {
     /// So many bytes of the text not yet released can no longer be cut.
     Release(usize),
     /// A stop string is complete. `start`: its first byte in the text not yet released. `end_in_piece`: the byte after
@@ -21,13 +21,13 @@ pub(super) enum Outcome {
 
 impl StopMatcher {
     /// `stops` holds no empty string.
-    pub(super) fn new(stops: Vec<String>) -> Self {
+    pub(crate) fn new(stops: Vec<String>) -> Self {
         let max_held_bytes = stops.iter().map(String::len).max().unwrap_or(0).saturating_sub(1);
         Self { stops, held: String::new(), max_held_bytes }
     }
 
     /// The caller releases what the outcome says.
-    pub(super) fn push(&mut self, text: &str) -> Outcome {
+    pub(crate) fn push(&mut self, text: &str) -> Outcome {
         if self.stops.is_empty() {
             return Outcome::Release(text.len());
         }

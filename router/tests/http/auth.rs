@@ -64,5 +64,5 @@ async fn a_refusal_speaks_the_dialect_of_its_route() {
     let server = locked().await;
     assert_eq!(ask(&server, "/generate", None).await.body, "");
     insta::assert_snapshot!(ask(&server, "/v1/completions", None).await.body, @r#"{"error":{"message":"no API key was given; send one as `Authorization: Bearer KEY`","type":"invalid_request_error","param":null,"code":"invalid_api_key"}}"#);
-    insta::assert_snapshot!(ask(&server, "/v1/completions", Some("Bearer x")).await.body, @r#"{"error":{"message":"the API key that was given is not one of this server's","type":"invalid_request_error","param":null,"code":"invalid_api_key"}}"#);
+    insta::assert_snapshot!(ask(&server, "/v1/completions", Some("Bearer x")).await.body, @r#"{"error":{"message":"the given API key is not one of this server's","type":"invalid_request_error","param":null,"code":"invalid_api_key"}}"#);
 }

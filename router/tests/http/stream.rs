@@ -115,7 +115,7 @@ async fn no_stream_of_tgi_s_ends_with_done() {
 async fn a_timeout_is_a_status_or_the_last_event() {
     let (server, mut sequences) = Server::manual().await;
     let body = json!({"inputs": "Hi", "parameters": {"timeout": 0.05}});
-    let expected = r#"{"error":"the request's timeout is over","error_type":"timeout"}"#;
+    let expected = r#"{"error":"the request's timeout expired","error_type":"timeout"}"#;
     let plain = server.post("/generate", body.clone()).await;
     assert_eq!((plain.status, plain.body.as_str()), (StatusCode::GATEWAY_TIMEOUT, expected));
     sequences.recv().await.unwrap().aborted.await.unwrap();

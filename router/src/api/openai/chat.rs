@@ -5,10 +5,10 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::message::Message;
-use super::tool::{ToolChoiceField, ToolField, ToolSet};
+use super::tool::{ToolChoiceField, ToolField};
 use super::value::{SamplingFields, StreamOptions, logprob_source, says_something};
-use crate::api::parameter::{Parameters, ValidationError};
-use crate::api::tgi::or_default;
+use crate::api::field::or_default;
+use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, StopText, ToolSet, ValidationError};
 use crate::text::{ChatInputs, ToolChoice};
 
 /// OpenAI's limit.
@@ -72,15 +72,29 @@ pub(crate) struct ChatRequest {
 }
 
 impl ChatRequest {
-    /// What the template makes the prompt of, without tools.
-    pub(crate) fn template_inputs(&mut self) -> Result<ChatInputs, ValidationError> {
+    /// The request in the form that all dialects share.
+    pub(crate) fn into_generation(mut self) -> Result<GenerationRequest, ValidationError> {
+        let parameters = self.parameters()?;
+        let streams = self.stream;
+        let prompts = vec![Prompt::Chat(Box::new(self.into_chat()?))];
+        Ok(GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams })
+    }
+
+    /// The conversation with its tools.
+    pub(crate) fn into_chat(mut self) -> Result<Chat, ValidationError> {
+        let tools = self.tool_set();
+        Ok(Chat { inputs: self.template_inputs()?, tools })
+    }
+
+    /// What the template renders, except the tools.
+    fn template_inputs(&mut self) -> Result<ChatInputs, ValidationError> {
         if self.messages.is_empty() {
             return Err(ValidationError::NoMessages);
         }
         let messages = std::mem::take(&mut self.messages).into_iter().map(Message::into_template_value);
         let mut kwargs = self.chat_template_kwargs.take().unwrap_or_default();
         if let Some(effort) = self.reasoning_effort.take() {
-            // Templates know one of these, if any.
+            // A template reads one of these variables, or none.
             if effort == "none" {
                 kwargs.entry("enable_thinking").or_insert(false.into());
             }
@@ -96,8 +110,8 @@ impl ChatRequest {
         })
     }
 
-    /// `None`: a plain chat, in which the model is shown no tools.
-    pub(crate) fn tool_set(&mut self) -> Option<ToolSet> {
+    /// `None` for a plain chat, in which the model is shown no tools.
+    fn tool_set(&mut self) -> Option<ToolSet> {
         let (tools, values): (Vec<_>, Vec<_>) =
             self.tools.take().into_iter().flatten().map(|field| (field.tool, field.value)).unzip();
         let choice = self.tool_choice.take().map(|field| field.0).unwrap_or_default();
@@ -111,7 +125,7 @@ impl ChatRequest {
         (!is_plain).then_some(ToolSet { tools, values, choice, parallel, prompt })
     }
 
-    pub(crate) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
+    fn parameters(&mut self) -> Result<Parameters, ValidationError> {
         self.refuse_what_is_not_served()?;
         let max_tokens = match (self.max_tokens, self.max_completion_tokens) {
             (Some(one), Some(other)) if one != other => return Err(ValidationError::TwoLengths),

@@ -5,9 +5,10 @@ use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 
 use super::value::{OneOrMany, SamplingFields, StreamOptions, logprob_source};
-use crate::api::parameter::{Parameters, ValidationError};
-use crate::api::tgi::or_default;
-use crate::config::RequestLimits;
+use crate::api::error::ApiError;
+use crate::api::field::or_default;
+use crate::config::{Config, RequestLimits};
+use crate::generation::{GenerationRequest, Parameters, Prompt, StopText, ValidationError};
 
 /// OpenAI's limit.
 const MAX_LOGPROBS: u32 = 5;
@@ -56,48 +57,58 @@ enum Prompts {
     TokenIdLists(Vec<Vec<u32>>),
 }
 
-/// What to go on from.
-#[derive(Debug)]
-pub(crate) enum Prompt {
-    Text(String),
-    TokenIds(Vec<u32>),
-}
-
-impl Prompt {
-    fn is_empty(&self) -> bool {
-        match self {
-            Self::Text(text) => text.is_empty(),
-            Self::TokenIds(ids) => ids.is_empty(),
-        }
+impl Prompts {
+    /// At least one prompt, none of which is empty.
+    fn into_vec(self) -> Result<Vec<Prompt>, ValidationError> {
+        let (prompts, has_empty): (Vec<_>, bool) = match self {
+            Self::Texts(texts) => {
+                let texts = texts.into_vec();
+                let has_empty = texts.iter().any(String::is_empty);
+                (texts.into_iter().map(|text| Prompt::Text(text.into())).collect(), has_empty)
+            }
+            Self::TokenIds(ids) => return Self::TokenIdLists(vec![ids]).into_vec(),
+            Self::TokenIdLists(lists) => {
+                let has_empty = lists.iter().any(Vec::is_empty);
+                (lists.into_iter().map(Prompt::TokenIds).collect(), has_empty)
+            }
+        };
+        if has_empty || prompts.is_empty() { Err(ValidationError::NoPrompts) } else { Ok(prompts) }
     }
 }
 
 impl CompletionRequest {
-    /// An empty one, which some clients send always, is none.
-    pub(crate) fn has_suffix(&self) -> bool {
-        self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty())
+    /// The request in the form that all dialects share, and the number of choices to show for each prompt: `best_of`
+    /// asks for more generations than are shown.
+    pub(crate) fn into_generation(mut self, config: &Config) -> Result<(GenerationRequest, usize), ApiError> {
+        // Some clients always send an empty suffix.
+        if self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
+            return Err(ApiError::Suffix);
+        }
+        let prompts = std::mem::replace(&mut self.prompt, Prompts::TokenIds(Vec::new())).into_vec()?;
+        let max = config.limits.max_client_batch_size;
+        if prompts.len() > max {
+            return Err(ApiError::BatchSize { given: prompts.len(), max });
+        }
+        if self.echo && !config.decoder_prefix.is_empty() {
+            let why = "the model is an encoder–decoder, whose answer does not go on from the prompt";
+            return Err(ValidationError::Unsupported { field: "echo", why }.into());
+        }
+        let (parameters, num_choices) = self.parameters(&config.limits)?;
+        if parameters.decoder_input_details && !config.prefill_logprobs {
+            let why = "with `logprobs` it needs a server that runs with --enable-prefill-logprobs";
+            return Err(ValidationError::Unsupported { field: "echo", why }.into());
+        }
+        let request = GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream };
+        Ok((request, num_choices))
     }
 
-    /// At least one, and none is empty.
-    pub(crate) fn prompts(&mut self) -> Result<Vec<Prompt>, ValidationError> {
-        let given = std::mem::replace(&mut self.prompt, Prompts::TokenIds(Vec::new()));
-        let prompts: Vec<_> = match given {
-            Prompts::Texts(texts) => texts.into_vec().into_iter().map(Prompt::Text).collect(),
-            Prompts::TokenIds(ids) => vec![Prompt::TokenIds(ids)],
-            Prompts::TokenIdLists(lists) => lists.into_iter().map(Prompt::TokenIds).collect(),
-        };
-        let is_empty = prompts.is_empty() || prompts.iter().any(Prompt::is_empty);
-        if is_empty { Err(ValidationError::NoPrompts) } else { Ok(prompts) }
-    }
-
-    /// Asks for nothing but the prompt back: whoever scores texts does. One token is generated all the same, for that
-    /// is what computes the prompt, and not shown.
+    /// Whether the request only scores its prompt. One token is generated anyway, because that computes the prompt's
+    /// logprobs, and is not shown.
     pub(crate) fn hides_generated(&self) -> bool {
         self.echo && self.max_tokens == Some(0)
     }
 
-    /// Also returns how many choices there are for each prompt: `best_of` asks for more generations than are shown.
-    pub(crate) fn parameters(&mut self, limits: &RequestLimits) -> Result<(Parameters, usize), ValidationError> {
+    fn parameters(&mut self, limits: &RequestLimits) -> Result<(Parameters, usize), ValidationError> {
         let mut parameters = self.sampling.parameters()?;
         let n = parameters.extension.n.unwrap_or(1);
         let best_of = self.best_of.unwrap_or(n);

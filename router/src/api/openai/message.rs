@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
-use crate::api::parameter::ValidationError;
+use crate::generation::ValidationError;
 
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct Message {

@@ -12,16 +12,16 @@ mod value;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::text::Ending;
+use crate::generation;
+use crate::telemetry::RequestSummary;
 
 pub(crate) use chat::ChatRequest;
 pub(crate) use chat_answer::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, Delta, FunctionDelta, OutputMessage, ToolCallDelta,
 };
-pub(crate) use completion::{CompletionRequest, Prompt};
+pub(crate) use completion::CompletionRequest;
 pub(crate) use completion_answer::{Completion, CompletionChoice, CompletionChunk};
 pub(crate) use logprob::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
-pub(crate) use tool::ToolSet;
 
 /// Tokens read and written.
 #[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
@@ -38,13 +38,13 @@ struct PromptTokensDetails {
     cached_tokens: usize,
 }
 
-impl Usage {
-    pub(crate) fn new(prompt_tokens: usize, cached_tokens: usize, completion_tokens: usize) -> Self {
+impl From<&RequestSummary> for Usage {
+    fn from(summary: &RequestSummary) -> Self {
         Self {
-            prompt_tokens,
-            completion_tokens,
-            total_tokens: prompt_tokens + completion_tokens,
-            prompt_tokens_details: PromptTokensDetails { cached_tokens },
+            prompt_tokens: summary.num_prompt_tokens,
+            completion_tokens: summary.num_generated_tokens,
+            total_tokens: summary.num_prompt_tokens + summary.num_generated_tokens,
+            prompt_tokens_details: PromptTokensDetails { cached_tokens: summary.num_cached_tokens },
         }
     }
 }
@@ -58,11 +58,11 @@ pub(crate) enum FinishReason {
     ToolCalls,
 }
 
-impl From<Ending> for FinishReason {
-    fn from(ending: Ending) -> Self {
-        match ending {
-            Ending::Length => Self::Length,
-            Ending::EosToken | Ending::StopString => Self::Stop,
+impl From<generation::FinishReason> for FinishReason {
+    fn from(reason: generation::FinishReason) -> Self {
+        match reason {
+            generation::FinishReason::Length => Self::Length,
+            generation::FinishReason::StopToken | generation::FinishReason::StopString => Self::Stop,
         }
     }
 }

@@ -114,14 +114,3 @@ impl<'de> Deserialize<'de> for ToolChoiceField {
         }))
     }
 }
-
-/// What a chat may call. Not empty, unless its choice cannot be met.
-#[derive(Debug)]
-pub(crate) struct ToolSet {
-    pub(crate) tools: Vec<Tool>,
-    pub(crate) values: Vec<Value>,
-    pub(crate) choice: ToolChoice,
-    pub(crate) parallel: bool,
-    /// What the model is to be told instead of ours.
-    pub(crate) prompt: Option<String>,
-}

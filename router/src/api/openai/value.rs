@@ -5,9 +5,9 @@ use serde_json::Value;
 use utoipa::ToSchema;
 
 use crate::api::extension::ExtensionFields;
-use crate::api::field_path::named;
+use crate::api::field::named;
 use crate::api::grammar::GrammarField;
-use crate::api::parameter::{Parameters, ValidationError};
+use crate::generation::{Parameters, ValidationError};
 use crate::sequence::{Grammar, LogprobSource};
 
 /// `"stop"` or `["stop", …]`.
@@ -55,7 +55,7 @@ pub(super) fn says_something(value: Option<&Value>) -> bool {
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct StreamOptions {
     /// Streams end with a chunk that has the usage and no choices.
-    #[serde(default, deserialize_with = "crate::api::tgi::or_default")]
+    #[serde(default, deserialize_with = "crate::api::field::or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) include_usage: bool,
 }

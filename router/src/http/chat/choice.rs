@@ -1,75 +1,48 @@
-//! One choice of a chat: its steps as chunks, and its chunks added up.
+//! One choice of a chat: its deltas as chunks, and its chunks added up.
 
 use crate::api::openai::{
     ChatChoice, ChatChunkChoice, ChatLogprobs, Delta, FinishReason, FunctionDelta, OutputMessage, ToolCallDelta,
 };
+use crate::generation::{self, GenerationDelta, ToolCallIds};
 use crate::http::logprob;
-use crate::text::{AnswerParser, Ending, Finish, Part, Step, TextModel};
+use crate::text::{Part, TextModel};
 
 const ROLE: &str = "assistant";
 
-/// How ids of tool calls are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum CallIds {
-    /// `call_` and so on.
-    OpenAi,
-    /// Nine letters and digits: what Mistral's templates insist on when a call comes back in a conversation.
-    Mistral,
-}
-
-/// What all choices of a request have in common.
-#[derive(Clone)]
-pub(super) struct ChoiceOptions {
-    /// Set if logprobs are to be told.
-    pub(super) logprobs_of: Option<TextModel>,
-    /// Set if the model may call tools.
-    pub(super) call_ids: Option<CallIds>,
-}
-
 pub(super) struct ChoiceReader {
     index: usize,
-    options: ChoiceOptions,
-    /// Until the end.
-    parser: Option<AnswerParser>,
+    /// `None` without logprobs.
+    logprobs_of: Option<TextModel>,
+    /// `None` if the model cannot call tools.
+    call_ids: Option<ToolCallIds>,
     is_first: bool,
     has_content: bool,
     num_calls: usize,
 }
 
 impl ChoiceReader {
-    pub(super) fn new(index: usize, options: ChoiceOptions, parser: AnswerParser) -> Self {
-        Self { index, options, parser: Some(parser), is_first: true, has_content: false, num_calls: 0 }
+    pub(super) fn new(index: usize, logprobs_of: Option<TextModel>, call_ids: Option<ToolCallIds>) -> Self {
+        Self { index, logprobs_of, call_ids, is_first: true, has_content: false, num_calls: 0 }
     }
 
-    pub(super) fn read(&mut self, step: Step) -> Vec<ChatChunkChoice> {
-        let (parts, is_cut) = self.parts(&step);
-        let mut logprobs = self.options.logprobs_of.as_ref().map(|model| logprob::of_chat(model, step.token));
+    pub(super) fn read(&mut self, delta: GenerationDelta) -> Vec<ChatChunkChoice> {
+        let GenerationDelta { delta: text_delta, parts, ends_in_call, .. } = delta;
+        let finish = text_delta.finish;
+        let mut logprobs = self.logprobs_of.as_ref().map(|model| logprob::of_chat(model, text_delta.token));
         let mut deltas: Vec<_> = parts.into_iter().map(|part| self.delta(part)).collect();
-        self.complete(&mut deltas, step.finish.is_some(), logprobs.is_some());
+        self.complete(&mut deltas, finish.is_some(), logprobs.is_some());
         let num_deltas = deltas.len();
         let chunk = |(at, mut delta): (usize, Delta)| {
             delta.role = std::mem::take(&mut self.is_first).then_some(ROLE);
-            let finish = step.finish.filter(|_| at + 1 == num_deltas);
+            let finish = finish.filter(|_| at + 1 == num_deltas);
             ChatChunkChoice {
                 index: self.index,
                 delta,
                 logprobs: logprobs.take(),
-                finish_reason: finish.map(|finish| reason(&finish, self.num_calls > 0 && !is_cut)),
+                finish_reason: finish.map(|finish| reason(finish.reason, self.num_calls > 0 && !ends_in_call)),
             }
         };
         deltas.into_iter().enumerate().map(chunk).collect()
-    }
-
-    /// Also whether the answer ends within a call.
-    fn parts(&mut self, step: &Step) -> (Vec<Part>, bool) {
-        let mut parts = self.parser.as_mut().map(|parser| parser.push(&step.text, false)).unwrap_or_default();
-        if step.finish.is_some()
-            && let Some(rest) = self.parser.take().map(AnswerParser::finish)
-        {
-            parts.extend(rest.parts);
-            return (parts, rest.is_cut);
-        }
-        (parts, false)
     }
 
     fn delta(&mut self, part: Part) -> Delta {
@@ -82,7 +55,7 @@ impl ChoiceReader {
             Part::ToolCallStart { index, name } => {
                 self.num_calls += 1;
                 let function = FunctionDelta { name: Some(name), arguments: String::new() };
-                let id = Some(self.options.call_ids.unwrap_or(CallIds::OpenAi).new_id());
+                let id = Some(self.call_ids.unwrap_or(ToolCallIds::OpenAi).new_id());
                 of_call(ToolCallDelta { index, id, kind: Some("function"), function })
             }
             Part::ToolCallArguments { index, fragment } => {
@@ -92,16 +65,16 @@ impl ChoiceReader {
         }
     }
 
-    /// Adds what must be said although the step says nothing.
+    /// Adds the delta that a chunk needs although the step added no text.
     fn complete(&mut self, deltas: &mut Vec<Delta>, is_last: bool, has_logprobs: bool) {
-        let may_call = self.options.call_ids.is_some();
-        // COMPAT: a plain chat has a chunk for each token, as in TGI. A client that may get calls would take an empty
-        // content for one.
+        let may_call = self.call_ids.is_some();
+        // COMPAT: as in TGI, a chat without tools has a chunk for each token. With tools a client would read an empty
+        // `content` as the beginning of a text answer.
         if deltas.is_empty() && (!may_call || self.is_first || is_last || has_logprobs) {
             deltas.push(Delta { content: (!may_call).then(String::new), ..Delta::default() });
             self.has_content |= !may_call;
         }
-        // An answer without calls is a text, even if an empty one.
+        // An answer without calls is text, even if empty.
         if is_last
             && !self.has_content
             && self.num_calls == 0
@@ -116,24 +89,14 @@ fn of_call(call: ToolCallDelta) -> Delta {
     Delta { tool_calls: Some([call]), ..Delta::default() }
 }
 
-fn reason(finish: &Finish, has_called: bool) -> FinishReason {
-    match finish.ending {
-        Ending::EosToken | Ending::StopString if has_called => FinishReason::ToolCalls,
-        ending => ending.into(),
+fn reason(reason: generation::FinishReason, has_called: bool) -> FinishReason {
+    match reason.into() {
+        FinishReason::Stop if has_called => FinishReason::ToolCalls,
+        reason => reason,
     }
 }
 
-impl CallIds {
-    fn new_id(self) -> String {
-        let id = format!("{:032x}", rand::random::<u128>());
-        match self {
-            Self::OpenAi => format!("call_{}", &id[..24]),
-            Self::Mistral => id[..9].to_owned(),
-        }
-    }
-}
-
-/// Chunks of one choice, added up as clients do.
+/// The chunks of one choice, added up as clients do.
 #[derive(Default)]
 pub(super) struct ChoiceSum {
     content: Option<String>,

@@ -1,21 +1,22 @@
-//! One choice of a completion: its steps as chunks, and its chunks added up.
+//! One choice of a completion: its deltas as chunks, and its chunks added up.
 
 use std::sync::Arc;
 
 use crate::api::openai::{CompletionChoice, CompletionLogprobs, FinishReason};
+use crate::generation::GenerationDelta;
 use crate::http::logprob::CompletionLogprobWriter;
-use crate::text::{PromptToken, Step, TextModel};
+use crate::text::TextModel;
 
-/// The prompt, to be told before what follows it.
+/// The prompt, which the answer repeats before the generated text.
 #[derive(Clone)]
 pub(super) struct Echo {
     text: Arc<str>,
-    /// What each token adds to it, and whether it is a special one; empty where nobody asks for tokens.
+    /// The text that each token adds, and whether it is special. Empty without logprobs.
     pieces: Arc<[(String, bool)]>,
 }
 
 impl Echo {
-    /// `text`: as the client wrote it, unless in tokens.
+    /// `text`: as given; `None` for a prompt of token ids, which are decoded.
     pub(super) fn new(model: &TextModel, text: Option<Arc<str>>, token_ids: &[u32], with_tokens: bool) -> Self {
         let pieces = if with_tokens || text.is_none() { model.decode_pieces(token_ids) } else { Vec::new() };
         let visible = || pieces.iter().filter(|(_, special)| !special).map(|(text, _)| text.as_str()).collect();
@@ -25,9 +26,9 @@ impl Echo {
 
 pub(super) struct ChoiceReader {
     index: usize,
-    /// Until it is told.
+    /// Until the first chunk.
     echo: Option<Echo>,
-    /// Set if logprobs are to be told.
+    /// `None` without logprobs.
     logprobs: Option<CompletionLogprobWriter>,
     hides_generated: bool,
 }
@@ -42,7 +43,8 @@ impl ChoiceReader {
         Self { index, echo, logprobs, hides_generated }
     }
 
-    pub(super) fn read(&mut self, step: Step, prompt_tokens: Vec<PromptToken>) -> CompletionChoice {
+    pub(super) fn read(&mut self, delta: GenerationDelta) -> CompletionChoice {
+        let GenerationDelta { delta, prompt_tokens, .. } = delta;
         let mut text = String::new();
         let mut logprobs = self.logprobs.is_some().then(CompletionLogprobs::default);
         if let Some(echo) = self.echo.take() {
@@ -52,13 +54,13 @@ impl ChoiceReader {
             }
         }
         if !self.hides_generated {
-            text.push_str(&step.text);
+            text.push_str(&delta.text);
             if let (Some(all), Some(writer)) = (&mut logprobs, &mut self.logprobs) {
-                all.extend(writer.generated(step.token));
+                all.extend(writer.generated(delta.token));
             }
         }
-        let finish_reason = step.finish.map(|finish| match finish.ending.into() {
-            // Whatever the token was that nobody asked for.
+        let finish_reason = delta.finish.map(|finish| match finish.reason.into() {
+            // Not the reason of the hidden token.
             _ if self.hides_generated => FinishReason::Length,
             reason => reason,
         });
@@ -66,7 +68,7 @@ impl ChoiceReader {
     }
 }
 
-/// Chunks of one choice, added up as clients do.
+/// The chunks of one choice, added up as clients do.
 #[derive(Default)]
 pub(super) struct ChoiceSum {
     choice: CompletionChoice,
@@ -75,7 +77,7 @@ pub(super) struct ChoiceSum {
 }
 
 impl ChoiceSum {
-    /// `logprob`: of the generated token.
+    /// `logprob`: the generated token's.
     pub(super) fn add(&mut self, logprob: f32, chunk: CompletionChoice) {
         self.logprob += f64::from(logprob);
         self.num_tokens += 1;
@@ -92,7 +94,7 @@ impl ChoiceSum {
     }
 }
 
-/// Of each prompt's `num_per_prompt` the `num_choices` most probable per token, best first if some are left out.
+/// The `num_choices` choices of each prompt with the highest mean logprob; best first if any are left out.
 pub(super) fn best(sums: Vec<ChoiceSum>, num_per_prompt: usize, num_choices: usize) -> Vec<CompletionChoice> {
     let mut sums = sums;
     let mut shown = Vec::with_capacity(sums.len());

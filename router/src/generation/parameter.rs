@@ -1,21 +1,22 @@
-//! What a generation can be asked for, whatever the dialect, and the bounds it must keep.
+//! The parameters of a generation, the same for all dialects, and the limits they are checked against.
 //!
-//! The checks and their order are TGI's; those of what TGI did not have come last before the prompt's.
+//! The checks and their order are TGI's. Parameters that TGI does not have are checked last, before the prompt.
 
 use std::time::Duration;
 
-pub(crate) use super::validation::ValidationError;
+use super::validation::ValidationError;
 use crate::config::RequestLimits;
 use crate::sequence::{Grammar, LogprobSource, Sampling};
 
-pub(crate) const MAX_GENERATIONS: usize = 128;
+/// The most generations of one prompt, whatever the server's limits.
+const MAX_GENERATIONS: usize = 128;
 const MAX_STOP_TOKENS: usize = 128;
-pub(super) const MAX_LOGIT_BIASES: usize = 1024;
-pub(super) const MAX_LOGIT_BIAS: f32 = 100.0;
+pub(crate) const MAX_LOGIT_BIASES: usize = 1024;
+pub(crate) const MAX_LOGIT_BIAS: f32 = 100.0;
 const MAX_PRIORITY: i32 = 100;
 const MAX_TIMEOUT_S: f64 = 86_400.0;
 
-/// As the client sent them.
+/// Parameters as the client sent them.
 #[derive(Clone, Debug)]
 pub(crate) struct Parameters {
     pub(crate) best_of: Option<usize>,
@@ -30,11 +31,11 @@ pub(crate) struct Parameters {
     pub(crate) stop: Vec<String>,
     pub(crate) truncate: Option<usize>,
     pub(crate) watermark: bool,
-    /// Logprobs of the prompt.
+    /// Whether logprobs of the prompt are wanted.
     pub(crate) decoder_input_details: bool,
     pub(crate) seed: Option<u64>,
     pub(crate) top_n_tokens: Option<u32>,
-    /// What this dialect allows of the one above.
+    /// The dialect's limit of `top_n_tokens`.
     pub(crate) max_top_n_tokens: u32,
     pub(crate) grammar: Option<Grammar>,
     pub(crate) adapter_id: Option<String>,
@@ -42,12 +43,12 @@ pub(crate) struct Parameters {
     pub(crate) extension: Extension,
 }
 
-/// What TGI did not have.
+/// Parameters that TGI does not have.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Extension {
     pub(crate) min_p: Option<f32>,
     pub(crate) presence_penalty: Option<f32>,
-    /// As given: a token may be named twice.
+    /// As given: a token may occur twice.
     pub(crate) logit_bias: Vec<(u32, f32)>,
     pub(crate) min_tokens: Option<u32>,
     pub(crate) ignore_eos: bool,
@@ -58,51 +59,36 @@ pub(crate) struct Extension {
     pub(crate) timeout: Option<f64>,
 }
 
-/// Parameters that passed every check that needs no tokens.
+/// Parameters that passed every check that does not need the encoded prompt.
 #[derive(Clone, Debug)]
-pub(crate) struct Checked {
-    /// Without a seed for each generation (`seed_of`); stop tokens are the client's.
-    pub(crate) sampling: Sampling,
-    /// What made the randomness; `None` when there is none.
-    pub(crate) seed: Option<u64>,
+pub(super) struct Checked {
+    /// With the request's seed ([`Checked::seed_of`] has each generation's) and the client's stop tokens only.
+    pub(super) sampling: Sampling,
+    /// `None` if nothing is sampled.
+    pub(super) seed: Option<u64>,
     /// At least 1.
-    pub(crate) num_generations: usize,
-    pub(crate) max_new_tokens: Option<u32>,
-    pub(crate) stops: Vec<String>,
-    pub(crate) truncate: Option<usize>,
-    pub(crate) ignore_eos: bool,
-    pub(crate) priority: i32,
-    pub(crate) timeout: Option<Duration>,
+    pub(super) num_generations: usize,
+    pub(super) max_new_tokens: Option<u32>,
+    pub(super) stop_strings: Vec<String>,
+    pub(super) truncate: Option<usize>,
+    pub(super) ignore_eos: bool,
+    pub(super) priority: i32,
+    pub(super) timeout: Option<Duration>,
 }
 
 impl Parameters {
-    /// What cannot be asked of TGI's streams, whose events name no generation; checked before anything else.
-    pub(crate) fn check_stream(&self) -> Result<(), ValidationError> {
-        if self.best_of.is_some_and(|best_of| best_of != 1) {
-            return Err(ValidationError::BestOfStream);
-        }
-        if self.decoder_input_details {
-            return Err(ValidationError::PrefillDetailsStream);
-        }
-        if self.extension.n.is_some_and(|n| n > 1) {
-            return Err(ValidationError::GenerationsStream);
-        }
-        Ok(())
-    }
-
-    /// How many generations are asked for; checked before the request is admitted.
-    pub(crate) fn check_best_of(&self, limits: &RequestLimits) -> Result<usize, ValidationError> {
+    /// Generations per prompt: `n`, or `best_of` if that is larger. Checked before the request is admitted.
+    pub(super) fn num_generations(&self, limits: &RequestLimits, num_prompts: usize) -> Result<usize, ValidationError> {
         if let Some(given) = self.best_of.filter(|&given| given > limits.max_best_of) {
             return Err(ValidationError::BestOf { max: limits.max_best_of, given });
         }
-        match (self.extension.n, self.best_of) {
-            (Some(n), Some(best_of)) if best_of > 1 && n > best_of => Err(ValidationError::BestOfBelowN { best_of, n }),
-            _ => self.num_generations(limits),
+        if let (Some(n), Some(best_of)) = (self.extension.n, self.best_of)
+            && best_of > 1
+            && n > best_of
+        {
+            return Err(ValidationError::BestOfBelowN { best_of, n });
         }
-    }
-
-    fn num_generations(&self, limits: &RequestLimits) -> Result<usize, ValidationError> {
-        let max = MAX_GENERATIONS.min(limits.max_concurrent_requests);
+        let max = MAX_GENERATIONS.min(limits.max_concurrent_requests / num_prompts.max(1));
         let given = match self.extension.n {
             Some(0) => 0,
             n => n.unwrap_or(1).max(self.best_of.unwrap_or(1)),
@@ -110,7 +96,8 @@ impl Parameters {
         if given == 0 || given > max { Err(ValidationError::Generations { max, given }) } else { Ok(given) }
     }
 
-    pub(crate) fn check(self, limits: &RequestLimits) -> Result<Checked, ValidationError> {
+    /// Checks everything that does not need the encoded prompt. `num_generations`: per prompt.
+    pub(super) fn check(self, limits: &RequestLimits, num_generations: usize) -> Result<Checked, ValidationError> {
         let samples = self.samples();
         let best_of = self.best_of.unwrap_or(1);
         if best_of > 1 && !samples {
@@ -136,7 +123,6 @@ impl Parameters {
         if self.extension.ignore_eos && self.grammar.is_some() {
             return Err(ValidationError::IgnoreEosWithGrammar);
         }
-        let num_generations = self.num_generations(limits)?;
         let seed = samples.then(|| self.seed.unwrap_or_else(rand::random));
         Ok(self.into_checked(samples, seed, num_generations))
     }
@@ -168,7 +154,7 @@ impl Parameters {
             seed,
             num_generations,
             max_new_tokens: self.max_new_tokens,
-            stops: self.stop,
+            stop_strings: self.stop,
             truncate: self.truncate,
             ignore_eos: extension.ignore_eos,
             priority: extension.priority.unwrap_or(0),
@@ -176,7 +162,7 @@ impl Parameters {
         }
     }
 
-    /// Whatever only makes sense with sampling turns it on.
+    /// Any parameter that only makes sense with sampling turns sampling on.
     fn samples(&self) -> bool {
         self.do_sample
             || self.temperature.is_some_and(|temperature| temperature != 1.0)
@@ -213,7 +199,7 @@ impl Parameters {
     }
 }
 
-/// So large or small a factor leaves nothing to choose already; a larger or smaller one takes logits to infinity.
+/// A factor beyond these bounds changes nothing more, and could take logits to infinity.
 fn finite_penalty(penalty: f32) -> f32 {
     penalty.clamp(1e-6, 1e6)
 }
@@ -279,14 +265,14 @@ impl Extension {
 }
 
 impl Checked {
-    /// The seed of each of a request's generations. That of the first is the request's, so that one alone is as it was.
-    pub(crate) fn seed_of(&self, index: usize) -> u64 {
-        // The golden ratio's bits: generation i + 1 of one seed is no generation of the next seed.
+    /// The seed of generation `index`. The first generation has the request's seed, as a single generation would.
+    pub(super) fn seed_of(&self, index: usize) -> u64 {
+        // Multiples of the golden ratio's bits: seeds s and s + 1 have no generation in common.
         self.sampling.seed.wrapping_add((index as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
 
-    /// Every token that the client names must exist.
-    pub(crate) fn check_token_ids(&self, vocabulary: u32) -> Result<(), ValidationError> {
+    /// Every token id in the parameters must be in the vocabulary.
+    pub(super) fn check_token_ids(&self, vocabulary: u32) -> Result<(), ValidationError> {
         let biased = self.sampling.logit_bias.iter().map(|(token_id, _)| token_id);
         let mut named = self.sampling.stop_token_ids.iter().chain(biased);
         match named.find(|&&id| id >= vocabulary) {
@@ -295,8 +281,8 @@ impl Checked {
         }
     }
 
-    /// To be asked when the prompt is known not to be empty, and before it is tokenized.
-    pub(crate) fn check_truncate(&self, limits: &RequestLimits) -> Result<(), ValidationError> {
+    /// Checks `truncate`. As in TGI, after the check for an empty prompt and before encoding.
+    pub(super) fn check_truncate(&self, limits: &RequestLimits) -> Result<(), ValidationError> {
         match self.truncate {
             Some(given) if given == 0 || given > limits.max_input_tokens => {
                 Err(ValidationError::Truncate { max: limits.max_input_tokens, given })
@@ -305,10 +291,10 @@ impl Checked {
         }
     }
 
-    /// Cuts and measures the prompt; returns how many tokens may be generated.
-    pub(crate) fn fit(&self, prompt_token_ids: &mut Vec<u32>, limits: &RequestLimits) -> Result<u32, ValidationError> {
+    /// Truncates the prompt, checks its length, and returns the largest number of new tokens.
+    pub(super) fn fit(&self, prompt_token_ids: &mut Vec<u32>, limits: &RequestLimits) -> Result<u32, ValidationError> {
         if let Some(truncate) = self.truncate {
-            // The end of a prompt matters most: the left goes.
+            // The end of a prompt matters most, so the beginning is cut off.
             prompt_token_ids.drain(..prompt_token_ids.len().saturating_sub(truncate));
         }
         let num_input_tokens = prompt_token_ids.len();

@@ -1,5 +1,6 @@
-//! What can be wrong with a request's parameters: what was given, and what is allowed.
+//! What can be wrong with a request's parameters. Messages name the parameter, its limit and what was given.
 
+// COMPAT: TGI's messages, where TGI has the check.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub(crate) enum ValidationError {
     #[error("`best_of` must be > 0 and <= {max}. Given: {given}")]

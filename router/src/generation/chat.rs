@@ -1,0 +1,147 @@
+//! A conversation as a prompt, and how the model's answer to it is constrained and parsed.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::error::GenerationError;
+use super::parameter::Checked;
+use super::validation::ValidationError;
+use crate::text::{
+    AnswerParser, AnswerStyle, ChatInputs, TextModel, Thinking, Tool, ToolChoice, ToolError, ToolFormat,
+};
+
+/// A conversation to answer.
+#[derive(Debug)]
+pub(crate) struct Chat {
+    /// Without tools.
+    pub(crate) inputs: ChatInputs,
+    /// `None`: the model is shown no tools.
+    pub(crate) tools: Option<ToolSet>,
+}
+
+/// The tools that the model may call. Empty only if the choice cannot be satisfied.
+#[derive(Debug)]
+pub(crate) struct ToolSet {
+    pub(crate) tools: Vec<Tool>,
+    /// The tools as the template sees them.
+    pub(crate) values: Vec<Value>,
+    pub(crate) choice: ToolChoice,
+    /// Whether one answer may call several tools.
+    pub(crate) parallel: bool,
+    /// Replaces our instructions to a model whose template does not show tools.
+    pub(crate) prompt: Option<String>,
+}
+
+/// The format of tool-call ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ToolCallIds {
+    /// `call_` and 24 hexadecimal digits.
+    OpenAi,
+    /// Nine letters and digits, which Mistral's templates require when the call comes back in a conversation.
+    Mistral,
+}
+
+impl ToolCallIds {
+    pub(crate) fn new_id(self) -> String {
+        let id = format!("{:032x}", rand::random::<u128>());
+        match self {
+            Self::OpenAi => format!("call_{}", &id[..24]),
+            Self::Mistral => id[..9].to_owned(),
+        }
+    }
+}
+
+impl Chat {
+    /// Renders the chat template over the conversation and its tools.
+    pub(super) async fn render(self, model: &TextModel) -> Result<(Arc<str>, Option<ToolSet>), GenerationError> {
+        let Self { mut inputs, tools } = self;
+        if let Some(tools) = &tools {
+            let style = model.answer_style(true);
+            if let Some(text) = style.tool_prompt(&tools.values, tools.prompt.as_deref()) {
+                append_text(inputs.messages.last_mut(), text);
+            }
+            inputs.tools = Some(tools.values.clone());
+        }
+        Ok((model.render_chat(inputs).await?.into(), tools))
+    }
+}
+
+fn append_text(message: Option<&mut Value>, text: String) {
+    match message.and_then(|message| message.get_mut("content")) {
+        Some(Value::String(content)) => content.push_str(&text),
+        Some(Value::Array(parts)) => parts.push(json!({"type": "text", "text": text})),
+        _ => {}
+    }
+}
+
+/// How the answer to one rendered chat is written.
+pub(super) struct ChatAnswer<'a> {
+    style: &'a AnswerStyle,
+    thinking: Thinking,
+    tools: Option<ToolSet>,
+}
+
+impl<'a> ChatAnswer<'a> {
+    pub(super) fn new(model: &'a TextModel, prompt: &str, tools: Option<ToolSet>) -> Self {
+        let style = model.answer_style(tools.is_some());
+        Self { style, thinking: style.thinking(prompt), tools }
+    }
+
+    /// Sets the grammar of the answer: the client's own or that of the tools, applied after any reasoning.
+    pub(super) fn constrain(&self, checked: &mut Checked, grammar_support: bool) -> Result<(), GenerationError> {
+        let own = checked.sampling.grammar.take();
+        if own.is_some() && !grammar_support {
+            return Err(ValidationError::GrammarDisabled.into());
+        }
+        checked.sampling.grammar = match (own, &self.tools) {
+            (Some(_), Some(_)) => {
+                let message =
+                    "a grammar (`response_format`) and tools cannot both say what the answer is; send one of them";
+                return Err(GenerationError::Tool(message.to_owned()));
+            }
+            (Some(grammar), None) => Some(self.style.wrapped(self.thinking, grammar)),
+            (None, None) => None,
+            (None, Some(set)) => {
+                let refused = |error: ToolError| GenerationError::Tool(error.to_string());
+                let grammar = self.style.tool_grammar(self.thinking, &set.tools, &set.choice, set.parallel);
+                let grammar = grammar.map_err(refused)?;
+                // Without grammars the model may still call tools as it was trained to, but cannot be made to.
+                if !grammar_support && set.choice != ToolChoice::Auto {
+                    return Err(ValidationError::GrammarDisabled.into());
+                }
+                grammar.filter(|_| grammar_support)
+            }
+        };
+        if checked.ignore_eos && checked.sampling.grammar.is_some() {
+            return Err(ValidationError::IgnoreEosWithGrammar.into());
+        }
+        Ok(())
+    }
+
+    /// The client of a chat with tools sent no grammar: an invalid one comes from its tools' schemas.
+    pub(super) fn grammar_error(&self, error: GenerationError) -> GenerationError {
+        match error {
+            GenerationError::Validation(ValidationError::Grammar(reason)) if self.tools.is_some() => {
+                GenerationError::Tool(format!("the tools' parameters are not schemas that can be used: {reason}"))
+            }
+            error => error,
+        }
+    }
+
+    /// Special tokens that the parser must see.
+    pub(super) fn shown_token_ids(&self) -> Arc<[u32]> {
+        self.style.shown_token_ids(self.tools.is_some(), self.thinking)
+    }
+
+    pub(super) fn parser(&self) -> AnswerParser {
+        self.style.parser(self.tools.is_some(), self.thinking)
+    }
+
+    pub(super) fn tool_call_ids(&self) -> Option<ToolCallIds> {
+        self.tools.as_ref().map(|_| match self.style.tool_format() {
+            ToolFormat::MistralList | ToolFormat::MistralNamed => ToolCallIds::Mistral,
+            _ => ToolCallIds::OpenAi,
+        })
+    }
+}

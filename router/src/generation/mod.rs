@@ -1,0 +1,31 @@
+//! From a request of any dialect to running sequences, and from their tokens back to text:
+//! admit → check → render → encode → reserve queue space → compile the grammar → submit → collect.
+//!
+//! `api` turns a dialect's request into a [`GenerationRequest`], [`GenerationService::start`] opens it, `http` renders
+//! the resulting [`GenerationDelta`]s. CONVENTION: nothing in this room imports axum, hyper, `crate::http` or
+//! `crate::api`; errors have no status here and types no wire format.
+
+mod admission;
+mod chat;
+mod deadline;
+mod delta;
+mod error;
+mod held_text;
+mod parameter;
+mod request;
+mod running;
+mod service;
+mod service_rate;
+mod summary;
+mod text_stream;
+mod validation;
+
+pub(crate) use chat::{Chat, ToolCallIds, ToolSet};
+pub(crate) use delta::{FinishReason, PromptToken, TextToken, TopToken};
+pub(crate) use error::{Bound, GenerationError, MIN_RETRY_AFTER_S, Refusal};
+pub(crate) use parameter::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, Parameters};
+pub(crate) use request::{GenerationRequest, Prompt};
+pub(crate) use running::{Finished, GenerationDelta, Generations};
+pub(crate) use service::{GenerationService, TokenizedChat};
+pub(crate) use text_stream::StopText;
+pub(crate) use validation::ValidationError;

@@ -1,0 +1,238 @@
+//! Opens generations: the one path from a request to its running sequences.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use penstock_scheduler::Stats;
+use tokio_util::sync::CancellationToken;
+
+use super::admission::{Admission, QueueReservation};
+use super::chat::{Chat, ChatAnswer, ToolCallIds};
+use super::deadline::{Deadlines, reached};
+use super::error::GenerationError;
+use super::parameter::Checked;
+use super::request::{GenerationRequest, Prompt};
+use super::running::{Generations, Running, StartedPrompt};
+use super::text_stream::{SequenceOptions, StopText, TextStream};
+use super::validation::ValidationError;
+use crate::config::Config;
+use crate::engine::{Generator, Health};
+use crate::sequence::Sampling;
+use crate::telemetry::metrics;
+use crate::text::{AnswerParser, TextModel, TokenSpan};
+
+/// What requests are generated with. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct GenerationService {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    config: Arc<Config>,
+    generator: Arc<dyn Generator>,
+    text: TextModel,
+    admission: Admission,
+    draining: CancellationToken,
+    abandoned: CancellationToken,
+}
+
+/// A chat's prompt and its tokens.
+pub(crate) struct TokenizedChat {
+    pub(crate) text: Arc<str>,
+    pub(crate) spans: Vec<TokenSpan>,
+}
+
+/// A checked and encoded prompt, with queue space reserved for each of its generations.
+struct Prepared {
+    prompt: StartedPrompt,
+    max_new_tokens: u32,
+    checked: Checked,
+    shown_token_ids: Arc<[u32]>,
+    /// One for each generation; empty unless the prompt is a chat.
+    parsers: Vec<AnswerParser>,
+    /// One for each generation.
+    reservations: Vec<QueueReservation>,
+}
+
+impl GenerationService {
+    /// Cancelling `draining` stops admission, cancelling `abandoned` fails whatever still runs.
+    pub(crate) fn new(
+        config: Arc<Config>,
+        generator: Arc<dyn Generator>,
+        text: TextModel,
+        draining: CancellationToken,
+        abandoned: CancellationToken,
+    ) -> Self {
+        let max_requests = config.limits.max_concurrent_requests;
+        let admission = Admission::new(max_requests, config.queue.max_tokens, draining.clone());
+        Self { inner: Arc::new(Inner { config, generator, text, admission, draining, abandoned }) }
+    }
+
+    pub(crate) fn text(&self) -> &TextModel {
+        &self.inner.text
+    }
+
+    pub(crate) fn health(&self) -> Health {
+        self.inner.generator.health()
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        self.inner.generator.stats()
+    }
+
+    /// Tokens, prompt and new ones, of all generations that wait for their first step.
+    pub(crate) fn queued_tokens(&self) -> u64 {
+        self.inner.admission.queued_tokens()
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.inner.draining.is_cancelled()
+    }
+
+    /// Returns when no request holds a permit. Call it after `draining` is cancelled.
+    pub(crate) async fn drained(&self) {
+        self.inner.admission.drained().await;
+    }
+
+    /// Starts all generations of a request that was received at `received`. Every refusal happens here, before a
+    /// stream's first byte.
+    pub(crate) async fn start(
+        &self,
+        request: GenerationRequest,
+        received: Instant,
+    ) -> Result<Generations, GenerationError> {
+        let Inner { config, admission, .. } = &*self.inner;
+        let GenerationRequest { prompts, parameters, stop_text, streams } = request;
+        let num_per_prompt = parameters.num_generations(&config.limits, prompts.len())?;
+        let permit = admission.admit(prompts.len() * num_per_prompt)?;
+        let checked = parameters.check(&config.limits, num_per_prompt)?;
+        let deadlines = Deadlines::new(received, checked.timeout, config.queue.timeout);
+        let mut prepared = Vec::with_capacity(prompts.len());
+        for prompt in prompts {
+            prepared.push(self.prepare(prompt, checked.clone(), deadlines).await?);
+        }
+        let mut generations =
+            Generations { prompts: Vec::with_capacity(prepared.len()), num_per_prompt, running: Vec::new(), permit };
+        for prepared in prepared {
+            self.submit(prepared, stop_text, deadlines, &mut generations);
+        }
+        if streams && config.queue.timeout.is_some() {
+            generations.started().await?;
+        }
+        Ok(generations)
+    }
+
+    /// The tokens of a text, with those that the tokenizer adds. Takes a permit.
+    pub(crate) async fn tokenize(&self, text: Arc<str>) -> Result<Vec<TokenSpan>, GenerationError> {
+        let _permit = self.inner.admission.permit(1)?;
+        Ok(self.inner.text.encode_spans(text, true).await?)
+    }
+
+    /// The rendered prompt of a chat and its tokens. Takes a permit.
+    pub(crate) async fn tokenize_chat(&self, chat: Chat) -> Result<TokenizedChat, GenerationError> {
+        let _permit = self.inner.admission.permit(1)?;
+        let (text, _) = chat.render(&self.inner.text).await?;
+        let spans = self.inner.text.encode_spans(Arc::clone(&text), false).await?;
+        Ok(TokenizedChat { text, spans })
+    }
+
+    /// Renders, encodes, checks the lengths, reserves queue space and compiles the grammar, in the order of TGI's checks.
+    async fn prepare(
+        &self,
+        prompt: Prompt,
+        mut checked: Checked,
+        deadlines: Deadlines,
+    ) -> Result<Prepared, GenerationError> {
+        let Inner { config, generator, text: model, admission, .. } = &*self.inner;
+        let (text, token_ids, answer) = match prompt {
+            Prompt::Text(text) => (Some(text), Vec::new(), None),
+            Prompt::TokenIds(ids) => (None, ids, None),
+            Prompt::Chat(chat) => {
+                let (text, tools) = self.in_time(deadlines, chat.render(model)).await?;
+                let answer = ChatAnswer::new(model, &text, tools);
+                answer.constrain(&mut checked, config.grammar_support)?;
+                (Some(text), Vec::new(), Some(answer))
+            }
+        };
+        if text.as_ref().map_or(token_ids.is_empty(), |text| text.is_empty()) {
+            return Err(ValidationError::EmptyInput.into());
+        }
+        checked.check_truncate(&config.limits)?;
+        let vocabulary = model.vocabulary_size();
+        let mut token_ids = match &text {
+            Some(text) => {
+                let encode = model.encode(Arc::clone(text), answer.is_none());
+                self.in_time(deadlines, async { Ok(encode.await?) }).await?
+            }
+            None => match token_ids.iter().find(|&&id| id >= vocabulary) {
+                Some(&given) => return Err(ValidationError::TokenId { vocabulary, given }.into()),
+                None => token_ids,
+            },
+        };
+        let max_new_tokens = checked.fit(&mut token_ids, &config.limits)?;
+        checked.check_token_ids(vocabulary)?;
+        if checked.sampling.grammar.is_some() && !config.grammar_support {
+            return Err(ValidationError::GrammarDisabled.into());
+        }
+        let num_tokens = token_ids.len() as u64 + u64::from(max_new_tokens);
+        let reservations = admission.reserve(checked.num_generations, num_tokens)?;
+        if let Some(grammar) = &checked.sampling.grammar {
+            let compiled = generator.compile_grammar(grammar);
+            let compiled = self.in_time(deadlines, async { Ok(compiled.await?) }).await;
+            compiled.map_err(|error| match &answer {
+                Some(answer) => answer.grammar_error(error),
+                None => error,
+            })?;
+        }
+        let parsers = answer.iter().flat_map(|answer| (0..checked.num_generations).map(|_| answer.parser())).collect();
+        let shown_token_ids = answer.as_ref().map(ChatAnswer::shown_token_ids).unwrap_or_default();
+        let tool_call_ids: Option<ToolCallIds> = answer.as_ref().and_then(ChatAnswer::tool_call_ids);
+        let prompt = StartedPrompt { text, token_ids, tool_call_ids };
+        Ok(Prepared { prompt, max_new_tokens, checked, shown_token_ids, parsers, reservations })
+    }
+
+    /// Submits the generations of one prompt.
+    fn submit(&self, prepared: Prepared, stop_text: StopText, deadlines: Deadlines, generations: &mut Generations) {
+        let Inner { config, generator, text: model, abandoned, .. } = &*self.inner;
+        let Prepared { prompt, max_new_tokens, checked, shown_token_ids, parsers, reservations } = prepared;
+        let group = (reservations.len() > 1).then(rand::random);
+        let mut parsers = parsers.into_iter();
+        for (index, reservation) in reservations.into_iter().enumerate() {
+            metrics::prompt_accepted(prompt.token_ids.len(), max_new_tokens);
+            let seed = checked.seed_of(index);
+            let options = SequenceOptions {
+                prompt_token_ids: prompt.token_ids.clone(),
+                decoder_prefix: Arc::clone(&config.decoder_prefix),
+                max_new_tokens,
+                sampling: Sampling { seed, ..checked.sampling.clone() },
+                ignore_eos: checked.ignore_eos,
+                stop_strings: checked.stop_strings.clone(),
+                stop_text,
+                shown_token_ids: Arc::clone(&shown_token_ids),
+                priority: checked.priority,
+                group,
+                deadlines,
+            };
+            let stream = TextStream::start(generator.as_ref(), model, options, reservation, abandoned.clone());
+            let num_prompt_tokens = prompt.token_ids.len();
+            let seed = checked.seed.map(|_| seed);
+            generations.running.push(Running { stream, parser: parsers.next(), seed, num_prompt_tokens });
+        }
+        generations.prompts.push(prompt);
+    }
+
+    /// Awaits what precedes the queue, within the request's deadlines and until a shutdown's grace period is over.
+    async fn in_time<T>(
+        &self,
+        deadlines: Deadlines,
+        future: impl Future<Output = Result<T, GenerationError>>,
+    ) -> Result<T, GenerationError> {
+        tokio::select! {
+            biased;
+            result = future => result,
+            () = self.inner.abandoned.cancelled() => Err(GenerationError::ShuttingDown),
+            () = reached(deadlines.answer) => Err(GenerationError::Timeout),
+            () = reached(deadlines.first_step) => Err(self.inner.admission.queue_timeout()),
+        }
+    }
+}

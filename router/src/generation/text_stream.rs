@@ -1,0 +1,285 @@
+//! One sequence as text: the engine's tokens become text deltas until the model, a limit or a stop string ends it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures::StreamExt;
+use tokio_util::sync::CancellationToken;
+
+use super::admission::QueueReservation;
+use super::deadline::{Deadlines, reached};
+use super::delta::{Finish, FinishReason, PromptToken, TextDelta, TextToken, Timings, TopToken};
+use super::error::GenerationError;
+use super::held_text::HeldText;
+use crate::engine::{Generator, SequenceStream};
+use crate::sequence::{self, Sampling, SequenceEvent, SequenceRequest, Token};
+use crate::text::{Detokenizer, Piece, StopMatcher, StopOutcome, TextModel};
+
+/// What happens to the stop string that ended a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StopText {
+    /// The text ends with it (TGI).
+    Kept,
+    /// The text ends before it (OpenAI). Text that may become part of a stop string is held back.
+    Cut,
+}
+
+/// One sequence to generate, already checked against the limits.
+#[derive(Debug)]
+pub(super) struct SequenceOptions {
+    pub(super) prompt_token_ids: Vec<u32>,
+    /// Of an encoder–decoder, whose prompt is the encoder's source: the answer continues from these. Otherwise empty.
+    pub(super) decoder_prefix: Arc<[u32]>,
+    pub(super) max_new_tokens: u32,
+    /// With the client's stop tokens only; [`TextStream::start`] adds the model's own unless `ignore_eos`.
+    pub(super) sampling: Sampling,
+    pub(super) ignore_eos: bool,
+    /// None is empty.
+    pub(super) stop_strings: Vec<String>,
+    pub(super) stop_text: StopText,
+    /// Special tokens that are part of the visible text: the marks of tool calls and reasoning.
+    pub(super) shown_token_ids: Arc<[u32]>,
+    pub(super) priority: i32,
+    pub(super) group: Option<u64>,
+    pub(super) deadlines: Deadlines,
+}
+
+/// A running sequence. Dropping it aborts the sequence and returns its reservation.
+pub(super) struct TextStream {
+    events: SequenceStream,
+    reservation: QueueReservation,
+    /// An event that was received but not consumed yet.
+    pending: Option<SequenceEvent>,
+    /// Cancelled when the grace period of a shutdown is over.
+    abandoned: CancellationToken,
+    detokenizer: Detokenizer,
+    stop_matcher: StopMatcher,
+    stop_text: StopText,
+    held: HeldText,
+    /// The sequence ends with one of these; their text is not part of the answer.
+    stop_token_ids: Arc<[u32]>,
+    shown_token_ids: Arc<[u32]>,
+    /// Empty unless prompt logprobs were requested.
+    prompt_tokens: Vec<PromptToken>,
+    max_new_tokens: u32,
+    num_generated_tokens: u32,
+    num_cached_tokens: usize,
+    deadlines: Deadlines,
+    submitted: Instant,
+    /// When the first step began.
+    started: Option<Instant>,
+}
+
+impl TextStream {
+    /// Submits the sequence. Cancelling `abandoned` fails it.
+    pub(super) fn start(
+        generator: &dyn Generator,
+        model: &TextModel,
+        options: SequenceOptions,
+        reservation: QueueReservation,
+        abandoned: CancellationToken,
+    ) -> Self {
+        let SequenceOptions { mut prompt_token_ids, decoder_prefix, mut sampling, .. } = options;
+        if !options.ignore_eos {
+            sampling.stop_token_ids = union(&model.eos_token_ids(), &sampling.stop_token_ids);
+        }
+        let stop_token_ids = Arc::clone(&sampling.stop_token_ids);
+        let has_source = !decoder_prefix.is_empty();
+        let detokenizer = model.detokenizer(if has_source { &[] } else { &prompt_token_ids });
+        // COMPAT: for an encoder–decoder TGI reports the decoder's first tokens, without logprobs.
+        let given = if has_source { &decoder_prefix[..] } else { &prompt_token_ids[..prompt_token_ids.len().min(1)] };
+        let prompt_token = |&id| PromptToken { id, text: detokenizer.token_text(id), logprob: None, top: Vec::new() };
+        let prompt_tokens = given.iter().filter(|_| sampling.prompt_logprobs).map(prompt_token).collect();
+        sampling.prompt_logprobs &= !has_source;
+        let num_source_tokens = if has_source { prompt_token_ids.len() as u32 } else { 0 };
+        prompt_token_ids.extend_from_slice(&decoder_prefix);
+        let submitted = Instant::now();
+        let events = generator.submit(SequenceRequest {
+            prompt_token_ids,
+            num_source_tokens,
+            max_new_tokens: options.max_new_tokens,
+            sampling,
+            priority: options.priority,
+            group: options.group,
+        });
+        Self {
+            events,
+            reservation,
+            pending: None,
+            abandoned,
+            detokenizer,
+            stop_matcher: StopMatcher::new(options.stop_strings),
+            stop_text: options.stop_text,
+            held: HeldText::default(),
+            stop_token_ids,
+            shown_token_ids: options.shown_token_ids,
+            prompt_tokens,
+            max_new_tokens: options.max_new_tokens,
+            num_generated_tokens: 0,
+            num_cached_tokens: 0,
+            deadlines: options.deadlines,
+            submitted,
+            started: None,
+        }
+    }
+
+    /// The prompt's tokens, complete once the first delta is here. Empty unless prompt logprobs were requested.
+    pub(super) fn take_prompt_tokens(&mut self) -> Vec<PromptToken> {
+        std::mem::take(&mut self.prompt_tokens)
+    }
+
+    /// Returns when the sequence has left the queue. Cancel safe.
+    pub(super) async fn started(&mut self) -> Result<(), GenerationError> {
+        if self.started.is_none() && self.pending.is_none() {
+            self.pending = Some(self.receive().await?);
+        }
+        Ok(())
+    }
+
+    /// The next delta. Must not be called after an error or a delta with `finish`.
+    pub(super) async fn next(&mut self) -> Result<TextDelta, GenerationError> {
+        loop {
+            match self.next_event().await? {
+                SequenceEvent::Started { num_cached_tokens } => {
+                    self.started = Some(Instant::now());
+                    self.num_cached_tokens = num_cached_tokens;
+                }
+                SequenceEvent::PromptTokens(tokens) => self.accept_prompt(tokens),
+                SequenceEvent::Token(token) => return self.accept(token).await,
+                SequenceEvent::Finished(_) | SequenceEvent::Failed(_) => return Err(GenerationError::Incomplete),
+            }
+        }
+    }
+
+    async fn next_event(&mut self) -> Result<SequenceEvent, GenerationError> {
+        match self.pending.take() {
+            Some(event) => Ok(event),
+            None => self.receive().await,
+        }
+    }
+
+    /// The next event; a failure is an error. The first event takes the sequence out of the queue.
+    async fn receive(&mut self) -> Result<SequenceEvent, GenerationError> {
+        let is_queued = self.reservation.is_queued();
+        let event = tokio::select! {
+            biased;
+            event = self.events.next() => event.ok_or(GenerationError::Incomplete)?,
+            () = self.abandoned.cancelled() => return Err(GenerationError::ShuttingDown),
+            () = reached(self.deadlines.answer) => return Err(GenerationError::Timeout),
+            () = reached(self.deadlines.first_step), if is_queued => return Err(self.reservation.queue_timeout()),
+        };
+        match event {
+            SequenceEvent::Failed(failure) => Err(failure.into()),
+            event => {
+                self.reservation.leave_queue();
+                Ok(event)
+            }
+        }
+    }
+
+    fn accept_prompt(&mut self, tokens: Vec<Token>) {
+        for token in tokens {
+            let (text, top) = (self.detokenizer.token_text(token.id), self.top_tokens(&token.top));
+            self.prompt_tokens.push(PromptToken { id: token.id, text, logprob: Some(token.logprob), top });
+        }
+    }
+
+    fn top_tokens(&self, top: &[sequence::TopToken]) -> Vec<TopToken> {
+        let decoded = |token: &sequence::TopToken| TopToken {
+            id: token.id,
+            text: self.detokenizer.token_text(token.id),
+            logprob: token.logprob,
+            special: self.detokenizer.is_special(token.id),
+        };
+        top.iter().map(decoded).collect()
+    }
+
+    async fn accept(&mut self, token: Token) -> Result<TextDelta, GenerationError> {
+        self.num_generated_tokens += 1;
+        let is_stop_token = self.stop_token_ids.contains(&token.id);
+        let mut piece = if is_stop_token {
+            // Not part of the text, even where the tokenizer does not call it special.
+            Piece { text: self.detokenizer.token_text(token.id), special: true }
+        } else {
+            self.detokenizer.push(token.id)
+        };
+        let special = piece.special;
+        piece.special &= is_stop_token || !self.shown_token_ids.contains(&token.id);
+        let (mut text, is_stopped) = self.match_stop_strings(&mut piece);
+
+        let ends_in_engine = is_stop_token || self.num_generated_tokens >= self.max_new_tokens;
+        let reason = match (ends_in_engine, is_stopped, self.stop_text) {
+            (false, false, _) => None,
+            (false, true, _) | (true, true, StopText::Cut) => Some(FinishReason::StopString),
+            // COMPAT: at the last allowed token TGI answers "length", even if a stop string is complete.
+            (true, _, _) => Some(self.reason_from_engine().await?),
+        };
+        if reason.is_some() && !is_stopped {
+            let rest = self.detokenizer.finish();
+            if !piece.special {
+                piece.text.push_str(&rest);
+            }
+            self.held.push(&rest, false);
+            text.push_str(&self.held.release_all());
+        }
+        let finish = reason.map(|reason| Finish {
+            reason,
+            num_generated_tokens: self.num_generated_tokens,
+            num_cached_tokens: self.num_cached_tokens,
+            timings: self.timings(),
+        });
+        let top = self.top_tokens(&token.top);
+        let token = TextToken { id: token.id, text: piece.text, logprob: token.logprob, special, top };
+        Ok(TextDelta { token, text, finish })
+    }
+
+    /// Returns the text that is final now, and whether a stop string is complete. With [`StopText::Kept`] the piece is
+    /// cut after the stop string.
+    fn match_stop_strings(&mut self, piece: &mut Piece) -> (String, bool) {
+        let outcome = self.stop_matcher.push(&piece.text);
+        match (self.stop_text, outcome) {
+            (StopText::Kept, StopOutcome::Release(_)) => (visible(piece), false),
+            (StopText::Kept, StopOutcome::Match { end_in_piece, .. }) => {
+                piece.text.truncate(end_in_piece);
+                (visible(piece), true)
+            }
+            (StopText::Cut, StopOutcome::Release(num_bytes)) => {
+                self.held.push(&piece.text, piece.special);
+                (self.held.release(num_bytes), false)
+            }
+            (StopText::Cut, StopOutcome::Match { start, .. }) => {
+                self.held.push(&piece.text, piece.special);
+                (self.held.release(start), true)
+            }
+        }
+    }
+
+    /// The engine ends the sequence with this token; the reason is its next event.
+    async fn reason_from_engine(&mut self) -> Result<FinishReason, GenerationError> {
+        match self.next_event().await? {
+            SequenceEvent::Finished(reason) => Ok(reason.into()),
+            _ => Err(GenerationError::Incomplete),
+        }
+    }
+
+    fn timings(&self) -> Timings {
+        let started = self.started.unwrap_or(self.submitted);
+        Timings {
+            validation: self.submitted - self.deadlines.received,
+            queue: started - self.submitted,
+            inference: started.elapsed(),
+        }
+    }
+}
+
+fn union(ours: &Arc<[u32]>, theirs: &[u32]) -> Arc<[u32]> {
+    if theirs.is_empty() {
+        return Arc::clone(ours);
+    }
+    let new = theirs.iter().filter(|id| !ours.contains(id));
+    ours.iter().chain(new).copied().collect()
+}
+
+fn visible(piece: &Piece) -> String {
+    if piece.special { String::new() } else { piece.text.clone() }
+}
