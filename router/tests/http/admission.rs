@@ -41,6 +41,26 @@ async fn too_many_are_refused_at_once_on_every_route() {
 }
 
 #[tokio::test]
+async fn tokenizing_takes_a_permit() {
+    let (server, mut sequences) = one_at_a_time().await;
+    let first = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
+    let sequence = sequences.recv().await.unwrap();
+    let requests = [
+        ("/tokenize", json!({"inputs": "Hi"})),
+        ("/chat_tokenize", json!({"messages": [{"role": "user", "content": "Hi"}]})),
+    ];
+    for (path, body) in &requests {
+        let answer = server.post(path, body.clone()).await;
+        assert!(is_overloaded(path, &answer), "{path}: {}", answer.body);
+    }
+    sequence.answer(&[IM_END]);
+    whole(first).await;
+    for (path, body) in requests {
+        assert_eq!(server.post(path, body).await.status, StatusCode::OK, "{path}");
+    }
+}
+
+#[tokio::test]
 async fn a_refused_request_gives_its_permit_back() {
     let (server, mut sequences) = one_at_a_time().await;
     for _ in 0..3 {
