@@ -7,7 +7,7 @@ use std::time::Duration;
 use penstock_scheduler::{Forecast, Plan};
 use tokio::time::Instant;
 
-use crate::telemetry::metrics::{self, StepPart};
+use crate::telemetry::metrics::{self, Method, StepTimes};
 use crate::worker::WorkerTiming;
 
 /// The steps in flight, oldest first.
@@ -20,7 +20,7 @@ pub(super) struct InFlightSteps {
 /// A step whose report has not arrived.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct InFlightStep {
-    method: &'static str,
+    method: Method,
     num_sequences: usize,
     num_new_sequences: usize,
     /// When the report or the command arrived that made this step possible.
@@ -65,7 +65,7 @@ impl InFlightSteps {
     pub(super) fn lose(&mut self) -> Option<Instant> {
         let last_sign_of_life = self.steps.front().map(|oldest| oldest.sent_at.max(self.last_report_at));
         for step in self.steps.drain(..) {
-            metrics::batch_failure(step.method);
+            metrics::step_lost(step.method);
         }
         last_sign_of_life
     }
@@ -82,7 +82,7 @@ impl InFlightStep {
         // COMPAT: a mixed step counts as a prefill, as in TGI's chunked mode.
         let is_decode = num_new_sequences == 0 && plan.advances.iter().all(|advance| advance.num_tokens == 1);
         Self {
-            method: if is_decode { "decode" } else { "prefill" },
+            method: if is_decode { Method::Decode } else { Method::Prefill },
             num_sequences: plan.advances.len(),
             num_new_sequences,
             woken_at,
@@ -99,31 +99,20 @@ impl ReportedStep {
         if step.num_sequences == 0 {
             return; // A plan that only frees is not a step of the model.
         }
-        let (schedule, apply) = (step.sent_at - step.planned_since, reported_at.elapsed());
-        let joins = (1..step.num_sequences).contains(&step.num_new_sequences);
-        metrics::batch_inference(step.method, worker.forward, interval);
-        metrics::batch_changed(step.method, schedule, joins, apply);
-        if let Some(expected) = forecast.and_then(|forecast| forecast.duration) {
-            metrics::step_forecast(step.method, expected.abs_diff(interval));
-        }
-        if let Some(target) = forecast.and_then(|forecast| forecast.target) {
-            metrics::inter_token_target(target);
-        }
-        if step.num_new_sequences > 0 {
-            metrics::batch_next_size(step.num_sequences);
-        }
-        for (part, duration) in [
-            (StepPart::Overhead, interval.saturating_sub(worker.forward)),
-            (StepPart::Interval, interval),
-            (StepPart::RoundTrip, reported_at - step.sent_at),
-            (StepPart::Schedule, schedule),
-            (StepPart::Apply, apply),
-            (StepPart::WorkerPrepare, worker.prepare),
-            (StepPart::WorkerForward, worker.forward),
-            (StepPart::WorkerSample, worker.sample),
-            (StepPart::WorkerIdle, worker.idle),
-        ] {
-            metrics::step_duration(part, step.method, duration);
-        }
+        metrics::step_finished(&StepTimes {
+            method: step.method,
+            num_sequences: step.num_sequences,
+            num_new_sequences: step.num_new_sequences,
+            interval,
+            round_trip: reported_at - step.sent_at,
+            schedule: step.sent_at - step.planned_since,
+            apply: reported_at.elapsed(),
+            worker_prepare: worker.prepare,
+            worker_forward: worker.forward,
+            worker_sample: worker.sample,
+            worker_idle: worker.idle,
+            forecast: forecast.and_then(|forecast| forecast.duration),
+            target: forecast.and_then(|forecast| forecast.target),
+        });
     }
 }

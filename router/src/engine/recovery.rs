@@ -118,7 +118,7 @@ impl Outage {
         ];
         let total = now - self.began;
         for (phase, duration) in phases {
-            tracing::info!(milliseconds = duration.as_millis(), "restart phase {}", phase.label());
+            tracing::info!(milliseconds = duration.as_millis(), "restart phase {}", phase.value());
         }
         metrics::downtime(&phases, total);
         let sequences = self.num_sequences;

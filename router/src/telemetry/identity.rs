@@ -1,10 +1,11 @@
-//! By which names a request is known in logs: ours or its sender's, and the trace that it is part of.
+//! How logs identify a request: its id, given by the client or made here, and the trace that it belongs to.
 
 use axum::http::{HeaderMap, HeaderValue};
 
-/// Longer ids are not taken over: they end up in every log line.
+/// Longer ids from clients are replaced, because the id is in every log line.
 const MAX_ID_BYTES: usize = 128;
 
+/// A request's id and trace.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestIdentity {
     request_id: HeaderValue,
@@ -12,11 +13,11 @@ pub(crate) struct RequestIdentity {
 }
 
 impl RequestIdentity {
-    /// `x-request-id` where it can be taken over, and the trace of a valid `traceparent`.
+    /// The header `x-request-id` if it is usable, else a new id; the trace id of a valid `traceparent`.
     pub(crate) fn of(headers: &HeaderMap) -> Self {
         let given = headers.get("x-request-id").filter(|id| is_usable(id)).cloned();
         let mut parents = headers.get_all("traceparent").iter();
-        // The standard: of several, none counts.
+        // W3C Trace Context: several headers are as good as none.
         let parent = parents.next().filter(|_| parents.next().is_none());
         Self {
             request_id: given.unwrap_or_else(new_id),
@@ -28,7 +29,7 @@ impl RequestIdentity {
         &self.request_id
     }
 
-    /// As text for the log.
+    /// The id as text.
     pub(crate) fn request_id_text(&self) -> &str {
         self.request_id.to_str().unwrap_or_default()
     }
@@ -48,7 +49,7 @@ fn new_id() -> HeaderValue {
     HeaderValue::try_from(id).expect("invariant: hexadecimal digits are a header value")
 }
 
-/// W3C Trace Context: `version-trace_id-parent_id-flags`, of which later versions may say more behind a dash.
+/// The trace id of a W3C `traceparent`: `version-trace_id-parent_id-flags`, with more fields in later versions.
 fn trace_id(traceparent: &str) -> Option<&str> {
     let mut parts = traceparent.split('-');
     let (version, trace_id, parent_id, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
@@ -68,7 +69,7 @@ mod tests {
     const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 
     #[test]
-    fn a_trace_is_taken_from_a_valid_parent_only() {
+    fn only_a_valid_traceparent_gives_a_trace_id() {
         let cases = [
             (format!("00-{TRACE}-b7ad6b7169203331-01"), true),
             (format!("00-{TRACE}-b7ad6b7169203331-01-more"), false),
@@ -86,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_parents_none_counts() {
+    fn several_traceparents_give_no_trace_id() {
         let parent = HeaderValue::try_from(format!("00-{TRACE}-b7ad6b7169203331-01")).unwrap();
         let mut headers = HeaderMap::from_iter([("traceparent".parse().unwrap(), parent.clone())]);
         assert_eq!(RequestIdentity::of(&headers).trace_id(), Some(TRACE));

@@ -1,15 +1,15 @@
-//! Recording: the one function for each metric of `table.rs`, and the exporter that renders what was recorded.
+//! Records what happens, in the metrics of `table.rs`, and renders it for Prometheus.
 
+use std::fmt::Write;
 use std::time::Duration;
 
-use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use penstock_scheduler::Stats;
 
-use super::table::{self as name, Buckets, Kind, METRICS};
+pub(crate) use super::label::{Failure, Method, RefusalReason, RestartPhase};
+use super::metric::{Kind, Metric};
+use super::table::*;
 use crate::config::RequestLimits;
-
-pub use super::table::reference;
 
 /// Renders what was recorded since [`Exporter::install`].
 #[derive(Clone, Debug)]
@@ -17,31 +17,34 @@ pub struct Exporter {
     handle: PrometheusHandle,
 }
 
+/// Why no exporter was installed.
 #[derive(Debug, thiserror::Error)]
 pub enum ExporterError {
+    /// The buckets of a histogram are invalid.
     #[error("cannot set up metrics: {0}")]
     Buckets(#[from] BuildError),
+    /// The process has a recorder already.
     #[error("cannot set up metrics: this process has a recorder already")]
     Installed,
 }
 
 impl Exporter {
-    /// Makes this process record its metrics. Once per process, before anything is recorded.
+    /// Makes this process record its metrics. To be called once, before anything is recorded.
     pub fn install(limits: &RequestLimits) -> Result<Self, ExporterError> {
         let recorder = recorder(limits)?;
         let exporter = Self { handle: recorder.handle() };
         metrics::set_global_recorder(recorder).map_err(|_| ExporterError::Installed)?;
-        describe();
+        METRICS.iter().for_each(Metric::describe);
         Ok(exporter)
     }
 
-    /// Prometheus text format.
-    pub fn render(&self) -> String {
+    /// All metrics in Prometheus text format.
+    pub(crate) fn render(&self) -> String {
         self.handle.render()
     }
 
-    /// Folds recorded samples into buckets. Call it now and then, or memory grows while nobody scrapes.
-    pub fn run_upkeep(&self) {
+    /// Folds recorded samples into buckets. To be called regularly: without a scrape, samples take memory until then.
+    pub(crate) fn run_upkeep(&self) {
         self.handle.run_upkeep();
     }
 }
@@ -50,95 +53,54 @@ fn recorder(limits: &RequestLimits) -> Result<PrometheusRecorder, BuildError> {
     let mut builder = PrometheusBuilder::new();
     for metric in METRICS {
         if let Kind::Histogram(buckets) = metric.kind {
-            builder = builder.set_buckets_for_metric(Matcher::Full(metric.name.into()), &bounds(buckets, limits))?;
+            builder = builder.set_buckets_for_metric(Matcher::Full(metric.name.into()), &buckets.bounds(limits))?;
         }
     }
     Ok(builder.build_recorder())
 }
 
-fn bounds(buckets: Buckets, limits: &RequestLimits) -> Vec<f64> {
-    let linear = |max: usize| (1..=100).map(|step| max as f64 * f64::from(step) / 100.0).collect();
-    match buckets {
-        Buckets::Duration => (1..=35).map(|exponent| 0.0001 * 1.5_f64.powi(exponent)).collect(),
-        Buckets::Step => (0..30).map(|exponent| 0.00001 * 1.57_f64.powi(exponent)).collect(),
-        Buckets::InputTokens => linear(limits.max_input_tokens),
-        Buckets::TotalTokens => linear(limits.max_total_tokens),
-        Buckets::Sequences => (1..=1024).map(f64::from).collect(),
-        Buckets::SkippedTokens => (0..=16).map(f64::from).collect(),
+const INTRODUCTION: &str = "\
+# Metrics
+
+Generated from the code by `make docs`; do not edit. `GET /metrics` returns the Prometheus text format and needs no API key.
+A series appears with its first value. Durations are in seconds.
+Metrics that begin with `tgi_` have the names, labels and buckets of text-generation-inference; the last column says where
+their meaning differs.
+
+| metric | type | labels | meaning | unlike TGI |
+|---|---|---|---|---|
+";
+
+/// The page docs/metrics.md.
+pub fn reference() -> String {
+    let mut page = INTRODUCTION.to_owned();
+    for Metric { name, kind, label, help, difference, .. } in METRICS {
+        let kind = kind.describe();
+        let label = label.map_or(String::new(), |(label, values)| format!("`{label}`: {}", values.join(", ")));
+        let difference = if name.starts_with("tgi_") { difference } else { "ours" };
+        let _ = writeln!(page, "| `{name}` | {kind} | {label} | {help} | {difference} |");
     }
+    page
 }
 
-fn describe() {
-    for metric in METRICS {
-        match metric.kind {
-            Kind::Counter => describe_counter!(metric.name, metric.help),
-            Kind::Gauge => describe_gauge!(metric.name, metric.help),
-            Kind::Histogram(_) => describe_histogram!(metric.name, metric.help),
-        }
-    }
-}
-
-/// A request asked for generation.
+/// A generation request arrived.
 pub(crate) fn request_received() {
-    counter!(name::REQUEST_COUNT).increment(1);
+    REQUEST_COUNT.increment();
 }
 
-/// Why a request was not answered in full: the values of the label `err`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Failure {
-    Overloaded,
-    Validation,
-    Template,
-    Generation,
-    Incomplete,
-    /// The client left.
-    Dropped,
-}
-
-impl Failure {
-    fn label(self) -> &'static str {
-        match self {
-            Self::Overloaded => "overloaded",
-            Self::Validation => "validation",
-            Self::Template => "template",
-            Self::Generation => "generation",
-            Self::Incomplete => "incomplete",
-            Self::Dropped => "dropped",
-        }
-    }
-}
-
+/// A generation request was not answered in full.
 pub(crate) fn request_failed(failure: Failure) {
-    counter!(name::REQUEST_FAILURE, "err" => failure.label()).increment(1);
+    REQUEST_FAILURE.with(failure.value()).increment();
 }
 
-/// What there was no room in: the values of the label `reason`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RefusalReason {
-    Requests,
-    QueuedTokens,
-    QueueTimeout,
-    ShuttingDown,
-}
-
-impl RefusalReason {
-    fn label(self) -> &'static str {
-        match self {
-            Self::Requests => "requests",
-            Self::QueuedTokens => "queued_tokens",
-            Self::QueueTimeout => "queue_timeout",
-            Self::ShuttingDown => "shutting_down",
-        }
-    }
-}
-
+/// A request exceeded a limit of the server.
 pub(crate) fn request_refused(reason: RefusalReason) {
-    counter!(name::REQUESTS_REFUSED, "reason" => reason.label()).increment(1);
+    REQUESTS_REFUSED.with(reason.value()).increment();
 }
 
-/// A client took nothing of what waited for it for too long.
+/// A connection was closed because its client did nothing for too long.
 pub(crate) fn client_given_up() {
-    counter!(name::CLIENTS_GIVEN_UP).increment(1);
+    CLIENTS_GIVEN_UP.increment();
 }
 
 /// How long the parts of an answered request took.
@@ -151,170 +113,135 @@ pub(crate) struct RequestDurations {
     pub(crate) per_token: Duration,
 }
 
+/// A generation request was answered in full.
 pub(crate) fn request_succeeded(durations: RequestDurations, num_generated_tokens: usize) {
-    counter!(name::REQUEST_SUCCESS).increment(1);
-    histogram!(name::REQUEST_DURATION).record(durations.total);
-    histogram!(name::REQUEST_VALIDATION_DURATION).record(durations.validation);
-    histogram!(name::REQUEST_QUEUE_DURATION).record(durations.queue);
-    histogram!(name::REQUEST_INFERENCE_DURATION).record(durations.inference);
-    histogram!(name::REQUEST_TIME_PER_TOKEN).record(durations.per_token);
-    histogram!(name::REQUEST_GENERATED_TOKENS).record(num_generated_tokens as f64);
+    REQUEST_SUCCESS.increment();
+    REQUEST_DURATION.record(durations.total);
+    REQUEST_VALIDATION_DURATION.record(durations.validation);
+    REQUEST_QUEUE_DURATION.record(durations.queue);
+    REQUEST_INFERENCE_DURATION.record(durations.inference);
+    REQUEST_TIME_PER_TOKEN.record(durations.per_token);
+    REQUEST_GENERATED_TOKENS.record(num_generated_tokens as f64);
 }
 
 /// A prompt passed validation.
 pub(crate) fn prompt_accepted(num_input_tokens: usize, max_new_tokens: u32) {
-    histogram!(name::REQUEST_INPUT_LENGTH).record(num_input_tokens as f64);
-    histogram!(name::REQUEST_MAX_NEW_TOKENS).record(f64::from(max_new_tokens));
+    REQUEST_INPUT_LENGTH.record(num_input_tokens as f64);
+    REQUEST_MAX_NEW_TOKENS.record(max_new_tokens);
 }
 
-/// How full the engine is, at this moment, and how many tokens wait for it.
+/// The load at this moment: the scheduler's statistics, and the tokens of queued generations.
 pub(crate) fn load(stats: &Stats, queued_tokens: u64) {
-    gauge!(name::QUEUE_TOKENS).set(queued_tokens as f64);
-    gauge!(name::QUEUE_SIZE).set(stats.num_queued as f64);
-    gauge!(name::BATCH_CURRENT_SIZE).set(stats.num_running as f64);
-    gauge!(name::BATCH_CURRENT_MAX_TOKENS).set(stats.max_running_tokens as f64);
-    gauge!(name::KV_BLOCKS).set(stats.num_blocks as f64);
-    gauge!(name::KV_FREE_BLOCKS).set(stats.num_allocatable_blocks as f64);
-    gauge!(name::KV_CACHED_BLOCKS).set(stats.num_cached_blocks as f64);
-    counter!(name::PREFIX_QUERIED).absolute(stats.num_queried_tokens);
-    counter!(name::PREFIX_HIT).absolute(stats.num_hit_tokens);
-}
-
-/// Sequences in a step that starts new ones.
-pub(crate) fn batch_next_size(num_sequences: usize) {
-    histogram!(name::BATCH_NEXT_SIZE).record(num_sequences as f64);
+    QUEUE_TOKENS.set(queued_tokens as f64);
+    QUEUE_SIZE.set(stats.num_queued as f64);
+    BATCH_CURRENT_SIZE.set(stats.num_running as f64);
+    BATCH_CURRENT_MAX_TOKENS.set(stats.max_running_tokens as f64);
+    KV_BLOCKS.set(stats.num_blocks as f64);
+    KV_FREE_BLOCKS.set(stats.num_allocatable_blocks as f64);
+    KV_CACHED_BLOCKS.set(stats.num_cached_blocks as f64);
+    PREFIX_QUERIED.set_total(stats.num_queried_tokens);
+    PREFIX_HIT.set_total(stats.num_hit_tokens);
 }
 
 /// Tokens that the KV pool can hold; known after warm-up.
 pub fn batch_total_tokens(num_tokens: usize) {
-    gauge!(name::BATCH_MAX_TOTAL_TOKENS).set(num_tokens as f64);
-    gauge!(name::BATCH_TOTAL_TOKENS).set(num_tokens as f64);
+    BATCH_MAX_TOTAL_TOKENS.set(num_tokens as f64);
+    BATCH_TOTAL_TOKENS.set(num_tokens as f64);
 }
 
-/// A step came back whose sequences had so many tokens each: those beyond the first were guessed and accepted.
+/// A step gave each of its sequences this many tokens; those after the first were speculated.
 pub(crate) fn tokens_accepted(num_tokens: impl Iterator<Item = usize>) {
     let mut num_single = 0;
     for num_tokens in num_tokens {
         match num_tokens {
             0 => {}
             1 => num_single += 1,
-            several => histogram!(name::REQUEST_SKIPPED_TOKENS).record((several - 1) as f64),
+            several => REQUEST_SKIPPED_TOKENS.record((several - 1) as f64),
         }
     }
     if num_single > 0 {
-        histogram!(name::REQUEST_SKIPPED_TOKENS).record_many(0.0, num_single);
+        REQUEST_SKIPPED_TOKENS.record_many(0.0, num_single);
     }
 }
 
-/// The router's part of a step: choosing it, during which others may have been `joined`, and handing out its tokens.
-pub(crate) fn batch_changed(method: &'static str, schedule: Duration, joined: bool, apply: Duration) {
-    histogram!(name::BATCH_FILTER_DURATION, "method" => method).record(schedule);
-    histogram!(name::BATCH_DECODE_DURATION, "method" => method).record(apply);
-    if joined {
-        counter!(name::BATCH_CONCAT, "reason" => "chunking").increment(1);
-        // COMPAT: TGI's label is this one whatever the step does.
-        histogram!(name::BATCH_CONCAT_DURATION, "method" => "decode").record(schedule);
-    }
-}
-
-/// A step came back. `method`: `prefill` when any sequence in it was computing its prompt, else `decode`.
-pub(crate) fn batch_inference(method: &'static str, forward: Duration, total: Duration) {
-    counter!(name::BATCH_INFERENCE_COUNT, "method" => method).increment(1);
-    counter!(name::BATCH_INFERENCE_SUCCESS, "method" => method).increment(1);
-    histogram!(name::BATCH_FORWARD_DURATION, "method" => method).record(forward);
-    histogram!(name::BATCH_INFERENCE_DURATION, "method" => method).record(total);
-}
-
-/// A step did not come back.
-pub(crate) fn batch_failure(method: &'static str) {
-    counter!(name::BATCH_INFERENCE_COUNT, "method" => method).increment(1);
-    counter!(name::BATCH_INFERENCE_FAILURE, "method" => method).increment(1);
-}
-
-/// A part of a step's time. Durations of the same step overlap: the interval holds all the others.
+/// A finished step and how long its parts took. Parts of different steps overlap.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum StepPart {
-    Overhead,
-    Interval,
-    RoundTrip,
-    Schedule,
-    Apply,
-    WorkerPrepare,
-    WorkerForward,
-    WorkerSample,
-    WorkerIdle,
+pub(crate) struct StepTimes {
+    pub(crate) method: Method,
+    pub(crate) num_sequences: usize,
+    /// Sequences that the step started.
+    pub(crate) num_new_sequences: usize,
+    /// What the step added to the time that its sequences waited.
+    pub(crate) interval: Duration,
+    /// From sending the step to its result.
+    pub(crate) round_trip: Duration,
+    /// Planning and sending.
+    pub(crate) schedule: Duration,
+    /// Applying the result.
+    pub(crate) apply: Duration,
+    pub(crate) worker_prepare: Duration,
+    pub(crate) worker_forward: Duration,
+    pub(crate) worker_sample: Duration,
+    pub(crate) worker_idle: Duration,
+    /// The interval that was expected, and the longest one that was wanted, if known.
+    pub(crate) forecast: Option<Duration>,
+    pub(crate) target: Option<Duration>,
 }
 
-impl StepPart {
-    fn metric(self) -> &'static str {
-        match self {
-            Self::Overhead => name::STEP_OVERHEAD,
-            Self::Interval => name::STEP_INTERVAL,
-            Self::RoundTrip => name::STEP_ROUND_TRIP,
-            Self::Schedule => name::STEP_SCHEDULE,
-            Self::Apply => name::STEP_APPLY,
-            Self::WorkerPrepare => name::STEP_WORKER_PREPARE,
-            Self::WorkerForward => name::STEP_WORKER_FORWARD,
-            Self::WorkerSample => name::STEP_WORKER_SAMPLE,
-            Self::WorkerIdle => name::STEP_WORKER_IDLE,
-        }
+/// A step was finished.
+pub(crate) fn step_finished(times: &StepTimes) {
+    let method = times.method.value();
+    BATCH_INFERENCE_COUNT.with(method).increment();
+    BATCH_INFERENCE_SUCCESS.with(method).increment();
+    if times.num_new_sequences > 0 {
+        BATCH_NEXT_SIZE.record(times.num_sequences as f64);
+    }
+    if (1..times.num_sequences).contains(&times.num_new_sequences) {
+        BATCH_CONCAT.with("chunking").increment();
+        // COMPAT: TGI's label is this one in every step.
+        BATCH_CONCAT_DURATION.with(Method::Decode.value()).record(times.schedule);
+    }
+    if let Some(target) = times.target {
+        INTER_TOKEN_TARGET.set(target);
+    }
+    if let Some(forecast) = times.forecast {
+        STEP_FORECAST_ERROR.with(method).record(forecast.abs_diff(times.interval));
+    }
+    for (metric, duration) in [
+        (BATCH_INFERENCE_DURATION, times.interval),
+        (BATCH_FORWARD_DURATION, times.worker_forward),
+        (BATCH_FILTER_DURATION, times.schedule),
+        (BATCH_DECODE_DURATION, times.apply),
+        (STEP_OVERHEAD, times.interval.saturating_sub(times.worker_forward)),
+        (STEP_INTERVAL, times.interval),
+        (STEP_ROUND_TRIP, times.round_trip),
+        (STEP_SCHEDULE, times.schedule),
+        (STEP_APPLY, times.apply),
+        (STEP_WORKER_PREPARE, times.worker_prepare),
+        (STEP_WORKER_FORWARD, times.worker_forward),
+        (STEP_WORKER_SAMPLE, times.worker_sample),
+        (STEP_WORKER_IDLE, times.worker_idle),
+    ] {
+        metric.with(method).record(duration);
     }
 }
 
-pub(crate) fn step_duration(part: StepPart, method: &'static str, duration: Duration) {
-    histogram!(part.metric(), "method" => method).record(duration);
+/// A step was lost with its worker group.
+pub(crate) fn step_lost(method: Method) {
+    BATCH_INFERENCE_COUNT.with(method.value()).increment();
+    BATCH_INFERENCE_FAILURE.with(method.value()).increment();
 }
 
-/// By how much a step took more or less than was expected.
-pub(crate) fn step_forecast(method: &'static str, error: Duration) {
-    histogram!(name::STEP_FORECAST_ERROR, "method" => method).record(error);
-}
-
-/// How long a step with prompts beside its decodes may take, at this moment.
-pub(crate) fn inter_token_target(target: Duration) {
-    gauge!(name::INTER_TOKEN_TARGET).set(target);
-}
-
-/// A part of the time without workers: the values of the label `phase`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RestartPhase {
-    /// Until the loss was noticed.
-    Notice,
-    /// Until the restart that succeeded.
-    Backoff,
-    Stop,
-    Spawn,
-    Connect,
-    Load,
-    WarmUp,
-    /// Computing again what had been computed.
-    FirstToken,
-}
-
-impl RestartPhase {
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Notice => "notice",
-            Self::Backoff => "backoff",
-            Self::Stop => "stop",
-            Self::Spawn => "spawn",
-            Self::Connect => "connect",
-            Self::Load => "load",
-            Self::WarmUp => "warm_up",
-            Self::FirstToken => "first_token",
-        }
-    }
-}
-
+/// A worker group was started in place of a lost one.
 pub(crate) fn workers_restarted() {
-    counter!(name::WORKER_RESTARTS).increment(1);
+    WORKER_RESTARTS.increment();
 }
 
-/// The workers that took the place of lost ones work.
+/// The time without a worker group is over.
 pub(crate) fn downtime(phases: &[(RestartPhase, Duration)], total: Duration) {
-    histogram!(name::WORKER_DOWNTIME).record(total);
+    WORKER_DOWNTIME.record(total);
     for (phase, duration) in phases {
-        histogram!(name::WORKER_RESTART, "phase" => phase.label()).record(*duration);
+        WORKER_RESTART.with(phase.value()).record(*duration);
     }
 }
 
@@ -336,10 +263,7 @@ mod tests {
     fn rendered(record: impl FnOnce()) -> String {
         let recorder = recorder(&LIMITS).unwrap();
         let handle = recorder.handle();
-        metrics::with_local_recorder(&recorder, || {
-            describe();
-            record();
-        });
+        metrics::with_local_recorder(&recorder, record);
         handle.render()
     }
 
@@ -358,7 +282,8 @@ mod tests {
             request_failed(Failure::Overloaded);
             prompt_accepted(3, 20);
             request_succeeded(RequestDurations::default(), 7);
-            batch_inference("prefill", Duration::from_millis(1), Duration::from_millis(2));
+            step_lost(Method::Prefill);
+            BATCH_FORWARD_DURATION.with(Method::Prefill.value()).record(0.001);
         });
         for line in [
             "tgi_request_count 1",

@@ -1,6 +1,8 @@
-//! What the server says about itself: metrics, and one log line per request. Never the content of a request.
+//! Metrics, and one log line per request. Never the content of a request.
 
 mod identity;
+mod label;
+mod metric;
 pub mod metrics;
 mod record;
 mod table;

@@ -1,4 +1,4 @@
-//! What became of one HTTP request: filled in while it is served, logged and counted once when it is over.
+//! The outcome of one HTTP request: filled in while it is served, logged and counted once at its end.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use axum::http::{Method, StatusCode};
 use super::identity::RequestIdentity;
 use super::metrics::{self, Failure, RequestDurations};
 
-/// Handle to a request's record; clones are the same record.
+/// A handle on a request's record. Clones share the record.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestRecord {
     received: Instant,
@@ -28,12 +28,12 @@ enum Outcome {
     Failed { failure: Option<Failure>, error_type: &'static str, detail: Option<String> },
 }
 
-/// An answered generation, or several of one request: durations are the longest, tokens the sum.
+/// The generations of an answered request: the sum of their tokens, and the longest of their durations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RequestSummary {
     pub(crate) num_prompt_tokens: usize,
     pub(crate) num_generated_tokens: usize,
-    /// Of the prompt tokens.
+    /// Prompt tokens that were found in the prefix cache.
     pub(crate) num_cached_tokens: usize,
     pub(crate) validation: Duration,
     pub(crate) queue: Duration,
@@ -41,6 +41,7 @@ pub(crate) struct RequestSummary {
 }
 
 impl RequestSummary {
+    /// Adds another generation of the same request.
     pub(crate) fn add(&mut self, other: &Self) {
         self.num_prompt_tokens += other.num_prompt_tokens;
         self.num_generated_tokens += other.num_generated_tokens;
@@ -50,40 +51,45 @@ impl RequestSummary {
         self.inference = self.inference.max(other.inference);
     }
 
+    /// From the request's arrival to its last token.
     pub(crate) fn total(&self) -> Duration {
         self.validation + self.queue + self.inference
     }
 
+    /// Mean inference time per generated token.
     pub(crate) fn per_token(&self) -> Duration {
         self.inference / u32::try_from(self.num_generated_tokens.max(1)).unwrap_or(u32::MAX)
     }
 }
 
 impl RequestRecord {
+    /// A record of a request that arrives now.
     pub(crate) fn new(identity: RequestIdentity) -> Self {
         Self { received: Instant::now(), identity: Arc::new(identity), state: Arc::default() }
     }
 
+    /// When the request arrived.
     pub(crate) fn received(&self) -> Instant {
         self.received
     }
 
-    /// The request asks for generation, so it is counted.
+    /// The request asks for a generation: counts it.
     pub(crate) fn generates(&self) {
         self.state().generates = true;
         metrics::request_received();
     }
 
+    /// The request is answered in full. The first outcome counts.
     pub(crate) fn answered(&self, summary: RequestSummary) {
         self.state().outcome.get_or_insert(Outcome::Answered(summary));
     }
 
-    /// `detail`: for the log, when the fault is ours.
+    /// The request failed. `detail` is for the log, when the server is at fault.
     pub(crate) fn failed(&self, failure: Option<Failure>, error_type: &'static str, detail: Option<String>) {
         self.state().outcome.get_or_insert(Outcome::Failed { failure, error_type, detail });
     }
 
-    /// The answer is out, or nobody waits for it any more (`status` is then `None` if there never was one).
+    /// Logs and counts the outcome: the answer was sent, or the client disconnected. `status` is `None` if none was sent.
     pub(crate) fn close(&self, method: &Method, path: &str, status: Option<StatusCode>) {
         let (generates, outcome) = {
             let state = self.state();
@@ -124,7 +130,7 @@ impl RequestRecord {
             }
             None if generates && status < 400 => {
                 metrics::request_failed(Failure::Dropped);
-                tracing::info!(%method, path, status, duration_ms, request_id, trace_id, "client left");
+                tracing::info!(%method, path, status, duration_ms, request_id, trace_id, "client disconnected");
             }
             None => tracing::debug!(%method, path, status, duration_ms, request_id, trace_id, "request"),
         }

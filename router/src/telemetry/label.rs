@@ -1,0 +1,70 @@
+//! The values of metric labels.
+
+/// Declares an enum whose variants are the values of a label.
+macro_rules! label {
+    ($(#[$attribute:meta])* $name:ident { $($(#[$variant_attribute:meta])* $variant:ident = $value:literal,)* }) => {
+        $(#[$attribute])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum $name {
+            $($(#[$variant_attribute])* $variant,)*
+        }
+
+        impl $name {
+            /// The values of all variants.
+            pub(super) const VALUES: &[&str] = &[$($value),*];
+
+            /// The value of this variant.
+            pub(crate) fn value(self) -> &'static str {
+                Self::VALUES[self as usize]
+            }
+        }
+    };
+}
+
+label! {
+    /// Why a request was not answered in full.
+    Failure {
+        Overloaded = "overloaded",
+        Validation = "validation",
+        Template = "template",
+        Generation = "generation",
+        Incomplete = "incomplete",
+        /// The client disconnected.
+        Dropped = "dropped",
+    }
+}
+
+label! {
+    /// The limit for which a request was refused.
+    RefusalReason {
+        Requests = "requests",
+        QueuedTokens = "queued_tokens",
+        QueueTimeout = "queue_timeout",
+        ShuttingDown = "shutting_down",
+    }
+}
+
+label! {
+    /// What a step computes: any prompt, or decodes only.
+    Method {
+        Prefill = "prefill",
+        Decode = "decode",
+    }
+}
+
+label! {
+    /// A phase of the time without a worker group.
+    RestartPhase {
+        /// From the last sign of life until the loss was noticed.
+        Notice = "notice",
+        /// From there to the restart that succeeded.
+        Backoff = "backoff",
+        Stop = "stop",
+        Spawn = "spawn",
+        Connect = "connect",
+        Load = "load",
+        WarmUp = "warm_up",
+        /// From the new group's start to its first token, which repeats the lost computation.
+        FirstToken = "first_token",
+    }
+}

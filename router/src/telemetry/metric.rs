@@ -1,0 +1,140 @@
+//! What a metric is, and how a value is recorded in it.
+
+use metrics::{
+    IntoF64, Label as Pair, counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram,
+};
+
+use crate::config::RequestLimits;
+
+/// A label's name, and the values that it can have.
+pub(super) type Label = (&'static str, &'static [&'static str]);
+
+/// A metric, or, after `with`, its series of one label value.
+#[derive(Clone, Copy)]
+pub(super) struct Metric {
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    pub(super) label: Option<Label>,
+    pub(super) help: &'static str,
+    /// How it differs from TGI's metric of this name; empty: it does not.
+    pub(super) difference: &'static str,
+    value: Option<&'static str>,
+}
+
+#[derive(Clone, Copy)]
+pub(super) enum Kind {
+    Counter,
+    Gauge,
+    Histogram(Buckets),
+}
+
+#[derive(Clone, Copy)]
+pub(super) enum Buckets {
+    Duration,
+    InputTokens,
+    TotalTokens,
+    Sequences,
+    Step,
+    SkippedTokens,
+}
+
+impl Metric {
+    const fn new(name: &'static str, kind: Kind, help: &'static str) -> Self {
+        Self { name, kind, label: None, help, difference: "", value: None }
+    }
+
+    pub(super) const fn counter(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Kind::Counter, help)
+    }
+
+    pub(super) const fn gauge(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Kind::Gauge, help)
+    }
+
+    pub(super) const fn histogram(name: &'static str, buckets: Buckets, help: &'static str) -> Self {
+        Self::new(name, Kind::Histogram(buckets), help)
+    }
+
+    pub(super) const fn by(self, label: Label) -> Self {
+        Self { label: Some(label), ..self }
+    }
+
+    pub(super) const fn unlike_tgi(self, difference: &'static str) -> Self {
+        Self { difference, ..self }
+    }
+
+    /// The series with this value of the metric's label.
+    pub(super) fn with(self, value: &'static str) -> Self {
+        Self { value: Some(value), ..self }
+    }
+
+    /// Adds 1 to a counter.
+    pub(super) fn increment(self) {
+        counter!(self.name, self.pairs()).increment(1);
+    }
+
+    /// Sets a counter that is counted elsewhere.
+    pub(super) fn set_total(self, total: u64) {
+        counter!(self.name, self.pairs()).absolute(total);
+    }
+
+    /// Sets a gauge.
+    pub(super) fn set(self, value: impl IntoF64) {
+        gauge!(self.name, self.pairs()).set(value);
+    }
+
+    /// Adds a sample to a histogram.
+    pub(super) fn record(self, sample: impl IntoF64) {
+        histogram!(self.name, self.pairs()).record(sample);
+    }
+
+    /// Adds `count` equal samples to a histogram.
+    pub(super) fn record_many(self, sample: impl IntoF64, count: usize) {
+        histogram!(self.name, self.pairs()).record_many(sample, count);
+    }
+
+    /// Tells the recorder the help text.
+    pub(super) fn describe(&self) {
+        match self.kind {
+            Kind::Counter => describe_counter!(self.name, self.help),
+            Kind::Gauge => describe_gauge!(self.name, self.help),
+            Kind::Histogram(_) => describe_histogram!(self.name, self.help),
+        }
+    }
+
+    fn pairs(&self) -> Vec<Pair> {
+        let pair = |((name, _), value): (Label, _)| Pair::from_static_parts(name, value);
+        self.label.zip(self.value).map(pair).into_iter().collect()
+    }
+}
+
+impl Kind {
+    /// The kind, and the bounds of a histogram, for the documentation.
+    pub(super) fn describe(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram(Buckets::Duration) => "histogram, 35 geometric bounds from 0.15 ms to 146 s",
+            Self::Histogram(Buckets::InputTokens) => "histogram, 100 linear bounds up to max-input-tokens",
+            Self::Histogram(Buckets::TotalTokens) => "histogram, 100 linear bounds up to max-total-tokens",
+            Self::Histogram(Buckets::Sequences) => "histogram, every integer from 1 to 1024",
+            Self::Histogram(Buckets::Step) => "histogram, 30 geometric bounds from 10 µs to 5 s",
+            Self::Histogram(Buckets::SkippedTokens) => "histogram, every integer from 0 to 16",
+        }
+    }
+}
+
+impl Buckets {
+    /// Upper bounds, in ascending order.
+    pub(super) fn bounds(self, limits: &RequestLimits) -> Vec<f64> {
+        let linear = |max: usize| (1..=100).map(|step| max as f64 * f64::from(step) / 100.0).collect();
+        match self {
+            Self::Duration => (1..=35).map(|exponent| 0.0001 * 1.5_f64.powi(exponent)).collect(),
+            Self::Step => (0..30).map(|exponent| 0.00001 * 1.57_f64.powi(exponent)).collect(),
+            Self::InputTokens => linear(limits.max_input_tokens),
+            Self::TotalTokens => linear(limits.max_total_tokens),
+            Self::Sequences => (1..=1024).map(f64::from).collect(),
+            Self::SkippedTokens => (0..=16).map(f64::from).collect(),
+        }
+    }
+}
