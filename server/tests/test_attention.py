@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.attention.interface import Alibi, AttentionShape, Sight, StepBatch
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from torch import Tensor
 
@@ -55,14 +55,14 @@ def run(spans: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype)
 
     batch = make_batch(spans)
     attention = ReferenceAttention(shape, CPU, dtype)
-    (cache,) = attention.allocate(sum(-(-(seen + new) // BLOCK_TOKENS) for seen, new in spans), 1)
+    cache = attention.allocate(sum(-(-(seen + new) // BLOCK_TOKENS) for seen, new in spans))
     queries, expected = [], []
     new_keys, new_values = [], []
     for row, (seen, new) in enumerate(spans):
         query = random(new, shape.num_heads)
         keys, values = random(seen + new, shape.num_kv_heads), random(seen + new, shape.num_kv_heads)
         slots = [int(batch.block_tables[row, p // BLOCK_TOKENS]) * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(seen)]
-        attention.write(cache, keys[:seen], values[:seen], torch.tensor(slots, dtype=torch.int64))
+        attention.write_kv(cache, keys[:seen], values[:seen], torch.tensor(slots, dtype=torch.int64))
         new_keys.append(keys[seen:])
         new_values.append(values[seen:])
         queries.append(query)
@@ -77,8 +77,8 @@ def run(spans: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype)
                 enable_gqa=True,
             )[0].transpose(0, 1)
         )
-    attention.write(cache, torch.cat(new_keys), torch.cat(new_values), batch.slots)
-    return attention.attend(torch.cat(queries), cache, batch), torch.cat(expected)
+    attention.write_kv(cache, torch.cat(new_keys), torch.cat(new_values), batch.slots)
+    return attention.attend(torch.cat(queries), cache, attention.prepare(batch)), torch.cat(expected)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 8), (6, 2, 16), (9, 3, 64), (5, 1, 10)])
@@ -105,9 +105,9 @@ def test_softmax_is_in_float32() -> None:
 
 
 VARIANTS = {
-    "window": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, sight=Sight(window=5)),
-    "chunk": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, sight=Sight(chunk=6)),
-    "window-and-chunk": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, sight=Sight(window=4, chunk=6)),
+    "window": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, mask=AttentionMask(window=5)),
+    "chunk": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, mask=AttentionMask(chunk=6)),
+    "window-and-chunk": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, mask=AttentionMask(window=4, chunk=6)),
     "soft-cap": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, soft_cap=0.7),
     "alibi": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, alibi=Alibi((0.5, 0.25, 0.1, 0.7))),
     "scaled-alibi": AttentionShape(4, 2, 8, 0.3, BLOCK_TOKENS, alibi=Alibi((0.5, 0.25, 0.1, 0.7), is_scaled=True)),
@@ -125,10 +125,10 @@ def test_every_variant_is_its_formula(name: str) -> None:
     length = 300  # more than the queries that are scored at once
     queries = torch.randn(length, 4, 8, generator=generator)
     keys = torch.randn(length, shape.num_kv_heads, 8, generator=generator)
-    values = keys if shape.values_in_keys else torch.randn(length, 2, shape.result_dim, generator=generator)
+    values = keys if shape.values_in_keys else torch.randn(length, 2, shape.output_dim, generator=generator)
     sinks = torch.randn(4, generator=generator) if name == "sinks" else None
     attention = ReferenceAttention(shape, CPU, torch.float32)
-    (cache,) = attention.allocate(-(-length // BLOCK_TOKENS), 1)
+    cache = attention.allocate(-(-length // BLOCK_TOKENS))
     assert cache.nbytes == cache.shape[0] * attention.bytes_per_block()
     found = []
     for begin, stop in ((0, 4), (4, 299), (299, 300)):
@@ -138,8 +138,8 @@ def test_every_variant_is_its_formula(name: str) -> None:
             slots=torch.arange(begin, stop),
             block_tables=torch.arange(-(-stop // BLOCK_TOKENS), dtype=torch.int32)[None],
         )
-        attention.write(cache, keys[begin:stop], values[begin:stop], batch.slots)
-        found.append(attention.attend(queries[begin:stop], cache, batch, sinks))
+        attention.write_kv(cache, keys[begin:stop], values[begin:stop], batch.slots)
+        found.append(attention.attend(queries[begin:stop], cache, attention.prepare(batch), sinks))
     expected = [query_result(shape, queries, keys, values, position, sinks) for position in range(length)]
     torch.testing.assert_close(torch.cat(found), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
@@ -149,10 +149,10 @@ def query_result(
 ) -> Tensor:
     """[heads, value_dim]"""
     first = 0
-    if shape.sight.window is not None:
-        first = max(first, position - shape.sight.window + 1)
-    if shape.sight.chunk is not None:
-        first = max(first, position // shape.sight.chunk * shape.sight.chunk)
+    if shape.mask.window is not None:
+        first = max(first, position - shape.mask.window + 1)
+    if shape.mask.chunk is not None:
+        first = max(first, position // shape.mask.chunk * shape.mask.chunk)
     results = []
     for head in range(4):
         kv_head = head * shape.num_kv_heads // 4
@@ -165,12 +165,12 @@ def query_result(
             scores -= shape.alibi.slopes[head] * factor * (position - torch.arange(first, position + 1))
         weights = scores.exp()
         total = weights.sum() + (0.0 if sinks is None else sinks[head].double().exp())
-        results.append((weights / total) @ values[seen, kv_head, : shape.result_dim].double())
+        results.append((weights / total) @ values[seen, kv_head, : shape.output_dim].double())
     return torch.stack(results).float()
 
 
 def test_block_bytes_are_what_is_allocated() -> None:
     attention = ReferenceAttention(make_shape(6, 2, 16), CPU, torch.bfloat16)
-    caches = attention.allocate(num_blocks=5, num_layers=3)
-    assert [cache.nbytes for cache in caches] == [5 * attention.bytes_per_block()] * 3
-    assert all(not cache.any() for cache in caches)
+    cache = attention.allocate(num_blocks=5)
+    assert cache.nbytes == 5 * attention.bytes_per_block()
+    assert not cache.any()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from expert_models import CASES, HIDDEN, Case, expected, make_model, save
+from penstock_server.attention import ModelAttention
 from penstock_server.errors import ConfigError
 from penstock_server.kernels import native_ops
 from penstock_server.kernels.ops import Ops
@@ -16,15 +18,19 @@ from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec, RoutingSpec
 from penstock_server.layers.experts.routing import WideLinear, choose_experts, widened
+from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
+from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
 from penstock_server.weights.location import Location
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from rank_threads import run_ranks
+from test_attention import make_batch
 from torch import Tensor
 
 CPU = torch.device("cpu")
+STEP = StepContext(make_batch([(0, 1)]), {})
 needs_native = pytest.mark.skipif(not native_ops.available(), reason="needs native operators")
 
 
@@ -50,15 +56,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(
     path: Path, case: Case, group: RankGroup, dtype: torch.dtype, exact: bool = True, ops: Ops | None = None
-) -> tuple[MixtureOfExperts, int]:
-    """The layer, and the bytes that it read."""
-    shard = Shard.of(HIDDEN, 64, group, exact)
-    table = MixtureOfExperts.parameters(case.spec, "mlp", HIDDEN, shard)
+) -> tuple[Callable[[Tensor], Tensor], int]:
+    """The layer over rows of one step, and the bytes that it read."""
+    layout = WeightLayout(Shard.of(HIDDEN, 64, group, exact))
+    table = MixtureOfExperts.parameters(case.spec, "mlp", layout)
     loader = Loader(SafetensorsCheckpoint((path,)), table, Names(case), dtype, CPU)
-    context = BuildContext(loader, ops or TorchOps(), shard, HIDDEN, max_position_tokens=64, block_tokens=16)
+    context = BuildContext(loader, ops or TorchOps(), layout, ModelAttention(CPU, dtype), 64, block_tokens=16)
     layer = MixtureOfExperts.load(case.spec, "mlp", context)
     loader.finish()
-    return layer, loader.loaded_bytes
+    return functools.partial(layer, step=STEP), loader.loaded_bytes
 
 
 def inputs(rows: int, dtype: torch.dtype) -> Tensor:
@@ -180,7 +186,7 @@ def test_what_cannot_be_is_refused(make: object, message: str) -> None:
 def test_too_many_ranks_are_refused() -> None:
     group = RankGroup(0, 9)
     with pytest.raises(ConfigError, match="intermediate size of experts 8 cannot be split over 9 ranks"):
-        MixtureOfExperts.parameters(MoeSpec(RoutingSpec(2, 1), 8), "mlp", HIDDEN, Shard.of(HIDDEN, 64, group))
+        MixtureOfExperts.parameters(MoeSpec(RoutingSpec(2, 1), 8), "mlp", WeightLayout(Shard.of(HIDDEN, 64, group)))
 
 
 def test_correction_changes_the_choice_and_not_the_weights() -> None:
@@ -198,9 +204,9 @@ def test_wide_routing_does_not_depend_on_the_place_in_the_batch() -> None:
     weight = torch.randn(30, 512, generator=generator).bfloat16() / 16
     x = torch.randn(257, 512, generator=generator).bfloat16()
     linear, spec = WideLinear(widened(weight), None), RoutingSpec(30, 4, scoring="sigmoid", is_wide=True)
-    together = choose_experts(linear(x), None, spec)
+    together = choose_experts(linear(x, None), None, spec)
     for row in range(257):
-        alone = choose_experts(linear(x[row : row + 1]), None, spec)
+        alone = choose_experts(linear(x[row : row + 1], None), None, spec)
         assert torch.equal(alone[0][0], together[0][row])
         assert torch.equal(alone[1][0], together[1][row])
 

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from penstock_server.attention import choose_attention
+from penstock_server.attention import ModelAttention, choose_attention
+from penstock_server.attention.interface import StepBatch
 from penstock_server.errors import ConfigError
 from penstock_server.kernels import native_ops
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
+from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.rope import RopeSpec, yarn_magnitude
 from penstock_server.layers.shard import Shard
+from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import Loader
 from penstock_server.weights.location import Location
@@ -133,10 +136,10 @@ def expected(model: transformers.PreTrainedModel, x: Tensor) -> Tensor:
 
 
 def load(path: Path, name: str, group: RankGroup, exact: bool, ops: Ops, dtype: torch.dtype) -> LatentAttentionBlock:
-    spec, shard = CASES[name][2], Shard.of(HIDDEN, 64, group, exact)
-    table = LatentAttentionBlock.parameters(spec, "attention", HIDDEN, shard)
+    spec, layout = CASES[name][2], WeightLayout(Shard.of(HIDDEN, 64, group, exact))
+    table = LatentAttentionBlock.parameters(spec, "attention", layout)
     loader = Loader(SafetensorsCheckpoint((path,)), table, Names(), dtype, CPU)
-    context = BuildContext(loader, ops, shard, HIDDEN, MAX_TOKENS, BLOCK_TOKENS)
+    context = BuildContext(loader, ops, layout, ModelAttention(CPU, dtype), MAX_TOKENS, BLOCK_TOKENS)
     block = LatentAttentionBlock.load(spec, "attention", context)
     loader.finish()
     return block
@@ -146,7 +149,11 @@ def run(block: LatentAttentionBlock, texts: list[Tensor]) -> list[Tensor]:
     """The outputs of each text's new tokens, as SPANS says, the seen ones having gone before in a step of their own."""
     batch = make_batch(SPANS)
     num_blocks = int(batch.block_tables.max()) + 1
-    (cache,) = block.attention.allocate(num_blocks, 1)
+    cache = block.attention.allocate(num_blocks)
+
+    def context(batch: StepBatch) -> StepContext:
+        return StepContext(batch, {block.attention.name: block.attention.prepare(batch)})
+
     for row, (text, (seen, _)) in enumerate(zip(texts, SPANS, strict=True)):
         if seen:
             earlier = make_batch([(0, seen)])
@@ -155,10 +162,10 @@ def run(block: LatentAttentionBlock, texts: list[Tensor]) -> list[Tensor]:
                 [int(blocks[p // BLOCK_TOKENS]) * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(seen)]
             )
             earlier.slots.copy_(slots)
-            block.store(text[:seen], cache, earlier)
+            block.store(text[:seen], cache, context(earlier))
     new = torch.cat([text[seen:] for text, (seen, _) in zip(texts, SPANS, strict=True)])
-    queries = block.store(new, cache, batch)
-    outputs = block.project(block.attend(queries, cache, batch))
+    step = context(batch)
+    outputs = block.project(block.attend(block.store(new, cache, step), cache, step), step)
     return list(outputs.split([count for _, count in SPANS]))
 
 
@@ -220,10 +227,10 @@ def test_the_cache_holds_the_latent_alone() -> None:
     )
     attention = choose_attention(spec.attention_shape(range(64), 16), CPU, torch.bfloat16)
     assert attention.bytes_per_block() == 16 * (512 + 64) * 2
-    (cache,) = attention.allocate(num_blocks=3, num_layers=1)
+    cache = attention.allocate(num_blocks=3)
     assert cache.nbytes == 3 * attention.bytes_per_block()
     shard = Shard.of(48, 64, RankGroup())
-    assert LatentAttentionBlock.cached_numbers(spec, shard) * 16 * 2 == attention.bytes_per_block()
+    assert LatentAttentionBlock.kv_elements_per_token(spec, shard) * 16 * 2 == attention.bytes_per_block()
 
 
 def test_the_scale_is_of_what_heads_unfold_to() -> None:

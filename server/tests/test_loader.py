@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from penstock_server.engine.device import choose_dtype
 from penstock_server.errors import ConfigError
 from penstock_server.kernels import native_ops
+from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
@@ -45,8 +46,8 @@ def load(folder: Path) -> None:
     load_model(LoadOptions(folder, torch.float32, CPU, 16), RankGroup())
 
 
-def shard_of(spec: ModelSpec, group: RankGroup, exact: bool = True) -> Shard:
-    return Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
+def layout_of(spec: ModelSpec, group: RankGroup, exact: bool = True) -> WeightLayout:
+    return WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact))
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -175,7 +176,7 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
 
 def test_asking_for_a_parameter_twice_or_never_is_a_fault_of_ours(folder: Path) -> None:
     spec, names = read_spec(folder)
-    table = parameters(spec, shard_of(spec, RankGroup()))
+    table = parameters(spec, layout_of(spec, RankGroup()))
     loader = Loader(open_checkpoint(folder)[0], table, names, torch.float32, CPU)
     loader.read("norm.weight")
     with pytest.raises(KeyError):
@@ -192,7 +193,7 @@ def test_the_parts_of_all_ranks_make_the_whole(
 ) -> None:
     folder = save_model(make_model(variant), tmp_path_factory.mktemp("model"))
     spec, names = read_spec(folder)
-    tables = [parameters(spec, shard_of(spec, RankGroup(rank, size), exact)) for rank in range(size)]
+    tables = [parameters(spec, layout_of(spec, RankGroup(rank, size), exact)) for rank in range(size)]
     whole = load_file(folder / "model.safetensors")
     loaders = [Loader(open_checkpoint(folder)[0], table, names, torch.float32, CPU) for table in tables]
     for name in tables[0]:

@@ -1,29 +1,58 @@
-"""Chooses the attention implementation of a layer, once, at load."""
+"""Selects the attention implementation of each layer at load, and prepares each step for all of them."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from penstock_server.kernels import may_be_native
 
 if TYPE_CHECKING:
     import torch
 
-    from penstock_server.attention.interface import Attention, AttentionShape
+    from penstock_server.attention.interface import Attention, AttentionShape, StepBatch
 
 logger = logging.getLogger(__name__)
 
 
 def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Attention:
-    """The fastest attention that works here for this shape."""
+    """The fastest implementation that supports this shape on this device."""
     if may_be_native(device, dtype):
         from penstock_server.attention import native
 
-        if native.available(shape):
+        if native.supports(shape):
             logger.info("attention: native")
             return native.NativeAttention(shape)
     from penstock_server.attention.reference import ReferenceAttention
 
     logger.info("attention: reference")
     return ReferenceAttention(shape, device, dtype)
+
+
+class ModelAttention:
+    """The attention of one model's layers: an implementation for each shape, and the metadata that they share."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._by_shape: dict[AttentionShape, Attention] = {}
+
+    def for_shape(self, shape: AttentionShape) -> Attention:
+        """Layers of one shape share it."""
+        if shape not in self._by_shape:
+            self._by_shape[shape] = choose_attention(shape, self._device, self._dtype)
+        return self._by_shape[shape]
+
+    @property
+    def name(self) -> str:
+        """The names of the implementations in use, for people."""
+        return " and ".join(sorted(self._by_name))
+
+    def prepare(self, batch: StepBatch) -> Mapping[str, Any]:
+        """A step's metadata, by the name of the implementation that reads it."""
+        return {name: attention.prepare(batch) for name, attention in self._by_name.items()}
+
+    @property
+    def _by_name(self) -> dict[str, Attention]:
+        return {attention.name: attention for attention in self._by_shape.values()}

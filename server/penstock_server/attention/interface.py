@@ -1,47 +1,47 @@
-"""The attention interface: varlen queries over paged keys and values. One implementation is chosen at load.
+"""The attention interface: queries of sequences of any length over paged keys and values.
 
-An implementation owns the layout of its cache; nobody else looks inside a cache tensor.
+INVARIANT: an implementation owns the layout of its caches. No other code looks inside a cache tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step's tensors, on the model's device. The tokens of all sequences stand one behind the other."""
+    """One step's tensors, on the model's device. The new tokens of all sequences are concatenated."""
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    slots: Tensor  # [tokens] int64: block id * block_tokens + offset, where the token's key and value go
-    query_starts: Tensor  # [sequences + 1] int32: where each sequence's tokens begin in the batch
-    context_lens: Tensor  # [sequences] int32: tokens of the sequence up to and including this step's
+    slots: Tensor  # [tokens] int64: block id * block_tokens + offset, where the token's key and value are stored
+    query_starts: Tensor  # [sequences + 1] int32: each sequence's first row; the last entry is the number of tokens
+    context_lens: Tensor  # [sequences] int32: length of the sequence including this step's tokens
     block_tables: Tensor  # [sequences, max blocks] int32, padded with 0
     sample_rows: Tensor  # [samples] int64: rows of the batch whose outputs are wanted, ascending
-    max_query_tokens: int  # the most tokens one sequence advances
+    max_query_tokens: int  # the most new tokens of one sequence
     max_context_tokens: int  # the longest context
-    # [sequences] int32: how many of the tokens are the source's, at the beginning. None: the model has no encoder.
+    # [sequences] int32: length of the source (encoder input), the sequence's first tokens. None: there is no encoder.
     source_lens: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What a query sees of its sequence's context: one interval of positions. It ends with the query's own, but for
-    sources, which are seen whole."""
+class AttentionMask:
+    """The interval of positions that a query attends to. It ends at the query, except in a source, which is attended to
+    as a whole."""
 
-    window: int | None = None  # the last so many positions, its own included (Mistral)
-    chunk: int | None = None  # those of its own chunk of so many (Llama 4)
-    # Encoder and decoder: the source from anywhere, or what stands behind the source.
+    window: int | None = None  # sliding window: the last `window` positions, including the query's own (Mistral)
+    chunk: int | None = None  # positions of the query's own chunk of `chunk` tokens (Llama 4)
+    # Encoder-decoder models: "source" is the whole source, from any position; "answer" is what follows the source.
     part: Literal["context", "source", "answer"] = "context"
 
     def interval(self, positions: Tensor, source_len: int) -> tuple[Tensor, Tensor]:
-        """Where the interval begins and where it stops, for queries at these positions of a sequence with such a
-        source; neither ever descends from one query to the next."""
+        """First position and end (exclusive) for queries at `positions`, of a sequence with a source of this length.
+        Both are non-decreasing if positions ascend."""
         if self.part == "source":
             return positions.new_zeros(positions.shape), positions.new_full(positions.shape, source_len)
         first = positions.new_full(positions.shape, source_len if self.part == "answer" else 0)
@@ -52,82 +52,94 @@ class Sight:
         return first, positions + 1
 
     @property
-    def width(self) -> int | None:
-        """The most positions that a query sees, from its own back; None: there is no such bound."""
+    def max_span(self) -> int | None:
+        """Upper bound on the positions that one query attends to, counted back from its own; None: unbounded."""
         return min((bound for bound in (self.window, self.chunk) if bound is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Alibi:
-    """A bias on scores: a head's slope times the key's position (https://arxiv.org/abs/2108.12409)."""
+    """A bias on scores: the head's slope times the key's position (https://arxiv.org/abs/2108.12409)."""
 
-    slopes: tuple[float, ...]  # of this rank's heads
-    is_scaled: bool = False  # added before scores are scaled, so scaled with them (Falcon)
+    slopes: tuple[float, ...]  # one per query head
+    is_scaled: bool = False  # added before scores are scaled, so it is scaled as well (Falcon)
     is_bfloat16: bool = False  # slope, position and product are rounded to bfloat16 (Falcon)
 
-    def of(self, heads: range) -> Alibi:
+    def for_heads(self, heads: range) -> Alibi:
         return replace(self, slopes=self.slopes[heads.start : heads.stop])
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention of one layer is made of, on one rank. Layers of one shape share their implementation."""
+    """Sizes and variant of one layer's attention on one rank. Layers of one shape share an implementation."""
 
     num_heads: int  # query heads on this rank
-    num_kv_heads: int  # on this rank; num_heads is a multiple of it
+    num_kv_heads: int  # on this rank; divides num_heads
     head_dim: int  # of queries and keys
-    scale: float  # applied to q·k
+    scale: float  # factor of q·k
     block_tokens: int
-    value_dim: int | None = None  # of values and results; None: head_dim
-    values_in_keys: bool = False  # values are the first value_dim numbers of keys, and are not stored
-    sight: Sight = Sight()
+    value_dim: int | None = None  # of a value head; None: head_dim
+    values_in_keys: bool = False  # a value is the first value_dim elements of its key, and is not stored separately
+    mask: AttentionMask = AttentionMask()
     soft_cap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
     alibi: Alibi | None = None
-    has_bias: bool = False  # scores have a learned bias by the key's distance, which `attend` is given (T5)
+    has_relative_bias: bool = False  # scores have a learned bias by distance, an argument of `attend` (T5)
 
     @property
-    def result_dim(self) -> int:
-        """Of each head's result."""
+    def output_dim(self) -> int:
+        """Elements per head of values and outputs."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
-def window_tokens(attentions: Iterable[Attention]) -> int:
-    """How many of the last positions layers with these attentions see at most; 0: some sees all."""
-    widths = [attention.shape.sight.width for attention in attentions]
-    return 0 if None in widths else max(width for width in widths if width is not None)
-
-
 class Attention(Protocol):
-    """Attention of a batch's new tokens over their sequences' paged context. Stateless."""
+    """Attention of one shape: a batch's new tokens over their sequences' paged context. It keeps no state."""
 
-    name: str
-    shape: AttentionShape
+    @property
+    def name(self) -> str:
+        """The implementation's name. Attentions with one name share the metadata of a step."""
+        ...
 
-    def allocate(self, num_blocks: int, num_layers: int) -> list[Tensor]:
-        """One cache tensor for each layer (its layout is private), zeroed; who asked for it touches its pages."""
+    @property
+    def shape(self) -> AttentionShape: ...
+
+    def allocate(self, num_blocks: int) -> Tensor:
+        """The zeroed cache of one layer. The memory pages behind it may not have been touched yet."""
         ...
 
     def bytes_per_block(self) -> int:
-        """Bytes that one block of one layer takes."""
+        """Cache bytes of one block of one layer."""
         ...
 
-    def write(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys [tokens, num_kv_heads, head_dim] (already rotated) and values [tokens, num_kv_heads, value_dim]
-        at their slots. Where values are in the keys, they are not looked at."""
+    @staticmethod
+    def prepare(batch: StepBatch) -> Any:
+        """The metadata that `attend` needs for this batch. It is built once per step, for layers of every shape; what
+        depends on a layer's mask is computed for its first layer and kept for the others."""
+        ...
+
+    def write_kv(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Stores keys [tokens, num_kv_heads, head_dim] (after rope) and values [tokens, num_kv_heads, value_dim] at
+        their slots [tokens] int64. With `values_in_keys`, `values` is ignored."""
         ...
 
     def attend(
         self,
         queries: Tensor,
         cache: Tensor,
-        batch: StepBatch,
+        metadata: Any,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """[tokens, num_heads, head_dim] → [tokens, num_heads, value_dim]. Each query sees what `Sight` says.
+        """[tokens, num_heads, head_dim] → [tokens, num_heads, value_dim], over the positions that the mask selects.
 
-        sinks [num_heads]: a score that takes part in the softmax and has no value (gpt-oss).
-        bias [num_heads, 2 * n + 1] float32, where the shape has one: added to the score of a key by how many positions
-        it is ahead of its query, from -n to n; those farther away count as the farthest of these.
+        metadata: what `prepare` returned for the batch of these queries.
+        sinks [num_heads]: a score per head that takes part in the softmax and has no value (gpt-oss).
+        bias [num_heads, 2 * n + 1] float32, if the shape has one: added to the score of a key by its distance ahead of
+        the query, from -n to n; larger distances are clamped.
         """
         ...
+
+
+def window_tokens(attentions: Iterable[Attention]) -> int:
+    """How many of the last positions any of these layers attends to; 0: at least one layer has no bound."""
+    spans = [attention.shape.mask.max_span for attention in attentions]
+    return 0 if None in spans else max(span for span in spans if span is not None)

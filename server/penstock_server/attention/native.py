@@ -1,15 +1,16 @@
-"""Paged attention as native kernels: bf16 on CPUs with AVX-512 BF16. Results of a row never depend on the other rows,
-nor on how its prompt was chunked.
+"""Paged attention in native kernels: bf16 on CPUs with AVX-512 BF16. A row's result depends neither on the other rows
+nor on how its prompt was cut into chunks.
 
-Cache of one layer: [blocks, kv_heads * (keys, values) of a block]; the kernels own the order inside. Their heads are
-multiples of 16 wide: others are filled up with zeros, which change no score and no value.
+Cache of one layer: [blocks, kv_heads * (keys, values) of a block]; the kernels own the order inside. They need head
+dimensions that are multiples of 16: others are padded with zeros, which change neither scores nor values.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from dataclasses import replace
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from penstock_server.kernels import native_ops
@@ -19,55 +20,90 @@ if TYPE_CHECKING:
 
     from penstock_server.attention.interface import AttentionShape, StepBatch
 
-DIMS = 16  # heads' widths are multiples of it
+HEAD_DIM_MULTIPLE = 16
 
 
-def available(shape: AttentionShape) -> bool:
-    """Whether the kernels run here and are made for such heads."""
+def supports(shape: AttentionShape) -> bool:
+    """Whether the kernels run on this CPU and implement this shape."""
     if not native_ops.available():
         return False
     import penstock_kernels
 
-    # Values inside of keys are read in vectors.
-    is_whole = not shape.values_in_keys or shape.result_dim % DIMS == 0
+    # Values that are part of their keys are read in whole vectors.
+    is_whole = not shape.values_in_keys or shape.output_dim % HEAD_DIM_MULTIPLE == 0
     fits = shape.block_tokens == penstock_kernels.BLOCK_TOKENS and shape.head_dim <= penstock_kernels.MAX_DIM
-    return fits and is_whole and shape.result_dim <= penstock_kernels.MAX_DIM
+    return fits and is_whole and shape.output_dim <= penstock_kernels.MAX_DIM
+
+
+@dataclass(frozen=True, slots=True)
+class NativeMetadata:
+    """A step's batch as the kernels read it."""
+
+    batch: StepBatch  # owns the memory behind the addresses
+    addresses: tuple[int, int, int, int, int, int | None]
+    max_context_tokens: int
 
 
 class NativeAttention:
-    """Implements `Attention`, and a fused rotation and write."""
+    """Implements `Attention`."""
 
     name = "native"
 
-    def __init__(self, shape: AttentionShape, num_threads: int | None = None) -> None:
+    def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
-        kernels = native_ops.make_kernels(num_threads)
-        self._missing = (-shape.head_dim % DIMS, -shape.result_dim % DIMS)  # numbers of keys and of values
-        widths = (shape.head_dim + self._missing[0], shape.result_dim + self._missing[1])
-        self.native = kernels.attention(replace(shape, head_dim=widths[0], value_dim=widths[1]))
+        # Zeros behind the last element of each key head and each value head.
+        self._padding = (-shape.head_dim % HEAD_DIM_MULTIPLE, -shape.output_dim % HEAD_DIM_MULTIPLE)
+        padded = SimpleNamespace(  # the attributes that the kernels read
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim + self._padding[0],
+            result_dim=shape.output_dim + self._padding[1],
+            values_in_keys=shape.values_in_keys,
+            scale=shape.scale,
+            sight=shape.mask,
+            soft_cap=shape.soft_cap,
+            alibi=shape.alibi,
+            has_bias=shape.has_relative_bias,
+        )
+        self.native = native_ops.make_kernels().attention(padded)
 
     @property
-    def is_filled_up(self) -> bool:
-        """Whether heads are wider than the shape says."""
-        return any(self._missing)
+    def is_padded(self) -> bool:
+        """Whether the cache's heads are wider than the shape's."""
+        return any(self._padding)
 
-    def allocate(self, num_blocks: int, num_layers: int) -> list[Tensor]:
+    def allocate(self, num_blocks: int) -> Tensor:
         import penstock_kernels
         import torch
 
-        shape = (num_layers, num_blocks, self.native.block_numbers())
-        # The system's own zeros: a page costs nothing until it is touched.
-        room = mmap.mmap(-1, math.prod(shape) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        caches = torch.frombuffer(room, dtype=torch.bfloat16).view(shape)
-        penstock_kernels.advise_huge_pages(caches.data_ptr(), caches.nbytes)
-        return list(caches.unbind())
+        shape = (num_blocks, self.native.block_numbers())
+        # Anonymous memory is zeroed by the system, and a page costs nothing until it is touched.
+        memory = mmap.mmap(-1, math.prod(shape) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        cache = torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
+        penstock_kernels.advise_huge_pages(cache.data_ptr(), cache.nbytes)
+        return cache
 
     def bytes_per_block(self) -> int:
         return self.native.block_numbers() * 2
 
-    def write(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        keys = _filled_up(keys, self._missing[0])
-        values = keys if self.shape.values_in_keys else _filled_up(values, self._missing[1])
+    @staticmethod
+    def prepare(batch: StepBatch) -> NativeMetadata:
+        tables, source_lens = batch.block_tables, batch.source_lens
+        num_sequences, max_blocks = tables.shape
+        assert tables.is_contiguous()
+        addresses = (
+            batch.query_starts.data_ptr(),
+            batch.context_lens.data_ptr(),
+            tables.data_ptr(),
+            max_blocks,
+            num_sequences,
+            None if source_lens is None else source_lens.data_ptr(),
+        )
+        return NativeMetadata(batch, addresses, batch.max_context_tokens)
+
+    def write_kv(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        keys = _padded(keys, self._padding[0])
+        values = keys if self.shape.values_in_keys else _padded(values, self._padding[1])
         self.native.write(
             cache.data_ptr(),
             (keys.data_ptr(), native_ops.token_stride(keys)),
@@ -76,73 +112,36 @@ class NativeAttention:
             keys.shape[0],
         )
 
-    def rotate_and_write(
-        self,
-        cache: Tensor,
-        heads: tuple[Tensor, Tensor, Tensor],
-        rope: tuple[Tensor, Tensor],
-        positions: Tensor,
-        slots: Tensor,
-    ) -> None:
-        """`Ops.rotate` of queries and keys, then `write` of keys and values, in one. heads: queries, keys, values
-        [tokens, heads, head_dim]; rope: cos, sin. Not if `is_filled_up`."""
-        queries, keys, values = heads
-        cos, sin = rope
-        self.native.rotate_and_write(
-            cache.data_ptr(),
-            (queries.data_ptr(), native_ops.token_stride(queries)),
-            (keys.data_ptr(), native_ops.token_stride(keys)),
-            (values.data_ptr(), native_ops.token_stride(values)),
-            (cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), cos.shape[1]),
-            slots.data_ptr(),
-            queries.shape[0],
-        )
-
     def attend(
         self,
         queries: Tensor,
         cache: Tensor,
-        batch: StepBatch,
+        metadata: NativeMetadata,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        assert (bias is not None) == self.shape.has_bias
-        queries = _filled_up(queries, self._missing[0])
+        assert (bias is not None) == self.shape.has_relative_bias
+        queries = _padded(queries, self._padding[0])
         sinks = None if sinks is None else sinks.to(queries.dtype).contiguous()
         bias = None if bias is None else bias.float().contiguous()
-        output = queries.new_empty((*queries.shape[:2], self.shape.result_dim + self._missing[1]))
-        seen = min(batch.max_context_tokens, self.shape.sight.width or batch.max_context_tokens)
+        output = queries.new_empty((*queries.shape[:2], self.shape.output_dim + self._padding[1]))
+        span = min(metadata.max_context_tokens, self.shape.mask.max_span or metadata.max_context_tokens)
         self.native.attend(
             (queries.data_ptr(), native_ops.token_stride(queries)),
             cache.data_ptr(),
-            batch_addresses(batch),
+            metadata.addresses,
             None if sinks is None else sinks.data_ptr(),
             None if bias is None else (bias.data_ptr(), bias.shape[1] // 2),
             output.data_ptr(),
-            queries.shape[0] * seen,
+            queries.shape[0] * span,
         )
-        return output[..., : self.shape.result_dim]
+        return output[..., : self.shape.output_dim]
 
 
-def batch_addresses(batch: StepBatch) -> tuple[int, int, int, int, int, int | None]:
-    """What the kernels need to know of a batch."""
-    tables, source_lens = batch.block_tables, batch.source_lens
-    num_sequences, max_blocks = tables.shape
-    assert tables.is_contiguous()
-    return (
-        batch.query_starts.data_ptr(),
-        batch.context_lens.data_ptr(),
-        tables.data_ptr(),
-        max_blocks,
-        num_sequences,
-        None if source_lens is None else source_lens.data_ptr(),
-    )
-
-
-def _filled_up(x: Tensor, missing: int) -> Tensor:
-    """[..., dim] → [..., dim + missing]"""
-    if missing == 0:
+def _padded(x: Tensor, padding: int) -> Tensor:
+    """[..., dim] → [..., dim + padding]"""
+    if padding == 0:
         return x
     import torch
 
-    return torch.nn.functional.pad(x, (0, missing))
+    return torch.nn.functional.pad(x, (0, padding))

@@ -14,6 +14,7 @@ from penstock_server.engine.memory import Memory as DeviceMemory
 from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
+from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models.layer import ATTENTION_PARTS
 from penstock_server.models.parameters import parameters
@@ -57,9 +58,10 @@ def lay_out(files: ModelFiles, folder: Path, num_ranks: int, dtype_name: str, me
         device = choose_device("", 0)
         dtype = choose_dtype(dtype_name, device)
         if tensors is not None:
-            locator = files.locator or names.fitted(tensors)
-            spec = spec.fitted(locator, tensors)
-            table = parameters(spec, Shard.of(spec.hidden_size, spec.vocab_size, RankGroup()))
+            locator = files.locator or names.for_checkpoint(tensors)
+            spec = spec.for_checkpoint(locator, tensors)
+            layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, RankGroup()))
+            table = parameters(spec, layout)
             expected = expected_shapes(table, locator)
             found = {name: tensor.shape for name, tensor in tensors.items()}
             problems += mismatches(found, expected, locator.ignored) + _unloadable(tensors, expected)
@@ -101,9 +103,9 @@ def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) ->
 def _share(spec: ModelSpec, group: RankGroup, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, int]:
     """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token)."""
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact=device.type == "cpu")
-    table = parameters(spec, shard)
+    table = parameters(spec, WeightLayout(shard))
     weights = sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
     attention = [layer.attention for layer in spec.layers]
-    kv_numbers = sum(ATTENTION_PARTS[type(each)].cached_numbers(each, shard) for each in attention)
+    kv_numbers = sum(ATTENTION_PARTS[type(each)].kv_elements_per_token(each, shard) for each in attention)
     heads = shard.heads(attention[0].num_heads, attention[0].num_kv_heads)
     return len(heads.mine), len(heads.my_kv), weights, kv_numbers * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Chooses the operators a model runs on. Nothing native is needed: without it torch does everything."""
+"""Selects the operators that a model runs on. The native package is optional: without it torch computes everything."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NATIVE_PACKAGE = "penstock_kernels"
 
 
 def may_be_native(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether native kernels for this device and type are installed. Whether this CPU runs them, they know."""
+    """Whether native kernels for this device and dtype are installed. Whether this CPU supports them is not checked."""
     import torch
 
     return device.type == "cpu" and dtype == torch.bfloat16 and importlib.util.find_spec(NATIVE_PACKAGE) is not None
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest operators that work here."""
+    """The fastest operators that this machine supports."""
     if may_be_native(device, dtype):
         from penstock_server.kernels import native_ops
 

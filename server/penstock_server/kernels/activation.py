@@ -1,4 +1,4 @@
-"""The activation functions of MLPs, under the names that `config.json` gives them, in plain torch."""
+"""The activation functions of MLPs in plain torch, by their names in `config.json`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def xielu(alpha_p: Tensor, alpha_n: Tensor) -> Elementwise:
-    """A square above zero, an exponential below, of learned sizes [1] each (https://arxiv.org/abs/2411.13010)."""
+    """xIELU: quadratic above zero, exponential below, with learned factors [1] (https://arxiv.org/abs/2411.13010)."""
     beta, almost_zero = 0.5, torch.tensor(-1e-6, dtype=alpha_p.dtype, device=alpha_p.device)
     above, below = F.softplus(alpha_p), beta + F.softplus(alpha_n)
 
     def activation(x: Tensor) -> Tensor:
-        # Near zero the difference below would be all rounding.
+        # Near zero, the difference would consist of rounding errors.
         negative = (torch.expm1(x.minimum(almost_zero)) - x) * below
         return torch.where(x > 0, above * x * x, negative) + beta * x
 

@@ -1,6 +1,6 @@
 """The operators as native kernels: bf16 on CPUs with AVX-512 BF16, from the package `penstock_kernels`.
 
-A row's result never depends on the other rows. Kernels get addresses, so shapes and types are checked here.
+A row's result never depends on the other rows. The kernels take addresses, so shapes and dtypes are checked here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def available() -> bool:
-    """Whether the package is installed and this CPU has what it needs."""
+    """Whether the package is installed and this CPU supports it."""
     if importlib.util.find_spec("penstock_kernels") is None:
         return False
     import penstock_kernels
@@ -29,7 +29,7 @@ def available() -> bool:
 
 
 def make_kernels(num_threads: int | None = None) -> Kernels:
-    """A kernel context on torch's own threads (all of them by default): no thread is started beside them."""
+    """A kernel context that runs on torch's own OpenMP threads, by default on all of them."""
     import penstock_kernels
     import torch
 
@@ -39,15 +39,18 @@ def make_kernels(num_threads: int | None = None) -> Kernels:
 def argmax_logprob(
     logits: Tensor, places: npt.NDArray[np.int64] | None = None, masks: npt.NDArray[np.int32] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Greedy choice of each row of logits [rows, vocab] bf16: ids [rows] int64 (the lowest of equals) and their log
-    probabilities [rows] float32. Rows `places` choose among what their masks [places, words] allow, bit b of word w
-    being token 32·w + b. A row with NaN or +infinity in it, allowed or not, has the id -1 and NaN; one that allows
-    nothing has NaN."""
+    """The greedy choice of each row of logits [rows, vocab] bf16: ids [rows] int64 (the lowest of equal ones) and their
+    logprobs [rows] float32.
+
+    places: the rows whose choice is restricted by masks [places, words]; bit b of word w allows token 32 * w + b. A row
+    that contains NaN or +infinity, in an allowed place or not, has id -1 and logprob NaN; a row whose mask allows no
+    token has logprob NaN.
+    """
     return NativeOps().argmax_logprob(logits, places, masks)
 
 
 class NativeLinear:
-    """A packed linear layer; its weight lives in memory of the native package."""
+    """A packed linear layer. The native package owns the memory of its weight."""
 
     __slots__ = ("_apply", "in_features", "out_features", "packed")
 
@@ -74,7 +77,7 @@ class NativeLinear:
         self.out_features = rows // 2 if gated else rows
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in_features] → [rows, out_features]; gated: silu(gate) * up of a weight with gate rows first."""
+        """[rows, in_features] → [rows, out_features]. If gated, silu(gate) * up of a weight with gate rows first."""
         rows, features = x.shape
         stride, step = x.stride()
         assert (features, step) == (self.in_features, 1)
@@ -83,7 +86,7 @@ class NativeLinear:
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The weight's own rows [ids] int64 → [ids, in_features]. Not if gated."""
+        """Rows of the weight: [ids] int64 → [ids, in_features]. Not for gated layers."""
         assert ids.is_contiguous()
         import torch
 
@@ -91,19 +94,10 @@ class NativeLinear:
         self.packed.copy_rows(ids.data_ptr(), ids.shape[0], rows.data_ptr())
         return rows
 
-    def add_to(self, x: Tensor, residual: Tensor) -> None:
-        """residual [rows, out_features] += self(x), rounded in between as separate operators would. Not if gated."""
-        rows, features = x.shape
-        stride, step = x.stride()
-        assert (features, step) == (self.in_features, 1)
-        assert residual.shape == (rows, self.out_features)
-        assert residual.is_contiguous()
-        self.packed.add_to(x.data_ptr(), stride, rows, residual.data_ptr())
-
 
 class NativeElementwise:
-    """A function of one bf16 number as the table of its results: torch's own functions compute the ends of their vector
-    loops differently, so that a result would depend on where the number stands in a batch."""
+    """A function of one bf16 number as a table of its 65,536 results. torch computes the end of a vector loop
+    differently from the rest, so with torch's function a result would depend on the number's place in the batch."""
 
     __slots__ = ("_look_up", "_table")
 
@@ -125,7 +119,7 @@ class NativeElementwise:
 
 
 class NativeOps:
-    """Implements `Ops`, and three fused operators that torch has no match for."""
+    """Implements `Ops`."""
 
     name = "native"
 
@@ -137,12 +131,12 @@ class NativeOps:
         return NativeLinear(self._kernels, weight, bias, gated=False)
 
     def pack_tied(self, weight: Weight) -> tuple[NativeLinear, Lookup]:
-        """The packed weight serves both; nothing refers to the original."""
+        """The packed weight serves both."""
         linear = self.pack_linear(weight, None)
         return linear, linear.rows
 
     def pack_gate_up(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
-        """weight [2 * dim, in_features], gate first; the layer returns silu(gate) * up [rows, dim]."""
+        """weight [2 * dim, in_features], gate first. The layer returns silu(gate) * up [rows, dim]."""
         return NativeLinear(self._kernels, weight, bias, gated=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -172,22 +166,15 @@ class NativeOps:
         )
 
     def elementwise(self, function: Elementwise) -> Elementwise:
-        # PERF: layers share a table: it stays in the cores' caches from one to the next.
+        # PERF: layers share a table, which stays in the cores' caches from one layer to the next.
         if function not in self._elementwise:
             self._elementwise[function] = NativeElementwise(self._kernels, function)
         return self._elementwise[function]
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        assert gate_up.is_contiguous()
-        rows, dim = gate_up.shape
-        y = gate_up.new_empty((rows, dim // 2))
-        self._kernels.silu_multiply(gate_up.data_ptr(), y.data_ptr(), dim // 2, rows)
-        return y
-
     def argmax_logprob(
         self, logits: Tensor, places: npt.NDArray[np.int64] | None = None, masks: npt.NDArray[np.int32] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As the function of this name."""
+        """See the function `argmax_logprob`."""
         import numpy as np
         import torch
 
@@ -214,8 +201,8 @@ class NativeOps:
 
 
 def token_stride(x: Tensor) -> int:
-    """Numbers from token to token of [tokens, heads, head_dim], whose heads must lie one behind the other; the whole
-    may be a view of a fused tensor."""
+    """Elements between tokens of x [tokens, heads, head_dim], whose heads must be contiguous; x may be a view of a
+    fused tensor."""
     stride, head_stride, step = x.stride()
     assert step == 1
     assert head_stride == x.shape[2] or x.shape[1] == 1
@@ -223,10 +210,10 @@ def token_stride(x: Tensor) -> int:
 
 
 def _gomp_parallel() -> int | None:
-    """The address of `GOMP_parallel` in the libgomp that torch runs on; None where torch uses another OpenMP."""
+    """The address of `GOMP_parallel` in the libgomp that torch runs on; None if torch uses another OpenMP."""
     import torch
 
     for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*")):
-        library = ctypes.CDLL(str(path))  # loaded already: this finds it
+        library = ctypes.CDLL(str(path))  # already loaded: returns the same library
         return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
     return None

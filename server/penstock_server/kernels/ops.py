@@ -1,5 +1,5 @@
-"""The fused operators the layers call. One implementation is chosen at load: `torch_ops` (any device) or `native_ops`
-(bf16 on CPUs with AVX-512 BF16). Results of a row never depend on the other rows where the implementation says so.
+"""The fused operators that layers call. One implementation is selected at load: `torch_ops` (any device) or
+`native_ops` (bf16 on CPUs with AVX-512 BF16), whose results for a row do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class PackedLinear(Protocol):
-    """A weight in the layout its implementation computes fastest with. The original can be freed."""
+    """A dense weight in the layout that its implementation computes fastest with. It does not refer to the original."""
 
     @property
     def out_features(self) -> int: ...
@@ -21,13 +21,13 @@ class PackedLinear(Protocol):
     def in_features(self) -> int: ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in_features] → [rows, out_features], x's dtype; bias added when there is one."""
+        """[rows, in_features] → [rows, out_features] in x's dtype, bias included."""
         ...
 
 
-class Unread(Protocol):
-    """A weight [rows, columns] that is still in its file, to be read once. Whoever packs it piece by piece never has it
-    in memory beside its packed form."""
+class LazyWeight(Protocol):
+    """A weight [rows, columns] that is still in its file. It can be read once; read in pieces, it is never in memory as
+    a whole next to its packed form."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -36,29 +36,29 @@ class Unread(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def pieces(self) -> Iterator[Tensor]:
-        """Its rows in order, some [rows, columns] at a time, on the CPU. The next piece overwrites the last."""
+        """Its rows in order, as pieces [some rows, columns] on the CPU. The next piece overwrites the last."""
         ...
 
     def whole(self) -> Tensor:
-        """On the model's device."""
+        """[rows, columns], on the model's device."""
         ...
 
 
-Weight = Tensor | Unread
+Weight = Tensor | LazyWeight
 
 
 def pieces_of(weight: Weight) -> Iterable[Tensor]:
-    """Its rows in order, some at a time."""
+    """Its rows in order, as pieces [some rows, columns]."""
     return (weight,) if isinstance(weight, Tensor) else weight.pieces()
 
 
 def whole(weight: Weight) -> Tensor:
-    """All of it at once."""
+    """[rows, columns]"""
     return weight if isinstance(weight, Tensor) else weight.whole()
 
 
 Elementwise = Callable[[Tensor], Tensor]
-"""[rows, features] → the same; each number by itself, in x's dtype."""
+"""[rows, features] → the same shape and dtype, element by element."""
 
 Lookup = Callable[[Tensor], Tensor]
 """Row numbers [rows] int64 → those rows of a table [rows, features]."""
@@ -72,7 +72,8 @@ class Ops(Protocol):
         ...
 
     def pack_tied(self, weight: Weight) -> tuple[PackedLinear, Lookup]:
-        """A head without bias, and the embedding whose table is the same weight; held once where that is possible."""
+        """An output head without bias, and the embedding whose table is the same weight. It is held once if
+        possible."""
         ...
 
     def pack_gate_up(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
@@ -80,24 +81,20 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [rows, dim]; statistics in float32, rounded to the weight's dtype before it is applied (as Llama does)."""
+        """x [rows, dim]. Statistics in float32, rounded to the weight's dtype before it is applied (as in Llama)."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x, in place; returns rms_norm(residual)."""
+        """Adds x to the residual in place and returns rms_norm(residual). All [rows, dim]."""
         ...
 
     def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-        """Rotary embedding in place, halves convention (GPT-NeoX style). queries [rows, heads, head_dim] and keys
-        [rows, kv_heads, head_dim] may be strided views of one fused qkv tensor (last dim contiguous); cos, sin
-        [max positions, rotary_dim / 2] float32."""
+        """Rotary embedding in place, of pairs in halves (GPT-NeoX style). queries [rows, heads, head_dim] and keys
+        [rows, kv_heads, head_dim] may be strided views of one fused tensor with a contiguous last dimension; cos, sin
+        [max positions, rotary_dim / 2] float32; positions [rows] int64."""
         ...
 
     def elementwise(self, function: Elementwise) -> Elementwise:
-        """The function, which sees each number of [rows, features] alone, in the fastest form there is for it. Features
-        are contiguous; rows may lie apart."""
-        ...
-
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        """[rows, 2 * dim] (gate first) → silu(gate) * up [rows, dim]."""
+        """The function in its fastest form. It takes [rows, features] whose features are contiguous; rows may be
+        strided."""
         ...

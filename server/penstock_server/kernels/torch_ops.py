@@ -1,6 +1,6 @@
-"""The operators in plain torch, on any device. On a CPU in bfloat16 linear layers use oneDNN with weights packed once.
+"""The operators in plain torch, on any device. On a CPU in bfloat16, linear layers are packed once for oneDNN.
 
-Results of a row may depend on how many rows there are: matrix libraries choose their kernels by shape.
+A row's result may depend on the number of rows: matrix libraries select their kernels by shape.
 """
 
 from __future__ import annotations
@@ -45,23 +45,26 @@ class OneDnnLinear:
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """Two projections as one matrix, and what is made of them."""
+    """Gate and up as one matrix, and silu(gate) * up of its output."""
 
     linear: PackedLinear
     out_features: int
     in_features: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        return silu_multiply(self.linear(x))
+        gate, up = self.linear(x).chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 class TorchOps:
+    """Implements `Ops`."""
+
     name = "torch"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         weight = whole(weight)
         out_features, in_features = weight.shape
-        if _onednn_packs(weight):
+        if _has_onednn(weight):
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             return OneDnnLinear(packed, bias, out_features, in_features)
         return PlainLinear(weight, bias, out_features, in_features)
@@ -86,25 +89,17 @@ class TorchOps:
         cos, sin = cos[positions][:, None], sin[positions][:, None]  # [rows, 1, rotary_dim / 2]
         for x in (queries, keys):
             first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-            # Both halves before either is written: in float32 `first` and `second` are views of x.
-            turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
-            x[..., :half] = turned_first.to(x.dtype)
-            x[..., half : 2 * half] = turned_second.to(x.dtype)
+            # Compute both before writing either: in float32, `first` and `second` are views of x.
+            rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin
+            x[..., :half] = rotated_first.to(x.dtype)
+            x[..., half : 2 * half] = rotated_second.to(x.dtype)
 
     def elementwise(self, function: Elementwise) -> Elementwise:
         return function
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        return silu_multiply(gate_up)
 
-
-def silu_multiply(gate_up: Tensor) -> Tensor:
-    """[rows, 2 * dim] → silu of the first half times the second."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _onednn_packs(weight: Tensor) -> bool:
+def _has_onednn(weight: Tensor) -> bool:
+    """Whether oneDNN packs this weight."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16

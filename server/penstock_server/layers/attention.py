@@ -1,8 +1,5 @@
-"""The attention block of one layer: fused query, key and value projection, norms and rope, paged attention, output
-projection.
-
-Sharded by heads.
-"""
+"""The self-attention block of one layer: fused query, key and value projection, norms and rope, paged attention, output
+projection. Sharded by heads."""
 
 from __future__ import annotations
 
@@ -10,15 +7,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock_server.attention.interface import Alibi, Attention, AttentionShape, Sight, StepBatch
-from penstock_server.kernels.ops import Ops, PackedLinear
+from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape
+from penstock_server.kernels.ops import Ops
 from penstock_server.layers.context import BuildContext
-from penstock_server.layers.linear import Layout, LinearOut, out_parameters, read_fused, rows_parameters
+from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.linear import Linear
 from penstock_server.layers.norm import Norm
-from penstock_server.layers.qk_norm import QkNormSpec, WholeNorm, load_qk_norms, qk_norm_parameters
+from penstock_server.layers.qk_norm import ProjectionNorm, QkNormSpec, load_qk_norms, qk_norm_parameters
 from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec, rotate_interleaved
-from penstock_server.layers.shard import Shard
+from penstock_server.layers.row_parallel import RowParallelLinear
+from penstock_server.layers.shard import HeadSplit, Shard
+from penstock_server.layers.step import StepContext
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
 
@@ -32,109 +32,113 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    sight: Sight = Sight()  # noqa: RUF009 - frozen
+    mask: AttentionMask = AttentionMask()  # noqa: RUF009 - frozen
     qk_norm: QkNormSpec | None = None
-    clip: float | None = None  # results of the projections are clamped to ± this (MPT, DBRX, OLMo)
+    clip: float | None = None  # queries, keys and values are clamped to ± this (MPT, DBRX, OLMo)
     soft_cap: float | None = None
-    alibi: Alibi | None = None  # with a slope for every head of all ranks
+    alibi: Alibi | None = None  # with a slope for each head of all ranks
     sinks: bool = False
     relative_bias: RelativeBiasSpec | None = None
 
+    def heads(self, shard: Shard) -> HeadSplit:
+        return shard.heads(self.num_heads, self.num_kv_heads)
+
     def shape(self, shard: Shard, block_tokens: int) -> AttentionShape:
-        share = shard.heads(self.num_heads, self.num_kv_heads)
+        """On this rank."""
+        heads = self.heads(shard)
         return AttentionShape(
-            num_heads=len(share.mine),
-            num_kv_heads=len(share.my_kv),
+            num_heads=len(heads.mine),
+            num_kv_heads=len(heads.my_kv),
             head_dim=self.head_dim,
             scale=self.scale,
             block_tokens=block_tokens,
-            sight=self.sight,
+            mask=self.mask,
             soft_cap=self.soft_cap,
-            alibi=None if self.alibi is None else self.alibi.of(share.mine),
-            has_bias=self.relative_bias is not None,
+            alibi=None if self.alibi is None else self.alibi.for_heads(heads.mine),
+            has_relative_bias=self.relative_bias is not None,
         )
 
-    def output_layout(self, shard: Shard) -> Layout:
-        """Of the projection from the heads to the hidden dimension."""
-        return Layout.into_hidden(shard, shard.heads(self.num_heads, self.num_kv_heads).heads.widths(self.head_dim))
+    def output_widths(self, shard: Shard) -> tuple[int, ...]:
+        """The input features of the output projection on each rank."""
+        return self.heads(shard).heads.widths(self.head_dim)
 
     @property
     def widths(self) -> dict[str, int]:
-        """The rows of q, k and v, for checkpoints that keep them in one tensor."""
+        """Output features of q, k and v, for checkpoints that store them as one tensor."""
         kv_width = self.num_kv_heads * self.head_dim
         return {"q": self.num_heads * self.head_dim, "k": kv_width, "v": kv_width}
 
     @property
-    def fits_stack(self) -> bool:
-        """Whether it is what the layers of `NativeStack` have, where their attention is native."""
-        has_plain_rope = self.rope is not None and not self.rope.interleaved
-        return has_plain_rope and self.qk_norm is None and self.clip is None and not self.sinks
+    def is_llama_like(self) -> bool:
+        """Whether `NativeStack` computes it, provided that its attention is native."""
+        has_rope_of_halves = self.rope is not None and not self.rope.interleaved
+        return has_rope_of_halves and self.qk_norm is None and self.clip is None and not self.sinks
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
+    """`store`, then `attend`, then `project`: the last may be called for some of the rows only."""
+
     spec: AttentionSpec
-    qkv: PackedLinear
-    output: LinearOut
+    qkv: Linear
+    output: RowParallelLinear
     shape: AttentionShape
     ops: Ops
     attention: Attention
     rope: tuple[Tensor, Tensor] | None  # cos, sin [max positions, rotary_dim / 2] float32
-    norms: tuple[Norm | WholeNorm, Norm | WholeNorm] | None  # of queries and keys
+    norms: tuple[Norm | ProjectionNorm, Norm | ProjectionNorm] | None  # of queries, of keys
     sinks: Tensor | None  # [heads on this rank]
     bias: Tensor | None  # [heads on this rank, distances]
 
     @staticmethod
-    def parameters(spec: AttentionSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
-        share, dim = shard.heads(spec.num_heads, spec.num_kv_heads), spec.head_dim
-        heads = share.mine
+    def parameters(spec: AttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
+        shard, dim = layout.shard, spec.head_dim
+        heads = spec.heads(shard)
         table: dict[str, Parameter] = {}
         for name, width in spec.widths.items():
-            part = heads if name == "q" else share.my_kv
-            rows = range(part.start * dim, part.stop * dim)
-            table |= rows_parameters(f"{prefix}.{name}", (width, hidden_size), rows, spec.qkv_bias)
-        columns = range(heads.start * dim, heads.stop * dim)
-        shape = (hidden_size, spec.num_heads * dim)
-        table |= out_parameters(f"{prefix}.output", shape, columns, shard, spec.output_bias)
+            mine = heads.mine if name == "q" else heads.my_kv
+            part = Part(0, range(mine.start * dim, mine.stop * dim))
+            table |= layout.linear(f"{prefix}.{name}", (width, shard.hidden_size), bias=spec.qkv_bias, part=part)
+        columns = range(heads.mine.start * dim, heads.mine.stop * dim)
+        table |= layout.into_hidden(f"{prefix}.output", spec.num_heads * dim, columns, bias=spec.output_bias)
         if spec.qk_norm is not None:
-            table |= qk_norm_parameters(spec.qk_norm, prefix, dim, share)
+            table |= qk_norm_parameters(spec.qk_norm, prefix, dim, heads)
         if spec.sinks:
-            table[f"{prefix}.sinks"] = Parameter((spec.num_heads,), Part(0, heads))
+            table[f"{prefix}.sinks"] = Parameter((spec.num_heads,), Part(0, heads.mine))
         if spec.relative_bias is not None:
-            table |= spec.relative_bias.parameters(spec.num_heads, heads)
+            table |= spec.relative_bias.parameters(spec.num_heads, heads.mine)
         return table
 
     @staticmethod
-    def cached_numbers(spec: AttentionSpec, shard: Shard) -> int:
-        """How many numbers of a token this rank's cache keeps."""
-        return 2 * len(shard.heads(spec.num_heads, spec.num_kv_heads).my_kv) * spec.head_dim
+    def kv_elements_per_token(spec: AttentionSpec, shard: Shard) -> int:
+        """Cache elements of one token on this rank."""
+        return 2 * len(spec.heads(shard).my_kv) * spec.head_dim
 
     @classmethod
     def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> AttentionBlock:
-        """Fuses and packs the projections; the originals are free when it returns."""
-        loader, ops, shard = context.loader, context.ops, context.shard
+        loader, shard = context.loader, context.shard
         shape = spec.shape(shard, context.block_tokens)
         norms = None
         if spec.qk_norm is not None:
-            share = shard.heads(spec.num_heads, spec.num_kv_heads)
-            norms = load_qk_norms(spec.qk_norm, prefix, spec.head_dim, share, context)
+            norms = load_qk_norms(spec.qk_norm, prefix, spec.head_dim, spec.heads(shard), context)
         return cls(
             spec=spec,
-            qkv=ops.pack_linear(*read_fused(loader, [f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"])),
-            output=LinearOut.load(loader, ops, f"{prefix}.output", spec.output_layout(shard)),
+            qkv=context.linear(f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"),
+            output=RowParallelLinear.load(f"{prefix}.output", spec.output_widths(shard), context),
             shape=shape,
-            ops=ops,
-            attention=context.attention(shape),
+            ops=context.ops,
+            attention=context.attention.for_shape(shape),
             rope=None if spec.rope is None else context.rope(spec.rope),
             norms=norms,
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
         )
 
-    def store(self, x: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
-        """Writes the new tokens' keys and values into the cache; the rotated queries [tokens, heads, head_dim]."""
+    def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
+        """x [tokens, hidden]: writes its keys and values to the cache, and returns the rotated queries [tokens, heads,
+        head_dim]."""
         heads, kv_heads, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
-        qkv = self.qkv(x)
+        qkv = self.qkv(x, step)
         if self.spec.clip is not None:
             qkv.clamp_(-self.spec.clip, self.spec.clip)
         queries, keys, values = qkv.view(x.shape[0], heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
@@ -142,19 +146,20 @@ class AttentionBlock:
         if self.norms is not None and not is_after_rope:
             queries, keys = self.norms[0](queries), self.norms[1](keys)
         if self.rope is not None:
-            self._rotate(queries, keys, self.rope, batch.positions)
+            self._rotate(queries, keys, self.rope, step.batch.positions)
         if self.norms is not None and is_after_rope:
             queries, keys = self.norms[0](queries), self.norms[1](keys)
-        self.attention.write(cache, keys, values, batch.slots)
+        self.attention.write_kv(cache, keys, values, step.batch.slots)
         return queries
 
-    def attend(self, queries: Tensor, cache: Tensor, batch: StepBatch) -> Tensor:
-        """[tokens, heads on this rank * head_dim]"""
-        return self.attention.attend(queries, cache, batch, self.sinks, self.bias).reshape(queries.shape[0], -1)
+    def attend(self, queries: Tensor, cache: Tensor, step: StepContext) -> Tensor:
+        """[tokens, heads, head_dim] → [tokens, heads on this rank * head_dim]"""
+        metadata = step.metadata[self.attention.name]
+        return self.attention.attend(queries, cache, metadata, self.sinks, self.bias).reshape(queries.shape[0], -1)
 
-    def project(self, attended: Tensor) -> Tensor:
-        """[rows, hidden], the same on all ranks."""
-        return self.output(attended)
+    def project(self, attended: Tensor, step: StepContext) -> Tensor:
+        """[rows, heads on this rank * head_dim] → [rows, hidden], the same on all ranks."""
+        return self.output(attended, step)
 
     def _rotate(self, queries: Tensor, keys: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor) -> None:
         assert self.spec.rope is not None

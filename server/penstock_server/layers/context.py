@@ -1,4 +1,4 @@
-"""What the parts of a model are built from: the loader, the operators, this rank's share, and what layers share."""
+"""What layers are loaded with: the checkpoint, the operators, this rank's shard, and what layers share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from penstock_server.attention import choose_attention
-from penstock_server.attention.interface import Attention, AttentionShape
+from penstock_server.attention import ModelAttention
 from penstock_server.kernels.ops import Ops
+from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.linear import Linear, LinearWeights
 from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec, rope_tables
 from penstock_server.layers.shard import Shard
@@ -17,22 +18,28 @@ from penstock_server.weights.loader import Loader
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Layers with the same attention share its implementation, and those with the same rope or bias its tables."""
+    """Layers of one attention shape share its implementation; layers of one rope or relative bias share its tables."""
 
     loader: Loader
     ops: Ops
-    shard: Shard
-    hidden_size: int
+    layout: WeightLayout
+    attention: ModelAttention
     max_position_tokens: int
     block_tokens: int
-    attentions: dict[AttentionShape, Attention] = field(default_factory=dict)
     ropes: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     relative_biases: dict[RelativeBiasSpec, Tensor] = field(default_factory=dict)
 
-    def attention(self, shape: AttentionShape) -> Attention:
-        if shape not in self.attentions:
-            self.attentions[shape] = choose_attention(shape, self.loader.device, self.loader.dtype)
-        return self.attentions[shape]
+    @property
+    def shard(self) -> Shard:
+        return self.layout.shard
+
+    def weights(self, *names: str) -> LinearWeights:
+        """See `WeightLayout.load`."""
+        return self.layout.load(self.loader, *names)
+
+    def linear(self, *names: str, gated: bool = False) -> Linear:
+        """The same, packed; gated as in `LinearWeights.pack`."""
+        return self.weights(*names).pack(self.ops, gated=gated)
 
     def rope(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
         """Cosines and sines [max positions, rotary_dim / 2] float32."""

@@ -1,76 +1,154 @@
-"""Linear layers over the ranks: projections fused into one matrix, and projections out of a dimension that is split."""
+"""Linear layers, and the schemes by which their weights are stored, packed and applied.
+
+INVARIANT: only a scheme knows how a weight is represented. Layers and models name a linear layer, describe its dense
+shape, and call it; they are the same for every checkpoint format.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
-from penstock_server.kernels.ops import Ops, PackedLinear, Unread
-from penstock_server.layers.shard import Shard
-from penstock_server.parallel import RankGroup
-from penstock_server.weights.checkpoint import Part
+from penstock_server.kernels.native_ops import NativeLinear
+from penstock_server.kernels.ops import Lookup, Ops, PackedLinear, Weight, whole
+from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Loader, Parameter
 
 
-def rows_parameters(name: str, shape: tuple[int, int], rows: range, bias: bool) -> dict[str, Parameter]:
-    """A projection of which this rank computes some results. shape: [out_features, in_features] over all ranks."""
-    table = {f"{name}.weight": Parameter(shape, Part(0, rows))}
-    if bias:
-        table[f"{name}.bias"] = Parameter(shape[:1], Part(0, rows))
-    return table
+class Linear(Protocol):
+    """A loaded linear layer, packed for its device."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def native(self) -> object | None:
+        """The packed weight as the native kernels know it; None: they cannot apply it."""
+        ...
+
+    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
+        """[rows, in_features] → [rows, out_features] in x's dtype, bias included. step: None for the output head, whose
+        rows are computed outside of a step."""
+        ...
 
 
-def out_parameters(name: str, shape: tuple[int, int], columns: range, shard: Shard, bias: bool) -> dict[str, Parameter]:
-    """A projection from a split dimension, of which this rank has `columns`, to the hidden one; see `Shard.exact`."""
-    if shard.exact:
-        return rows_parameters(name, shape, shard.hidden.mine, bias)
-    table = {f"{name}.weight": Parameter(shape, Part(1, columns))}
-    if bias:
-        table[f"{name}.bias"] = Parameter(shape[:1])
-    return table
+class LinearWeights(Protocol):
+    """What a scheme found in the checkpoint for one layer, or for several layers fused along their outputs."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the layer's inputs and outputs."""
+        ...
+
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """The weight [out_features, in_features] and the bias, for layers that compute other matrices from them."""
+        ...
+
+    def reorder(self, rows: Tensor) -> LinearWeights:
+        """The layer whose output i is output `rows[i]` of this one. rows: [out_features] int64."""
+        ...
+
+    def without_bias(self) -> LinearWeights: ...
+
+    def pack(self, ops: Ops, *, gated: bool = False) -> Linear:
+        """gated: the outputs are gate and up, concatenated, and the layer returns silu(gate) * up."""
+        ...
+
+    def pack_tied(self, ops: Ops) -> tuple[Linear, Lookup]:
+        """The output head and the embedding whose table is the same weight, which is held once if possible."""
+        ...
+
+    def lookup(self) -> Lookup:
+        """The weight as an embedding table."""
+        ...
 
 
-def read_fused(loader: Loader, names: list[str]) -> tuple[Unread, Tensor | None]:
-    """Weight and bias of projections of one input, their rows one behind the other. All have a bias or none."""
-    weights, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names]
-    return loader.unread(*weights), loader.read_if_there(*biases)
+class LinearScheme(Protocol):
+    """How the weights of linear layers are represented: in the checkpoint, in memory, in the multiplication."""
+
+    def parameters(self, name: str, weight: Parameter, bias: Parameter | None) -> dict[str, Parameter]:
+        """The tensors that a checkpoint stores for a layer. weight, bias: their full shape and this rank's part of it
+        if they were stored dense."""
+        ...
+
+    def load(self, loader: Loader, *names: str) -> LinearWeights:
+        """This rank's part of a layer; of several layers with the same input, fused along their outputs."""
+        ...
+
+
+SchemeOf = Callable[[str], LinearScheme]
+"""The scheme of the linear layer with this name. A checkpoint may store its layers by different schemes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How the input and the output of a projection are dealt out to the ranks."""
+class DenseLinear:
+    """Implements `Linear`."""
 
-    group: RankGroup
-    exact: bool  # split by results over gathered inputs; otherwise by inputs, and results summed
-    in_widths: tuple[int, ...]
-    out_widths: tuple[int, ...]
+    packed: PackedLinear
 
-    @classmethod
-    def into_hidden(cls, shard: Shard, in_widths: tuple[int, ...]) -> Layout:
-        return cls(shard.group, shard.exact, in_widths, shard.hidden.widths())
+    @property
+    def out_features(self) -> int:
+        return self.packed.out_features
+
+    @property
+    def native(self) -> object | None:
+        return self.packed.packed if isinstance(self.packed, NativeLinear) else None
+
+    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
+        return self.packed(x)
 
 
 @dataclass(frozen=True, slots=True)
-class LinearOut:
-    """A projection from a split dimension to one that all ranks have."""
+class DenseWeights:
+    """Implements `LinearWeights`. A `LazyWeight` is read while it is packed, piece by piece where the operators can."""
 
-    linear: PackedLinear
-    layout: Layout
-    dtype: torch.dtype  # of inputs and outputs
+    weight: Weight
+    bias: Tensor | None = None
 
-    @classmethod
-    def load(cls, loader: Loader, ops: Ops, name: str, layout: Layout) -> LinearOut:
-        weight, bias = loader.unread(f"{name}.weight"), loader.read_if_there(f"{name}.bias")
-        # Of a sum only one summand may hold the bias.
-        adds_bias = layout.exact or layout.group.rank == 0
-        return cls(ops.pack_linear(weight, bias if adds_bias else None), layout, weight.dtype)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, this rank's part of the input] → [rows, output], the same on all ranks."""
-        layout = self.layout
-        if not layout.exact:
-            return layout.group.all_reduce(self.linear(x))
-        gathered = layout.group.all_gather_columns(x, layout.in_widths)
-        return layout.group.all_gather_columns(self.linear(gathered), layout.out_widths)
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        return whole(self.weight), self.bias
+
+    def reorder(self, rows: Tensor) -> DenseWeights:
+        return DenseWeights(whole(self.weight)[rows], None if self.bias is None else self.bias[rows])
+
+    def without_bias(self) -> DenseWeights:
+        return DenseWeights(self.weight)
+
+    def pack(self, ops: Ops, *, gated: bool = False) -> DenseLinear:
+        pack = ops.pack_gate_up if gated else ops.pack_linear
+        return DenseLinear(pack(self.weight, self.bias))
+
+    def pack_tied(self, ops: Ops) -> tuple[DenseLinear, Lookup]:
+        packed, lookup = ops.pack_tied(self.weight)
+        return DenseLinear(packed), lookup
+
+    def lookup(self) -> Lookup:
+        return partial(embedding, weight=whole(self.weight))
+
+
+class Dense:
+    """Weights in a floating-point type, as `name.weight` and `name.bias`. Implements `LinearScheme`."""
+
+    def parameters(self, name: str, weight: Parameter, bias: Parameter | None) -> dict[str, Parameter]:
+        table = {f"{name}.weight": weight}
+        return table if bias is None else {**table, f"{name}.bias": bias}
+
+    def load(self, loader: Loader, *names: str) -> DenseWeights:
+        """All have a bias or none has."""
+        weight = loader.unread(*(f"{name}.weight" for name in names))
+        return DenseWeights(weight, loader.read_if_there(*(f"{name}.bias" for name in names)))
+
+
+def dense_everywhere(_name: str) -> LinearScheme:
+    """The `SchemeOf` of unquantized checkpoints."""
+    return Dense()

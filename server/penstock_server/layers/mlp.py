@@ -1,20 +1,23 @@
-"""The MLP of one layer: down(act(gate(x)) * up(x)), gate and up as one matrix, or down(act(up(x))).
+"""The MLP of one layer: down(act(gate(x)) * up(x)) with gate and up fused, or down(act(up(x))).
 
 Sharded by its intermediate dimension.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock_server.kernels.activation import ACTIVATIONS, xielu
-from penstock_server.kernels.ops import Elementwise, Ops, PackedLinear
+from penstock_server.kernels.ops import Elementwise
 from penstock_server.layers.context import BuildContext
-from penstock_server.layers.linear import Layout, LinearOut, out_parameters, read_fused, rows_parameters
-from penstock_server.layers.shard import Shard
-from penstock_server.weights.loader import Loader, Parameter
+from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.linear import Linear
+from penstock_server.layers.row_parallel import RowParallelLinear
+from penstock_server.layers.step import StepContext
+from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.loader import Parameter
 
 XIELU_NAMES = ("alpha_p", "alpha_n")
 
@@ -26,11 +29,11 @@ class MlpSpec:
     gated: bool = True
     bias: bool = False  # of gate and up
     down_bias: bool = False
-    is_wide: bool = False  # down in float32 where float16 is too narrow for its sums (T5)
+    is_wide: bool = False  # down in float32 if the model is float16, whose range its sums exceed (T5)
 
     @property
     def is_swiglu(self) -> bool:
-        """What `Ops.pack_gate_up` computes."""
+        """Whether `Ops.pack_gate_up` computes it."""
         return self.gated and ACTIVATIONS.get(self.activation) is ACTIVATIONS["silu"]
 
     @property
@@ -39,20 +42,20 @@ class MlpSpec:
 
     @property
     def widths(self) -> dict[str, int]:
-        """The rows of gate and up, for checkpoints that keep them in one tensor."""
+        """Output features of gate and up, for checkpoints that store them as one tensor."""
         return dict.fromkeys(("gate", "up"), self.intermediate_size)
 
 
 @dataclass(frozen=True, slots=True)
 class ActivatedLinear:
-    """What stands before the projection down, where no operator does it in one."""
+    """Gate and up, or up, and the activation, where no fused operator computes it."""
 
-    linear: PackedLinear  # gate and up, or up
+    linear: Linear
     activation: Elementwise
     gated: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        x = self.linear(x, step)
         if not self.gated:
             return self.activation(x)
         gate, up = x.chunk(2, dim=-1)
@@ -61,40 +64,40 @@ class ActivatedLinear:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    inner: PackedLinear | ActivatedLinear  # [rows, hidden] → [rows, intermediate on this rank]
-    down: LinearOut
+    inner: Linear | ActivatedLinear  # [rows, hidden] → [rows, intermediate on this rank]
+    down: RowParallelLinear
 
     @staticmethod
-    def parameters(spec: MlpSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
-        part = shard.split(spec.intermediate_size, "intermediate size").mine
-        shape = (spec.intermediate_size, hidden_size)
+    def parameters(spec: MlpSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
+        columns = layout.shard.split(spec.intermediate_size, "intermediate size").mine
+        shape = (spec.intermediate_size, layout.shard.hidden_size)
         table: dict[str, Parameter] = {}
         for name in spec.inner_names:
-            table |= rows_parameters(f"{prefix}.{name}", shape, part, spec.bias)
+            table |= layout.linear(f"{prefix}.{name}", shape, bias=spec.bias, part=Part(0, columns))
         if spec.activation == "xielu":
             table |= {f"{prefix}.{name}": Parameter((1,)) for name in XIELU_NAMES}
-        down = out_parameters(f"{prefix}.down", (shape[1], shape[0]), part, shard, spec.down_bias)
-        return table | {name: replace(parameter, is_wide=spec.is_wide) for name, parameter in down.items()}
+        return table | layout.into_hidden(
+            f"{prefix}.down", spec.intermediate_size, columns, bias=spec.down_bias, is_wide=spec.is_wide
+        )
 
     @classmethod
     def load(cls, spec: MlpSpec, prefix: str, context: BuildContext) -> Mlp:
-        loader, ops, shard = context.loader, context.ops, context.shard
-        layout = Layout.into_hidden(shard, shard.split(spec.intermediate_size, "intermediate size").widths())
-        inner = load_inner(spec, prefix, loader, ops)
-        return cls(inner, LinearOut.load(loader, ops, f"{prefix}.down", layout))
+        widths = context.shard.split(spec.intermediate_size, "intermediate size").widths()
+        inner = _load_inner(spec, prefix, context)
+        return cls(inner, RowParallelLinear.load(f"{prefix}.down", widths, context))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → the same, on all ranks."""
-        return self.down(self.inner(x).to(self.down.dtype))
+        return self.down(self.inner(x, step).to(self.down.dtype), step)
 
 
-def load_inner(spec: MlpSpec, prefix: str, loader: Loader, ops: Ops) -> PackedLinear | ActivatedLinear:
-    """[rows, hidden] → [rows, intermediate on this rank]: what stands before the projection down."""
-    weight, bias = read_fused(loader, [f"{prefix}.{name}" for name in spec.inner_names])
+def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext) -> Linear | ActivatedLinear:
+    names = [f"{prefix}.{name}" for name in spec.inner_names]
     if spec.is_swiglu:
-        return ops.pack_gate_up(weight, bias)
+        return context.linear(*names, gated=True)
+    linear = context.linear(*names)
     if spec.activation == "xielu":
-        activation = xielu(*(loader.read(f"{prefix}.{name}") for name in XIELU_NAMES))
+        activation = xielu(*(context.loader.read(f"{prefix}.{name}") for name in XIELU_NAMES))
     else:
         activation = ACTIVATIONS[spec.activation]
-    return ActivatedLinear(ops.pack_linear(weight, bias), ops.elementwise(activation), spec.gated)
+    return ActivatedLinear(linear, context.ops.elementwise(activation), spec.gated)

@@ -1,4 +1,4 @@
-"""Normalization over the last dimension: RMSNorm and LayerNorm in the flavours that models are published with."""
+"""Normalization over the last dimension: the variants of RMSNorm and LayerNorm that published models have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock_server.weights.loader import Loader, Parameter
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """LayerNorm, and RMSNorm where `wide` is set, round to the model's dtype at the very end. RMSNorm without it
-    rounds before the weight is applied, as Llama does."""
+    """LayerNorm, and RMSNorm with `wide`, compute in float32 and round to the model's dtype at the end. RMSNorm without
+    `wide` rounds before it multiplies by the weight, as Llama does."""
 
     kind: Literal["rms", "layer"]
     eps: float
@@ -28,7 +28,7 @@ class NormSpec:
 
     @property
     def is_plain_rms(self) -> bool:
-        """What `Ops.rms_norm` computes."""
+        """Whether `Ops.rms_norm` computes it."""
         return self == NormSpec("rms", self.eps)
 
 
@@ -46,7 +46,7 @@ def norm_parameters(
 @dataclass(frozen=True, slots=True)
 class Norm:
     spec: NormSpec
-    weight: Tensor | None  # [dim], or [heads, dim]; float32 with the offset added where the spec is `wide`
+    weight: Tensor | None  # [dim], or [heads, dim]; offset included; float32 unless `Ops.rms_norm` or torch takes it
     bias: Tensor | None
     ops: Ops
 
@@ -61,10 +61,10 @@ class Norm:
         return cls(spec, weight, bias, ops)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., dim], or [..., heads, dim] where each head has a weight of its own → the same."""
+        """[..., dim], or [..., heads, dim] if each head has a weight of its own → the same shape."""
         spec, weight = self.spec, self.weight
         if spec.is_plain_rms and weight is not None and weight.dim() == 1:
-            # Queries and keys are columns of a wider projection: as rows they may lie apart.
+            # Queries and keys may be strided views of the fused projection.
             rows = x.reshape(-1, x.shape[-1]).contiguous()
             return self.ops.rms_norm(rows, weight, spec.eps).view(x.shape)
         if spec.kind == "layer" and (weight is None or weight.dim() == 1):
@@ -83,7 +83,7 @@ class Norm:
         return wide.to(x.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual += x, in place; the norm of that. Both [rows, dim]."""
+        """Adds x to the residual in place, and returns the norm of the sum. Both [rows, dim]."""
         if self.spec.is_plain_rms and self.weight is not None:
             return self.ops.add_rms_norm(x, residual, self.weight, self.spec.eps)
         residual += x

@@ -1,4 +1,4 @@
-"""Normalization of queries and keys, before their rotation or behind it: head by head, or over a whole projection."""
+"""Normalization of queries and keys, before or after rope: per head, or over the whole projection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.norm import Norm, NormSpec, norm_parameters
-from penstock_server.layers.shard import HeadShare, Shard
+from penstock_server.layers.shard import HeadSplit, Shard
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
@@ -19,37 +19,38 @@ from penstock_server.weights.loader import Parameter
 @dataclass(frozen=True, slots=True)
 class QkNormSpec:
     norm: NormSpec
-    # "head": all heads by one weight (Qwen3); "heads": each head by its own (Cohere); "projection": all heads at once
+    # "head": each head, one weight for all (Qwen3); "heads": each head, a weight per head (Cohere);
+    # "projection": all heads together (OLMo 2)
     over: Literal["head", "heads", "projection"] = "head"
     is_after_rope: bool = False  # Hunyuan
 
 
-def qk_norm_parameters(spec: QkNormSpec, prefix: str, head_dim: int, share: HeadShare) -> dict[str, Parameter]:
+def qk_norm_parameters(spec: QkNormSpec, prefix: str, head_dim: int, split: HeadSplit) -> dict[str, Parameter]:
     table: dict[str, Parameter] = {}
-    num_heads, num_kv_heads = share.heads.parts[-1].stop, share.kv_heads[-1].stop
-    for name, num, part in (("q_norm", num_heads, share.mine), ("k_norm", num_kv_heads, share.my_kv)):
+    num_heads, num_kv_heads = split.heads.parts[-1].stop, split.kv_heads[-1].stop
+    for name, num, mine in (("q_norm", num_heads, split.mine), ("k_norm", num_kv_heads, split.my_kv)):
         shape: tuple[int, ...] = (head_dim,)
-        mine = None
+        part = None
         if spec.over == "heads":
-            shape, mine = (num, head_dim), Part(0, part)
+            shape, part = (num, head_dim), Part(0, mine)
         elif spec.over == "projection":
             shape = (num * head_dim,)
-        table |= norm_parameters(f"{prefix}.{name}", spec.norm, shape, mine)
+        table |= norm_parameters(f"{prefix}.{name}", spec.norm, shape, part)
     return table
 
 
 @dataclass(frozen=True, slots=True)
-class WholeNorm:
-    """A norm over all ranks' heads together. They are gathered, so that its sums are those of a single rank."""
+class ProjectionNorm:
+    """A norm over the heads of all ranks together. It gathers them, so its sums are those of a single rank."""
 
     norm: Norm
     group: RankGroup
-    widths: tuple[int, ...]  # numbers on each rank
-    columns: Tensor | None  # of what was gathered, each head once; None: all of it
-    mine: slice  # of those
+    widths: tuple[int, ...]  # columns on each rank
+    columns: Tensor | None  # the gathered columns that hold each head once; None: all of them
+    mine: slice  # this rank's columns of the result
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, heads on this rank, head_dim] → the same."""
+        """[tokens, heads on this rank, head_dim] → the same shape."""
         if self.group.size == 1:
             return self.norm(x.flatten(1)).view(x.shape)
         gathered = self.group.all_gather_columns(x.flatten(1), self.widths)
@@ -59,17 +60,18 @@ class WholeNorm:
 
 
 def load_qk_norms(
-    spec: QkNormSpec, prefix: str, head_dim: int, share: HeadShare, context: BuildContext
-) -> tuple[Norm | WholeNorm, Norm | WholeNorm]:
-    """Of queries and of keys; each takes and gives [tokens, heads, head_dim]."""
+    spec: QkNormSpec, prefix: str, head_dim: int, split: HeadSplit, context: BuildContext
+) -> tuple[Norm | ProjectionNorm, Norm | ProjectionNorm]:
+    """The norms of queries and of keys, from [tokens, heads, head_dim] to the same shape."""
     q, k = (Norm.load(context.loader, context.ops, f"{prefix}.{name}", spec.norm) for name in ("q_norm", "k_norm"))
     if spec.over != "projection":
         return q, k
-    return _whole(q, share.heads.parts, head_dim, context.shard), _whole(k, share.kv_heads, head_dim, context.shard)
+    shard = context.shard
+    return _over_projection(q, split.heads.parts, head_dim, shard), _over_projection(k, split.kv_heads, head_dim, shard)
 
 
-def _whole(norm: Norm, parts: tuple[range, ...], head_dim: int, shard: Shard) -> WholeNorm:
-    """parts: each rank's heads, the same ones on neighbouring ranks where they are copies."""
+def _over_projection(norm: Norm, parts: tuple[range, ...], head_dim: int, shard: Shard) -> ProjectionNorm:
+    """parts: the heads of each rank; neighbouring ranks may hold copies of the same heads."""
     columns: list[int] = []
     start = num_seen = 0
     for part in parts:
@@ -81,4 +83,4 @@ def _whole(norm: Norm, parts: tuple[range, ...], head_dim: int, shard: Shard) ->
     picks = None if len(columns) == start else torch.tensor(columns, device=device)
     mine = parts[shard.group.rank]
     widths = tuple(len(part) * head_dim for part in parts)
-    return WholeNorm(norm, shard.group, widths, picks, slice(mine.start * head_dim, mine.stop * head_dim))
+    return ProjectionNorm(norm, shard.group, widths, picks, slice(mine.start * head_dim, mine.stop * head_dim))

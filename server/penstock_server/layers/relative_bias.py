@@ -1,8 +1,5 @@
-"""T5's bias of attention scores: learned for each head and each bucket of distances between query and key, in a table
-that the layers of one side share (https://arxiv.org/abs/1910.10683, section 2.1).
-
-Sharded by heads.
-"""
+"""T5's relative attention bias: a learned number for each head and each bucket of distances between query and key
+(https://arxiv.org/abs/1910.10683, section 2.1). Sharded by heads."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from penstock_server.weights.loader import Loader, Parameter
 
 @dataclass(frozen=True, slots=True)
 class RelativeBiasSpec:
-    name: str  # of the table among the parameters
+    name: str  # of the parameter; layers with one name share the table
     num_buckets: int
-    max_distance: int  # what is farther is in the last bucket
-    both_ways: bool  # half of the buckets are for keys behind their query, half for those ahead of it
+    max_distance: int  # larger distances share the last bucket
+    is_bidirectional: bool  # half of the buckets are for keys before the query, half for keys after it
 
     def parameters(self, num_heads: int, heads: range) -> dict[str, Parameter]:
         return {f"{self.name}.weight": Parameter((self.num_buckets, num_heads), Part(1, heads))}
@@ -33,16 +30,16 @@ class RelativeBiasSpec:
         return table.float()[self._buckets(distances)].T.contiguous()
 
     def _buckets(self, distances: Tensor) -> Tensor:
-        """distances: how many positions a key is ahead of its query. One bucket each for the near, then buckets whose
-        widths grow by powers."""
+        """distances: position of the key minus position of the query. Small distances have a bucket each; the buckets
+        of larger ones grow exponentially."""
         num_buckets = self.num_buckets
-        if self.both_ways:
+        if self.is_bidirectional:
             num_buckets //= 2
             offset, distances = (distances > 0) * num_buckets, distances.abs()
         else:
             offset, distances = torch.zeros_like(distances), -distances.clamp(max=0)
-        num_near = num_buckets // 2
-        # As transformers computes it: where a float is near a whole number, the order of operations decides.
-        powers = torch.log(distances.clamp(min=1).float() / num_near) / math.log(self.max_distance / num_near)
-        far = (num_near + (powers * (num_buckets - num_near)).long()).clamp(max=num_buckets - 1)
-        return offset + torch.where(distances < num_near, distances, far)
+        num_exact = num_buckets // 2
+        # In the order of operations of transformers: it decides where a float is close to an integer.
+        powers = torch.log(distances.clamp(min=1).float() / num_exact) / math.log(self.max_distance / num_exact)
+        far = (num_exact + (powers * (num_buckets - num_exact)).long()).clamp(max=num_buckets - 1)
+        return offset + torch.where(distances < num_exact, distances, far)

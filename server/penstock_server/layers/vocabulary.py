@@ -1,4 +1,4 @@
-"""Token embedding and output head, each rank holding a part of the vocabulary."""
+"""Token embedding and output head, sharded by the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.ops import Elementwise, Lookup, Ops, PackedLinear
+from penstock_server.kernels.ops import Elementwise, Lookup, Ops
+from penstock_server.layers.linear import Linear
 from penstock_server.parallel import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyEmbedding:
-    lookup: Lookup  # rows of this rank's part of the vocabulary [rows, hidden]
-    part: range
+    lookup: Lookup  # over this rank's rows of the table
+    part: range  # the token ids of these rows
     group: RankGroup
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[tokens] → [tokens, hidden]"""
+        """[tokens] int64 → [tokens, hidden], the same on all ranks."""
         if self.group.size == 1:
             return self.lookup(token_ids)
         rows = token_ids - self.part.start
-        elsewhere = (rows < 0) | (rows >= len(self.part))
-        embedded = self.lookup(rows.masked_fill_(elsewhere, 0))
-        embedded.masked_fill_(elsewhere[:, None], 0.0)
+        is_elsewhere = (rows < 0) | (rows >= len(self.part))
+        embedded = self.lookup(rows.masked_fill_(is_elsewhere, 0))
+        embedded.masked_fill_(is_elsewhere[:, None], 0.0)
         return self.group.all_reduce(embedded)
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyHead:
-    linear: PackedLinear
-    widths: tuple[int, ...]  # each rank's part of the vocabulary
+    linear: Linear
+    widths: tuple[int, ...]  # tokens of the vocabulary on each rank
     group: RankGroup
     multiplier: float = 1.0
     soft_cap: Elementwise | None = None
-    logits_bias: Tensor | None = None  # [this rank's part of the vocabulary]
+    logits_bias: Tensor | None = None  # [vocabulary on this rank]
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        """[rows, hidden] → [rows, vocabulary] on rank 0; None on the others."""
-        mine = self.linear(x)
+        """[rows, hidden] → logits [rows, vocabulary] on rank 0, None on the others."""
+        mine = self.linear(x, None)
         if self.logits_bias is not None:
             mine += self.logits_bias
         logits = self.group.gather_columns(mine, self.widths)
@@ -51,5 +52,5 @@ class VocabularyHead:
 
 
 def soft_cap(ops: Ops, cap: float) -> Elementwise:
-    """Logits become cap * tanh(logits / cap) (Gemma 2)."""
+    """logits → cap * tanh(logits / cap) (Gemma 2)"""
     return ops.elementwise(lambda logits: torch.tanh(logits / cap) * cap)

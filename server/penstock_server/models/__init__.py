@@ -1,4 +1,4 @@
-"""Loads models. Importing this imports no torch."""
+"""Loads models. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 
 def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None) -> CausalModel:
-    """This rank's share of the model in a prepared folder, ready but for its KV pool.
+    """This rank's shard of the model in a prepared folder. It still needs `allocate_cache`.
 
-    exact: whether several ranks compute the very numbers that one does (`Shard.exact`); None: on a CPU, and where the
-    options ask for it. Raises ConfigError when the folder does not hold a model that can be served on so many ranks.
+    exact: whether several ranks compute the results of one to the bit (`Shard.exact`); None: on a CPU, and if the
+    options ask for it. Raises ConfigError if the folder's model cannot be served on this many ranks.
     """
+    from penstock_server.attention import ModelAttention
     from penstock_server.kernels import choose_ops
     from penstock_server.layers.context import BuildContext
+    from penstock_server.layers.layout import WeightLayout
     from penstock_server.layers.shard import Shard
     from penstock_server.models.config import Config
     from penstock_server.models.decoder import Decoder
@@ -33,16 +35,15 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     spec, names = read_spec(options.folder)
     if exact is None:
         exact = options.device.type == "cpu" or options.deterministic
-    shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
+    layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact))
     checkpoint, locator = open_checkpoint(options.folder)
-    locator = locator or names.fitted(checkpoint.names())
-    spec = spec.fitted(locator, checkpoint.names())
-    loader = Loader(checkpoint, parameters(spec, shard), locator, options.dtype, options.device)
+    locator = locator or names.for_checkpoint(checkpoint.names())
+    spec = spec.for_checkpoint(locator, checkpoint.names())
     context = BuildContext(
-        loader=loader,
+        loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device),
         ops=choose_ops(options.device, options.dtype),
-        shard=shard,
-        hidden_size=spec.hidden_size,
+        layout=layout,
+        attention=ModelAttention(options.device, options.dtype),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
     )

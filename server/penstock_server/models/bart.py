@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models.config import Config
-from penstock_server.models.spec import EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NameMap, Placement
+from penstock_server.models.spec import EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NameMap, NormPlacement
 
 LEARNED_OFFSET = 2
 POSITIONS = r"model\.(encoder|decoder)\.embed_positions\.weights?"
@@ -27,27 +27,27 @@ class Positions:
 
 
 def bart(config: Config) -> tuple[ModelSpec, NameMap]:
-    return _model("bart", config, Placement.SUM, Positions(), default_start=2)
+    return _model("bart", config, NormPlacement.SUM, Positions(), default_start=2)
 
 
 def mbart(config: Config) -> tuple[ModelSpec, NameMap]:
-    return _model("mbart", config, Placement.PRE, Positions(), default_start=config.get("bos_token_id", 0))
+    return _model("mbart", config, NormPlacement.PRE, Positions(), default_start=config.get("bos_token_id", 0))
 
 
 def pegasus(config: Config) -> tuple[ModelSpec, NameMap]:
     positions = Positions(0, config.require("d_model", int) / 2)
-    return _model("pegasus", config, Placement.PRE, positions, default_start=0)
+    return _model("pegasus", config, NormPlacement.PRE, positions, default_start=0)
 
 
 def m2m_100(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(activation_function="relu", scale_embedding=True)
     # As fairseq counts: the first row behind that of padding, and one frequency less to go down to 1/10000.
     positions = Positions(config.get("pad_token_id", 1) + 1, config.require("d_model", int) / 2 - 1)
-    return _model("m2m_100", config, Placement.PRE, positions, default_start=2)
+    return _model("m2m_100", config, NormPlacement.PRE, positions, default_start=2)
 
 
 def _model(
-    architecture: str, config: Config, placement: Placement, positions: Positions, default_start: int
+    architecture: str, config: Config, placement: NormPlacement, positions: Positions, default_start: int
 ) -> tuple[ModelSpec, NameMap]:
     _check(config)
     is_learned = positions.sinusoid_steps is None
@@ -56,14 +56,14 @@ def _model(
     norm = NormSpec("layer", 1e-5, bias=True)
     activation = config.activation("activation_function", "gelu")
 
-    def attention(part: Sight) -> AttentionSpec:
+    def attention(part: AttentionMask) -> AttentionSpec:
         scale = head_dim**-0.5
-        return AttentionSpec(num_heads, num_heads, head_dim, scale, qkv_bias=True, output_bias=True, sight=part)
+        return AttentionSpec(num_heads, num_heads, head_dim, scale, qkv_bias=True, output_bias=True, mask=part)
 
-    def layer(side: str, sight: Sight, cross: AttentionSpec | None) -> LayerSpec:
+    def layer(side: str, mask: AttentionMask, cross: AttentionSpec | None) -> LayerSpec:
         size = config.require(f"{side}_ffn_dim", int)
         mlp = MlpSpec(size, activation, gated=False, bias=True, down_bias=True)
-        return LayerSpec(attention(sight), mlp, norm, placement, cross=cross)
+        return LayerSpec(attention(mask), mlp, norm, placement, cross=cross)
 
     def embedding(prefix: str) -> EmbeddingSpec:
         return EmbeddingSpec(
@@ -76,14 +76,15 @@ def _model(
             prefix=prefix,
         )
 
-    source = Sight(part="source")
-    final_norm = norm if placement is Placement.PRE else None
+    source = AttentionMask(part="source")
+    final_norm = norm if placement is NormPlacement.PRE else None
     spec = ModelSpec(
         architecture=architecture,
         hidden_size=hidden_size,
         max_position_tokens=2 * max_tokens,
         embedding=embedding(""),
-        layers=(layer("decoder", Sight(part="answer"), attention(source)),) * config.require("decoder_layers", int),
+        layers=(layer("decoder", AttentionMask(part="answer"), attention(source)),)
+        * config.require("decoder_layers", int),
         final_norm=final_norm,
         head=HeadSpec(tied=True, logits_bias=True),
         encoder=EncoderSpec(
@@ -107,8 +108,8 @@ def _check(config: Config) -> None:
         raise config.refuse("tie_word_embeddings must be true")
 
 
-def _names(placement: Placement, is_learned: bool) -> NameMap:
-    kind = "sum_norm" if placement is Placement.SUM else "norm"
+def _names(placement: NormPlacement, is_learned: bool) -> NameMap:
+    kind = "sum_norm" if placement is NormPlacement.SUM else "norm"
     return NameMap(
         names={
             "embedding": "model.shared",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.qk_norm import QkNormSpec
@@ -30,7 +30,7 @@ def cohere2(config: Config) -> tuple[ModelSpec, NameMap]:
     rope = attention.rope if has_window else None
     kinds = {
         "full_attention": _layer(config, replace(attention, rope=None)),
-        "sliding_attention": _layer(config, replace(attention, rope=rope, sight=Sight(config.window()))),
+        "sliding_attention": _layer(config, replace(attention, rope=rope, mask=AttentionMask(config.window()))),
     }
     pattern = config.get("sliding_window_pattern", 4)
     default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers(config))]

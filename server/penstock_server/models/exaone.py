@@ -5,23 +5,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.olmo import POST_NAMES
-from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, Placement
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, NormPlacement
 
 
 def exaone4(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(rms_norm_eps=1e-5, sliding_window=4096)
     norm = llama.rms_norm(config)
     attention = llama.llama_attention(config, qk_norm=QkNormSpec(norm))
-    full = LayerSpec(attention, llama.llama_mlp(config), norm, placement=Placement.POST)
+    full = LayerSpec(attention, llama.llama_mlp(config), norm, placement=NormPlacement.POST)
     kinds = {"full_attention": full}
     default = ["full_attention"] * llama.num_layers(config)
     if config.values["sliding_window"] is not None:
-        sliding = replace(full, attention=replace(attention, sight=Sight(config.window())))
+        sliding = replace(full, attention=replace(attention, mask=AttentionMask(config.window())))
         kinds = {"full_attention": replace(full, attention=replace(attention, rope=None)), "sliding_attention": sliding}
         pattern = config.values.get("sliding_window_pattern", 4)
         # A pattern in letters comes with the list that it stands for.

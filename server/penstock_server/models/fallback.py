@@ -1,7 +1,7 @@
-"""Serves causal models of transformers that have no decoder of ours: its modules, our paged attention and cache.
+"""Serves causal models of transformers that have no decoder of ours: its modules with our paged attention and cache.
 
-All tokens of a step stand in one row, told apart by their positions and by the cache. Not every model stands that, so
-each is tried at load: it must give, in chunks and beside others, the logits that it gives by itself.
+All tokens of a step are one row of its input; positions and the cache tell sequences apart. Not every model works this
+way, so each is checked at load: in chunks and in a batch it must compute the logits that it computes for a text alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from penstock_server.attention.interface import StepBatch, window_tokens
 from penstock_server.errors import ConfigError
 from penstock_server.models import pager
 from penstock_server.models.config import Config
+from penstock_server.models.fallback_check import check_logits
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.models.support import (
@@ -30,27 +31,26 @@ from penstock_server.models.support import (
     support_of,
     transformers,
 )
-from penstock_server.models.trial import check_logits
 from penstock_server.parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 
-# Their rotations depend on the longest text of a batch.
+# Kinds of rope that depend on the longest text of a batch.
 _BATCH_ROPES = {"dynamic", "longrope"}
 
 
 class Fallback:
-    """A causal model of transformers on the only rank. Implements `CausalModel`."""
+    """A causal model of transformers, on one rank. Implements `CausalModel`."""
 
     def __init__(self, model: Any, options: LoadOptions) -> None:
         self.architecture: str = model.config.model_type
         self.load_phases: list[tuple[str, float]] = []
         self.caches: list[Tensor] = []
         self._model = model
-        # Llama 4's class calls it by another name than it has.
+        # COMPAT: Llama 4's `base_model_prefix` is not the name of its decoder.
         self._trunk = getattr(model, "model", model) if model.base_model is model else model.base_model
         if self._trunk is model:
-            raise ConfigError("its class does not tell its decoder from its head")
+            raise ConfigError("its class does not separate its decoder from its head")
         _check_ropes(model)
         text = model.config.get_text_config()
         self.max_position_tokens = _max_position_tokens(text)
@@ -63,10 +63,10 @@ class Fallback:
         positions = torch.arange(2, device=options.device)[None]
         self._pager.record(partial(self._trunk, input_ids=ids, position_ids=positions, use_cache=False))
         model.set_attn_implementation(pager.PAGED)
-        attentions = self._pager.attentions
+        attentions = self._pager.layers
         self.num_layers = len(attentions)
         self.window_tokens = window_tokens(attentions)
-        self.attention_name = " and ".join(sorted({attention.name for attention in attentions}))
+        self.attention_name = self._pager.attention.name
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
         self.weight_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
         self.vocab_size = self._head(torch.zeros((1, _width(model)), dtype=options.dtype, device=options.device)).shape[
@@ -74,12 +74,11 @@ class Fallback:
         ]
 
     def allocate_cache(self, num_blocks: int) -> None:
-        # The old pool goes first: both together may not fit.
-        self.release_cache()
-        self.caches = [attention.allocate(num_blocks, 1)[0] for attention in self._pager.attentions]
+        self.release_cache()  # first: the old and the new pool may not fit together
+        self.caches = [attention.allocate(num_blocks) for attention in self._pager.layers]
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
-        """Nothing depends on it: `_check_ropes`."""
+        """No table depends on the length, see `_check_ropes`."""
 
     def release_cache(self) -> None:
         self.caches = []
@@ -95,7 +94,7 @@ class Fallback:
         return self._head(outputs)
 
     def own_logits(self, ids: Tensor) -> Tensor:
-        """What the model gives by itself for one text [tokens], with its own attention and no cache [tokens, vocab]."""
+        """The model's logits [tokens, vocab] for one text [tokens], with its own attention and without a cache."""
         self._model.set_attn_implementation("eager")
         try:
             logits: Tensor = self._model(input_ids=ids[None], use_cache=False).logits[0]
@@ -104,7 +103,8 @@ class Fallback:
         return logits
 
     def _head(self, outputs: Tensor) -> Tensor:
-        """The model's whole way from its decoder's outputs to logits, scales and caps too: the decoder is left out."""
+        """From the decoder's outputs to logits, by the model's own code including scales and caps: its forward pass
+        runs with the decoder replaced."""
         self._trunk.forward = lambda *_, **__: _Hidden(outputs[None])
         ids = torch.zeros((1, outputs.shape[0]), dtype=torch.int64, device=outputs.device)
         try:
@@ -115,7 +115,7 @@ class Fallback:
 
 
 class _Hidden:
-    """A decoder's outputs as a head reads them: one tensor, and None for all that other decoders say beside."""
+    """A decoder's outputs as the model's head reads them: one tensor, and None for every optional output."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -128,18 +128,18 @@ class _Hidden:
 
 
 def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
-    """Raises ConfigError when the folder's model cannot be served over our cache, or not on so many ranks."""
+    """Raises ConfigError if the folder's model cannot be served over our cache, or not on this many ranks."""
     begin = time.perf_counter()
     config = Config.read(options.folder)
     model_type = config.require("model_type", str)
     runs_code = _runs_code(model_type, config, options)
     if group.size > 1:
         raise config.refuse(
-            f"model type {model_type!r} is served by transformers, on one rank only, not on {group.size}; "
-            f"over several ranks: {', '.join(sorted(ARCHITECTURES))}"
+            f"model type {model_type!r} is run by transformers, which is supported on one rank only, not on "
+            f"{group.size}; supported on several ranks: {', '.join(sorted(ARCHITECTURES))}"
         )
-    whose = "the checkpoint's own code" if runs_code else f"transformers {transformers().__version__}"
-    logger.warning("no decoder of ours for model type %s: %s runs it, slower and on one rank", model_type, whose)
+    runner = "the checkpoint's own code" if runs_code else f"transformers {transformers().__version__}"
+    logger.warning("model type %s has no native decoder: %s runs it, slower and on one rank", model_type, runner)
     try:
         model = _read(config, options, runs_code)
         reason = refusal(model_type, type(model), model.config.to_dict())
@@ -153,12 +153,12 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
     except FOREIGN_ERRORS as error:
         message = " ".join(str(error).split())[:500]
         raise config.refuse(f"model type {model_type!r} does not run over the paged cache: {message}") from error
-    fallback.load_phases = [("read weights", loaded - begin), ("try model", time.perf_counter() - loaded)]
+    fallback.load_phases = [("read weights", loaded - begin), ("check model", time.perf_counter() - loaded)]
     return fallback
 
 
 def _runs_code(model_type: str, config: Config, options: LoadOptions) -> bool:
-    """Whether the checkpoint's own code is to be run: only where it may be, and nobody else knows the model."""
+    """Whether to run the checkpoint's own code: only if it is trusted and transformers does not know the model."""
     has_code = CODE_KEY in (config.values.get("auto_map") or {})
     if has_code and options.trust_remote_code and builtin_class(model_type) is None:
         return True
@@ -169,7 +169,7 @@ def _runs_code(model_type: str, config: Config, options: LoadOptions) -> bool:
 
 
 def _read(config: Config, options: LoadOptions, runs_code: bool) -> Any:
-    """The model, in eval mode on its device, of safetensors files only."""
+    """The model in eval mode on its device, read from safetensors files only."""
     library = transformers()
     library.utils.logging.disable_progress_bar()
     model, info = library.AutoModelForCausalLM.from_pretrained(
@@ -187,7 +187,7 @@ def _read(config: Config, options: LoadOptions, runs_code: bool) -> Any:
             raise ConfigError(f"its weights have {len(names)} {key.replace('_', ' ')}, e.g. {names[0]}")
     if info.get("unexpected_keys"):
         names = sorted(info["unexpected_keys"])
-        logger.warning("%d tensors of %s are not used, e.g. %s", len(names), config.path.parent, names[0])
+        logger.warning("%d tensors of %s are unused, e.g. %s", len(names), config.path.parent, names[0])
     return model.eval().requires_grad_(False).to(options.device)
 
 
@@ -196,7 +196,7 @@ def _check_ropes(model: Any) -> None:
         kind = getattr(module, "rope_type", None)
         kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
         if kinds & _BATCH_ROPES:
-            raise ConfigError(f"its rope, {kind!r}, depends on the longest text of a batch")
+            raise ConfigError(f"its rope scaling {kind!r} depends on the longest text of a batch")
 
 
 def _max_position_tokens(text: Any) -> int:
@@ -204,13 +204,13 @@ def _max_position_tokens(text: Any) -> int:
         value = getattr(text, key, None)
         if isinstance(value, int) and value > 0:
             return value
-    raise ConfigError("its config.json does not say how long texts may be: it lacks max_position_embeddings")
+    raise ConfigError("its config.json does not limit the length of texts: it lacks max_position_embeddings")
 
 
 def _width(model: Any) -> int:
-    """Of the decoder's outputs."""
+    """Features of the decoder's outputs."""
     head = model.get_output_embeddings()
     if head is None:
-        raise ConfigError("it has no head that gives logits")
+        raise ConfigError("it has no output head")
     width: int = head.weight.shape[1]
     return width

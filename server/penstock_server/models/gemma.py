@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
@@ -14,7 +14,7 @@ from penstock_server.layers.rope import RopeSpec
 from penstock_server.models.config import Config
 from penstock_server.models.llama import NAMES, num_layers
 from penstock_server.models.rope_config import read_rope
-from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap, Placement
+from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap, NormPlacement
 
 BOTH_NAMES = replace(
     NAMES,
@@ -39,11 +39,13 @@ def gemma2(config: Config) -> tuple[ModelSpec, NameMap]:
     head_dim = config.get("head_dim", 256)
     attention = _attention(config, head_dim, config.get("query_pre_attn_scalar", 256.0), read_rope(config, head_dim))
     attention = replace(attention, soft_cap=_soft_cap(config, "attn_logit_softcapping", 50.0))
-    layer = replace(_layer(config, attention), placement=Placement.BOTH)
+    layer = replace(_layer(config, attention), placement=NormPlacement.BOTH)
     alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(config))]
     window = config.with_defaults(sliding_window=4096).window()
     layers = tuple(
-        replace(layer, attention=replace(attention, sight=Sight(window))) if kind == "sliding_attention" else layer
+        replace(layer, attention=replace(attention, mask=AttentionMask(window)))
+        if kind == "sliding_attention"
+        else layer
         for kind in config.layer_types(alternating)
     )
     return _model(config, "gemma2", layers, _soft_cap(config, "final_logit_softcapping", 30.0)), BOTH_NAMES
@@ -63,11 +65,11 @@ def gemma3(config: Config) -> tuple[ModelSpec, NameMap]:
         rope = read_rope(ropes, head_dim, default_theta=theta, layer_type=kind)
         attention = replace(
             _attention(config, head_dim, scale_dim, rope),
-            sight=Sight(width),
+            mask=AttentionMask(width),
             qk_norm=QkNormSpec(_norm(config)),
             soft_cap=_soft_cap(config, "attn_logit_softcapping", None),
         )
-        kinds[kind] = replace(_layer(config, attention), placement=Placement.BOTH)
+        kinds[kind] = replace(_layer(config, attention), placement=NormPlacement.BOTH)
     pattern = config.get("sliding_window_pattern", 6)
     default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers(config))]
     layers = tuple(kinds[kind] for kind in config.layer_types(default))

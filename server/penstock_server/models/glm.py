@@ -7,19 +7,19 @@ from dataclasses import replace
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
-from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, Placement
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, NormPlacement
 from penstock_server.weights.location import fused
 
 LAYER = "model.layers.{i}"
 
 
 def glm(config: Config) -> tuple[ModelSpec, NameMap]:
-    spec, mlp = _glm(config, "glm", Placement.PRE)
+    spec, mlp = _glm(config, "glm", NormPlacement.PRE)
     return spec, _names(mlp)
 
 
 def glm4(config: Config) -> tuple[ModelSpec, NameMap]:
-    spec, mlp = _glm(config, "glm4", Placement.BOTH)
+    spec, mlp = _glm(config, "glm4", NormPlacement.BOTH)
     names = _names(mlp)
     around = {
         "layers.{i}.attention_post_norm": f"{LAYER}.post_self_attn_layernorm",
@@ -28,7 +28,7 @@ def glm4(config: Config) -> tuple[ModelSpec, NameMap]:
     return spec, replace(names, names={**names.names, **around})
 
 
-def _glm(config: Config, architecture: str, placement: Placement) -> tuple[ModelSpec, MlpSpec]:
+def _glm(config: Config, architecture: str, placement: NormPlacement) -> tuple[ModelSpec, MlpSpec]:
     config = config.with_defaults(
         head_dim=128, num_key_value_heads=2, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
@@ -45,7 +45,9 @@ def gpt_neo(config: Config) -> tuple[ModelSpec, NameMap]:
     window = config.with_defaults(window_size=256).window("window_size")
     layers = tuple(
         LayerSpec(
-            AttentionSpec(num_heads, num_heads, head_dim, scale=1.0, output_bias=True, sight=Sight(width)), mlp, norm
+            AttentionSpec(num_heads, num_heads, head_dim, scale=1.0, output_bias=True, mask=AttentionMask(width)),
+            mlp,
+            norm,
         )
         for width in (window if kind == "local" else None for kind in _kinds(config))
     )

@@ -1,4 +1,4 @@
-"""What the engine needs of a model: load it, give it a cache, run it."""
+"""What the engine needs of a model: load it, allocate its cache, run it."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ class LoadOptions:
     device: torch.device
     block_tokens: int
     trust_remote_code: bool = False
-    deterministic: bool = False  # the same numbers on any number of ranks, also where it costs speed; on a CPU always
+    deterministic: bool = False  # the same results on any number of ranks, at some cost; always on a CPU
 
 
 class CausalModel(Protocol):
-    """A decoder on one rank, with an encoder before it or without. `load_model(options, group)` in
-    `penstock_server.models` makes one."""
+    """A decoder on one rank, with or without an encoder. `load_model(options, group)` in `penstock_server.models` makes
+    one."""
 
     architecture: str
     attention_name: str
     vocab_size: int
     num_layers: int
-    max_position_tokens: int  # of a source and its answer together, where there is an encoder
+    max_position_tokens: int  # of a sequence; with an encoder, of source and answer together
     max_source_tokens: int  # 0: the model has no encoder
-    decoder_prefix: tuple[int, ...]  # token ids behind every source, before the answer
-    window_tokens: int  # how many of the last tokens any layer sees; 0: some layer sees all
+    decoder_prefix: tuple[int, ...]  # token ids between every source and its answer
+    window_tokens: int  # no layer attends to more of the last tokens; 0: at least one layer attends to all
     weight_bytes: int  # on this rank
     kv_bytes_per_block: int  # on this rank, all layers
-    load_phases: list[tuple[str, float]]  # what loading did, in order, and the seconds it took
-    caches: list[Tensor]  # the pool, one tensor a layer; its pages may not have been touched
+    load_phases: list[tuple[str, float]]  # the phases of loading in order, with their seconds
+    caches: list[Tensor]  # the KV pool, a tensor per layer; its memory pages may not have been touched
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Make the paged KV pool, replacing one made before."""
+        """Allocates the paged KV pool and replaces an earlier one."""
         ...
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
-        """No sequence will be longer. Called once, before the first step that counts."""
+        """Promises that no sequence will be longer. Called once, before the first step whose results are used."""
         ...
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """One step: the outputs [samples, hidden] of `batch.sample_rows`, in the model's dtype, for `logits`. Rows of
-        sources have none, and may not be among them."""
+        """One step. Returns the outputs [samples, hidden] of the rows `batch.sample_rows` in the model's dtype, as
+        input for `logits`. Source tokens have no outputs and must not be among these rows."""
         ...
 
     def logits(self, outputs: Tensor) -> Tensor | None:
-        """Outputs [rows, hidden] → on rank 0 their logits [rows, vocab], in the model's dtype; else None. The ranks
-        call it together, with the same rows; the memory is theirs to bound."""
+        """Outputs [rows, hidden] → logits [rows, vocab] in the model's dtype on rank 0, None on the others. All ranks
+        must call it together with the same rows; the caller bounds the memory by the number of rows."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
@@ -50,7 +50,7 @@ def llama(config: Config) -> tuple[ModelSpec, NameMap]:
 def mistral(config: Config) -> tuple[ModelSpec, NameMap]:
     # COMPAT: a configuration that does not speak of the window has transformers' default; one that says null has none.
     config = config.with_defaults(sliding_window=4096, num_key_value_heads=8)
-    layer = llama_layer(config, sight=Sight(window=config.window()))
+    layer = llama_layer(config, mask=AttentionMask(window=config.window()))
     return llama_model(config, "mistral", (layer,) * num_layers(config)), NAMES
 
 
@@ -147,10 +147,10 @@ def llama_layer(
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
-    sight: Sight = Sight(),  # noqa: B008 - frozen
+    mask: AttentionMask = AttentionMask(),  # noqa: B008 - frozen
     qk_norm: QkNormSpec | None = None,
 ) -> LayerSpec:
-    attention = llama_attention(config, qkv_bias=qkv_bias, output_bias=output_bias, sight=sight, qk_norm=qk_norm)
+    attention = llama_attention(config, qkv_bias=qkv_bias, output_bias=output_bias, mask=mask, qk_norm=qk_norm)
     return LayerSpec(attention, llama_mlp(config, bias=mlp_bias), rms_norm(config))
 
 
@@ -159,7 +159,7 @@ def llama_attention(
     *,
     qkv_bias: bool = False,
     output_bias: bool = False,
-    sight: Sight = Sight(),  # noqa: B008 - frozen
+    mask: AttentionMask = AttentionMask(),  # noqa: B008 - frozen
     qk_norm: QkNormSpec | None = None,
     interleaved: bool = False,
     layer_type: str | None = None,
@@ -174,7 +174,7 @@ def llama_attention(
         rope=read_rope(config, head_dim, interleaved=interleaved, layer_type=layer_type),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
-        sight=sight,
+        mask=mask,
         qk_norm=qk_norm,
     )
 
@@ -211,4 +211,4 @@ def windowed_by_type(config: Config, types: list[str]) -> tuple[LayerSpec, ...]:
 
 
 def with_window(layer: LayerSpec, window: int | None) -> LayerSpec:
-    return replace(layer, attention=replace(layer.plain_attention, sight=Sight(window=window)))
+    return replace(layer, attention=replace(layer.plain_attention, mask=AttentionMask(window=window)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.experts import MoeSpec, RoutingSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.qk_norm import QkNormSpec
@@ -65,7 +65,7 @@ def num_experts(config: Config, default: int) -> int:
 def mixtral(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5)
     routing = RoutingSpec(num_experts(config, 8), config.get("num_experts_per_tok", 2), norm_power=1.0)
-    layer = llama.llama_layer(config, sight=Sight(window=config.window()))
+    layer = llama.llama_layer(config, mask=AttentionMask(window=config.window()))
     layer = replace(layer, mlp=_experts(config, routing, "intermediate_size"))
     return llama.llama_model(config, "mixtral", (layer,) * llama.num_layers(config)), MIXTRAL_NAMES
 
@@ -142,7 +142,7 @@ def phimoe(config: Config) -> tuple[ModelSpec, NameMap]:
         jitter=config.get("router_jitter_noise", 0.01),
     )
     bias, norm = config.get("attention_bias", False), NormSpec("layer", config.get("rms_norm_eps", 1e-5), bias=True)
-    layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias, sight=Sight(window=config.window()))
+    layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias, mask=AttentionMask(window=config.window()))
     layer = replace(layer, mlp=_experts(config, routing, "intermediate_size"), norm=norm)
     spec = llama.llama_model(config, "phimoe", (layer,) * llama.num_layers(config))
     head = HeadSpec(spec.head.tied, bias=config.get("lm_head_bias", False))

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
-from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, Placement
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, NormPlacement
 
 POST_NAMES = replace(
     llama.NAMES,
@@ -35,7 +35,7 @@ def olmo2(config: Config) -> tuple[ModelSpec, NameMap]:
     norm = _norm(config)
     bias = config.get("attention_bias", False)
     layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias, qk_norm=QkNormSpec(norm, over="projection"))
-    layer = replace(layer, norm=norm, placement=Placement.POST)
+    layer = replace(layer, norm=norm, placement=NormPlacement.POST)
     return llama.llama_model(config, "olmo2", (layer,) * llama.num_layers(config)), POST_NAMES
 
 
@@ -53,11 +53,11 @@ def olmo3(config: Config) -> tuple[ModelSpec, NameMap]:
             ropes,
             qkv_bias=bias,
             output_bias=bias,
-            sight=Sight(window),
+            mask=AttentionMask(window),
             qk_norm=QkNormSpec(norm, over="projection"),
             layer_type=kind,
         )
-        kinds[kind] = LayerSpec(attention, llama.llama_mlp(config), norm, placement=Placement.POST)
+        kinds[kind] = LayerSpec(attention, llama.llama_mlp(config), norm, placement=NormPlacement.POST)
     num = llama.num_layers(config)
     default = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(num)]
     return llama.llama_model(config, "olmo3", tuple(kinds[kind] for kind in config.layer_types(default))), POST_NAMES

@@ -7,7 +7,7 @@ from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models.config import Config
-from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap, Placement
+from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap, NormPlacement
 
 POSITION_OFFSET = 2
 LAYER = "model.decoder.layers.{i}"
@@ -23,7 +23,7 @@ def opt(config: Config) -> tuple[ModelSpec, NameMap]:
     norm = NormSpec("layer", 1e-5, weight=has_weights, bias=has_weights)
     is_before = config.get("do_layer_norm_before", True)
     has_final = is_before and not config.get("_remove_final_layer_norm", False)
-    layer = LayerSpec(attention, mlp, norm, Placement.PRE if is_before else Placement.SUM)
+    layer = LayerSpec(attention, mlp, norm, NormPlacement.PRE if is_before else NormPlacement.SUM)
     spec = ModelSpec(
         architecture="opt",
         hidden_size=hidden_size,

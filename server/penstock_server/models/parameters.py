@@ -5,37 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock_server.layers.embedding import Embedding
+from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.norm import NormSpec, norm_parameters
-from penstock_server.layers.shard import Shard
 from penstock_server.models.layer import layer_parameters
 from penstock_server.models.spec import LayerSpec, ModelSpec
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
 
 
-def parameters(spec: ModelSpec, shard: Shard) -> dict[str, Parameter]:
-    """Our names, as `NameMap` translates them. A tied head has no parameter of its own."""
-    table = Embedding.parameters(spec.embedding, spec.hidden_size, shard)
+def parameters(spec: ModelSpec, layout: WeightLayout) -> dict[str, Parameter]:
+    """By our names, which `NameMap` translates to the checkpoint's. A tied head has no parameter of its own."""
+    vocab, hidden_size = Part(0, layout.shard.vocab.mine), layout.shard.hidden_size
+    table = Embedding.parameters(spec.embedding, layout)
     if not spec.head.tied:
-        table["head.weight"] = table["embedding.weight"]
-        if spec.head.bias:
-            table["head.bias"] = Parameter((spec.vocab_size,), Part(0, shard.vocab.mine))
+        in_features = spec.embedding.size or hidden_size
+        table |= layout.linear("head", (spec.vocab_size, in_features), bias=spec.head.bias, part=vocab)
     if spec.head.logits_bias:
-        table["head.logits_bias"] = Parameter((1, spec.vocab_size), Part(1, shard.vocab.mine))
-    table |= _stack_parameters(spec.layers, spec.final_norm, "", spec.hidden_size, shard)
+        table["head.logits_bias"] = Parameter((1, spec.vocab_size), Part(1, vocab.range))
+    table |= _stack_parameters(spec.layers, spec.final_norm, "", layout)
     if spec.encoder is not None:
-        encoder = spec.encoder
-        table |= Embedding.parameters(encoder.embedding, spec.hidden_size, shard)
-        table |= _stack_parameters(encoder.layers, encoder.final_norm, "encoder.", spec.hidden_size, shard)
+        table |= Embedding.parameters(spec.encoder.embedding, layout)
+        table |= _stack_parameters(spec.encoder.layers, spec.encoder.final_norm, "encoder.", layout)
     return table
 
 
 def _stack_parameters(
-    layers: Iterable[LayerSpec], final_norm: NormSpec | None, prefix: str, hidden_size: int, shard: Shard
+    layers: Iterable[LayerSpec], final_norm: NormSpec | None, prefix: str, layout: WeightLayout
 ) -> dict[str, Parameter]:
     table: dict[str, Parameter] = {}
     if final_norm is not None:
-        table |= norm_parameters(f"{prefix}norm", final_norm, (hidden_size,))
+        table |= norm_parameters(f"{prefix}norm", final_norm, (layout.shard.hidden_size,))
     for index, layer in enumerate(layers):
-        table |= layer_parameters(layer, f"{prefix}layers.{index}", hidden_size, shard)
+        table |= layer_parameters(layer, f"{prefix}layers.{index}", layout)
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
@@ -60,7 +60,7 @@ def phi(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def phi3(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(rms_norm_eps=1e-5)
-    layer = llama.llama_layer(config, sight=Sight(window=config.window()))
+    layer = llama.llama_layer(config, mask=AttentionMask(window=config.window()))
     names = replace(
         llama.NAMES,
         names={

@@ -1,4 +1,4 @@
-"""What a model is made of, as data: architectures read a `ModelSpec` from config.json, one decoder runs them all."""
+"""A model as data: each architecture builds a `ModelSpec` from config.json, and one decoder runs them all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock_server.layers.norm import NormSpec
 from penstock_server.weights.location import Location, Locator
 
 
-class Placement(Enum):
-    """Where a layer's norms stand, f being its attention or its MLP, x what comes in."""
+class NormPlacement(Enum):
+    """Where a layer's norms are; f is its attention or its MLP, x its input."""
 
     PRE = "x + f(norm(x))"
     POST = "x + norm(f(x))"  # OLMo 2
@@ -28,43 +28,43 @@ class Placement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Attention and MLP, one after the other or side by side. The type of each part's spec says what runs it."""
+    """Attention and MLP, sequential or parallel. The type of each part's spec selects the class that runs it."""
 
     attention: AttentionSpec | LatentAttentionSpec
     mlp: MlpSpec | MoeSpec
     norm: NormSpec
-    placement: Placement = Placement.PRE
+    placement: NormPlacement = NormPlacement.PRE
     parallel: bool = False  # x + attention(norm(x)) + mlp(norm(x)) (GPT-J, GPT-NeoX)
-    shares_norm: bool = False  # in parallel: of one norm, the attention's, instead of two
-    residual_is_normed: bool = False  # what is added to is the norm's result, not what came in (a BLOOM option)
-    residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
-    cross: AttentionSpec | None = None  # of a decoder over its source, between attention and MLP
+    shares_norm: bool = False  # if parallel: the MLP has no norm of its own and reads the attention's
+    residual_is_normed: bool = False  # the norm's result replaces the residual (a BLOOM option)
+    residual_multiplier: float = 1.0  # factor of what attention and MLP add (Granite)
+    cross: AttentionSpec | None = None  # cross-attention over the source, between attention and MLP
 
     @property
     def plain_attention(self) -> AttentionSpec:
-        """The attention of a layer that is known to have keys and values of its own heads."""
+        """`attention`, which must not be latent."""
         assert isinstance(self.attention, AttentionSpec)
         return self.attention
 
     @property
     def plain_mlp(self) -> MlpSpec:
-        """The MLP of a layer that is known to be without experts."""
+        """`mlp`, which must not be a mixture of experts."""
         assert isinstance(self.mlp, MlpSpec)
         return self.mlp
 
     @property
     def has_norms_before(self) -> bool:
-        return self.placement in (Placement.PRE, Placement.BOTH)
+        return self.placement in (NormPlacement.PRE, NormPlacement.BOTH)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What a residual is put around, in order."""
+        """The parts that the residual bypasses, in order."""
         return ("attention", "mlp") if self.cross is None else ("attention", "cross", "mlp")
 
     @property
-    def fits_stack(self) -> bool:
-        """Whether it is what `NativeStack` computes: Llama's layer."""
-        fits_attention = isinstance(self.attention, AttentionSpec) and self.attention.fits_stack
+    def is_llama_like(self) -> bool:
+        """Whether `NativeStack` computes it."""
+        fits_attention = isinstance(self.attention, AttentionSpec) and self.attention.is_llama_like
         fits_mlp = isinstance(self.mlp, MlpSpec) and self.mlp.is_swiglu
         plain = LayerSpec(self.attention, self.mlp, self.norm)
         return fits_attention and fits_mlp and self.norm.is_plain_rms and self == plain
@@ -72,37 +72,40 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """From the last layer to the logits."""
+    """From the final norm to the logits."""
 
-    tied: bool  # its weight is the embedding's
+    tied: bool  # its weight is the token embedding's
     bias: bool = False
     multiplier: float = 1.0
     is_normalized: bool = False  # its weight's rows are divided by their lengths (Baichuan 2)
     soft_cap: float | None = None  # logits become cap * tanh(logits / cap) (Gemma 2)
-    # What the checkpoint decides, see `ModelSpec.fitted`: a weight of its own although it counts as tied (T5 1.1), and
-    # a number for each token, added to its logit (BART).
+    # Decided by the checkpoint, see `ModelSpec.for_checkpoint`: a weight of its own although config.json says that it
+    # is tied (T5 1.1), and a number per token that is added to its logit (BART).
     may_be_own: bool = False
     logits_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """What a source passes before the decoder's layers read it. The table of tokens is the decoder's."""
+    """The encoder in front of the decoder. They share the token table."""
 
     embedding: EmbeddingSpec
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
     max_source_tokens: int
-    decoder_prefix: tuple[int, ...]  # token ids behind every source, before the answer
+    decoder_prefix: tuple[int, ...]  # token ids between every source and its answer
 
     def __post_init__(self) -> None:
         if self.max_source_tokens < 1 or not self.layers or not self.decoder_prefix:
-            raise ConfigError("config.json: an encoder needs layers, room for a source, and a decoder_start_token_id")
+            raise ConfigError(
+                "config.json: an encoder needs at least one layer, a source length of at least 1, and a "
+                "decoder_start_token_id"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One decoder: embedding, layers, a final norm where there is one, a head; before it an encoder, or none."""
+    """One decoder: embedding, layers, final norm, head, and an encoder or none."""
 
     architecture: str
     hidden_size: int
@@ -146,15 +149,15 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def fitted(self, names: Locator, there: Collection[str]) -> ModelSpec:
-        """The spec of the model in a checkpoint with these tensors: a head has what is there for it."""
+    def for_checkpoint(self, locator: Locator, stored: Collection[str]) -> ModelSpec:
+        """The spec for a checkpoint that stores these tensors: they decide what belongs to the head."""
         head = self.head
-        is_own = head.may_be_own and names.locate("head.weight").name in there
-        has_bias = head.logits_bias and names.locate("head.logits_bias").name in there
+        is_own = head.may_be_own and locator.locate("head.weight").name in stored
+        has_bias = head.logits_bias and locator.locate("head.logits_bias").name in stored
         return replace(self, head=replace(head, tied=head.tied and not is_own, logits_bias=has_bias))
 
     def with_expert_storage(self, storage: str) -> ModelSpec:
-        """For a checkpoint whose format stores experts in a way of its own: a key of STORAGES."""
+        """The spec for a checkpoint whose format stores experts differently. storage: a key of STORAGES."""
         return replace(
             self,
             layers=tuple(
@@ -166,14 +169,14 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """What a checkpoint calls our parameters, with {i} for the layer, and which of its tensors are never needed.
+    """The checkpoint's names of our parameters, with {i} for the layer, and its tensors that are not needed.
 
-    A key is a parameter without .weight or .bias, which checkpoints add to their name as we do to ours, or all of it.
+    A key is a parameter's name without `.weight` or `.bias`, which is then appended to both names, or its whole name.
     """
 
     names: Mapping[str, str | Location]
-    ignored: tuple[str, ...] = field(default=())  # regular expressions that match whole names
-    prefix: str = ""  # of names; a model that was saved without its head does without it
+    ignored: tuple[str, ...] = field(default=())  # regular expressions, matched against whole names
+    prefix: str = ""  # of names; absent from a model that was saved without its head
 
     def locate(self, parameter: str) -> Location:
         """layers.3.attention.q.weight → model.layers.3.self_attn.q_proj.weight"""
@@ -181,23 +184,23 @@ class NameMap:
         stem, _, suffix = name.rpartition(".")
         suffix = "" if name in self.names else f".{suffix}"
         found = self.names[name] if name in self.names else self.names[stem]
-        source = Location(found) if isinstance(found, str) else found
-        return replace(source, name=f"{source.name}{suffix}".replace("{i}", str(layer)))
+        location = Location(found) if isinstance(found, str) else found
+        return replace(location, name=f"{location.name}{suffix}".replace("{i}", str(layer)))
 
-    def fitted(self, there: Collection[str]) -> NameMap:
-        """The map for a checkpoint with these names: with the prefix or without."""
-        if not self.prefix or any(name.startswith(self.prefix) for name in there):
+    def for_checkpoint(self, stored: Collection[str]) -> NameMap:
+        """The map for a checkpoint that stores these tensors: with the prefix or without."""
+        if not self.prefix or any(name.startswith(self.prefix) for name in stored):
             return self
         names: dict[str, str | Location] = {}
         for key, found in self.names.items():
-            source = Location(found) if isinstance(found, str) else found
-            names[key] = replace(source, name=source.name.removeprefix(self.prefix))
+            location = Location(found) if isinstance(found, str) else found
+            names[key] = replace(location, name=location.name.removeprefix(self.prefix))
         bare = re.escape(self.prefix)
         return NameMap(names, tuple(pattern.removeprefix(bare) for pattern in self.ignored))
 
 
 def split_layer(parameter: str) -> tuple[int | None, str]:
-    """layers.3.mlp.up.weight → (3, layers.{i}.mlp.up.weight); names outside the layers come back with None."""
+    """layers.3.mlp.up.weight → (3, layers.{i}.mlp.up.weight). Names outside of layers are returned with None."""
     found = re.fullmatch(r"((?:encoder\.)?layers\.)(\d+)(\..+)", parameter)
     if found is None:
         return None, parameter

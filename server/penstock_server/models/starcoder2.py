@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
@@ -23,7 +23,9 @@ NAMES = replace(
 def starcoder2(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(hidden_act="gelu_pytorch_tanh", num_key_value_heads=2)
     bias = config.get("use_bias", True)
-    attention = llama.llama_attention(config, qkv_bias=bias, output_bias=bias, sight=Sight(window=config.window()))
+    attention = llama.llama_attention(
+        config, qkv_bias=bias, output_bias=bias, mask=AttentionMask(window=config.window())
+    )
     norm = NormSpec("layer", config.get("norm_epsilon", 1e-5), bias=True)
     layer = LayerSpec(attention, llama.llama_mlp(config, gated=False, bias=bias), norm)
     return llama.llama_model(config, "starcoder2", (layer,) * llama.num_layers(config), tied=True), NAMES

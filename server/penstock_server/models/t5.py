@@ -4,7 +4,7 @@ than the hidden size."""
 
 from __future__ import annotations
 
-from penstock_server.attention.interface import Sight
+from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
@@ -49,20 +49,20 @@ def _model(architecture: str, config: Config, head: HeadSpec, *, own_biases: boo
     norm = NormSpec("rms", config.get("layer_norm_epsilon", 1e-6))
     mlp = _mlp(config)
 
-    def attention(sight: Sight, bias: RelativeBiasSpec | None) -> AttentionSpec:
+    def attention(mask: AttentionMask, bias: RelativeBiasSpec | None) -> AttentionSpec:
         head_dim = config.get("d_kv", 64)
-        return AttentionSpec(num_heads, num_heads, head_dim, scale=1.0, sight=sight, relative_bias=bias)
+        return AttentionSpec(num_heads, num_heads, head_dim, scale=1.0, mask=mask, relative_bias=bias)
 
-    source, answer = Sight(part="source"), Sight(part="answer")
+    source, answer = AttentionMask(part="source"), AttentionMask(part="answer")
 
     def place(side: str, index: int) -> str:
         return f"{side}layers.{index}." if own_biases else side
 
     def encoder_layer(index: int) -> LayerSpec:
-        return LayerSpec(attention(source, _bias(config, place("encoder.", index), both_ways=True)), mlp, norm)
+        return LayerSpec(attention(source, _bias(config, place("encoder.", index), is_bidirectional=True)), mlp, norm)
 
     def decoder_layer(index: int) -> LayerSpec:
-        bias = _bias(config, place("", index), both_ways=False)
+        bias = _bias(config, place("", index), is_bidirectional=False)
         return LayerSpec(attention(answer, bias), mlp, norm, cross=attention(source, None))
 
     embedding = EmbeddingSpec(config.require("vocab_size", int), is_wide=True)
@@ -95,16 +95,16 @@ def _mlp(config: Config) -> MlpSpec:
     return MlpSpec(config.require("d_ff", int), config.activation("feed_forward_proj"), gated=bool(gated), is_wide=True)
 
 
-def _bias(config: Config, prefix: str, *, both_ways: bool) -> RelativeBiasSpec:
+def _bias(config: Config, prefix: str, *, is_bidirectional: bool) -> RelativeBiasSpec:
     num_buckets = config.get("relative_attention_num_buckets", 32)
     max_distance = config.get("relative_attention_max_distance", 128)
-    num_near = num_buckets // (4 if both_ways else 2)
+    num_near = num_buckets // (4 if is_bidirectional else 2)
     if not 1 <= num_near < max_distance:
         raise config.refuse(
             f"relative_attention_num_buckets is {num_buckets} and relative_attention_max_distance {max_distance}; "
             "there must be at least 4 buckets, and fewer for near positions than the distance"
         )
-    return RelativeBiasSpec(f"{prefix}relative_bias", num_buckets, max_distance, both_ways)
+    return RelativeBiasSpec(f"{prefix}relative_bias", num_buckets, max_distance, is_bidirectional)
 
 
 def _names(gated: bool) -> NameMap:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from penstock_server.layers.experts.routing import Router
+from penstock_server.layers.step import StepContext
 from torch import Tensor, nn
 
 # Of a row's weights together: rounding moves them by less than 1%, another expert by more than this.
@@ -32,8 +33,8 @@ class Followed:
         """From now on, what our routers choose."""
         choose = Router.__call__
 
-        def spy(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
-            self.choices.append(choose(router, x))
+        def spy(router: Router, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+            self.choices.append(choose(router, x, step))
             return self.choices[-1]
 
         monkeypatch.setattr(Router, "__call__", spy)

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import torch
+from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models.parameters import parameters
 from penstock_server.models.registry import read_spec
@@ -18,18 +19,18 @@ def tables(folder: Path, size: int, exact: bool) -> list[dict[str, Parameter]]:
     """The parameters of each rank."""
     spec, names = read_spec(folder)
     stored = open_checkpoint(folder)[0].names()
-    spec = spec.fitted(names.fitted(stored), stored)
-    groups = [RankGroup(rank, size) for rank in range(size)]
-    return [parameters(spec, Shard.of(spec.hidden_size, spec.vocab_size, group, exact)) for group in groups]
+    spec = spec.for_checkpoint(names.for_checkpoint(stored), stored)
+    shards = [Shard.of(spec.hidden_size, spec.vocab_size, RankGroup(rank, size), exact) for rank in range(size)]
+    return [parameters(spec, WeightLayout(shard)) for shard in shards]
 
 
 def open_loader(folder: Path, group: RankGroup, exact: bool) -> Loader:
     """Of one rank, in float32."""
     spec, names = read_spec(folder)
     checkpoint, locator = open_checkpoint(folder)
-    locator = locator or names.fitted(checkpoint.names())
-    shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
-    table = parameters(spec.fitted(locator, checkpoint.names()), shard)
+    locator = locator or names.for_checkpoint(checkpoint.names())
+    layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact))
+    table = parameters(spec.for_checkpoint(locator, checkpoint.names()), layout)
     return Loader(checkpoint, table, locator, torch.float32, torch.device("cpu"))
 
 

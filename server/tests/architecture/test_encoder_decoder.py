@@ -14,7 +14,7 @@ from cases import CASES, VOCAB
 from engine_run import EngineRun
 from model_driver import ModelDriver
 from penstock_server import check
-from penstock_server.attention.interface import AttentionShape, Sight, window_tokens
+from penstock_server.attention.interface import AttentionMask, AttentionShape, window_tokens
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
@@ -170,27 +170,31 @@ def test_the_warm_up_runs_sources_too(tmp_path: Path) -> None:
     assert "worst sources" in [phase.name for phase in capacity.phases]
 
 
-@pytest.mark.parametrize("both_ways", [True, False])
-def test_distances_fall_into_the_buckets_of_transformers(both_ways: bool) -> None:
+@pytest.mark.parametrize("is_bidirectional", [True, False])
+def test_distances_fall_into_the_buckets_of_transformers(is_bidirectional: bool) -> None:
     for num_buckets, max_distance in ((32, 128), (12, 24), (6, 50), (64, 1000)):
-        spec = RelativeBiasSpec("bias", num_buckets, max_distance, both_ways)
+        spec = RelativeBiasSpec("bias", num_buckets, max_distance, is_bidirectional)
         distances = torch.arange(-max_distance, max_distance + 1)
-        theirs = T5Attention._relative_position_bucket(distances, both_ways, num_buckets, max_distance)
+        theirs = T5Attention._relative_position_bucket(distances, is_bidirectional, num_buckets, max_distance)
         assert torch.equal(spec._buckets(distances), theirs)
         farther = torch.tensor([-100 * max_distance, 100 * max_distance])
-        theirs = T5Attention._relative_position_bucket(farther, both_ways, num_buckets, max_distance)
+        theirs = T5Attention._relative_position_bucket(farther, is_bidirectional, num_buckets, max_distance)
         assert torch.equal(spec._buckets(distances[[0, -1]]), theirs), "the last distance stands for all beyond it"
 
 
 def test_a_window_is_told_only_where_no_layer_sees_farther() -> None:
-    def attention(sight: Sight) -> ReferenceAttention:
-        return ReferenceAttention(AttentionShape(1, 1, 8, 1.0, 4, sight=sight), CPU, torch.float32)
+    def attention(mask: AttentionMask) -> ReferenceAttention:
+        return ReferenceAttention(AttentionShape(1, 1, 8, 1.0, 4, mask=mask), CPU, torch.float32)
 
-    narrow, wide, chunks = attention(Sight(window=5)), attention(Sight(window=9)), attention(Sight(chunk=7))
+    narrow, wide, chunks = (
+        attention(AttentionMask(window=5)),
+        attention(AttentionMask(window=9)),
+        attention(AttentionMask(chunk=7)),
+    )
     assert window_tokens([narrow, wide]) == 9
     assert window_tokens([narrow, chunks]) == 7
-    assert window_tokens([narrow, attention(Sight())]) == 0
-    assert window_tokens([narrow, attention(Sight(part="source"))]) == 0
+    assert window_tokens([narrow, attention(AttentionMask())]) == 0
+    assert window_tokens([narrow, attention(AttentionMask(part="source"))]) == 0
 
 
 @pytest.mark.parametrize(("name", "window"), [("mistral", 16), ("mistral-no-window", 0), ("gemma3", 0), ("t5", 0)])

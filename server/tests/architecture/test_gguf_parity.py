@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from model_driver import ModelDriver
 from penstock_server.errors import ConfigError
 from penstock_server.layers.experts import MoeSpec
 from penstock_server.layers.experts.parameters import read_experts
-from penstock_server.layers.experts.shard import ExpertShard
+from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
@@ -84,16 +83,18 @@ def test_each_rank_reads_what_it_reads_of_the_model_itself(name: str, tmp_path: 
 def parameters_of(folder: Path, group: RankGroup, exact: bool) -> dict[str, torch.Tensor]:
     """What a rank loads, by our names; of experts what each is made of, however it is stored."""
     spec, _ = read_spec(folder)
-    shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
+    layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact))
     loader = open_loader(folder, group, exact)
     read = {name: loader.read(name) for name in loader.parameters if ".experts." not in name}
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, MoeSpec):
-            prefix, mine = f"layers.{index}.mlp", ExpertShard.of(layer.mlp, shard)
-            for place, weights in enumerate(read_experts(layer.mlp, prefix, spec.hidden_size, mine, loader)):
-                for part in dataclasses.fields(weights):
-                    if (value := getattr(weights, part.name)) is not None:
-                        read[f"{prefix}.{place}.{part.name}"] = value
+            prefix = f"layers.{index}.mlp"
+            for place, expert in enumerate(read_experts(layer.mlp, prefix, layout, loader)):
+                for name, weights in zip(("gate_up", "down"), expert, strict=True):
+                    weight, bias = weights.dense()
+                    read[f"{prefix}.{place}.{name}"] = weight
+                    if bias is not None:
+                        read[f"{prefix}.{place}.{name}_bias"] = bias
     loader.finish()
     return read
 

@@ -1,6 +1,6 @@
-"""The experts of one layer: route, compute each expert's rows as one matrix, add up what a token's experts say.
+"""The experts of one layer: route, compute each expert's rows as one matrix, sum the results of a token's experts.
 
-A row's result does not depend on the other rows where the operators keep that promise (the native ones).
+A row's result does not depend on the other rows if the operators guarantee that (the native ones do).
 """
 
 from __future__ import annotations
@@ -12,31 +12,50 @@ import torch
 from torch import Tensor
 
 from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.ops import Ops, PackedLinear
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.parameters import moe_parameters, read_experts
 from penstock_server.layers.experts.routing import Router, widened
 from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, MoeSpec
+from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.linear import Linear
 from penstock_server.layers.mlp import Mlp
-from penstock_server.layers.shard import Shard
+from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Parameter
 
-RowFunction = Callable[[Tensor], Tensor]
-"""[rows, features] → [rows, other features]"""
+RowFunction = Callable[[Tensor, StepContext], Tensor]
+"""[rows, in] → [rows, out]"""
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """The expert that every token goes to."""
+class SharedExpert:
+    """The expert that processes every token."""
 
     mlp: Mlp
-    gate: PackedLinear | None
+    gate: Linear | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, hidden] → the same, wide, on all ranks."""
-        output = self.mlp(x).float()
-        return output if self.gate is None else output * widened(self.gate(x)).sigmoid().float()
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """[rows, hidden] → [rows, hidden] float32 or wider, on all ranks."""
+        output = self.mlp(x, step).float()
+        return output if self.gate is None else output * widened(self.gate(x, step)).sigmoid().float()
+
+
+@dataclass(frozen=True, slots=True)
+class GatedExpert:
+    """Gate, up and activation of one expert, where no fused operator computes them."""
+
+    spec: MoeSpec
+    linear: Linear
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """[rows, hidden] → [rows, intermediate on this rank]"""
+        spec = self.spec
+        gate, up = widened(self.linear(x, step)).chunk(2, dim=-1)
+        if spec.activation != CLAMPED_SWIGLU:
+            return (ACTIVATIONS[spec.activation](gate) * up).to(x.dtype)
+        gate = gate.clamp(max=spec.swiglu_limit)
+        up = up.clamp(min=-spec.swiglu_limit, max=spec.swiglu_limit)
+        return (gate * torch.sigmoid(gate * spec.swiglu_alpha) * (up + 1)).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,50 +63,50 @@ class MixtureOfExperts:
     spec: MoeSpec
     shard: ExpertShard
     router: Router
-    gate_up: list[RowFunction]  # of this rank's experts, with the activation: → [rows, intermediate on this rank]
-    down: list[PackedLinear]
-    shared: Shared | None
+    gate_up: list[RowFunction]  # one per expert on this rank: → [rows, intermediate on this rank]
+    down: list[Linear]
+    shared: SharedExpert | None
 
     @staticmethod
-    def parameters(spec: MoeSpec, prefix: str, hidden_size: int, shard: Shard) -> dict[str, Parameter]:
-        return moe_parameters(spec, prefix, hidden_size, ExpertShard.of(spec, shard))
+    def parameters(spec: MoeSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
+        return moe_parameters(spec, prefix, layout)
 
     @classmethod
     def load(cls, spec: MoeSpec, prefix: str, context: BuildContext) -> MixtureOfExperts:
-        """Packs expert by expert; the originals are free when it returns."""
-        loader, ops, shard = context.loader, context.ops, ExpertShard.of(spec, context.shard)
+        """Packs one expert after the other; the tensors that were read are freed when it returns."""
+        ops, shard = context.ops, ExpertShard.of(spec, context.shard)
         gate_up: list[RowFunction] = []
-        down: list[PackedLinear] = []
-        # Of a sum only one summand may hold the bias.
+        down: list[Linear] = []
+        # If the ranks' results are summed, rank 0 adds the bias.
         adds_bias = context.shard.exact or shard.intermediate is None or context.shard.group.rank == 0
-        for weights in read_experts(spec, prefix, context.hidden_size, shard, loader):
-            gate_up.append(_packed_gate_up(spec, ops, weights.gate_up, weights.gate_up_bias))
-            down.append(ops.pack_linear(weights.down, weights.down_bias if adds_bias else None))
+        for inner, outer in read_experts(spec, prefix, context.layout, context.loader):
+            gate_up.append(inner.pack(ops, gated=True) if spec.is_swiglu else GatedExpert(spec, inner.pack(ops)))
+            down.append((outer if adds_bias else outer.without_bias()).pack(ops))
         shared = None
         if spec.shared is not None:
-            gate = ops.pack_linear(loader.read(f"{prefix}.shared_gate.weight"), None) if spec.shared_is_gated else None
-            shared = Shared(Mlp.load(spec.shared, f"{prefix}.shared", context), gate)
-        return cls(spec, shard, Router.load(loader, f"{prefix}.router", spec.routing, ops), gate_up, down, shared)
+            gate = context.linear(f"{prefix}.shared_gate") if spec.shared_is_gated else None
+            shared = SharedExpert(Mlp.load(spec.shared, f"{prefix}.shared", context), gate)
+        return cls(spec, shard, Router.load(spec.routing, f"{prefix}.router", context), gate_up, down, shared)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → the same, on all ranks."""
-        shard, by_expert = self.shard.shard, self.shard.intermediate is None
-        weights, experts = self.router(x)
-        results = self._results(x, experts)  # [rows, top_k, hidden, or this rank's part of it]
-        if by_expert and shard.exact:
-            # Every result is some rank's; zeros are added to it.
+        shard, has_whole_experts = self.shard.shard, self.shard.intermediate is None
+        weights, experts = self.router(x, step)
+        results = self._results(x, experts, step)  # [rows, top_k, hidden, or this rank's part of it]
+        if has_whole_experts and shard.exact:
+            # One rank computed each result; the others have zeros.
             shard.group.all_reduce(results)
         output = _weighted_sum(results, weights)
         if not shard.exact:
             output = shard.group.all_reduce(output.to(x.dtype)).float()
-        elif not by_expert:
+        elif not has_whole_experts:
             output = shard.group.all_gather_columns(output, shard.hidden.widths())
         if self.shared is not None:
-            output = output + self.shared(x)
+            output = output + self.shared(x, step)
         return output.to(x.dtype)
 
-    def _results(self, x: Tensor, experts: Tensor) -> Tensor:
-        """What the chosen experts [rows, top_k] say to each row: zero for those of other ranks."""
+    def _results(self, x: Tensor, experts: Tensor, step: StepContext) -> Tensor:
+        """The output of each row's experts [rows, top_k] → [rows, top_k, features]; zero for experts of other ranks."""
         intermediate, top_k, mine = self.shard.intermediate, experts.shape[1], self.shard.experts.mine
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)  # pairs of a row and an expert, by expert
@@ -95,46 +114,31 @@ class MixtureOfExperts:
         first = sum(counts[: mine.start])
         my_counts = counts[mine.start : mine.stop]
         pairs = order[first : first + sum(my_counts)]
-        inner = _by_expert(self.gate_up, x[pairs // top_k], my_counts)
+        rows = pairs // top_k
+        steps = [step.select(part) if part.shape[0] else step for part in rows.split(my_counts)]
+        inner = _by_expert(self.gate_up, x[rows], my_counts, steps)
         if intermediate is not None and self.shard.shard.exact:
             inner = self.shard.shard.group.all_gather_columns(inner, intermediate.widths())
-        outputs = _by_expert(self.down, inner, my_counts)
+        outputs = _by_expert(self.down, inner, my_counts, steps)
         results = x.new_zeros((chosen.shape[0], self.down[0].out_features))
         results[pairs] = outputs
         return results.unflatten(0, (-1, top_k))
 
 
-def _by_expert(functions: Sequence[RowFunction], rows: Tensor, counts: list[int]) -> Tensor:
-    """Each function on its rows: the first counts[0] are the first one's, and so on."""
-    pieces = zip(functions, rows.split(counts), strict=True)
-    # With no row at all one function says how wide nothing is.
-    return torch.cat([function(piece) for function, piece in pieces if piece.shape[0]] or [functions[0](rows)])
+def _by_expert(
+    functions: Sequence[RowFunction], rows: Tensor, counts: list[int], steps: Sequence[StepContext]
+) -> Tensor:
+    """Applies each function to its rows: the first counts[0] rows are the first function's, and so on."""
+    pieces = zip(functions, rows.split(counts), steps, strict=True)
+    # Without any row, one function still determines the output's width.
+    return torch.cat(
+        [function(piece, step) for function, piece, step in pieces if piece.shape[0]] or [functions[0](rows, steps[0])]
+    )
 
 
 def _weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
-    """[rows, top_k, features], [rows, top_k] → [rows, features] float32, summed in the order of the choice."""
+    """[rows, top_k, features], [rows, top_k] → [rows, features] float32, summed in the order of top_k."""
     total = results.new_zeros((results.shape[0], results.shape[2]), dtype=torch.float32)
     for place in range(results.shape[1]):
         total += results[:, place] * weights[:, place, None]
     return total
-
-
-def _packed_gate_up(spec: MoeSpec, ops: Ops, weight: Tensor, bias: Tensor | None) -> RowFunction:
-    if spec.is_swiglu:
-        return ops.pack_gate_up(weight, bias)
-    linear = ops.pack_linear(weight, bias)
-
-    def apply(x: Tensor) -> Tensor:
-        gate, up = widened(linear(x)).chunk(2, dim=-1)
-        return _gated(spec, gate, up).to(x.dtype)
-
-    return apply
-
-
-def _gated(spec: MoeSpec, gate: Tensor, up: Tensor) -> Tensor:
-    if spec.activation == CLAMPED_SWIGLU:
-        # gpt-oss: gates are bounded above, and what they gate is one more than what was computed.
-        gate = gate.clamp(max=spec.swiglu_limit)
-        up = up.clamp(min=-spec.swiglu_limit, max=spec.swiglu_limit)
-        return gate * torch.sigmoid(gate * spec.swiglu_alpha) * (up + 1)
-    return ACTIVATIONS[spec.activation](gate) * up

@@ -1,53 +1,61 @@
-"""The parameters of a mixture of experts: how they are stored, and which part of each a rank reads.
+"""The parameters of a mixture of experts: how checkpoints store them, and which part of each a rank reads.
 
-Our names are the same for every storage; the dimensions of `STORAGES` say the rest.
+Parameter names do not depend on the storage; `STORAGES` says what dimensions they have.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.experts.spec import STORAGES, MoeSpec
+from penstock_server.layers.layout import WeightLayout
+from penstock_server.layers.linear import DenseWeights, LinearWeights
 from penstock_server.layers.mlp import Mlp
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Loader, Parameter
 
-# The dimension that a matrix takes its inputs in.
+# The dimension of a matrix that its inputs are in.
 INPUTS = {"gate": "h", "up": "h", "gate_up": "h", "down": "i"}
 
 
-def moe_parameters(spec: MoeSpec, prefix: str, hidden_size: int, shard: ExpertShard) -> dict[str, Parameter]:
+def moe_parameters(spec: MoeSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
     """`prefix.router.{weight,bias,correction}`, `prefix.experts.{gate,up,gate_up,down}.{weight,bias}`,
     `prefix.shared.{gate,up,down}.weight`, `prefix.shared_gate.weight`."""
-    num_experts = spec.routing.num_experts
-    table = {f"{prefix}.router.weight": Parameter((num_experts, hidden_size))}
-    if spec.routing.has_bias:
-        table[f"{prefix}.router.bias"] = Parameter((num_experts,))
+    num_experts, hidden_size = spec.routing.num_experts, layout.shard.hidden_size
+    table = layout.linear(f"{prefix}.router", (num_experts, hidden_size), bias=spec.routing.has_bias)
     if spec.routing.has_correction:
         table[f"{prefix}.router.correction"] = Parameter((num_experts,))
-    for name, matrix in _matrices(spec, hidden_size, shard).items():
-        table[f"{prefix}.experts.{name}"] = matrix.parameter()
+    for name, matrix in _matrices(spec, ExpertShard.of(spec, layout.shard)).items():
+        name = f"{prefix}.experts.{name}"
+        bias = matrix.bias.parameter() if matrix.bias is not None else None
+        table |= layout.scheme_of(name).parameters(name, matrix.weight.parameter(), bias)
     if spec.shared is not None:
-        table |= Mlp.parameters(spec.shared, f"{prefix}.shared", hidden_size, shard.shard)
+        table |= Mlp.parameters(spec.shared, f"{prefix}.shared", layout)
     if spec.shared_is_gated:
-        table[f"{prefix}.shared_gate.weight"] = Parameter((1, hidden_size))
+        table |= layout.linear(f"{prefix}.shared_gate", (1, hidden_size))
     return table
 
 
 @dataclass(frozen=True, slots=True)
-class StoredMatrix:
-    """A matrix or bias of one expert or of all: its dimensions by their letters, their sizes, and the part read."""
+class StoredTensor:
+    """A weight or bias of one expert or of all experts: its dimensions by their letters, and the part that is read."""
 
     pattern: str  # as in STORAGES
     sizes: dict[str, int]
-    split: str | None = None  # the dimension of which a rank has a part
-    part: range = range(0)
+    split: str | None = None  # the dimension that is split over the ranks
+    part: range = field(default=range(0))  # this rank's part of it
+
+    @classmethod
+    def of(cls, pattern: str, sizes: dict[str, int], parts: dict[str, range]) -> StoredTensor:
+        """parts: this rank's part by dimension; at most one of these dimensions is in the pattern."""
+        split = next((dim for dim in parts if dim in pattern), None)
+        return cls(pattern, sizes) if split is None else cls(pattern, sizes, split, parts[split])
 
     def parameter(self) -> Parameter:
         shape = tuple(math.prod(self.sizes[dim] for dim in folded) for folded in self.pattern.split())
@@ -57,10 +65,11 @@ class StoredMatrix:
         return Parameter(shape, Part(self._dims.index(self.split), self.part, None if view == shape else view))
 
     def arranged(self, tensor: Tensor, dims: str) -> Tensor:
-        """What was read of the parameter, its dimensions in this order; one that it lacks has size 1."""
+        """tensor: this rank's part, as it was read. Returns it with its dimensions in this order; a dimension that it
+        lacks has size 1."""
         sizes = self.sizes | ({} if self.split is None else {self.split: len(self.part)})
-        there = "".join(dim for dim in dims if dim in self._dims)
-        tensor = tensor.reshape([sizes[dim] for dim in self._dims]).permute([self._dims.index(dim) for dim in there])
+        present = "".join(dim for dim in dims if dim in self._dims)
+        tensor = tensor.reshape([sizes[dim] for dim in self._dims]).permute([self._dims.index(dim) for dim in present])
         for place, dim in enumerate(dims):
             if dim not in self._dims:
                 tensor = tensor.unsqueeze(place)
@@ -71,60 +80,56 @@ class StoredMatrix:
         return self.pattern.replace(" ", "")
 
 
-def _matrices(spec: MoeSpec, hidden_size: int, shard: ExpertShard) -> dict[str, StoredMatrix]:
-    """By name behind `experts.`."""
-    sizes = {"e": spec.routing.num_experts, "2": 2, "i": spec.intermediate_size, "h": hidden_size}
-    mine = {"e": shard.experts.mine} if shard.intermediate is None else {"i": shard.intermediate.mine}
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    weight: StoredTensor
+    bias: StoredTensor | None
+
+    def arranged(self, weights: LinearWeights, dims: str, bias_dims: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias with their dimensions in these orders."""
+        weight, bias = weights.dense()
+        if bias is not None:
+            assert self.bias is not None
+            bias = self.bias.arranged(bias, bias_dims)
+        return self.weight.arranged(weight, dims), bias
+
+
+def _matrices(spec: MoeSpec, shard: ExpertShard) -> dict[str, StoredMatrix]:
+    """By their names after `experts.`."""
+    sizes = {"e": spec.routing.num_experts, "2": 2, "i": spec.intermediate_size, "h": shard.shard.hidden_size}
     matrices = {}
     for name, pattern in STORAGES[spec.storage].items():
-        patterns = {f"{name}.weight": pattern}
+        parts = {"e": shard.experts.mine} if shard.intermediate is None else {"i": shard.intermediate.mine}
+        if name == "down" and shard.intermediate is not None and shard.shard.exact:
+            # Split by outputs, over gathered inputs.
+            parts = {"h": shard.shard.hidden.mine}
+        bias = None
         if spec.has_bias:
-            patterns[f"{name}.bias"] = " ".join(pattern.replace(INPUTS[name], "").split())
-        for full_name, dims in patterns.items():
-            own = mine
-            if name == "down" and shard.intermediate is not None and shard.shard.exact:
-                # Split by its results, over gathered inputs.
-                own = {"h": shard.shard.hidden.mine}
-            split = next((dim for dim in own if dim in dims), None)
-            matrices[full_name] = StoredMatrix(dims, sizes, split, own[split] if split else range(0))
+            bias = StoredTensor.of(" ".join(pattern.replace(INPUTS[name], "").split()), sizes, parts)
+        matrices[name] = StoredMatrix(StoredTensor.of(pattern, sizes, parts), bias)
     return matrices
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """What this rank holds of one expert. Gate rows first."""
-
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None  # [2 * intermediate]
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None  # [hidden]
-
-
 def read_experts(
-    spec: MoeSpec, prefix: str, hidden_size: int, shard: ExpertShard, loader: Loader
-) -> Iterator[ExpertWeights]:
-    """This rank's experts in order."""
-    matrices, prefix = _matrices(spec, hidden_size, shard), f"{prefix}.experts"
-    gate_up = _read_gate_up(loader, prefix, matrices, "weight", "e2ih")
-    down = _read(loader, prefix, matrices, "down.weight", "ehi")
-    gate_up_bias = down_bias = None
-    if "down.bias" in matrices:
-        gate_up_bias = _read_gate_up(loader, prefix, matrices, "bias", "e2i")
-        down_bias = _read(loader, prefix, matrices, "down.bias", "eh")
-    for place in range(down.shape[0]):
-        yield ExpertWeights(
-            gate_up[place].flatten(0, 1),
-            None if gate_up_bias is None else gate_up_bias[place].flatten(),
-            down[place].contiguous(),
-            None if down_bias is None else down_bias[place].contiguous(),
+    spec: MoeSpec, prefix: str, layout: WeightLayout, loader: Loader
+) -> Iterator[tuple[DenseWeights, DenseWeights]]:
+    """For each expert on this rank, in order: gate and up [2 * intermediate, hidden], gate first; down [hidden,
+    intermediate]."""
+    matrices = _matrices(spec, ExpertShard.of(spec, layout.shard))
+
+    def read(name: str, dims: str, bias_dims: str) -> tuple[Tensor, Tensor | None]:
+        return matrices[name].arranged(layout.load(loader, f"{prefix}.experts.{name}"), dims, bias_dims)
+
+    names = ("gate_up",) if "gate_up" in matrices else ("gate", "up")
+    halves = [read(name, "e2ih", "e2i") for name in names]
+    gate_up = torch.cat([weight for weight, _ in halves], dim=1) if len(halves) > 1 else halves[0][0]
+    biases = [bias for _, bias in halves if bias is not None]
+    gate_up_bias = torch.cat(biases, dim=1) if biases else None
+    down, down_bias = read("down", "ehi", "eh")
+    for expert in range(down.shape[0]):
+        yield (
+            DenseWeights(
+                gate_up[expert].flatten(0, 1), None if gate_up_bias is None else gate_up_bias[expert].flatten()
+            ),
+            DenseWeights(down[expert].contiguous(), None if down_bias is None else down_bias[expert].contiguous()),
         )
-
-
-def _read_gate_up(loader: Loader, prefix: str, matrices: dict[str, StoredMatrix], suffix: str, dims: str) -> Tensor:
-    if f"gate_up.{suffix}" in matrices:
-        return _read(loader, prefix, matrices, f"gate_up.{suffix}", dims)
-    return torch.cat([_read(loader, prefix, matrices, f"{half}.{suffix}", dims) for half in ("gate", "up")], dim=1)
-
-
-def _read(loader: Loader, prefix: str, matrices: dict[str, StoredMatrix], name: str, dims: str) -> Tensor:
-    return matrices[name].arranged(loader.read(f"{prefix}.{name}"), dims)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which weights. Rows do not see each other."""
+"""Routing: which experts process a token, and with what weights. Rows are computed independently."""
 
 from __future__ import annotations
 
@@ -8,54 +8,56 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.kernels.ops import Ops, PackedLinear
+from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.spec import RoutingSpec
-from penstock_server.weights.loader import Loader
+from penstock_server.layers.linear import Linear
+from penstock_server.layers.step import StepContext
 
 
 def widened(x: Tensor) -> Tensor:
     """float64 on a CPU, float32 elsewhere.
 
-    On a CPU torch computes exponentials at the ends of its vector loops differently, and matrix products by their
-    shapes, so that a number would depend on its place in the batch; in float64 the difference does not reach a result
-    that is rounded to float32 or less.
+    On a CPU, torch computes exponentials differently at the end of a vector loop, and matrix products by their shape,
+    so a result would depend on its place in the batch. In float64 the difference is lost when the result is rounded to
+    float32.
     """
     return x.double() if x.device.type == "cpu" else x.float()
 
 
 @dataclass(frozen=True, slots=True)
 class WideLinear:
-    """A projection whose results are not rounded to the model's type. [rows, in_features] → float32."""
+    """[rows, in_features] → [rows, out_features] float32, not rounded to the model's dtype."""
 
-    weight: Tensor  # as `widened` gives it
+    weight: Tensor  # `widened`
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    linear: PackedLinear | WideLinear
+    linear: Linear | WideLinear
     correction: Tensor | None  # [experts] float32
     spec: RoutingSpec
 
     @classmethod
-    def load(cls, loader: Loader, prefix: str, spec: RoutingSpec, ops: Ops) -> Router:
-        weight, bias = loader.read(f"{prefix}.weight"), loader.read_if_there(f"{prefix}.bias")
-        correction = loader.read(f"{prefix}.correction", dtype=torch.float32) if spec.has_correction else None
-        if spec.is_wide:
-            return cls(WideLinear(widened(weight), None if bias is None else widened(bias)), correction, spec)
-        return cls(ops.pack_linear(weight, bias), correction, spec)
+    def load(cls, spec: RoutingSpec, prefix: str, context: BuildContext) -> Router:
+        correction = None
+        if spec.has_correction:
+            correction = context.loader.read(f"{prefix}.correction", dtype=torch.float32)
+        if not spec.is_wide:
+            return cls(context.linear(prefix), correction, spec)
+        weight, bias = context.weights(prefix).dense()
+        return cls(WideLinear(widened(weight), None if bias is None else widened(bias)), correction, spec)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [rows, hidden] → weights [rows, top_k] float32 and experts [rows, top_k] int64, in an order of the row's
-        own."""
-        return choose_experts(self.linear(x).float(), self.correction, self.spec)
+    def __call__(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        """x [rows, hidden] → weights [rows, top_k] float32 and experts [rows, top_k] int64, in any order."""
+        return choose_experts(self.linear(x, step).float(), self.correction, self.spec)
 
 
 def choose_experts(logits: Tensor, correction: Tensor | None, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
-    """logits [rows, experts] float32 → weights and experts [rows, top_k]."""
+    """logits [rows, experts] float32 → weights and experts [rows, top_k]"""
     if spec.scoring == "sparsemixer":
         return _sparsemixer(logits, spec)
     if spec.scoring == "softmax-chosen":
@@ -64,7 +66,7 @@ def choose_experts(logits: Tensor, correction: Tensor | None, spec: RoutingSpec)
     scores = logits.softmax(dim=-1) if spec.scoring == "softmax" else widened(logits).sigmoid().float()
     ranked = scores if correction is None else scores + correction
     if spec.num_groups > 1:
-        ranked = _only_best_groups(ranked, spec)
+        ranked = _best_groups_only(ranked, spec)
     experts = ranked.topk(spec.top_k, dim=-1).indices
     weights = scores.gather(-1, experts)
     if spec.norm_power is not None:
@@ -72,8 +74,8 @@ def choose_experts(logits: Tensor, correction: Tensor | None, spec: RoutingSpec)
     return weights * spec.scale, experts
 
 
-def _only_best_groups(scores: Tensor, spec: RoutingSpec) -> Tensor:
-    """Scores with those outside of the best groups at -infinity."""
+def _best_groups_only(scores: Tensor, spec: RoutingSpec) -> Tensor:
+    """The scores [rows, experts], with -infinity outside of the best groups."""
     groups = scores.unflatten(-1, (spec.num_groups, -1))  # [rows, groups, experts of a group]
     num_summed = 1 if spec.group_score == "best" else 2
     group_scores = groups.topk(num_summed, dim=-1).values.sum(dim=-1)
@@ -83,14 +85,14 @@ def _only_best_groups(scores: Tensor, spec: RoutingSpec) -> Tensor:
 
 
 def _sparsemixer(logits: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
-    """The form for inference: the best expert again and again, each time without those chosen before. Its weight is its
-    softmax among the experts close to it."""
-    left, weights, experts = logits, [], []
+    """SparseMixer for inference: choose the best expert, exclude it, repeat. An expert's weight is its softmax among
+    the experts close to it."""
+    remaining, weights, experts = logits, [], []
     for _ in range(spec.top_k):
-        best, expert = left.max(dim=-1, keepdim=True)
+        best, expert = remaining.max(dim=-1, keepdim=True)
         distance = (best - logits) / torch.maximum(logits.abs(), best)
-        close = left.masked_fill(distance > 2 * spec.jitter, float("-inf"))
+        close = remaining.masked_fill(distance > 2 * spec.jitter, float("-inf"))
         weights.append(close.softmax(dim=-1).gather(-1, expert))
         experts.append(expert)
-        left = left.scatter(-1, expert, float("-inf"))
+        remaining = remaining.scatter(-1, expert, float("-inf"))
     return torch.cat(weights, dim=-1) * spec.scale, torch.cat(experts, dim=-1)

@@ -1,4 +1,4 @@
-"""What each rank holds of a mixture of experts."""
+"""Which part of a mixture of experts each rank holds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from penstock_server.parallel import Split, split_evenly
 
 @dataclass(frozen=True, slots=True)
 class ExpertShard:
-    """Experts are dealt out whole. With fewer experts than ranks every rank has a part of each: of its intermediate
-    dimension. The router is on every rank, and the shared expert is split like any MLP.
+    """Each rank holds whole experts (expert parallel). With fewer experts than ranks, each rank holds a part of every
+    expert: of its intermediate dimension (tensor parallel). The router is replicated, and the shared expert is split
+    like any MLP.
 
-    Whole experts give the very numbers of one rank. Where `Shard.exact`, those of all ranks are gathered before they
-    are weighted and added up; otherwise every rank adds up its own first.
+    Whole experts compute the results of a single rank to the bit. If `Shard.exact`, the results of all ranks are
+    gathered before the weighted sum; otherwise each rank sums its own first.
     """
 
     shard: Shard
-    experts: Split  # with parts of each: all of them on every rank
+    experts: Split  # all of them on every rank, if the ranks hold parts
     intermediate: Split | None  # of each expert; None: experts are whole
 
     @classmethod
     def of(cls, spec: MoeSpec, shard: Shard) -> ExpertShard:
-        """Raises ConfigError when there are too many ranks."""
+        """Raises ConfigError if there are too many ranks."""
         num_experts, rank, size = spec.routing.num_experts, shard.group.rank, shard.group.size
         if num_experts >= size:
             parts = tuple(split_evenly(num_experts, other, size) for other in range(size))

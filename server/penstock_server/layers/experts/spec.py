@@ -1,4 +1,4 @@
-"""A mixture of experts as data: how tokens find their experts, what an expert is, how checkpoints store them."""
+"""A mixture of experts as data: the routing, the experts, and how checkpoints store them."""
 
 from __future__ import annotations
 
@@ -12,43 +12,42 @@ SCORINGS = ("softmax", "softmax-chosen", "sigmoid", "sparsemixer")
 GROUP_SCORES = ("best", "best-two")
 CLAMPED_SWIGLU = "clamped-swiglu"
 
-# How a checkpoint stores the matrices of all experts, dimension by dimension: e expert, i intermediate, h hidden, 2 the
-# gate and up. What is written together is folded into one dimension. A bias lacks the dimension of its matrix' inputs.
+# The dimensions of the experts' matrices in a checkpoint: e expert, i intermediate, h hidden, 2 gate and up. Letters
+# written together are one folded dimension. A bias lacks the dimension of its matrix's inputs.
 STORAGES: dict[str, dict[str, str]] = {
-    # One tensor for each matrix of each expert, with {e} in the name map (most publishers: Mixtral, Qwen, OLMoE,
-    # DeepSeek, Phi-3.5-MoE), or one for each matrix of all (GGUF).
+    # Either a tensor per matrix and expert, with {e} in the name map (most publishers: Mixtral, Qwen, OLMoE, DeepSeek,
+    # Phi-3.5-MoE), or a tensor per matrix for all experts (GGUF).
     "apart": {"gate": "e i h", "up": "e i h", "down": "e h i"},
     # Granite, and what transformers 5 writes with save_original_format=False.
     "stacked": {"gate_up": "e 2i h", "down": "e h i"},
-    # gpt-oss: by inputs, and gate and up in turn.
+    # gpt-oss: transposed, gate and up interleaved.
     "by-input": {"gate_up": "e h i2", "down": "e i h"},
-    # DBRX: all experts' rows one behind the other, the matrix out by its inputs.
+    # DBRX: the experts' rows concatenated, `down` transposed.
     "rows": {"gate": "ei h", "up": "ei h", "down": "ei h"},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """Scores of all experts, a choice of `top_k`, and the weights of their results.
+    """How each token's `top_k` experts and their weights follow from the router's logits.
 
-    scoring: "softmax" over all experts (Mixtral, Qwen, OLMoE, DeepSeek V2, DBRX); "softmax-chosen", over the logits of
-    the chosen ones (gpt-oss, Granite); "sigmoid" of each (DeepSeek V3); "sparsemixer" (Phi-3.5-MoE,
-    https://arxiv.org/abs/2409.12136).
+    scoring: "softmax" over all experts (Mixtral, Qwen, OLMoE, DeepSeek V2, DBRX); "softmax-chosen" over the chosen
+    experts (gpt-oss, Granite); "sigmoid" (DeepSeek V3); "sparsemixer" (Phi-3.5-MoE, https://arxiv.org/abs/2409.12136).
     """
 
     num_experts: int
     top_k: int
     scoring: str = "softmax"
-    norm_power: float | None = None  # the chosen scores are divided by their norm of this power; None: kept as they are
+    norm_power: float | None = None  # the chosen scores are divided by their p-norm; None: they are not
     norm_epsilon: float = 0.0
-    scale: float = 1.0  # of the weights, at the end
+    scale: float = 1.0  # factor of the weights, applied last
     has_bias: bool = False  # of the logits
-    has_correction: bool = False  # added to the scores for the choice, not for the weights (DeepSeek V3)
-    is_wide: bool = False  # logits in float32 whatever the model's type
-    num_groups: int = 1  # experts are chosen from the best groups only, each num_experts / num_groups in a row
+    has_correction: bool = False  # added to the scores for the choice only, not to the weights (DeepSeek V3)
+    is_wide: bool = False  # logits in float32, whatever the model's dtype
+    num_groups: int = 1  # experts are chosen from the best groups only; a group is consecutive experts
     top_groups: int = 1
-    group_score: str = "best"  # of a group: its best expert (DeepSeek V2), or the sum of its "best-two" (V3)
-    jitter: float = 0.0  # sparsemixer: experts further than twice this below the best, relatively, do not count
+    group_score: str = "best"  # a group's score: of its "best" expert (DeepSeek V2), the sum of its "best-two" (V3)
+    jitter: float = 0.0  # sparsemixer: experts more than twice this below the best, relatively, are excluded
 
     def __post_init__(self) -> None:
         _check_one_of("routing", self.scoring, SCORINGS)
@@ -70,21 +69,21 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """The MLP of a layer as a mixture of experts, with or without an expert that every token goes to."""
+    """The MLP of a layer as a mixture of experts, with or without a shared expert."""
 
     routing: RoutingSpec
     intermediate_size: int  # of one expert
-    activation: str = "silu"  # of the gate: a key of ACTIVATIONS, or gpt-oss's, see layer.py
+    activation: str = "silu"  # of the gate: a key of ACTIVATIONS, or CLAMPED_SWIGLU (gpt-oss)
     has_bias: bool = False  # of all matrices of the experts
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     storage: str = "apart"
-    shared_intermediate_size: int = 0  # 0: no shared expert. Several shared experts are one, so much wider
-    shared_is_gated: bool = False  # whether its result is multiplied with a sigmoid of its own (Qwen2-MoE)
+    shared_intermediate_size: int = 0  # 0: no shared expert. Several are one of their total width
+    shared_is_gated: bool = False  # its result is multiplied by the sigmoid of a learned gate (Qwen2-MoE)
 
     @property
     def is_swiglu(self) -> bool:
-        """What `Ops.pack_gate_up` computes."""
+        """Whether `Ops.pack_gate_up` computes it."""
         return self.activation != CLAMPED_SWIGLU and ACTIVATIONS[self.activation] is ACTIVATIONS["silu"]
 
     @property

@@ -1,4 +1,4 @@
-"""Tries a fallback model at load: two texts in chunks and side by side, against each by itself without a cache."""
+"""Checks a fallback model at load: two texts, in chunks and in one batch, against each text alone without a cache."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from penstock_server.models.fallback import Fallback
     from penstock_server.models.interface import LoadOptions
 
-# Of the logits' norm. What a state or a shifted position changes is of the order of 1.
+# Norm of the difference, relative to the logits' norm. A hidden state or a shifted position makes it about 1.
 _TOLERANCE = 1e-3
-_ROUNDED_TOLERANCE = 0.1  # two bytes: rounding sends some tokens to other experts
+_ROUNDED_TOLERANCE = 0.1  # in 16-bit dtypes, where rounding sends some tokens to other experts
 _LENGTHS = (9, 7)
-_STEPS = (((0, 4), (0, 0)), ((4, 6), (0, 3)), ((6, 9), (3, 7)))  # of each text, from here to there
+_STEPS = (((0, 4), (0, 0)), ((4, 6), (0, 3)), ((6, 9), (3, 7)))  # for each text the range of positions
 
 
 def check_logits(model: Fallback, options: LoadOptions) -> None:
-    """Raises ConfigError when the model needs more than attention over our cache. Leaves no cache behind."""
+    """Raises ConfigError if the model's memory is more than attention over our cache. Frees the cache that it used."""
     texts = [
         (torch.arange(length, device=options.device) * 7 + 11 * (index + 1)) % model.vocab_size
         for index, length in enumerate(_LENGTHS)
@@ -43,13 +43,13 @@ def check_logits(model: Fallback, options: LoadOptions) -> None:
     tolerance = _TOLERANCE if options.dtype == torch.float32 else _ROUNDED_TOLERANCE
     if not difference <= tolerance:
         raise ConfigError(
-            f"beside other texts and in chunks it gives other logits than by itself (they differ by {difference:.2g} "
+            f"its logits for a text depend on chunks and on other texts in the batch (they differ by {difference:.2g} "
             f"of their norm, at most {tolerance:g} is allowed), so it keeps more than keys and values"
         )
 
 
 def _batch(texts: list[Tensor], step: tuple[tuple[int, int], ...], blocks: int, options: LoadOptions) -> StepBatch:
-    """All rows of a step; each text has `blocks` blocks of its own."""
+    """A step that samples every row. Each text has `blocks` blocks."""
     device, parts = options.device, [part for part in enumerate(step) if part[1][0] < part[1][1]]
     positions = torch.cat([torch.arange(start, stop, device=device) for _, (start, stop) in parts])
     counts = [stop - start for _, (start, stop) in parts]

@@ -1,0 +1,38 @@
+"""Linear layers whose input is split over the ranks and whose output every rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock_server.layers.context import BuildContext
+from penstock_server.layers.linear import Linear
+from penstock_server.layers.shard import Shard
+from penstock_server.layers.step import StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallelLinear:
+    """From a dimension that is split over the ranks to the hidden dimension. `Shard.exact` selects how."""
+
+    linear: Linear
+    shard: Shard
+    in_widths: tuple[int, ...]  # input features on each rank
+    dtype: torch.dtype  # of inputs and outputs
+
+    @classmethod
+    def load(cls, name: str, in_widths: tuple[int, ...], context: BuildContext) -> RowParallelLinear:
+        shard, weights = context.shard, context.weights(name)
+        if not shard.exact and shard.group.rank != 0:
+            weights = weights.without_bias()  # rank 0 adds it to the sum
+        return cls(weights.pack(context.ops), shard, in_widths, weights.dtype)
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """[rows, input features on this rank] → [rows, hidden], the same on all ranks."""
+        shard = self.shard
+        if not shard.exact:
+            return shard.group.all_reduce(self.linear(x, step))
+        gathered = shard.group.all_gather_columns(x, self.in_widths)
+        return shard.group.all_gather_columns(self.linear(gathered, step), shard.hidden.widths())

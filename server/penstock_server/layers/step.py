@@ -1,0 +1,30 @@
+"""What the layers of one step are told beyond their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from penstock_server.attention import ModelAttention
+from penstock_server.attention.interface import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """One step, and which of its rows a layer's input consists of."""
+
+    batch: StepBatch
+    metadata: Mapping[str, Any]  # by the name of an attention implementation: what it prepared for the batch
+    rows: Tensor | None = None  # [rows of the input] int64 rows of the batch; None: all of them in order
+
+    @classmethod
+    def of(cls, batch: StepBatch, attention: ModelAttention) -> StepContext:
+        """The context of a step's first layer."""
+        return cls(batch, attention.prepare(batch))
+
+    def select(self, rows: Tensor) -> StepContext:
+        """The context of an input that consists of these rows [rows] int64 of this context's input."""
+        return StepContext(self.batch, self.metadata, rows if self.rows is None else self.rows[rows])
