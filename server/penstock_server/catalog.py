@@ -1,5 +1,5 @@
-"""`python -m penstock_server.catalog`: what can be served, from the tables that loading goes by. `penstock models` runs
-this."""
+"""`python -m penstock_server.catalog` lists what can be served, from the tables that loading uses. `penstock models`
+runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock_server.weights.safetensors_file import LOADABLE
 
 
 def catalog() -> dict[str, list[str]]:
-    """Architectures by their `model_type`, GGUF architectures by theirs, file formats, and types of numbers."""
+    """Architectures by `model_type`, GGUF architectures, file formats, and data types."""
     return {
         "architectures": sorted(ARCHITECTURES),
         "gguf_architectures": sorted(BUILDERS),
@@ -30,15 +30,17 @@ def catalog() -> dict[str, list[str]]:
 TITLES = {
     "architectures": "Architectures (model_type in config.json)",
     "gguf_architectures": "Architectures in GGUF files",
-    "formats": "Formats of weights, the first that is there is read",
-    "stored_dtypes": "Types of weights in safetensors and pickles",
-    "dtypes": "Types to compute in (--dtype)",
+    "formats": "Weight formats, in order of preference",
+    "stored_dtypes": "Data types of weights in safetensors and pickles",
+    "dtypes": "Data types of the computation (--dtype)",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock models", description="What can be served.")
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser = argparse.ArgumentParser(
+        prog="penstock models", description="List the models, formats and data types that can be served."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     found = catalog()
     if options.json:

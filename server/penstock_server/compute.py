@@ -1,6 +1,7 @@
-"""The one thread that touches torch: jobs are done one after the other, in the order in which they were posted.
+"""The only thread that calls torch. It runs jobs one after the other, in the order in which they were posted.
 
-One thread because OpenMP keeps a pool for each thread that enters it, and because a step's order is the protocol's.
+One thread, because OpenMP keeps a thread pool for each thread that calls it, and because steps must run in the
+protocol's order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Runs jobs in order. A job handles its own errors; one that raises is a fault reported to `on_fault`."""
+    """Runs jobs in order. A posted job must handle its own errors: one that it raises goes to `on_fault`, and ends the
+    thread."""
 
     def __init__(self, on_fault: Callable[[BaseException], None]) -> None:
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -23,30 +25,30 @@ class ComputeThread:
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
     def post(self, job: Callable[[], object]) -> None:
-        """Do this after everything posted before."""
+        """Runs the job after all that were posted before. Returns at once."""
         self._jobs.put(job)
 
     def call(self, job: Callable[[], T]) -> T:
-        """Post a job and wait for what it returns or raises."""
+        """Posts a job and waits for it. Returns or raises what it does."""
         done: Future[T] = Future()
 
         def run() -> None:
             try:
                 done.set_result(job())
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, not swallowed
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller
                 done.set_exception(error)
 
         self.post(run)
         return done.result()
 
     def stop(self) -> None:
-        """End after the jobs posted so far."""
+        """Ends the thread after the jobs that were posted so far."""
         self._jobs.put(None)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - the boundary: nothing above could report it
+            except Exception as error:  # noqa: BLE001 - the thread's boundary: no caller could handle it
                 self._on_fault(error)
                 return

@@ -170,7 +170,7 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"num_key_value_heads": 4}, "6 attention heads are not a multiple of 4 KV heads"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
         ({"rope_parameters": {"rope_type": "wave"}}, "rope scaling 'wave' is not supported; supported: default, "),
-        ({"rope_parameters": {"partial_rotary_factor": 0.4}}, "rope over 3 of a head's 8 numbers is not possible"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.4}}, "rope over 3 of a head's 8 elements is not possible"),
         ({"rope_parameters": {"full_attention": {}}}, "differ between layers are not supported"),
         ({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2 without"),
         ({"model_type": "mpt", "d_model": 48, "n_heads": 6, "attn_config": {"qk_ln": True}}, "qk_ln is not supported"),

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from penstock_server.kernels.torch_ops import TorchOps
-from penstock_server.layers.rope import RopeSpec, rope_tables
+from penstock_server.layers.rope import RopeSpec, inverse_frequencies, rope_tables
+from penstock_server.models.config import Config
+from penstock_server.models.rope_config import read_rope
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 OPS = TorchOps()
@@ -63,3 +70,38 @@ def test_rotation_is_that_of_transformers_and_in_place() -> None:
     torch.testing.assert_close(queries, expected[0][0].transpose(0, 1))
     torch.testing.assert_close(keys, expected[1][0].transpose(0, 1))
     assert torch.equal(values, before[:, -kv_heads:])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "truncate": False,
+            "beta_fast": 20.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.2,
+        },
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + i / 8 for i in range(8)],
+            "long_factor": [2.0 + i for i in range(8)],
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@pytest.mark.parametrize("max_tokens", [64, 256])
+def test_rope_scalings_are_those_of_transformers(rope: dict[str, Any], max_tokens: int) -> None:
+    values = {**rope, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=2, max_position_embeddings=256, rope_parameters=dict(values)
+    )
+    expected, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), seq_len=max_tokens)
+    spec = read_rope(Config({"max_position_embeddings": 256, "rope_parameters": values}, Path("config.json")), 16)
+    torch.testing.assert_close(inverse_frequencies(spec, max_tokens), expected, rtol=1e-6, atol=0)
+    cos, _ = rope_tables(spec, max_tokens, torch.device("cpu"))
+    assert float(cos[0, 0]) == pytest.approx(magnitude)

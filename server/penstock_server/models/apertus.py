@@ -1,4 +1,4 @@
-"""Apertus: Llama with norms of each head and a plain MLP whose activation is learned."""
+"""Apertus: Llama with norms per head and an ungated MLP with a learned activation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = replace(
         "layers.{i}.mlp.alpha_p": f"{LAYER}.mlp.act_fn.alpha_p",
         "layers.{i}.mlp.alpha_n": f"{LAYER}.mlp.act_fn.alpha_n",
     },
-    # The activation's constants, which are always the same.
+    # Constants of the activation, equal in every checkpoint.
     ignored=(*llama.NAMES.ignored, r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"),
 )
 

@@ -1,5 +1,5 @@
-"""Baichuan 1 and 2: Llama with q, k and v one behind the other; ALiBi instead of rope in the 13B; 2 has a head whose
-rows are of length one."""
+"""Baichuan 1 and 2: Llama with fused q, k and v. The 13B models have ALiBi instead of rope; Baichuan 2 normalizes the
+rows of its head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BAICHUAN2_VOCAB_SIZE = 125696
 
 
 def baichuan(config: Config) -> tuple[ModelSpec, NameMap]:
-    # COMPAT: one model type for four models. The 13B, which have no limit of positions, say model_max_length alone;
-    # the second generation has another vocabulary and a weight of the z-loss.
+    # COMPAT: four models share one model type. The 13B models have model_max_length and no max_position_embeddings;
+    # Baichuan 2 has another vocabulary size and z_loss_weight.
     has_rope = config.values.get("max_position_embeddings") is not None
     is_second = "z_loss_weight" in config.values or config.require("vocab_size", int) == BAICHUAN2_VOCAB_SIZE
     config = config.with_defaults(max_position_embeddings=config.get("model_max_length", 4096))

@@ -1,6 +1,6 @@
-"""BART and its kin. Positions of BART and mBART are learned, begin at row 2 on both sides, and have a norm behind them;
-those of Pegasus and M2M100 (NLLB is one) are sinusoids. BART's norms stand behind the sums, the others' before the
-parts, with a last one on each side."""
+"""BART, mBART, Pegasus and M2M100 (NLLB). BART and mBART have learned positions, from row 2 of their tables, followed
+by a norm; Pegasus and M2M100 have sinusoids. BART's norms are on the sums; the others' are before each part, with a
+final norm after the encoder and the decoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ POSITIONS = r"model\.(encoder|decoder)\.embed_positions\.weights?"
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """offset: the row of position 0. sinusoid_steps: as in `EmbeddingSpec`; learned ones have none, but a norm."""
+    """offset: the row of position 0. sinusoid_steps: as in `EmbeddingSpec`; None: positions are learned, and a norm
+    follows them."""
 
     offset: int = LEARNED_OFFSET
     sinusoid_steps: float | None = None
@@ -41,7 +42,7 @@ def pegasus(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def m2m_100(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(activation_function="relu", scale_embedding=True)
-    # As fairseq counts: the first row behind that of padding, and one frequency less to go down to 1/10000.
+    # As in fairseq: position 0 follows the padding's row, and the lowest frequency is exactly 1/10000.
     positions = Positions(config.get("pad_token_id", 1) + 1, config.require("d_model", int) / 2 - 1)
     return _model("m2m_100", config, NormPlacement.PRE, positions, default_start=2)
 
@@ -128,7 +129,7 @@ def _names(placement: NormPlacement, is_learned: bool) -> NameMap:
 
 
 def _side(side: str, prefix: str, kind: str) -> dict[str, str]:
-    """Of the encoder or the decoder; prefix: of our names."""
+    """Names of the encoder or the decoder. prefix: of our names."""
     layer = f"model.{side}.layers.{{i}}"
     return {
         f"{prefix}positions": f"model.{side}.embed_positions",

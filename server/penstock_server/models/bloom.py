@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, a norm behind the embedding, q, k and v of a head together."""
+"""BLOOM: ALiBi, a norm after the embedding, q, k and v fused per head."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
 from penstock_server.weights.location import fused
 
 LAYER = "transformer.h.{i}"
-# ALiBi sets no limit; configurations that know one say `seq_length`.
+# ALiBi has no limit. Some configurations state `seq_length`.
 DEFAULT_MAX_POSITION_TOKENS = 2048
 
 
 def bloom(config: Config) -> tuple[ModelSpec, NameMap]:
-    # COMPAT: published configurations say n_embed or hidden_size, n_head or num_attention_heads.
+    # COMPAT: published configurations use either of two names for these keys.
     names = {"n_embed": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
     config = Config(
         {**config.values, **{names.get(key, key): value for key, value in config.values.items()}}, config.path

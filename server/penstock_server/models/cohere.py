@@ -1,6 +1,6 @@
-"""Cohere's Command R: attention and MLP side by side behind one LayerNorm without bias, interleaved rope.
+"""Cohere's Command R: attention and MLP in parallel after one LayerNorm without bias, interleaved rope.
 
-Of Command R7B's and A's layers three in four see a window; the others see everything, and have no rope."""
+In Command R7B and Command A, three of four layers have a sliding window; the fourth has full attention without rope."""
 
 from __future__ import annotations
 

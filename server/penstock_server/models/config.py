@@ -1,4 +1,4 @@
-"""Reads `config.json`, in the spelling of transformers 5 and of those before, with errors that name the key."""
+"""Reads `config.json` in the spellings of transformers 5 and of earlier versions. Errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T", int, float, bool, str)
 
 
 class Config:
-    """A parsed `config.json`. A key with the value null counts as absent, as in transformers."""
+    """A parsed `config.json`. A key whose value is null counts as absent, as in transformers."""
 
     def __init__(self, values: dict[str, Any], path: Path) -> None:
         self.values = values
@@ -37,11 +37,11 @@ class Config:
         return cls(values, path)
 
     def with_defaults(self, **defaults: Any) -> Config:
-        """For keys that an architecture's configurations may leave out, the values that transformers takes then."""
+        """With the values that transformers uses for keys that are absent; a key with the value null is present."""
         return Config({**defaults, **self.values}, self.path)
 
     def get(self, key: str, default: T) -> T:
-        """The value of the default's type."""
+        """The value, which must be of the default's type."""
         value = self.values.get(key)
         return default if value is None else self._typed(key, value, type(default))
 
@@ -63,10 +63,11 @@ class Config:
         return value
 
     def refuse(self, what: str) -> ConfigError:
+        """The error to raise."""
         return ConfigError(f"{self.path}: {what}")
 
     def window(self, key: str = "sliding_window") -> int | None:
-        """A sliding window's width, where there is one that a sequence could outgrow."""
+        """The sliding window in tokens; None if there is none, or if no sequence can be longer."""
         window = self.optional_int(key)
         if window is None or window >= self.require("max_position_embeddings", int):
             return None
@@ -81,15 +82,15 @@ class Config:
         return name
 
     def heads(self, num: str = "num_attention_heads", hidden: str = "hidden_size") -> tuple[int, int]:
-        """The number of query heads, and the size of each where nothing else is said."""
+        """The number of query heads and their dimension. num, hidden: the keys of the heads and of the hidden size."""
         num_heads = self.require(num, int)
         if num_heads < 1:
             raise self.refuse(f"{num} must be at least 1, not {num_heads}")
         return num_heads, self.get("head_dim", self.require(hidden, int) // num_heads)
 
     def decoder_prefix(self, default_start: int) -> tuple[int, ...]:
-        """The token ids that generation puts behind every source: those that generation_config.json names, or without
-        such a file this one."""
+        """The token ids between every source and its answer, from generation_config.json or, without that file, from
+        config.json."""
         try:
             generation = Config.of_file(self.path.parent / "generation_config.json")
         except FileNotFoundError:
@@ -99,11 +100,11 @@ class Config:
         prefix = (start,) if forced is None else (start, forced)
         vocab_size = self.require("vocab_size", int)
         if not all(0 <= token_id < vocab_size for token_id in prefix):
-            raise self.refuse(f"answers begin with tokens {prefix}, outside of the vocabulary of {vocab_size}")
+            raise self.refuse(f"decoder start tokens {prefix} are outside of the vocabulary of {vocab_size} tokens")
         return prefix
 
     def layer_types(self, default: list[str]) -> list[str]:
-        """The kind of each layer's attention, in the words of transformers."""
+        """Each layer's kind of attention, in the terms of transformers."""
         types = self.values.get("layer_types") or default
         known = ("full_attention", "sliding_attention", "chunked_attention")
         if not isinstance(types, list) or len(types) != len(default) or any(name not in known for name in types):

@@ -1,4 +1,4 @@
-"""DBRX: LayerNorms without biases, clipped queries, keys and values in one, experts whose rows lie in one matrix."""
+"""DBRX: LayerNorms without biases; fused, clipped queries, keys and values; experts concatenated to one matrix."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _attention(config: Config, options: Config) -> AttentionSpec:
         num_kv_heads=options.get("kv_n_heads", 1),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        # COMPAT: published checkpoints have theta here; transformers 5 writes it beside, and passes over this one.
+        # COMPAT: published checkpoints have theta here, where transformers 5 ignores it; it writes rope_parameters.
         rope=read_rope(config, head_dim, default_theta=options.get("rope_theta", 10000.0)),
         clip=options.get("clip_qkv", 0.0) or None,
     )
@@ -53,7 +53,7 @@ def _attention(config: Config, options: Config) -> AttentionSpec:
 def _experts(options: Config) -> MoeSpec:
     norm_power: float | None = options.get("moe_normalize_expert_weights", 1.0)
     if "moe_normalize_expert_weights" in options.values and options.values["moe_normalize_expert_weights"] is None:
-        norm_power = None  # here null says something: weights stay as they are
+        norm_power = None  # null is not the default here: it means that weights are not normalized
     routing = RoutingSpec(options.get("moe_num_experts", 4), options.get("moe_top_k", 1), norm_power=norm_power)
     activation = Config(options.values.get("ffn_act_fn") or {}, options.path).activation("name")
     return MoeSpec(routing, options.get("ffn_hidden_size", 3584), activation, storage="rows")

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, and experts behind the first dense layers."""
+"""DeepSeek V2 and V3: latent attention; the first layers are dense, the others have experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAMES = replace(
 )
 
 
-# Where a configuration does not speak of them.
+# Values of keys that a configuration leaves out.
 ATTENTION_DEFAULTS: dict[str, Any] = {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
@@ -114,7 +114,7 @@ def _model(config: Config, architecture: str, routing: RoutingSpec) -> tuple[Mod
     layers = tuple(
         LayerSpec(attention, dense if index < num_dense else experts, norm) for index in range(llama.num_layers(config))
     )
-    # Layers that guess further tokens follow the model's own. They are a draft model, which is not served here.
+    # The multi-token prediction layers that follow the model's own are a draft model, which is not used.
     drafts = range(len(layers), len(layers) + config.get("num_nextn_predict_layers", 0))
     ignored = tuple(rf"model\.layers\.{index}\..*" for index in drafts)
     return llama.llama_model(config, architecture, layers), replace(NAMES, ignored=(*NAMES.ignored, *ignored))

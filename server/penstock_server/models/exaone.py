@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind attention and MLP, and of each head; where layers see a window, those that do not have no
-rope."""
+"""EXAONE 4: norms after attention and MLP, and per head. In models with sliding windows, the layers with full attention
+have no rope."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def exaone4(config: Config) -> tuple[ModelSpec, NameMap]:
         sliding = replace(full, attention=replace(attention, mask=AttentionMask(config.window())))
         kinds = {"full_attention": replace(full, attention=replace(attention, rope=None)), "sliding_attention": sliding}
         pattern = config.values.get("sliding_window_pattern", 4)
-        # A pattern in letters comes with the list that it stands for.
+        # A pattern of letters comes with layer_types.
         if isinstance(pattern, int):
             default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(len(default))]
     types = config.layer_types(default)
     if any(kind not in kinds for kind in types):
-        raise config.refuse("layer_types ask for windows, but there is no sliding_window")
+        raise config.refuse("layer_types contain sliding_attention, but sliding_window is null")
     return llama.llama_model(config, "exaone4", tuple(kinds[kind] for kind in types)), POST_NAMES

@@ -1,4 +1,4 @@
-"""Falcon in its three layouts: 7B (one KV head), 40B (groups, two norms; 11B has one), RW (ALiBi, in sequence)."""
+"""Falcon in three layouts: 7B (one KV head), 40B (grouped heads, two norms; 11B has one), RW (ALiBi, sequential)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYER = "transformer.h.{i}"
 
 def falcon(config: Config) -> tuple[ModelSpec, NameMap]:
     is_grouped = config.get("new_decoder_architecture", False)
-    # In the new architecture the two run side by side, whatever `parallel_attn` says.
+    # In the new architecture attention and MLP are parallel, whatever `parallel_attn` says.
     is_parallel = is_grouped or config.get("parallel_attn", True)
     if is_grouped and not config.get("parallel_attn", True):
         raise config.refuse("new_decoder_architecture without parallel_attn is not supported")

@@ -1,4 +1,5 @@
-"""Gemma 1, 2 and 3 (text): norms around everything with weights counted from one, windows on some layers, soft caps."""
+"""Gemma 1, 2 and 3 (text): norm weights with an offset of 1; in 2 and 3 norms before and after each part, sliding
+windows on some layers, and soft caps."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def gemma3(config: Config) -> tuple[ModelSpec, NameMap]:
     head_dim = config.get("head_dim", 256)
     scale_dim = config.get("query_pre_attn_scalar", 256.0)
     kinds = {}
-    # COMPAT: before transformers 5 the local layers' theta stood beside the parameters of the others.
+    # COMPAT: before transformers 5, the theta of layers with a window was a key of its own.
     local = {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq", 10000.0)}
     old = {"full_attention": config.values.get("rope_scaling") or {}, "sliding_attention": local}
     ropes = Config({"rope_parameters": old, **config.values}, config.path)
@@ -81,7 +82,7 @@ def _norm(config: Config) -> NormSpec:
 
 
 def _soft_cap(config: Config, key: str, default: float | None) -> float | None:
-    """Null switches a cap off; a configuration without the key has the default."""
+    """null means no cap; without the key the default applies."""
     if key not in config.values:
         return default
     return config.get(key, 0.0) or None
@@ -89,7 +90,7 @@ def _soft_cap(config: Config, key: str, default: float | None) -> float | None:
 
 def _attention(config: Config, head_dim: int, scale_dim: float, rope: RopeSpec) -> AttentionSpec:
     if config.get("use_bidirectional_attention", False):
-        raise config.refuse("use_bidirectional_attention is not supported for a model that generates")
+        raise config.refuse("use_bidirectional_attention is not supported for text generation")
     num_heads, _ = config.heads()
     bias = config.get("attention_bias", False)
     num_kv_heads = config.get("num_key_value_heads", num_heads)

@@ -1,4 +1,4 @@
-"""GLM 4: Llama with rope of neighbouring numbers in half of each head; the later ones with norms around everything."""
+"""GLM 4: Llama with interleaved rope in half of each head; `glm4` has norms before and after each part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2, and StarCoder (gpt_bigcode): learned positions, LayerNorms with biases, plain MLPs, q, k and v in one."""
+"""GPT-2, and StarCoder (gpt_bigcode): learned positions, LayerNorms with biases, ungated MLPs, fused q, k and v."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _names(attention: AttentionSpec, *, blocks: int, transposed: bool) -> NameMa
             "norm": "transformer.ln_f",
             "head": "lm_head",
         },
-        # Masks that old exporters saved, and the second copy of a tied head.
+        # Masks that old exporters saved, and the copy of a tied head.
         ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)", r"lm_head\.weight"),
         prefix="transformer.",
     )

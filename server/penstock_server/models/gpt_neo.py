@@ -1,4 +1,4 @@
-"""GPT-Neo: GPT-2 with separate projections, scores that are not scaled, and a window on some layers."""
+"""GPT-Neo: GPT-2 with separate projections, unscaled scores, and a sliding window on some layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = NameMap(
         "norm": "transformer.ln_f",
         "head": "lm_head",
     },
-    # Masks that old exporters saved, and the second copy of a tied head.
+    # Masks that old exporters saved, and the copy of a tied head.
     ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)", r"lm_head\.weight"),
     prefix="transformer.",
 )
@@ -64,7 +64,8 @@ def gpt_neo(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _kinds(config: Config) -> list[str]:
-    """global or local for each layer, from attention_types: [[["global", "local"], 12]] is twelve times these two."""
+    """ "global" or "local" for each layer. attention_types [[["global", "local"], 12]] repeats the pair twelve
+    times."""
     num = config.require("num_layers", int)
     types: Any = config.values.get("attention_types") or [[["global", "local"], 12]]
     try:

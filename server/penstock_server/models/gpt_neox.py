@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side, each behind its own norm; q, k and v of a head together."""
+"""GPT-NeoX and Pythia: attention and MLP in parallel, each with its own norm; q, k and v fused per head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYER = "gpt_neox.layers.{i}"
 def gpt_neox(config: Config) -> tuple[ModelSpec, NameMap]:
     num_heads, head_dim = config.heads()
     bias = config.get("attention_bias", True)
-    # COMPAT: before transformers 5 rope's theta and part had names of their own here.
+    # COMPAT: before transformers 5, theta and the rotary part had other names here.
     theta, partial = config.get("rotary_emb_base", 10000.0), config.get("rotary_pct", 0.25)
     rope = read_rope(config, head_dim, default_theta=theta, default_partial=partial)
     attention = AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, rope, qkv_bias=bias, output_bias=bias)
@@ -51,7 +51,7 @@ def _names(attention: AttentionSpec) -> NameMap:
             "norm": "gpt_neox.final_layer_norm",
             "head": "embed_out",
         },
-        # Masks and tables that old exporters saved, and the second copy of a tied head.
+        # Masks and tables that old exporters saved, and the copy of a tied head.
         ignored=(
             r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
             r"embed_out\.weight",

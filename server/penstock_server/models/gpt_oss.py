@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, every other layer with a window, biased experts with a clamped gate."""
+"""gpt-oss: attention sinks, a sliding window on every other layer, experts with biases and a clamped gate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = replace(
     EXPERT_NAMES,
     names={**EXPERT_NAMES.names, "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks"},
 )
-# Where a configuration does not speak of it.
+# The rope of a configuration that leaves it out.
 ROPE = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,

@@ -1,5 +1,4 @@
-"""GPT-J and CodeGen: attention and MLP side by side behind one norm; rope turns neighbouring numbers of a part
-of each head."""
+"""GPT-J and CodeGen: attention and MLP in parallel after one norm; interleaved rope in a part of each head."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
 from penstock_server.weights.location import fused
 
 LAYER = "transformer.h.{i}"
-# CodeGen was trained on so many chips, each of which kept its heads' queries, values and keys together.
+# CodeGen was trained on 4 devices; q, v and k are fused per device, not over all heads.
 CODEGEN_BLOCKS = 4
 NAMES = NameMap(
     names={

@@ -1,4 +1,4 @@
-"""Granite: Llama with multipliers of the embedding, the scores, what each part adds, and the logits."""
+"""Granite: Llama with multipliers of the embedding, the scores, the output of each part, and the logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helium: Llama with rope of neighbouring numbers, and norms that round at their very end."""
+"""Helium: Llama with interleaved rope, and norms that round only their result."""
 
 from __future__ import annotations
 

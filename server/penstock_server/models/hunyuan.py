@@ -1,4 +1,4 @@
-"""Hunyuan's dense models: Llama with norms of queries and keys behind their rotation."""
+"""Hunyuan's dense models: Llama with norms of queries and keys after rope."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hunyuan(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _with_stretched_theta(config: Config) -> Config:
-    """Scaling of kind dynamic with an alpha is a larger theta, at any length."""
+    """Rope scaling `dynamic` with an `alpha` is a larger theta, at any length."""
     scaling: Any = config.values.get("rope_parameters") or config.values.get("rope_scaling")
     if not isinstance(scaling, dict) or not scaling.get("alpha"):
         return config

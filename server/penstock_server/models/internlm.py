@@ -1,4 +1,4 @@
-"""InternLM 2 and 3: Llama; 2 keeps each KV head's queries, its key and its value together, under names of its own."""
+"""InternLM 2 and 3: Llama. InternLM 2 fuses q, k and v per KV head, and has its own tensor names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def internlm2(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def internlm3(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(rms_norm_eps=1e-5, head_dim=128, num_key_value_heads=2)
-    # COMPAT: configurations for the code that was published with the model say qkv_bias and bias.
+    # COMPAT: configurations for the publisher's code have qkv_bias and bias.
     bias = config.get("bias", config.get("mlp_bias", False))
     qkv_bias = config.get("qkv_bias", config.get("attention_bias", False))
     layer = llama.llama_layer(config, qkv_bias=qkv_bias, output_bias=bias, mlp_bias=bias)

@@ -1,4 +1,4 @@
-"""Jais 2: Llama's attention with LayerNorms, biases everywhere and a plain MLP with squared relu."""
+"""Jais 2: Llama with LayerNorms, biases in every layer, and an ungated MLP with squared ReLU."""
 
 from __future__ import annotations
 

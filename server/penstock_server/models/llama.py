@@ -1,4 +1,4 @@
-"""Llama and the architectures that differ from it in options only."""
+"""Llama, and architectures that differ from it in options only."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ LAYER_NAMES: dict[str, str | Location] = {
 NAMES = NameMap(
     names={"embedding": "model.embed_tokens", **LAYER_NAMES, "norm": "model.norm", "head": "lm_head"},
     ignored=(
-        # Tables that old exporters saved; they are computed from the configuration.
+        # Tables that old exporters saved; they follow from the configuration.
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"model\.rotary_emb\.inv_freq",
-        # The second copy of a tied head; an untied one is a parameter and asked for.
+        # The copy of a tied head. An untied head is a parameter, so it is never ignored.
         r"lm_head\.weight",
     ),
     prefix="model.",
@@ -48,7 +48,7 @@ def llama(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def mistral(config: Config) -> tuple[ModelSpec, NameMap]:
-    # COMPAT: a configuration that does not speak of the window has transformers' default; one that says null has none.
+    # COMPAT: without the key the window is transformers' default; null means no window.
     config = config.with_defaults(sliding_window=4096, num_key_value_heads=8)
     layer = llama_layer(config, mask=AttentionMask(window=config.window()))
     return llama_model(config, "mistral", (layer,) * num_layers(config)), NAMES
@@ -101,22 +101,22 @@ def ernie4_5(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def smollm3(config: Config) -> tuple[ModelSpec, NameMap]:
-    """Every fourth layer does without rope."""
+    """Every fourth layer has no rope."""
     config = config.with_defaults(rope_theta=2e6, num_key_value_heads=4)
     num, interval = num_layers(config), config.get("no_rope_layer_interval", 4)
-    turns = config.values.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(num)]
-    if not isinstance(turns, list) or len(turns) < num:
-        raise config.refuse(f"no_rope_layers must be a list of {num} numbers, not {turns!r}")
+    has_rope = config.values.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(num)]
+    if not isinstance(has_rope, list) or len(has_rope) < num:
+        raise config.refuse(f"no_rope_layers must be a list of {num} numbers, not {has_rope!r}")
     has_window = config.get("use_sliding_window", False)
-    default = ["sliding_attention" if has_window and not turn else "full_attention" for turn in turns[:num]]
+    default = ["sliding_attention" if has_window and not each else "full_attention" for each in has_rope[:num]]
     bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
     attention = llama_attention(config, qkv_bias=bias, output_bias=bias)
-    rotating = LayerSpec(attention, llama_mlp(config, bias=mlp_bias), rms_norm(config))
-    still = replace(rotating, attention=replace(attention, rope=None))
+    with_rope = LayerSpec(attention, llama_mlp(config, bias=mlp_bias), rms_norm(config))
+    without_rope = replace(with_rope, attention=replace(attention, rope=None))
     window = config.window() if has_window else None
     layers = tuple(
-        with_window(rotating if turn else still, window if kind == "sliding_attention" else None)
-        for turn, kind in zip(turns, config.layer_types(default), strict=False)
+        with_window(with_rope if each else without_rope, window if kind == "sliding_attention" else None)
+        for each, kind in zip(has_rope, config.layer_types(default), strict=False)
     )
     return llama_model(config, "smollm3", layers, tied=True), NAMES
 
@@ -164,7 +164,7 @@ def llama_attention(
     interleaved: bool = False,
     layer_type: str | None = None,
 ) -> AttentionSpec:
-    """interleaved, layer_type: as `read_rope` has them."""
+    """interleaved, layer_type: see `read_rope`."""
     num_heads, head_dim = config.heads()
     return AttentionSpec(
         num_heads=num_heads,
@@ -196,7 +196,7 @@ def llama_model(config: Config, architecture: str, layers: tuple[LayerSpec, ...]
 
 
 def windowed(config: Config, layer: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Qwen's layers: those from `max_window_layers` on see a window, where windows are used at all."""
+    """Qwen's layers: those from `max_window_layers` on have a sliding window, if the model uses windows."""
     num = num_layers(config)
     window = config.window() if config.get("use_sliding_window", False) else None
     full = min(num, config.get("max_window_layers", 28))
@@ -205,7 +205,7 @@ def windowed(config: Config, layer: LayerSpec) -> tuple[LayerSpec, ...]:
 
 
 def windowed_by_type(config: Config, types: list[str]) -> tuple[LayerSpec, ...]:
-    """Layers without biases; those of type sliding_attention see the window."""
+    """Layers without biases; those of type sliding_attention have the window."""
     layer, window = llama_layer(config), config.window()
     return tuple(with_window(layer, window if kind == "sliding_attention" else None) for kind in types)
 

@@ -1,5 +1,5 @@
-"""Llama's layer with experts for its MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE with and without an expert
-that every token goes to, Phi-3.5-MoE."""
+"""Llama with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE with and without a shared expert,
+Phi-3.5-MoE."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARED = "model.layers.{i}.shared_mlp"
 
 
 def with_experts(names: dict[str, str | Location]) -> NameMap:
-    """Llama's names and these, of what is in `layers.{i}.mlp`."""
+    """Llama's names, and these for the parameters under `layers.{i}.mlp`."""
     own = {f"layers.{{i}}.mlp.{name}": source for name, source in names.items()}
     return replace(llama.NAMES, names={**llama.NAMES.names, **own})
 
@@ -58,7 +58,7 @@ GRANITE_NAMES = with_experts(
 
 
 def num_experts(config: Config, default: int) -> int:
-    """In the spelling of transformers 5 or of before."""
+    """In the spelling of transformers 5, or of earlier versions."""
     return config.get("num_local_experts", config.get("num_experts", default))
 
 
@@ -98,7 +98,7 @@ def olmoe(config: Config) -> tuple[ModelSpec, NameMap]:
     bias, norm = config.get("attention_bias", False), NormSpec("rms", config.get("rms_norm_eps", 1e-5))
     layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias, qk_norm=QkNormSpec(norm, over="projection"))
     if config.get("clip_qkv", 0.0):
-        # It would be applied behind the norms, where other architectures have it before them.
+        # OLMoE clips after the norms of queries and keys, other architectures before them.
         raise config.refuse("clip_qkv is not supported for olmoe; it must be null")
     layer = replace(layer, mlp=_experts(config, routing, "intermediate_size"), norm=norm)
     return llama.llama_model(config, "olmoe", (layer,) * llama.num_layers(config)), QWEN_NAMES
@@ -158,7 +158,7 @@ def _qwen_routing(config: Config, routing: RoutingSpec) -> RoutingSpec:
 
 
 def _sparse(config: Config, layers: tuple[LayerSpec, ...], mlp: MoeSpec) -> tuple[LayerSpec, ...]:
-    """Every `decoder_sparse_step`th layer has experts, other than those of `mlp_only_layers`."""
+    """Every `decoder_sparse_step`-th layer has experts, except for `mlp_only_layers`."""
     dense, step = config.values.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     return tuple(
         layer if index in dense or (index + 1) % step else replace(layer, mlp=mlp) for index, layer in enumerate(layers)

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, no biases, q, k and v one behind the other and clipped."""
+"""MPT: ALiBi, no biases; fused, clipped q, k and v."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def mpt(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _check(config: Config, options: Config) -> None:
-    """transformers serves MPT with ALiBi and without these; what it would pass over in silence is refused."""
+    """Refuses options that transformers ignores: it implements MPT with ALiBi and without these."""
     if not options.get("alibi", True):
         raise config.refuse("attn_config.alibi must be true")
     for key in ("qk_ln", "prefix_lm", "attn_uses_sequence_id"):

@@ -1,5 +1,5 @@
-"""Nemotron and Minitron: LayerNorms with weights counted from one, a plain MLP with squared relu, rope in half of
-each head."""
+"""Nemotron and Minitron: LayerNorm weights with an offset of 1, an ungated MLP with squared ReLU, rope in half of each
+head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 
 
 def nemotron(config: Config) -> tuple[ModelSpec, NameMap]:
-    # COMPAT: the first published configurations say rope_percent.
+    # COMPAT: early configurations have rope_percent.
     partial = config.get("rope_percent", 0.5)
     config = config.with_defaults(hidden_act="relu2", partial_rotary_factor=partial)
     bias = config.get("attention_bias", False)

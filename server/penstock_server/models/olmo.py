@@ -1,5 +1,5 @@
-"""OLMo: the first with norms that have no weights; 2 and 3 with norms behind attention and MLP instead of before them,
-and over whole projections of queries and keys."""
+"""OLMo 1: norms without weights. OLMo 2 and 3: norms after attention and MLP instead of before them, and norms over the
+whole projections of queries and keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def olmo2(config: Config) -> tuple[ModelSpec, NameMap]:
 
 def olmo3(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(rope_theta=500000.0, sliding_window=4096)
-    # COMPAT: before transformers 5 the scaling stood alone, and was that of the layers that see everything.
+    # COMPAT: before transformers 5, rope_scaling was that of the layers with full attention.
     scaling = config.values.get("rope_scaling") or {"rope_type": "default"}
     ropes = config.with_defaults(
         rope_parameters={"full_attention": scaling, "sliding_attention": {"rope_type": "default"}}

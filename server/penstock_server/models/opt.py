@@ -1,4 +1,4 @@
-"""OPT: learned positions that begin at row 2; in the 350m model norms behind the sums, and narrower embeddings."""
+"""OPT: learned positions from row 2 of the table. The 350m model has norms on the sums, and narrower embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Persimmon: LayerNorms and biases everywhere, a plain MLP with squared relu, rope in half of each head."""
+"""Persimmon: LayerNorms and biases in every layer, an ungated MLP with squared ReLU, rope in half of each head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYER = "model.layers.{i}"
 
 def persimmon(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(hidden_act="relu2", partial_rotary_factor=0.5)
-    # Persimmon has no grouped heads, and passes over what a configuration says of them.
+    # Persimmon has no grouped-query attention, and ignores num_key_value_heads.
     config = Config({**config.values, "num_key_value_heads": None}, config.path)
     norm = NormSpec("layer", config.get("layer_norm_eps", 1e-5), bias=True)
     qk_norm = QkNormSpec(norm) if config.get("qk_layernorm", True) else None

@@ -1,4 +1,4 @@
-"""Phi 1.5 and 2 (side by side behind one norm, biases everywhere), Phi 3 and 4 (Llama with fused projections)."""
+"""Phi 1.5 and 2 (attention and MLP in parallel after one norm, biases), Phi 3 and 4 (Llama, fused projections)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every supported `model_type` of `config.json`, and what builds its spec and knows its checkpoints' names."""
+"""The builder of every natively supported `model_type`: from `config.json` to the spec and the checkpoint's names."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
 
 
 def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
-    """Raises ConfigError when the folder's model is of no supported architecture, or asks for something that is not."""
+    """Raises ConfigError if the folder's architecture, or an option of it, is not supported."""
     config = Config.read(folder)
     model_type = config.require("model_type", str)
     build = ARCHITECTURES.get(model_type)
@@ -124,5 +124,5 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
             f"the checkpoint is quantized ({method}); supported are weights in float32, float16, bfloat16"
         )
     spec, names = build(config)
-    storage = config.get("expert_storage", "")  # ours: folders made from GGUF files say it
+    storage = config.get("expert_storage", "")  # our own key, in folders that were made from GGUF files
     return (spec.with_expert_storage(storage) if storage else spec), names

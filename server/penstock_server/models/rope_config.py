@@ -1,4 +1,4 @@
-"""The rotary embedding that a `config.json` asks for, in the spelling of transformers 5 and of those before."""
+"""The rotary embedding of a `config.json`, in the spellings of transformers 5 and of earlier versions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def read_rope(
     layer_type: str | None = None,
     interleaved: bool = False,
 ) -> RopeSpec:
-    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`; ConfigError for other kinds.
+    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`. Raises ConfigError for other kinds.
 
-    layer_type: where parameters differ between layers, the name of this layer's.
+    layer_type: the layer's type, if parameters differ between layer types.
     """
     parameters: Any = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
     if layer_type is not None and isinstance(parameters, dict) and isinstance(parameters.get(layer_type), dict):
@@ -34,11 +34,11 @@ def read_rope(
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default_partial))
     rotary_dim = int(head_dim * partial)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise config.refuse(f"rope over {rotary_dim} of a head's {head_dim} numbers is not possible; it must be even")
+        raise config.refuse(f"rope over {rotary_dim} of a head's {head_dim} elements is not possible; it must be even")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind
     if kind in ("default", "dynamic"):
-        # Dynamic scaling changes nothing up to `max_position_embeddings`, the longest sequence we serve.
+        # Dynamic scaling has no effect up to `max_position_embeddings`, the longest sequence that is served.
         return RopeSpec("default", theta, rotary_dim, interleaved=interleaved)
     if kind == "linear":
         return RopeSpec("linear", theta, rotary_dim, factor=rope.require("factor", float), interleaved=interleaved)
@@ -87,11 +87,11 @@ def _yarn(config: Config, rope: Config, theta: float, rotary_dim: int, interleav
 
 
 def _longrope(config: Config, rope: Config, theta: float, rotary_dim: int, interleaved: bool) -> RopeSpec:
-    """COMPAT: transformers chooses between short and long factors by each text's length. Keys that stay in a cache, are
-    shared by prompts of any length and must not depend on how a prompt was cut can have been rotated in one way only:
-    that of the longest sequence that is served, as in vLLM. Phi-3.5-MoE's `short_mscale` and `long_mscale`, numbers of
-    its own for what follows from the lengths in others, belong to these factors, as in the code it was published with;
-    transformers 5 changes the number by a text's length, and leaves the factors at the short ones.
+    """COMPAT: transformers chooses between short and long factors by the length of each text. Cached keys are shared by
+    prompts of any length, so they must be rotated in one way: by the factors for the longest sequence that is served,
+    as in vLLM. Phi-3.5-MoE states the magnitudes as `short_mscale` and `long_mscale`; here each belongs to its factors,
+    as in the publisher's code, while transformers 5 selects the magnitude by the text's length and always the short
+    factors.
     """
     original, longest = _original_max_tokens(config, rope), config.require("max_position_embeddings", int)
     factor = rope.get("factor", longest / original)

@@ -1,4 +1,4 @@
-"""StableLM: Llama with LayerNorms and rope over a part of the head; the 12B runs attention and MLP side by side."""
+"""StableLM: Llama with LayerNorms and rope in a part of each head; in the 12B, attention and MLP are parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StarCoder2: Mistral's attention with LayerNorms, biases everywhere and a plain MLP."""
+"""StarCoder2: Mistral with LayerNorms, biases in every layer, and an ungated MLP."""
 
 from __future__ import annotations
 

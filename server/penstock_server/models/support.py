@@ -1,6 +1,6 @@
-"""Which model types are served, and how: by a decoder of ours, by the fallback on transformers, or why not.
+"""Whether a model type is served by our decoder, by the fallback to transformers, or not, and why not.
 
-Reads no weights; beyond our own architectures it asks the installed transformers.
+It reads no weights. For model types without a native builder it asks the installed transformers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from penstock_server.errors import ConfigError
 from penstock_server.models.registry import ARCHITECTURES
 
 NATIVE, FALLBACK = "native", "fallback"
-CODE_KEY = "AutoModelForCausalLM"  # of auto_map: the checkpoint's own class
-# What code that is not ours raises where something does not fit.
+CODE_KEY = "AutoModelForCausalLM"  # in auto_map: the checkpoint's own class
+# What foreign code raises for an unsuitable model.
 FOREIGN_ERRORS = (
     AttributeError,
     ImportError,
@@ -26,22 +26,24 @@ FOREIGN_ERRORS = (
     ValueError,
 )
 _PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# What transformers also counts as kinds of layers, and says nothing of attention.
+# Layer types of transformers that do not concern attention.
 _FEED_FORWARD_LAYERS = {"dense", "sparse"}
 
 
 def support_of(model_type: str, config: Mapping[str, Any]) -> str:
-    """ "native", "fallback", or else the reason why such a model is not served. config: the parsed config.json.
+    """NATIVE, FALLBACK, or else the reason why the model is not served. config: the parsed config.json.
 
-    Raises ConfigError when only transformers could tell, and it is not installed.
+    Raises ConfigError if the answer needs transformers and it is not installed.
     """
     if model_type in ARCHITECTURES:
         return NATIVE
     if config.get("quantization_config"):
         return f"model type {model_type!r} is served unquantized only, and this checkpoint is quantized"
     if config.get("is_encoder_decoder") or model_type in _mapping("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"):
-        known = "none of those that `penstock models` lists"
-        return f"model type {model_type!r} has an encoder and a decoder, and is {known}"
+        return (
+            f"model type {model_type!r} is an encoder-decoder model that is not supported natively; `penstock models` "
+            "lists those that are"
+        )
     model_class = builtin_class(model_type)
     if model_class is not None:
         return _refusal_of(model_type, model_class, config) or FALLBACK
@@ -58,17 +60,18 @@ def support_of(model_type: str, config: Mapping[str, Any]) -> str:
 
 
 def _refusal_of(model_type: str, model_class: Any, config: Mapping[str, Any]) -> str | None:
-    """`refusal` by a config.json, with what it leaves to the defaults of transformers."""
+    """`refusal` for a config.json, completed with the defaults of transformers."""
     values = {key: value for key, value in config.items() if key != "model_type"}
     try:
         filled = transformers().AutoConfig.for_model(model_type, **values).to_dict()
     except FOREIGN_ERRORS as error:
-        return f"model type {model_type!r} has a configuration that transformers does not accept: {error}"
+        return f"model type {model_type!r} has a configuration that transformers rejects: {error}"
     return refusal(model_type, model_class, filled)
 
 
 def refusal(model_type: str, model_class: Any, config: Mapping[str, Any]) -> str | None:
-    """Why a class of transformers cannot run over our cache, as far as the class and its whole configuration tell."""
+    """Why a class of transformers cannot run over our cache, judged by the class and its complete configuration; None:
+    it may."""
     text = config.get("text_config") or {}
     layers = set(config.get("layer_types") or text.get("layer_types") or ())
     others = sorted(layers - _PAGED_LAYERS - _FEED_FORWARD_LAYERS)
@@ -80,14 +83,14 @@ def refusal(model_type: str, model_class: Any, config: Mapping[str, Any]) -> str
         return f"model type {model_type!r} has layers that are not plain attention: {', '.join(others)}"
     if not (model_class.is_backend_compatible() and model_class._can_set_attn_implementation()):
         return (
-            f"model type {model_type!r} computes attention in code of its own, not through transformers' attention "
-            "interface, so it cannot use the paged cache"
+            f"model type {model_type!r} does not use transformers' attention interface, so it cannot use the paged "
+            "cache"
         )
     return None
 
 
 def builtin_class(model_type: str) -> Any | None:
-    """The causal language model of such a type that transformers brings."""
+    """The class of transformers for causal models of this type; None: there is none."""
     names = _mapping("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
     if names is None:
         return None
@@ -99,7 +102,7 @@ def builtin_class(model_type: str) -> Any | None:
 
 
 def transformers() -> Any:
-    """The library, which is not there in every installation. Not typed: its own types do not hold."""
+    """The library, an optional dependency. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:

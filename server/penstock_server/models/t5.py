@@ -1,6 +1,6 @@
-"""T5, mT5 and UMT5, with all that is fine-tuned of them (Flan-T5, mT0): positions only as a bias by distance, in every
-layer of one side the same or (UMT5) one of its own, scores that are not scaled, and heads that may be narrower or wider
-than the hidden size."""
+"""T5, mT5 and UMT5, and models fine-tuned from them (Flan-T5, mT0). Positions are a relative bias of scores, shared by
+the layers of encoder or decoder, or (UMT5) one per layer. Scores are not scaled, and all heads together may be narrower
+or wider than the hidden size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.models.config import Config
 from penstock_server.models.spec import EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NameMap
 
-# Of a source, and of an answer. A bias by distance sets no limit, and what `n_positions` tells is what the first T5 was
-# trained on, 512. This is four times the longest that any of them was trained on (Flan-UL2, 2,048): beyond it nobody
-# knows what comes out, and what a source costs grows with its square.
+# Of a source, and of an answer. A relative bias has no limit, and `n_positions` is 512, the training length of the
+# first T5. This is four times the longest training length of any T5 (2,048, Flan-UL2). Quality beyond that is unknown,
+# and the cost of a source grows with the square of its length.
 MAX_TOKENS = 8192
 
 
 def t5(config: Config) -> tuple[ModelSpec, NameMap]:
     config = config.with_defaults(feed_forward_proj="relu")
-    # A T5 1.1 is told by not being tied; transformers 5 calls every T5 tied, and keeps what it found here.
+    # COMPAT: T5 1.1 is not tied, and so not scaled. transformers 5 writes tie_word_embeddings true for every T5, and
+    # scale_decoder_outputs for what it was before.
     is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
     if not is_scaled:
         return _model("t5", config, HeadSpec(tied=True, may_be_own=True))
@@ -29,14 +30,13 @@ def t5(config: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def mt5(config: Config) -> tuple[ModelSpec, NameMap]:
-    # COMPAT: configurations say that it is tied or not, and neither is what published checkpoints are.
+    # COMPAT: tie_word_embeddings of published configurations does not match their checkpoints, so the tensors decide.
     config = config.with_defaults(feed_forward_proj="gated-gelu")
     return _model("mt5", config, HeadSpec(tied=True, may_be_own=True))
 
 
 def umt5(config: Config) -> tuple[ModelSpec, NameMap]:
-    # COMPAT: published configurations say that it is not tied, and that is true; transformers 5 reads and writes that
-    # it is, and scales.
+    # COMPAT: published configurations correctly say that it is not tied; transformers 5 treats it as tied and scales.
     config = config.with_defaults(feed_forward_proj="gated-gelu")
     is_scaled = config.get("tie_word_embeddings", True)
     multiplier = config.require("d_model", int) ** -0.5 if is_scaled else 1.0

@@ -92,7 +92,7 @@ def test_generation_config_has_the_word_on_how_answers_begin(tmp_path: Path) -> 
     (folder / "generation_config.json").unlink()
     assert prefix() == (11, 12)
     edit(folder / "config.json", forced_bos_token_id=VOCAB)
-    with pytest.raises(ConfigError, match=r"answers begin with tokens \(11, 131\), outside of the vocabulary of 131"):
+    with pytest.raises(ConfigError, match=r"decoder start tokens \(11, 131\) are outside of the vocabulary of 131"):
         prefix()
 
 
