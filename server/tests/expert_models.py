@@ -1,4 +1,4 @@
-"""Mixtures of experts as transformers makes them, tiny and random, beside what we say that they are."""
+"""Tiny random mixtures of experts made by transformers, with our specs and parameter names for them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Case:
     config: str
     differences: dict[str, Any]
     spec: MoeSpec
-    names: Mapping[str, str | Location]  # ours without prefix → the checkpoint's
+    names: Mapping[str, str | Location]  # our name without prefix → the checkpoint's
     save: dict[str, Any] = field(default_factory=dict)
 
 
@@ -298,7 +298,7 @@ CASES = {
 
 
 def make_model(case: Case, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    """One layer with weights in `dtype`, large enough that every part shows in what it gives."""
+    """One layer with weights in `dtype`, large enough that every part affects the result."""
     differences = {"experts_implementation": "eager"} if case.config != "DbrxConfig" else {}
     base = {} if case.config == "DbrxConfig" else BASE
     config = getattr(transformers, case.config)(**{**base, "vocab_size": 64, **case.differences})
@@ -316,7 +316,7 @@ def make_model(case: Case, dtype: torch.dtype = torch.float32) -> transformers.P
                 tensor.normal_(std=0.2)
     corrections = {name: tensor.clone() for name, tensor in model.named_buffers() if name.endswith("correction_bias")}
     model = model.to(dtype)
-    for name, tensor in corrections.items():  # which transformers, too, keeps in float32
+    for name, tensor in corrections.items():  # transformers keeps it in float32, too
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, nn.Buffer(tensor))
     return model.eval()
@@ -328,7 +328,7 @@ def save(case: Case, model: transformers.PreTrainedModel, folder: Path) -> Path:
 
 
 def expected(case: Case, model: transformers.PreTrainedModel, x: Tensor) -> Tensor:
-    """What transformers gives for x [rows, hidden]."""
+    """The output of transformers for x [rows, hidden]."""
     with torch.inference_mode():
         if case.config == "DbrxConfig":
             return model.transformer.blocks[0].ffn(x[None])[0]

@@ -1,4 +1,4 @@
-"""Drives a model without the engine: builds step batches by hand, and keeps what sequences have computed so far."""
+"""Drives a model without the engine: it builds step batches and tracks the computed tokens of sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DrivenSequence:
 
 @dataclass
 class ModelDriver:
-    """One model with a pool of blocks, handed out from the end so that block ids are never in order."""
+    """One model with a pool of blocks, allocated from the end so that block ids are not in order."""
 
     model: CausalModel
     block_tokens: int = 4
@@ -40,8 +40,8 @@ class ModelDriver:
 
     @torch.inference_mode()
     def step(self, advances: list[tuple[DrivenSequence, int]], every_row: bool = False) -> Tensor | None:
-        """Advance each sequence by so many tokens. Logits [sequences, vocab] after the last of each, or of all but the
-        sources'."""
+        """Advances each sequence by a number of tokens. Returns the logits [sequences, vocab] of the last token of
+        each, or with `every_row` of all tokens except the sources'."""
         token_ids, positions, slots, starts, last_rows, rows = [], [], [], [0], [], []
         for sequence, num_tokens in advances:
             first, stop = sequence.num_computed, sequence.num_computed + num_tokens
@@ -85,8 +85,8 @@ class ModelDriver:
         chunk_tokens: int = 1 << 30,
         sources: list[int] | None = None,
     ) -> list[list[int]]:
-        """The new tokens of each prompt: all run at once, each prefilled in chunks while others decode. No source, the
-        first so many tokens of its prompt, may be longer than a chunk."""
+        """The new tokens of each prompt. All prompts run together, each prefilled in chunks while others decode.
+        sources: the number of each prompt's leading tokens that are the encoder's, at most a chunk."""
         sequences = [self.sequence(*of_one) for of_one in zip(prompts, sources or [0] * len(prompts), strict=True)]
         while True:
             advances = []
@@ -107,7 +107,7 @@ class ModelDriver:
         return [sequence.token_ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
     def _tell(self, chosen: list[int]) -> None:
-        """Rank 0's choice to all ranks."""
+        """Broadcasts rank 0's choice to all ranks."""
         if torch.distributed.is_initialized():
             shared = torch.tensor(chosen)
             torch.distributed.broadcast(shared, src=0)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for layers: what they say to each other goes through memory."""
+"""Ranks as threads of one process, for tests of layers: collectives go through shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ThreadGroup(RankGroup):
-    """One rank's view. Sums are taken in the order of the ranks, in the type of the numbers."""
+    """One rank's view. Sums are computed in rank order, in the tensors' dtype."""
 
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
     table: list[Tensor | None] = field(default_factory=list)
@@ -42,7 +42,7 @@ class ThreadGroup(RankGroup):
 
 
 def run_ranks(size: int, of_rank: Callable[[RankGroup], T]) -> list[T]:
-    """What the function gives on every rank."""
+    """The function's result on every rank."""
     barrier, table = threading.Barrier(size, timeout=60), [None] * size
     results: list[T | BaseException] = [RuntimeError("not run")] * size
 
@@ -59,7 +59,7 @@ def run_ranks(size: int, of_rank: Callable[[RankGroup], T]) -> list[T]:
         thread.start()
     for thread in threads:
         thread.join()
-    # The cause, not the barriers that broke behind it.
+    # Raise the cause before the barriers that it broke.
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error

@@ -21,7 +21,7 @@ def make_shape(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSha
 
 
 def make_batch(spans: list[tuple[int, int]]) -> StepBatch:
-    """spans: of each sequence, how many tokens are in the cache already and how many are new. Blocks in any order."""
+    """spans: for each sequence, the number of cached and of new tokens. Its blocks are in random order."""
     totals = [seen + new for seen, new in spans]
     counts = [-(-total // BLOCK_TOKENS) for total in totals]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(sum(totals))).tolist()
@@ -47,7 +47,7 @@ def make_batch(spans: list[tuple[int, int]]) -> StepBatch:
 
 
 def run(spans: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What paged attention gives for the new tokens, and what torch's attention gives without pages."""
+    """The output of paged attention for the new tokens, and that of torch's attention without pages."""
     generator = torch.Generator().manual_seed(len(spans))
 
     def random(tokens: int, heads: int) -> Tensor:
@@ -100,7 +100,7 @@ def test_any_mix_of_chunks_and_single_tokens_is_attention(spans: list[tuple[int,
 
 def test_softmax_is_in_float32() -> None:
     actual, expected = run([(0, 40), (12, 1)], make_shape(4, 2, 8), torch.bfloat16)
-    # Only the result is rounded: half a unit in the last of bfloat16's 8 bits.
+    # Only the result is rounded, by at most half a unit of bfloat16's last bit.
     torch.testing.assert_close(actual.float(), expected, atol=1e-6, rtol=2**-8)
 
 
@@ -119,10 +119,10 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_is_its_formula(name: str) -> None:
-    """Query by query, in float64, with the keys and values that it sees."""
+    """Computed query by query in float64, over the keys and values that the mask selects."""
     shape = VARIANTS[name]
     generator = torch.Generator().manual_seed(3)
-    length = 300  # more than the queries that are scored at once
+    length = 300  # more than MAX_QUERY_ROWS
     queries = torch.randn(length, 4, 8, generator=generator)
     keys = torch.randn(length, shape.num_kv_heads, 8, generator=generator)
     values = keys if shape.values_in_keys else torch.randn(length, 2, shape.output_dim, generator=generator)

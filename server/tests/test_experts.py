@@ -1,4 +1,4 @@
-"""Mixtures of experts against those of transformers, on one rank and on several, from checkpoints that it saved."""
+"""Mixtures of experts against those of transformers, from checkpoints that it saved, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_experts_are_those_of_transformers_in_bfloat16(name: str, folder: Path) 
 
 
 def assert_close_but_for_ties(got: Tensor, want: Tensor) -> None:
-    """In bfloat16 logits are equal or turn around now and then, and a row goes to another expert: not to many."""
+    """In bfloat16, rounding sends a row to another expert if two have almost equal logits: at most a tenth of the
+    rows."""
     error = (got.float() - want.float()).abs().amax(dim=-1) / want.float().std()
     assert (error > 4e-2).sum() <= 0.1 * len(error), error.sort().values
 
@@ -124,13 +125,13 @@ def test_several_ranks_give_what_one_gives(name: str, size: int, exact: bool, fo
 
 
 def check_bytes(case: Case, ranks: list[int], alone: int) -> None:
-    """Every rank reads the router, and its part of all else: whole experts, or a part of each."""
+    """Every rank reads the router, and its shard of everything else: whole experts, or a part of each."""
     routing, shared, size = case.spec.routing, case.spec.shared_intermediate_size, len(ranks)
     router = 4 * routing.num_experts * (HIDDEN + routing.has_bias + routing.has_correction)
     copied = router + 4 * HIDDEN * case.spec.shared_is_gated
     shared_bytes = 4 * 3 * shared * HIDDEN
     most = -(-routing.num_experts // size) / routing.num_experts if routing.num_experts >= size else 0.4
-    # Parts are whole tiles of at least eight columns where there are as many; and biases out may be copied.
+    # Parts are whole tiles of 8 columns or more if there are enough; output biases may be replicated.
     slack = 4 * (3 * 32 * HIDDEN if shared else 0) + 4 * routing.num_experts * HIDDEN * case.spec.has_bias
     assert max(ranks) <= copied + (alone - copied - shared_bytes) * most + shared_bytes / size + slack
     if not case.spec.has_bias:
@@ -140,7 +141,7 @@ def check_bytes(case: Case, ranks: list[int], alone: int) -> None:
 @needs_native
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_with_native_operators_give_the_very_numbers_of_one(name: str, size: int, folder: Path) -> None:
+def test_ranks_with_native_operators_compute_the_same_bits_as_one(name: str, size: int, folder: Path) -> None:
     case, path = CASES[name], saved(name, torch.bfloat16, folder)
     x = inputs(19, torch.bfloat16)
 
@@ -156,7 +157,7 @@ def test_ranks_with_native_operators_give_the_very_numbers_of_one(name: str, siz
 @needs_native
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_rows_do_not_see_each_other(name: str, folder: Path) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(name: str, folder: Path) -> None:
     case = CASES[name]
     ops = native_ops.NativeOps()
     layer, _ = load(saved(name, torch.bfloat16, folder), case, RankGroup(), torch.bfloat16, ops=ops)
@@ -178,7 +179,7 @@ def test_rows_do_not_see_each_other(name: str, folder: Path) -> None:
         (lambda: MoeSpec(RoutingSpec(8, 2), 0), "experts must be at least 1 wide, not 0"),
     ],
 )
-def test_what_cannot_be_is_refused(make: object, message: str) -> None:
+def test_invalid_specs_are_refused(make: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()  # type: ignore[operator]
 
@@ -189,7 +190,7 @@ def test_too_many_ranks_are_refused() -> None:
         MixtureOfExperts.parameters(MoeSpec(RoutingSpec(2, 1), 8), "mlp", WeightLayout(Shard.of(HIDDEN, 64, group)))
 
 
-def test_correction_changes_the_choice_and_not_the_weights() -> None:
+def test_correction_changes_the_choice_but_not_the_weights() -> None:
     spec = RoutingSpec(4, 2, scoring="sigmoid", has_correction=True)
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     weights, experts = choose_experts(logits, torch.tensor([0.0, -1.0, 0.0, 0.9]), spec)
@@ -199,7 +200,7 @@ def test_correction_changes_the_choice_and_not_the_weights() -> None:
 
 @torch.inference_mode()
 def test_wide_routing_does_not_depend_on_the_place_in_the_batch() -> None:
-    """To the last bit of float32, where torch's own float32 does."""
+    """To the bit of float32, where torch's own float32 operators do depend on it."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(30, 512, generator=generator).bfloat16() / 16
     x = torch.randn(257, 512, generator=generator).bfloat16()
@@ -211,15 +212,15 @@ def test_wide_routing_does_not_depend_on_the_place_in_the_batch() -> None:
         assert torch.equal(alone[1][0], together[1][row])
 
 
-def test_an_expert_that_stands_out_is_chosen_alone_by_the_sparsemixer() -> None:
+def test_sparsemixer_gives_a_distant_best_expert_the_whole_weight() -> None:
     spec = RoutingSpec(4, 2, scoring="sparsemixer", jitter=0.01)
     weights, experts = choose_experts(torch.tensor([[1.0, 4.0, 3.0, 2.99]]), None, spec)
     assert experts.tolist() == [[1, 2]]
     torch.testing.assert_close(weights, torch.tensor([[1.0, torch.tensor([3.0, 2.99]).softmax(0)[0]]]))
 
 
-def test_storage_is_data(folder: Path) -> None:
-    """The same experts, apart and stacked, are the same layer."""
+def test_storage_does_not_change_the_result(folder: Path) -> None:
+    """The same experts compute the same result, whether stored apart or stacked."""
     x = inputs(5, torch.float32)
     with torch.inference_mode():
         apart, stacked = (

@@ -1,4 +1,4 @@
-"""Latent attention over pages against the modules of transformers, which unfold keys and values for every head."""
+"""Paged latent attention against the modules of transformers, which compute keys and values for every head."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ YARN_ROPE = RopeSpec(
     magnitude=yarn_magnitude(4.0, 0.707) / yarn_magnitude(4.0, 1.2),
     interleaved=True,
 )
-# name → (configuration class, what differs, our spec)
+# name → (configuration class, differences from the base configuration, our spec)
 CASES: dict[str, tuple[str, dict[str, Any], LatentAttentionSpec]] = {
     "v2-lite": ("DeepseekV2Config", {"q_lora_rank": None}, LatentAttentionSpec(HEADS, **SIZES, rope=ROPE)),
     "v2": (
@@ -125,7 +125,7 @@ def make_model(name: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
 
 @torch.inference_mode()
 def expected(model: transformers.PreTrainedModel, x: Tensor) -> Tensor:
-    """The attention module's output for a sequence [tokens, hidden] from its beginning."""
+    """The attention module's output for a whole sequence [tokens, hidden]."""
     tokens = x.shape[0]
     positions = torch.arange(tokens)[None]
     mask = torch.full((tokens, tokens), float("-inf")).triu(1).to(x.dtype)[None, None]
@@ -146,7 +146,7 @@ def load(path: Path, name: str, group: RankGroup, exact: bool, ops: Ops, dtype: 
 
 
 def run(block: LatentAttentionBlock, texts: list[Tensor]) -> list[Tensor]:
-    """The outputs of each text's new tokens, as SPANS says, the seen ones having gone before in a step of their own."""
+    """The outputs of each text's new tokens by SPANS, after a step that cached its earlier tokens."""
     batch = make_batch(SPANS)
     num_blocks = int(batch.block_tables.max()) + 1
     cache = block.attention.allocate(num_blocks)
@@ -210,7 +210,7 @@ def test_several_ranks_give_what_one_gives(name: str, size: int, exact: bool, tm
 
 @pytest.mark.skipif(not native_ops.available(), reason="needs native operators")
 @torch.inference_mode()
-def test_native_operators_give_the_same(tmp_path: Path) -> None:
+def test_native_operators_compute_the_same(tmp_path: Path) -> None:
     model = make_model("v3-yarn", torch.bfloat16)
     model.save_pretrained(tmp_path)
     texts, path = make_texts(torch.bfloat16), tmp_path / "model.safetensors"
@@ -221,7 +221,7 @@ def test_native_operators_give_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(native, plain, atol=6e-2, rtol=2e-2)
 
 
-def test_the_cache_holds_the_latent_alone() -> None:
+def test_the_cache_holds_only_the_latent() -> None:
     spec = LatentAttentionSpec(
         128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope=ROPE
     )
@@ -233,7 +233,7 @@ def test_the_cache_holds_the_latent_alone() -> None:
     assert LatentAttentionBlock.kv_elements_per_token(spec, shard) * 16 * 2 == attention.bytes_per_block()
 
 
-def test_the_scale_is_of_what_heads_unfold_to() -> None:
+def test_the_scale_is_that_of_unabsorbed_queries() -> None:
     spec = LatentAttentionSpec(
         4, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope=ROPE
     )
@@ -250,6 +250,6 @@ def test_the_scale_is_of_what_heads_unfold_to() -> None:
         ({"qk_rope_head_dim": 3}, "qk_rope_head_dim must be even, not 3"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(changes: dict[str, int], message: str) -> None:
+def test_invalid_sizes_are_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LatentAttentionSpec(HEADS, **{**SIZES, **changes}, rope=ROPE)

@@ -1,4 +1,4 @@
-"""Every variant of the Llama family: the logits and tokens of transformers, however prompts are cut into steps."""
+"""Every variant of the Llama family against transformers: logits and tokens, however prompts are cut into steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_mixed_batch_gives_the_logits_of_transformers(variant: str, tmp_path: Pa
     texts = prompts(1, [21, 9, 5, 1], model.vocab_size)
     expected = [reference(torch.tensor([text])).logits[0] for text in texts]
     first, second, third, fourth = (driver.sequence(text) for text in texts)
-    # One row each for every token of every sequence, in steps that mix long chunks, short chunks and single tokens.
+    # The logits of every token, in steps that mix long chunks, short chunks and single tokens.
     steps = [
         [(first, 7), (second, 8)],
         [(second, 1), (first, 1), (third, 3)],
@@ -51,7 +51,7 @@ def test_mixed_batch_gives_the_logits_of_transformers(variant: str, tmp_path: Pa
 
 
 @torch.inference_mode()
-def test_only_sampled_rows_come_back_and_are_the_same(tmp_path: Path) -> None:
+def test_only_sampled_rows_are_returned(tmp_path: Path) -> None:
     reference = make_model("llama")
     driver = ModelDriver(load(save_model(reference, tmp_path)))
     texts = prompts(2, [11, 6], 131)
@@ -111,11 +111,11 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path: Path) -> N
     assert logits.dtype == torch.bfloat16
     rounded = reference(torch.tensor([text])).logits[0]
     wanted = reference.float()(torch.tensor([text])).logits[0]
-    # As far from the exact result as transformers' own rounding is, within a quarter.
+    # The error is at most 1.25 times that of transformers.
     assert (logits - wanted).norm() < 1.25 * (rounded - wanted).norm()
 
 
-def test_old_and_new_spelling_of_rope_mean_the_same(tmp_path: Path) -> None:
+def test_old_and_new_spelling_of_rope_are_equivalent(tmp_path: Path) -> None:
     save_model(make_model("llama3-rope"), tmp_path)
     text = prompts(6, [40], 131)[0]
     logits = []
@@ -143,7 +143,7 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     assert torch.equal(logits[0], logits[1])
 
 
-def test_description_states_what_it_takes(tmp_path: Path) -> None:
+def test_a_model_states_its_memory_and_limits(tmp_path: Path) -> None:
     model = load(save_model(make_model("llama-tied"), tmp_path), torch.bfloat16, block_tokens=8)
     stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert (model.architecture, model.vocab_size, model.max_position_tokens) == ("llama", 131, 256)
@@ -183,7 +183,7 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"num_hidden_layers": 4}, "the checkpoint lacks 9 of 39 tensors: model.layers.3"),
     ],
 )
-def test_a_configuration_that_cannot_be_served_says_why(
+def test_unsupported_configurations_are_refused_with_the_reason(
     changes: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     save_model(make_model("llama"), tmp_path)

@@ -1,4 +1,4 @@
-"""Native kernels against torch over grids of shapes, and their promise: a row's bits do not depend on its company."""
+"""Native kernels against torch over grids of shapes, and their guarantee: a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_linear_row_has_the_same_bits_alone_and_in_a_batch(
 
 
 class InPieces:
-    """A weight that is read a few rows at a time, each over the last."""
+    """A weight that is read some rows at a time, into the same memory."""
 
     def __init__(self, weight: Tensor, num_rows: int) -> None:
         self.weight, self.num_rows = weight, num_rows
@@ -86,7 +86,7 @@ class InPieces:
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 40, 1000])
-def test_a_weight_packed_in_pieces_is_the_weight(ops: native_ops.NativeOps, num_rows: int) -> None:
+def test_a_weight_packed_in_pieces_computes_the_same(ops: native_ops.NativeOps, num_rows: int) -> None:
     for out_features, in_features in SHAPES:
         weight, bias, x = random(2 * out_features, in_features), random(2 * out_features), random(9, in_features)
         pieces = InPieces(weight, num_rows)
@@ -95,7 +95,7 @@ def test_a_weight_packed_in_pieces_is_the_weight(ops: native_ops.NativeOps, num_
         assert torch.equal(ops.pack_tied(pieces)[1](torch.arange(2 * out_features)), weight)
 
 
-def test_linear_takes_strided_and_no_rows(ops: native_ops.NativeOps) -> None:
+def test_linear_accepts_strided_rows_and_no_rows(ops: native_ops.NativeOps) -> None:
     packed = ops.pack_linear(random(50, 64), None)
     wide = random(9, 200)
     assert torch.equal(packed(wide[:, 64:128]), packed(wide[:, 64:128].contiguous()))
@@ -103,7 +103,7 @@ def test_linear_takes_strided_and_no_rows(ops: native_ops.NativeOps) -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "hidden"), [(1, 1), (48, 64), (50, 33), (500, 576)])
-def test_a_tied_head_gives_back_its_rows(ops: native_ops.NativeOps, vocabulary: int, hidden: int) -> None:
+def test_a_tied_head_looks_up_its_rows(ops: native_ops.NativeOps, vocabulary: int, hidden: int) -> None:
     weight = random(vocabulary, hidden)
     head, lookup = ops.pack_tied(weight)
     ids = torch.cat([torch.arange(vocabulary), torch.tensor([vocabulary - 1, 0])])
@@ -177,7 +177,7 @@ def test_masked_argmax_logprob_equals_masked_logits_bit_for_bit(
     logits = random(rows, vocab, scale=2.0)
     places = np.arange(0, rows, 2)
     rng = np.random.default_rng(vocab)
-    # From all to few tokens, in more words than the logits need; the last token is always among them.
+    # Rows allow from all to a thousandth of the tokens, always the last; masks have more words than the logits need.
     allowed = rng.random((len(places), (vocab // 32 + 3) * 32)) < np.logspace(0, -3, len(places))[:, None]
     allowed[:, vocab - 1] = True
     words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
@@ -192,7 +192,7 @@ def test_masked_argmax_logprob_equals_masked_logits_bit_for_bit(
     torch.testing.assert_close(logprobs, reference, rtol=1e-4, atol=1e-4)
 
 
-def test_masked_argmax_logprob_flags_what_is_empty_or_broken() -> None:
+def test_masked_argmax_logprob_flags_empty_masks_and_broken_rows() -> None:
     logits = random(4, 5000)
     logits[1, 4999] = float("nan")
     logits[2, 4000] = float("inf")
@@ -205,8 +205,8 @@ def test_masked_argmax_logprob_flags_what_is_empty_or_broken() -> None:
 
 
 class Pages:
-    """Sequences whose keys and values lie in shuffled blocks of a native and of a reference cache. The last block is
-    another's."""
+    """Sequences whose keys and values are in shuffled blocks of a native and of a reference cache. The last block
+    belongs to no sequence."""
 
     def __init__(self, shape: AttentionShape, lengths: list[int], has_sinks: bool = False) -> None:
         self.shape = shape
@@ -220,7 +220,7 @@ class Pages:
         self.tables = [[shuffled.pop() for _ in range(count)] for count in counts]
         self.others = sum(counts)
         self.caches = [attention.allocate(self.others + 1) for attention in (self.native, self.reference)]
-        self.caches[0].fill_(float("nan"))  # what is not written must not be seen
+        self.caches[0].fill_(float("nan"))  # makes reads of unwritten slots visible
         self.queries = [random(length, shape.num_heads, shape.head_dim) for length in lengths]
         for sequence, length in enumerate(lengths):
             keys = random(length, shape.num_kv_heads, shape.head_dim)
@@ -230,7 +230,7 @@ class Pages:
             self.reference.write_kv(self.caches[1], keys, values, slots)
 
     def batch(self, steps: list[tuple[int, int, int]]) -> tuple[Tensor, StepBatch]:
-        """steps: (sequence, tokens computed before, tokens of this step)"""
+        """steps: (sequence, number of computed tokens, number of new tokens)"""
         queries = torch.cat([self.queries[s][computed : computed + count] for s, computed, count in steps])
         counts = torch.tensor([0] + [count for _, _, count in steps], dtype=torch.int32)
         context_lens = torch.tensor([computed + count for _, computed, count in steps], dtype=torch.int32)
@@ -238,7 +238,7 @@ class Pages:
         tables = torch.tensor(
             [self.tables[s] + [0] * (width - len(self.tables[s])) for s, _, _ in steps], dtype=torch.int32
         )
-        for row, (s, computed, _) in enumerate(steps):  # blocks that the first query does not see were given back
+        for row, (s, computed, _) in enumerate(steps):  # blocks before the first query's window are released
             first, _ = self.shape.mask.interval(torch.tensor([computed]), self.source_lens[s])
             tables[row, : int(first) // 16] = self.others
         empty = torch.empty(0, dtype=torch.int64)
@@ -348,7 +348,7 @@ def test_attention_of_every_shape_equals_the_reference_and_has_the_same_bits(nam
     ],
     ids=str,
 )
-def test_what_the_kernels_do_not_know_is_left_to_the_reference(shape: AttentionShape) -> None:
+def test_unsupported_shapes_use_the_reference(shape: AttentionShape) -> None:
     assert choose_attention(shape, torch.device("cpu"), BF16).name == "reference"
 
 
@@ -418,8 +418,8 @@ def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, mask:
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_a_function_of_a_number_sees_nothing_but_the_number(ops: native_ops.NativeOps, name: str) -> None:
-    """Also of a number that is at the end of a vector loop of torch's, or of a thread's part."""
+def test_an_elementwise_function_depends_on_the_element_only(ops: native_ops.NativeOps, name: str) -> None:
+    """Also for elements at the end of a vector loop of torch, or of a thread's range."""
     function = ops.elementwise(ACTIVATIONS[name])
     for rows, dim in ((1, 1), (7, 33), (100, 1000), (3, 20_001)):
         fused = random(rows, 2 * dim, scale=3.0)

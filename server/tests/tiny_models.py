@@ -1,4 +1,4 @@
-"""Tiny random models made by transformers, in every variation that the Llama family is published in."""
+"""Tiny random models made by transformers, in every variant of the Llama family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
-# name → (configuration class, what differs from BASE)
+# name → (configuration class, differences from BASE)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(variant: str, **changes: Any) -> transformers.PreTrainedModel:
-    """In float32, with weights large enough that every part shows in the logits."""
+    """In float32, with weights large enough that every part affects the logits."""
     class_name, differences = VARIANTS[variant]
     config = getattr(transformers, class_name)(**{**BASE, **differences, **changes})
     torch.manual_seed(len(variant))

@@ -1,6 +1,6 @@
-"""The tiny models of the parity tests: for every architecture its configuration, several where layouts differ by size.
+"""The tiny models of the parity tests: a configuration for every architecture, several if its layouts differ by size.
 
-A line here, with a builder and a name map under `penstock_server/models`, is what an architecture needs to be tested.
+To test an architecture, add a line here and a builder with a name map under `penstock_server/models`.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def rope(kind: str, theta: float = 1000.0, **parameters: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """transformers' configuration class, and what it is given."""
+    """A configuration class of transformers, and its arguments."""
 
     config: str
     values: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
     shortest: int = 1  # tokens of the shortest prompt
-    published: Published | None = None  # saved in another layout than transformers'
-    has_own_head: bool = False  # although transformers calls it tied
+    published: Published | None = None  # saved in a layout that transformers does not have
+    has_own_head: bool = False  # although transformers says that it is tied
 
     def num_source(self, text: list[int]) -> int:
-        """Of a model with an encoder: how many of a text's tokens are the encoder's. A text says it by its first."""
+        """The number of a text's tokens that are the source, derived from its first token; 0 without an encoder."""
         return 5 + text[0] % 8 if self.has_encoder else 0
 
     @property
@@ -79,7 +79,7 @@ LONGROPE = rope("longrope", short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.2,
 
 
 def phimoe_rope(original_max_tokens: int) -> dict[str, Any]:
-    """The same factors for texts of any length: transformers changes only the magnitude by it."""
+    """The same factors for texts of any length, since transformers selects only the magnitude by it."""
     factors, magnitudes = [1.0, 1.1, 1.3, 1.6], {"short_mscale": 1.3, "long_mscale": 0.8}
     lengths = {"original_max_position_embeddings": original_max_tokens}
     scaled = rope("longrope", short_factor=factors, long_factor=factors, **magnitudes, **lengths)
@@ -157,7 +157,7 @@ CASES: dict[str, Case] = {
     ),
     "falcon-rw": Case(
         "FalconConfig",
-        # Twelve heads: slopes that bfloat16 rounds.
+        # 12 heads have slopes that bfloat16 rounds.
         {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True, "num_attention_heads": 12},
         PLAIN,
     ),
@@ -192,7 +192,7 @@ CASES: dict[str, Case] = {
     ),
     "qwen3-moe": Case(
         "Qwen3MoeConfig",
-        # One KV head: a key's rows are not one behind the other in the projection that it comes from.
+        # With one KV head, the keys of consecutive tokens are not contiguous in the fused projection.
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_key_value_heads": 1},
     ),
     "olmoe": Case("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
@@ -305,7 +305,7 @@ CASES: dict[str, Case] = {
     "hunyuan": Case("HunYuanDenseV1Config", {"head_dim": 16, **rope("dynamic", alpha=50.0, factor=1.0)}),
     "ernie4-5": Case("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),
     "gpt-bigcode-mha": Case("GPTBigCodeConfig", {"multi_query": False}, GPT2_SIZES),
-    # Encoders: sources of 5 to 12 tokens. Distances grow beyond the last bucket's.
+    # Encoders: sources of 5 to 12 tokens. Distances exceed the largest bucket.
     "t5": Case("T5Config", {"relative_attention_max_distance": 24}, T5_SIZES, shortest=13),
     "t5-v1.1": Case(
         "T5Config",
@@ -331,7 +331,7 @@ CASES: dict[str, Case] = {
     "mbart": Case("MBartConfig", {"scale_embedding": True}, BART_SIZES, shortest=13),
     "umt5": Case("UMT5Config", {"relative_attention_max_distance": 20}, T5_SIZES, shortest=13, has_own_head=True),
     "pegasus": Case("PegasusConfig", {"scale_embedding": True, "activation_function": "relu"}, BART_SIZES, shortest=13),
-    # Its code counts no position for a token that pads: one more, which no text of the tests has.
+    # Its code gives padding tokens no position, so the padding token is one that no text of the tests contains.
     "m2m-100": Case(
         "M2M100Config",
         {"pad_token_id": VOCAB, "decoder_layers": 2},

@@ -1,4 +1,4 @@
-"""Lets the tests here import the modules beside them and those of the folder above; adds --models-table."""
+"""Puts this folder and its parent on the import path, and adds the option --models-table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # A failure while the model is made counts as well.
+    # A failure in a fixture counts as well.
     column, case = item.get_closest_marker("column"), getattr(item, "callspec", None)
     is_outcome = report.failed or (report.when == "call" and not report.skipped)
     if column is not None and case is not None and is_outcome:

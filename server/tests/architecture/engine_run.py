@@ -1,4 +1,4 @@
-"""Runs prompts through the engine as a scheduler would on a bad day: chunks, a shared prefix, a preemption."""
+"""Runs prompts through the engine under adverse scheduling: chunks, a shared prefix, a preemption."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_STEP_TOKENS = 24
 
 @dataclass
 class Running:
-    """One sequence as the driver knows it."""
+    """The driver's state of one sequence."""
 
     id: int
     prompt: list[int]
@@ -32,7 +32,7 @@ class Running:
 
 
 class EngineRun:
-    """An engine with a pool of blocks, handed out from the end."""
+    """An engine with a pool of blocks, allocated from the end."""
 
     def __init__(
         self, folder: Path, load: LoadModel = load_model, num_source: Callable[[list[int]], int] = lambda _: 0
@@ -47,8 +47,8 @@ class EngineRun:
         self.next_id = 1
 
     def greedy(self, prompts: list[list[int]], num_tokens: int, shared_tokens: int, chunk: int) -> list[list[int]]:
-        """The new tokens of three prompts. The third shares the second's first tokens, as many as whole blocks hold,
-        and starts when those are computed; the second is preempted halfway, and recomputed in other blocks."""
+        """The new tokens of three prompts. The third shares the second's first `shared_tokens`, rounded down to whole
+        blocks, and starts when those are computed. The second is preempted halfway and recomputed in other blocks."""
         first, second = self._sequence(prompts[0]), self._sequence(prompts[1])
         self._step([first], num_tokens, chunk, new=[first, second])
         while second.num_computed < len(second.prompt):
@@ -82,7 +82,7 @@ class EngineRun:
         new: list[Running] | None = None,
         freed: list[int] | None = None,
     ) -> bool:
-        """One plan; False when there is nothing left to do."""
+        """Runs one plan. Returns False if no sequence has work left."""
         told = [
             NewSequence(
                 s.id,
@@ -99,7 +99,7 @@ class EngineRun:
         for sequence in sequences:
             if len(sequence.token_ids) - len(sequence.prompt) >= num_tokens:
                 continue
-            least = sequence.num_source - sequence.num_computed  # a source is not cut
+            least = sequence.num_source - sequence.num_computed  # a source is computed in one step
             count = min(max(chunk, least), len(sequence.token_ids) - sequence.num_computed)
             sequence.num_computed += count
             added = []

@@ -1,4 +1,5 @@
-"""Writes docs/models.md from what the parity tests measured: `pytest server/tests/architecture --models-table PATH`."""
+"""Writes docs/models.md from the results of the parity tests: `pytest server/tests/architecture --models-table
+PATH`."""
 
 from __future__ import annotations
 
@@ -13,38 +14,43 @@ SAME_BITS = "same bits"
 COLUMNS = ("float32", "bfloat16", "greedy", SAME_BITS, "2 ranks", "3 ranks", "4 ranks")
 HEAD = """# Models
 
-Every architecture that Penstock serves, by the `model_type` of a model's `config.json`, and how the last run of its
-tests came out. [How to add one](adding-a-model.md).
+The architectures that Penstock serves natively, by `model_type` of the model's `config.json`, with the results of the
+last test run. Other models of `transformers` are listed at the end of the page. [How to add one](adding-a-model.md).
 
-This page is written by `make docs` from a run of `server/tests/architecture`. For each architecture tiny models with
-random weights are made, several where layouts differ by size, and compared with `transformers`:
+`make docs` writes this page from a run of `server/tests/architecture`. For each architecture, the tests make tiny
+models with random weights, several if layouts differ by size, and compare them with `transformers`:
 
-- **float32**: logits of a batch that mixes chunks of prompts with single tokens, within 1e-4; the largest difference.
-- **bfloat16**: logits within 2e-2 of their scale; the root mean square of the differences, divided by the logits'.
-- **greedy**: 64 tokens of three sequences, equal to those of `transformers`, with chunks of prompts, a shared prefix
-  (answers to sources share none) and a preemption; the number of tokens compared.
-- **same bits**: in bfloat16 on native kernels every token's logits are the same, to the bit, however its prompt is cut
-  and whatever is beside it.
-- **2, 3, 4 ranks**: logits on so many ranks within 1e-4 of those on one (which the columns before are about), and the
-  same tokens; the largest difference. KV heads are copied where there are fewer than ranks, heads are dealt out
-  unevenly where ranks do not divide them, experts are dealt out whole, or cut where there are fewer than ranks; and the
-  ranks' memory is what that arithmetic says.
+- **float32**: the largest difference of logits, in batches that mix prompt chunks and single tokens. At most 1e-4.
+- **bfloat16**: the root mean square of the differences of logits, relative to that of the logits. At most 2e-2. In
+  mixtures of experts, rounding decides between experts with almost equal scores. There, the reference is made to follow
+  our choice, in at most a tenth of the rows, so these rows are not independent of our routing.
+- **greedy**: the number of compared tokens: 64 for each of three sequences, with chunked prefill, a preemption, and a
+  shared prefix (except with encoders). All are equal.
+- **same bits**: in bfloat16 on native kernels, each token's logits are the same to the bit, however its prompt is cut
+  into chunks and whatever else is in the batch.
+- **2, 3, 4 ranks**: the largest difference of logits between this many ranks and one rank. At most 1e-4, with the same
+  greedy tokens. The memory of the ranks is also compared with the expected one: KV heads are replicated if there are
+  fewer than ranks, heads are distributed unevenly if ranks do not divide them, and experts are whole if there are
+  enough.
+
+`transformers` has no classes for {published}. Their reference is a Llama model that computes
+the same, saved in the layout in which such models are published.
 
 """
 SWEEP_HEADING = "## Other models of transformers"
 SWEEP = """
-Every other causal model of the installed `transformers` is tried too, one tiny model with random weights each, made of
-its default configuration with small sizes: over our attention and cache on one rank, in chunks, beside others, over a
-shared prefix and through a preemption, it must give the tokens of `transformers`, or be refused with a reason before
-the server is ready. A published model whose configuration differs from the default may be refused all the same: each is
-tried at load. *not tried*: `transformers` does not make such a model of a configuration that was made automatically.
+All other causal models of the installed `transformers` run on its modules, on one rank, with our attention and cache,
+if they fit. {served} of {total} do, each tried as one tiny model with random weights whose configuration is the default
+with small sizes. Such a model generates the tokens of `transformers` in chunks and batches, with a shared prefix and a
+preemption, or it is refused at load with a reason. A published model may be refused although its type is served here,
+because its configuration differs from the default. *not tried*: no tiny model could be made automatically.
 
 """
 
 
 @dataclass
 class Row:
-    """What was measured for one architecture, the worst of its cases."""
+    """The results of one architecture: the worst of its cases."""
 
     cases: list[str] = field(default_factory=list)
     passed: dict[str, list[bool]] = field(default_factory=dict)
@@ -63,7 +69,7 @@ class Row:
 
 
 class Measured:
-    """Collects, test by test, and writes the page."""
+    """Collects the results of the tests and writes the page."""
 
     @cached_property
     def rows(self) -> dict[str, Row]:
@@ -84,7 +90,7 @@ class Measured:
 
     @cached_property
     def others(self) -> dict[str, str]:
-        """What became of model types that have no decoder of ours."""
+        """The outcome of model types without a native decoder."""
         return {}
 
     def other(self, model_type: str, outcome: str) -> None:
@@ -99,5 +105,9 @@ class Measured:
         for model_type, outcome in sorted(self.others.items()):
             said = re.sub(r" \(\w+(, \w+){9,}\)", "", outcome).removeprefix(f"model type {model_type!r} ")
             others.append(f"| `{model_type}` | {'✓ served' if outcome == 'served' else said.replace('|', ' ')} |")
-        table, other_table = "\n".join(lines), "\n".join(others)
-        path.write_text(f"{HEAD}{table}\n\n{SWEEP_HEADING}\n{SWEEP}{other_table}\n", encoding="utf-8")
+        published = sorted({f"`{case.model_type}`" for case in CASES.values() if case.published is not None})
+        head = HEAD.replace("{published}", " and ".join(published))
+        num_served = sum(outcome == "served" for outcome in self.others.values())
+        sweep = SWEEP.format(served=num_served, total=len(self.others))
+        tables = "\n".join(lines), "\n".join(others)
+        path.write_text(f"{head}{tables[0]}\n\n{SWEEP_HEADING}\n{sweep}{tables[1]}\n", encoding="utf-8")

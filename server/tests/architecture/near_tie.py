@@ -1,7 +1,8 @@
-"""Experts whose scores are nearly the same: rounding to bfloat16 decides between them, here and in transformers.
+"""Near ties in routing: rounding to bfloat16 decides between experts with almost equal scores, here and in
+transformers.
 
-A token that goes elsewhere has another result, and through attention so have all tokens behind it: there is nothing to
-compare. So the reference is made to follow our choice in such rows, of which there may only be a few.
+A token that goes to another expert has a different result, and through attention so have all later tokens. So that the
+rest can be compared, the reference is made to follow our choice in such rows. The tests bound their number.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from penstock_server.layers.experts.routing import Router
 from penstock_server.layers.step import StepContext
 from torch import Tensor, nn
 
-# Of a row's weights together: rounding moves them by less than 1%, another expert by more than this.
+# Share of a row's total weight. Rounding changes weights by less than 1%, another expert by more than this.
 DIFFERENT = 0.05
 
 
 @dataclass
 class Followed:
-    """Our choices of one step, layer by layer, and how often the reference had to be changed to follow them."""
+    """Our choices of one step by layer, and the number of rows in which the reference was changed to follow them."""
 
     choices: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # weights, experts: [rows, top_k]
-    num_layers: int = 0  # of the reference, so far
+    num_layers: int = 0  # of the reference that have run
     num_rows: int = 0
     num_changed: int = 0
 
     def record(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """From now on, what our routers choose."""
+        """Records the choices of our routers from now on."""
         choose = Router.__call__
 
         def spy(router: Router, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
@@ -40,7 +41,8 @@ class Followed:
         monkeypatch.setattr(Router, "__call__", spy)
 
     def lead(self, reference: transformers.PreTrainedModel) -> None:
-        """Every mixture of experts in transformers is a module `...Experts` called with x, experts and weights."""
+        """Makes the reference follow: its mixtures of experts are modules `...Experts`, called with x, experts,
+        weights."""
         for module in reference.modules():
             if type(module).__name__.endswith("Experts"):
                 module.register_forward_pre_hook(self._follow)

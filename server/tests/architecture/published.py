@@ -1,4 +1,4 @@
-"""Layouts that transformers has no classes for: a Llama of the same maths, saved as such models were published."""
+"""Layouts that transformers has no classes for: a Llama that computes the same, saved in the published layout."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Published:
-    """How a Llama becomes a checkpoint of another type."""
+    """How a Llama is saved as a checkpoint of another model type."""
 
     model_type: str
     tensors: Callable[[Tensors, LlamaConfig], Tensors]
-    values: dict[str, Any]  # of config.json; null takes a key away
+    values: dict[str, Any]  # of config.json; None removes a key
     reference: type[LlamaForCausalLM] = LlamaForCausalLM
 
     def save(self, model: LlamaForCausalLM, folder: Path) -> Path:
@@ -42,7 +42,7 @@ class NoRope(torch.nn.Module):
 
 
 class AlibiLlama(LlamaForCausalLM):
-    """Llama with BLOOM's ALiBi, as distances, instead of its rope."""
+    """Llama with BLOOM's ALiBi, computed from distances, instead of rope."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -70,7 +70,7 @@ INTERNLM2_NAMES = {
 
 
 def internlm2(tensors: Tensors, config: LlamaConfig) -> Tensors:
-    """Each KV head's queries, then its key, then its value."""
+    """q, k and v fused per KV head: its queries, its key, its value."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         for theirs, ours in INTERNLM2_NAMES.items():
@@ -87,7 +87,7 @@ def internlm2(tensors: Tensors, config: LlamaConfig) -> Tensors:
 
 
 def baichuan(tensors: Tensors, config: LlamaConfig) -> Tensors:
-    """Queries, then keys, then values; tables of rope, which the first exporters saved."""
+    """q, k and v fused; with rope tables, as early exporters saved them."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         fused = name
@@ -100,14 +100,14 @@ def baichuan(tensors: Tensors, config: LlamaConfig) -> Tensors:
 
 
 def baichuan2(tensors: Tensors, config: LlamaConfig) -> Tensors:
-    """With a head of any length, of which only the rows' directions count."""
+    """With a head whose rows have different lengths, which the model ignores."""
     found = baichuan(tensors, config)
     lengths = torch.linspace(0.3, 4.0, config.vocab_size)[:, None]
     return {**found, "lm_head.weight": found["lm_head.weight"] * lengths}
 
 
 class UnitHeadLlama(LlamaForCausalLM):
-    """Llama with Baichuan 2's head."""
+    """Llama with the normalized head of Baichuan 2."""
 
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
         hidden = self.model(input_ids, **options).last_hidden_state

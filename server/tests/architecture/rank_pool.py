@@ -1,6 +1,6 @@
-"""Rank processes that live for the whole session: importing torch for every case would cost more than the cases.
+"""Rank processes that are shared by all tests of a session, because importing torch takes longer than a test.
 
-`python rank_pool.py` is one of them: it reads jobs from stdin, a JSON line each, and answers each with a line.
+`python rank_pool.py` is one rank: it reads jobs from stdin, one JSON object per line, and replies with a line each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATHS = [str(TESTS), str(TESTS.parent)]
 
 
 class RankPool:
-    """As many processes as the largest group of ranks; smaller groups use the first of them."""
+    """`size` processes. Smaller groups use the first of them."""
 
     def __init__(self, size: int) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "GLOO_SOCKET_IFNAME": "lo"}
@@ -34,8 +34,8 @@ class RankPool:
         ]
 
     def run(self, folder: Path, size: int, **arguments: Any) -> Any:
-        """What `rank_program.run` found on rank 0, with these other arguments of its own, and `ranks_weight_bytes`:
-        what each of them holds."""
+        """The result of `rank_program.run` with these arguments on rank 0, and `ranks_weight_bytes`, the weight bytes
+        of each rank."""
         import torch
 
         with tempfile.TemporaryDirectory() as place:

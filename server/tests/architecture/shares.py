@@ -1,4 +1,4 @@
-"""What each rank holds of a model's parameters, by arithmetic over their table."""
+"""Each rank's shard of a model's parameters, computed from the parameter table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_server.weights.loader import Loader, Parameter
 
 
 def tables(folder: Path, size: int, exact: bool) -> list[dict[str, Parameter]]:
-    """The parameters of each rank."""
+    """The parameter table of each rank."""
     spec, names = read_spec(folder)
     stored = open_checkpoint(folder)[0].names()
     spec = spec.for_checkpoint(names.for_checkpoint(stored), stored)
@@ -25,7 +25,7 @@ def tables(folder: Path, size: int, exact: bool) -> list[dict[str, Parameter]]:
 
 
 def open_loader(folder: Path, group: RankGroup, exact: bool) -> Loader:
-    """Of one rank, in float32."""
+    """One rank's loader, in float32."""
     spec, names = read_spec(folder)
     checkpoint, locator = open_checkpoint(folder)
     locator = locator or names.for_checkpoint(checkpoint.names())
@@ -35,14 +35,14 @@ def open_loader(folder: Path, group: RankGroup, exact: bool) -> Loader:
 
 
 def held_bytes(folder: Path, rank: int, size: int, exact: bool) -> int:
-    """Of one rank, in float32."""
+    """Weight bytes of one rank in float32."""
     return 4 * sum(math.prod(parameter.local_shape) for parameter in tables(folder, size, exact)[rank].values())
 
 
-def copied_numbers(folder: Path, size: int, exact: bool) -> dict[str, int]:
-    """Of each parameter, how many numbers all ranks together hold beyond one copy; those without copies are left out.
+def num_copied_elements(folder: Path, size: int, exact: bool) -> dict[str, int]:
+    """For each parameter with replicas, the number of elements that the ranks hold beyond one copy.
 
-    Fails where a number is on no rank.
+    Fails if an element is on no rank.
     """
     of_ranks = tables(folder, size, exact)
     copied: dict[str, int] = {}

@@ -1,6 +1,7 @@
-"""Every causal model of transformers that has no decoder of ours, tiny, over our cache: served, or refused and why.
+"""Tries every causal model of transformers without a native decoder as a tiny model over our cache.
 
-The configurations are made of the defaults: whatever has a size gets a small one. Where that does not do, it says so.
+Configurations are derived from the defaults by replacing sizes with small ones. A configuration for which this does not
+work is reported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ VOCAB = 131
 NUM_TOKENS = 16
 MAX_PARAMETERS = 16_000_000
 SERVED = "served"
-# By what configurations call them. Where a default is None or of another type it stays.
+# By configuration key. Defaults that are None or not integers stay.
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size"), 64),
@@ -48,10 +49,10 @@ SIZES: dict[str, int] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Lists with an entry for each layer: one of each kind that the default has.
+# Lists with an entry per layer, reduced to one of each kind.
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types")
 PARTS = ("text_config", "decoder", "vision_config", "audio_config")
-# What the defaults leave out, or have otherwise than any published model.
+# Values that the defaults lack, or that differ from those of published models.
 OTHERS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -63,18 +64,18 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def model_types() -> list[str]:
-    """Those of transformers' causal models that have no decoder of ours."""
+    """The causal model types of transformers without a native decoder."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     names = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
     ours = {names[model_type] for model_type in ARCHITECTURES if model_type in names}
-    # Some types share another's configuration, and are loaded as that one.
+    # Some types share the configuration class of another type, and are loaded as that type.
     return sorted(name for name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if names.get(name) not in ours)
 
 
 def outcome(model_type: str, folder: Path) -> str:
-    """`SERVED`, the words of a refusal, or "not tried: " and what transformers says to the tiny configuration.
+    """`SERVED`, the reason of a refusal, or "not tried: " and the error of transformers for the tiny configuration.
 
-    Raises AssertionError when it is served and its tokens are not those of transformers.
+    Raises AssertionError if the model is served and its tokens differ from those of transformers.
     """
     try:
         default = transformers.AutoConfig.for_model(model_type)
@@ -84,7 +85,7 @@ def outcome(model_type: str, folder: Path) -> str:
             return support
         reference = make_model(config)
         reference.save_pretrained(folder)
-    except Exception as error:  # noqa: BLE001 - of any kind: the configuration is a guess
+    except Exception as error:  # noqa: BLE001 - any error: the configuration is a guess
         return f"not tried: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
     try:
         run = EngineRun(folder, load)
@@ -95,14 +96,14 @@ def outcome(model_type: str, folder: Path) -> str:
 
 
 def small(default: transformers.PreTrainedConfig) -> dict[str, Any]:
-    """What to give to the class of a configuration to get a small one."""
+    """Arguments for the configuration class that make the model small."""
     values: dict[str, Any] = {}
     for key, value in default.to_dict().items():
         if key in SIZES and isinstance(value, int) and not isinstance(value, bool):
             values[key] = SIZES[key] if key in ("vocab_size", "eos_token_id") else min(value, SIZES[key])
         elif key in PER_LAYER and isinstance(value, list):
             values[key] = (list(dict.fromkeys(value)) * 2)[:2]
-    if "kv_lora_rank" in values:  # latent attention has no groups
+    if "kv_lora_rank" in values:  # latent attention has no grouped heads
         values["num_key_value_heads"] = SIZES["num_attention_heads"]
     for key in PARTS:
         part = getattr(default, key, None)
@@ -112,7 +113,7 @@ def small(default: transformers.PreTrainedConfig) -> dict[str, Any]:
 
 
 def make_model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
-    """With random weights, in float32. Raises ValueError when it is not tiny."""
+    """In float32 with random weights. Raises ValueError if the model is not tiny."""
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(config)
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
@@ -136,7 +137,7 @@ def load(options: LoadOptions, group: RankGroup) -> Fallback:
 
 @torch.inference_mode()
 def check_tokens(run: EngineRun, reference: transformers.PreTrainedModel) -> None:
-    """In chunks, beside others, over a shared prefix and through a preemption."""
+    """In chunks and batches, with a shared prefix and a preemption."""
     shared, first, other = prompts(3, [10, 5, 6], VOCAB)
     texts = [first, [*shared, *other[:3]], [*shared, *other[2:]]]
     reference.set_attn_implementation("eager")

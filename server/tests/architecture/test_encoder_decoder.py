@@ -1,4 +1,4 @@
-"""Models with an encoder: what generation of transformers gives, what the router is told, what is asked wrongly."""
+"""Models with an encoder: generation against transformers, what the router learns about them, and refusals."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def edit(path: Path, **values: Any) -> None:
 def test_answers_are_those_of_generate(
     name: str, start: int, forced: int | None, penalty: float, tmp_path: Path
 ) -> None:
-    """Three sources of different lengths, in steps with each other and through a preemption. The repetition penalty is
-    of the answer's tokens."""
+    """Three sources of different lengths, in common steps and with a preemption. The repetition penalty counts the
+    answer's tokens only."""
     model = make_model(name, CASES[name])
     folder = save_model(model, tmp_path)
     edit(folder / "generation_config.json", decoder_start_token_id=start, forced_bos_token_id=forced)
@@ -67,7 +67,7 @@ def test_answers_are_those_of_generate(
         assert [*prefix, *tokens] == expected[0].tolist()
 
 
-def test_the_router_is_told_of_sources_and_beginnings(tmp_path: Path) -> None:
+def test_the_router_learns_source_limits_and_decoder_prefixes(tmp_path: Path) -> None:
     told = {}
     for name in ("t5", "bart", "qwen3"):
         folder = save_model(make_model(name, CASES[name]), tmp_path / name)
@@ -78,7 +78,7 @@ def test_the_router_is_told_of_sources_and_beginnings(tmp_path: Path) -> None:
     assert told == {"t5": (16384, 8192, (0,)), "bart": (256, 128, (2,)), "qwen3": (256, 0, ())}
 
 
-def test_generation_config_has_the_word_on_how_answers_begin(tmp_path: Path) -> None:
+def test_generation_config_takes_precedence_for_the_decoder_prefix(tmp_path: Path) -> None:
     folder = save_model(make_model("bart", CASES["bart"]), tmp_path)
 
     def prefix() -> tuple[int, ...]:
@@ -106,14 +106,14 @@ def test_generation_config_has_the_word_on_how_answers_begin(tmp_path: Path) -> 
         ("t5", {"relative_attention_num_buckets": 3}, "relative_attention_num_buckets is 3"),
     ],
 )
-def test_what_is_not_built_is_refused(name: str, values: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(name: str, values: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = save_model(make_model(name, CASES[name]), tmp_path)
     edit(folder / "config.json", **values)
     with pytest.raises(ConfigError, match=message):
         read_spec(folder)
 
 
-def test_a_broken_source_touches_nobody_else(tmp_path: Path) -> None:
+def test_a_broken_source_fails_its_sequence_only(tmp_path: Path) -> None:
     run = EngineRun(save_model(make_model("t5", CASES["t5"]), tmp_path), num_source=lambda prompt: 6)
     whole = NewSequence(1, [9] * 8, 8, 0, [0, 1], num_source_tokens=6)
     alone = run.engine.step(Plan(1, new_sequences=[whole], advances=[Advance(1, 8, sample=True)]))
@@ -129,7 +129,7 @@ def test_a_broken_source_touches_nobody_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_check_counts_the_memory_that_loading_takes(
+def test_check_reports_the_memory_that_loading_takes(
     dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, num_source in (("t5-v1.1", 8192), ("bart", 128)):
@@ -145,8 +145,8 @@ def test_check_counts_the_memory_that_loading_takes(
 
 
 @pytest.mark.parametrize("name", ["t5", "t5-v1.1"])
-def test_what_outgrows_float16_does_not_break_a_t5(name: str, tmp_path: Path) -> None:
-    """Its MLPs add more than float16 can hold; transformers keeps their last matrix in float32 too."""
+def test_sums_beyond_float16_do_not_break_t5(name: str, tmp_path: Path) -> None:
+    """The output of its MLPs exceeds the range of float16; transformers keeps their last matrix in float32, too."""
     model = make_model(name, CASES[name])
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -162,7 +162,7 @@ def test_what_outgrows_float16_does_not_break_a_t5(name: str, tmp_path: Path) ->
     assert (logits.float() - wide).norm() < 2e-2 * wide.norm()
 
 
-def test_the_warm_up_runs_sources_too(tmp_path: Path) -> None:
+def test_the_warm_up_runs_sources(tmp_path: Path) -> None:
     folder = save_model(make_model("mbart", CASES["mbart"]), tmp_path)
     model = load_model(LoadOptions(folder, torch.float32, CPU, 4), RankGroup())
     engine = Engine(model, RankGroup(), CPU, 4)
@@ -179,10 +179,10 @@ def test_distances_fall_into_the_buckets_of_transformers(is_bidirectional: bool)
         assert torch.equal(spec._buckets(distances), theirs)
         farther = torch.tensor([-100 * max_distance, 100 * max_distance])
         theirs = T5Attention._relative_position_bucket(farther, is_bidirectional, num_buckets, max_distance)
-        assert torch.equal(spec._buckets(distances[[0, -1]]), theirs), "the last distance stands for all beyond it"
+        assert torch.equal(spec._buckets(distances[[0, -1]]), theirs), "distances beyond the last are clamped to it"
 
 
-def test_a_window_is_told_only_where_no_layer_sees_farther() -> None:
+def test_the_window_of_a_model_is_that_of_its_widest_layer() -> None:
     def attention(mask: AttentionMask) -> ReferenceAttention:
         return ReferenceAttention(AttentionShape(1, 1, 8, 1.0, 4, mask=mask), CPU, torch.float32)
 
@@ -198,6 +198,6 @@ def test_a_window_is_told_only_where_no_layer_sees_farther() -> None:
 
 
 @pytest.mark.parametrize(("name", "window"), [("mistral", 16), ("mistral-no-window", 0), ("gemma3", 0), ("t5", 0)])
-def test_models_tell_their_windows(name: str, window: int, tmp_path: Path) -> None:
+def test_models_report_their_window(name: str, window: int, tmp_path: Path) -> None:
     folder = save_model(make_model(name, CASES[name]), tmp_path)
     assert load_model(LoadOptions(folder, torch.float32, CPU, 4), RankGroup()).window_tokens == window

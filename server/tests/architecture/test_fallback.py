@@ -1,4 +1,4 @@
-"""Architectures without a decoder of ours, over our cache: the logits and tokens of transformers, or a refusal."""
+"""Architectures without a native decoder: served over our cache with the results of transformers, or refused."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tiny_models import prompts
 CPU = torch.device("cpu")
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 12}
 CASES: dict[str, Case] = {
-    "diffllama": Case("DiffLlamaConfig"),  # calls attention twice a layer
+    "diffllama": Case("DiffLlamaConfig"),  # calls attention twice per layer
     "nanochat": Case("NanoChatConfig"),  # caps its logits
     "afmoe": Case("AfmoeConfig", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, **LAYERS}),
-    # Those that have a decoder of ours, past it.
+    # Architectures with a native decoder, which these tests bypass.
     "jais2": Case("Jais2Config"),
     "helium": Case("HeliumConfig", {"head_dim": 8}),
     "apertus": Case("ApertusConfig"),
@@ -78,7 +78,7 @@ def load_past_ours(options: LoadOptions, group: RankGroup) -> Fallback:
 
 
 def saved(folder: Path, config: transformers.PreTrainedConfig) -> Path:
-    """A folder of which only the configuration is looked at."""
+    """A folder with a configuration only."""
     config.save_pretrained(folder)
     return folder
 
@@ -103,7 +103,7 @@ def test_a_mixed_batch_gives_the_logits_of_transformers(make: Callable[[str], Ma
 
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens_are_those_of_transformers(make: Callable[[str], Made], name: str) -> None:
-    """In chunks, beside others, over a shared prefix and through a preemption."""
+    """In chunks and batches, with a shared prefix and a preemption."""
     made = make(name)
     shared, first, other = prompts(3, [10, 5, 6], VOCAB)
     texts = [first, [*shared, *other[:3]], [*shared, *other[2:]]]
@@ -124,7 +124,7 @@ def test_bfloat16_logits_are_those_of_transformers(make: Callable[[str], Made], 
     assert (logits - exact).norm() < 5e-2 * exact.norm()
 
 
-def test_there_are_cases_without_a_decoder_of_ours() -> None:
+def test_some_cases_have_no_native_decoder() -> None:
     types = {getattr(transformers, case.config).model_type for case in CASES.values()}
     assert types - set(ARCHITECTURES) == {"afmoe", "diffllama", "nanochat"}
 
@@ -140,14 +140,14 @@ def test_there_are_cases_without_a_decoder_of_ours() -> None:
         ("ViTConfig", "neither supported"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(tmp_path: Path, config: str, reason: str) -> None:
+def test_unsupported_models_are_refused_with_the_reason(tmp_path: Path, config: str, reason: str) -> None:
     made = getattr(transformers, config)()
     with pytest.raises(ConfigError, match=f"{made.model_type!r}.*{reason}"):
         load(saved(tmp_path, made))
     assert reason in support_of(made.model_type, made.to_dict())
 
 
-def test_support_is_told_without_loading() -> None:
+def test_support_is_known_without_loading() -> None:
     assert support_of("llama", {}) == "native"
     assert support_of("nanochat", {}) == "fallback"
     assert "--trust-remote-code" in support_of("unheard_of", {"auto_map": {"AutoModelForCausalLM": "a.B"}})
@@ -156,13 +156,13 @@ def test_support_is_told_without_loading() -> None:
     assert "unquantized" in support_of("nanochat", {"quantization_config": {"quant_method": "awq"}})
 
 
-def test_several_ranks_are_refused_with_what_shards(make: Callable[[str], Made]) -> None:
+def test_several_ranks_are_refused_with_a_list_of_supported_types(make: Callable[[str], Made]) -> None:
     options = LoadOptions(make("nanochat").folder, torch.float32, CPU, 4)
     with pytest.raises(ConfigError, match=r"'nanochat'.*one rank only, not on 2.*llama"):
         load_model(options, RankGroup(0, 2))
 
 
-def test_masks_of_a_models_own_are_refused(tmp_path: Path) -> None:
+def test_custom_attention_masks_are_refused(tmp_path: Path) -> None:
     save_model(make_model("doge", Case("DogeConfig")), tmp_path)
     with pytest.raises(ConfigError, match=r"'doge' is not served: .*masks of its own"):
         load(tmp_path)
@@ -171,14 +171,14 @@ def test_masks_of_a_models_own_are_refused(tmp_path: Path) -> None:
 def test_a_rope_that_depends_on_the_batch_is_refused(tmp_path: Path) -> None:
     rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}}
     save_model(make_model("jais2", Case("Jais2Config", rope)), tmp_path)
-    with pytest.raises(ConfigError, match="its rope, 'dynamic'"):
+    with pytest.raises(ConfigError, match="its rope scaling 'dynamic'"):
         load(tmp_path)
 
 
-def test_a_model_that_looks_beyond_attention_is_found_out(
+def test_a_model_with_memory_beyond_attention_is_refused(
     make: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its layers see the row before, which in a batch may be another text's."""
+    """Its layers read the previous row, which may belong to another text of the batch."""
     layer = transformers.models.jais2.modeling_jais2.Jais2MLP
     forward = layer.forward
     monkeypatch.setattr(layer, "forward", lambda self, x: forward(self, x + x.roll(1, dims=1)))
@@ -186,7 +186,7 @@ def test_a_model_that_looks_beyond_attention_is_found_out(
         load(make("jais2").folder)
 
 
-def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
+def test_missing_weights_are_named(tmp_path: Path) -> None:
     model = make_model("jais2", CASES["jais2"])
     state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp" not in name}
     model.save_pretrained(tmp_path, state_dict=state)
@@ -196,7 +196,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint whose class only its own code knows: Llama with the vocabulary reversed."""
+    """A checkpoint with its own model class: Llama with a reversed vocabulary."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     folder = tmp_path / "checkpoint"
@@ -218,8 +218,8 @@ def test_a_checkpoints_own_code_runs_only_with_the_flag(own_code: Path, make: Ca
     torch.testing.assert_close(logits, make("llama").logits(text).flip(-1), atol=1e-4, rtol=1e-4)
 
 
-def test_code_that_nobody_needs_is_not_run(make: Callable[[str], Made], tmp_path: Path) -> None:
-    """Where transformers knows the model, the flag changes nothing."""
+def test_code_that_is_not_needed_is_not_run(make: Callable[[str], Made], tmp_path: Path) -> None:
+    """If transformers knows the model, the flag has no effect."""
     save_model(make("jais2").reference, tmp_path)
     (tmp_path / "modeling_bad.py").write_text("raise RuntimeError('was run')")
     path = tmp_path / "config.json"

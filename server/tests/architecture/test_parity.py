@@ -1,4 +1,4 @@
-"""Every architecture against transformers: logits in both precisions, greedy tokens, and the same on several ranks."""
+"""Every architecture against transformers: logits in two dtypes and greedy tokens; several ranks against one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock_server.parallel import RankGroup
 from rank_pool import RankPool
 from rank_program import run
 from safetensors.torch import load_file, save_file
-from shares import copied_numbers, held_bytes
+from shares import held_bytes, num_copied_elements
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
@@ -44,7 +44,7 @@ class Made:
     case: Case
     reference: transformers.PreTrainedModel
     reference_folder: Path
-    folder: Path  # the same, but for layouts that transformers has no class for
+    folder: Path  # differs from it for layouts that transformers has no class for
 
     @property
     def shortest(self) -> int:
@@ -54,7 +54,7 @@ class Made:
         return driver.sequence(text, self.case.num_source(text))
 
     def logits(self, text: list[int], reference: transformers.PreTrainedModel | None = None) -> torch.Tensor:
-        """[tokens, vocab], zeros for the tokens of a source; of the case's model or of one like it."""
+        """[tokens, vocab], zeros for source tokens; by the case's model or the given one."""
         return reference_logits(reference or self.reference, text, self.case.num_source(text))
 
 
@@ -69,7 +69,7 @@ def reference_logits(model: transformers.PreTrainedModel, text: list[int], num_s
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small operators on a busy machine spend their time in OpenMP's barriers otherwise."""
+    """On a busy machine, small operators on several threads spend their time in OpenMP barriers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -136,8 +136,8 @@ def test_a_mixed_batch_gives_the_logits_of_transformers(made: Made, measured: Me
 def test_bfloat16_logits_are_those_of_transformers(
     made: Made, measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 2e-2 of the logits' scale, both taken as root mean squares; transformers computes in bfloat16 too. Where
-    rounding decides between two experts, it goes on with ours."""
+    """Within 2e-2 of the logits' scale, both as root mean squares; transformers computes in bfloat16 too. Where
+    rounding decides between two experts, transformers is made to follow our choice, in at most a tenth of the rows."""
     followed = Followed()
     followed.record(monkeypatch)
     driver = driver_of(made.folder, torch.bfloat16, block_tokens=16)
@@ -158,9 +158,8 @@ def test_bfloat16_logits_are_those_of_transformers(
 
 @pytest.mark.column("greedy")
 def test_greedy_tokens_are_those_of_transformers(made: Made, measured: Measured) -> None:
-    """In chunks, beside others, over a shared prefix and through a preemption. A token that transformers finds best
-    after each token that was found before is the token that it would have generated. Answers share no prefix where
-    there are sources."""
+    """In chunks and batches, with a shared prefix and a preemption. If each token is the argmax of transformers after
+    the tokens before it, then transformers would have generated the same text. Models with sources share no prefix."""
     shared, first, other = prompts(3, [10, made.shortest + 4, 6], VOCAB)
     texts = [first, [*shared, *other[:3]], [*shared, *other[2:]]]
     run = EngineRun(made.folder, num_source=made.case.num_source)
@@ -180,7 +179,7 @@ def test_greedy_tokens_are_those_of_transformers(made: Made, measured: Measured)
     ],
 )
 def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool, measured: Measured) -> None:
-    """Their logits and tokens are those of one rank, and they hold what one holds, and the copies that are expected."""
+    """Logits and tokens equal those of one rank, and the ranks hold its weights once, plus the expected replicas."""
     texts = prompts(4, [19, made.shortest + 12, made.shortest + 1], VOCAB)
     sources = [made.case.num_source(text) for text in texts]
     one = alone(made.folder, tuple(map(tuple, texts)), tuple(sources))
@@ -188,7 +187,7 @@ def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool
     torch.testing.assert_close(several["logits"], one["logits"], atol=1e-4, rtol=1e-4)
     assert several["tokens"] == one["tokens"]
     assert several["ranks_weight_bytes"] == [held_bytes(made.folder, rank, size, exact) for rank in range(size)]
-    copies = 4 * sum(copied_numbers(made.folder, size, exact).values())
+    copies = 4 * sum(num_copied_elements(made.folder, size, exact).values())
     assert sum(several["ranks_weight_bytes"]) == one["weight_bytes"] + copies
     measured.difference(made.name, f"{size} ranks", float((several["logits"] - one["logits"]).abs().max()))
 
@@ -203,7 +202,7 @@ def test_every_architecture_has_a_case() -> None:
     assert set(ARCHITECTURES) == tested
 
 
-def test_draft_layers_behind_the_last_are_left_alone(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
     make_model("deepseek-v3", CASES["deepseek-v3"]).save_pretrained(tmp_path)
     weights, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     draft = {f"model.layers.3.{name}": torch.zeros(2) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
@@ -215,8 +214,8 @@ def test_draft_layers_behind_the_last_are_left_alone(tmp_path: Path) -> None:
         driver_of(tmp_path, torch.float32, block_tokens=4)
 
 
-def test_the_theta_of_published_dbrx_counts(tmp_path: Path) -> None:
-    """transformers 5 reads 10000 from such a configuration; the checkpoint was trained with what it says."""
+def test_the_theta_of_published_dbrx_configurations_is_read(tmp_path: Path) -> None:
+    """transformers 5 ignores the theta of such a configuration, with which the checkpoint was trained."""
     values = {**CASES["dbrx"].sizes, **CASES["dbrx"].values, "model_type": "dbrx"}
     del values["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -225,8 +224,8 @@ def test_the_theta_of_published_dbrx_counts(tmp_path: Path) -> None:
     assert rope.theta == 1000.0
 
 
-def test_factors_of_a_rope_follow_the_longest_sequence_that_is_served(tmp_path: Path) -> None:
-    """transformers takes a text's own length, so the same texts must be equal on either side of the original one."""
+def test_longrope_factors_follow_the_longest_served_sequence(tmp_path: Path) -> None:
+    """transformers selects by the text's length, so ours equals it for long texts or for short ones, as limited."""
     case = CASES["phi3-long-rope"]
     values = {**case.values, "original_max_position_embeddings": 32}
     reference = make_model("phi3-long-rope", replace(case, values=values))
@@ -243,17 +242,17 @@ def test_factors_of_a_rope_follow_the_longest_sequence_that_is_served(tmp_path: 
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.published is None])
-def test_a_configuration_that_leaves_keys_out_means_what_transformers_takes(name: str) -> None:
+def test_missing_configuration_keys_have_the_defaults_of_transformers(name: str) -> None:
     case = CASES[name]
     check_defaults(case, {**case.sizes, **case.values})
     if case.model_type == "deepseek_v2":
-        return  # transformers has no default for the experts of a token
+        return  # transformers has no default for num_experts_per_tok
     sizes = getattr(transformers, case.config)().to_dict()
     check_defaults(case, {key: sizes[key] for key in case.sizes if key in sizes and key != "num_key_value_heads"})
 
 
 def check_defaults(case: Case, given: dict[str, Any]) -> None:
-    """The values alone mean the same as the configuration that transformers makes of them."""
+    """The builder reads the same spec from the values and from the configuration that transformers makes of them."""
     whole = getattr(transformers, case.config)(**copy.deepcopy(given)).to_dict()
     build, path = ARCHITECTURES[case.model_type], Path("config.json")
     assert build(Config(given, path)) == build(Config(whole, path))

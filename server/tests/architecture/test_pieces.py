@@ -1,4 +1,4 @@
-"""Weights that are read piece by piece are those that are read at once: whatever their layout, for every rank."""
+"""Weights read in pieces equal those read at once, for every layout and every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = [(RankGroup(), True), (RankGroup(1, 2), True), (RankGroup(1, 2), False)]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a few rows, not the same number in the file's pieces and in the model's."""
+    """Small pieces, of different sizes in the file and in the model."""
     monkeypatch.setattr(loader, "PIECE_BYTES", 1000)
     monkeypatch.setattr(safetensors_file, "PIECE_BYTES", 700)
     monkeypatch.setattr(gguf_matrix, "PIECE_WEIGHTS", 200)

@@ -1,6 +1,6 @@
-"""In bfloat16 on native kernels a token's logits are the same bits, however its prompt is cut, whatever is beside it,
-and whatever stands in blocks before its window: for every architecture, and over several tiles and segments of the
-kernels for each kind of attention."""
+"""In bfloat16 on native kernels, a token's logits are the same to the bit however its prompt is cut into chunks,
+whatever else is in the batch, and whatever blocks before its window contain: for every architecture, and for each kind
+of attention over several tiles and segments of the kernels."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tiny_models import prompts
 pytestmark = pytest.mark.skipif(not native_ops.available(), reason="needs native operators")
 
 BLOCK_TOKENS = 16
-LENGTH = 330  # two of the segments that the kernels give a softmax of its own
-SHORT_LENGTH = 90  # two of their tiles
+LENGTH = 330  # two segments of the kernels, each with its own softmax
+SHORT_LENGTH = 90  # two tiles of the kernels
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -46,7 +46,7 @@ LONG_CASES = {
         "FalconConfig", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}, SIZES
     ),
     "bloom": Case("BloomConfig", {"n_layer": 3, "n_head": 8}, SIZES),
-    # Neither a head nor what is activated is a multiple of what vectors hold.
+    # Neither the head dimension nor the intermediate size is a multiple of the vector length.
     "gpt2": Case(
         "GPT2Config",
         {"n_embd": 100, "n_layer": 3, "n_head": 5, "n_inner": 1000, "n_positions": 512, "vocab_size": VOCAB},
@@ -74,7 +74,7 @@ def two_threads() -> Iterator[None]:
 
 
 def give_back(driver: ModelDriver, sequence: DrivenSequence) -> None:
-    """What the next token does not see is another's: here, what is not a number."""
+    """Overwrites the blocks before the next token's window with NaN, as if they were released."""
     window = driver.model.window_tokens
     num_passed = max(0, sequence.num_computed + 1 - window) // BLOCK_TOKENS if window else 0
     for cache in driver.model.caches:
@@ -84,7 +84,7 @@ def give_back(driver: ModelDriver, sequence: DrivenSequence) -> None:
 def logits_of(
     model: CausalModel, text: list[int], num_source: int, chunks: list[int], beside: list[list[int]]
 ) -> torch.Tensor:
-    """[tokens behind the source, vocab], of a text that is given in such chunks, while others start and go on."""
+    """[tokens after the source, vocab] for a text in these chunks, while other texts start and continue."""
     driver = ModelDriver(model, BLOCK_TOKENS)
     sequence = driver.sequence(text, num_source)
     others = [driver.sequence(other, min(num_source, 3)) for other in beside]
@@ -102,7 +102,7 @@ def logits_of(
 
 
 def assert_same_bits(model: CausalModel, length: int, num_source: int, cuts: list[list[int]]) -> None:
-    """cuts: in what chunks a text goes behind its source, which is never cut."""
+    """cuts: chunk sizes of the text after its source, which is never cut."""
     assert model.attention_name == "native"
     text, *beside = prompts(7, [length, 2 * length // 5, length // 4], VOCAB)
     whole = logits_of(model, text, num_source, [length], [])
@@ -116,7 +116,7 @@ def assert_same_bits(model: CausalModel, length: int, num_source: int, cuts: lis
 
 
 @pytest.mark.parametrize("name", LONG_CASES)
-def test_logits_are_the_same_bits_however_a_prompt_is_cut_and_beside_anything(name: str, tmp_path: Path) -> None:
+def test_logits_do_not_depend_on_chunks_or_other_sequences(name: str, tmp_path: Path) -> None:
     model = load(name, LONG_CASES[name], tmp_path)
     num_source = 150 if model.max_source_tokens else 0
     behind = LENGTH - num_source
@@ -126,7 +126,7 @@ def test_logits_are_the_same_bits_however_a_prompt_is_cut_and_beside_anything(na
 
 @pytest.mark.column(SAME_BITS)
 @pytest.mark.parametrize("name", CASES)
-def test_every_architecture_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_logits_of_every_architecture_do_not_depend_on_chunks_or_other_sequences(name: str, tmp_path: Path) -> None:
     model = load(name, CASES[name], tmp_path)
     num_source = 20 if model.max_source_tokens else 0
     behind = SHORT_LENGTH - num_source

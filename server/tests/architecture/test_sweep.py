@@ -1,4 +1,4 @@
-"""Every other causal model of transformers gives its tokens over our cache, or is refused with a reason."""
+"""Every other causal model of transformers generates its tokens over our cache, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_parity import one_thread  # noqa: F401 - a fixture
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", model_types())
-def test_is_served_as_transformers_does_or_refused(model_type: str, tmp_path: Path, measured: Measured) -> None:
+def test_is_served_like_transformers_or_refused(model_type: str, tmp_path: Path, measured: Measured) -> None:
     came_out = outcome(model_type, tmp_path)
     measured.other(model_type, came_out)
     assert came_out == SERVED or len(came_out) > len("not tried: ")

@@ -1,4 +1,4 @@
-"""Where every layer sees a window, blocks before it are given to others, and nobody notices."""
+"""If every layer has a sliding window, blocks before it can be reused without effect on the sequence."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SHARED_TOKENS = 24
 
 
 def held(sequence: Running) -> list[int]:
-    """The blocks that its next token sees."""
+    """The blocks in the window of its next token."""
     return sequence.blocks[max(0, sequence.num_computed + 1 - WINDOW) // BLOCK_TOKENS :]
 
 
 class WindowedRun(EngineRun):
-    """What a sequence has passed, whoever needs a block next overwrites."""
+    """Releases blocks before a sequence's window, so that other sequences overwrite them."""
 
     def __init__(self, folder: Path, num_blocks: int) -> None:
         super().__init__(folder)
@@ -45,7 +45,7 @@ def test_blocks_before_the_window_may_be_overwritten(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     texts = prompts(3, [45, 31, 44], 131)
     texts[1][:SHARED_TOKENS] = texts[0][:SHARED_TOKENS]
-    run = WindowedRun(tmp_path, num_blocks=18)  # without windows they would need 53
+    run = WindowedRun(tmp_path, num_blocks=18)  # 53 would be needed without windows
     assert run.engine.model.window_tokens == WINDOW
 
     first = run.start(texts[0])

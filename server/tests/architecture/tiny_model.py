@@ -12,9 +12,9 @@ from cases import NEVER, Case
 
 
 def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
-    """Every tensor random, norms too, and of a size that keeps the activations' scale: what is forgotten shows.
+    """All tensors are random, norms too, and keep the scale of activations, so that an omitted part changes the result.
 
-    With the attention that transformers chooses: eager Falcon adds its ALiBi twice.
+    The attention implementation is transformers' default, because its eager Falcon adds ALiBi twice.
     """
     config = getattr(transformers, case.config)(**copy.deepcopy({**NEVER, **case.sizes, **case.values}))
     torch.manual_seed(zlib.crc32(name.encode()))
@@ -32,13 +32,13 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
                 buffer.uniform_(-0.4, 0.4)
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
-                continue  # a table that is computed
+                continue  # a computed table
             if parameter.dim() == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
             else:
                 parameter.normal_(std=0.8 / parameter.shape[-1] ** 0.5)
             if name.endswith("Attention.q.weight"):
-                parameter.mul_(config.d_kv**-0.5)  # T5 does not scale scores: its queries are small
+                parameter.mul_(config.d_kv**-0.5)  # T5 does not scale scores; its queries are small instead
     return model.eval()
 
 
