@@ -118,7 +118,7 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class UnreadRows:
-    """This rank's rows of some parameters, concatenated, to be read once. Implements `Unread`."""
+    """This rank's rows of some parameters, concatenated, to be read once. Implements `LazyWeight`."""
 
     loader: Loader
     names: tuple[str, ...]
