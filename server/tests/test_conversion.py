@@ -21,7 +21,7 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.prepare import prepare
 from penstock_server.weights import conversion
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import Tensor
@@ -151,7 +151,7 @@ def truncate(path: Path) -> None:
         ),
         (lambda path: torch.save({"model": {"x": torch.zeros(1)}, "epoch": 3}, path), "under 'model' it holds a dict"),
         (lambda path: torch.save([torch.zeros(1)], path), "holds a list, not a state dict"),
-        (lambda path: torch.save({}, path), "hold no tensors"),
+        (lambda path: torch.save({}, path), "no tensors found"),
         (lambda path: torch.save({"x": torch.zeros(2, 2).to_sparse()}, path), "tensor x is sparse"),
         (lambda path: torch.save({"x": torch.zeros(2, dtype=torch.complex64)}, path), "x is of type complex64"),
         (truncate, "is truncated or damaged"),
@@ -179,19 +179,33 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
         prepare(str(folder))
 
 
-def test_a_full_disk_is_said_before_and_during(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_reported_before_anything_is_written(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(cache_module.shutil, "disk_usage", lambda path: usage._replace(free=10))
-        with pytest.raises(ConfigError, match=r"has no room for 0\.\d GB: 0\.0 GB are free; make room, or set HF_HOME"):
-            prepare(str(folder))
-    writes = iter(range(100))
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage._replace(free=10))
+    with pytest.raises(ConfigError, match=r"has no room for 0\.\d GB: 0\.0 GB are free; make room, or set HF_HOME"):
+        prepare(str(folder))
+    assert not list(cache.iterdir())
 
-    def fill(*arguments: object) -> None:
-        if next(writes) == 0:
-            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(conversion.os, "fsync", fill)
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("os.fsync", OSError(28, "No space left on device")),
+        ("safetensors.torch.save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
+    ],
+)
+def test_a_disk_that_fills_up_is_reported_and_leaves_nothing(
+    function: str, error: Exception, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter(range(100))
+
+    def fail_once(*arguments: object) -> None:
+        if next(calls) == 0:
+            raise error
+
+    monkeypatch.setattr(function, fail_once)
     with pytest.raises(ConfigError, match="has no room"):
         prepare(str(folder))
     assert not list(cache.iterdir())

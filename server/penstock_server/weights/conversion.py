@@ -1,17 +1,17 @@
-"""PyTorch's pickles → a folder in the cache with the same tensors as safetensors, beside links to all other files.
+"""Converts PyTorch pickles to safetensors, in a cached folder that links to the model's other files.
 
-Names, types and values stay. The weights are converted once; the links are renewed whenever the folder is asked for, so
-that a tokenizer or a template may change without that.
+Names, types and values stay the same. The weights are converted once. The links are renewed each time the folder is
+requested, so that a tokenizer or template may change without another conversion.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from penstock_server.errors import ConfigError
 from penstock_server.model_cache import content_key, made_folder
@@ -22,9 +22,8 @@ from penstock_server.weights.safetensors_header import ITEM_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYOUT_VERSION = 1  # raise it when what is written here changes
+LAYOUT_VERSION = 2  # increment when the written files change
 MAX_SHARD_BYTES = 5_000_000_000
-PIECE_BYTES = 16 << 20
 DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -42,7 +41,10 @@ DTYPE_NAMES = {
 
 
 def converted_folder(folder: Path, files: WeightFiles, name: str) -> Path:
-    """Raises ConfigError when a file is no state dict, is damaged, or the cache has no room."""
+    """The cached folder with the converted weights, made if it is missing.
+
+    Raises ConfigError when a file is damaged or not a state dict, or the cache has no room.
+    """
     key = content_key(LAYOUT_VERSION, [path.resolve() for path in files.paths])
     num_bytes = sum(path.stat().st_size for path in files.paths)
     made = made_folder(name, key, lambda target: _convert(files.paths, target, num_bytes), num_bytes)
@@ -51,92 +53,65 @@ def converted_folder(folder: Path, files: WeightFiles, name: str) -> Path:
 
 
 def _convert(paths: Iterable[Path], target: Path, num_bytes: int) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+
     from penstock_server.weights.torch_file import read_state_dict
 
+    tensors: dict[str, Tensor] = {}
     sources: dict[str, Path] = {}
-    shards: list[list[str]] = []
-    with Progress(f"converting {num_bytes / 1e9:.1f} GB to safetensors, once", num_bytes) as progress:
+    with Progress(f"converting {num_bytes / 1e9:.1f} GB of pickles to safetensors (only once)", num_bytes) as progress:
         for path in paths:
-            tensors = read_state_dict(path)
-            for name in tensors:
+            for name, tensor in read_state_dict(path).items():
                 if name in sources:
                     raise ConfigError(f"tensor {name} is in two files: {sources[name].name} and {path.name}")
-                sources[name] = path
-            for names in _shards(tensors):
-                with (target / f"{len(shards)}.part").open("wb") as file:
-                    write_safetensors(file, {name: tensors[name] for name in names}, progress)
-                shards.append(names)
-    if not sources:
-        raise ConfigError(f"{', '.join(path.name for path in paths)} hold no tensors")
-    _name_shards(target, shards, sum(path.stat().st_size for path in target.glob("*.part")))
+                if dtype_name(tensor) not in ITEM_BYTES:
+                    raise ConfigError(f"tensor {name} is of type {dtype_name(tensor)}, which cannot be converted")
+                tensors[name], sources[name] = tensor, path
+        if not tensors:
+            raise ConfigError(f"{', '.join(path.name for path in paths)}: no tensors found")
+        split = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_SHARD_BYTES)
+        for file_name, names in split.filename_to_tensors.items():
+            _write(target / file_name, {name: tensors[name] for name in names})
+            progress.advance((target / file_name).stat().st_size)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (target / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def _shards(tensors: dict[str, Tensor]) -> Iterator[list[str]]:
-    names: list[str] = []
-    filled = 0
-    for name, tensor in tensors.items():
-        if names and filled + tensor.nbytes > MAX_SHARD_BYTES:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += tensor.nbytes
-    if names:
-        yield names
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes and syncs one file.
 
-
-def _name_shards(target: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Names as the hub has them; the index only where there are several."""
-    if len(shards) == 1:
-        (target / "0.part").rename(target / "model.safetensors")
-        return
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file_name = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        (target / f"{number}.part").rename(target / file_name)
-        weight_map.update(dict.fromkeys(names, file_name))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (target / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def write_safetensors(file: BinaryIO, tensors: dict[str, Tensor], progress: Progress) -> None:
-    """One after the other, so that no more than a piece of one is in memory; on the disk when it returns.
-
-    A view is written as what it shows and a storage that several tensors share once for each: the format knows neither.
+    Tensors are written directly from the mapped pickle. Only views, and tensors that share their storage with another
+    tensor of the file, are copied first, because the format supports neither.
     """
-    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
 
-    header: dict[str, dict[str, object]] = {}
-    offset = 0
+    storages: set[int] = set()
     for name, tensor in tensors.items():
-        dtype = dtype_name(tensor)
-        if dtype not in ITEM_BYTES:
-            raise ConfigError(f"tensor {name} is of type {dtype}, which safetensors does not know")
-        stop = offset + tensor.nbytes
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
-        offset = stop
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors lie at multiples of eight
-    file.write(struct.pack("<Q", len(text)) + text)
-    for tensor in tensors.values():
-        if tensor.numel() == 0:
-            continue
-        rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
-        step = max(1, PIECE_BYTES // max(1, rows[0].nbytes))
-        for piece in rows.split(step):
-            file.write(piece.contiguous().view(-1).view(torch.uint8).numpy().data)
-            progress.advance(piece.nbytes)
-    file.flush()
-    os.fsync(file.fileno())
+        storage = tensor.untyped_storage()
+        is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
+        if not is_whole or storage.data_ptr() in storages:
+            tensors[name] = tensor.contiguous().clone()
+        storages.add(storage.data_ptr())
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        if os.strerror(errno.ENOSPC) in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """What safetensors calls the type; torch's own name where it has none."""
+    """The tensor's type as safetensors names it, or torch's name for a type without one."""
     name = str(tensor.dtype).removeprefix("torch.")
     return DTYPE_NAMES.get(name, name)
 
 
 def _renew_links(source: Path, made: Path) -> None:
-    """Links in `made` to whatever else lies in `source`, and to nothing that is gone."""
+    """Makes `made` link to every other file of `source`, and removes links to files that are gone."""
     wanted = {path.name: path for path in source.resolve().iterdir() if not is_weight_or_index(path.name)}
     for path in made.iterdir():
         if path.is_symlink() and (path.name not in wanted or path.readlink() != wanted[path.name]):
@@ -145,4 +120,4 @@ def _renew_links(source: Path, made: Path) -> None:
         try:
             (made / name).symlink_to(path)
         except FileExistsError:
-            continue  # there already, or another process was faster
+            continue  # it exists already, or another process was faster
