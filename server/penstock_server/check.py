@@ -1,6 +1,7 @@
-"""`python -m penstock_server.check [MODEL]`: what a model is, how it would be served here, and all that is wrong.
+"""`python -m penstock_server.check [MODEL]`: describes a model, how it would be served here, and every problem.
 
-Starts no server and loads no weights. Exit status 0 when it can be served, 1 when not. `penstock check` runs this.
+Starts no server and loads no weights. Exits with status 0 when the model can be served, else 1. `penstock check` runs
+this.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 
 from penstock_server.inspection.files import ModelFiles
 from penstock_server.inspection.reference import find_model
-from penstock_server.inspection.text import TextFacts, look_at_text
+from penstock_server.inspection.text import TextFacts, inspect_text
 
 MEMORY_FRACTION = 0.9  # as --cuda-memory-fraction
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that is known of one model; `layout` as in `inspection.layout.Layout`."""
+    """The facts about one model. layout: an `inspection.layout.Layout`, or None."""
 
     files: ModelFiles
     text: TextFacts
@@ -35,17 +36,17 @@ class Report:
 
     @property
     def stored_as(self) -> dict[str, int]:
-        """How many tensors are of which type."""
+        """The number of tensors of each type."""
         return dict(Counter(tensor.dtype for tensor in (self.files.tensors or {}).values()).most_common())
 
 
 def check(model_id: str | None, revision: str | None, num_ranks: int, dtype: str, memory_fraction: float) -> Report:
-    """Never raises for what is wrong with a model: that is in the report."""
+    """Inspects a model. Its problems are in the report and raise no errors."""
     files = find_model(model_id, revision)
     text, layout = TextFacts(), None
     if files.folder is not None and any(files.folder.iterdir()):
-        text = look_at_text(files.folder, files.problems, files.notes)
-        # Torch takes seconds to import; what has no configuration needs none.
+        text = inspect_text(files.folder, files.problems, files.notes)
+        # Importing torch takes seconds, so only when it is needed.
         if (files.folder / "config.json").is_file():
             from penstock_server.inspection.layout import lay_out
 
@@ -56,6 +57,7 @@ def check(model_id: str | None, revision: str | None, num_ranks: int, dtype: str
 
 
 def as_json(report: Report) -> dict[str, Any]:
+    """The report for programs."""
     files = report.files
     return {
         "model": files.name,
@@ -72,11 +74,12 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
+    """The report for people."""
     files, text, layout = report.files, report.text, report.layout
     rows = [("model", files.name), ("origin", files.origin)]
     if layout is not None:
         rows.append(("architecture", layout.architecture))
-        of_source = f", {layout.max_source_tokens} of them the source's" if layout.max_source_tokens else ""
+        of_source = f", of which {layout.max_source_tokens} for the source" if layout.max_source_tokens else ""
         rows.append(("context", f"{layout.max_position_tokens} tokens{of_source}"))
     if report.num_parameters is not None:
         rows.append(("parameters", f"{report.num_parameters:,}"))
@@ -92,13 +95,13 @@ def as_text(report: Report) -> str:
     if files.folder is not None:
         rows.append(("chat template", text.chat_template or "none"))
     if text.eos_token_ids:
-        rows.append(("ends with", ", ".join(map(str, text.eos_token_ids))))
+        rows.append(("EOS tokens", ", ".join(map(str, text.eos_token_ids))))
     if layout is not None:
         rows.append(("computed in", f"{layout.dtype} on {layout.device}, {len(layout.ranks)} rank(s)"))
         for number, rank in enumerate(layout.ranks):
             rows.append((f"rank {number}", f"{rank.num_heads} heads, {rank.num_kv_heads} KV heads"))
-            rows.append(("", f"weights {_size(rank.weight_bytes)}, KV cache {rank.kv_bytes_per_token} bytes a token"))
-            rows.append(("", f"{rank.fitting_tokens} tokens fit now ({_size(rank.free_bytes)} are free)"))
+            rows.append(("", f"weights {_size(rank.weight_bytes)}, KV cache {rank.kv_bytes_per_token} bytes per token"))
+            rows.append(("", f"{rank.fitting_tokens} tokens fit now ({_size(rank.free_bytes)} free)"))
         rows.append(("KV cache", f"at most {min(rank.fitting_tokens for rank in layout.ranks)} tokens"))
     rows += [("note", note) for note in files.notes]
     rows += [("problem", problem) for problem in files.problems]
@@ -112,16 +115,16 @@ def _size(num_bytes: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="penstock check", description="What a model is, and whether it can be served."
+        prog="penstock check", description="Describe a model and whether it can be served."
     )
     parser.add_argument("model", nargs="?", help="model folder, .gguf file or hub id; without it the embedded model")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--num-shard", type=int, default=1, help="over how many ranks (1)")
-    parser.add_argument("--dtype", default="", help="float32, float16 or bfloat16; without it as the server chooses")
+    parser.add_argument("--num-shard", type=int, default=1, help="number of ranks (default 1)")
+    parser.add_argument("--dtype", default="", help="float32, float16 or bfloat16 (default: the server's choice)")
     parser.add_argument(
-        "--cuda-memory-fraction", type=float, default=MEMORY_FRACTION, help="part of memory to use (0.9)"
+        "--cuda-memory-fraction", type=float, default=MEMORY_FRACTION, help="fraction of memory to use (default 0.9)"
     )
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     if options.num_shard < 1:
         parser.error(f"--num-shard is {options.num_shard}, must be at least 1")

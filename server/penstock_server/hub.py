@@ -1,7 +1,7 @@
-"""Fetches a model from the Hugging Face hub into its cache: only the files that serving needs. Imports no torch.
+"""Downloads the files of a hub model that serving needs into the Hugging Face cache. Imports no torch.
 
-The library keeps every finished file and takes up a broken connection where it broke. Without a connection, or with
-HF_HUB_OFFLINE=1, what the cache holds is used.
+The library keeps finished files and resumes interrupted ones. Without a connection, or with HF_HUB_OFFLINE=1, the cache
+is used as it is.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ WATCH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
+    """A revision of a model in the cache."""
+
     folder: Path
     sha: str | None
     pipeline_tag: str | None
@@ -45,9 +47,10 @@ class Snapshot:
 def download(
     model_id: str, revision: str | None = None, with_code: bool = False, with_weights: bool = True
 ) -> Snapshot:
-    """Raises ConfigError when there is no such model, it is not open to us, or it has no weights that can be read.
+    """Downloads the missing files, or uses the cache when the hub cannot be reached.
 
-    with_weights: False where they are not wanted from the hub.
+    with_code: also the checkpoint's Python files. with_weights: whether to download weights.
+    Raises ConfigError when the model does not exist, is not accessible, or has no supported weights.
     """
     disable_progress_bars()
     with hub_errors(model_id, revision):
@@ -58,14 +61,14 @@ def download(
         except HfHubHTTPError as error:
             if error.response is not None and error.response.status_code < 500:
                 raise
-            return cached(model_id, revision, f"the hub answers {error}")
+            return cached(model_id, revision, f"the hub answered {error}")
         except (HTTPError, ConnectionError, TimeoutError) as error:
             return cached(model_id, revision, f"the hub cannot be reached ({error})")
 
 
 def _download(model_id: str, revision: str | None, with_code: bool, with_weights: bool) -> Snapshot:
     info = HfApi().model_info(model_id, revision=revision, files_metadata=True)
-    # From here on the very commit, so that nobody's push comes between two files.
+    # All files come from this commit, even if the branch moves during the download.
     commit = info.sha or revision
     cache = hub_cache(model_id)
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
@@ -84,13 +87,11 @@ def _download(model_id: str, revision: str | None, with_code: bool, with_weights
 
 @contextmanager
 def hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
-    """What the hub says, as ConfigErrors that tell what to do."""
+    """Converts errors of the hub to ConfigErrors with the remedy."""
     try:
         yield
     except HFValidationError as error:
-        raise ConfigError(
-            f"{model_id!r} is neither a file or folder that exists nor a name on the hub: {error}"
-        ) from error
+        raise ConfigError(f"{model_id!r} is neither an existing file or folder nor a valid hub id: {error}") from error
     except GatedRepoError as error:
         raise ConfigError(f"{model_id} is gated: accept its terms on the hub and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
@@ -112,14 +113,14 @@ def wanted_files(
     with_code: bool = False,
     with_weights: bool = True,
 ) -> list[str]:
-    """Of all files of a repository: configuration, tokenizer, templates, and one copy of the weights.
+    """Selects the files to download: configuration, tokenizer, chat templates and one copy of the weights.
 
-    `read` gives the text of a file; only an index is read. with_code: its Python files too.
+    read: returns the text of a file; only an index is read. with_code: also select Python files.
     """
     top = [name for name in names if "/" not in name]
     weights = choose_weights(model_id, top, read).names if with_weights else ()
     suffixes = (*SMALL_FILE_SUFFIXES, ".py") if with_code else SMALL_FILE_SUFFIXES
-    # Another format's index would promise files that are not there.
+    # An index of another format would name files that are not downloaded.
     small = [name for name in top if name.endswith(suffixes) and not _is_other_index(name, weights)]
     templates = [name for name in names if re.fullmatch(r"additional_chat_templates/[^/]+\.jinja", name)]
     code = [name for name in names if with_code and "/" in name and name.endswith(".py")]
@@ -132,9 +133,9 @@ def _is_other_index(name: str, weights: Collection[str]) -> bool:
 
 
 def hub_cache(model_id: str) -> Path:
-    """Where the model's files are or will be.
+    """The cache folder for the model.
 
-    COMPAT: TGI's images up to 2.2 kept models in /data itself, later ones in /data/hub; a volume may hold either.
+    COMPAT: TGI's images up to 2.2 kept models in /data, later ones in /data/hub. A volume may have either layout.
     """
     older = Path(constants.HF_HOME).expanduser()
     is_given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
@@ -144,15 +145,19 @@ def hub_cache(model_id: str) -> Path:
 
 
 def repository_name(model_id: str) -> str:
+    """The name of the model's folder in the cache."""
     return "models--" + model_id.replace("/", "--")
 
 
 def cached(model_id: str, revision: str | None, why: str) -> Snapshot:
-    """The snapshot that the cache holds of a branch, tag or commit, whole or not. Raises ConfigError when none."""
+    """The cached snapshot of a branch, tag or commit; it may be incomplete. Raises ConfigError when there is none.
+
+    why: the reason for using the cache, for the message.
+    """
     repository = hub_cache(model_id) / repository_name(model_id)
-    wanted = revision or DEFAULT_REVISION
-    reference = repository / "refs" / wanted
-    sha = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
+    name = revision or DEFAULT_REVISION
+    reference = repository / "refs" / name
+    sha = reference.read_text(encoding="utf-8").strip() if reference.is_file() else name
     folder = repository / "snapshots" / sha
     if not folder.is_dir():
         revision_part = f" at revision {revision}" if revision else ""
@@ -161,7 +166,7 @@ def cached(model_id: str, revision: str | None, why: str) -> Snapshot:
 
 
 def _remember(repository: Path, revision: str, sha: str) -> None:
-    """So that the name of a branch is known without a connection, as the library does for its own downloads."""
+    """Records the commit of a branch for offline use, as the library does for its own downloads."""
     reference = repository / "refs" / revision
     if revision == sha or (reference.is_file() and reference.read_text(encoding="utf-8") == sha):
         return
@@ -171,12 +176,12 @@ def _remember(repository: Path, revision: str, sha: str) -> None:
         unfinished.write_text(sha, encoding="utf-8")
         unfinished.replace(reference)
     except OSError:
-        return  # a cache that is mounted read-only serves all the same
+        return  # a read-only cache can still be served from
 
 
 @contextmanager
 def _watched(model_id: str, repository: Path, names: list[str], total_bytes: int, commit: str | None) -> Iterator[None]:
-    """Says how far the download is, by what has come to the disk: whatever way the library fetches it."""
+    """Reports the progress of the download from the bytes on disk, independent of the library's transfer method."""
     snapshot = repository / "snapshots" / str(commit)
     missing = [name for name in names if not (snapshot / name).exists()]
     if not missing:
@@ -207,6 +212,6 @@ def _blob_bytes(repository: Path) -> int:
         try:
             status = path.stat()
         except OSError:
-            continue  # renamed in the meantime
-        total += min(status.st_size, status.st_blocks * 512)  # parts may be written out of order
+            continue  # renamed meanwhile
+        total += min(status.st_size, status.st_blocks * 512)  # sparse: parts may be written out of order
     return total

@@ -1,7 +1,7 @@
-"""The cache for what is made from models: folders that are written once, whole or not at all. Imports no torch.
+"""The cache of folders that are made from models. Imports no torch.
 
-INVARIANT: a folder under its final name is complete. It is written under another name, by one process at a time, put
-on the disk and renamed. What a killed process left unfinished is cleared away by the next that makes the same folder.
+INVARIANT: a folder under its final name is complete. One process at a time writes it under another name, syncs it to
+disk and renames it. The next process that makes the same folder removes what a killed process left behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock_server.errors import ConfigError
 
 
 def cache_root() -> Path:
-    """$HF_HOME/penstock, so that a volume mounted for the hub's cache holds ours too."""
+    """$HF_HOME/penstock, so that a volume mounted for the hub's cache also holds this one."""
     home = os.environ.get("HF_HOME")
     base = (
         Path(home).expanduser()
@@ -32,7 +32,7 @@ def cache_root() -> Path:
 
 
 def content_key(version: int, paths: Iterable[Path]) -> str:
-    """Changes when one of the files does, or what is made of them (`version`)."""
+    """A hash that changes with `version`, and with the path, size or modification time of any of the files."""
     facts = [str(version)]
     for path in paths:
         status = path.stat()
@@ -40,51 +40,51 @@ def content_key(version: int, paths: Iterable[Path]) -> str:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
-def made_folder(name: str, key: str, write: Callable[[Path], None], need_bytes: int = 0) -> Path:
-    """The folder of that name and key, filled by `write` if it is not there yet.
+def made_folder(name: str, key: str, write: Callable[[Path], None], required_bytes: int = 0) -> Path:
+    """The cached folder with this name and key; `write` fills it if it is missing.
 
-    Raises ConfigError when the cache cannot be written or has no room for `need_bytes`.
+    Raises ConfigError when the cache cannot be written or has no room for `required_bytes`.
     """
     folder = cache_root() / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{key}"
     while not folder.is_dir():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            _make(folder, write, need_bytes)
+            _make(folder, write, required_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise ConfigError(_full_message(folder.parent, need_bytes)) from error
+                raise ConfigError(_full_message(folder.parent, required_bytes)) from error
             raise ConfigError(
                 f"cannot write to the model cache {folder.parent}: {error.strerror}; set HF_HOME"
             ) from error
     return folder
 
 
-def _make(folder: Path, write: Callable[[Path], None], need_bytes: int) -> None:
-    """Returns when the folder is there, or another process gave its own try up."""
+def _make(folder: Path, write: Callable[[Path], None], required_bytes: int) -> None:
+    """Returns when the folder exists, or when another process failed to make it."""
     unfinished = folder.with_name(f".unfinished-{folder.name}")
-    with _locked(unfinished) as is_mine:
-        if not is_mine or folder.is_dir():
+    with _locked(unfinished) as is_locked:
+        if not is_locked or folder.is_dir():
             return
         try:
             for path in unfinished.iterdir():
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            if need_bytes > shutil.disk_usage(unfinished).free:
+            if required_bytes > shutil.disk_usage(unfinished).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             write(unfinished)
             sync(unfinished)
             unfinished.rename(folder)
             sync(folder.parent)
         except BaseException:
-            # Also when the process is told to end: gigabytes are not left for nobody.
+            # Also on KeyboardInterrupt and SystemExit, so that no unfinished gigabytes stay behind.
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Holds a folder that is being written: made if need be, and free of other processes.
+    """Creates the folder if needed and locks it against other processes.
 
-    False when somebody renamed or removed it while we waited. A lock ends with its process, however that ends.
+    Yields False when another process renamed or removed the folder meanwhile. The lock ends with its process.
     """
     folder.mkdir(exist_ok=True)
     try:
@@ -103,15 +103,15 @@ def _lock(descriptor: int, name: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print(f"another process is making {name}; waiting for it", file=sys.stderr, flush=True)
+        print(f"another process is preparing {name}; waiting for it", file=sys.stderr, flush=True)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
-        # A file system without locks: two at once spoil each other's work, and the rename decides.
+        # A file system without locks: of concurrent processes, one rename succeeds and the others fail.
         return
 
 
 def sync(path: Path) -> None:
-    """Put a folder's entries on the disk; a rename is worth nothing when the power fails before them."""
+    """Syncs a folder's entries to disk, so that a power failure cannot leave a renamed folder incomplete."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -119,8 +119,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _full_message(root: Path, need_bytes: int) -> str:
-    need = f" for {need_bytes / 1e9:.1f} GB" if need_bytes else ""
+def _full_message(root: Path, required_bytes: int) -> str:
+    need = f" for {required_bytes / 1e9:.1f} GB" if required_bytes else ""
     free = shutil.disk_usage(root).free / 1e9
     return (
         f"the disk of the model cache {root} has no room{need}: {free:.1f} GB are free; "

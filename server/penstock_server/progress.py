@@ -1,4 +1,4 @@
-"""Tells how far long work has come, in lines that suit a log: what, bytes of how many, and the rate. Leaf: no torch."""
+"""Reports the progress of long work in log lines: bytes done, total bytes, rate. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL_S = 5.0
 
 
 class Progress:
-    """Lines on stderr: at the start, every few seconds, and at the end. Work of a moment gets only the first."""
+    """Prints to stderr at the start, every `interval_s` seconds and at the end. Quick work prints one line."""
 
     def __init__(self, what: str, total_bytes: int, interval_s: float = INTERVAL_S) -> None:
         self.what = what
@@ -30,11 +30,11 @@ class Progress:
             self._report("done: ")
 
     def advance(self, num_bytes: int) -> None:
-        """`num_bytes` more are done."""
+        """Adds `num_bytes` to the finished bytes."""
         self.reach(self.done_bytes + num_bytes)
 
     def reach(self, done_bytes: int) -> None:
-        """So many are done in all."""
+        """Sets the finished bytes."""
         self.done_bytes = done_bytes
         now = time.monotonic()
         if now - self.last >= self.interval_s:

@@ -1,4 +1,4 @@
-"""Writes tiny GGUF files as llama.cpp's converter would, from models made by transformers."""
+"""Writes tiny GGUF files from transformers models, as llama.cpp's converter would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MERGES = ["h e", "l l", "Ġ w", "he ll", "1 2"]
 
 
 def tokenizer_metadata(pre: str = "smollm", **changes: Any) -> dict[str, Any]:
-    """A byte-level tokenizer with two control tokens and one that a user defined."""
+    """A byte-level tokenizer with two control tokens and a user-defined token."""
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -35,7 +35,7 @@ def tokenizer_metadata(pre: str = "smollm", **changes: Any) -> dict[str, Any]:
     }
 
 
-# llama.cpp's key → what transformers calls it, one of these.
+# llama.cpp's key → the possible names in transformers.
 CONFIG_KEYS = {
     "block_count": ("num_hidden_layers",),
     "context_length": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
@@ -69,7 +69,7 @@ CONFIG_KEYS = {
 
 
 def model_metadata(config: transformers.PretrainedConfig, architecture: str) -> dict[str, Any]:
-    """What the files of every architecture say alike, as far as the configuration knows it."""
+    """The metadata that all architectures share, as far as the configuration has them."""
     values: dict[str, Any] = {}
     for key, names in CONFIG_KEYS.items():
         found = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
@@ -104,7 +104,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray], kind: str = "F32") -> Path:
-    """Matrices are stored as `kind`, vectors in float32."""
+    """Writes a file with matrices of type `kind` and vectors in float32."""
     writer = raw_writer(path, metadata)
     type_ = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
@@ -124,7 +124,7 @@ def save_gguf(
     old_layout: bool = False,
     **changes: Any,
 ) -> Path:
-    """The model as a GGUF file; a change to None takes a key away, one to an array is a tensor."""
+    """Writes the model as a GGUF file. changes: extra metadata; None removes a key, an array becomes a tensor."""
     metadata = {
         "general.architecture": architecture,
         **model_metadata(model.config, architecture),
@@ -139,7 +139,7 @@ def save_gguf(
 
 
 def mixtral_file(path: Path, kind: str = "F32", **changes: Any) -> Path:
-    """Two layers of four experts with random weights, and changes as `save_gguf` has them."""
+    """A random Mixtral with two layers of four experts. changes: as for `save_gguf`."""
     sizes = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def mixtral_file(path: Path, kind: str = "F32", **changes: Any) -> Path:
 
 
 def logits_of(folder: Path, text: list[int]) -> torch.Tensor:
-    """Of a prepared folder's model, at every token of the text: [tokens, vocab]."""
+    """The logits of a prepared folder's model at every token of the text: [tokens, vocab]."""
     model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 4), RankGroup())
     driver = ModelDriver(model)
     logits = driver.step([(driver.sequence(text), len(text))], every_row=True)

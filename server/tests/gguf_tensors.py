@@ -1,4 +1,4 @@
-"""The tensors of transformers' models as llama.cpp's converter names, splits, stacks and orders them."""
+"""The tensors of a transformers model, named, split, stacked and ordered as by llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from penstock_server.weights.gguf.checkpoint import COUNTED_FROM_ZERO, INTERLEAVED
 from safetensors.torch import load_file
 from torch import Tensor
 
+# What llama.cpp's converter does, listed here again so that the reader is not tested against its own tables: these
+# architectures derive from its LlamaModel with permuted q and k rows, and these store norm weights plus one.
+PERMUTED = ("arcee", "baichuan", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 NOT_CONVERTED = (".attn.bias", ".masked_bias", "inv_freq", ".act_fn.alpha_p", ".act_fn.alpha_n", ".beta", ".eps")
 OF_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 EXPERT_NAMES = {
@@ -24,7 +27,7 @@ EXPERT_NAMES = {
     "w3": "ffn_up_exps",
     **{f"{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
 }
-# Of tensors that hold gate and up, one behind the other.
+# Tensors that hold gate and up, one after the other.
 GATE_UP = {
     "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
     "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
@@ -35,7 +38,7 @@ DBRX_EXPERTS = {"w1": "ffn_gate_exps", "v1": "ffn_up_exps", "w2": "ffn_down_exps
 def gguf_tensors(
     model: transformers.PreTrainedModel, architecture: str, old_layout: bool = False
 ) -> dict[str, np.ndarray]:
-    """By GGUF's names. old_layout: DeepSeek's latents unfold by one tensor instead of two."""
+    """The tensors by their GGUF names. old_layout: DeepSeek's latent expansion is one tensor instead of two."""
     config = model.config
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(architectures[architecture], config.num_hidden_layers)
@@ -43,7 +46,7 @@ def gguf_tensors(
     for name, tensor in _split(_stacked(published_tensors(model)), config, old_layout):
         if name.endswith(NOT_CONVERTED):
             continue
-        # BLOOM's converter takes the prefix away first.
+        # BLOOM's converter removes the prefix first.
         names = (name, name.removeprefix("transformer."))
         gguf_name = next(filter(None, (table.get_name(each, (".weight", ".bias")) for each in names)), None) or name
         assert gguf_name.startswith(("blk.", "enc.", "dec.", "output", "token_embd", "position_embd")), name
@@ -52,14 +55,14 @@ def gguf_tensors(
 
 
 def published_tensors(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
-    """As in the checkpoints on the hub."""
+    """The tensors as `save_pretrained` writes them."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor for each matrix of all experts, and of StableLM's norms of all heads."""
+    """Stacks the matrices of all experts, and StableLM's norms of all heads."""
     stacked: dict[str, Tensor] = {}
     parts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -77,7 +80,7 @@ def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _split(tensors: dict[str, Tensor], config: Any, old_layout: bool) -> Iterator[tuple[str, Tensor]]:
-    """What llama.cpp keeps apart, under names of its own; all else as it is."""
+    """Splits the tensors that llama.cpp stores separately, under its names. Yields the others unchanged."""
     for name, tensor in tensors.items():
         layer = re.search(r"\.(\d+)\.", name)
         block = f"blk.{layer[1]}" if layer else ""
@@ -87,7 +90,7 @@ def _split(tensors: dict[str, Tensor], config: Any, old_layout: bool) -> Iterato
                 yield f"{block}.{half}.weight", part
         elif "block_sparse_moe.router" in name:
             yield f"{block}.ffn_gate_inp.weight", tensor
-        elif name.endswith("experts.gate_up_proj"):  # gpt-oss: by inputs, gate and up in turn
+        elif name.endswith("experts.gate_up_proj"):  # gpt-oss: transposed, gate and up interleaved
             for offset, half in enumerate(("gate", "up")):
                 yield f"{block}.ffn_{half}_exps.weight", tensor.transpose(1, 2)[:, offset::2]
         elif name.endswith("experts.gate_up_proj_bias"):
@@ -117,9 +120,9 @@ def _split(tensors: dict[str, Tensor], config: Any, old_layout: bool) -> Iterato
 def _ordered(tensor: Tensor, name: str, config: Any, architecture: str) -> Tensor:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     stem = name.split(".")[-2]
-    if architecture in INTERLEAVED and stem in ("attn_q", "attn_k"):
+    if architecture in PERMUTED and stem in ("attn_q", "attn_k"):
         return interleave(tensor, head_dim)
-    if architecture in COUNTED_FROM_ZERO and name.endswith("norm.weight"):
+    if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
         return tensor + 1
     if architecture == "gpt2" and stem in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
         return tensor.t() if tensor.dim() == 2 else tensor
@@ -133,6 +136,6 @@ def _ordered(tensor: Tensor, name: str, config: Any, architecture: str) -> Tenso
 
 
 def interleave(tensor: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head from (half, pair) to (pair, half)."""
+    """Reorders the rows of each head from (half, pair) to (pair, half)."""
     heads = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
     return heads.transpose(1, 2).reshape(tensor.shape)

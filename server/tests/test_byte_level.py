@@ -7,7 +7,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from penstock_server.tokenizer.byte_level import CUTTINGS, byte_level_json, byte_spelling
+from penstock_server.tokenizer.byte_level import PRE_TOKENIZERS, byte_level_json, byte_spelling
 from penstock_server.tokenizer.layout import tokenizer_json
 from tokenizers import Tokenizer
 
@@ -48,7 +48,7 @@ def tokenizer(name: str, merges: list[str] | None = None) -> Tokenizer:
     merges = merges or []
     tokens = [*SPELLING.values(), *(merge.replace(" ", "") for merge in merges)]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    return Tokenizer.from_str(json.dumps(tokenizer_json(byte_level_json(vocabulary, merges, CUTTINGS[name]), [])))
+    return Tokenizer.from_str(json.dumps(tokenizer_json(byte_level_json(vocabulary, merges, PRE_TOKENIZERS[name]), [])))
 
 
 @pytest.mark.parametrize("name", PIECES)
@@ -57,21 +57,21 @@ def test_a_text_is_cut_as_its_name_says(name: str) -> None:
     assert "|".join(bytes(BYTES[character] for character in piece).decode() for piece, _ in pieces) == PIECES[name]
 
 
-def test_every_way_of_cutting_is_tested() -> None:
-    assert {id(CUTTINGS[name]) for name in PIECES} == {id(cutting) for cutting in CUTTINGS.values()}
+def test_every_way_of_pre_tokenizer_is_tested() -> None:
+    assert {id(PRE_TOKENIZERS[name]) for name in PIECES} == {id(each) for each in PRE_TOKENIZERS.values()}
 
 
-@pytest.mark.parametrize("name", CUTTINGS)
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_every_text_comes_back(name: str) -> None:
     whole = tokenizer(name, ["Ġ t", "Ġt h", "Ã ©", "ð Ł", "1 2"])
     for text in TEXTS:
         ids = whole.encode(text).ids
-        assert whole.decode(ids) == (unicodedata.normalize("NFC", text) if CUTTINGS[name].nfc else text)
+        assert whole.decode(ids) == (unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[name].nfc else text)
 
 
 def test_a_whole_word_needs_no_merges_where_the_model_was_trained_so() -> None:
     merges = ["h e", "l l", "he ll"]
     for name, pieces in (("llama-bpe", ["lo"]), ("qwen2", ["l", "o"])):
         vocabulary = {token: id_ for id_, token in enumerate([*SPELLING.values(), "he", "ll", "hell", "lo"])}
-        parts = byte_level_json(vocabulary, merges, CUTTINGS[name])
+        parts = byte_level_json(vocabulary, merges, PRE_TOKENIZERS[name])
         assert Tokenizer.from_str(json.dumps(tokenizer_json(parts, []))).encode("lo").tokens == pieces

@@ -123,7 +123,7 @@ def test_a_slow_tokenizer_is_described_as_it_would_be_converted(folder: Path, ca
     (folder / "spiece.model").write_bytes(b"x")
     status, report = run(capsys, str(folder))
     assert status == 1
-    assert "spiece.model is damaged or no SentencePiece model" in report["problems"][0]
+    assert "spiece.model is damaged or not a SentencePiece model" in report["problems"][0]
 
 
 def test_pickles_are_described_without_being_converted(tmp_path: Path, capsys: Any) -> None:

@@ -161,9 +161,12 @@ def test_nllb_is_that_of_transformers(legacy: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"tokenizer_class": "XGLMTokenizer"}, "what XGLMTokenizer adds to it is not known; known: MBart, MBart50"),
-        ({"src_lang": "xx_XX"}, "sources are of the language 'xx_XX', which is none of the 25 that are known"),
-        ({"tokenizer_class": "NllbTokenizer"}, "the language 'eng_Latn', which is none of the 0 that are known"),
+        (
+            {"tokenizer_class": "XGLMTokenizer"},
+            "class XGLMTokenizer is not supported; supported: MBart, MBart50",
+        ),
+        ({"src_lang": "xx_XX"}, "the source language 'xx_XX' is not among the 25 known languages"),
+        ({"tokenizer_class": "NllbTokenizer"}, "the source language 'eng_Latn' is not among the 0 known languages"),
     ],
 )
 def test_what_nothing_says_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -174,5 +177,5 @@ def test_what_nothing_says_is_refused(config: dict[str, Any], message: str, tmp_
 def test_a_vocabulary_that_is_not_fairseqs_is_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path)
     (folder / FAIRSEQ_FILE).write_bytes((MODELS / "t5.model").read_bytes())
-    with pytest.raises(ConfigError, match=r"begins with \['<pad>', '</s>', '<unk>'\], and fairseq's vocabularies with"):
+    with pytest.raises(ConfigError, match=r"begins with \['<pad>', '</s>', '<unk>'\]; a fairseq vocabulary begins"):
         convert(folder)

@@ -1,4 +1,4 @@
-"""GGUF files: the same weights, configuration and tokenizer as the model they were made from, or a message why not."""
+"""GGUF files give the weights, configuration and tokenizer of their model, or an error that names the fault."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("variant", "architecture"),
     [("llama", "llama"), ("llama-tied", "llama"), ("llama-biases", "llama"), ("linear-rope", "llama"), ("qwen2",) * 2],
 )
-def test_a_gguf_file_is_the_model_it_was_made_from(variant: str, architecture: str, tmp_path: Path) -> None:
+def test_a_gguf_file_has_the_logits_of_its_model(variant: str, architecture: str, tmp_path: Path) -> None:
     model = make_model(variant)
     changes: dict[str, Any] = {}
     if variant == "linear-rope":
@@ -47,7 +47,7 @@ def test_a_gguf_file_is_the_model_it_was_made_from(variant: str, architecture: s
 
 
 def readable_types() -> list[GGMLQuantizationType]:
-    """All that the `gguf` package can dequantize."""
+    """All types that the `gguf` package can dequantize."""
     types = []
     for type_ in GGMLQuantizationType:
         try:
@@ -59,7 +59,7 @@ def readable_types() -> list[GGMLQuantizationType]:
 
 
 def finite_blocks(type_: GGMLQuantizationType, count: int) -> np.ndarray:
-    """Random blocks [count, bytes], without those whose scales happen to be infinite or no numbers."""
+    """Random blocks [count, bytes] whose scales are finite."""
     generator = np.random.default_rng(type_)
     blocks = generator.integers(0, 256, (4 * count, GGML_QUANT_SIZES[type_][1]), dtype=np.uint8)
     with np.errstate(all="ignore"):
@@ -75,10 +75,10 @@ def test_every_common_quantization_is_readable() -> None:
 
 @pytest.mark.parametrize("shape", [(48, 768), (3, 16, 768)])
 @pytest.mark.parametrize("type_", readable_types(), ids=lambda type_: type_.name)
-def test_every_part_of_a_quantized_tensor_is_the_part_of_the_whole(
+def test_a_part_of_a_quantized_tensor_equals_that_part_of_the_dequantized_whole(
     type_: GGMLQuantizationType, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    # 768 columns of 48 rows are more than one piece.
+    # 48 rows of 768 columns are more than one piece.
     block_weights, block_bytes = GGML_QUANT_SIZES[type_]
     blocks = finite_blocks(type_, 48 * 768 // block_weights)
     raw = blocks.reshape(*shape[:-1], 768 // block_weights * block_bytes)
@@ -99,7 +99,7 @@ def test_every_part_of_a_quantized_tensor_is_the_part_of_the_whole(
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_rows_of_a_quantized_tensor_that_were_interleaved_are_put_in_order(kind: str, tmp_path: Path) -> None:
+def test_interleaved_rows_of_a_quantized_tensor_are_reordered(kind: str, tmp_path: Path) -> None:
     model = make_model("llama", hidden_size=64, num_attention_heads=4, intermediate_size=128)
     checkpoint = GgufCheckpoint(save_gguf(model, tmp_path / "tiny.gguf", kind=kind))
     type_ = GGMLQuantizationType[kind]
@@ -111,7 +111,7 @@ def test_rows_of_a_quantized_tensor_that_were_interleaved_are_put_in_order(kind:
         assert torch.equal(out, expected if part is None else part.of(expected))
 
 
-def test_a_type_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unsupported_type_is_refused_by_name(tmp_path: Path) -> None:
     metadata = {"general.architecture": "qwen2", **model_metadata(make_model("qwen2").config, "qwen2")}
     writer = raw_writer(tmp_path / "x.gguf", metadata)
     writer.add_tensor("output.weight", np.zeros((2, 32), dtype=np.int8), raw_dtype=GGMLQuantizationType.I8)
@@ -120,7 +120,7 @@ def test_a_type_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         GgufCheckpoint(tmp_path / "x.gguf")
 
 
-def test_an_embedding_larger_than_a_piece_is_whole(tmp_path: Path) -> None:
+def test_an_embedding_larger_than_a_piece_is_read_completely(tmp_path: Path) -> None:
     rows, columns = 1000, 96
     weights = np.random.default_rng(0).standard_normal((rows, columns), dtype=np.float32)
     tensors = {"token_embd.weight": weights}
@@ -135,7 +135,7 @@ def test_an_embedding_larger_than_a_piece_is_whole(tmp_path: Path) -> None:
     assert torch.equal(out, torch.from_numpy(dequantize(quantize(weights, type_), type_)).bfloat16())
 
 
-def test_the_configuration_is_that_of_transformers(tmp_path: Path) -> None:
+def test_the_configuration_equals_that_of_transformers(tmp_path: Path) -> None:
     model = make_model("llama")
     path = save_gguf(model, tmp_path / "tiny.gguf")
     config = model_config(Metadata(read_header(path), path))
@@ -192,14 +192,14 @@ def rope_file(folder: Path, table: np.ndarray) -> Path:
             {"tokenizer.ggml.pre": "superbpe"},
             "pre-tokenizer 'superbpe' is not supported; supported: a.x-4.0, bailingmoe",
         ),
-        ({"tokenizer.ggml.pre": None}, "the file does not say how texts are cut, and models of architecture 'llama'"),
-        ({"tokenizer.ggml.pre": "default"}, "does not say how texts are cut"),
+        ({"tokenizer.ggml.pre": None}, "the file does not name its pre-tokenizer, and models of architecture 'llama'"),
+        ({"tokenizer.ggml.pre": "default"}, "does not name its pre-tokenizer"),
         ({"tokenizer.ggml.token_type": [1]}, "264 tokens but 1 token types"),
         ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id is 999, but the vocabulary has 264 tokens"),
         ({"tokenizer.ggml.tokens": None}, "lacks the metadata tokenizer.ggml.tokens"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_metadata_are_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf", **changes)
     with pytest.raises(ConfigError, match=message):
         gguf_folder(path)
@@ -213,21 +213,21 @@ def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3, 20, 300, 5000])
-def test_a_file_that_ends_in_its_header_is_refused(size: int, tmp_path: Path) -> None:
+def test_a_file_truncated_in_its_header_is_refused(size: int, tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ConfigError, match=r"tiny\.gguf is (truncated|not a GGUF file)"):
         read_header(path)
 
 
-def test_a_file_that_ends_in_its_tensors_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_file_truncated_in_its_tensors_is_refused_on_opening(tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(ConfigError, match=r"tiny\.gguf is truncated: tensor .* ends at byte"):
         GgufCheckpoint(path)
 
 
-def test_a_tensor_without_a_place_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
     model = make_model("llama")
     metadata = {"general.architecture": "llama", **model_metadata(model.config, "llama"), **tokenizer_metadata()}
     tensors = gguf_tensors(model, "llama") | {"blk.0.attn_sinks.weight": np.zeros(4, dtype=np.float32)}
@@ -245,7 +245,7 @@ def tokenizer(tmp_path: Path, **changes: Any) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(tokenizer_json(Metadata(read_header(path), path))))
 
 
-def test_special_and_defined_tokens_stay_whole(tmp_path: Path) -> None:
+def test_control_and_user_defined_tokens_are_not_split(tmp_path: Path) -> None:
     encoder = tokenizer(tmp_path)
     ids = encoder.encode("<|user|>hell<tool>!<|end|>").ids
     assert ids[0] == 1
@@ -264,12 +264,12 @@ def test_special_and_defined_tokens_stay_whole(tmp_path: Path) -> None:
         ("llama-bpe", ["<|user|>", "hell", "Ġw", "12", "1", "2", "Ġ", "12"]),
     ],
 )
-def test_digits_are_cut_as_the_pre_tokenizer_says(pre: str, pieces: list[str], tmp_path: Path) -> None:
-    # llama-bpe: at most three digits in a piece, 121 and 2, and a begin token before the text.
+def test_the_pre_tokenizer_decides_how_digits_are_split(pre: str, pieces: list[str], tmp_path: Path) -> None:
+    # llama-bpe adds a BOS token and splits 1212 into at most three digits: 121 and 2; 12 of 121 is a token.
     assert tokenizer(tmp_path, pre=pre).encode("hell w1212 12").tokens == pieces
 
 
-def test_a_file_from_before_pre_tokenizers_had_names_is_cut_as_its_architecture_is(tmp_path: Path) -> None:
+def test_a_file_without_a_pre_tokenizer_name_uses_that_of_its_architecture(tmp_path: Path) -> None:
     metadata = {"general.architecture": "starcoder", **tokenizer_metadata()}
     del metadata["tokenizer.ggml.pre"]
     path = write_gguf(tmp_path / "old.gguf", metadata, {})
@@ -277,13 +277,13 @@ def test_a_file_from_before_pre_tokenizers_had_names_is_cut_as_its_architecture_
     assert encoder.encode("hell 12").tokens == ["hell", "Ġ", "1", "2"]
 
 
-def test_the_text_is_wrapped_as_the_metadata_says(tmp_path: Path) -> None:
+def test_bos_and_eos_are_added_as_the_metadata_say(tmp_path: Path) -> None:
     changes = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     assert tokenizer(tmp_path, **changes).encode("hell").tokens == ["<|user|>", "hell", "<|end|>"]
     assert tokenizer(tmp_path, **changes).encode("hell", add_special_tokens=False).tokens == ["hell"]
 
 
-def test_roles_and_template_are_in_the_tokenizer_configuration(tmp_path: Path) -> None:
+def test_the_tokenizer_configuration_has_special_tokens_and_template(tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf")
     config = tokenizer_config(Metadata(read_header(path), path))
     assert (config["bos_token"], config["eos_token"], config["add_bos_token"]) == ("<|user|>", "<|end|>", False)

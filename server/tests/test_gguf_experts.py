@@ -1,4 +1,4 @@
-"""Mixtures of experts in GGUF files: every way they are stored, or a message why not."""
+"""Mixtures of experts in GGUF files, in every published layout."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
 
-def test_experts_in_tensors_of_their_own_are_those_in_one(tmp_path: Path) -> None:
-    """As the first files of Mixtral have them."""
+def test_a_tensor_for_each_expert_equals_the_stacked_layout(tmp_path: Path) -> None:
+    """The first files of Mixtral have a tensor for each expert."""
     path = mixtral_file(tmp_path / "stacked.gguf")
     text = prompts(1, [17], 131)[0]
     apart: dict[str, Any] = {}
@@ -40,7 +40,7 @@ def test_experts_in_tensors_of_their_own_are_those_in_one(tmp_path: Path) -> Non
     assert torch.equal(logits_of(gguf_folder(old), text), logits_of(gguf_folder(path), text))
 
 
-def test_quantized_experts_are_their_dequantized_matrices(tmp_path: Path) -> None:
+def test_quantized_experts_equal_their_dequantized_matrices(tmp_path: Path) -> None:
     exact, quantized = (GgufCheckpoint(mixtral_file(tmp_path / f"{kind}.gguf", kind)) for kind in ("F32", "Q8_0"))
     name = "blk.1.ffn_down_exps.weight"
     whole, expected, second = torch.empty(4, 32, 64), torch.empty(4, 32, 64), torch.empty(1, 32, 64)
@@ -56,11 +56,11 @@ def test_quantized_experts_are_their_dequantized_matrices(tmp_path: Path) -> Non
     ("changes", "message"),
     [
         ({"deepseek2.expert_gating_func": 3}, r"expert_gating_func 3 is not supported; supported: 1 \(softmax\), 2"),
-        ({"deepseek2.expert_weights_norm": True}, "expert_weights_norm is not supported with a softmax"),
+        ({"deepseek2.expert_weights_norm": True}, "expert_weights_norm is not supported with softmax"),
         ({"deepseek2.attention.kv_lora_rank": None}, r"lacks the metadata deepseek2\.attention\.kv_lora_rank"),
     ],
 )
-def test_what_a_mixture_cannot_do_is_refused_by_its_key(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_routing_is_refused_by_its_key(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     lengths = {"key_length": 12, "value_length": 12, "kv_lora_rank": 16, "layer_norm_rms_epsilon": 1e-6}
     metadata = {
         "general.architecture": "deepseek2",
@@ -77,7 +77,7 @@ def test_what_a_mixture_cannot_do_is_refused_by_its_key(changes: dict[str, Any],
         gguf_folder(path)
 
 
-def test_experts_of_an_architecture_without_them_are_refused_by_name(tmp_path: Path) -> None:
+def test_experts_of_a_dense_architecture_are_refused_by_name(tmp_path: Path) -> None:
     path = save_gguf(make_model("qwen2"), tmp_path / "x.gguf", "qwen2", **{"qwen2.expert_count": 4})
     with pytest.raises(ConfigError, match="qwen2 with experts is not supported; supported: dbrx, deepseek2"):
         gguf_folder(path)
@@ -86,11 +86,11 @@ def test_experts_of_an_architecture_without_them_are_refused_by_name(tmp_path: P
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((4, 5, 6), r"is \[4, 8, 3\] and does not fit blk\.0\.attn_v_b\.weight, \[4, 5, 6\]"),
-        (None, "each head's values"),
+        ((4, 5, 6), r"is \[4, 8, 3\] and does not match blk\.0\.attn_v_b\.weight, \[4, 5, 6\]"),
+        (None, "has no matching attn_v_b tensor"),
     ],
 )
-def test_halves_of_an_unfolding_that_do_not_fit_are_refused(
+def test_halves_of_a_latent_expansion_that_do_not_match_are_refused(
     values: tuple[int, ...] | None, message: str, tmp_path: Path
 ) -> None:
     metadata = {"general.architecture": "deepseek2", **model_metadata(make_model("llama").config, "deepseek2")}

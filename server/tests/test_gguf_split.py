@@ -1,4 +1,4 @@
-"""GGUF models in several files: the model that they are in one, or a message what does not fit."""
+"""GGUF models in several files equal the same model in one file, and inconsistent files are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def split_model(folder: Path) -> Path:
-    """Mixtral's tensors in three files, the metadata in the first."""
+    """Writes Mixtral to three files, with the metadata in the first. Returns the path of the same model in one file."""
     header = read_header(whole := mixtral_file(folder / "whole.gguf"))
     checkpoint = GgufCheckpoint(whole)
     names = sorted(header.tensors)
@@ -36,7 +36,7 @@ def split_model(folder: Path) -> Path:
 
 
 def stored(checkpoint: GgufCheckpoint, name: str) -> np.ndarray:
-    """As it is in the file, where q and k are interleaved."""
+    """The tensor as stored, with interleaved q and k."""
     info = checkpoint.tensors[name]
     if len(info.shape) == 1:
         return checkpoint.matrices.vector(info).numpy()
@@ -45,12 +45,12 @@ def stored(checkpoint: GgufCheckpoint, name: str) -> np.ndarray:
     return tensor.numpy()
 
 
-def test_a_model_in_several_files_is_the_one_in_one(tmp_path: Path) -> None:
+def test_a_model_in_several_files_equals_the_model_in_one(tmp_path: Path) -> None:
     whole = split_model(tmp_path)
     text = prompts(1, [17], 131)[0]
     first = gguf_folder(tmp_path / "model-00001-of-00003.gguf")
     assert torch.equal(logits_of(first, text), logits_of(gguf_folder(whole), text))
-    # As the hub's cache has them: links to files with names of their own.
+    # As in the hub's cache: links to files with other names.
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
     for number in (1, 2, 3):
@@ -62,14 +62,14 @@ def test_a_model_in_several_files_is_the_one_in_one(tmp_path: Path) -> None:
     assert [path.name for path in find_weights(snapshot).paths] == [f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
 
-def test_files_of_a_split_model_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_files_of_a_split_model_are_refused(tmp_path: Path) -> None:
     split_model(tmp_path)
     first, second, third = (tmp_path / f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3))
-    with pytest.raises(ConfigError, match="is file 2 of 3 of a model; give the first"):
+    with pytest.raises(ConfigError, match="is file 2 of 3 of a model; give the first file"):
         read_header(second)
     kept = third.read_bytes()
     third.write_bytes(second.read_bytes())
-    with pytest.raises(ConfigError, match="which is in another file of the model too"):
+    with pytest.raises(ConfigError, match="which another file of the model also holds"):
         read_header(first)
     third.unlink()
     with pytest.raises(ConfigError, match=r"lacks 1 of the model's 3 files, e\.g\. model-00003-of-00003\.gguf"):

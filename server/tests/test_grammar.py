@@ -147,7 +147,7 @@ def test_a_keyword_that_would_not_be_enforced_is_refused_by_name(small: LLTokeni
         (schema(**{"$ref": "https://example.org/x"}), "does not fetch resources"),
         (schema(type="integer", minimum=5, maximum=3), "minimum (5) is greater than maximum (3)"),
         (schema(oneOf=[{"type": "number"}, {"type": "integer"}]), "oneOf constraints are not supported"),
-        (schema(**{"$ref": "#/$defs/t", "$defs": {"t": {"$ref": "#/$defs/t"}}}), "there is no text that it allows"),
+        (schema(**{"$ref": "#/$defs/t", "$defs": {"t": {"$ref": "#/$defs/t"}}}), "it matches no text"),
         (Grammar("regex", "(a"), "the regular expression cannot be used: .*unclosed group"),
         (Grammar("regex", "(?=a)b"), "look-around, including look-ahead and look-behind, is not supported"),
         (Grammar("lark", "x: /a/"), "the Lark grammar cannot be used: no start rule found"),
@@ -227,7 +227,7 @@ def test_a_grammar_that_would_end_or_stop_the_worker_is_refused(compiler: Gramma
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(compiler_module, "MAX_CACHED", 3)
     checked: list[str] = []
     check = Trial.check
     monkeypatch.setattr(Trial, "check", lambda self, grammar: (checked.append(grammar.text), check(self, grammar)))
@@ -330,7 +330,7 @@ def test_a_broken_grammar_or_token_is_one_sequences_error(compiler: GrammarCompi
     bits, errors = masks_of(states, ids)
     assert sorted(errors) == [2, 5]
     assert "unclosed group" in errors[2]
-    assert "the grammar does not allow what was generated" in errors[5]
+    assert "the generated tokens do not match the grammar" in errors[5]
     assert bits[[2, 5]].all()
     expected, _ = masks_of(alone, list(range(1, 9)))
     assert (np.delete(bits, [2, 5], axis=0) == expected).all()

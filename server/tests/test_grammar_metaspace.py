@@ -146,7 +146,7 @@ def test_what_no_token_can_spell_ends_a_sequence_with_a_reason(compiler: Grammar
     answer.choose(TOKENIZER.token_to_id("a"))
     with pytest.raises(GrammarError, match="the grammar allows no further token"):
         answer.allowed()
-    with pytest.raises(GrammarError, match="no token that a text of this grammar could begin with"):
+    with pytest.raises(GrammarError, match="no token of the model can begin a text of this grammar"):
         build_start(read_vocabulary(write(tmp_path, TOKENIZER, has_encoder=False)), Grammar("regex", "x"))
 
 
@@ -162,5 +162,5 @@ def test_behind_a_prompt_the_first_token_keeps_its_space(tmp_path: Path) -> None
 def test_tokens_that_only_look_like_bytes_are_refused(tmp_path: Path) -> None:
     made = tokenizer()
     made.add_tokens(["<0x0A>"])
-    with pytest.raises(GrammarError, match="tokens for single bytes, which its decoder does not read"):
+    with pytest.raises(GrammarError, match="byte tokens, which its decoder does not decode"):
         Metaspace.read(write(tmp_path, made) / "tokenizer.json")

@@ -117,7 +117,7 @@ def test_a_repository_that_lacks_a_file_is_refused_before_anything_is_fetched(hu
 def test_a_hub_in_trouble_is_named_where_the_cache_holds_nothing(hub: Hub, home: Path) -> None:
     hub.status = 503
     _, said = prepare(hub, home)
-    assert error(said).startswith("error: someone/tiny is not in the cache, and the hub answers ")
+    assert error(said).startswith("error: someone/tiny is not in the cache, and the hub answered ")
 
 
 def test_without_a_connection_the_cache_serves(hub: Hub, home: Path) -> None:

@@ -121,12 +121,12 @@ def test_a_file_of_another_kind_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, "does not fit its place"),
-        ({"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}, "does not fit its place"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, "does not match its shape"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}, "does not match its shape"),
         ({"dtype": "Q9", "shape": [4], "data_offsets": [0, 16]}, "type Q9, which is not supported"),
-        ({"dtype": "F32", "shape": "4", "data_offsets": 7}, "describes tensor x wrongly"),
-        ({"shape": [4], "data_offsets": [0, 16]}, "describes tensor x wrongly"),
-        (3, "describes tensor x wrongly"),
+        ({"dtype": "F32", "shape": "4", "data_offsets": 7}, "entry of tensor x is invalid"),
+        ({"shape": [4], "data_offsets": [0, 16]}, "entry of tensor x is invalid"),
+        (3, "entry of tensor x is invalid"),
     ],
 )
 def test_a_wrong_header_is_refused(entry: object, message: str, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_wrong_header_is_refused(entry: object, message: str, tmp_path: Path) 
 
 def test_a_header_that_names_a_tensor_twice_is_refused(tmp_path: Path) -> None:
     entry = '{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'
-    with pytest.raises(ConfigError, match="x is there twice"):
+    with pytest.raises(ConfigError, match="x occurs twice"):
         SafetensorsCheckpoint((write_raw(tmp_path, f'{{"x": {entry}, "x": {entry}}}'),))
 
 

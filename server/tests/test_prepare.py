@@ -111,7 +111,7 @@ def test_a_cache_that_cannot_be_written_is_named(cache: Path, tmp_path: Path) ->
         ("./nowhere", "there is no file or folder ./nowhere"),
         ("nowhere.gguf", "there is no file or folder nowhere.gguf"),
         ("", "the model id is empty"),
-        ("a b", "'a b' is neither a file or folder that exists nor a name on the hub"),
+        ("a b", "'a b' is neither an existing file or folder nor a valid hub id"),
     ],
 )
 def test_a_reference_to_nothing_is_refused(model_id: str, message: str) -> None:

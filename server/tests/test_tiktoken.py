@@ -169,12 +169,12 @@ def test_the_first_tekken_files_do_not_list_their_special_tokens(tmp_path: Path)
         (
             "qwen.tiktoken",
             "IQ== 0\nIg== x\n",
-            r"qwen\.tiktoken is damaged: line 2, 'Ig== x', is not a token and its rank",
+            r"qwen\.tiktoken is damaged: line 2, 'Ig== x', is not a token and a rank",
         ),
-        ("qwen.tiktoken", "IQ== 0\nI!== 1\n", "line 2, 'I!== 1', is not a token and its rank"),
-        ("qwen.tiktoken", "IQ== 0\n", "255 bytes have no token, the first of them 0x00"),
+        ("qwen.tiktoken", "IQ== 0\nI!== 1\n", "line 2, 'I!== 1', is not a token and a rank"),
+        ("qwen.tiktoken", "IQ== 0\n", "255 bytes have no token, for example 0x00"),
         ("tekken.json", "{", r"tekken\.json is not valid JSON"),
-        ("tekken.json", '{"config": {}}', r"tekken\.json is no vocabulary of Mistral's: KeyError 'pattern'"),
+        ("tekken.json", '{"config": {}}', r"tekken\.json is not a tekken vocabulary: KeyError 'pattern'"),
     ],
 )
 def test_damaged_files_are_refused(file: str, content: str, message: str, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_damaged_files_are_refused(file: str, content: str, message: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("special", "num_special", "message"),
-    [(["<unk>", "<s>"], 1, "names 2 special tokens, but has room for 1"), (["<unk>"], 24, "has no token <s>")],
+    [(["<unk>", "<s>"], 1, "lists 2 special tokens but reserves 1 ids"), (["<unk>"], 24, "has no token <s>")],
 )
 def test_a_tekken_file_without_its_special_tokens_is_refused(
     special: list[str], num_special: int, message: str, tmp_path: Path
@@ -198,7 +198,7 @@ def test_a_tekken_file_without_its_special_tokens_is_refused(
 
 def test_ranks_of_an_unknown_class_are_refused_by_its_name(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", "tokenizer.model", "chatglm", tokenizer_class="ChatGLM4Tokenizer")
-    with pytest.raises(ConfigError, match="how ChatGLM4Tokenizer cuts a text is not known; known: QWenTokenizer, "):
+    with pytest.raises(ConfigError, match="split pattern of ChatGLM4Tokenizer is not known; known: QWenTokenizer, "):
         convert(folder)
 
 

@@ -212,7 +212,7 @@ def test_pegasus_has_the_tokens_of_its_training_before_the_others(config: dict[s
         assert ours.encode(text).ids == theirs.encode(text), text
     assert (ours.token_to_id("<mask_1>"), ours.token_to_id("<unk>")) == (2, offset + 2)
     (folder / "spiece.model").write_bytes((MODELS / "llama.model").read_bytes())
-    with pytest.raises(ConfigError, match=r"begins with \['<unk>', '<s>'\], and a vocabulary of Pegasus with"):
+    with pytest.raises(ConfigError, match=r"begins with \['<unk>', '<s>'\]; a Pegasus vocabulary begins with"):
         convert(folder)
 
 
@@ -297,7 +297,7 @@ def test_a_folder_with_nothing_to_convert_stays_what_it_is(tmp_path: Path) -> No
 @pytest.mark.parametrize("content", [b"", b"not a model", (MODELS / "llama.model").read_bytes()[:-700] + b"\xff" * 9])
 def test_a_damaged_sentencepiece_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"tokenizer\.model is (damaged or )?no SentencePiece model"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.model is (damaged or )?not a SentencePiece model"):
         with_tokenizer(tmp_path, "tiny")
     assert not list((tmp_path / "cache").glob("**/tokenizer.json"))
 
@@ -306,7 +306,7 @@ def test_a_damaged_sentencepiece_file_is_refused(content: bytes, tmp_path: Path)
     ("name", "content", "message"),
     [
         ("vocab.json", "[1]", r"vocab\.json is not a JSON object"),
-        ("vocab.json", '{"a": "b"}', r"vocab\.json is no vocabulary"),
+        ("vocab.json", '{"a": "b"}', r"vocab\.json is not a vocabulary"),
         ("merges.txt", "#version: 0.2\na b\nc\n", r"merges\.txt is damaged: 'c' is not two tokens"),
         ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
     ],

@@ -1,6 +1,6 @@
-"""Structured output: a grammar becomes a mask of the vocabulary for every token of its sequence.
+"""Structured output: for each token of a sequence, a grammar gives a mask over the vocabulary.
 
-`compiler` turns grammars into matchers beside the steps, each tried first in a process of its own (`trial`); `state`
-follows the constrained sequences of a stream and makes a step's masks; `start`, `language`, `vocabulary` and
-`metaspace` are what both processes share. llguidance does the parsing. Nothing here needs torch.
+`compiler` compiles grammars concurrently with the steps, and first in a separate process (`trial`). `state` follows the
+constrained sequences and computes the masks of a step. Both processes share `start`, `language`, `vocabulary` and
+`metaspace`. llguidance does the parsing. Nothing here imports torch.
 """

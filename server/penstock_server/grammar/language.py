@@ -1,6 +1,6 @@
-"""From a grammar's text to a matcher, or to the reason why not, within limits. The same in both processes.
+"""Builds a matcher from a grammar's text, within limits. Used by the worker and the trial process.
 
-A matcher is a place in the language of a grammar: it takes tokens and says which may come next.
+A matcher is a state in the language of a grammar: it consumes tokens and computes which may follow.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ if TYPE_CHECKING:
 
 MAX_TEXT_BYTES = 256 << 10
 
-# Between the tokens of JSON: nothing, a space, or a line break with the indentation of 16 levels. What people and
-# models write, compact or pretty-printed; no model can stay in white space for ever, as it could by the RFC's rule.
+# Whitespace between JSON tokens: none, a space, or a line break with at most 16 levels of indentation. This covers
+# compact and pretty-printed JSON. The RFC's rule would allow endless whitespace.
 _JSON_WHITESPACE = r" |\n {0,32}"
 _JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_flexible": True,
     "whitespace_pattern": _JSON_WHITESPACE,
-    "coerce_one_of": False,  # it would take instances of several branches for valid
-    "lenient": False,  # what is not enforced is refused by its name
+    "coerce_one_of": False,  # would accept instances that match several branches
+    "lenient": False,  # keywords that would not be enforced are refused by name
 }
 _NAMES = {"json_schema": "the JSON schema", "regex": "the regular expression", "lark": "the Lark grammar"}
 _MAX_MESSAGE_CHARACTERS = 400
 
 
-def build_matcher(vocabulary: LLTokenizer, grammar: Grammar, *, behind_space: bool = False) -> LLMatcher:
-    """Compile, and compute the first mask. Raises GrammarError with a message for the user. behind_space: of the same
-    texts with a space before each.
+def build_matcher(vocabulary: LLTokenizer, grammar: Grammar, *, after_space: bool = False) -> LLMatcher:
+    """Compiles the grammar and computes its first mask, without holding the GIL. Raises GrammarError for the user.
 
-    Python's lock is free meanwhile. Only use it on what has passed its trial: deep recursion in a grammar overflows
-    the stack, and a set operation between regular expressions can take hours and all memory.
+    after_space: match the same texts, each preceded by a space. Only call it in a trial process or for grammars that
+    passed their trial: a deeply nested grammar overflows the stack, and an intersection of regular expressions can take
+    hours and all memory.
     """
     name = _NAMES[grammar.kind]
     num_bytes = len(grammar.text.encode())
     if num_bytes > MAX_TEXT_BYTES:
         raise GrammarError(f"{name} has {num_bytes} bytes, at most {MAX_TEXT_BYTES} are allowed")
     definition = _definition(grammar)
-    if behind_space:
-        definition = _behind_space(definition)
+    if after_space:
+        definition = _after_space(definition)
     matcher = LLMatcher(vocabulary, definition, log_level=0, limits=_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
         reason = readable(matcher.get_error())
         if reason == "NoExtensionBias":
-            reason = "there is no text that it allows"
+            reason = "it matches no text"
         raise GrammarError(f"{name} cannot be used: {reason}")
     return matcher
 
 
 def readable(message: str) -> str:
-    """llguidance's message on one line, without its excerpts of the grammar, its middle left out when it is long."""
+    """llguidance's message on one line, without excerpts of the grammar, and with the middle of long messages cut."""
     message = re.split(r"\n +\d+ \| |\n<state>|<non-verbose/>", message)[0]
     message = " ".join(message.split())
     half = _MAX_MESSAGE_CHARACTERS // 2
@@ -81,8 +81,8 @@ def _definition(grammar: Grammar) -> str:
         raise GrammarError(f"{_NAMES[grammar.kind]} cannot be used: {reason}") from error
 
 
-def _behind_space(definition: str) -> str:
-    """definition: of any kind; those of JSON schemas and regular expressions are JSON, with one grammar in it."""
+def _after_space(definition: str) -> str:
+    """definition: in llguidance's format. Those of JSON schemas and regular expressions are JSON with one grammar."""
     if definition.lstrip().startswith("{"):
         (inner,) = json.loads(definition)["grammars"]
     else:
@@ -91,5 +91,5 @@ def _behind_space(definition: str) -> str:
 
 
 def _limits() -> LLParserLimits:
-    # A mask's worst step: 14 ms of lexer and 2.5 ms of parser. States: 1 to 2 kB each, 250,000 by default.
+    # The slowest mask takes 14 ms in the lexer and 2.5 ms in the parser. A state has 1 to 2 kB; the default is 250,000.
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)

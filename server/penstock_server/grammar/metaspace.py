@@ -1,7 +1,7 @@
-"""Tokenizers whose decoder is Metaspace, as T5's: llguidance reads their tokens with ours in its place.
+"""Tokenizers with a Metaspace decoder, such as T5's, which llguidance cannot read without a replacement decoder.
 
-Such a decoder leaves out the space of a text's first token. An encoder–decoder's answers are texts of their own, so
-their first tokens stand for less than the same tokens later on: `FirstTokens` says for which that matters.
+A Metaspace decoder drops the space of a text's first token. The output of an encoder–decoder model is a text of its
+own, so its first token decodes to a shorter text than the same token later. `FirstTokens` lists the affected tokens.
 """
 
 from __future__ import annotations
@@ -16,30 +16,34 @@ import numpy.typing as npt
 
 from penstock_server.errors import GrammarError
 
-# Bit b of word w stands for token 32·w + b, as little-endian memory has it.
+# Bit b of word w stands for token 32·w + b (little-endian).
 Bits = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """What an answer may begin with: [words] each. Tokens with more spaces than one at their beginning are neither."""
+    """Masks [words] of the tokens that an output may begin with. Tokens with several leading spaces are in neither."""
 
-    bare: Bits  # tokens that are at the beginning what they are anywhere
-    spaced: Bits  # tokens that lose their first byte, a space, there
+    bare: Bits  # tokens that decode to the same text at the beginning
+    spaced: Bits  # tokens that lose their leading space at the beginning
 
     def is_spaced(self, token_id: int) -> bool:
+        """Whether the token loses its leading space at the beginning."""
         return bool(int(self.spaced[token_id // 32]) >> token_id % 32 & 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Metaspace:
-    """A tokenizer.json with such a decoder."""
+    """A tokenizer.json with a Metaspace decoder."""
 
     content: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> Metaspace | None:
-        """None: it has another decoder, or is damaged. Raises GrammarError when tokens look like bytes and are none."""
+        """Returns None when the file has another decoder or is damaged.
+
+        Raises GrammarError when it has byte tokens, which a Metaspace decoder does not decode to bytes.
+        """
         try:
             text = path.read_text(encoding="utf-8")
             content = json.loads(text) if '"Metaspace"' in text else {}
@@ -50,20 +54,19 @@ class Metaspace:
             return None
         this = cls(content)
         if "<0x0A>" in this._texts():
-            raise GrammarError("this model's tokenizer has tokens for single bytes, which its decoder does not read")
+            raise GrammarError("this model's tokenizer has byte tokens, which its decoder does not decode")
         return this
 
     def readable(self) -> str:
-        """The tokenizer.json that llguidance takes: tokens are what they are in the middle of a text, and texts are cut
-        as they stand."""
+        """A tokenizer.json for llguidance: tokens decode as in the middle of a text, and no space is added to texts."""
         space = self._space
-        cut = {"type": "Metaspace", "replacement": space, "prepend_scheme": "never", "split": True}
+        splitter = {"type": "Metaspace", "replacement": space, "prepend_scheme": "never", "split": True}
         spaces = {"type": "Replace", "pattern": {"String": space}, "content": " "}
         decoder = {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]}
-        return json.dumps({**self.content, "normalizer": None, "pre_tokenizer": cut, "decoder": decoder})
+        return json.dumps({**self.content, "normalizer": None, "pre_tokenizer": splitter, "decoder": decoder})
 
     def first_tokens(self, vocab_size: int) -> FirstTokens | None:
-        """None: the decoder leaves the space."""
+        """Returns None when the decoder keeps the leading space."""
         scheme = self.content["decoder"].get("prepend_scheme", "always")
         if scheme == "never" or self.content["decoder"].get("add_prefix_space") is False:
             return None
@@ -77,6 +80,7 @@ class Metaspace:
 
     @property
     def unknown_id(self) -> int | None:
+        """The id of the unknown token."""
         model = self.content["model"]
         found = model["unk_id"] if "unk_id" in model else self._texts().get(model.get("unk_token") or "")
         return None if found is None else int(found)
@@ -87,6 +91,6 @@ class Metaspace:
 
     def _texts(self) -> dict[str, int]:
         vocabulary = self.content["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of a unigram model: pairs of a token and its score
+        if isinstance(vocabulary, list):  # a unigram model: (token, score) pairs
             vocabulary = {text: token_id for token_id, (text, _) in enumerate(vocabulary)}
         return vocabulary | {token["content"]: token["id"] for token in self.content.get("added_tokens", [])}

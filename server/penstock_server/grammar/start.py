@@ -1,4 +1,4 @@
-"""Where a grammar's texts begin: the first mask, and the matcher that goes on behind each first token."""
+"""A compiled grammar: the mask of the first token, and the matchers that continue from there."""
 
 from __future__ import annotations
 
@@ -16,56 +16,58 @@ from penstock_server.plan import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Only read: matchers are to be copied."""
+    """A compiled grammar, shared by its sequences. Its matchers are never advanced; sequences copy them."""
 
     mask: Bits  # [words] of the first token
-    is_accepting: bool  # whether a text may be empty
+    is_accepting: bool  # whether the empty text matches
     bare: LLMatcher | None
-    behind_space: LLMatcher | None = None  # of the same texts with a space before them
+    after_space: LLMatcher | None = None  # for the same texts, each preceded by a space
     first_tokens: FirstTokens | None = None
     unknown_id: int | None = None
 
     def matcher(self, first_id: int) -> LLMatcher | None:
-        """One that has taken nothing, for texts that begin with this token. None: there is no such text."""
+        """A fresh matcher for texts that begin with this token. None: no text begins with it."""
         found = self.bare
         if self.first_tokens is not None and self.first_tokens.is_spaced(first_id):
-            found = self.behind_space
+            found = self.after_space
         return None if found is None else found.deep_copy()
 
     def fill(self, matcher: LLMatcher, mask: Bits) -> None:
-        """Write what may follow into the mask [words]."""
+        """Writes the tokens that may follow into the mask [words]."""
         _fill(matcher, mask, self.unknown_id)
 
 
 def build_start(vocabulary: Vocabulary, grammar: Grammar) -> Start:
-    """Compile a grammar. Raises GrammarError with a message for the user; only for what has passed its trial, see
+    """Compiles a grammar. Raises GrammarError with a message for the user. The grammar must have passed its trial, see
     `build_matcher`."""
     first, unknown_id = vocabulary.first_tokens, vocabulary.unknown_id
-    bare, behind_space = _build(vocabulary, grammar)
+    bare, after_space = _build(vocabulary, grammar)
     mask = _mask(bare, vocabulary)
     if first is not None:
-        mask = mask & first.bare | _mask(behind_space, vocabulary) & first.spaced
+        mask = mask & first.bare | _mask(after_space, vocabulary) & first.spaced
     is_accepting = bare is not None and bare.is_accepting()
     if not is_accepting and not mask.any():
-        raise GrammarError("the model has no token that a text of this grammar could begin with")
-    return Start(mask, is_accepting, bare, behind_space, first, unknown_id)
+        raise GrammarError("no token of the model can begin a text of this grammar")
+    return Start(mask, is_accepting, bare, after_space, first, unknown_id)
 
 
 def _build(vocabulary: Vocabulary, grammar: Grammar) -> tuple[LLMatcher | None, LLMatcher | None]:
-    """Of the texts as they are and, where a first token's space is no part of them, of the same with a space before.
-    What the vocabulary cannot begin in one way it may in the other."""
+    """Builds a matcher for the texts and, if a first token loses its space, one for the texts preceded by a space.
+
+    One of them may be None, when the vocabulary can begin the texts only in the other way.
+    """
     if vocabulary.first_tokens is None:
         return build_matcher(vocabulary.tokenizer, grammar), None
     built: list[LLMatcher | GrammarError] = []
-    for behind_space in (False, True):
+    for after_space in (False, True):
         try:
-            built.append(build_matcher(vocabulary.tokenizer, grammar, behind_space=behind_space))
+            built.append(build_matcher(vocabulary.tokenizer, grammar, after_space=after_space))
         except GrammarError as error:
             built.append(error)
-    bare, behind = built
-    if isinstance(bare, GrammarError) and isinstance(behind, GrammarError):
+    bare, spaced = built
+    if isinstance(bare, GrammarError) and isinstance(spaced, GrammarError):
         raise bare
-    return (None if isinstance(bare, GrammarError) else bare, None if isinstance(behind, GrammarError) else behind)
+    return (None if isinstance(bare, GrammarError) else bare, None if isinstance(spaced, GrammarError) else spaced)
 
 
 def _mask(matcher: LLMatcher | None, vocabulary: Vocabulary) -> Bits:
@@ -78,5 +80,5 @@ def _mask(matcher: LLMatcher | None, vocabulary: Vocabulary) -> Bits:
 def _fill(matcher: LLMatcher, mask: Bits, unknown_id: int | None) -> None:
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if unknown_id is not None:
-        # Where one text is left, llguidance proposes the tokens that the tokenizer makes of it, this one too.
+        # When only one text remains, llguidance allows its tokenization, which may contain the unknown token.
         mask.view(np.uint32)[unknown_id // 32] &= ~np.uint32(1 << unknown_id % 32)

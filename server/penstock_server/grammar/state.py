@@ -1,8 +1,8 @@
-"""The constrained sequences of one stream, and the masks of a step.
+"""The grammar states of the constrained sequences of one stream, and the masks of a step.
 
-A step's masks are made by threads of their own, while the model computes: first every matcher takes the token that was
-sampled for it in the step before, then it says what may follow. A grammar that cannot be used, a token that it does not
-take, and a dead end are the end of their sequence and of no other.
+Threads compute a step's masks while the model runs: each matcher consumes the token that was sampled in the last step,
+then computes the tokens that may follow. An unusable grammar, a token that does not match and a dead end fail only
+their own sequence.
 """
 
 from __future__ import annotations
@@ -21,47 +21,46 @@ from penstock_server.grammar.language import readable
 from penstock_server.grammar.start import Start
 from penstock_server.plan import Plan
 
-Words = npt.NDArray[
-    np.int32
-]  # [rows, words]: bit b of word w stands for token 32·w + b, as little-endian memory has it
+# [rows, words]: bit b of word w stands for token 32·w + b (little-endian)
+Words = npt.NDArray[np.int32]
 
 _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
-_MANY = 4  # sequences for which another thread is worth its start
+_SEQUENCES_PER_THREAD = 4  # fewer are not worth another thread
 
 
 class _State:
-    """One sequence's place in its grammar."""
+    """The state of one sequence in its grammar."""
 
-    def __init__(self, start: Future[Start], generated: Sequence[int], ends: Sequence[int]) -> None:
+    def __init__(self, start: Future[Start], generated: Sequence[int], end_ids: Sequence[int]) -> None:
         self._start = start
         self._matcher: LLMatcher | None = None
-        self._untaken = list(generated)
-        self._ends = frozenset(ends)
+        self._pending = list(generated)
+        self._end_ids = frozenset(end_ids)
         self._has_ended = False
 
     def chosen(self, token_id: int) -> None:
-        self._untaken.append(token_id)
+        self._pending.append(token_id)
 
     def fill(self, mask: Words) -> str:
-        """Write what may follow into the mask [words]; returns the reason when nothing may."""
+        """Writes the tokens that may follow into the mask [words]. Returns an error message when there are none."""
         try:
             start = self._start.result()
         except GrammarError as error:
             return str(error)
         matcher = self._matcher
         if matcher is None:
-            if not self._untaken:
+            if not self._pending:
                 mask[:] = start.mask
                 return self._finish(mask, start.is_accepting)
-            matcher = self._matcher = start.matcher(self._untaken[0])
+            matcher = self._matcher = start.matcher(self._pending[0])
             if matcher is None:
-                return "the grammar does not allow what was generated"
-        for token_id in self._untaken:
-            if token_id in self._ends and matcher.is_accepting():
-                self._has_ended = True  # nothing follows an end but an end, should the sequence go on all the same
+                return "the generated tokens do not match the grammar"
+        for token_id in self._pending:
+            if token_id in self._end_ids and matcher.is_accepting():
+                self._has_ended = True  # if the sequence continues nevertheless, only end tokens may follow
             elif not matcher.consume_token(token_id):
-                return f"the grammar does not allow what was generated: {readable(matcher.get_error())}"
-        self._untaken.clear()
+                return f"the generated tokens do not match the grammar: {readable(matcher.get_error())}"
+        self._pending.clear()
         if self._has_ended:
             mask.fill(0)
         else:
@@ -72,23 +71,23 @@ class _State:
 
     def _finish(self, mask: Words, may_end: bool) -> str:
         if may_end:
-            for token_id in self._ends:
+            for token_id in self._end_ids:
                 mask[token_id // 32] |= _BITS[token_id % 32]
         elif not mask.any():
-            return "the grammar allows no further token: the model has none for what must follow"
+            return "the grammar allows no further token: the vocabulary cannot spell what must follow"
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """A step's masks in the making."""
+    """The masks of a step, while threads compute them."""
 
-    places: npt.NDArray[np.int64]  # of the constrained rows among those to be sampled, ascending
+    places: npt.NDArray[np.int64]  # indices of the constrained rows among the sampled ones, ascending
     _words: Words
     _jobs: Sequence[Future[dict[int, str]]]
 
     def finish(self) -> tuple[Words, dict[int, str]]:
-        """Wait for the masks [constrained, words], and the reasons of those that have none, by place."""
+        """Waits for the masks [constrained, words]. Also returns the error messages of failed rows, by place."""
         errors: dict[int, str] = {}
         for job in self._jobs:
             errors |= job.result()
@@ -99,7 +98,7 @@ NO_MASKS = Masks(np.zeros(0, np.int64), np.zeros((0, 0), np.int32), ())
 
 
 class GrammarStates:
-    """By sequence id, where each constrained sequence stands. Only the compute thread calls."""
+    """The grammar state of each constrained sequence. Used only by the compute thread."""
 
     def __init__(self, compiler: GrammarCompiler, num_threads: int) -> None:
         self._compiler = compiler
@@ -109,21 +108,22 @@ class GrammarStates:
         self._words = np.zeros((0, 0), np.int32)
 
     def apply(self, plan: Plan) -> None:
-        """Forget what the plan frees and follow what is new in it; from its prompt's end on, as far as it is known."""
+        """Drops freed sequences and adds new ones; their known generated tokens are consumed with the first mask."""
         for sequence_id in plan.freed_sequence_ids:
             self._states.pop(sequence_id, None)
         for new in plan.new_sequences:
             if new.sampling.grammar is not None:
                 generated = new.token_ids[new.num_prompt_tokens :]
                 start = self._compiler.start(new.sampling.grammar)
-                ends = (*self._compiler.eos_ids, *new.sampling.stop_token_ids)
-                self._states[new.sequence_id] = _State(start, generated, ends)
+                end_ids = (*self._compiler.eos_ids, *new.sampling.stop_token_ids)
+                self._states[new.sequence_id] = _State(start, generated, end_ids)
 
     def clear(self) -> None:
+        """Drops all sequences."""
         self._states.clear()
 
     def start(self, sequence_ids: Sequence[int]) -> Masks:
-        """Begin the masks of those among the sequences that are constrained."""
+        """Starts to compute the masks of the constrained sequences among those given."""
         if not self._states:
             return NO_MASKS
         states = [(place, self._states[i]) for place, i in enumerate(sequence_ids) if i in self._states]
@@ -132,19 +132,19 @@ class GrammarStates:
         words = self._room(len(states))
         if self._pool is None:
             self._pool = threads_with_stack(self._threads, "masks")
-        num_jobs = min(self._threads, -(-len(states) // _MANY))
+        num_jobs = min(self._threads, -(-len(states) // _SEQUENCES_PER_THREAD))
         jobs = [self._pool.submit(_fill, states[job::num_jobs], words[job::num_jobs]) for job in range(num_jobs)]
         return Masks(np.array([place for place, _ in states]), words, jobs)
 
     def chosen(self, sequence_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """What was sampled; taken into account by the next masks."""
+        """Records the sampled tokens; the next masks consume them."""
         if self._states:
             for sequence_id, token_id in zip(sequence_ids, token_ids, strict=True):
                 if (state := self._states.get(sequence_id)) is not None:
                     state.chosen(token_id)
 
     def _room(self, num_rows: int) -> Words:
-        """The same memory in every step: the step before has read its masks."""
+        """Reuses one buffer, because the masks of the previous step have been read."""
         if num_rows > len(self._words):
             self._words = np.zeros((num_rows, -(-self._compiler.vocab_size // 32)), np.int32)
         return self._words[:num_rows]
@@ -155,6 +155,6 @@ def _fill(states: Sequence[tuple[int, _State]], words: Words) -> dict[int, str]:
     for (place, state), mask in zip(states, words, strict=True):
         error = state.fill(mask)
         if error:
-            mask.fill(-1)  # everything: the logits' own health is not the grammar's concern
+            mask.fill(-1)  # allow all tokens: the sequence fails anyway, and an empty mask would produce NaN
             errors[place] = error
     return errors

@@ -1,8 +1,8 @@
-"""A process of its own in which a grammar is compiled first: what it cannot survive, the worker never sees.
+"""Compiles each grammar first in a separate process, so that a hostile grammar cannot harm the worker.
 
-llguidance bounds most grammars itself. But one of 100 kB can overflow its stack by recursion, which ends the process,
-and one of 2 kB can keep it busy for hours; native code in a thread can neither be caught nor stopped. A process can be:
-the kernel ends it for too much CPU time (a timer) or memory, and the next grammar gets a new one.
+llguidance bounds most grammars itself. But a grammar of 100 kB can overflow the stack by recursion, which kills the
+process, and one of 2 kB can compile for hours. Native code in a thread can be neither caught nor stopped. A process has
+limits of CPU time (a timer) and memory; when it dies, the next grammar gets a new process.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from pathlib import Path
 from penstock_server.errors import GrammarError
 from penstock_server.plan import Grammar
 
-TIME_LIMIT_S = 5.0  # of CPU time, so that a busy machine refuses nothing that an idle one takes
+TIME_LIMIT_S = 5.0  # of CPU time, so that a busy machine accepts the same grammars as an idle one
 _START_LIMIT_S = 60.0  # until the process has read the vocabulary
 _MEMORY_BYTES = 1 << 30  # of address space
-_STACK_BYTES = 4 << 20  # the worker compiles on more
+_STACK_BYTES = 4 << 20  # less than the worker compiles with
 _READY = "ready\n"
 
 
 class Trial:
-    """One such process; started by `start` or the first grammar, and again after one that ended it. One call at a
-    time."""
+    """A trial process. `start` or the first grammar starts it, and it is restarted after a grammar that killed it.
+
+    Not thread-safe.
+    """
 
     def __init__(self, folder: Path, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._arguments = [str(folder), str(time_limit_s)]
@@ -38,12 +40,12 @@ class Trial:
         self._is_ready = False
 
     def start(self) -> None:
-        """Begin to start the process, if it is not there; what it needs it reads beside the caller."""
+        """Starts the process if it is not running. Does not wait until it has read the vocabulary."""
         if self._process is None:
             self._process = self._spawn()
 
     def wait(self) -> int:
-        """Wait until a process that was begun has read what it needs; the bytes of memory that it has. 0: none."""
+        """Waits until the process has read the vocabulary. Returns its resident bytes; 0 if there is no process."""
         process = self._process
         if process is None or not self._hear_ready(process):
             return 0
@@ -51,7 +53,7 @@ class Trial:
         return int(resident[1]) << 10 if resident else 0
 
     def check(self, grammar: Grammar) -> None:
-        """Returns when the grammar can be compiled within the limits; raises GrammarError otherwise."""
+        """Raises GrammarError when the grammar cannot be compiled within the limits."""
         self.start()
         process = self._process
         assert process is not None
@@ -70,12 +72,12 @@ class Trial:
             raise GrammarError(error)
 
     def close(self) -> None:
-        """End the process."""
+        """Ends the process."""
         process, self._process = self._process, None
         self._is_ready = False
         if process is None:
             return
-        process.terminate()  # one that has ended already keeps the reason of its end
+        process.terminate()  # a process that has already ended keeps its exit status
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
@@ -93,14 +95,14 @@ class Trial:
         )
 
     def _hear_ready(self, process: subprocess.Popen[str]) -> bool:
-        """Whether it said, or had said before, that it is ready; it ends instead when the vocabulary is of no use."""
+        """Waits for the ready line. Returns False if the process exits because the vocabulary is unusable."""
         if not self._is_ready:
             assert process.stdout is not None
             self._is_ready = process.stdout.readline() == _READY
         return self._is_ready
 
     def _ask(self, process: subprocess.Popen[str], grammar: Grammar) -> str:
-        """The answer's line; empty when the process ended over it."""
+        """Returns the reply line; empty when the process died."""
         assert process.stdin is not None
         assert process.stdout is not None
         if not self._hear_ready(process):
@@ -114,9 +116,9 @@ class Trial:
 
 
 def main(folder: str, time_limit_s: str) -> None:
-    """The process: a line with a grammar in, a line with its error out, until the worker is gone."""
+    """The process: reads a grammar per line and prints an error per line, until the worker exits."""
     os.nice(10)
-    # Where memory runs out, it is this process that ends, and not the worker.
+    # When memory runs out, the kernel should kill this process, not the worker.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     from penstock_server.grammar.start import build_start
@@ -129,7 +131,7 @@ def main(folder: str, time_limit_s: str) -> None:
     try:
         vocabulary = read_vocabulary(Path(folder))
     except GrammarError:
-        return  # the worker knows it too
+        return  # the worker reports the same error
     signal.setitimer(signal.ITIMER_PROF, 0)
     print(_READY, end="", flush=True)
     for line in sys.stdin:

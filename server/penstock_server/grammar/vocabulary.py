@@ -1,6 +1,6 @@
-"""The model's vocabulary as llguidance needs it: the bytes of every token, and which of them end a text.
+"""The model's vocabulary for llguidance: the bytes of each token and the EOS tokens.
 
-Built once, at load: it holds Python's lock for 0.16 s (49,152 tokens) and would stop the steps for as long later.
+Built once at load time, because it holds Python's GIL for 0.16 s (49,152 tokens), which would delay steps later.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from llguidance import LLTokenizer
 from penstock_server.errors import GrammarError
 from penstock_server.grammar.metaspace import FirstTokens, Metaspace
 
-# Sets of tokens for which a state says at once that all are allowed: text of a JSON string, by its length.
-# PERF: a step's masks of 32 sequences in a schema with short strings: 1.1 ms of CPU time in the median, 2.3 ms with
-# llguidance's own choice of lengths (10, 30, any), 4.4 ms with none (EPYC).
+# Sets of tokens that a grammar state can allow as a whole: text within a JSON string, by length.
+# PERF: the masks of 32 sequences in a schema with short strings take 1.1 ms of CPU time (median), 2.3 ms with
+# llguidance's default lengths (10, 30, any) and 4.4 ms without such sets (EPYC).
 _STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [*(_STRING_CHARACTER + f"{{1,{length}}}" for length in (4, 7, 10, 15, 30)), _STRING_CHARACTER + "+"]
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the tokens stand for."""
+    """The tokens of a model."""
 
-    tokenizer: LLTokenizer  # in the middle of a text
-    first_tokens: FirstTokens | None = None  # None: an answer's first token stands for the same
-    unknown_id: int | None = None  # of the token for what no other spells
+    tokenizer: LLTokenizer  # tokens as they decode in the middle of a text
+    first_tokens: FirstTokens | None = None  # None: the first token of an output decodes in the same way
+    unknown_id: int | None = None  # the unknown token, which is never allowed
 
 
 def read_vocabulary(folder: Path, vocab_size: int | None = None) -> Vocabulary:
-    """The vocabulary of a model folder; ids that only the model's logits have are never allowed. vocab_size: how many
-    logits there are; None: as many as the tokenizer knows tokens.
+    """Reads the vocabulary of a model folder. Ids without a token are never allowed.
 
-    Raises GrammarError when the folder has no tokenizer.json, or one whose tokens are no bytes.
+    vocab_size: the number of logits; None: the number of tokens.
+    Raises GrammarError when the folder has no tokenizer.json, or its tokens cannot be mapped to bytes.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -55,26 +55,26 @@ def read_vocabulary(folder: Path, vocab_size: int | None = None) -> Vocabulary:
         raise GrammarError(f"this model's tokenizer cannot be constrained by a grammar: {error}") from error
     if metaspace is None:
         return Vocabulary(tokenizer)
-    # Where no encoder reads the prompt, it stands before the answer, and the answer's first token keeps its space.
+    # In a decoder-only model the output continues the prompt, so its first token keeps its space.
     begins_texts = bool(_read(folder / "config.json").get("is_encoder_decoder"))
     first_tokens = metaspace.first_tokens(tokenizer.vocab_size) if begins_texts else None
     return Vocabulary(tokenizer, first_tokens, metaspace.unknown_id)
 
 
 def _build(source: str, vocab_size: int | None, eos_ids: list[int]) -> LLTokenizer:
-    """source: the path of a tokenizer.json, or what it holds."""
-    eos = eos_ids or None  # None: llguidance finds it in the tokenizer
+    """source: the path or the content of a tokenizer.json."""
+    eos = eos_ids or None  # None: llguidance finds it itself
     try:
         return LLTokenizer(source, n_vocab=vocab_size, eos_token=eos, slices=_SLICES)
     except ValueError as error:
         if "vocab size too small" not in str(error):
             raise
-        # The tokenizer knows tokens that the model has no logits for; masks are cut to the model's width.
+        # The tokenizer has more tokens than the model has logits. Masks are cut to the number of logits.
         return LLTokenizer(source, eos_token=eos, slices=_SLICES)
 
 
 def _eos_ids(folder: Path) -> list[int]:
-    """All that generation_config.json and config.json name, in that order."""
+    """All EOS ids in generation_config.json and config.json, in that order."""
     found: list[int] = []
     config = _read(folder / "config.json")
     for source in (_read(folder / "generation_config.json"), config, config.get("text_config")):

@@ -1,4 +1,4 @@
-"""What a model folder says about text: tokenizer, chat template and the tokens that end a sequence. No torch."""
+"""Inspects the tokenizer, chat template and EOS tokens of a model folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates", "chat_temp
 
 @dataclass(slots=True)
 class TextFacts:
-    """None or empty: there is none, or it could not be read."""
+    """Fields are None or empty if the folder lacks the item or it could not be read."""
 
     tokenizer: str | None = None
     num_tokens: int | None = None
@@ -24,32 +24,32 @@ class TextFacts:
     eos_token_ids: tuple[int, ...] = ()
 
 
-def look_at_text(folder: Path, problems: list[str], notes: list[str]) -> TextFacts:
-    """What is wrong is added to the problems, what is only worth knowing to the notes."""
+def inspect_text(folder: Path, problems: list[str], notes: list[str]) -> TextFacts:
+    """Appends errors to `problems` and hints to `notes`."""
     facts = TextFacts()
-    _look_at_tokenizer(folder, facts, problems)
+    _inspect_tokenizer(folder, facts, problems)
     config = _read_object(folder / "tokenizer_config.json", problems)
     found = [name for name in TEMPLATE_FILES if (folder / name).exists()]
     found += ["tokenizer_config.json"] if config.get("chat_template") else []
     facts.chat_template = found[0] if found else None
     if not found:
-        notes.append("there is no chat template: chat requests are refused, unless --chat-template gives one")
+        notes.append("no chat template: chat requests are refused unless --chat-template is given")
     for name in ("generation_config.json", "config.json"):
         ids = _read_object(folder / name, problems if name == "generation_config.json" else []).get("eos_token_id")
         listed = ids if isinstance(ids, list) else [ids]
         if ids is not None and not facts.eos_token_ids:
             facts.eos_token_ids = tuple(id_ for id_ in listed if isinstance(id_, int))
     if not facts.eos_token_ids and not config.get("eos_token"):
-        notes.append("nothing says which token ends a text: answers end at their length or a stop string")
+        notes.append("no EOS token is configured: generations end only at their length or a stop sequence")
     return facts
 
 
-def _look_at_tokenizer(folder: Path, facts: TextFacts, problems: list[str]) -> None:
+def _inspect_tokenizer(folder: Path, facts: TextFacts, problems: list[str]) -> None:
     path, slow = folder / "tokenizer.json", vocabulary_files(folder)
     if path.is_file():
         tokenizer = _read_object(path, problems)
     elif slow:
-        # As it would be made when the model is prepared.
+        # As `prepare` would convert it.
         path = slow[0]
         try:
             tokenizer = convert(folder)
@@ -64,7 +64,7 @@ def _look_at_tokenizer(folder: Path, facts: TextFacts, problems: list[str]) -> N
     model = tokenizer.get("model")
     if not isinstance(model, dict):
         if tokenizer:
-            problems.append(f"{path} is not what it should be: it has no model")
+            problems.append(f"{path} is invalid: it has no model")
         return
     vocabulary = model.get("vocab") or ()
     added = tokenizer.get("added_tokens") or ()
@@ -72,11 +72,11 @@ def _look_at_tokenizer(folder: Path, facts: TextFacts, problems: list[str]) -> N
     texts = {entry[0] for entry in vocabulary} if isinstance(vocabulary, list) else set(vocabulary)
     facts.num_tokens = len(texts | {entry.get("content") for entry in added})
     if not texts:
-        problems.append(f"{path} has no vocabulary: no text can be encoded with it")
+        problems.append(f"{path} has no vocabulary, so it cannot encode text")
 
 
 def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Empty when there is no such file, or it is no JSON object."""
+    """Reads a JSON object; empty when the file does not exist or is invalid."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

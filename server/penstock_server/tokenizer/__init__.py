@@ -1,1 +1,4 @@
-"""Tokenizers in any published form → `tokenizer.json`, as plain data. Imports no torch, tokenizers or transformers."""
+"""Converts published tokenizer files to `tokenizer.json`, as plain data. Imports no torch, tokenizers or transformers.
+
+ADR 34 says why not by transformers.
+"""

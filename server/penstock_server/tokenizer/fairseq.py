@@ -1,7 +1,7 @@
-"""fairseq's tokenizers: a SentencePiece model with fairseq's own first tokens, and languages and a mask behind it.
+"""fairseq's tokenizers: a SentencePiece model with other first tokens, followed by languages and a mask token.
 
-Which languages there are, and where a source's stands, is in the code of the tokenizer's class: here it is data, and a
-class that is not in it is refused. A source is of the language that `src_lang` names; a class without it has its own.
+The languages and the position of the language token are defined by the code of the tokenizer's class. Here they are
+data; other classes are refused. `src_lang` names the language of the source; some classes have a default.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from penstock_server.tokenizer.sentencepiece_json import (
 from penstock_server.tokenizer.settings import BART, Settings, Style
 
 FAIRSEQ_FILE = "sentencepiece.bpe.model"
-THEIR_FIRST = ["<unk>", "<s>", "</s>"]  # in the file, where fairseq has four others
+SENTENCEPIECE_FIRST = ["<unk>", "<s>", "</s>"]  # the file's first pieces, which fairseq replaces by four others
 LANGUAGE = "src_lang"
 
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """A tokenizer whose vocabulary is such a file."""
+    """What a tokenizer class adds to such a vocabulary."""
 
-    before: tuple[str, ...]
-    behind: tuple[str, ...]
-    languages: str = ""  # where no file lists them
-    default: str = ""  # the language of sources where no file says it
+    prefix: tuple[str, ...]
+    suffix: tuple[str, ...]
+    languages: str = ""  # those that no file lists
+    default: str = ""  # the source language if no file names it
     only_spaces_separate: bool = False
 
 
@@ -55,30 +55,30 @@ CLASSES = {
     "Nllb": Class((LANGUAGE,), END, "", "eng_Latn", only_spaces_separate=True),
     "XLMRoberta": Class(("bos_token",), END),
 }
-# model_type → class, for folders that do not name it
+# model_type → class, for folders that do not name the class
 CLASSES_BY_MODEL = {"mbart": "MBart", "mbart50": "MBart50", "nllb": "Nllb", "xlm-roberta": "XLMRoberta"}
 
 
 def fairseq_json(path: Path, settings: Settings) -> dict[str, Any]:
-    """Raises ConfigError when the file is damaged, or nothing says what its languages are or where they stand."""
+    """Builds `tokenizer.json`. Raises ConfigError when the file is damaged, or its class or languages are unknown."""
     class_ = _class(path, settings)
-    style = Style(class_.before, class_.behind, (*BART.defaults, (LANGUAGE, class_.default)))
+    style = Style(class_.prefix, class_.suffix, (*BART.defaults, (LANGUAGE, class_.default)))
     values = {key: value for key, value in settings.values.items() if key != LANGUAGE or value}
     settings = replace(settings, style=style, values=values)
-    vocabulary = _in_their_order(path, read_sentencepiece(path), settings)
+    vocabulary = _in_fairseq_order(path, read_sentencepiece(path), settings)
     ids = {piece.text: id_ for id_, piece in enumerate(vocabulary.pieces)}
     named = [text for text in settings.special_tokens() if text not in ids and text != settings.token("mask_token")]
     languages = list(dict.fromkeys([*class_.languages.split(), *named]))
-    if LANGUAGE in (*class_.before, *class_.behind) and settings.token(LANGUAGE) not in languages:
+    if LANGUAGE in (*class_.prefix, *class_.suffix) and settings.token(LANGUAGE) not in languages:
         raise ConfigError(
-            f"{path}: sources are of the language {settings.token(LANGUAGE)!r}, which is none of the "
-            f"{len(languages)} that are known; tokenizer_config.json lists them under additional_special_tokens, and "
-            "names that of sources under src_lang"
+            f"{path}: the source language {settings.token(LANGUAGE)!r} is not among the {len(languages)} known "
+            "languages; tokenizer_config.json lists them under additional_special_tokens and names the source language "
+            "under src_lang"
         )
-    behind = [AddedToken(0, text, special=True) for text in languages]
-    behind.append(AddedToken(0, settings.token("mask_token") or "", special=True, lstrip=True, normalized=True))
+    added = [AddedToken(0, text, special=True) for text in languages]
+    added.append(AddedToken(0, settings.token("mask_token") or "", special=True, lstrip=True, normalized=True))
     listed = {entry["content"] for entry in settings.added.values()}
-    placed = [replace(token, id=id_) for id_, token in enumerate(behind, len(ids)) if token.content not in listed]
+    placed = [replace(token, id=id_) for id_, token in enumerate(added, len(ids)) if token.content not in listed]
     parts = spaced_json(vocabulary) if class_.only_spaces_separate else t5_json(vocabulary)
     return settings.complete(parts, ids, whole_tokens(vocabulary) + placed)
 
@@ -88,19 +88,19 @@ def _class(path: Path, settings: Settings) -> Class:
     name = name or CLASSES_BY_MODEL.get(settings.model_type, "")
     if name not in CLASSES:
         raise ConfigError(
-            f"{path} is a vocabulary of fairseq's, and what {settings.class_name or 'its tokenizer'} adds to it is not "
-            f"known; known: {', '.join(CLASSES)}; give the folder a tokenizer.json"
+            f"{path} is a fairseq vocabulary, and the tokenizer class {settings.class_name or '(not named)'} is not "
+            f"supported; supported: {', '.join(CLASSES)}; add a tokenizer.json to the folder"
         )
     class_ = CLASSES[name]
     if name == "Nllb" and settings.values.get("legacy_behaviour", False):
-        return replace(class_, before=(), behind=(*END, LANGUAGE))
+        return replace(class_, prefix=(), suffix=(*END, LANGUAGE))
     return class_
 
 
-def _in_their_order(path: Path, vocabulary: Vocabulary, settings: Settings) -> Vocabulary:
-    first = [piece.text for piece in vocabulary.pieces[: len(THEIR_FIRST)]]
-    if first != THEIR_FIRST:
-        raise ConfigError(f"{path} begins with {first}, and fairseq's vocabularies with {THEIR_FIRST}")
+def _in_fairseq_order(path: Path, vocabulary: Vocabulary, settings: Settings) -> Vocabulary:
+    first = [piece.text for piece in vocabulary.pieces[: len(SENTENCEPIECE_FIRST)]]
+    if first != SENTENCEPIECE_FIRST:
+        raise ConfigError(f"{path} begins with {first}; a fairseq vocabulary begins with {SENTENCEPIECE_FIRST}")
     roles = {"bos_token": CONTROL, "pad_token": CONTROL, "eos_token": CONTROL, "unk_token": UNKNOWN}
-    ours = [Piece(settings.token(role) or "", 0.0, type_) for role, type_ in roles.items()]
-    return replace(vocabulary, pieces=[*ours, *vocabulary.pieces[len(THEIR_FIRST) :]], byte_fallback=False)
+    special = [Piece(settings.token(role) or "", 0.0, type_) for role, type_ in roles.items()]
+    return replace(vocabulary, pieces=[*special, *vocabulary.pieces[len(SENTENCEPIECE_FIRST) :]], byte_fallback=False)

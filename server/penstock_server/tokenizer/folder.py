@@ -1,4 +1,4 @@
-"""A model folder without `tokenizer.json` → one in the cache that has it, and links to everything else."""
+"""Adds `tokenizer.json` to a model folder that lacks it: in a cached folder that links to all other files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from penstock_server.model_cache import content_key, made_folder
 from penstock_server.tokenizer.slow import convert, vocabulary_files
 
-# Part of every folder's key: raise it when what is made of the same files changes.
+# Part of every folder's key. Increment it when the same files give another tokenizer.json.
 LAYOUT_VERSION = 2
 
 
 def with_tokenizer(folder: Path, name: str) -> Path:
-    """The folder itself where it has `tokenizer.json`, or nothing to make one of: the router says what is missing.
+    """The cached folder, or `folder` itself if it has a `tokenizer.json` or no vocabulary to make one from.
 
     Raises ConfigError when the vocabulary's files are damaged, or the cache cannot be written.
     """

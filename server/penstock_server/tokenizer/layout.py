@@ -1,4 +1,4 @@
-"""The parts of `tokenizer.json` that all kinds share: added tokens, and what is put around a text."""
+"""The parts of `tokenizer.json` that all kinds share: added tokens, and the tokens added around a text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that stays whole. A special one is no part of the visible text."""
+    """A token that is never split. A special token is not part of the visible text."""
 
     id: int
     content: str
@@ -23,10 +23,10 @@ class AddedToken:
 def tokenizer_json(
     parts: Mapping[str, Any],
     added: list[AddedToken],
-    before: Sequence[AddedToken] = (),
-    behind: Sequence[AddedToken] = (),
+    prefix: Sequence[AddedToken] = (),
+    suffix: Sequence[AddedToken] = (),
 ) -> dict[str, Any]:
-    """parts: normalizer, pre_tokenizer, decoder and model. `before` and `behind` are put around every text."""
+    """parts: normalizer, pre_tokenizer, decoder and model. `prefix` and `suffix` are added around every text."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -45,22 +45,22 @@ def tokenizer_json(
         ],
         "normalizer": parts["normalizer"],
         "pre_tokenizer": parts["pre_tokenizer"],
-        "post_processor": _around(before, behind),
+        "post_processor": _template(prefix, suffix),
         "decoder": parts["decoder"],
         "model": parts["model"],
     }
 
 
-def _around(before: Sequence[AddedToken], behind: Sequence[AddedToken]) -> dict[str, Any] | None:
-    if not before and not behind:
+def _template(prefix: Sequence[AddedToken], suffix: Sequence[AddedToken]) -> dict[str, Any] | None:
+    if not prefix and not suffix:
         return None
 
     def template(*names: str) -> list[dict[str, Any]]:
         pieces: list[dict[str, Any]] = []
         for type_id, name in enumerate(names):
-            pieces += [{"SpecialToken": {"id": token.content, "type_id": type_id}} for token in before]
+            pieces += [{"SpecialToken": {"id": token.content, "type_id": type_id}} for token in prefix]
             pieces.append({"Sequence": {"id": name, "type_id": type_id}})
-            pieces += [{"SpecialToken": {"id": token.content, "type_id": type_id}} for token in behind]
+            pieces += [{"SpecialToken": {"id": token.content, "type_id": type_id}} for token in suffix]
         return pieces
 
     return {
@@ -69,6 +69,6 @@ def _around(before: Sequence[AddedToken], behind: Sequence[AddedToken]) -> dict[
         "pair": template("A", "B"),
         "special_tokens": {
             token.content: {"id": token.content, "ids": [token.id], "tokens": [token.content]}
-            for token in (*before, *behind)
+            for token in (*prefix, *suffix)
         },
     }

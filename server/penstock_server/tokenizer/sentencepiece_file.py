@@ -1,4 +1,4 @@
-"""Reads SentencePiece's model files. The format is a protocol buffer; the few fields that matter are read here."""
+"""Reads SentencePiece model files, which are protocol buffers: only the few fields that the conversion needs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ KINDS: dict[int, Literal["bpe", "unigram"]] = {1: "unigram", 2: "bpe"}
 
 
 def read_sentencepiece(path: Path) -> Vocabulary:
-    """Raises ConfigError when the file is no SentencePiece model, or one of words or characters."""
+    """Raises ConfigError when the file is not a SentencePiece model, or is one of words or characters."""
     data = path.read_bytes()
     try:
         fields = list(_fields(data))
         pieces = [_piece(value) for number, value in fields if number == PIECES and isinstance(value, bytes)]
         trainer, normalizer = _message(fields, TRAINER), _message(fields, NORMALIZER)
     except (IndexError, struct.error, ValueError) as error:
-        raise ConfigError(f"{path} is damaged or no SentencePiece model: {error}") from error
+        raise ConfigError(f"{path} is damaged or not a SentencePiece model: {error}") from error
     if not pieces:
-        raise ConfigError(f"{path} is no SentencePiece model: it holds no pieces")
+        raise ConfigError(f"{path} is not a SentencePiece model: it holds no pieces")
     kind = KINDS.get(int(trainer.get(TRAINER_MODEL_TYPE, 1)))
     if kind is None:
-        raise ConfigError(f"{path} is a SentencePiece model of words or characters; unigram and BPE are supported")
+        raise ConfigError(f"{path} is a SentencePiece model of words or characters; only unigram and BPE are supported")
     charsmap = normalizer.get(NORMALIZER_CHARSMAP, b"")
     assert isinstance(charsmap, bytes)
     return Vocabulary(
@@ -60,7 +60,7 @@ def _message(fields: list[tuple[int, int | float | bytes]], number: int) -> dict
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
-    """The fields of a message: numbers of them, and values by wire type."""
+    """Yields the number and value of each field of a message."""
     offset = 0
     while offset < len(data):
         key, offset = _varint(data, offset)
@@ -74,7 +74,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
         elif wire_type == 2:
             size, offset = _varint(data, offset)
             if offset + size > len(data):
-                raise ValueError("it ends inside a field")
+                raise ValueError("the file ends inside a field")
             yield number, data[offset : offset + size]
             offset += size
         elif wire_type == 5:
@@ -93,4 +93,4 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, offset
         if shift > 63:
-            raise ValueError("a number is too long")
+            raise ValueError("a varint is too long")

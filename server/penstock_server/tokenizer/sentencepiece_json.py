@@ -1,6 +1,6 @@
-"""SentencePiece vocabularies, from its own files or from GGUF → the parts of `tokenizer.json`.
+"""Builds the parts of `tokenizer.json` from a SentencePiece vocabulary.
 
-Source: https://github.com/google/sentencepiece, `sentencepiece_model.proto` and `normalizer.cc`.
+Reference: https://github.com/google/sentencepiece, `sentencepiece_model.proto` and `normalizer.cc`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from penstock_server.tokenizer.byte_level import bpe_model
 from penstock_server.tokenizer.layout import AddedToken
 
 SPACE = "▁"
-# Types of pieces; GGUF has the same numbers.
+# Types of pieces. GGUF uses the same numbers.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-# "always": as SentencePiece does, in every part between special tokens. "first": in the first one, and not where the
-# text begins with a space, as transformers does.
+# Special tokens divide a text into parts. "sentencepiece" adds a space before every part, "always" before every part
+# that does not begin with one, "first" only before the first part and only if it does not begin with one.
 Prefix = Literal["never", "first", "always", "sentencepiece"]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
+    """An entry of the vocabulary."""
+
     text: str
     score: float
     type: int = NORMAL
@@ -30,25 +32,26 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a SentencePiece file says."""
+    """The contents of a SentencePiece model."""
 
     pieces: list[Piece]
     kind: Literal["bpe", "unigram"]
     byte_fallback: bool
     adds_prefix: bool = True
     removes_extra_spaces: bool = False
-    charsmap: bytes = b""  # compiled rules of normalization
+    charsmap: bytes = b""  # compiled normalization rules
 
     @property
     def unknown_id(self) -> int | None:
+        """The id of the unknown token."""
         return next((index for index, piece in enumerate(self.pieces) if piece.type == UNKNOWN), None)
 
 
 def sentencepiece_json(vocabulary: Vocabulary, prefix: Prefix) -> dict[str, Any]:
-    """A text is one word: pieces may hold spaces anywhere."""
+    """SentencePiece's own behaviour: the text is not split, so pieces may contain spaces."""
     normalizers = _charsmap(vocabulary)
     if vocabulary.removes_extra_spaces:
-        # Spaces only: line ends and tabs stay.
+        # Only spaces: line ends and tabs are kept.
         normalizers.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
         normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     pre_tokenizer: dict[str, Any] | None = None
@@ -74,7 +77,7 @@ def sentencepiece_json(vocabulary: Vocabulary, prefix: Prefix) -> dict[str, Any]
 
 
 def t5_json(vocabulary: Vocabulary) -> dict[str, Any]:
-    """T5's: word by word; whitespace is nothing but what separates them."""
+    """T5's variant: splits at any whitespace, and drops it."""
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers}
@@ -87,7 +90,7 @@ def t5_json(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def spaced_json(vocabulary: Vocabulary) -> dict[str, Any]:
-    """mBART-50's: word by word; only spaces separate them, several as one does."""
+    """mBART-50's variant: splits at spaces only; several spaces count as one."""
     parts = t5_json(vocabulary)
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
     normalizer = {"type": "Sequence", "normalizers": [*_charsmap(vocabulary), spaces]}
@@ -101,7 +104,7 @@ def _charsmap(vocabulary: Vocabulary) -> list[dict[str, Any]]:
 
 
 def whole_tokens(vocabulary: Vocabulary) -> list[AddedToken]:
-    """The vocabulary's tokens that no merge may touch."""
+    """The control and user-defined pieces, which are never split."""
     return [
         AddedToken(id_, piece.text, special=piece.type == CONTROL)
         for id_, piece in enumerate(vocabulary.pieces)
@@ -110,6 +113,7 @@ def whole_tokens(vocabulary: Vocabulary) -> list[AddedToken]:
 
 
 def sentencepiece_model(vocabulary: Vocabulary) -> dict[str, Any]:
+    """The model of `tokenizer.json`."""
     if vocabulary.kind == "unigram":
         return {
             "type": "Unigram",
@@ -129,7 +133,7 @@ def sentencepiece_model(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def merges(pieces: Iterable[Piece], ids: dict[str, int]) -> list[list[str]]:
-    """Every way to make a piece of two others, the pieces of the best scores first, as SentencePiece's BPE merges."""
+    """All pairs of pieces that join to a third, in the order of its score, as SentencePiece's BPE merges them."""
     ranked: list[tuple[tuple[float, int, int], list[str]]] = []
     for piece in pieces:
         if piece.type not in (NORMAL, USER_DEFINED):

@@ -1,4 +1,4 @@
-"""What the files beside a vocabulary say, and what a class of transformers adds to it where they do not."""
+"""The settings in a folder's JSON files, with the defaults of the tokenizer's transformers class."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.tokenizer.byte_level import GPT2, QWEN2, Cutting
+from penstock_server.tokenizer.byte_level import GPT2, QWEN2, PreTokenizer
 from penstock_server.tokenizer.layout import AddedToken, tokenizer_json
 
-# The files that an answer depends on, beside the vocabulary.
+# The files that hold settings of the tokenizer.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a class of transformers adds to a vocabulary."""
+    """The defaults of a transformers class."""
 
-    before: tuple[str, ...] = ()  # the roles of the tokens put before every text
-    behind: tuple[str, ...] = ()
-    defaults: tuple[tuple[str, str], ...] = ()  # tokens by role, where no file says them
-    cutting: Cutting = GPT2
-    extra_ids: int = 0  # sentinels behind the vocabulary, where the configuration does not say
+    prefix: tuple[str, ...] = ()  # the roles of the tokens added before every text
+    suffix: tuple[str, ...] = ()  # the roles of the tokens added after every text
+    defaults: tuple[tuple[str, str], ...] = ()  # (role, token) for roles that no file defines
+    pre_tokenizer: PreTokenizer = GPT2
+    extra_ids: int = 0  # the default number of sentinel tokens after the vocabulary
 
 
 LLAMA_TOKENS = (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>"))
@@ -47,11 +47,11 @@ STYLES = {
     "InternLM2": LLAMA,
     "Llama": LLAMA,
     "Pegasus": PEGASUS,
-    "Qwen2": Style(defaults=(("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")), cutting=QWEN2),
+    "Qwen2": Style(defaults=(("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")), pre_tokenizer=QWEN2),
     "Roberta": BART,
     "T5": T5,
 }
-# model_type → style, for folders that do not name their class
+# model_type → style, for folders that do not name the class
 STYLES_BY_MODEL = {
     **dict.fromkeys(("baichuan", "internlm2", "llama", "mistral", "mixtral"), "Llama"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "Gemma"),
@@ -66,17 +66,18 @@ STYLES_BY_MODEL = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the files beside the vocabulary say."""
+    """The settings of one folder."""
 
     values: dict[str, Any]
     added: dict[int, dict[str, Any]]  # by id
     style: Style
-    is_known: bool  # whether the style is the class's own
-    class_name: str = ""  # of the tokenizer
+    is_known: bool  # whether STYLES has the class
+    class_name: str = ""  # the tokenizer's class
     model_type: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
+        """Raises ConfigError when a file is not a JSON object."""
         config, tokens_map, added_ids, model = (read_object(folder / name) for name in SETTINGS)
         values = {**tokens_map, **config}
         class_name = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "")
@@ -91,11 +92,12 @@ class Settings:
         return cls(values, added, STYLES.get(name, Style()), name in STYLES, class_name, model_type)
 
     def token(self, role: str) -> str | None:
-        """The text of a token, by its role."""
+        """The token with this role."""
         value = self.values[role] if role in self.values else dict(self.style.defaults).get(role)
         return value.get("content") if isinstance(value, dict) else value
 
     def special_tokens(self) -> list[str]:
+        """All tokens that the settings declare special."""
         more = self.values.get("additional_special_tokens") or []
         texts = [self.token(role) for role in ROLES]
         texts += [entry.get("content") if isinstance(entry, dict) else entry for entry in more]
@@ -104,7 +106,10 @@ class Settings:
     def complete(
         self, parts: dict[str, Any], ids: dict[str, int], whole: list[AddedToken], sentinels: list[str] | None = None
     ) -> dict[str, Any]:
-        """whole: the vocabulary's own tokens that no merge may touch. Tokens that the vocabulary lacks go behind it."""
+        """Builds `tokenizer.json` from its parts. Tokens that the vocabulary lacks are appended to it.
+
+        whole: tokens of the vocabulary that are never split.
+        """
         added = {token.id: token for token in whole}
         for id_, entry in self.added.items():
             flags = {key: bool(entry.get(key, False)) for key in ("special", "lstrip", "rstrip", "normalized")}
@@ -113,21 +118,21 @@ class Settings:
         for text in (sentinels or []) + self.special_tokens():
             id_ = known.setdefault(text, max(known.values(), default=-1) + 1)
             added[id_] = replace(added.get(id_, AddedToken(id_, text, special=True)), special=True)
-        before = self._around(self.style.before, "add_bos_token", "bos_token")
-        behind = self._around(self.style.behind, "add_eos_token", "eos_token")
+        prefix = self._automatic(self.style.prefix, "add_bos_token", "bos_token")
+        suffix = self._automatic(self.style.suffix, "add_eos_token", "eos_token")
         by_text = {token.content: token for token in added.values()}
-        around = ([by_text[text] for text in texts if text in by_text] for texts in (before, behind))
+        around = ([by_text[text] for text in texts if text in by_text] for texts in (prefix, suffix))
         return tokenizer_json(parts, list(added.values()), *around)
 
-    def _around(self, roles: tuple[str, ...], key: str, switched: str) -> list[str | None]:
-        """Configurations can switch begin and end tokens, but not BERT's."""
+    def _automatic(self, roles: tuple[str, ...], key: str, switched: str) -> list[str | None]:
+        """The tokens that are added to every text. The settings can switch BOS and EOS on and off, but not others."""
         if roles in ((), (switched,)):
             roles = (switched,) if self.values.get(key, bool(roles)) else ()
         return [self.token(role) for role in roles]
 
 
 def read_text(path: Path) -> str:
-    """Raises ConfigError when it is not UTF-8."""
+    """Reads a text file. Raises ConfigError when it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -135,7 +140,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Empty when there is no such file. Raises ConfigError when it is no JSON object."""
+    """Reads a JSON object; empty when there is no such file. Raises ConfigError when the file is not a JSON object."""
     if not path.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Slow-only tokenizers, published as a vocabulary and a class of transformers → `tokenizer.json`.
+"""Converts slow tokenizers, published as a vocabulary and a transformers class, to `tokenizer.json`.
 
-What the class does is data: how a text is cut, and what is put around it. A class that is not known is treated as the
-plain kind of its files, but for tiktoken's, which do not say how a text is cut.
+The behaviour of known classes is data: how a text is split, and which tokens are added around it. An unknown class gets
+the default behaviour of its file format. Only tiktoken files need a known class, because they lack the split pattern.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
 
 
 def vocabulary_files(folder: Path) -> tuple[Path, ...]:
-    """The files of the folder's slow tokenizer; empty when it has none that can be converted."""
+    """The files of the folder's slow tokenizer; empty when none can be converted."""
     if (folder / TEKKEN_FILE).is_file():
         return (folder / TEKKEN_FILE,)
     models = [folder / name for name in (*SENTENCEPIECE_FILES, FAIRSEQ_FILE)]
@@ -41,7 +41,7 @@ def vocabulary_files(folder: Path) -> tuple[Path, ...]:
 
 
 def convert(folder: Path) -> dict[str, Any]:
-    """`tokenizer.json` of a folder with vocabulary files. Raises ConfigError when one of them is damaged."""
+    """Builds `tokenizer.json` for a folder with vocabulary files. Raises ConfigError when a file is damaged."""
     files, settings = vocabulary_files(folder), Settings.read(folder)
     if files[0].name == TEKKEN_FILE:
         return tekken_json(files[0])
@@ -70,7 +70,7 @@ def _sentencepiece(vocabulary: Vocabulary, settings: Settings) -> dict[str, Any]
     elif not settings.is_known:
         parts = sentencepiece_json(vocabulary, "sentencepiece")
     else:
-        # COMPAT: transformers puts no space before a text behind a special token unless the class is its old self.
+        # COMPAT: transformers adds a space to the text after a special token only in legacy mode.
         parts = sentencepiece_json(vocabulary, "always" if settings.values.get("legacy", False) else "first")
     return settings.complete(parts, ids, whole)
 
@@ -78,13 +78,13 @@ def _sentencepiece(vocabulary: Vocabulary, settings: Settings) -> dict[str, Any]
 def _byte_level(vocabulary_path: Path, merges_path: Path, settings: Settings) -> dict[str, Any]:
     ids = read_object(vocabulary_path)
     if not ids or not all(isinstance(id_, int) for id_ in ids.values()):
-        raise ConfigError(f"{vocabulary_path} is no vocabulary: it must give every token its number")
+        raise ConfigError(f"{vocabulary_path} is not a vocabulary: it must map each token to its id")
     lines = read_text(merges_path).split("\n")
     merges = [line for line in lines if line and not line.startswith("#version")]
     broken = next((line for line in merges if line.count(" ") != 1), None)
     if broken is not None:
-        raise ConfigError(f"{merges_path} is damaged: {broken!r} is not two tokens with a space between")
-    parts = byte_level_json(ids, merges, settings.style.cutting)
+        raise ConfigError(f"{merges_path} is damaged: {broken!r} is not two tokens separated by a space")
+    parts = byte_level_json(ids, merges, settings.style.pre_tokenizer)
     if settings.values.get("add_prefix_space", False):
         parts["pre_tokenizer"] = with_prefix_space(parts["pre_tokenizer"])
     return settings.complete(parts, ids, [])

@@ -1,7 +1,6 @@
-"""Mistral's `tekken.json` → `tokenizer.json`: tiktoken's ranks, with the pattern and the special tokens beside them.
+"""Converts Mistral's `tekken.json` to `tokenizer.json`: tiktoken ranks, a split pattern and special tokens.
 
-Source: https://github.com/mistralai/mistral-common, `tekken.py`. Special tokens come first,
-ranks behind them.
+Reference: https://github.com/mistralai/mistral-common, `tekken.py`. Ids start with the special tokens; ranks follow.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.tokenizer.byte_level import Cutting, byte_level_json, split_by
+from penstock_server.tokenizer.byte_level import PreTokenizer, byte_level_json, split_by
 from penstock_server.tokenizer.layout import AddedToken, tokenizer_json
 from penstock_server.tokenizer.settings import read_object
 from penstock_server.tokenizer.tiktoken import check_ranks, vocabulary_and_merges
 
 TEKKEN_FILE = "tekken.json"
 BOS = "<s>"
-# Of the first files, which do not list them.
+# The first files do not list their special tokens.
 FIRST_SPECIAL = (
     *("<unk>", BOS, "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
@@ -28,7 +27,7 @@ FIRST_SPECIAL = (
 
 
 def tekken_json(path: Path) -> dict[str, Any]:
-    """Raises ConfigError when the file is damaged."""
+    """Builds `tokenizer.json`. Raises ConfigError when the file is damaged."""
     values = read_object(path)
     try:
         config = values["config"]
@@ -40,17 +39,17 @@ def tekken_json(path: Path) -> dict[str, Any]:
             for rank, entry in enumerate(values["vocab"][:num_ranks])
         }
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        raise ConfigError(f"{path} is no vocabulary of Mistral's: {type(error).__name__} {error}") from error
+        raise ConfigError(f"{path} is not a tekken vocabulary: {type(error).__name__} {error}") from error
     check_ranks(path, ranks)
     if len(named) > num_special:
-        raise ConfigError(f"{path} is damaged: it names {len(named)} special tokens, but has room for {num_special}")
+        raise ConfigError(f"{path} is damaged: it lists {len(named)} special tokens but reserves {num_special} ids")
     special = [named.get(id_, f"<SPECIAL_{id_}>") for id_ in range(num_special)]
     if BOS not in special:
-        raise ConfigError(f"{path} has no token {BOS}, which begins every text")
+        raise ConfigError(f"{path} has no token {BOS}, which is required at the start of every text")
     vocabulary, merges = vocabulary_and_merges(ranks)
     ids = {text: id_ for id_, text in enumerate(special)}
     ids |= {text: num_special + rank for text, rank in vocabulary.items()}
-    parts = byte_level_json(ids, merges, Cutting(split_by(pattern), ignore_merges=True))
+    parts = byte_level_json(ids, merges, PreTokenizer(split_by(pattern), ignore_merges=True))
     added = [AddedToken(id_, text, special=True) for id_, text in enumerate(special)]
     return tokenizer_json(parts, added, [added[special.index(BOS)]])
 

@@ -1,8 +1,8 @@
-"""tiktoken's rank files → `tokenizer.json`.
+"""Converts tiktoken rank files to `tokenizer.json`.
 
-A line is a token's bytes in base64 and its rank, which is its id; merges follow from the ranks. How a text is cut, and
-what the special tokens are, stands in the code of the tokenizer's class: here it is data, and a class that is not in it
-is refused.
+Each line holds a token's bytes in base64 and its rank, which is its id. The merges follow from the ranks. The split
+pattern and the special tokens are defined by the code of the tokenizer's class. Here they are data; other classes are
+refused.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """A tokenizer whose vocabulary is such a file."""
+    """What a tokenizer class adds to such a vocabulary."""
 
     style: Style
-    special: tuple[str, ...] = ()  # behind the vocabulary; {id} stands for the token's own. Files may name others
+    special: tuple[str, ...] = ()  # appended to the vocabulary; {id} stands for the token's id. Files may name others
 
 
 QWEN = Class(
-    Style(defaults=(("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")), cutting=QWEN2),
+    Style(defaults=(("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")), pre_tokenizer=QWEN2),
     ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205))),
 )
-# By the class of the tokenizer, or the model's type.
+# By the tokenizer's class or the model type.
 CLASSES = {
     "QWenTokenizer": QWEN,
-    "TikTokenTokenizer": Class(Style(cutting=KIMI), ("<|reserved_token_{id}|>",) * 256),  # Kimi, Moonlight
-    "llama": Class(Style(before=("bos_token",), cutting=LLAMA3)),
+    "TikTokenTokenizer": Class(Style(pre_tokenizer=KIMI), ("<|reserved_token_{id}|>",) * 256),  # Kimi, Moonlight
+    "llama": Class(Style(prefix=("bos_token",), pre_tokenizer=LLAMA3)),
     "qwen": QWEN,
 }
 
 
 def is_rank_file(path: Path) -> bool:
-    """Whether it is one by its first line; SentencePiece's files may have the same name."""
+    """Whether the first line is one of a rank file. SentencePiece files may have the same name."""
     with path.open("rb") as file:
         return LINE.match(file.readline(4096)) is not None
 
 
 def tiktoken_json(path: Path, settings: Settings) -> dict[str, Any]:
-    """Raises ConfigError when the file is damaged, or nothing says how its texts are cut or what its tokens are."""
+    """Builds `tokenizer.json`. Raises ConfigError when the file is damaged or its class or special tokens unknown."""
     class_ = CLASSES.get(settings.class_name) or CLASSES.get(settings.model_type)
     if class_ is None:
         raise ConfigError(
-            f"{path} is a rank file of tiktoken, and how {settings.class_name or 'its tokenizer'} cuts a text is not "
-            f"known; known: {', '.join(CLASSES)}; give the folder a tokenizer.json"
+            f"{path} is a tiktoken rank file, and the split pattern of {settings.class_name or 'its class'} is not "
+            f"known; known: {', '.join(CLASSES)}; add a tokenizer.json to the folder"
         )
     ranks = read_ranks(path)
     names = [text.format(id=len(ranks) + index) for index, text in enumerate(class_.special)]
@@ -65,13 +65,13 @@ def tiktoken_json(path: Path, settings: Settings) -> dict[str, Any]:
     if not special:
         raise ConfigError(f"{path} holds no special tokens, and tokenizer_config.json has no added_tokens_decoder")
     vocabulary, merges = vocabulary_and_merges(ranks)
-    parts = byte_level_json(vocabulary, merges, replace(class_.style.cutting, ignore_merges=True))
+    parts = byte_level_json(vocabulary, merges, replace(class_.style.pre_tokenizer, ignore_merges=True))
     whole = [AddedToken(id_, text, special=True) for id_, text in special.items()]
     return replace(settings, style=class_.style).complete(parts, vocabulary, whole)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Raises ConfigError when a line is none of such a file, or a byte has no token."""
+    """Reads token bytes → rank. Raises ConfigError when a line is damaged or a byte has no token."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line:
@@ -80,21 +80,22 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         try:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (binascii.Error, ValueError) as error:
-            raise ConfigError(f"{path} is damaged: line {number}, {line!r}, is not a token and its rank") from error
+            raise ConfigError(f"{path} is damaged: line {number}, {line!r}, is not a token and a rank") from error
     check_ranks(path, ranks)
     return ranks
 
 
 def check_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
+    """Raises ConfigError when a byte has no token or two tokens have the same rank."""
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise ConfigError(f"{path} is damaged: {len(missing)} bytes have no token, the first of them {missing[0]:#04x}")
+        raise ConfigError(f"{path} is damaged: {len(missing)} bytes have no token, for example {missing[0]:#04x}")
     if len(set(ranks.values())) != len(ranks):
         raise ConfigError(f"{path} is damaged: two tokens have the same rank")
 
 
 def vocabulary_and_merges(ranks: Mapping[bytes, int]) -> tuple[dict[str, int], list[list[str]]]:
-    """Tokens in GPT-2's spelling, and every way to make one of two others, the lowest ranks first."""
+    """Returns the vocabulary in GPT-2's spelling, and all pairs of tokens that join to a third, by its rank."""
     spelling = byte_spelling()
     spelled = {token: "".join(spelling[byte] for byte in token) for token in ranks}
     merges: list[list[str]] = []

@@ -53,7 +53,7 @@ def converted_folder(folder: Path, files: WeightFiles, name: str) -> Path:
 
 
 def _convert(paths: Iterable[Path], target: Path, num_bytes: int) -> None:
-    from huggingface_hub import split_torch_state_dict_into_shards
+    from huggingface_hub import split_state_dict_into_shards_factory
 
     from penstock_server.weights.torch_file import read_state_dict
 
@@ -69,7 +69,13 @@ def _convert(paths: Iterable[Path], target: Path, num_bytes: int) -> None:
                 tensors[name], sources[name] = tensor, path
         if not tensors:
             raise ConfigError(f"{', '.join(path.name for path in paths)}: no tensors found")
-        split = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_SHARD_BYTES)
+        # PERF: not split_torch_state_dict_into_shards, which imports torch.distributed: 3 s of CPU time.
+        split = split_state_dict_into_shards_factory(
+            tensors,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=MAX_SHARD_BYTES,
+        )
         for file_name, names in split.filename_to_tensors.items():
             _write(target / file_name, {name: tensors[name] for name in names})
             progress.advance((target / file_name).stat().st_size)

@@ -1,8 +1,8 @@
-"""A file of weights, read where it is asked for.
+"""A weight file that is read at given offsets, and not mapped.
 
-Read and not mapped. PERF: a mapping costs page faults (0.2 s/GB on one core of a Zen 5 virtual machine; reading into
-memory that is in the cache 0.05 s/GB) and its pages count as ours. And a file that another process cuts off meanwhile
-gives an error, where a mapping would end the process.
+PERF: a mapping costs page faults: 0.2 s/GB on one core of a Zen 5 virtual machine, against 0.05 s/GB for reads into
+cached memory. Mapped pages also count as the process's memory. If another process truncates the file, a read raises an
+error, while access to a mapping would kill the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock_server.errors import ConfigError
 
 
 class WeightFile:
-    """Open until `close`, or until nobody refers to it."""
+    """Open until `close` is called or the object is garbage-collected."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,12 +24,12 @@ class WeightFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def expect(self, start: int, num_bytes: int) -> None:
-        """Let the system begin to read from the disk what will be asked for soon; returns at once."""
+        """Tells the operating system to read ahead. Returns at once."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fills a buffer of bytes. Raises ConfigError when the file ends before."""
+        """Fills the buffer from offset `start`. Raises ConfigError when the file ends before that."""
         while buffer:
             num_bytes = os.preadv(self._descriptor, [buffer], start)
             if num_bytes == 0:

@@ -1,7 +1,7 @@
-"""What lies in a model folder: which files hold its weights. Imports no torch.
+"""Chooses the weight files of a model folder. Imports no torch.
 
-Order of preference: safetensors, PyTorch's pickles, one GGUF file; of each the index of a sharded checkpoint, one file,
-several without an index. The same choice is made from a repository's list of files before anything is downloaded.
+Formats in order of preference: safetensors, PyTorch pickles, GGUF. Within a format: an index of a sharded checkpoint, a
+single file, several files without an index. The same choice is made from a repository's file list before a download.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock_server.errors import ConfigError
 SUFFIXES = {"safetensors": (".safetensors",), "bin": (".bin", ".pt", ".pth"), "gguf": (".gguf",)}
 STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 INDEX_NAME = "model.safetensors.index.json"
-# They end like weights and are not the model's own: adapters, the state of a training, Mistral's and Meta's second copy
-# in another layout, exports for other programs.
+# Files with a weight suffix that are not the model's weights: adapters, training state, Mistral's and Meta's second
+# copy in another layout, exports for other programs.
 NOT_WEIGHTS = re.compile(
     r"(adapter_|consolidated|optimizer|scheduler|scaler|training_args|rng_state|random_states|trainer_|"
     r"openvino_|tokenizer|params|tf_model|flax_model|\.).*",
@@ -31,47 +31,48 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The files of one checkpoint, by name, and which tensors its index says are where."""
+    """The files of one checkpoint, by name."""
 
     kind: str  # "safetensors", "bin" or "gguf"
     names: tuple[str, ...]
-    weight_map: Mapping[str, str] | None = None  # tensor → file
+    weight_map: Mapping[str, str] | None = None  # tensor → file name, if there is an index
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files of one checkpoint, all of one kind."""
+    """The files of one checkpoint, by path."""
 
     kind: str  # "safetensors", "bin" or "gguf"
     paths: tuple[Path, ...]
-    weight_map: Mapping[str, str] | None = None  # tensor → file name, where there is an index
+    weight_map: Mapping[str, str] | None = None  # tensor → file name, if there is an index
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """Raises ConfigError when the folder holds no weights that can be read, or not all that its index names."""
+    """Raises ConfigError when the folder holds no supported weights, or lacks files that its index names."""
     names = [path.name for path in folder.iterdir() if path.is_file()]
     choice = choose_weights(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"))
     return WeightFiles(choice.kind, tuple(folder / name for name in choice.names), choice.weight_map)
 
 
 def choose_weights(where: str, names: Collection[str], read: Callable[[str], str]) -> Choice:
-    """`where` is what messages call the place, `names` are its files, `read` gives the text of one of them.
+    """Chooses among the file names of a folder or repository.
 
-    Raises ConfigError when there are no weights, not all of them, or several models.
+    where: the place, for messages. read: returns the text of a file; only an index is read. Raises ConfigError when
+    there are no weights, some are missing, or there are several models.
     """
     for kind, stem in STEMS.items():
         suffix = SUFFIXES[kind][0]
         index = f"{stem}{suffix}.index.json"
         if index in names:
             weight_map = _weight_map(where, index, read, SUFFIXES[kind])
-            wanted = tuple(sorted(set(weight_map.values())))
-            _check_complete(where, wanted, names, "its index names")
-            return Choice(kind, wanted, weight_map)
+            required = tuple(sorted(set(weight_map.values())))
+            _check_complete(where, required, names, "its index names")
+            return Choice(kind, required, weight_map)
         if stem + suffix in names:
             return Choice(kind, (stem + suffix,))
         several = tuple(sorted(name for name in names if is_weight_name(name, kind)))
         if several:
-            _check_complete(where, _series(several), names, "there are by their numbers")
+            _check_complete(where, _series(several), names, "their numbering implies")
             return Choice(kind, several)
     ggufs = tuple(sorted(name for name in names if name.endswith(SUFFIXES["gguf"])))
     if ggufs and set(ggufs) in ({ggufs[0]}, set(_series(ggufs[:1]))):
@@ -84,12 +85,12 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
 
 
 def is_weight_name(name: str, kind: str) -> bool:
-    """Whether a file may hold the model's own weights, by its name."""
+    """Whether a file of this name may hold the model's weights."""
     return name.endswith(SUFFIXES[kind]) and not NOT_WEIGHTS.fullmatch(name)
 
 
 def is_weight_or_index(name: str) -> bool:
-    """Whether a file belongs to weights of any format, by its name."""
+    """Whether a file of this name belongs to the weights, in any format."""
     return name.endswith(".index.json") or any(is_weight_name(name, kind) for kind in SUFFIXES)
 
 
@@ -104,28 +105,28 @@ def _weight_map(where: str, index: str, read: Callable[[str], str], suffixes: tu
         if not isinstance(file, str) or re.search(r"[/\\\0]", file):
             raise ConfigError(f"{where}/{index} names files outside its folder: {file!r}")
         if not file.endswith(suffixes):
-            raise ConfigError(f"{where}/{index} is damaged: it names {file!r}, which is no {suffixes[0]} file")
+            raise ConfigError(f"{where}/{index} is damaged: it names {file!r}, which is not a {suffixes[0]} file")
     if not files:
-        raise ConfigError(f"{where}/{index} is damaged: it names no tensor")
+        raise ConfigError(f"{where}/{index} is damaged: it names no tensors")
     return pairs
 
 
 def _series(names: tuple[str, ...]) -> tuple[str, ...]:
-    """All names of numbered series, `x-00001-of-00003`, of which some are there."""
-    wanted = set(names)
+    """The names, completed to full series of numbered files such as `x-00001-of-00003`."""
+    required = set(names)
     for name in names:
         if match := NUMBERED.fullmatch(name):
             start, stop = match.span(1)
             total = int(match[2])
-            if total <= len(names) * 1000:  # not a number that somebody made up
-                wanted |= {f"{name[:start]}{number:05}{name[stop:]}" for number in range(1, total + 1)}
-    return tuple(sorted(wanted))
+            if total <= len(names) * 1000:  # ignore absurd totals
+                required |= {f"{name[:start]}{number:05}{name[stop:]}" for number in range(1, total + 1)}
+    return tuple(sorted(required))
 
 
-def _check_complete(where: str, wanted: tuple[str, ...], names: Collection[str], why: str) -> None:
-    missing = [name for name in wanted if name not in names]
+def _check_complete(where: str, required: tuple[str, ...], names: Collection[str], why: str) -> None:
+    missing = [name for name in required if name not in names]
     if missing:
-        raise ConfigError(f"{where} lacks {len(missing)} of {len(wanted)} weight files that {why}, e.g. {missing[0]}")
+        raise ConfigError(f"{where} lacks {len(missing)} of {len(required)} weight files that {why}, e.g. {missing[0]}")
 
 
 def _adapter_message(where: str, read: Callable[[str], str]) -> str:
@@ -136,6 +137,5 @@ def _adapter_message(where: str, read: Callable[[str], str]) -> str:
         base = kind = None
     return (
         f"{where} holds {f'a {kind}' if kind else 'an'} adapter, not a model; "
-        f"it is for {base or 'a base model that its adapter_config.json does not name'}: "
-        "merge it into that model's weights and serve the result"
+        f"merge it into its base model {base or '(which adapter_config.json does not name)'} and serve the result"
     )

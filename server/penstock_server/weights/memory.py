@@ -1,4 +1,4 @@
-"""The memory that loading works in, and giving back what it freed."""
+"""Scratch memory for loading, and the return of freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import sys
 import torch
 from torch import Tensor
 
-# PERF: weights are read, checked and packed in pieces of so many bytes: they stay in the cache meanwhile, and there are
-# enough rows in one for all threads.
+# PERF: weights are read, checked and packed in pieces of this size. They stay in the CPU cache and have enough rows for
+# all threads.
 PIECE_BYTES = 8 << 20
 
 
 class Scratch:
-    """Memory that is used again and again. PERF: pages that are new cost more than what is done in them."""
+    """Memory that is reused for each piece. PERF: page faults of fresh memory cost more than the work on it."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Of any content; it is gone when the next one is asked for."""
+        """An uninitialized tensor, valid until the next call."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self._bytes.numel():
             self._bytes = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8)
@@ -29,7 +29,7 @@ class Scratch:
 
 
 def return_freed_memory() -> None:
-    """glibc keeps what was freed between blocks in use, and loading frees as much as it packs."""
+    """Returns freed memory to the operating system. glibc would keep it, and loading frees as much as it packs."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

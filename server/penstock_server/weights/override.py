@@ -1,4 +1,4 @@
-"""A model of the hub whose weights lie in a folder of their own: a folder in the cache with links to both."""
+"""Combines a hub model with weights from another folder: in a cached folder that links to both."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from penstock_server.errors import ConfigError
 from penstock_server.model_cache import content_key, made_folder
 from penstock_server.weights.folder import find_weights, is_weight_or_index
 
-# Part of every folder's key: raise it when what is linked from the same files changes.
+# Part of every folder's key. Increment it when the same files give other links.
 LAYOUT_VERSION = 1
 
 
 def with_weights(folder: Path, weights: Path, name: str) -> Path:
-    """The files of `folder` that are no weights, and the weights (and their index) of the other.
+    """The cached folder with the weights and index of `weights`, and all other files of `folder`.
 
-    Raises ConfigError when `weights` is no folder or holds no complete model's weights.
+    Raises ConfigError when `weights` is not a folder, or lacks weights.
     """
     if not weights.is_dir():
         raise ConfigError(
-            f"there is no folder {weights}; --weights-cache-override names the one that holds the weights"
+            f"there is no folder {weights}; --weights-cache-override must name the folder with the weights"
         )
     chosen = {path.name: path for path in find_weights(weights).paths}
     chosen |= {path.name: path for path in weights.glob("*.index.json")}

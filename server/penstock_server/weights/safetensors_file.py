@@ -1,7 +1,7 @@
 """Reads safetensors files piece by piece.
 
-Own code, not the library's, because no more than a piece of a file is ever in memory, and because it names what is
-wrong with a damaged file.
+The library is not used, because here at most one piece of a file is in memory, and errors name the fault of a damaged
+file.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from penstock_server.weights.memory import PIECE_BYTES, Scratch
 from penstock_server.weights.safetensors_header import Place, read_header
 
 LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-AHEAD_BYTES = 4 * PIECE_BYTES  # tensors are read in about the order in which they lie in their file
+AHEAD_BYTES = 4 * PIECE_BYTES  # read-ahead; tensors are read roughly in file order
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor and the file that it is in."""
+    """A tensor and its file."""
 
     file: WeightFile
     place: Place
 
 
 class SafetensorsCheckpoint:
-    """The tensors of one or several files as one set of names; `weight_map` is what their index says."""
+    """The tensors of one or several files. weight_map: tensor → file name, from the index. Implements `Checkpoint`."""
 
     def __init__(self, paths: tuple[Path, ...], weight_map: Mapping[str, str] | None = None) -> None:
         self.entries: dict[str, Entry] = {}
@@ -74,7 +74,7 @@ class SafetensorsCheckpoint:
         self._fill(name, place.start, shape, part, out.view(out.shape or (1,)))
 
     def _fill(self, name: str, start: int, shape: tuple[int, ...], part: Part | None, out: Tensor) -> None:
-        """With a tensor of this shape that begins at this byte, or a part of it."""
+        """Fills `out` with a tensor of this shape that starts at byte `start`, or with a part of it."""
         file, dtype = self.entries[name].file, LOADABLE[self.entries[name].place.dtype]
         rows, columns = split_leading(part, shape[0])
         row_bytes = math.prod(shape[1:]) * dtype.itemsize

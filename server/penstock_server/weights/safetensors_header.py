@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors it holds, and where. Reads no tensor and imports no torch.
+"""Reads the header of a safetensors file: the tensors and their offsets. Imports no torch.
 
 Format: https://huggingface.co/docs/safetensors/index#format.
 """
@@ -26,7 +26,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one tensor lies in its file."""
+    """The type, shape and byte range of a tensor in its file."""
 
     dtype: str  # the format's name
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Place:
 
 
 def read_header(path: Path) -> dict[str, Place]:
-    """Raises ConfigError when the file is truncated or its header damaged."""
+    """Reads tensor name → place. Raises ConfigError when the file is truncated or its header is damaged."""
     size = path.stat().st_size
     if size <= LENGTH_BYTES:
         raise ConfigError(f"{path} is truncated: it has {size} bytes")
@@ -43,14 +43,14 @@ def read_header(path: Path) -> dict[str, Place]:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if header_bytes > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
             raise ConfigError(
-                f"{path} is truncated or no safetensors file: its header ends at {LENGTH_BYTES + header_bytes}, "
-                f"the file at {size}"
+                f"{path} is truncated or not a safetensors file: its header ends at byte "
+                f"{LENGTH_BYTES + header_bytes}, the file at {size}"
             )
         return parse_header(path, file.read(header_bytes), size)
 
 
 def parse_header(path: Path, text: bytes, size: int) -> dict[str, Place]:
-    """The header's places, checked against the size of the file. `path` is for messages."""
+    """Parses tensor name → place, and checks the places against the file size. path: for messages."""
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -69,13 +69,13 @@ def _place(path: Path, name: str, value: dict[str, Any], data_start: int, size: 
         dtype, shape, (begin, end) = str(value["dtype"]), tuple(map(int, value["shape"])), value["data_offsets"]
         start, stop = data_start + int(begin), data_start + int(end)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged: its header describes tensor {name} wrongly") from error
+        raise ConfigError(f"{path} is damaged: the header's entry of tensor {name} is invalid") from error
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"{path}: tensor {name} is of type {dtype}, which is not supported")
     if stop > size:
         raise ConfigError(f"{path} is truncated: tensor {name} ends at byte {stop}, the file at {size}")
     if start < data_start or min(shape, default=0) < 0 or stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise ConfigError(f"{path} is damaged: tensor {name} of shape {list(shape)} does not fit its place in the file")
+        raise ConfigError(f"{path} is damaged: the byte range of tensor {name} does not match its shape {list(shape)}")
     return Place(dtype, shape, start, stop)
 
 
@@ -90,5 +90,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
     return values

@@ -1,4 +1,4 @@
-"""For every GGUF architecture that we read a tiny model, or several where files differ, and what only its file says."""
+"""A tiny model for each supported GGUF architecture and layout, with the metadata that its configuration lacks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from published import BAICHUAN_13B
 
 @dataclass(frozen=True)
 class GgufCase:
-    """GGUF's name, a case of the parity tests or one of its own, and what only some files say."""
+    """A GGUF architecture, the model to write, and extra metadata."""
 
     architecture: str
     case: str | Case
-    metadata: dict[str, Any] = field(default_factory=dict)  # of the architecture's own section; an array is a tensor
+    metadata: dict[str, Any] = field(default_factory=dict)  # in the architecture's section; an array becomes a tensor
     old_layout: bool = False
-    facts: Callable[[Any], dict[str, Any]] = lambda model: {}  # further metadata, made from the model
+    facts: Callable[[Any], dict[str, Any]] = lambda model: {}  # further metadata, derived from the model
 
     @property
     def own_case(self) -> Case:
+        """The model to write; a name refers to a case of the parity tests."""
         return CASES[self.case] if isinstance(self.case, str) else self.case
 
 
@@ -32,7 +33,7 @@ LONGROPE_TENSORS = {
 }
 YARN_METADATA = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-# Lengths of keys and values: what is computed with, or in newer files the latent's.
+# Lengths of keys and values: of the expanded heads, or in newer files of the latent.
 LENGTHS = {"attention.key_length": 12, "attention.value_length": 12, "rope.dimension_count": 4}
 LATENT_LENGTHS = {
     "attention.head_count_kv": 1,
@@ -43,14 +44,14 @@ LATENT_LENGTHS = {
     "rope.dimension_count": 4,
 }
 SIGMOID_METADATA = {**LATENT_LENGTHS, "expert_gating_func": 2, "expert_weights_norm": True}
-# GGUF has one number for two of DeepSeek's, a tenth of it.
+# GGUF stores one number for mscale and mscale_all_dim, a tenth of their value.
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7)
 DEEPSEEK_YARN_METADATA = {**YARN_METADATA, "rope.scaling.yarn_log_multiplier": 0.07}
 FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
 
 
 def activation_constants(model: Any) -> dict[str, Any]:
-    """Apertus' learned numbers are no tensors."""
+    """Apertus' learned activation parameters, which GGUF stores as metadata."""
     functions = [layer.mlp.act_fn for layer in model.model.layers]
     return {
         "xielu.alpha_p": [function.alpha_p.item() for function in functions],
@@ -83,7 +84,7 @@ DENSE = {
     "qwen2": GgufCase("qwen2", "qwen2"),
     "qwen3": GgufCase("qwen3", "qwen3"),
     "gemma": GgufCase("gemma", "gemma"),
-    # GGUF does not say what queries are scaled by: it is the head dimension.
+    # GGUF lacks the scale of the queries; for small models it is the head dimension.
     "gemma2": GgufCase(
         "gemma2", Case("Gemma2Config", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16})
     ),
@@ -216,7 +217,7 @@ EXPERTS = {
         {**SIGMOID_METADATA, **DEEPSEEK_YARN_METADATA},
     ),
 }
-# What all of T5's files say that others do not.
+# Metadata of all T5 files.
 T5_METADATA = {"context_length": 512, "feed_forward_length": 80, "attention.layer_norm_rms_epsilon": 1e-6}
 T5_METADATA |= {"decoder_start_token_id": 0, "attention.key_length": 16}
 ENCODERS = {

@@ -1,4 +1,8 @@
-"""Every architecture that GGUF names and we serve: a file made from transformers' model has that model's logits."""
+"""GGUF parity: a file made from a transformers model has the logits and weights of that model, for each architecture.
+
+`gguf_tensors` writes the files by the `gguf` package's name table, while the reader has its own. Where transformers
+reads an architecture from GGUF, its reader confirms that the files are valid.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,11 @@ from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.gguf.config import BUILDERS
 from penstock_server.weights.gguf.folder import gguf_folder
+from penstock_server.weights.gguf.header import read_header
 from shares import open_loader
 from tiny_model import make_model, save_model
 from tiny_models import prompts
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 NUM_TOKENS = 24
 
@@ -37,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(name: str, folder: Path) -> tuple[Any, Path]:
-    """transformers' model, and the folder prepared from the GGUF file of it."""
+    """Returns a transformers model and the prepared folder of its GGUF file."""
     case = GGUF_CASES[name]
     reference = make_model(name, case.own_case)
     changes = {
@@ -50,11 +56,11 @@ def made(name: str, folder: Path) -> tuple[Any, Path]:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_gguf_file_has_the_logits_and_the_greedy_tokens_of_its_model(name: str, tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_logits_and_greedy_tokens_of_its_model(name: str, tmp_path: Path) -> None:
     reference, folder = made(name, tmp_path)
     prompt = prompts(7, [29], 131)[0]
     with torch.inference_mode():
-        # Models that stand for published ones do not all compute with a cache.
+        # Stand-ins for models that are not in transformers do not all support a KV cache.
         has_cache = GGUF_CASES[name].own_case.published is None
         options = {"do_sample": False, "use_cache": has_cache, "pad_token_id": 0, "eos_token_id": None}
         ids = reference.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, **options)[0].tolist()
@@ -68,7 +74,7 @@ def test_a_gguf_file_has_the_logits_and_the_greedy_tokens_of_its_model(name: str
 
 
 @pytest.mark.parametrize("name", GGUF_CASES)
-def test_each_rank_reads_what_it_reads_of_the_model_itself(name: str, tmp_path: Path) -> None:
+def test_each_rank_reads_the_same_weights_from_gguf_and_safetensors(name: str, tmp_path: Path) -> None:
     reference, folder = made(name, tmp_path)
     published = GGUF_CASES[name].own_case.published
     hf = published.save(reference, tmp_path / "hf") if published else save_model(reference, tmp_path / "hf")
@@ -76,12 +82,12 @@ def test_each_rank_reads_what_it_reads_of_the_model_itself(name: str, tmp_path: 
         ours, theirs = (parameters_of(place, RankGroup(rank, 3), exact) for place in (folder, hf))
         assert ours.keys() == theirs.keys()
         for parameter, tensor in theirs.items():
-            # One is added to some norms in the file, which rounds.
+            # Norms that are stored plus one are rounded.
             torch.testing.assert_close(ours[parameter], tensor, rtol=0, atol=2e-7, msg=f"{parameter} of rank {rank}")
 
 
 def parameters_of(folder: Path, group: RankGroup, exact: bool) -> dict[str, torch.Tensor]:
-    """What a rank loads, by our names; of experts what each is made of, however it is stored."""
+    """The weights that a rank loads, by our names. Experts are unpacked, because formats store them differently."""
     spec, _ = read_spec(folder)
     layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact))
     loader = open_loader(folder, group, exact)
@@ -100,12 +106,30 @@ def parameters_of(folder: Path, group: RankGroup, exact: bool) -> dict[str, torc
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_and_its_decoder_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
-    """With the parameters of the test above, its answers are."""
+def test_the_configuration_of_an_encoder_decoder_model_survives_gguf(name: str, tmp_path: Path) -> None:
+    """Together with the weights compared above, this implies equal outputs."""
     reference, folder = made(name, tmp_path)
     ours, theirs = (read_spec(place)[0] for place in (folder, save_model(reference, tmp_path / "hf")))
     assert ours == theirs
     assert ours.encoder is not None
+
+
+# A case for each architecture that transformers reads from GGUF. It does not reorder Falcon 40B's fused q, k and v.
+READ_BY_TRANSFORMERS = [
+    *("llama", "llama-biases", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "bloom", "falcon-7b", "gpt2", "nemotron"),
+    *("stablelm", "starcoder2", "t5"),
+]
+
+
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_transformers_reads_the_model_s_weights_from_the_test_file(name: str, tmp_path: Path) -> None:
+    reference, _ = made(name, tmp_path)
+    path = tmp_path / f"{name}.gguf"
+    found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    expected = reference.state_dict()
+    assert len(found) == len(read_header(path).tensors)
+    for key, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=2e-7, msg=key)
 
 
 def test_every_architecture_with_a_builder_has_a_case() -> None:
@@ -119,7 +143,7 @@ def test_every_architecture_with_a_builder_has_a_case() -> None:
         ("rope.scaling.type", "longrope", "rope scaling 'longrope' is not supported; supported: none, linear"),
     ],
 )
-def test_what_a_decoder_cannot_do_is_refused_by_its_key(key: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_an_unsupported_value_is_refused_by_its_key(key: str, value: Any, message: str, tmp_path: Path) -> None:
     path = save_gguf(make_model("llama", CASES["llama"]), tmp_path / "x.gguf", "llama", **{f"llama.{key}": value})
     with pytest.raises(ConfigError, match=message):
         gguf_folder(path)

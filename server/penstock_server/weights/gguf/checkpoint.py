@@ -1,4 +1,4 @@
-"""Reads GGUF files as a checkpoint: tensors dequantized, with rows and norms as Hugging Face's models have them."""
+"""Reads GGUF files as a checkpoint: dequantized, with the row order and norm offsets of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.gguf.config import BUILDERS, unsupported
 from penstock_server.weights.gguf.decoder import head_dim
-from penstock_server.weights.gguf.derived import Constant, Unfolding, derived_tensors, stored_tensors
+from penstock_server.weights.gguf.derived import Constant, LatentExpansion, derived_tensors, stored_tensors
 from penstock_server.weights.gguf.header import TensorInfo, read_header
 from penstock_server.weights.gguf.matrix import MatrixReader, check_tensor
 from penstock_server.weights.gguf.metadata import Metadata
-from penstock_server.weights.gguf.name import GgufNames
+from penstock_server.weights.gguf.name import GgufLocator
 from penstock_server.weights.location import Locator
 
-# llama.cpp's converter interleaves the halves of each head's q and k rows, for its own rope. It does so for these
-# architectures; others are trained with halves in turn, or are run with another rope.
+# For these architectures llama.cpp's converter interleaves the two halves of each head's q and k rows, because its rope
+# rotates neighbouring pairs.
 INTERLEAVED = ("arcee", "baichuan", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
 INTERLEAVED_ROWS = (".attn_q.", ".attn_k.")
-# Its graphs multiply by these norms as they are, and Hugging Face's models add one to them first.
-COUNTED_FROM_ZERO = ("gemma", "gemma2", "gemma3", "nemotron")
+# For these architectures the file stores norm weights plus one.
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
 class GgufCheckpoint:
-    """The tensors of one GGUF model, by their names in its files."""
+    """The tensors of one GGUF model, by their GGUF names. Implements `Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
@@ -53,14 +53,15 @@ class GgufCheckpoint:
         return self.tensors[name].shape
 
     def locator(self) -> Locator:
-        return GgufNames({name: info.shape for name, info in self.tensors.items()}, self.metadata)
+        """Where the files keep each parameter."""
+        return GgufLocator({name: info.shape for name, info in self.tensors.items()}, self.metadata)
 
     def read(self, name: str, part: Part | None, out: Tensor) -> None:
         info, derived = self.tensors[name], self.derived.get(name)
         if isinstance(derived, Constant):
             out.fill_(derived.value)
-        elif isinstance(derived, Unfolding):
-            self._read_unfolding(derived, part, out)
+        elif isinstance(derived, LatentExpansion):
+            self._read_latent_expansion(derived, part, out)
         elif len(info.shape) == 1:
             vector = self._vector(info)
             out.copy_(vector if part is None else part.of(vector))
@@ -79,23 +80,23 @@ class GgufCheckpoint:
         vector = self.matrices.vector(info)
         if self._is_interleaved(info.name):
             return vector.view(-1, self.head_dim // 2, 2).transpose(1, 2).reshape(info.shape)
-        if self.metadata.architecture in COUNTED_FROM_ZERO and info.name.endswith("norm.weight"):
+        if self.metadata.architecture in NORMS_PLUS_ONE and info.name.endswith("norm.weight"):
             return vector - 1
         return vector
 
-    def _read_unfolding(self, tensor: Unfolding, part: Part | None, out: Tensor) -> None:
-        """Parts are whole heads."""
+    def _read_latent_expansion(self, tensor: LatentExpansion, part: Part | None, out: Tensor) -> None:
+        """A part must consist of whole heads."""
         (_, latent, key), (_, value, _) = tensor.keys.shape, tensor.values.shape
         rows = range(tensor.info.shape[0])
         if part is not None:
-            assert part.dim == 0, "a latent's unfolding is split by heads"
+            assert part.dim == 0, "a latent expansion is split by heads"
             rows = part.range
         keys = replace(tensor.keys, shape=(latent, key))
         values = replace(tensor.values, shape=(value, latent))
         for place, head in enumerate(range(rows.start // (key + value), rows.stop // (key + value))):
-            of_head = out[place * (key + value) : (place + 1) * (key + value)]
-            self.matrices.read(keys, None, of_head[:key].t(), first_row=head * latent)
-            self.matrices.read(values, None, of_head[key:], first_row=head * value)
+            head_rows = out[place * (key + value) : (place + 1) * (key + value)]
+            self.matrices.read(keys, None, head_rows[:key].t(), first_row=head * latent)
+            self.matrices.read(values, None, head_rows[key:], first_row=head * value)
 
     def _is_interleaved(self, name: str) -> bool:
         return self.metadata.architecture in INTERLEAVED and any(rows in name for rows in INTERLEAVED_ROWS)

@@ -1,7 +1,7 @@
-"""GGUF metadata → the `config.json` and `generation_config.json` of a Hugging Face folder. Imports no torch.
+"""Builds `config.json` and `generation_config.json` of a Hugging Face folder from GGUF metadata. Imports no torch.
 
-One builder for each GGUF architecture; an architecture without one is refused by name. What metadata do not say is said
-by which tensors are there, and where they do not either, by the constants of llama.cpp.
+Each GGUF architecture has a builder; an architecture without one is refused by name. Values that are missing from the
+metadata are derived from the tensors, or else taken from llama.cpp's constants.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ def model_config(metadata: Metadata) -> dict[str, Any]:
     has_experts = metadata.integer("expert_count", 0) > 0
     if has_experts and metadata.architecture not in experts.BUILDERS:
         supported = ", ".join(sorted(experts.BUILDERS))
-        raise metadata.refuse(f"{metadata.architecture} with experts is not supported; supported: {supported}")
-    # Files keep a tensor for each matrix of all experts, whatever the publisher did.
+        raise metadata.error(f"{metadata.architecture} with experts is not supported; supported: {supported}")
+    # GGUF stores gate, up and down of all experts as separate tensors, also where the published model fuses them.
     storage = {"expert_storage": "apart"} if has_experts else {}
     return {**builder(metadata), **storage, **_shared(metadata)}
 
 
 def unsupported(metadata: Metadata) -> ConfigError:
+    """The error for an architecture without a builder."""
     supported = ", ".join(sorted(BUILDERS))
-    return metadata.refuse(f"GGUF architecture {metadata.architecture!r} is not supported; supported: {supported}")
+    return metadata.error(f"GGUF architecture {metadata.architecture!r} is not supported; supported: {supported}")
 
 
 def generation_config(metadata: Metadata) -> dict[str, Any]:
-    """`generation_config.json`: which tokens begin and end a text."""
+    """`generation_config.json`: the special tokens at the beginning and end of a text, and for padding."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     eos_ids = sorted({int(metadata.get(key)) for key in keys if metadata.get(key) is not None})
     config: dict[str, Any] = {}
@@ -54,10 +55,10 @@ def generation_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _shared(metadata: Metadata) -> dict[str, Any]:
-    """What every configuration says alike."""
+    """The entries of every configuration."""
     embedding = metadata.header.tensors.get("token_embd.weight")
     if embedding is None:
-        raise metadata.refuse("tensor token_embd.weight is missing")
+        raise metadata.error("tensor token_embd.weight is missing")
     return {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": not metadata.has("output.weight"),

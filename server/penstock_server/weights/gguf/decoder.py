@@ -1,4 +1,4 @@
-"""What the configurations of several GGUF architectures say alike. Imports no torch."""
+"""Configuration entries that several GGUF architectures share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from penstock_server.weights.gguf.rope import rope_parameters
 
 
 def num_layers(metadata: Metadata) -> int:
-    """Of the model itself: layers that guess further tokens follow them."""
+    """The model's layers, without the multi-token prediction layers that follow them."""
     return metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
 
 
 def head_dim(metadata: Metadata) -> int:
+    """The size of an attention head."""
     hidden_size, num_heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
     return metadata.integer("attention.key_length", hidden_size // num_heads)
 
 
 def has_qkv_bias(metadata: Metadata) -> bool:
+    """Whether queries, keys and values have biases."""
     return metadata.has("blk.0.attn_q.bias") or metadata.has("blk.0.attn_qkv.bias")
 
 
 def sizes(metadata: Metadata) -> dict[str, Any]:
+    """The dimensions of a decoder."""
     num_heads = metadata.integer("attention.head_count")
     return {
         "hidden_size": metadata.integer("embedding_length"),
@@ -36,7 +39,7 @@ def sizes(metadata: Metadata) -> dict[str, Any]:
 
 
 def llama_like(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:
-    """A decoder with RMS norms and rope. more: what differs, and what only this one has."""
+    """A decoder with RMS norms and rope. more: entries that differ or are added."""
     return {
         "architectures": [class_name],
         "model_type": model_type,
@@ -50,13 +53,13 @@ def llama_like(metadata: Metadata, class_name: str, model_type: str, **more: Any
 
 
 def _rms_epsilon(metadata: Metadata) -> float:
-    # COMPAT: EXAONE 3 calls it LayerNorm's, and so do files made by newer converters.
+    # COMPAT: newer converters write EXAONE 3's epsilon under the key of LayerNorms.
     is_other = metadata.architecture == "exaone" and metadata.model("attention.layer_norm_rms_epsilon") is None
     return metadata.number("attention.layer_norm_epsilon" if is_other else "attention.layer_norm_rms_epsilon")
 
 
 def with_layer_norm(metadata: Metadata, class_name: str, model_type: str, **more: Any) -> dict[str, Any]:
-    """A decoder with LayerNorms and rope. more: as above."""
+    """A decoder with LayerNorms and rope. more: entries that differ or are added."""
     return {
         "architectures": [class_name],
         "model_type": model_type,
@@ -68,7 +71,7 @@ def with_layer_norm(metadata: Metadata, class_name: str, model_type: str, **more
 
 
 def layer_types(metadata: Metadata, period: int) -> list[str]:
-    """Which layers see a window: as the file says, or all but one in every `period`, the last of them."""
+    """The attention type of each layer: from the file, or sliding except for the last layer of every `period`."""
     pattern, num = metadata.model("attention.sliding_window_pattern", period), num_layers(metadata)
-    slides = pattern[:num] if isinstance(pattern, list) else [bool((index + 1) % pattern) for index in range(num)]
-    return ["sliding_attention" if here else "full_attention" for here in slides]
+    is_sliding = pattern[:num] if isinstance(pattern, list) else [bool((index + 1) % pattern) for index in range(num)]
+    return ["sliding_attention" if sliding else "full_attention" for sliding in is_sliding]

@@ -1,4 +1,4 @@
-"""Tensors that Hugging Face's models have and GGUF files hold in other pieces, or in the metadata. Imports no torch."""
+"""Tensors that GGUF files keep in several pieces or in the metadata. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from penstock_server.weights.gguf.metadata import Metadata
 
 
 @dataclass(frozen=True, slots=True)
-class Unfolding:
-    """What unfolds a latent into keys and values: each head's key rows, then its value rows."""
+class LatentExpansion:
+    """The matrix that expands a latent to keys and values: for each head its key rows, then its value rows."""
 
     info: TensorInfo  # [heads * (key + value), latent]
-    keys: TensorInfo  # [heads, latent, key]: turned, since llama.cpp applies it to the queries
+    keys: TensorInfo  # [heads, latent, key]: transposed, because llama.cpp applies it to the queries
     values: TensorInfo  # [heads, value, latent]
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A single number of the metadata."""
+    """A tensor with one number, from the metadata."""
 
     info: TensorInfo  # [1]
     value: float
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
-    """The file's own, with shapes as their models have them, and without the parts of what is derived."""
+    """The tensors that are used as stored, with their shapes in Hugging Face's models."""
     tensors = {}
     for name, info in metadata.header.tensors.items():
         if name.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1:
-            info = replace(info, shape=(1, *info.shape))  # a dimension of 1 is dropped by llama.cpp's converter
+            info = replace(info, shape=(1, *info.shape))  # llama.cpp's converter drops dimensions of size 1
         if not name.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
             tensors[name] = info
     return tensors
 
 
-def derived_tensors(metadata: Metadata) -> dict[str, Unfolding | Constant]:
-    """By name. Raises ConfigError when the parts of one do not fit together."""
-    found: list[Unfolding | Constant] = [*_unfoldings(metadata), *_constants(metadata)]
+def derived_tensors(metadata: Metadata) -> dict[str, LatentExpansion | Constant]:
+    """The tensors made from pieces or metadata, by name. Raises ConfigError when pieces do not match."""
+    found: list[LatentExpansion | Constant] = [*_latent_expansions(metadata), *_constants(metadata)]
     return {tensor.info.name: tensor for tensor in found}
 
 
-def _unfoldings(metadata: Metadata) -> Iterator[Unfolding]:
-    """Newer files have two tensors, older ones the one that we use, some both."""
+def _latent_expansions(metadata: Metadata) -> Iterator[LatentExpansion]:
+    """Newer files split the matrix in two tensors, older files store it whole, and some do both."""
     tensors = metadata.header.tensors
     for name, keys in tensors.items():
         joined = name.replace(".attn_k_b.", ".attn_kv_b.")
@@ -53,21 +53,21 @@ def _unfoldings(metadata: Metadata) -> Iterator[Unfolding]:
             continue
         values = tensors.get(name.replace(".attn_k_b.", ".attn_v_b."))
         if values is None or not len(keys.shape) == len(values.shape) == 3:
-            raise metadata.refuse(f"{name} is without a tensor of each head's values beside it")
+            raise metadata.error(f"{name} has no matching attn_v_b tensor with three dimensions")
         (heads, latent, key), (value_heads, value, value_latent) = keys.shape, values.shape
         if (heads, latent) != (value_heads, value_latent):
-            raise metadata.refuse(f"{name} is {list(keys.shape)} and does not fit {values.name}, {list(values.shape)}")
+            raise metadata.error(f"{name} is {list(keys.shape)} and does not match {values.name}, {list(values.shape)}")
         shape = (heads * (key + value), latent)
-        yield Unfolding(replace(values, name=joined, shape=shape), keys, values)
+        yield LatentExpansion(replace(values, name=joined, shape=shape), keys, values)
 
 
 def _constants(metadata: Metadata) -> Iterator[Constant]:
-    """The learned numbers of Apertus' activation."""
+    """The learned parameters of Apertus' activation, xIELU."""
     for name in ("alpha_p", "alpha_n"):
         values = metadata.get(f"xielu.{name}")
         if values is None:
             continue
         if len(values) != num_layers(metadata):
-            raise metadata.refuse(f"xielu.{name} has {len(values)} numbers for {num_layers(metadata)} layers")
+            raise metadata.error(f"xielu.{name} has {len(values)} numbers for {num_layers(metadata)} layers")
         for index, value in enumerate(values):
             yield Constant(TensorInfo(f"blk.{index}.xielu_{name}", (1,), 0, 0), value)

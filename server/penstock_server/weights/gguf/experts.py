@@ -1,4 +1,4 @@
-"""The configurations of GGUF architectures with mixtures of experts."""
+"""Configurations of GGUF architectures with mixtures of experts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from penstock_server.weights.gguf.llama import granite, llama
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.rope import rope_parameters
 
-GPT_OSS_PERIOD = 2  # every other layer sees everything
-# Values of `expert_gating_func`. The first files of DeepSeek V2 do not have it.
-UNSAID, SOFTMAX, SIGMOID = 0, 1, 2
+GPT_OSS_PERIOD = 2  # every second layer has full attention
+# Values of `expert_gating_func`. The first files of DeepSeek V2 lack it.
+UNSPECIFIED, SOFTMAX, SIGMOID = 0, 1, 2
 
 
 def _routing(metadata: Metadata, normalizes: bool = False) -> dict[str, Any]:
-    """How tokens find their experts. normalizes: whether weights are made to sum to one, where the file is silent."""
+    """How tokens are routed to experts. normalizes: whether the routing weights sum to one, if the file lacks it."""
     return {
         "num_experts_per_tok": metadata.integer("expert_used_count"),
         "norm_topk_prob": bool(metadata.model("expert_weights_norm", normalizes)),
@@ -24,7 +24,7 @@ def _routing(metadata: Metadata, normalizes: bool = False) -> dict[str, Any]:
 
 
 def _expert_width(metadata: Metadata) -> int:
-    """The rows of one expert's up matrix."""
+    """The intermediate size of one expert."""
     last = f"blk.{num_layers(metadata) - 1}.ffn_up_exps.weight"
     default = metadata.header.tensors[last].shape[1] if metadata.has(last) else None
     return metadata.integer("expert_feed_forward_length", default)
@@ -57,17 +57,20 @@ def _dbrx(metadata: Metadata) -> dict[str, Any]:
 
 
 def _deepseek2(metadata: Metadata) -> dict[str, Any]:
-    """DeepSeek V2 and V3. Lengths of heads are those of the keys that are computed with, or, where the file has others
-    beside them, of the latent."""
-    scoring, rope_dim = metadata.integer("expert_gating_func", UNSAID), metadata.integer("rope.dimension_count")
-    if scoring not in (UNSAID, SOFTMAX, SIGMOID):
-        raise metadata.refuse(f"expert_gating_func {scoring} is not supported; supported: 1 (softmax), 2 (sigmoid)")
+    """DeepSeek V2 and V3.
+
+    key_length and value_length describe the expanded heads in older files. In newer files they describe the latent, and
+    the keys that end in _mla describe the expanded heads.
+    """
+    scoring, rope_dim = metadata.integer("expert_gating_func", UNSPECIFIED), metadata.integer("rope.dimension_count")
+    if scoring not in (UNSPECIFIED, SOFTMAX, SIGMOID):
+        raise metadata.error(f"expert_gating_func {scoring} is not supported; supported: 1 (softmax), 2 (sigmoid)")
     is_third, groups = scoring == SIGMOID, metadata.integer("expert_group_count", 1)
     class_name, model_type = ("DeepseekV3", "deepseek_v3") if is_third else ("DeepseekV2", "deepseek_v2")
     config = llama_like(metadata, f"{class_name}ForCausalLM", model_type)
     routing = _routing(metadata)
     if routing["norm_topk_prob"] and not is_third:
-        raise metadata.refuse("expert_weights_norm is not supported with a softmax of all experts")
+        raise metadata.error("expert_weights_norm is not supported with softmax gating")
     key_length = metadata.integer("attention.key_length_mla", metadata.integer("attention.key_length"))
     return {
         **config,
@@ -102,7 +105,7 @@ def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
         layer_types=layer_types(metadata, GPT_OSS_PERIOD),
         **_routing(metadata),
     )
-    # Files cannot say it: the bounds of its scaling are not rounded.
+    # The published model does not round the bounds of yarn; files cannot express it.
     return {**config, "rope_parameters": {**config["rope_parameters"], "truncate": False}}
 
 

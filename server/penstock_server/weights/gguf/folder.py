@@ -1,4 +1,4 @@
-"""A GGUF model → a folder in the standard layout in the cache, with links to its files. Imports no torch."""
+"""Makes a model folder in the standard layout for a GGUF model, with links to its files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock_server.model_cache import content_key, made_folder
 if TYPE_CHECKING:
     from penstock_server.weights.gguf.metadata import Metadata
 
-# Part of every folder's key: raise it when the files written here change, and old folders are no longer found.
+# Part of every folder's key. Increment it when the files written here change, so that old folders are not reused.
 LAYOUT_VERSION = 3
 
 

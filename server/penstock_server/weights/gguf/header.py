@@ -1,6 +1,6 @@
-"""The header of a GGUF model: its metadata and where its tensors lie. Reads no tensor and imports no torch.
+"""Reads the header of a GGUF model: its metadata and the offsets of its tensors. Imports no torch.
 
-PERF: the `gguf` package's reader makes a numpy view of every vocabulary entry, 2 s for 49,152 tokens; this takes 0.1 s.
+PERF: the `gguf` package's reader makes a numpy view of each vocabulary entry: 2 s for 49,152 tokens. This takes 0.1 s.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
 """
 
@@ -17,7 +17,7 @@ from penstock_server.errors import ConfigError
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
-# value type number → struct code; 8 is a string, 9 an array
+# value type number → struct code
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 FIRST_OF_SEVERAL = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
@@ -31,38 +31,40 @@ class TensorInfo:
     shape: tuple[int, ...]
     type_number: int  # GGMLQuantizationType
     offset: int  # from the start of the file
-    file: int = 0  # which of the model's
+    file: int = 0  # index in `GgufHeader.paths`
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
+    """The header of a model in one or several files."""
+
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    paths: tuple[Path, ...]  # of the model's files, the first of which holds the metadata
+    paths: tuple[Path, ...]  # all files of the model; the first holds the metadata
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Of a model in one file, or in several of which this is the first.
+    """Reads the header of a model in one file, or of a split model by its first file.
 
-    Raises ConfigError when a file is not GGUF, is of an unknown version, ends inside its header, or is not there.
+    Raises ConfigError when a file is missing, not GGUF, of an unknown version, or ends inside its header.
     """
     first = _read_file(path)
     count, number = (int(first.metadata.get(f"split.{key}", 0)) for key in ("count", "no"))
     if count <= 1:
         return first
     if number != 0:
-        raise ConfigError(f"{path} is file {number + 1} of {count} of a model; give the first")
+        raise ConfigError(f"{path} is file {number + 1} of {count} of a model; give the first file")
     paths, tensors = _split_paths(path, count), dict(first.tensors)
     for index, part in enumerate(paths[1:], start=1):
         for name, info in _read_file(part).tensors.items():
             if name in tensors:
-                raise ConfigError(f"{part} holds tensor {name}, which is in another file of the model too")
+                raise ConfigError(f"{part} holds tensor {name}, which another file of the model also holds")
             tensors[name] = replace(info, file=index)
     return GgufHeader(first.metadata, tensors, paths)
 
 
 def _split_paths(path: Path, count: int) -> tuple[Path, ...]:
-    # The hub's cache has links of the right names to files of others; somebody's own link may be the other way round.
+    # The hub's cache has links with the right names to files with others. A user's own link may be the other way round.
     names = [(place, FIRST_OF_SEVERAL.fullmatch(place.name)) for place in (path, path.resolve())]
     first, name = next(((place, name) for place, name in names if name is not None), (path, None))
     if name is None or int(name[2]) != count:
@@ -77,18 +79,18 @@ def _split_paths(path: Path, count: int) -> tuple[Path, ...]:
 def _read_file(path: Path) -> GgufHeader:
     with path.open("rb") as file:
         if file.read(4) != MAGIC:
-            raise ConfigError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+            raise ConfigError(f"{path} is not a GGUF file: it does not start with the bytes GGUF")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Cursor(data, path).header()
             except (struct.error, IndexError, OverflowError, MemoryError) as error:
                 raise ConfigError(f"{path} is truncated or damaged: its header ends unexpectedly") from error
             except UnicodeDecodeError as error:
-                raise ConfigError(f"{path} is damaged: its header holds a text that is not UTF-8") from error
+                raise ConfigError(f"{path} is damaged: its header holds a string that is not UTF-8") from error
 
 
 class _Cursor:
-    """Reads values one behind the other."""
+    """Reads consecutive values."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data = data

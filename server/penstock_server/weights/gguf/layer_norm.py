@@ -1,4 +1,4 @@
-"""The configurations of GGUF architectures with LayerNorms."""
+"""Configurations of GGUF architectures with LayerNorms."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from penstock_server.weights.gguf.decoder import has_qkv_bias, layer_types, with_layer_norm
 from penstock_server.weights.gguf.metadata import Metadata
 
-COHERE2_PERIOD = 4  # every so many layers one sees everything
-STARCODER2_WINDOW = 4096  # of all published models; their files do not say it
+COHERE2_PERIOD = 4  # the last layer of every 4 has full attention
+STARCODER2_WINDOW = 4096  # the window of all published models; files lack it
 
 
 def _bloom(metadata: Metadata) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _mpt(metadata: Metadata) -> dict[str, Any]:
 
 def _nemotron(metadata: Metadata) -> dict[str, Any]:
     config = with_layer_norm(metadata, "NemotronForCausalLM", "nemotron", hidden_act="relu2")
-    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # left out, it would be the half
+    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # the default of the class is 0.5
     return {**config, "norm_eps": config["layer_norm_eps"], "attention_bias": has_qkv_bias(metadata)}
 
 
@@ -144,7 +144,7 @@ def _stablelm(metadata: Metadata) -> dict[str, Any]:
         hidden_act="silu",
         use_qkv_bias=metadata.has("blk.0.attn_q.bias"),
         qk_layernorm=metadata.has("blk.0.attn_q_norm.weight"),
-        # The metadata say true for models that are not: there is one norm or there are two.
+        # The metadata claim it for all models. A parallel residual has one norm, a sequential one two.
         use_parallel_residual=not metadata.has("blk.0.ffn_norm.weight"),
     )
 

@@ -1,4 +1,4 @@
-"""The configurations of GGUF architectures with RMS norms: Llama, and what differs from it in options."""
+"""Configurations of GGUF architectures with RMS norms: Llama and its variants."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Any
 from penstock_server.weights.gguf.decoder import layer_types, llama_like
 from penstock_server.weights.gguf.metadata import Metadata
 
-# Files do not say by what Gemma's queries are scaled. The largest model of each generation, known by its layers, scales
-# by hidden_size / num_heads, the others by head_dim.
+# Files lack the scale of Gemma's queries. The largest model of each generation uses hidden_size / num_heads, the others
+# use head_dim. It is recognised by its number of layers.
 GEMMA_LARGEST_LAYERS = {"gemma2": 46, "gemma3": 62}
-GEMMA3_PERIOD = 6  # every so many layers one sees everything
+GEMMA3_PERIOD = 6  # the last layer of every 6 has full attention
 GEMMA3_LOCAL_THETA = 10000.0
 EXAONE4_PERIOD = OLMO3_PERIOD = 4
-EXAONE4_LARGEST_LAYERS, EXAONE4_WINDOW = 64, 4096  # the 32B has windows, and the first files of it do not say so
-BAICHUAN_ALIBI_LAYERS = 40  # the 13B has ALiBi instead of rope
+EXAONE4_LARGEST_LAYERS, EXAONE4_WINDOW = 64, 4096  # the 32B has sliding windows, which its first files lack
+BAICHUAN_ALIBI_LAYERS = 40  # the number of layers of the 13B, which has ALiBi instead of rope
 XIELU_BETA = 0.5
 
 
 def llama(metadata: Metadata) -> dict[str, Any]:
+    """Llama, Mistral and compatible models."""
     return llama_like(metadata, "LlamaForCausalLM", "llama", mlp_bias=metadata.has("blk.0.ffn_gate.bias"))
 
 
 def _apertus(metadata: Metadata) -> dict[str, Any]:
     if any(abs(beta - XIELU_BETA) > 1e-3 for beta in metadata.get("xielu.beta", [])):
-        raise metadata.refuse(f"xielu.beta must be {XIELU_BETA} in all layers")
+        raise metadata.error(f"xielu.beta must be {XIELU_BETA} in all layers")
     return llama_like(metadata, "ApertusForCausalLM", "apertus", hidden_act="xielu")
 
 
@@ -99,10 +100,11 @@ def _glm4(metadata: Metadata) -> dict[str, Any]:
 
 
 def granite(metadata: Metadata, class_name: str = "GraniteForCausalLM", model_type: str = "granite") -> dict[str, Any]:
+    """Granite 3, dense or with experts."""
     if not metadata.model("rope.scaling.finetuned", True):
-        raise metadata.refuse(f"{metadata.architecture} without rope is not supported")
+        raise metadata.error(f"{metadata.architecture} without rope is not supported")
     config = llama_like(metadata, class_name, model_type, mlp_bias=metadata.has("blk.0.ffn_gate.bias"))
-    # A scale that is 0 is none.
+    # Files store 0 for a scale that the model does not have.
     return {
         **config,
         "attention_multiplier": metadata.number("attention.scale", 0.0) or config["head_dim"] ** -0.5,
@@ -125,7 +127,7 @@ def _olmo2(metadata: Metadata) -> dict[str, Any]:
     if not window:
         return llama_like(metadata, "Olmo2ForCausalLM", "olmo2")
     config = llama_like(metadata, "Olmo3ForCausalLM", "olmo3")
-    # Scaling is for the layers that see everything.
+    # Only layers with full attention scale their rope.
     ropes = {
         "full_attention": config["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]},
@@ -162,7 +164,7 @@ BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "baichuan": _baichuan,
     "chatglm": _chatglm,
     "ernie4_5": _ernie4_5,
-    "exaone": llama,  # EXAONE 3, which differs in names alone
+    "exaone": llama,  # EXAONE 3, a Llama with other names
     "exaone4": _exaone4,
     "gemma": _gemma,
     "gemma2": _gemma2,

@@ -1,4 +1,4 @@
-"""Dequantizes tensors of a GGUF file, piece by piece, and the parts of them that a rank asks for."""
+"""Dequantizes tensors of a GGUF file piece by piece, or only the part that a rank holds."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.gguf.header import TensorInfo
 
-# PERF: dequantizing makes several float32 arrays of its input. Pieces of so many weights stay in the L2 cache, keep
-# the peak of memory at the weights themselves, and are too small for torch to start threads for copying them.
+# PERF: dequantization allocates several float32 arrays of its input's size. Pieces of this many weights stay in the L2
+# cache, add nothing to the peak of memory, and are so small that torch copies them without starting threads.
 PIECE_WEIGHTS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixReader:
-    """Fills tensors of any floating type on the CPU. Touches no other bytes of the files than those asked for."""
+    """Fills CPU tensors of any floating type. Reads only the rows that are asked for."""
 
-    files: tuple[WeightFile, ...]  # of the model
+    files: tuple[WeightFile, ...]  # all files of the model
 
     def vector(self, info: TensorInfo) -> Tensor:
-        """float32, in the tensor's shape"""
+        """A whole vector, in float32."""
         return self._rows(info, 0, 1).view(info.shape)
 
     def read(self, info: TensorInfo, part: Part | None, out: Tensor, interleaved: int = 0, first_row: int = 0) -> None:
-        """A tensor of two or more dimensions: a matrix for each index of those before the last two.
+        """Fills `out` with a tensor of two or more dimensions, or with a part of it.
 
-        interleaved: where it is not 0, every so many rows are a head's and have its halves in turn; parts are then
-        whole heads. first_row: where the tensor begins, when `info` is one matrix or some of those of a larger one.
+        interleaved: the rows of a head if the two halves of each head are interleaved, else 0. A part must then consist
+        of whole heads. first_row: the row at which the tensor starts, if `info` is a slice of a larger tensor.
         """
         shape = info.shape
         if len(shape) == 2:
@@ -60,9 +60,9 @@ class MatrixReader:
             rows = part.range
         elif part is not None:
             columns = slice(part.range.start, part.range.stop)
-        # An even number of rows, so that no piece cuts a pair of interleaved rows.
+        # An even number of rows, so that a piece holds whole pairs of interleaved rows.
         step = max(2, PIECE_WEIGHTS // shape[1] // 2 * 2)
-        # Interleaved heads are put in order one by one.
+        # Interleaved heads are reordered one at a time.
         block = interleaved or len(rows)
         for start in range(rows.start, rows.stop, max(1, block)):
             target = out[start - rows.start : start - rows.start + block]
@@ -76,7 +76,7 @@ class MatrixReader:
                     target[first : first + piece.shape[0]].copy_(piece)
 
     def _rows(self, info: TensorInfo, first: int, count: int) -> Tensor:
-        """float32 [count, columns]"""
+        """Dequantized rows: float32 [count, columns]."""
         row_bytes = _row_bytes(info)
         start = info.offset + first * row_bytes
         raw = np.empty((count, row_bytes), dtype=np.uint8)
@@ -85,7 +85,7 @@ class MatrixReader:
 
 
 def check_tensor(info: TensorInfo, file: WeightFile) -> None:
-    """Raises ConfigError when the tensor cannot be read: its type, its shape, its end beyond the file's."""
+    """Raises ConfigError when the tensor's type or shape is not supported, or it ends beyond the file."""
     try:
         type_ = GGMLQuantizationType(info.type_number)
     except ValueError as error:
@@ -108,7 +108,7 @@ def check_tensor(info: TensorInfo, file: WeightFile) -> None:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns; a vector is one row."""
+    """Returns (rows, columns) of a tensor seen as one matrix; a vector is one row."""
     columns = shape[-1] if shape else 1
     rows = 1
     for size in shape[:-1]:
@@ -117,6 +117,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def num_bytes(info: TensorInfo) -> int:
+    """The size of the tensor in its file."""
     return matrix_shape(info.shape)[0] * _row_bytes(info)
 
 

@@ -1,128 +1,141 @@
-"""Where GGUF files keep our parameters. Their names are the same for nearly every architecture, and so are ours."""
+"""Maps our parameter names to GGUF's tensor names. Both are the same for nearly all architectures."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from penstock_server.weights.gguf import t5
 from penstock_server.weights.gguf.decoder import num_layers
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.location import EACH, Location, Strip
 
-# Ours, without .weight or .bias or whole → GGUF's, with {i} for the layer.
-NAMES = {
+# Parameters of a layer: our names, without .weight or .bias unless the suffix differs → GGUF's, without `blk.{i}.`.
+LAYER_NAMES = {
+    "attention_norm": "attn_norm",
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention.output": "attn_output",
+    "attention.sinks": "attn_sinks.weight",
+    "attention.q_a": "attn_q_a",
+    "attention.q_b": "attn_q_b",
+    "attention.kv_a": "attn_kv_a_mqa",
+    "attention.kv_norm": "attn_kv_a_norm",
+    "attention.kv_b": "attn_kv_b",
+    "attention_post_norm": "post_attention_norm",
+    "cross_norm": "cross_attn_norm",
+    "cross.q": "cross_attn_q",
+    "cross.k": "cross_attn_k",
+    "cross.v": "cross_attn_v",
+    "cross.output": "cross_attn_o",
+    "mlp_norm": "ffn_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+    "mlp.alpha_p": "xielu_alpha_p",
+    "mlp.alpha_n": "xielu_alpha_n",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.router.correction": "exp_probs_b.bias",
+    "mlp.experts.gate": "ffn_gate_exps",
+    "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.down": "ffn_down_exps",
+    "mlp.shared.gate": "ffn_gate_shexp",
+    "mlp.shared.up": "ffn_up_shexp",
+    "mlp.shared.down": "ffn_down_shexp",
+    "mlp.shared_gate": "ffn_gate_inp_shexp",
+    "mlp_post_norm": "post_ffw_norm",
+}
+# Parameters outside the layers.
+OTHER_NAMES = {
     "embedding": "token_embd",
     "embedding_norm": "token_embd_norm",
     "positions": "position_embd",
     "norm": "output_norm",
     "head": "output",
-    "attention_norm": "blk.{i}.attn_norm",
-    "attention.q": "blk.{i}.attn_q",
-    "attention.k": "blk.{i}.attn_k",
-    "attention.v": "blk.{i}.attn_v",
-    "attention.q_norm": "blk.{i}.attn_q_norm",
-    "attention.k_norm": "blk.{i}.attn_k_norm",
-    "attention.output": "blk.{i}.attn_output",
-    "attention.sinks": "blk.{i}.attn_sinks.weight",
-    "attention.q_a": "blk.{i}.attn_q_a",
-    "attention.q_b": "blk.{i}.attn_q_b",
-    "attention.kv_a": "blk.{i}.attn_kv_a_mqa",
-    "attention.kv_norm": "blk.{i}.attn_kv_a_norm",
-    "attention.kv_b": "blk.{i}.attn_kv_b",
-    "attention_post_norm": "blk.{i}.post_attention_norm",
-    "mlp_norm": "blk.{i}.ffn_norm",
-    "mlp.gate": "blk.{i}.ffn_gate",
-    "mlp.up": "blk.{i}.ffn_up",
-    "mlp.down": "blk.{i}.ffn_down",
-    "mlp.alpha_p": "blk.{i}.xielu_alpha_p",
-    "mlp.alpha_n": "blk.{i}.xielu_alpha_n",
-    "mlp.router": "blk.{i}.ffn_gate_inp",
-    "mlp.router.correction": "blk.{i}.exp_probs_b.bias",
-    "mlp.experts.gate": "blk.{i}.ffn_gate_exps",
-    "mlp.experts.up": "blk.{i}.ffn_up_exps",
-    "mlp.experts.down": "blk.{i}.ffn_down_exps",
-    "mlp.shared.gate": "blk.{i}.ffn_gate_shexp",
-    "mlp.shared.up": "blk.{i}.ffn_up_shexp",
-    "mlp.shared.down": "blk.{i}.ffn_down_shexp",
-    "mlp.shared_gate": "blk.{i}.ffn_gate_inp_shexp",
-    "mlp_post_norm": "blk.{i}.post_ffw_norm",
+    "relative_bias": "blk.0.attn_rel_b",
 }
-# Architectures with other names.
-OWN_NAMES = {
-    "dbrx": {"mlp_norm": "blk.{i}.attn_output_norm"},
-    "deepseek2": {"attention.q_norm": "blk.{i}.attn_q_a_norm"},
-    "gpt-oss": {"mlp_norm": "blk.{i}.post_attention_norm"},
-    "seed_oss": {"mlp_norm": "blk.{i}.post_attention_norm"},
-    "t5": t5.NAMES,
+# Architectures with other names for some parameters of a layer.
+ARCHITECTURE_NAMES = {
+    "dbrx": {"mlp_norm": "attn_output_norm"},
+    "deepseek2": {"attention.q_norm": "attn_q_a_norm"},
+    "gpt-oss": {"mlp_norm": "post_attention_norm"},
+    "seed_oss": {"mlp_norm": "post_attention_norm"},
+    "t5": {"attention.output": "attn_o"},
 }
-# Falcon 40B has two norms side by side, and GGUF calls the attention's the second.
-SECOND_NORM = {"attention_norm": "blk.{i}.attn_norm_2", "mlp_norm": "blk.{i}.attn_norm"}
-LAYER = re.compile(r"(encoder\.|)layers\.(\d+)\.")
+# Falcon 40B has two norms side by side, and GGUF gives the attention's the name of the second.
+SECOND_NORM = {"attention_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
+PARAMETER = re.compile(r"(encoder\.|)(?:layers\.(\d+)\.|)(.*)")
+# Parameters outside the layers of which T5's encoder and decoder each have their own.
+SIDE_NAMES = ("norm", "relative_bias")
 
 
-class GgufNames:
-    """A `Locator` for one file: what is fused in one file is not in another of the same architecture."""
+class GgufLocator:
+    """Locates the parameters in one file. Files of the same architecture differ in which tensors they fuse."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], metadata: Metadata) -> None:
         self.shapes = shapes
         self.metadata = metadata
-        self.names = NAMES | OWN_NAMES.get(metadata.architecture, {})
+        self.layer_names = LAYER_NAMES | ARCHITECTURE_NAMES.get(metadata.architecture, {})
         if "blk.0.attn_norm_2.weight" in shapes:
-            self.names |= SECOND_NORM
+            self.layer_names |= SECOND_NORM
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        # The tables of rope's scaling are in the configuration; layers behind the model's own are a draft model; the
-        # first T5 carries a bias that its code does not use.
-        drafts = range(num_layers(self.metadata), self.metadata.integer("block_count"))
+        # The configuration holds rope's tables. Layers after the model's own are for multi-token prediction. T5's first
+        # version stores a bias that its code does not use.
+        extra_layers = range(num_layers(self.metadata), self.metadata.integer("block_count"))
         tables = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"dec\.blk\.0\.cross_attn_rel_b\.weight")
-        return (*tables, *(rf"blk\.{index}\..*" for index in drafts))
+        return (*tables, *(rf"blk\.{index}\..*" for index in extra_layers))
 
     def locate(self, parameter: str) -> Location:
         """layers.3.attention.q.weight → blk.3.attn_q.weight, or a strip of blk.3.attn_qkv.weight."""
-        layer = LAYER.match(parameter)
-        own = LAYER.sub(r"\1", parameter, count=1)
+        found = PARAMETER.fullmatch(parameter)
+        assert found is not None
+        side, layer, own = found.groups()
+        names = OTHER_NAMES if layer is None else self.layer_names
         stem, _, suffix = own.rpartition(".")
-        prefix = f"blk.{layer[2]}" if layer else ""
-        # An unknown parameter keeps its name; the loader will say that the file lacks it.
-        pattern = self.names.get(own) or f"{self.names.get(stem, stem)}.{suffix}"
-        name = pattern.replace("blk.{i}", prefix)
-        if name in self.shapes and not (stem == "mlp.up" and self._is_gated_up(name, prefix)):
+        # An unknown parameter keeps its name; the loader reports that the file lacks it.
+        tensor = names.get(own) or f"{names.get(stem, stem)}.{suffix}"
+        prefix = "" if layer is None else f"blk.{layer}."
+        if self.metadata.architecture == "t5" and (layer is not None or stem in SIDE_NAMES):
+            prefix = f"{'enc' if side else 'dec'}.{prefix}"
+        name = prefix + tensor
+        if name in self.shapes and not (stem == "mlp.up" and self._holds_gate_and_up(name, prefix)):
             return Location(name)
-        return self._apart(name) or self._fused(stem, prefix, suffix) or Location(name)
+        return self._per_expert(name) or self._fused(stem, prefix, suffix) or Location(name)
 
-    def _apart(self, name: str) -> Location | None:
-        """A tensor for each expert, as the first files of Mixtral have."""
+    def _per_expert(self, name: str) -> Location | None:
+        """A tensor for each expert, as in the first files of Mixtral."""
         of_each = name.replace("_exps.", f".{EACH}.")
         return Location(of_each) if of_each != name and of_each.replace(EACH, "0") in self.shapes else None
 
     def _fused(self, stem: str, prefix: str, suffix: str) -> Location | None:
         """A strip of the tensor that holds q, k and v, or gate and up."""
-        room, _, key = stem.partition(".")
-        if room == "attention" and key in ("q", "k", "v"):
-            name, parts = f"{prefix}.attn_qkv.{suffix}", self._attention_widths()
-        elif room == "mlp" and key in ("gate", "up"):
+        block, _, key = stem.partition(".")
+        if block == "attention" and key in ("q", "k", "v"):
+            name, widths = f"{prefix}attn_qkv.{suffix}", self._attention_widths()
+        elif block == "mlp" and key in ("gate", "up"):
             width = self.metadata.integer("feed_forward_length")
-            name, parts = f"{prefix}.ffn_up.{suffix}", [("gate", width), ("up", width)]
+            name, widths = f"{prefix}ffn_up.{suffix}", {"gate": width, "up": width}
         else:
             return None
         if name not in self.shapes:
             return None
-        place = [part for part, _ in parts].index(key)
-        widths = [width for _, width in parts]
-        return Location(name, strip=Strip(sum(widths[:place]), widths[place], sum(widths)))
+        offset = sum(list(widths.values())[: list(widths).index(key)])
+        return Location(name, strip=Strip(offset, widths[key], sum(widths.values())))
 
-    def _is_gated_up(self, name: str, prefix: str) -> bool:
-        """Whether `ffn_up` holds the gates too: Phi-3, GLM."""
-        return f"{prefix}.ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * self.metadata.integer(
-            "feed_forward_length"
-        )
+    def _holds_gate_and_up(self, name: str, prefix: str) -> bool:
+        """Whether `ffn_up` holds gate and up, as for Phi-3 and GLM."""
+        width = self.metadata.integer("feed_forward_length")
+        return f"{prefix}ffn_gate.weight" not in self.shapes and self.shapes[name][0] == 2 * width
 
-    def _attention_widths(self) -> list[tuple[str, int]]:
+    def _attention_widths(self) -> dict[str, int]:
+        """The rows of q, k and v."""
         metadata = self.metadata
         num_heads = metadata.integer("attention.head_count")
         num_kv_heads = metadata.integer("attention.head_count_kv", num_heads)
         key = metadata.integer("attention.key_length", metadata.integer("embedding_length") // num_heads)
         value = metadata.integer("attention.value_length", key)
-        return [("q", num_heads * key), ("k", num_kv_heads * key), ("v", num_kv_heads * value)]
+        return {"q": num_heads * key, "k": num_kv_heads * key, "v": num_kv_heads * value}

@@ -1,4 +1,4 @@
-"""GGUF metadata → `rope_parameters` of a Hugging Face configuration. Imports no torch."""
+"""Builds `rope_parameters` of a Hugging Face configuration from GGUF metadata. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from penstock_server.weights.gguf.metadata import Metadata, shortest_float32
 
-# Llama 3 files carry its rope scaling only as a table of divisors. Meta published two factors with these constants.
+# Llama 3's rope scaling is stored only as a table of divisors. Meta published two factors, both with these constants.
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR, LLAMA3_ORIGINAL_TOKENS = 1.0, 4.0, 8192
 
 
 def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
-    """Raises ConfigError for a scaling that is not supported."""
+    """Raises ConfigError for an unsupported scaling."""
     theta = metadata.number("rope.freq_base", 10000.0)
     rotary_dim = metadata.integer("rope.dimension_count", head_dim)
     common: dict[str, Any] = {"rope_theta": theta}
@@ -23,16 +23,14 @@ def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     if metadata.has("rope_freqs.weight"):
         return {**common, **_llama3(metadata, rotary_dim, theta)}
     kind = metadata.model("rope.scaling.type", "none")
-    # Files from before `rope.scaling` carry a linear factor under this key.
+    # Files older than `rope.scaling` store a linear factor under this key.
     old_factor = metadata.model("rope.scale_linear", 1.0)
     if kind == "linear" or (kind == "none" and old_factor not in (0.0, 1.0)):
         return {**common, "rope_type": "linear", "factor": metadata.number("rope.scaling.factor", old_factor)}
     if kind == "yarn":
         return {**common, **_yarn(metadata)}
     if kind != "none":
-        raise metadata.refuse(
-            f"rope scaling {kind!r} is not supported; supported: none, linear, llama3, longrope, yarn"
-        )
+        raise metadata.error(f"rope scaling {kind!r} is not supported; supported: none, linear, llama3, longrope, yarn")
     return {**common, "rope_type": "default"}
 
 
@@ -52,11 +50,11 @@ def _yarn(metadata: Metadata) -> dict[str, Any]:
 
 
 def _yarn_magnitudes(metadata: Metadata) -> dict[str, Any]:
-    """One number stands for DeepSeek's two: it is the second, and what llama.cpp takes for the first."""
+    """DeepSeek's `mscale` and `mscale_all_dim`, of which GGUF stores only the second."""
     log_multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
     if not log_multiplier:
         return {}
-    # COMPAT: files of DeepSeek's own architecture hold a tenth of it, and both were the same.
+    # COMPAT: deepseek2 files store a tenth of it, and their models use the same value for both.
     if metadata.architecture == "deepseek2":
         all_dims = round(10 * log_multiplier, 6)
         return {"mscale": all_dims, "mscale_all_dim": all_dims}
@@ -77,12 +75,12 @@ def _longrope(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
 
 
 def _llama3(metadata: Metadata, rotary_dim: int, theta: float) -> dict[str, Any]:
-    """The parameters whose divisors are the file's table; refuses a table that no published parameters make."""
+    """Recovers the parameters from the table of divisors. Raises ConfigError for a table with other constants."""
     table = metadata.floats("rope_freqs.weight", rotary_dim // 2)
     factor = shortest_float32(max(table))
-    made = _llama3_divisors(rotary_dim, theta, factor)
-    if any(not math.isclose(a, b, rel_tol=1e-3) for a, b in zip(table, made, strict=True)):
-        raise metadata.refuse("rope_freqs.weight is not the table of Llama 3's rope scaling, and no other is supported")
+    expected = _llama3_divisors(rotary_dim, theta, factor)
+    if any(not math.isclose(a, b, rel_tol=1e-3) for a, b in zip(table, expected, strict=True)):
+        raise metadata.error("rope_freqs.weight is not the table of Llama 3's rope scaling, and no other is supported")
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -93,6 +91,7 @@ def _llama3(metadata: Metadata, rotary_dim: int, theta: float) -> dict[str, Any]
 
 
 def _llama3_divisors(head_dim: int, theta: float, factor: float) -> list[float]:
+    """The divisor of each rope frequency."""
     low = LLAMA3_ORIGINAL_TOKENS / LLAMA3_LOW_FREQ_FACTOR
     high = LLAMA3_ORIGINAL_TOKENS / LLAMA3_HIGH_FREQ_FACTOR
     divisors = []

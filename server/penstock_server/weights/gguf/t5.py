@@ -1,7 +1,7 @@
-"""The configuration of T5 in GGUF files, and where they keep its parameters: the only encoder–decoder that GGUF names.
+"""The configuration of T5, the only encoder–decoder model that GGUF supports.
 
-Not in files: the distance of the last bucket, which all published models have from the defaults, and the activation,
-which llama.cpp takes from whether there are gates.
+GGUF files lack two of T5's settings. The distance of the last bucket is the default in all published models. The
+activation follows, as in llama.cpp, from whether there are gates.
 """
 
 from __future__ import annotations
@@ -10,35 +10,9 @@ from typing import Any
 
 from penstock_server.weights.gguf.metadata import Metadata
 
-LAYER_NAMES = {
-    "attention_norm": "attn_norm",
-    "attention.q": "attn_q",
-    "attention.k": "attn_k",
-    "attention.v": "attn_v",
-    "attention.output": "attn_o",
-    "cross_norm": "cross_attn_norm",
-    "cross.q": "cross_attn_q",
-    "cross.k": "cross_attn_k",
-    "cross.v": "cross_attn_v",
-    "cross.output": "cross_attn_o",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}
-SIDES = {"": "dec", "encoder.": "enc"}
-NAMES = {
-    **{
-        f"{ours}{name}": f"{theirs}.blk.{{i}}.{own}"
-        for ours, theirs in SIDES.items()
-        for name, own in LAYER_NAMES.items()
-    },
-    **{f"{ours}relative_bias": f"{theirs}.blk.0.attn_rel_b" for ours, theirs in SIDES.items()},
-    **{f"{ours}norm": f"{theirs}.output_norm" for ours, theirs in SIDES.items()},
-}
-
 
 def t5(metadata: Metadata) -> dict[str, Any]:
+    """T5's `config.json`."""
     num_layers = metadata.integer("block_count")
     return {
         "architectures": ["T5ForConditionalGeneration"],

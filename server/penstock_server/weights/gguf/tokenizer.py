@@ -1,14 +1,14 @@
-"""GGUF metadata → `tokenizer.json` and `tokenizer_config.json`. Imports no torch and no tokenizers.
+"""Builds `tokenizer.json` and `tokenizer_config.json` from GGUF metadata. Imports no torch and no tokenizers.
 
-Byte-level BPE ("gpt2" in GGUF's words), SentencePiece ("llama" its BPE, "t5" its unigrams); other kinds are refused by
-name. Which way of cutting a model was trained with is said by `tokenizer.ggml.pre`; an unknown one is refused.
+GGUF calls byte-level BPE "gpt2", SentencePiece BPE "llama" and SentencePiece unigrams "t5". Other kinds are refused by
+name. `tokenizer.ggml.pre` names the pre-tokenizer of byte-level BPE; an unknown name is refused.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock_server.tokenizer.byte_level import CUTTINGS, byte_level_json, byte_spelling
+from penstock_server.tokenizer.byte_level import PRE_TOKENIZERS, byte_level_json, byte_spelling
 from penstock_server.tokenizer.layout import AddedToken
 from penstock_server.tokenizer.layout import tokenizer_json as complete
 from penstock_server.tokenizer.sentencepiece_json import (
@@ -26,37 +26,37 @@ from penstock_server.weights.gguf.metadata import Metadata
 
 
 def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
-    """`tokenizer.json` as the tokenizers library reads it."""
+    """`tokenizer.json` as the tokenizers library reads it. Raises ConfigError when the metadata are damaged."""
     kind = metadata.require("tokenizer.ggml.model")
     if kind not in KINDS:
-        raise metadata.refuse(
+        raise metadata.error(
             f"GGUF tokenizer {kind!r} is not supported; supported: gpt2 (byte-level BPE), llama (SentencePiece), "
             "t5 (unigrams)"
         )
     tokens: list[str] = metadata.require("tokenizer.ggml.tokens")
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not tokens:
-        raise metadata.refuse("the tokenizer's vocabulary is empty")
+        raise metadata.error("the tokenizer's vocabulary is empty")
     if len(types) != len(tokens):
-        raise metadata.refuse(f"the tokenizer has {len(tokens)} tokens but {len(types)} token types")
+        raise metadata.error(f"the tokenizer has {len(tokens)} tokens but {len(types)} token types")
     if len(set(tokens)) != len(tokens):
-        raise metadata.refuse("the tokenizer's vocabulary holds a token twice")
+        raise metadata.error("the tokenizer's vocabulary contains a token twice")
     added = [
         AddedToken(token_id, token, special=type_ == CONTROL)
         for token_id, (token, type_) in enumerate(zip(tokens, types, strict=True))
         if type_ in (CONTROL, USER_DEFINED)
     ]
-    before, behind = (_around(metadata, tokens, key) for key in ("bos", "eos"))
-    return complete(KINDS[kind](metadata, tokens, types), added, before, behind)
+    prefix, suffix = (_automatic(metadata, tokens, role) for role in ("bos", "eos"))
+    return complete(KINDS[kind](metadata, tokens, types), added, prefix, suffix)
 
 
-def _around(metadata: Metadata, tokens: list[str], key: str) -> list[AddedToken]:
-    token = _token(metadata, tokens, key)
-    return [token] if token is not None and _adds(metadata, key) else []
+def _automatic(metadata: Metadata, tokens: list[str], role: str) -> list[AddedToken]:
+    token = _token(metadata, tokens, role)
+    return [token] if token is not None and _adds(metadata, role) else []
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """`tokenizer_config.json`: the special tokens by role, and the chat template."""
+    """`tokenizer_config.json`: the special tokens by role and the chat template."""
     tokens: list[str] = metadata.require("tokenizer.ggml.tokens")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -77,14 +77,14 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 
 def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, Any]:
     pre = _pre_tokenizer_name(metadata)
-    if pre == UNSAID:
-        raise metadata.refuse(
-            f"the file does not say how texts are cut, and models of architecture {metadata.architecture!r} have "
-            "several ways; convert the model again with a newer llama.cpp, which writes tokenizer.ggml.pre"
+    if pre == UNSPECIFIED:
+        raise metadata.error(
+            f"the file does not name its pre-tokenizer, and models of architecture {metadata.architecture!r} use "
+            "different ones; convert the model again with a newer llama.cpp, which writes tokenizer.ggml.pre"
         )
-    if pre not in CUTTINGS:
-        supported = ", ".join(sorted(CUTTINGS))
-        raise metadata.refuse(f"GGUF pre-tokenizer {pre!r} is not supported; supported: {supported}")
+    if pre not in PRE_TOKENIZERS:
+        supported = ", ".join(sorted(PRE_TOKENIZERS))
+        raise metadata.error(f"GGUF pre-tokenizer {pre!r} is not supported; supported: {supported}")
     spelling = byte_spelling()
     alphabet = set(spelling.values())
     vocabulary = {}
@@ -93,8 +93,8 @@ def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> dict
             token = "".join(spelling[byte] for byte in token.encode())
         vocabulary[token] = token_id
     if len(vocabulary) != len(tokens):
-        raise metadata.refuse("the tokenizer's vocabulary holds a token twice")
-    return byte_level_json(vocabulary, metadata.require("tokenizer.ggml.merges"), CUTTINGS[pre])
+        raise metadata.error("the tokenizer's vocabulary contains a token twice")
+    return byte_level_json(vocabulary, metadata.require("tokenizer.ggml.merges"), PRE_TOKENIZERS[pre])
 
 
 def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int]) -> d
 
 
 def _unigrams(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    # The rules of normalization are bytes, stored with or without a sign.
+    # The normalization rules are bytes, stored as signed or unsigned numbers.
     charsmap = bytes(value & 0xFF for value in metadata.get("tokenizer.ggml.precompiled_charsmap", []))
     vocabulary = Vocabulary(
         _pieces(metadata, tokens, types),
@@ -115,7 +115,7 @@ def _unigrams(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[s
         charsmap=charsmap,
     )
     if vocabulary.unknown_id is None:
-        raise metadata.refuse("the tokenizer has no unknown token")
+        raise metadata.error("the tokenizer has no unknown token")
     if metadata.architecture in ("t5", "t5encoder"):
         return t5_json(vocabulary)
     return sentencepiece_json(vocabulary, "sentencepiece" if vocabulary.adds_prefix else "never")
@@ -124,7 +124,7 @@ def _unigrams(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[s
 def _pieces(metadata: Metadata, tokens: list[str], types: list[int]) -> list[Piece]:
     scores: list[float] = metadata.require("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
-        raise metadata.refuse(f"the tokenizer has {len(tokens)} tokens but {len(scores)} scores")
+        raise metadata.error(f"the tokenizer has {len(tokens)} tokens but {len(scores)} scores")
     pieces = [Piece(*entry) for entry in zip(tokens, scores, types, strict=True)]
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     if unknown is not None and _token(metadata, tokens, "unknown"):
@@ -132,12 +132,12 @@ def _pieces(metadata: Metadata, tokens: list[str], types: list[int]) -> list[Pie
     return pieces
 
 
-# tokenizer.ggml.model → the parts of tokenizer.json
+# tokenizer.ggml.model → builder of the parts of tokenizer.json
 KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigrams}
-# What llama.cpp writes when it does not know.
-UNSAID = "default"
-# Files from before `tokenizer.ggml.pre`, for architectures whose models all cut in one way.
-CUT_BY_ARCHITECTURE = {
+# What llama.cpp writes for an unknown pre-tokenizer.
+UNSPECIFIED = "default"
+# For files older than `tokenizer.ggml.pre`: architectures whose models all use the same pre-tokenizer.
+PRE_TOKENIZER_BY_ARCHITECTURE = {
     **{name: name for name in ("bloom", "command-r", "dbrx", "falcon", "mpt", "qwen2", "starcoder")},
     **dict.fromkeys(("gpt2", "gptj", "phi2"), "gpt-2"),
     "gptneox": "olmo",
@@ -146,17 +146,17 @@ CUT_BY_ARCHITECTURE = {
 
 
 def _pre_tokenizer_name(metadata: Metadata) -> str:
-    pre = str(metadata.get("tokenizer.ggml.pre", UNSAID))
-    return CUT_BY_ARCHITECTURE.get(metadata.architecture, UNSAID) if pre == UNSAID else pre
+    pre = str(metadata.get("tokenizer.ggml.pre", UNSPECIFIED))
+    return PRE_TOKENIZER_BY_ARCHITECTURE.get(metadata.architecture, UNSPECIFIED) if pre == UNSPECIFIED else pre
 
 
 def _adds(metadata: Metadata, role: str) -> bool:
-    """Whether every text gets a begin or end token; what files do not say is llama.cpp's default."""
+    """Whether a BOS or EOS token is added to every text. The defaults are llama.cpp's."""
     kind = metadata.get("tokenizer.ggml.model")
     default = role == "eos" and kind == "t5"
     if role == "bos":
-        cutting = CUTTINGS.get(_pre_tokenizer_name(metadata)) if kind == "gpt2" else None
-        default = kind == "llama" or (cutting is not None and cutting.adds_bos)
+        pre_tokenizer = PRE_TOKENIZERS.get(_pre_tokenizer_name(metadata)) if kind == "gpt2" else None
+        default = kind == "llama" or (pre_tokenizer is not None and pre_tokenizer.adds_bos)
     return bool(metadata.get(f"tokenizer.ggml.add_{role}_token", default))
 
 
@@ -166,5 +166,5 @@ def _token(metadata: Metadata, tokens: list[str], role: str) -> AddedToken | Non
     if token_id is None:
         return None
     if not 0 <= token_id < len(tokens):
-        raise metadata.refuse(f"{key} is {token_id}, but the vocabulary has {len(tokens)} tokens")
+        raise metadata.error(f"{key} is {token_id}, but the vocabulary has {len(tokens)} tokens")
     return AddedToken(token_id, tokens[token_id], special=True)
