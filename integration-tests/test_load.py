@@ -1,10 +1,11 @@
-"""Many at once: 64 streams, clients that leave, two ranks."""
+"""Concurrency: 64 streams, disconnects, overload, and two ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import http.client
 import json
+import os
 import re
 import time
 import urllib.error
@@ -12,6 +13,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -29,16 +31,16 @@ def gauge(server: Server, name: str) -> float:
     return float(found[1])
 
 
-def test_64_concurrent_streams_all_end_once(server: Server) -> None:
+def test_each_of_64_concurrent_streams_ends_exactly_once(server: Server) -> None:
     async def one(client: AsyncInferenceClient, prompt: str, tokens: int) -> list:
         stream = await client.text_generation(prompt, max_new_tokens=tokens, stream=True, details=True)
         return [event async for event in stream]
 
-    async def everybody() -> list[list]:
+    async def all_streams() -> list[list]:
         client = AsyncInferenceClient(server.url)
         return await asyncio.gather(*(one(client, p, 8 + n % 24) for n, p in enumerate(PROMPTS)))
 
-    for n, events in enumerate(asyncio.run(everybody())):
+    for n, events in enumerate(asyncio.run(all_streams())):
         finals = [event for event in events if event.generated_text is not None]
         assert len(finals) == 1
         assert finals[0] is events[-1]
@@ -46,7 +48,7 @@ def test_64_concurrent_streams_all_end_once(server: Server) -> None:
         assert len(events) == 8 + n % 24 or finals[0].details.finish_reason == "eos_token"
 
 
-def test_left_clients_give_their_blocks_back(server: Server) -> None:
+def test_disconnected_clients_free_their_blocks(server: Server) -> None:
     before = gauge(server, "penstock_kv_free_blocks")
     address = urllib.parse.urlsplit(server.url)
     for n in range(20):
@@ -58,31 +60,48 @@ def test_left_clients_give_their_blocks_back(server: Server) -> None:
         connection.close()
     deadline = time.monotonic() + 30
     while gauge(server, "penstock_kv_free_blocks") != before:
-        assert time.monotonic() < deadline, "blocks of clients that left were not returned"
+        assert time.monotonic() < deadline, "blocks of disconnected clients were not freed"
         time.sleep(0.05)
     assert gauge(server, "tgi_batch_current_size") == 0
 
 
-def test_two_ranks_give_the_tokens_of_one(server: Server) -> None:
-    two = start("--num-shard", "2")
-    try:
-        assert len(two.worker_pids()) == 2
-        for prompt in ("The capital of Italy is", "def fibonacci(n):", "Once upon a time"):
-            texts = [InferenceClient(s.url).text_generation(prompt, max_new_tokens=24) for s in (server, two)]
-            assert texts[0] == texts[1]
-    finally:
-        assert two.stop() == 0
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Server]:
+    running = start("--num-shard", "2")
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.mark.native
+def test_two_ranks_give_the_tokens_of_one(server: Server, two_ranks: Server) -> None:
+    for prompt in ("The capital of Italy is", "def fibonacci(n):", "Once upon a time"):
+        texts = [InferenceClient(s.url).text_generation(prompt, max_new_tokens=24) for s in (server, two_ranks)]
+        assert texts[0] == texts[1]
+
+
+def listening_addresses(pid: int) -> list[str]:
+    """IPv4 and IPv6 addresses on which a process accepts TCP connections, in the hexadecimal form of /proc/net/tcp."""
+    sockets = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists()}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+def test_workers_accept_tcp_connections_on_the_loopback_interface_only(two_ranks: Server) -> None:
+    ranks = two_ranks.worker_groups()[0]
+    addresses = [address for pid in ranks for address in listening_addresses(pid)]
+    assert addresses, "ranks on a CPU exchange tensors over TCP, so they listen"
+    assert set(addresses) == {"0100007F"}
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """One generation at a time, one that waits, and not for long."""
+    """One running request, one in the queue, and a short queue timeout."""
     running = start("--max-concurrent-requests", "2", "--max-batch-size", "1", "--queue-timeout", "3")
     yield running
     assert running.stop() == 0
 
 
-def test_overload_is_429_and_named(small: Server) -> None:
+def test_overload_gets_429_with_its_error_type(small: Server) -> None:
     def one(_: int) -> tuple[int, str]:
         body = json.dumps({"inputs": "Hello", "parameters": {"max_new_tokens": 64}}).encode()
         request = urllib.request.Request(small.url + "/generate", body, {"content-type": "application/json"})
@@ -98,7 +117,7 @@ def test_overload_is_429_and_named(small: Server) -> None:
     assert answers == {(200, ""), (429, "overloaded")}
 
 
-def test_refused_clients_come_back_when_they_are_told(small: Server) -> None:
+def test_refused_clients_retry_after_the_stated_delay(small: Server) -> None:
     body = json.dumps({"inputs": "A long story:", "parameters": {"max_new_tokens": 4000, "ignore_eos": True}}).encode()
     request = urllib.request.Request(small.url + "/generate_stream", body, {"content-type": "application/json"})
     occupant = urllib.request.urlopen(request, timeout=60)
@@ -119,7 +138,9 @@ def test_refused_clients_come_back_when_they_are_told(small: Server) -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     *refusals, last = answered
     assert refusals
-    assert {status for _, status, _ in refusals} == {429}, "it waited in the queue, and its stream had not begun"
+    assert {status for _, status, _ in refusals} == {429}, (
+        "the request was refused while it was queued, before its stream began"
+    )
     assert last[1] == 200
     for (refused_at, _, retry_after_s), asked_again_at in zip(refusals, asked[1:], strict=True):
         assert retry_after_s is not None
@@ -129,7 +150,7 @@ def test_refused_clients_come_back_when_they_are_told(small: Server) -> None:
 
 
 @pytest.mark.parametrize("prompt_words", [1, 900])
-def test_tokenize_agrees_with_usage(server: Server, prompt_words: int) -> None:
+def test_tokenize_counts_the_tokens_that_generation_reports(server: Server, prompt_words: int) -> None:
     prompt = "word " * prompt_words
     body = json.dumps({"inputs": prompt}).encode()
     request = urllib.request.Request(server.url + "/tokenize", body, {"content-type": "application/json"})

@@ -35,7 +35,8 @@ const fn neutral(name: &'static str, kind: Kind, why: &'static str) -> CompatFla
 
 use Kind::{Switch, Value};
 
-const RENDEZVOUS: &str = "the ranks of one machine meet in a private folder, not on a port";
+const RENDEZVOUS: &str = "ranks meet through a file in a private folder, and their TCP connections stay on the loopback \
+     interface (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another one)";
 
 pub(crate) const FLAGS: &[CompatFlag] = &[
     refused("quantize", Value, "quantization is not supported yet; serve the unquantized model, with --dtype"),

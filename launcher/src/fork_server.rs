@@ -139,6 +139,12 @@ impl ForkServerOptions {
         if std::env::var_os("OMP_NUM_THREADS").is_none() {
             command.env("OMP_NUM_THREADS", self.num_threads.to_string());
         }
+        // Gloo and NCCL listen on TCP ports for the other ranks. All ranks are on this machine, so no other host needs them.
+        for variable in ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] {
+            if std::env::var_os(variable).is_none() {
+                command.env(variable, "lo");
+            }
+        }
         if let Some(cache) = &self.hub_cache {
             command.env("HF_HUB_CACHE", cache);
         }

@@ -46,6 +46,14 @@ pub(crate) const VARIABLES: &[Variable] = &[
     variable("NVIDIA_VISIBLE_DEVICES", Honoured("visible devices if CUDA_VISIBLE_DEVICES is not set")),
     variable("ZE_AFFINITY_MASK", Honoured("number of visible devices if neither of the above is set")),
     variable("OMP_NUM_THREADS", Honoured("threads per rank for its libraries [default: cores divided by ranks]")),
+    variable(
+        "GLOO_SOCKET_IFNAME",
+        Honoured("network interface between ranks on CPUs [default: lo, the loopback interface]"),
+    ),
+    variable(
+        "NCCL_SOCKET_IFNAME",
+        Honoured("network interface between ranks on GPUs [default: lo, the loopback interface]"),
+    ),
     variable("ATTENTION", Neutral(SAME_EVERYWHERE)),
     variable("USE_FLASH_ATTENTION", Neutral(SAME_EVERYWHERE)),
     variable("PREFILL_CHUNKING", Neutral("prefill is always chunked; --max-batch-prefill-tokens limits a chunk")),
