@@ -1,4 +1,4 @@
-"""kill -9 of any worker at any time: streams pause, and go on with exactly the tokens they would have had."""
+"""kill -9 of a worker at any time: streams pause, then continue with exactly the same tokens."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import pytest
 from binary import Server, start
 
+pytestmark = pytest.mark.native
+
 TOKENS = 120
 PROMPTS = ["A long story:", "The capital of France is", "def fibonacci(n):", "Once upon a time " * 40]
 PARAMETERS: list[dict] = [
@@ -29,8 +31,13 @@ REQUESTS = [
 ]
 
 
+# About 4,900 tokens, which take ten steps.
+LONG_PROMPT = {"inputs": " ".join(map(str, range(1200))), "parameters": {"max_new_tokens": 16}}
+PREFILL_STEPS = 'tgi_batch_inference_success{method="prefill"}'
+
+
 class Stream:
-    """One request on a thread of its own."""
+    """A streaming request on its own thread."""
 
     def __init__(self, server: Server, request: dict) -> None:
         self.events: list[dict] = []
@@ -42,7 +49,7 @@ class Stream:
     def _read(self) -> None:
         try:
             self._follow()
-        except Exception as error:  # noqa: BLE001 - told by `result`, with the server's own words
+        except Exception as error:  # noqa: BLE001 - `result` reports it with the end of the log
             self.failure = error
 
     def _follow(self) -> None:
@@ -59,7 +66,7 @@ class Stream:
         return self._thread.is_alive()
 
     def result(self) -> tuple[list[tuple[int, float, str]], str]:
-        """Tokens with their logprobs, and the whole text."""
+        """([(id, logprob, text) of each token], generated text)"""
         self._thread.join()
         assert self.failure is None, f"{self.failure!r}; {self._server.last_lines()}"
         assert self.events, self._server.last_lines()
@@ -89,7 +96,7 @@ def wait_until(condition, timeout_s: float = 60) -> None:
 
 
 def ranks(server: Server) -> list[int]:
-    """Pids of the workers that serve."""
+    """Pids of the serving workers."""
     return server.worker_groups()[0]
 
 
@@ -105,13 +112,26 @@ def undisturbed(mortal: Server) -> list[tuple]:
     return [stream.result() for stream in [Stream(mortal, request) for request in REQUESTS]]
 
 
-@pytest.mark.parametrize("moment", ["prefill", "decode", "late"])
-def test_streams_go_on_with_exactly_their_tokens(mortal: Server, undisturbed: list[tuple], moment: str) -> None:
+def test_a_kill_during_a_prefill_changes_no_token(mortal: Server) -> None:
+    wait_until(lambda: health(mortal) == 200)
+    restarts, steps = metric(mortal, "penstock_worker_restarts"), metric(mortal, PREFILL_STEPS)
+    stream = Stream(mortal, LONG_PROMPT)
+    wait_until(lambda: metric(mortal, PREFILL_STEPS) > steps)
+    os.kill(ranks(mortal)[-1], signal.SIGKILL)
+    assert not stream.events, "the prefill was complete before the kill"
+    wait_until(lambda: health(mortal) == 503)
+    disturbed = stream.result()
+    assert metric(mortal, "penstock_worker_restarts") == restarts + 1
+    # Computed afterwards: the first request must not find its prompt in the prefix cache.
+    assert Stream(mortal, LONG_PROMPT).result() == disturbed
+
+
+@pytest.mark.parametrize("num_tokens", [5, TOKENS // 2])
+def test_a_kill_during_decode_changes_no_token(mortal: Server, undisturbed: list[tuple], num_tokens: int) -> None:
     restarts = metric(mortal, "penstock_worker_restarts")
     workers = ranks(mortal)
     streams = [Stream(mortal, request) for request in REQUESTS]
-    least = {"prefill": 0, "decode": 5, "late": TOKENS // 2}[moment]
-    wait_until(lambda: sum(len(stream.events) > least for stream in streams) >= min(least, 3))
+    wait_until(lambda: sum(len(stream.events) > num_tokens for stream in streams) >= 3)
     os.kill(workers[-1], signal.SIGKILL)
     wait_until(lambda: health(mortal) == 503)
     assert [stream.result() for stream in streams] == undisturbed
@@ -119,7 +139,7 @@ def test_streams_go_on_with_exactly_their_tokens(mortal: Server, undisturbed: li
     wait_until(lambda: health(mortal) == 200)
 
 
-def test_many_deaths_at_random_moments_change_nothing(mortal: Server, undisturbed: list[tuple]) -> None:
+def test_repeated_kills_at_random_moments_change_no_token(mortal: Server, undisturbed: list[tuple]) -> None:
     moments = random.Random(5)
     restarts = metric(mortal, "penstock_worker_restarts")
     streams = [Stream(mortal, request) for request in REQUESTS]
@@ -134,15 +154,13 @@ def test_many_deaths_at_random_moments_change_nothing(mortal: Server, undisturbe
     assert metric(mortal, "penstock_worker_restarts") > restarts
 
 
-def test_requests_that_come_while_nobody_works_are_answered(mortal: Server, undisturbed: list[tuple]) -> None:
+def test_requests_during_a_restart_are_answered(mortal: Server, undisturbed: list[tuple]) -> None:
     os.kill(ranks(mortal)[0], signal.SIGKILL)
     wait_until(lambda: health(mortal) == 503)
     assert [stream.result() for stream in [Stream(mortal, request) for request in REQUESTS]] == undisturbed
 
 
-def test_the_death_of_the_process_that_workers_are_forked_from_changes_nothing(
-    mortal: Server, undisturbed: list[tuple]
-) -> None:
+def test_the_death_of_the_fork_server_changes_no_token(mortal: Server, undisturbed: list[tuple]) -> None:
     wait_until(lambda: health(mortal) == 200)
     before = mortal.processes()
     restarts = metric(mortal, "penstock_worker_restarts")
