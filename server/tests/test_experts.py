@@ -31,7 +31,6 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 STEP = StepContext(make_batch([(0, 1)]), {})
-needs_native = pytest.mark.skipif(not native_ops.available(), reason="needs native operators")
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def check_bytes(case: Case, ranks: list[int], alone: int) -> None:
         assert sum(ranks) == alone + (size - 1) * copied
 
 
-@needs_native
+@pytest.mark.native
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_with_native_operators_compute_the_same_bits_as_one(name: str, size: int, folder: Path) -> None:
@@ -154,7 +153,7 @@ def test_ranks_with_native_operators_compute_the_same_bits_as_one(name: str, siz
         assert torch.equal(got, want)
 
 
-@needs_native
+@pytest.mark.native
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_the_other_rows(name: str, folder: Path) -> None:

@@ -208,7 +208,7 @@ def test_several_ranks_give_what_one_gives(name: str, size: int, exact: bool, tm
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(not native_ops.available(), reason="needs native operators")
+@pytest.mark.native
 @torch.inference_mode()
 def test_native_operators_compute_the_same(tmp_path: Path) -> None:
     model = make_model("v3-yarn", torch.bfloat16)

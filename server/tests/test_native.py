@@ -18,7 +18,7 @@ from penstock_server.layers.native_stack import NativeStack, StackLayer
 from penstock_server.layers.step import StepContext
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not native_ops.available(), reason="no AVX-512 BF16, or no penstock_kernels")
+pytestmark = pytest.mark.native
 
 BF16 = torch.bfloat16
 SHAPES = [(1, 1), (17, 3), (48, 64), (100, 31), (576, 576), (960, 576), (130, 1536)]

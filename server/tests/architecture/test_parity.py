@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,17 @@ class Made:
         """[tokens, vocab], zeros for source tokens; by the case's model or the given one."""
         return reference_logits(reference or self.reference, text, self.case.num_source(text))
 
+    @functools.cached_property
+    def rank_arguments(self) -> dict[str, Any]:
+        """What `rank_program.run` computes, on one rank and on several."""
+        texts = prompts(4, [19, self.shortest + 12, self.shortest + 1], VOCAB)
+        sources = [self.case.num_source(text) for text in texts]
+        return {"dtype": "float32", "texts": texts, "num_tokens": 6, "sources": sources}
+
+    @functools.cached_property
+    def one_rank(self) -> dict[str, Any]:
+        return run(self.folder, group=RankGroup(), **self.rank_arguments)
+
 
 @torch.inference_mode()
 def reference_logits(model: transformers.PreTrainedModel, text: list[int], num_source: int) -> torch.Tensor:
@@ -76,23 +87,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    @functools.cache
-    def made(name: str) -> Made:
-        case = CASES[name]
-        reference = make_model(name, case)
-        folder = reference_folder = save_model(reference, tmp_path_factory.mktemp(name))
-        if case.published is not None:
-            folder = case.published.save(reference, reference_folder / "published")
-        return Made(name, case, reference, reference_folder, folder)
-
-    return made
-
-
-@pytest.fixture(params=CASES)
-def made(make: Callable[[str], Made], request: pytest.FixtureRequest) -> Made:
-    return make(request.param)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Scoped to the module so that all tests of a case run in succession and share its model."""
+    case = CASES[request.param]
+    reference = make_model(request.param, case)
+    folder = reference_folder = save_model(reference, tmp_path_factory.mktemp(request.param))
+    if case.published is not None:
+        folder = case.published.save(reference, reference_folder / "published")
+    return Made(request.param, case, reference, reference_folder, folder)
 
 
 @pytest.fixture(scope="module")
@@ -180,21 +183,14 @@ def test_greedy_tokens_are_those_of_transformers(made: Made, measured: Measured)
 )
 def test_ranks_agree_with_one(made: Made, pool: RankPool, size: int, exact: bool, measured: Measured) -> None:
     """Logits and tokens equal those of one rank, and the ranks hold its weights once, plus the expected replicas."""
-    texts = prompts(4, [19, made.shortest + 12, made.shortest + 1], VOCAB)
-    sources = [made.case.num_source(text) for text in texts]
-    one = alone(made.folder, tuple(map(tuple, texts)), tuple(sources))
-    several = pool.run(made.folder, size, dtype="float32", texts=texts, num_tokens=6, exact=exact, sources=sources)
+    one = made.one_rank
+    several = pool.run(made.folder, size, exact=exact, **made.rank_arguments)
     torch.testing.assert_close(several["logits"], one["logits"], atol=1e-4, rtol=1e-4)
     assert several["tokens"] == one["tokens"]
     assert several["ranks_weight_bytes"] == [held_bytes(made.folder, rank, size, exact) for rank in range(size)]
     copies = 4 * sum(num_copied_elements(made.folder, size, exact).values())
     assert sum(several["ranks_weight_bytes"]) == one["weight_bytes"] + copies
     measured.difference(made.name, f"{size} ranks", float((several["logits"] - one["logits"]).abs().max()))
-
-
-@functools.lru_cache(maxsize=1)
-def alone(folder: Path, texts: tuple[tuple[int, ...], ...], sources: tuple[int, ...]) -> dict[str, Any]:
-    return run(folder, "float32", RankGroup(), [list(text) for text in texts], 6, sources=list(sources))
 
 
 def test_every_architecture_has_a_case() -> None:

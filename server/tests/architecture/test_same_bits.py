@@ -13,14 +13,13 @@ import torch
 from cases import CASES, VOCAB, Case
 from model_driver import DrivenSequence, ModelDriver
 from models_page import SAME_BITS
-from penstock_server.kernels import native_ops
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
-pytestmark = pytest.mark.skipif(not native_ops.available(), reason="needs native operators")
+pytestmark = pytest.mark.native
 
 BLOCK_TOKENS = 16
 LENGTH = 330  # two segments of the kernels, each with its own softmax

@@ -1,0 +1,21 @@
+"""Rules for the tests of all folders: which tests share a process, and which need the native operators."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: a file's tests share servers, so they share a process, unless a test names its group."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("native") is None:
+        return
+    from penstock_server.kernels import native_ops
+
+    if not native_ops.available():
+        pytest.skip("needs the native operators: a CPU with AVX-512 BF16, and penstock_kernels")
