@@ -1,4 +1,5 @@
-# One image: the binary, its workers, transformers for the models that they lack, and the embedded model. Listens on 80 and keeps its cache in /data, as TGI's did.
+# The server with transformers (for models without a decoder of our own) and the embedded model. Like TGI's image, it listens
+# on port 80 and keeps its cache in /data.
 ARG BUILD_BASE=rust:1.95-bookworm
 ARG BASE=debian:bookworm-slim
 

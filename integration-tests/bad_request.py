@@ -1,4 +1,4 @@
-"""Requests that nobody should send, and what each is to be told."""
+"""Invalid requests, each with the status and the message that it must get."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ VOCAB_SIZE = 49152
 
 @dataclass(frozen=True)
 class Bad:
-    """One request; `told` has to be in the answer's text."""
+    """One request. The response must have `status` and contain `message`."""
 
     name: str
     path: str
     body: bytes
     status: int
-    told: str
+    message: str
     content_type: str = "application/json"
 
     @property
     def is_costly(self) -> bool:
-        """A grammar that takes seconds to compile, or to be used."""
+        """Whether the request has a grammar that takes seconds to compile or to apply."""
         return self.status in (SERVED, FAILED) and self.name.startswith(("json", "regex", "lark"))
 
 
-def _raw(name: str, body: bytes, status: int, told: str = "", path: str = "/generate") -> Bad:
-    return Bad(name, path, body, status, told)
+def _raw(name: str, body: bytes, status: int, message: str = "", path: str = "/generate") -> Bad:
+    return Bad(name, path, body, status, message)
 
 
-def _generate(name: str, told: str, status: int = UNPROCESSABLE, path: str = "/generate", **parameters: Any) -> Bad:
+def _generate(name: str, message: str, status: int = UNPROCESSABLE, path: str = "/generate", **parameters: Any) -> Bad:
     body = {"inputs": "Hello", "parameters": {"max_new_tokens": 4, **parameters}}
-    return Bad(name, path, json.dumps(body).encode(), status, told)
+    return Bad(name, path, json.dumps(body).encode(), status, message)
 
 
-def _chat(name: str, told: str, status: int = BAD_REQUEST, **fields: Any) -> Bad:
+def _chat(name: str, message: str, status: int = BAD_REQUEST, **fields: Any) -> Bad:
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, **fields}
-    return Bad(name, "/v1/chat/completions", json.dumps(body).encode(), status, told)
+    return Bad(name, "/v1/chat/completions", json.dumps(body).encode(), status, message)
 
 
-def _completion(name: str, told: str, status: int = BAD_REQUEST, **fields: Any) -> Bad:
+def _completion(name: str, message: str, status: int = BAD_REQUEST, **fields: Any) -> Bad:
     body = {"prompt": "Hello", "max_tokens": 4, **fields}
-    return Bad(name, "/v1/completions", json.dumps(body).encode(), status, told)
+    return Bad(name, "/v1/completions", json.dumps(body).encode(), status, message)
 
 
 def syntax() -> Iterator[Bad]:
-    """Bodies that are not JSON, or not the JSON of the route."""
+    """Bodies that are not JSON, or not what the route expects."""
     for path, wrong_shape in (("/generate", UNPROCESSABLE), ("/v1/chat/completions", BAD_REQUEST)):
         field = b'"parameters":{"temperature":' if path == "/generate" else b'"messages":[],"x":{"temperature":'
         for literal in (b"NaN", b"Infinity", b"-Infinity", b"01", b"1e", b".5", b"0x10"):
@@ -72,7 +72,7 @@ def syntax() -> Iterator[Bad]:
 
 
 def parameters() -> Iterator[Bad]:
-    """Values of a wrong type, out of range, or absurd."""
+    """Parameters of the wrong type or out of range."""
     for name, values in {
         "temperature": ("hot", [], 1e39, -1, 0),
         "repetition_penalty": ("a", {}, 0, -1),
@@ -108,13 +108,13 @@ def parameters() -> Iterator[Bad]:
     yield _generate("truncate", "truncate", truncate=0)
     yield _generate("truncate", "8191", truncate=10**6)
     yield _generate("top_n_tokens", "top_n_tokens", top_n_tokens=10**6)
-    yield _generate("adapter", "nobody/knows", adapter_id="nobody/knows")
+    yield _generate("adapter", "unknown/adapter", adapter_id="unknown/adapter")
     yield _generate("timeout over", "timeout", TIMEOUT, timeout=0.001, max_new_tokens=200)
     yield _chat("timeout over", "timeout", TIMEOUT, timeout=0.001, max_tokens=200)
 
 
 def conversations() -> Iterator[Bad]:
-    """Messages, tools and prompts."""
+    """Invalid messages, tools and prompts."""
     user = {"role": "user", "content": "Hello"}
     for messages in ([], None, "Hello", {}, [None], ["Hello"], [{}], [{"content": "Hello"}], [{"role": 5}]):
         yield _chat("messages", "messages", messages=messages)
@@ -128,8 +128,8 @@ def conversations() -> Iterator[Bad]:
         yield _chat("tool name", "tools" if name != "" else "name", tools=[tool], tool_choice="required")
     for schema in (5, "x", [], {"type": "circle"}, {"$ref": "#/nowhere"}):
         function = {"name": "broken_one", "parameters": schema}
-        told = "nowhere" if isinstance(schema, dict) and "$ref" in schema else "broken_one"
-        yield _chat("tool schema", told, tools=[{"type": "function", "function": function}], tool_choice="required")
+        message = "nowhere" if isinstance(schema, dict) and "$ref" in schema else "broken_one"
+        yield _chat("tool schema", message, tools=[{"type": "function", "function": function}], tool_choice="required")
     yield _chat("no such tool", "no_such", tool_choice="no_such")
     for prompt in ([], "", [[]], ["a", ""]):
         yield _completion("no prompt", "prompt", prompt=prompt)
@@ -145,13 +145,13 @@ def conversations() -> Iterator[Bad]:
     yield _completion("logprobs", "logprobs", logprobs=10**6)
 
 
-def _grammar(name: str, kind: str, value: Any, status: int = UNPROCESSABLE, told: str = "grammar") -> Bad:
-    return _generate(f"{kind} {name}", told, status, max_new_tokens=16, grammar={"type": kind, "value": value})
+def _grammar(name: str, kind: str, value: Any, status: int = UNPROCESSABLE, message: str = "grammar") -> Bad:
+    return _generate(f"{kind} {name}", message, status, max_new_tokens=16, grammar={"type": kind, "value": value})
 
 
 def grammars() -> Iterator[Bad]:
-    """What is no grammar, cannot be compiled, or not within what one grammar may take."""
-    for name, schema, told in (
+    """Grammars that are invalid, cannot be compiled, or exceed a limit."""
+    for name, schema, message in (
         ("unknown type", {"type": "circle"}, "circle"),
         ("properties", {"type": "object", "properties": 5}, "schema"),
         ("reference", {"$ref": "#/$defs/missing"}, "missing"),
@@ -161,7 +161,7 @@ def grammars() -> Iterator[Bad]:
         ("nothing fits", {"type": "integer", "minimum": 5, "maximum": 4}, "schema"),
         ("never", {"not": {}}, "not"),
     ):
-        yield _grammar(name, "json", schema, told=told)
+        yield _grammar(name, "json", schema, message=message)
     for name, regex in (
         ("open", "(a"),
         ("empty class", "[z-a]"),
@@ -191,7 +191,7 @@ def grammars() -> Iterator[Bad]:
 
 
 def costly_grammars() -> Iterator[Bad]:
-    """Correct ones that backtracking matchers and eager automata never finish: served, or stopped at the limits."""
+    """Valid grammars on which backtracking matchers and eager automata never finish: served, or stopped at a limit."""
     layers: dict[str, Any] = {
         f"d{n}": {"type": "array", "items": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 40}} for n in range(40)
     }

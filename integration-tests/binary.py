@@ -1,4 +1,4 @@
-"""The real binary with the real embedded model: started with any arguments, found by its ready line."""
+"""Starts the real binary with the real embedded model and finds its address in the log."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ WORKER_NAME = re.compile(r"worker-(?P<group>\d+)\.\d+\n")
 
 @dataclass
 class Server:
-    """A running server. `lines` is everything it has logged so far."""
+    """A running server. `lines` is its log so far."""
 
     process: subprocess.Popen[str]
     url: str
     lines: list[str] = field(default_factory=list)
 
     def stop(self, signal_number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
-        """Ask it to stop; its exit status."""
+        """Send a signal and wait. Returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
         return self.process.wait(timeout_s)
 
     def last_lines(self, count: int = 40) -> str:
-        """What it said last, for a test's failure."""
-        return f"the server (exit status {self.process.poll()}) said last:\n" + "\n".join(self.lines[-count:])
+        """The end of the log, for the message of a failed test."""
+        return f"end of the log of the server (exit status {self.process.poll()}):\n" + "\n".join(self.lines[-count:])
 
     def fork_server_pid(self) -> int:
-        """The process from which the workers are forked."""
+        """Pid of the process that forks the workers."""
         (pid,) = children(self.process.pid)
         return pid
 
     def processes(self) -> list[int]:
-        """Pids of all that it has started."""
+        """Pids of the fork server and of all workers."""
         return [*children(self.process.pid), *self.worker_pids()]
 
     def worker_pids(self) -> list[int]:
-        """One a rank, of every group."""
+        """Pids of all workers: one per rank and group."""
         return sorted(pid for child in children(self.process.pid) for pid in children(child))
 
     def worker_groups(self) -> list[list[int]]:
-        """Pids of the workers by group: those that serve, then those in reserve, which wait to take their place."""
+        """Pids of the workers by group: the serving group first, then the standby group."""
         groups: dict[int, list[int]] = {}
         for pid in self.worker_pids():
-            with suppress(FileNotFoundError):  # it has died
+            with suppress(FileNotFoundError):  # it has exited
                 if found := WORKER_NAME.fullmatch(Path(f"/proc/{pid}/comm").read_text()):
                     groups.setdefault(int(found["group"]), []).append(pid)
         return [groups[number] for number in sorted(groups)]
 
 
 def children(pid: int) -> set[int]:
-    """Of all its threads."""
+    """Pids of the children of all threads of a process."""
     found: set[int] = set()
-    with suppress(FileNotFoundError):  # it has ended
+    with suppress(FileNotFoundError):  # it has exited
         for task in Path(f"/proc/{pid}/task").iterdir():
             found |= {int(child) for child in (task / "children").read_text().split()}
     return found
 
 
 def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """The binary with JSON logs on stdout and stderr together."""
+    """Start the binary with JSON logs; stdout also carries stderr."""
     return subprocess.Popen(
         [PENSTOCK, "--json-output", *arguments],
         stdout=subprocess.PIPE,
@@ -83,7 +83,7 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pop
 
 
 def start(*arguments: str, hostname: str = "127.0.0.1") -> Server:
-    """Start on a free port and wait for the line that says where it listens."""
+    """Start on a free port and wait for the log line with the URL."""
     process = launch("--port", "0", "--hostname", hostname, *arguments)
     server = Server(process, "")
     ready: queue.Queue[str | None] = queue.Queue()

@@ -1,4 +1,4 @@
-"""The embedded model as transformers runs it, loaded once for all tests that compare with it."""
+"""The embedded model in transformers, loaded once for all tests that compare with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @functools.cache
 def model_folder() -> Path:
-    """Where the embedded model was prepared to."""
+    """The folder of the prepared embedded model."""
     line = subprocess.run(
         [sys.executable, "-m", "penstock_server.prepare"], capture_output=True, text=True, check=True
     ).stdout
@@ -21,7 +21,7 @@ def model_folder() -> Path:
 
 @functools.cache
 def reference() -> tuple[Any, Any]:
-    """(model, tokenizer), from the same GGUF file."""
+    """(model, tokenizer) from the GGUF file that the server uses."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends: a clear answer to it, and nothing to anybody else."""
+"""Bad requests get a clear error and do not affect other requests."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ VALIDATION = [
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-@pytest.mark.parametrize(("body", "named"), VALIDATION, ids=lambda value: str(value)[:40])
-def test_validation_names_what_is_wrong(server: Server, path: str, body: Any, named: str) -> None:
+@pytest.mark.parametrize(("body", "name"), VALIDATION, ids=lambda value: str(value)[:40])
+def test_a_validation_error_names_the_parameter(server: Server, path: str, body: Any, name: str) -> None:
     status, _, text = post(server, path, body)
     error = json.loads(text)
     assert status == 422
     assert error["error_type"] == "validation"
-    assert named in error["error"]
+    assert name in error["error"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_validation_names_what_is_wrong(server: Server, path: str, body: Any, na
     ],
     ids=["syntax", "not utf-8", "missing", "type", "negative", "null", "content type", "too large", "deep"],
 )
-def test_malformed_bodies_get_tgis_status(server: Server, body: bytes, content_type: str, expected: int) -> None:
+def test_malformed_bodies_get_the_status_of_tgi(server: Server, body: bytes, content_type: str, expected: int) -> None:
     status, answered_type, text = post(server, "/generate", body, content_type)
     assert status == expected
     assert answered_type.startswith("text/plain")
@@ -80,12 +80,12 @@ def test_unknown_adapters_are_refused_by_name(server: Server) -> None:
     assert "someone/adapter" in text
 
 
-def test_unknown_routes_and_methods(server: Server) -> None:
+def test_unknown_routes_get_404_and_wrong_methods_405(server: Server) -> None:
     assert post(server, "/nowhere", {})[0] == 404
     assert post(server, "/info", {})[0] == 405
 
 
-def test_openai_routes_answer_in_openais_shape(server: Server) -> None:
+def test_openai_routes_have_openai_errors(server: Server) -> None:
     for body in (b"{not json", json.dumps({"messages": "hi"}).encode(), json.dumps({"messages": []}).encode()):
         status, content_type, text = post(server, "/v1/chat/completions", body)
         assert 400 <= status < 500
@@ -93,7 +93,8 @@ def test_openai_routes_answer_in_openais_shape(server: Server) -> None:
         assert json.loads(text)["error"]["message"]
 
 
-def test_nonsense_beside_a_stream_changes_nothing(server: Server) -> None:
+@pytest.mark.native
+def test_bad_requests_during_a_stream_do_not_change_it(server: Server) -> None:
     body = {"inputs": "The quick brown fox", "parameters": {"max_new_tokens": 60}}
     alone = post(server, "/generate", body)[2]
     request = urllib.request.Request(
@@ -107,6 +108,6 @@ def test_nonsense_beside_a_stream_changes_nothing(server: Server) -> None:
 
 
 @pytest.mark.parametrize("penalty", [1.4e-45, 3e38])
-def test_a_penalty_beyond_all_reason_is_still_only_a_penalty(server: Server, penalty: float) -> None:
+def test_an_extreme_penalty_is_accepted(server: Server, penalty: float) -> None:
     status, _, text = post(server, "/generate", parameters(repetition_penalty=penalty))
     assert status == 200, text

@@ -1,4 +1,4 @@
-"""What TGI's own integration tests pin, replayed; and what a client may rely on beyond them."""
+"""Behaviour that TGI's own integration tests verify, and further behaviour that clients rely on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def ids(answer: dict[str, Any]) -> list[int]:
     return [token["id"] for token in answer["details"]["tokens"]]
 
 
-def test_several_prompts_are_answered_as_each_alone(openai: OpenAI) -> None:
+@pytest.mark.native
+def test_a_list_of_prompts_gets_the_answers_of_single_prompts(openai: OpenAI) -> None:
     prompts = ["The sun is", "def add(a, b):", "One, two,", "Paris is"]
     together = openai.completions.create(**GREEDY, prompt=prompts)
     alone = [openai.completions.create(**GREEDY, prompt=prompt) for prompt in prompts]
@@ -66,11 +67,11 @@ def test_several_prompts_are_answered_as_each_alone(openai: OpenAI) -> None:
         if with_usage:
             assert usages == [(0, together.usage)]
         else:
-            # COMPAT: each choice's own, in its last chunk.
+            # COMPAT: the usage of each choice is in its last chunk.
             assert sum(usage.total_tokens for _, usage in usages) == together.usage.total_tokens
 
 
-def test_every_way_to_give_a_schema_gives_the_same_answer(server: Server, openai: OpenAI) -> None:
+def test_all_schema_formats_give_the_same_answer(server: Server, openai: OpenAI) -> None:
     formats = [
         {"type": "json", "value": SCHEMA},
         {"type": "json_object", "value": SCHEMA},
@@ -94,20 +95,20 @@ def test_every_way_to_give_a_schema_gives_the_same_answer(server: Server, openai
     assert [0 <= int(part) <= 255 for part in address["generated_text"].split(".")] == [True] * 4
 
 
-def test_a_message_of_the_assistant_is_continued(openai: OpenAI) -> None:
+def test_a_final_assistant_message_is_continued(openai: OpenAI) -> None:
     begun = {"role": "assistant", "content": "The capital of France is the city of"}
     messages = [{"role": "user", "content": "What is the capital of France?"}, begun]
     options = {"continue_final_message": True, "add_generation_prompt": False}
     answer = openai.chat.completions.create(**GREEDY, messages=messages, extra_body=options)
     assert answer.choices[0].message.content.lstrip().startswith("Paris")
-    # COMPAT: as in TGI nobody has to ask for it.
+    # COMPAT: as in TGI, this is the default.
     unasked = openai.chat.completions.create(**GREEDY, messages=messages)
     assert unasked.choices[0].message.content == answer.choices[0].message.content
     ended = openai.chat.completions.create(**GREEDY, messages=messages, extra_body={"continue_final_message": False})
     assert ended.usage.prompt_tokens > answer.usage.prompt_tokens
 
 
-def test_every_chunk_has_the_key_usage_and_only_the_last_one_fills_it(server: Server, openai: OpenAI) -> None:
+def test_every_chunk_has_a_usage_key_and_only_the_last_one_has_a_value(server: Server, openai: OpenAI) -> None:
     plain = openai.chat.completions.create(**GREEDY, messages=QUESTION)
     for with_usage in (False, True):
         body = {**GREEDY, "messages": QUESTION, "stream": True, "stream_options": {"include_usage": with_usage}}
@@ -126,7 +127,7 @@ def test_every_chunk_has_the_key_usage_and_only_the_last_one_fills_it(server: Se
         assert chunks[-1]["choices"][0]["finish_reason"] == plain.choices[0].finish_reason
 
 
-def test_all_parameters_at_once_reproduce_and_keep_the_stop_text(server: Server) -> None:
+def test_all_parameters_together_are_reproducible_and_keep_the_stop_string(server: Server) -> None:
     parameters = {
         "best_of": 1,
         "decoder_input_details": False,
@@ -153,13 +154,14 @@ def test_all_parameters_at_once_reproduce_and_keep_the_stop_text(server: Server)
     assert answer["generated_text"].endswith(".")
     assert len(details["top_tokens"]) == details["generated_tokens"] == len(details["tokens"])
     assert generate(server, "A test request of many words about the weather", **parameters) == answer
-    # The five tokens that `truncate` leaves are all that the model saw.
+    # With `truncate` the model sees only the last tokens of the prompt.
     other = generate(server, "Something else about the weather", **{**parameters, "truncate": 3})
     assert ids(generate(server, "many words about the weather", **{**parameters, "truncate": 3})) == ids(other)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 11}], ids=["greedy", "seeded"])
-def test_the_same_request_many_times_at_once_has_one_answer(server: Server, sampling: dict[str, Any]) -> None:
+def test_concurrent_identical_requests_have_one_answer(server: Server, sampling: dict[str, Any]) -> None:
     def ask(_: int) -> dict[str, Any]:
         return generate(server, "The three things that matter most are", max_new_tokens=24, **sampling)
 
@@ -169,7 +171,7 @@ def test_the_same_request_many_times_at_once_has_one_answer(server: Server, samp
     assert alone["details"]["seed"] == sampling.get("seed")
 
 
-def test_headers_tell_the_times_on_every_route(server: Server) -> None:
+def test_every_route_reports_times_in_headers(server: Server) -> None:
     for path, body in (
         ("/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 4}}),
         ("/v1/chat/completions", {**GREEDY, "messages": QUESTION}),
@@ -186,7 +188,8 @@ def test_headers_tell_the_times_on_every_route(server: Server) -> None:
             assert int(headers["x-generated-tokens"]) == answer["usage"]["completion_tokens"]
 
 
-def test_a_repeated_prompt_is_cached_and_changes_no_token(openai: OpenAI) -> None:
+@pytest.mark.native
+def test_a_cached_prompt_gives_the_same_tokens(openai: OpenAI) -> None:
     story = " ".join(f"On day {n} it rained in town number {n * 7}." for n in range(60))
     prompt = f"{time.time_ns()} {story}"
     first = openai.completions.create(**GREEDY, prompt=prompt, logprobs=3)
@@ -198,7 +201,8 @@ def test_a_repeated_prompt_is_cached_and_changes_no_token(openai: OpenAI) -> Non
     assert longer.usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_the_first_of_n_choices_is_the_one_that_its_seed_gives_alone(server: Server, openai: OpenAI) -> None:
+@pytest.mark.native
+def test_the_first_of_n_choices_equals_the_single_choice_of_that_seed(server: Server, openai: OpenAI) -> None:
     asked = {"model": "tgi", "messages": QUESTION, "max_tokens": 16, "temperature": 1.1, "seed": 5}
     three, again = (openai.chat.completions.create(**asked, n=3).choices for _ in range(2))
     (one,) = openai.chat.completions.create(**asked).choices
@@ -212,7 +216,7 @@ def test_the_first_of_n_choices_is_the_one_that_its_seed_gives_alone(server: Ser
     assert mean[0] >= mean[1]
 
 
-def test_a_request_ends_when_its_time_is_over(server: Server, openai: OpenAI) -> None:
+def test_a_request_ends_at_its_timeout(server: Server, openai: OpenAI) -> None:
     begin = time.monotonic()
     with pytest.raises(InternalServerError, match="timeout") as raised:
         openai.completions.create(
@@ -226,7 +230,7 @@ def test_a_request_ends_when_its_time_is_over(server: Server, openai: OpenAI) ->
     assert json.load(refused.value)["error_type"] == "timeout"
 
 
-def test_priority_changes_no_token_and_is_bounded(server: Server, openai: OpenAI) -> None:
+def test_priority_changes_no_token_and_has_limits(server: Server, openai: OpenAI) -> None:
     asked = {**GREEDY, "prompt": "The sea is"}
     answers = [openai.completions.create(**asked, extra_body={"priority": n}) for n in (-100, 0, 100)]
     assert len({answer.choices[0].text for answer in answers}) == 1

@@ -1,4 +1,4 @@
-"""The clients people already have, unchanged: huggingface_hub and openai."""
+"""Unmodified clients: huggingface_hub and openai."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def openai(server: Server) -> OpenAI:
 
 
 def generation(server: Server) -> InferenceClient:
-    """`text_generation` posts to the model's address itself."""
+    """A client for `text_generation`, which posts to the base URL."""
     return InferenceClient(server.url)
 
 
-def test_newcomers_question_is_answered(hub: InferenceClient) -> None:
+def test_a_chat_is_answered(hub: InferenceClient) -> None:
     answer = hub.chat_completion(QUESTION, max_tokens=40, temperature=0)
     assert "Paris" in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_text_generation_folds_to_the_same_text(server: Server) -> None:
+def test_a_text_generation_stream_equals_the_plain_answer(server: Server) -> None:
     client = generation(server)
     plain = client.text_generation("The three primary colours are", max_new_tokens=24, return_full_text=False)
     pieces = list(client.text_generation("The three primary colours are", max_new_tokens=24, stream=True))
@@ -42,7 +42,7 @@ def test_text_generation_folds_to_the_same_text(server: Server) -> None:
     assert "".join(pieces) == plain
 
 
-def test_details_agree_between_plain_and_stream(server: Server) -> None:
+def test_details_of_stream_and_plain_answer_are_equal(server: Server) -> None:
     client = generation(server)
     plain = client.text_generation("Water boils at", max_new_tokens=12, details=True, return_full_text=False)
     events = list(
@@ -58,7 +58,7 @@ def test_details_agree_between_plain_and_stream(server: Server) -> None:
     assert events[-1].details.input_length > 0
 
 
-def test_seed_decides_sampled_tokens(server: Server) -> None:
+def test_the_seed_determines_sampled_tokens(server: Server) -> None:
     client = generation(server)
 
     def sample(seed: int) -> str:
@@ -68,7 +68,7 @@ def test_seed_decides_sampled_tokens(server: Server) -> None:
     assert len({sample(seed) for seed in range(4)}) > 1
 
 
-def test_stop_string_ends_and_stays_in_the_text(server: Server) -> None:
+def test_a_stop_string_ends_the_text_and_stays_in_it(server: Server) -> None:
     output = generation(server).text_generation(
         "Count: one, two, three, four,", max_new_tokens=40, stop=[" six"], details=True
     )
@@ -76,7 +76,7 @@ def test_stop_string_ends_and_stays_in_the_text(server: Server) -> None:
     assert output.generated_text.endswith(" six")
 
 
-def test_chat_stream_folds_to_the_plain_answer(hub: InferenceClient) -> None:
+def test_a_chat_stream_equals_the_plain_answer(hub: InferenceClient) -> None:
     plain = hub.chat_completion(QUESTION, max_tokens=40, temperature=0)
     chunks = list(
         hub.chat_completion(QUESTION, max_tokens=40, temperature=0, stream=True, stream_options={"include_usage": True})
@@ -86,7 +86,7 @@ def test_chat_stream_folds_to_the_plain_answer(hub: InferenceClient) -> None:
     assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens
 
 
-def test_async_client_streams(server: Server) -> None:
+def test_the_async_client_streams(server: Server) -> None:
     async def fold() -> str:
         client = AsyncInferenceClient(base_url=server.url)
         stream = await client.chat_completion(QUESTION, max_tokens=40, temperature=0, stream=True)
@@ -95,7 +95,7 @@ def test_async_client_streams(server: Server) -> None:
     assert "Paris" in asyncio.run(fold())
 
 
-def test_openai_chat(openai: OpenAI) -> None:
+def test_the_openai_sdk_chats_and_streams(openai: OpenAI) -> None:
     answer = openai.chat.completions.create(model="tgi", messages=QUESTION, max_tokens=40, temperature=0)
     assert "Paris" in answer.choices[0].message.content
     assert answer.id
@@ -107,7 +107,7 @@ def test_openai_chat(openai: OpenAI) -> None:
     assert text == answer.choices[0].message.content
 
 
-def test_openai_stop_is_cut_and_reported(openai: OpenAI) -> None:
+def test_an_openai_stop_string_is_removed_from_the_text(openai: OpenAI) -> None:
     answer = openai.completions.create(
         model="tgi", prompt="Count: one, two, three, four,", max_tokens=40, temperature=0, stop=" six"
     )
@@ -115,7 +115,7 @@ def test_openai_stop_is_cut_and_reported(openai: OpenAI) -> None:
     assert " six" not in answer.choices[0].text
 
 
-def test_openai_completions_stream(openai: OpenAI) -> None:
+def test_an_openai_completion_stream_equals_the_plain_answer(openai: OpenAI) -> None:
     arguments = {"model": "tgi", "prompt": "The sun is", "max_tokens": 16, "temperature": 0}
     plain = openai.completions.create(**arguments)
     chunks = list(openai.completions.create(**arguments, stream=True))
@@ -123,7 +123,7 @@ def test_openai_completions_stream(openai: OpenAI) -> None:
     assert plain.usage.completion_tokens == 16
 
 
-def test_openai_errors_are_the_sdks(openai: OpenAI) -> None:
+def test_errors_become_the_exceptions_of_the_openai_sdk(openai: OpenAI) -> None:
     with pytest.raises((BadRequestError, UnprocessableEntityError), match="temperature"):
         openai.chat.completions.create(model="tgi", messages=QUESTION, temperature=-1)
 
@@ -133,6 +133,6 @@ def test_models_are_listed(openai: OpenAI) -> None:
     assert openai.models.retrieve(model.id).id == model.id
 
 
-def test_any_models_name_is_welcome_and_comes_back(openai: OpenAI) -> None:
+def test_any_model_name_is_accepted_and_returned(openai: OpenAI) -> None:
     answer = openai.chat.completions.create(model="gpt-4o", messages=QUESTION, max_tokens=2)
     assert answer.model == "gpt-4o"

@@ -1,4 +1,4 @@
-"""LangChain over its OpenAI integration, unchanged but for the address."""
+"""LangChain through its OpenAI integration, with only the address changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting, refusing to start, stopping, dying."""
+"""Startup, refused startups, shutdown, and failures of processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHUTTING_DOWN = {"error": "the server is shutting down", "error_type": "shutting
 
 
 def stream(server: Server, tokens: int) -> list[dict]:
-    """All events of one stream."""
+    """All events of a stream."""
     parameters = {"max_new_tokens": tokens, "ignore_eos": True}
     body = json.dumps({"inputs": "A long story:", "parameters": parameters}).encode()
     request = urllib.request.Request(server.url + "/generate_stream", body, {"content-type": "application/json"})
@@ -48,7 +48,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_drains_running_streams_and_exits_0(number: int) -> None:
+def test_a_signal_drains_running_streams_and_exits_0(number: int) -> None:
     server = start()
     processes = server.processes()
     events: list[dict] = []
@@ -65,7 +65,7 @@ def test_signal_drains_running_streams_and_exits_0(number: int) -> None:
 
 @contextlib.contextmanager
 def streams(server: Server, num: int, tokens: int) -> Iterator[list[Future[list[dict]]]]:
-    """So many streams, all of which generate; their events, when they have ended."""
+    """Start `num` streams and wait until all of them run. Yields futures of their events."""
     with ThreadPoolExecutor(num) as clients:
         futures = [clients.submit(stream, server, tokens) for _ in range(num)]
         running = f"tgi_batch_current_size {num}".encode()
@@ -75,7 +75,7 @@ def streams(server: Server, num: int, tokens: int) -> Iterator[list[Future[list[
 
 
 def ask(server: Server, path: str, body: dict | None = None) -> tuple[int, dict]:
-    """Status and JSON of an answer, {} when it has none."""
+    """(status, JSON body or {})"""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
     try:
@@ -85,7 +85,7 @@ def ask(server: Server, path: str, body: dict | None = None) -> tuple[int, dict]
         return error.code, json.load(error)
 
 
-def test_sixteen_streams_are_finished_while_the_server_refuses_others() -> None:
+def test_a_draining_server_finishes_streams_and_refuses_requests() -> None:
     server = start()
     with streams(server, 16, 150) as futures:
         server.process.send_signal(signal.SIGTERM)
@@ -105,7 +105,7 @@ def test_sixteen_streams_are_finished_while_the_server_refuses_others() -> None:
     assert server.process.wait(60) == 0
 
 
-def test_streams_that_outlive_the_grace_period_are_told_and_the_exit_is_0() -> None:
+def test_streams_beyond_the_grace_period_get_an_error_and_the_exit_status_is_0() -> None:
     server = start("--graceful-termination-timeout", "1")
     with streams(server, 16, 4000) as futures:
         assert server.stop() == 0
@@ -113,7 +113,7 @@ def test_streams_that_outlive_the_grace_period_are_told_and_the_exit_is_0() -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_at_once(number: int) -> None:
+def test_a_second_signal_stops_the_server_immediately(number: int) -> None:
     server = start()
     processes = server.processes()
     with streams(server, 4, 4000) as futures:
@@ -126,8 +126,8 @@ def test_second_signal_ends_at_once(number: int) -> None:
     wait_until_gone(processes)
 
 
-def test_worker_that_hangs_is_unhealthy_and_goes_on_where_it_was() -> None:
-    # By itself it would be patient for as long as this machine's slowest steps ask for.
+def test_a_hung_worker_makes_the_server_unhealthy_until_it_resumes() -> None:
+    # The default depends on this machine's slowest step.
     server = start("--step-timeout", "30")
     worker = server.worker_groups()[0][0]
     with streams(server, 1, 120) as futures:
@@ -149,7 +149,7 @@ def test_worker_that_hangs_is_unhealthy_and_goes_on_where_it_was() -> None:
     assert server.stop() == 0
 
 
-def test_killed_launcher_leaves_no_worker() -> None:
+def test_a_killed_launcher_leaves_no_worker() -> None:
     server = start()
     processes = server.processes()
     assert len(processes) > 1
@@ -158,7 +158,7 @@ def test_killed_launcher_leaves_no_worker() -> None:
     wait_until_gone(processes)
 
 
-def test_workers_that_die_again_and_again_end_streams_with_an_error_and_the_server_nonzero() -> None:
+def test_repeated_worker_failures_end_streams_with_an_error_and_the_server_with_status_1() -> None:
     server = start()
     events: list[dict] = []
     client = threading.Thread(target=lambda: events.extend(stream(server, 2000)))
@@ -172,7 +172,7 @@ def test_workers_that_die_again_and_again_end_streams_with_an_error_and_the_serv
             for pid in server.worker_pids():
                 os.kill(pid, signal.SIGKILL)
         except (FileNotFoundError, ProcessLookupError):
-            pass  # somebody was quicker: it has ended by itself, or the server has
+            pass  # the process has already exited
         time.sleep(0.05)
     client.join()
     assert events[-1]["error_type"] == "generation"
@@ -181,7 +181,7 @@ def test_workers_that_die_again_and_again_end_streams_with_an_error_and_the_serv
 
 
 def refused(*arguments: str, env: dict[str, str] | None = None) -> str:
-    """What a start that must fail prints."""
+    """The output of a startup that must fail."""
     process = launch(*arguments, env=env)
     try:
         output, _ = process.communicate(timeout=120)
@@ -192,7 +192,7 @@ def refused(*arguments: str, env: dict[str, str] | None = None) -> str:
     return output
 
 
-def test_busy_port_is_named() -> None:
+def test_a_busy_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -200,17 +200,17 @@ def test_busy_port_is_named() -> None:
         assert str(port) in refused("--hostname", "127.0.0.1", "--port", str(port))
 
 
-def test_folder_without_config_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     assert "config.json" in refused("--model-id", str(tmp_path), "--port", "0")
 
 
-def test_folder_without_weights_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "safetensors" in refused("--model-id", str(tmp_path), "--port", "0")
 
 
 def tiny_model(folder: Path) -> None:
-    """A random model of two attention heads, with the embedded model's tokenizer."""
+    """Save a random model with two attention heads and the embedded model's tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     prepare = [sys.executable, "-m", "penstock_server.prepare"]
@@ -228,7 +228,7 @@ def tiny_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def test_more_ranks_than_the_model_can_be_split_into(tmp_path: Path) -> None:
+def test_more_ranks_than_attention_heads_are_refused(tmp_path: Path) -> None:
     tiny_model(tmp_path)
     output = refused("--model-id", str(tmp_path), "--num-shard", "3", "--port", "0")
     assert "3 ranks" in output
@@ -253,12 +253,12 @@ def test_contradicting_limits_are_refused() -> None:
     assert "max-input-tokens" in output or "max_input_tokens" in output
 
 
-def test_version_and_help() -> None:
+def test_version_and_help_are_printed() -> None:
     assert "penstock" in subprocess.run([PENSTOCK, "--version"], capture_output=True, text=True).stdout
     assert "--num-shard" in subprocess.run([PENSTOCK, "--help"], capture_output=True, text=True).stdout
 
 
-def test_the_port_answers_only_after_the_warm_up() -> None:
+def test_the_port_accepts_connections_only_after_warm_up() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -277,7 +277,7 @@ def test_the_port_answers_only_after_the_warm_up() -> None:
                 num_refused += 1
                 time.sleep(0.02)
         assert num_refused > 10
-        assert any("allocate KV pool" in line for line in lines), "it answered before the warm-up was over"
+        assert any("allocate KV pool" in line for line in lines), "the port was open before the end of warm-up"
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

@@ -1,4 +1,4 @@
-"""Model folders that cannot be served, and the subcommands that say so, through the real binary."""
+"""Model folders that cannot be served, and the subcommands that report it, through the real binary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random llama with a tokenizer."""
+    """A tiny random Llama with a tokenizer."""
     import torch
     import transformers
 
@@ -68,26 +68,26 @@ def only_adapter(folder: Path) -> None:
         (only_adapter, "holds a LORA adapter, not a model; it is for some/base"),
     ],
 )
-def test_a_damaged_folder_ends_the_start_with_one_message(
+def test_a_damaged_folder_ends_startup_with_one_message(
     damage: Callable[[Path], None], message: str, sound: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(sound, tmp_path / "model"))
     damage(folder)
     process = launch("--port", "0", "--hostname", "127.0.0.1", "--model-id", str(folder))
-    said, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 1
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     errors = [line["fields"]["message"] for line in lines if line["level"] == "ERROR"]
-    assert len(errors) == 1, said
+    assert len(errors) == 1, output
     assert message in errors[0]
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([PENSTOCK, *arguments], capture_output=True, text=True, timeout=180, check=False)
 
 
-def test_check_says_whether_a_model_can_be_served(sound: Path, tmp_path: Path) -> None:
+def test_check_reports_whether_a_model_can_be_served(sound: Path, tmp_path: Path) -> None:
     answer = tool("check", str(sound), "--json", "--num-shard", "2")
     report = json.loads(answer.stdout)
     assert (answer.returncode, report["problems"]) == (0, [])
@@ -97,7 +97,7 @@ def test_check_says_whether_a_model_can_be_served(sound: Path, tmp_path: Path) -
     assert "is empty; a model folder holds" in answer.stdout
 
 
-def test_models_lists_what_can_be_served() -> None:
+def test_models_lists_the_architectures() -> None:
     answer = tool("models")
     assert answer.returncode == 0
     assert "\n  llama\n" in answer.stdout

@@ -1,4 +1,4 @@
-"""Numbers and marks that others can check: logprobs against transformers, watermarks by the detector; behind a key."""
+"""API keys, logprobs against transformers, and watermarks against the detector."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from reference_model import model_folder, reference
 
 KEYS = ("first-key-of-two", "Second_Key.2")
 TEXT = "The river was wide and slow, and on its banks the children of the village played until it was dark."
-# Logits of bf16 are 0.125 apart at their usual size; a logprob is a difference of such.
+# bf16 logits of the usual magnitude are 0.125 apart, and a logprob is a difference of logits.
 TOLERANCE = 0.3
 
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Opened by either of two keys; shows a prompt's logprobs."""
+    """Accepts two API keys and returns prompt logprobs."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text("\n".join(KEYS) + "\n")
     path.chmod(0o600)
@@ -48,7 +48,7 @@ def generate(keyed: Server, inputs: str, **parameters: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_clients_open_the_server_with_any_of_its_keys(keyed: Server, key: str) -> None:
+def test_each_key_is_accepted_from_every_client(keyed: Server, key: str) -> None:
     openai = OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0)
     assert openai.completions.create(model="tgi", prompt="Hello", max_tokens=2).usage.completion_tokens == 2
     assert (
@@ -60,7 +60,7 @@ def test_clients_open_the_server_with_any_of_its_keys(keyed: Server, key: str) -
 
 
 @pytest.mark.parametrize("key", ["wrong", KEYS[0].upper(), KEYS[0][:-1], f"{KEYS[0]},{KEYS[1]}"])
-def test_a_wrong_key_is_401_for_every_client(keyed: Server, key: str) -> None:
+def test_a_wrong_key_gets_401_in_every_client(keyed: Server, key: str) -> None:
     with pytest.raises(HfHubHTTPError) as refused:
         InferenceClient(keyed.url, headers={"authorization": f"Bearer {key}"}).text_generation("Hello")
     assert refused.value.response.status_code == 401
@@ -68,7 +68,7 @@ def test_a_wrong_key_is_401_for_every_client(keyed: Server, key: str) -> None:
         OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0).completions.create(model="tgi", prompt="Hello")
 
 
-def test_without_a_key_nothing_is_generated_and_health_is_told(keyed: Server) -> None:
+def test_without_a_key_only_health_routes_answer(keyed: Server) -> None:
     for path in ("/", "/generate", "/generate_stream", "/tokenize", "/invocations", "/vertex", "/v1/completions"):
         request = urllib.request.Request(keyed.url + path, b"{}", {"content-type": "application/json"})
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -79,7 +79,7 @@ def test_without_a_key_nothing_is_generated_and_health_is_told(keyed: Server) ->
 
 
 def reference_logprobs(token_ids: list[int]) -> Any:
-    """[position, vocabulary]: of the token after each position."""
+    """[positions, vocabulary]: logprobs of the token after each position."""
     import torch
 
     model, _ = reference()
@@ -88,7 +88,7 @@ def reference_logprobs(token_ids: list[int]) -> Any:
 
 
 @pytest.mark.timeout(600)
-def test_logprobs_of_prompt_and_answer_are_transformers(keyed: Server) -> None:
+def test_logprobs_of_prompt_and_answer_equal_transformers(keyed: Server) -> None:
     details = generate(keyed, TEXT, max_new_tokens=16, decoder_input_details=True, top_n_tokens=5)["details"]
     prefill, tokens = details["prefill"], details["tokens"]
     _, tokenizer = reference()
@@ -111,7 +111,7 @@ def test_logprobs_of_prompt_and_answer_are_transformers(keyed: Server) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_scored_prompt_has_transformers_logprobs(openai: OpenAI) -> None:
+def test_logprobs_of_an_echoed_prompt_equal_transformers(openai: OpenAI) -> None:
     scored = openai.completions.create(model="tgi", prompt=TEXT, echo=True, max_tokens=0, logprobs=2).choices[0]
     assert scored.text == TEXT
     _, tokenizer = reference()
@@ -125,12 +125,12 @@ def test_a_scored_prompt_has_transformers_logprobs(openai: OpenAI) -> None:
 
 
 def detect(token_ids: list[int]) -> int:
-    """The detector's exit status: 0 watermarked, 1 not."""
+    """Exit status of the detector: 0 if watermarked, 1 if not."""
     command = [sys.executable, "-m", "penstock_server.watermark", str(model_folder()), "--ids"]
     return subprocess.run(command, input=json.dumps(token_ids), text=True, capture_output=True, timeout=60).returncode
 
 
-def test_a_watermark_is_detected_and_only_where_it_is(keyed: Server) -> None:
+def test_a_watermark_is_detected_if_and_only_if_it_was_requested(keyed: Server) -> None:
     for is_marked in (True, False):
         answer = generate(keyed, TEXT, max_new_tokens=120, ignore_eos=True, do_sample=True, seed=3, watermark=is_marked)
         token_ids = [token["id"] for token in answer["details"]["tokens"]]

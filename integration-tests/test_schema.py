@@ -1,4 +1,4 @@
-"""The server keeps its OpenAPI document, whatever is generated from it."""
+"""The server conforms to its OpenAPI document for requests generated from it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 DOCUMENT = "/api-doc/openapi.json"
-# The time goes into requests, not into tokens: none of these may be larger.
+# Upper bounds, so that the time goes into many requests and not into many tokens.
 LARGEST = {"max_new_tokens": 2, "max_tokens": 2, "max_completion_tokens": 2, "min_tokens": 2, "n": 2, "best_of": 2}
-# What a request is known by, and how its length is called.
+# The field that identifies a kind of request, and the field that limits its length.
 LENGTH_OF = {"inputs": "max_new_tokens", "messages": "max_tokens", "prompt": "max_tokens"}
 
 
@@ -35,7 +35,7 @@ def document(server: Server) -> Any:
 
 
 def short(value: Any) -> Any:
-    """The same request for a few tokens, and without a timeout that is over before them."""
+    """The same request for a few tokens, without a timeout too short for them."""
     if isinstance(value, list):
         return [short(item) for item in value]
     if not isinstance(value, dict):
@@ -46,19 +46,19 @@ def short(value: Any) -> Any:
             value[key] = largest
     if isinstance(value.get("timeout"), int | float) and 0 < value["timeout"] < 60:
         value["timeout"] = 60
-    for known_by, length in LENGTH_OF.items():
-        if known_by in value:
-            if known_by == "inputs" and value.get("parameters") is None:
+    for marker, length in LENGTH_OF.items():
+        if marker in value:
+            if marker == "inputs" and value.get("parameters") is None:
                 value["parameters"] = {}
-            where = value["parameters"] if known_by == "inputs" else value
+            where = value["parameters"] if marker == "inputs" else value
             if isinstance(where, dict) and where.get("max_completion_tokens") is None and where.get(length) is None:
                 where[length] = 2
     return value
 
 
 def no_server_error(ctx: CheckContext, response: Response, case: schemathesis.Case) -> None:
-    """Nothing that a client sends is answered with a fault of ours."""
-    # As in TGI, `/vertex` says of whatever is wrong with one of several requests that they are incomplete.
+    """No request gets a server error."""
+    # As in TGI, `/vertex` answers "Incomplete generation" if any of its requests fails.
     if case.path == "/vertex" and response.status_code == 500:
         assert response.json() == {"error": "Incomplete generation", "error_type": "Incomplete generation"}
         return
@@ -66,7 +66,7 @@ def no_server_error(ctx: CheckContext, response: Response, case: schemathesis.Ca
 
 
 def body_conforms(ctx: CheckContext, response: Response, case: schemathesis.Case) -> None:
-    """A body has the shape that the document gives it; of a stream, every event that is no error."""
+    """The body, or each event of a stream, has the documented schema or is an error."""
     if not response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
         response_schema_conformance(ctx, response, case)
         return
@@ -98,12 +98,12 @@ def check_answers(operation: schemathesis.APIOperation, mode: GenerationMode, da
     case.call_and_validate(checks=CHECKS, timeout=60)
 
 
-def test_every_answer_is_as_documented(server: Server, subtests: pytest.Subtests) -> None:
+def test_every_response_conforms_to_the_document(server: Server, subtests: pytest.Subtests) -> None:
     api = schemathesis.openapi.from_url(server.url + DOCUMENT)
     operations = [result.ok() for result in api.get_all_operations()]
     assert len(operations) > 10
     for operation in operations:
-        # Requests as they should be, and as they should not.
+        # Valid requests, then invalid ones.
         for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
             if mode == GenerationMode.NEGATIVE and operation.method == "get":
                 continue
@@ -111,7 +111,7 @@ def test_every_answer_is_as_documented(server: Server, subtests: pytest.Subtests
                 check_answers(operation, mode)
 
 
-def test_the_documents_schemas_are_schemas(document: Any) -> None:
+def test_schemas_and_examples_of_the_document_are_valid(document: Any) -> None:
     for name, described in document["components"]["schemas"].items():
         Draft202012Validator.check_schema(described)
         validator = Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})

@@ -1,4 +1,4 @@
-"""Encoder–decoders through the real binary: tiny random ones, token for token as transformers generates."""
+"""Tiny random encoder–decoders through the real binary, compared with transformers token by token."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 WORDS = ["the", "a", "cat", "dog", "house", "sea", "sleeps", "small", "in", "translate", "English", "to", "German"]
-LONGEST = 100  # tokens of a source that the server is told to allow
+LONGEST = 100  # --max-input-tokens
 NUM_TOKENS = 12
 TEXTS = ["the cat", "a small dog sleeps in the house", "translate English to German: the sea", "x", "the dog " * 12]
 
 
 def unigram() -> Tokenizer:
-    """As T5's: spaces belong to words, and </s> ends every source."""
+    """Like T5's tokenizer: spaces belong to words, and </s> ends every source."""
     pieces = [f"▁{word}" for word in WORDS] + ["▁", *'abcdefghijklmnopqrstuvwxyzETG:{}",0123456789']
     scored = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), *((piece, -float(len(piece) < 3)) for piece in pieces)]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
@@ -41,7 +41,7 @@ def unigram() -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """As BART's: <s> and </s> around every source."""
+    """Like BART's tokenizer: <s> and </s> around every source."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(["<s>", "<pad>", "</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -91,21 +91,21 @@ def bart(vocab_size: int) -> PreTrainedModel:
 
 @dataclass
 class Pair:
-    """The same weights, served and in transformers."""
+    """The same weights in the server and in transformers."""
 
     server: Server
     model: Any
     tokenizer: Tokenizer
-    answer_tokens: int  # the longest answer
+    answer_tokens: int  # maximum length of an answer
 
     def source(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids
 
     def expected(self, text: str, num_tokens: int = NUM_TOKENS) -> tuple[list[int], str]:
-        """The greedy answer's token ids, its end included, and its text."""
+        """(token ids including the end token, text) of the greedy answer."""
         source = torch.tensor([self.source(text)])
         answer = self.model.generate(source, max_new_tokens=num_tokens, do_sample=False, num_beams=1)
-        ids = answer[0, 1:].tolist()  # the first is what the decoder begins with
+        ids = answer[0, 1:].tolist()  # the first one is the decoder start token
         return ids, self.tokenizer.decode(ids)
 
 
@@ -152,13 +152,13 @@ def generate(pair: Pair, text: str, **parameters: Any) -> tuple[list[int], str]:
     return [token["id"] for token in answer["details"]["tokens"]], answer["generated_text"]
 
 
-def test_greedy_answers_are_those_of_transformers(pair: Pair) -> None:
+def test_greedy_answers_equal_transformers(pair: Pair) -> None:
     answers = {text: generate(pair, text) for text in TEXTS}
     assert answers == {text: pair.expected(text) for text in TEXTS}
-    assert len({tuple(ids) for ids, _ in answers.values()}) > 1, "the source makes no difference"
+    assert len({tuple(ids) for ids, _ in answers.values()}) > 1, "all answers are equal, whatever the source"
 
 
-def test_a_stream_is_the_plain_answer(pair: Pair) -> None:
+def test_a_stream_equals_the_plain_answer(pair: Pair) -> None:
     text = TEXTS[1]
     ids, whole = pair.expected(text)
     parameters = {"max_new_tokens": NUM_TOKENS, "details": True}
@@ -168,7 +168,7 @@ def test_a_stream_is_the_plain_answer(pair: Pair) -> None:
     assert (stream[-1]["generated_text"], stream[-1]["details"]["input_length"]) == (whole, len(pair.source(text)))
 
 
-def test_answers_of_every_length_side_by_side(pair: Pair) -> None:
+def test_answers_of_different_lengths_run_concurrently(pair: Pair) -> None:
     wanted = [(text, num_tokens) for num_tokens in (1, 5, 23) for text in TEXTS]
     with ThreadPoolExecutor(len(wanted)) as pool:
         answers = list(pool.map(lambda one: generate(pair, one[0], max_new_tokens=one[1]), wanted))
@@ -176,7 +176,7 @@ def test_answers_of_every_length_side_by_side(pair: Pair) -> None:
     wait_for_rest(pair.server)
 
 
-def test_completions_answer_texts_and_tokens_and_count_the_source(pair: Pair) -> None:
+def test_completions_accept_text_and_token_ids_and_count_the_source(pair: Pair) -> None:
     text = TEXTS[2]
     ids, whole = pair.expected(text)
     for prompt in (text, pair.source(text)):
@@ -189,7 +189,7 @@ def test_completions_answer_texts_and_tokens_and_count_the_source(pair: Pair) ->
 
 @pytest.mark.parametrize("drawn", [{}, {"do_sample": True, "temperature": 1.5, "seed": 3}])
 def test_answers_follow_a_grammar(pair: Pair, drawn: dict[str, Any]) -> None:
-    """With T5's tokenizer a first word's space is no part of the answer, and a grammar does not ask for it."""
+    """With T5's tokenizer the space of the first word is not part of the answer, so a grammar must not require it."""
     regex = "(the|a small) (cat|dog) (sleeps|in the (house|sea))"
     parameters = {"max_new_tokens": 60, "details": True, "grammar": {"type": "regex", "value": regex}, **drawn}
     for text in TEXTS:
@@ -211,8 +211,8 @@ def test_answers_follow_a_grammar(pair: Pair, drawn: dict[str, Any]) -> None:
     jsonschema.validate(json.loads(answer["generated_text"]), schema)
 
 
-def test_several_answers_of_one_source(pair: Pair) -> None:
-    text = TEXTS[4]  # more than a block: nobody shares it
+def test_one_source_can_have_several_answers(pair: Pair) -> None:
+    text = TEXTS[4]  # longer than a block, so prefix sharing would be possible
     drawn = {"do_sample": True, "temperature": 1.0, "seed": 5}
     alone = [generate(pair, text, **drawn) for _ in range(2)]
     assert alone[0] == alone[1]
@@ -227,17 +227,17 @@ def test_several_answers_of_one_source(pair: Pair) -> None:
     wait_for_rest(pair.server)
 
 
-def test_who_leaves_gives_everything_back(pair: Pair) -> None:
+def test_a_disconnect_frees_all_blocks(pair: Pair) -> None:
     parameters = {"max_new_tokens": pair.answer_tokens, "ignore_eos": True}
     connection, response = send(pair.server, "/generate_stream", {"inputs": TEXTS[4], "parameters": parameters})
     assert response.readline().startswith(b"data: ")
     response.close()
     connection.close()
-    wait_until(lambda: metrics(pair.server)["tgi_batch_current_size"] == 0, "nothing runs")
+    wait_until(lambda: metrics(pair.server)["tgi_batch_current_size"] == 0, "no sequence is running")
     wait_for_rest(pair.server)
 
 
-def test_the_root_does_not_repeat_the_source(pair: Pair) -> None:
+def test_the_root_route_does_not_repeat_the_source(pair: Pair) -> None:
     text = TEXTS[0]
     _, whole = pair.expected(text)
     body = {"inputs": text, "parameters": {"max_new_tokens": NUM_TOKENS}}
@@ -246,7 +246,7 @@ def test_the_root_does_not_repeat_the_source(pair: Pair) -> None:
     assert post(pair.server, "/", body) == (200, [{"generated_text": text + whole}])
 
 
-def test_info_says_what_it_is_and_its_limits(pair: Pair) -> None:
+def test_info_has_the_task_and_the_limits(pair: Pair) -> None:
     address = urllib.parse.urlsplit(pair.server.url)
     connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
     connection.request("GET", "/info")
@@ -254,10 +254,10 @@ def test_info_says_what_it_is_and_its_limits(pair: Pair) -> None:
     connection.close()
     assert (info["model_pipeline_tag"], info["max_input_tokens"]) == ("text2text-generation", LONGEST)
     logged = [line for line in pair.server.lines if "prefix-caching is false" in line]
-    assert len(logged) == 1, "it is said once that nothing is shared"
+    assert len(logged) == 1, "the log says once that prefixes are not shared"
 
 
-def test_prefill_is_what_the_decoder_begins_with(pair: Pair) -> None:
+def test_prefill_details_hold_the_decoder_start_token(pair: Pair) -> None:
     parameters = {"max_new_tokens": 1, "decoder_input_details": True}
     _, answer = post(pair.server, "/generate", {"inputs": TEXTS[0], "parameters": parameters})
     start_id = pair.model.generation_config.decoder_start_token_id
@@ -265,33 +265,35 @@ def test_prefill_is_what_the_decoder_begins_with(pair: Pair) -> None:
     assert answer["details"]["prefill"] == [{"id": start_id, "text": text, "logprob": None}]
 
 
-def test_what_cannot_be_is_refused(pair: Pair) -> None:
+def test_unsupported_requests_are_refused(pair: Pair) -> None:
     long = "the " * LONGEST
     given = len(pair.source(long))
     status, answer = post(pair.server, "/generate", {"inputs": long})
-    told = f"Input validation error: `inputs` must have at most {LONGEST} tokens. Given: {given}"
-    assert (status, answer["error"]) == (422, told)
+    message = f"Input validation error: `inputs` must have at most {LONGEST} tokens. Given: {given}"
+    assert (status, answer["error"]) == (422, message)
     status, answer = post(pair.server, "/generate", {"inputs": ""})
     assert (status, answer["error"]) == (422, "Input validation error: `inputs` cannot be empty")
-    # Cut to its end, it is read.
+    # Truncated, the same source is accepted.
     truncated, _ = generate(pair, long, truncate=LONGEST)
     assert truncated
     too_many = {"inputs": "the", "parameters": {"max_new_tokens": pair.answer_tokens + 1}}
     status, answer = post(pair.server, "/generate", too_many)
-    told = f"Input validation error: `max_new_tokens` must be <= {pair.answer_tokens}. Given: {pair.answer_tokens + 1}"
-    assert (status, answer["error"]) == (422, told)
+    message = (
+        f"Input validation error: `max_new_tokens` must be <= {pair.answer_tokens}. Given: {pair.answer_tokens + 1}"
+    )
+    assert (status, answer["error"]) == (422, message)
     status, answer = post(pair.server, "/v1/completions", {"prompt": "the", "echo": True})
     assert (status, answer["error"]["param"]) == (400, "echo")
     status, answer = post(pair.server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
     assert (status, answer["error"]["code"]) == (400, "template_error")
 
 
-def test_a_source_longer_than_a_step_is_a_contradiction_at_the_start(tmp_path: Path) -> None:
+def test_an_input_limit_beyond_the_step_limit_is_refused_at_startup(tmp_path: Path) -> None:
     tokenizer = unigram()
     t5(tokenizer.get_vocab_size()).save_pretrained(tmp_path)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     flags = ("--max-input-tokens", "200", "--max-batch-prefill-tokens", "100", "--max-batch-size", "8")
     process = launch("--port", "0", "--hostname", "127.0.0.1", "--model-id", str(tmp_path), *flags)
-    said, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 1
-    assert "--max-input-tokens is 200, but this model's inputs can have at most 100 tokens" in said
+    assert "--max-input-tokens is 200, but this model's inputs can have at most 100 tokens" in output

@@ -1,4 +1,4 @@
-"""TGI's own (deprecated) Python client, `text-generation` 0.7, which many scripts still use; unchanged."""
+"""TGI's own deprecated Python client, `text-generation` 0.7, which many scripts still use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_plain_and_stream_agree(client: Client) -> None:
     assert events[-1].generated_text == plain.generated_text
 
 
-def test_every_parameter_at_once_is_accepted(client: Client) -> None:
+def test_all_parameters_together_are_accepted(client: Client) -> None:
     response = client.generate(
         PROMPT,
         do_sample=True,
@@ -47,11 +47,11 @@ def test_every_parameter_at_once_is_accepted(client: Client) -> None:
     )
     assert response.generated_text.startswith(PROMPT)
     assert response.details.seed == 5
-    # Where the cuts leave one token there is no second.
+    # There is only one top token if sampling parameters exclude all others.
     assert all(1 <= len(top) <= 2 for top in response.details.top_tokens)
 
 
-def test_best_of_returns_the_others_too(client: Client) -> None:
+def test_best_of_returns_the_other_sequences_too(client: Client) -> None:
     response = client.generate(PROMPT, max_new_tokens=8, best_of=2, do_sample=True)
     (other,) = response.details.best_of_sequences
 
@@ -61,18 +61,18 @@ def test_best_of_returns_the_others_too(client: Client) -> None:
     assert mean(response.details.tokens) >= mean(other.tokens)
 
 
-def test_validation_errors_are_the_clients(client: Client) -> None:
+def test_validation_errors_become_the_exception_of_the_client(client: Client) -> None:
     with pytest.raises(ValidationError, match="max_new_tokens"):
         client.generate(PROMPT, max_new_tokens=10_000_000)
 
 
-def test_chat_with_explicit_nulls(client: Client) -> None:
-    # Its chat streams cannot be read from any server: it wants `tool_calls` in every delta, and TGI never sent that.
+def test_chat_accepts_explicit_nulls(client: Client) -> None:
+    # Chat streams are not tested: the client requires `tool_calls` in every delta, which even TGI never sent.
     answer = client.chat(QUESTION, max_tokens=40, temperature=0.01, seed=1)
     assert "Paris" in answer.choices[0].message.content
 
 
-def test_async_client_generates_and_streams(server: Server) -> None:
+def test_the_async_client_generates_and_streams(server: Server) -> None:
     async def both() -> tuple[str, str]:
         client = AsyncClient(server.url, timeout=120)
         plain = await client.generate(PROMPT, max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""Tools through the clients people have: chosen by the model, required, named, forbidden; answered and gone on from."""
+"""Tools through common clients: automatic, required, named and forbidden calls, and conversations with tool results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_weather(arguments: str) -> None:
     assert parsed["format"] in ("celsius", "fahrenheit")
 
 
-def test_a_required_call_has_arguments_that_fit(openai: OpenAI) -> None:
+def test_a_required_call_has_valid_arguments(openai: OpenAI) -> None:
     answer = openai.chat.completions.create(**ARGUMENTS, tools=[WEATHER, TIME], tool_choice="required")
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -74,20 +74,20 @@ def test_a_named_function_is_called(openai: OpenAI, choice: Any) -> None:
     assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["get_time"]
 
 
-def test_no_call_when_none_are_allowed(openai: OpenAI) -> None:
+def test_tool_choice_none_prevents_calls(openai: OpenAI) -> None:
     answer = openai.chat.completions.create(**ARGUMENTS, tools=[WEATHER], tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].message.content
 
 
-def test_auto_is_one_generation(openai: OpenAI) -> None:
+def test_tool_choice_auto_takes_one_generation(openai: OpenAI) -> None:
     answer = openai.chat.completions.create(**ARGUMENTS, tools=[WEATHER], tool_choice="auto")
     message = answer.choices[0].message
     assert message.content or message.tool_calls
     assert answer.usage.completion_tokens <= 150
 
 
-def test_a_streamed_call_adds_up_to_the_plain_one(openai: OpenAI) -> None:
+def test_a_streamed_call_equals_the_plain_one(openai: OpenAI) -> None:
     plain = openai.chat.completions.create(**ARGUMENTS, tools=[WEATHER], tool_choice="required")
     name, arguments, finish = "", "", None
     for chunk in openai.chat.completions.create(**ARGUMENTS, tools=[WEATHER], tool_choice="required", stream=True):
@@ -101,7 +101,7 @@ def test_a_streamed_call_adds_up_to_the_plain_one(openai: OpenAI) -> None:
     assert (name, arguments, finish) == (expected.name, expected.arguments, "tool_calls")
 
 
-def test_a_tools_result_goes_back_into_the_conversation(openai: OpenAI) -> None:
+def test_a_conversation_continues_after_a_tool_result(openai: OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": '{"zone": "UTC"}'}}
     messages = [
         {"role": "user", "content": "What time is it?"},
@@ -115,7 +115,7 @@ def test_a_tools_result_goes_back_into_the_conversation(openai: OpenAI) -> None:
     assert answer.usage.prompt_tokens > 20
 
 
-def test_parsed_answers(openai: OpenAI) -> None:
+def test_the_sdk_parses_structured_answers(openai: OpenAI) -> None:
     class Person(BaseModel):
         name: str
         is_adult: bool
@@ -150,7 +150,7 @@ def test_hub_client_keeps_a_schema(server: Server) -> None:
         assert set(json.loads(answer.choices[0].message.content)) >= {"capital"}
 
 
-def test_an_unknown_function_and_a_schema_beside_tools_are_refused(server: Server) -> None:
+def test_an_unknown_function_and_a_schema_with_tools_are_refused(server: Server) -> None:
     client = InferenceClient(base_url=server.url)
     with pytest.raises(HfHubHTTPError, match="no_such"):
         client.chat_completion(

@@ -1,4 +1,4 @@
-"""A sequence that is longer than the KV pool, of a model whose layers all see a window."""
+"""Sequences longer than the KV cache, with a model whose layers all have a sliding window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXTS = ["a river " * 16, "so it was said", "x" * 70]
 
 
 def save(folder: Path) -> tuple[Any, Tokenizer]:
-    """A tiny random model of bytes."""
+    """Save a tiny random model over bytes. Returns it with its tokenizer."""
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,7 +50,7 @@ def post(server: Server, path: str, body: Any) -> Any:
         return json.load(response)
 
 
-def test_sequences_outgrow_the_pool(tmp_path: Path) -> None:
+def test_a_windowed_sequence_may_exceed_the_kv_cache(tmp_path: Path) -> None:
     model, tokenizer = save(tmp_path)
     server = start("--model-id", str(tmp_path), "--dtype", "float32", "--max-batch-total-tokens", str(POOL))
     with urllib.request.urlopen(server.url + "/info", timeout=60) as response:

@@ -1,4 +1,4 @@
-"""Workers that stop without dying, die again while they are replaced, or cannot be replaced at all."""
+"""Workers that hang, that fail again during a restart, or that cannot be restarted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from binary import Server, start
 from reference_model import model_folder
 from test_worker_death import REQUESTS, Stream, health, metric, ranks, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.native]
 
 FEW = REQUESTS[:4]
 STEP_TIMEOUT_S = 6
@@ -33,21 +33,21 @@ def undisturbed(two_ranks: Server) -> list[tuple]:
 
 
 def running(server: Server) -> list[Stream]:
-    """Streams that have begun."""
+    """Streams that have received their first tokens."""
     streams = [Stream(server, request) for request in FEW]
     wait_until(lambda: all(len(stream.events) > 3 for stream in streams))
     return streams
 
 
 def kill_all(server: Server) -> None:
-    """Those that serve and those in reserve."""
+    """Kill the serving group and the standby group."""
     for pid in [pid for group in server.worker_groups() for pid in group]:
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_replaced(two_ranks: Server, undisturbed: list[tuple], rank: int) -> None:
-    # The other rank waits for it inside a collective, and answers when it is asked.
+def test_a_hung_rank_is_replaced(two_ranks: Server, undisturbed: list[tuple], rank: int) -> None:
+    # The other rank waits inside a collective, but answers health probes.
     restarts = metric(two_ranks, "penstock_worker_restarts")
     wait_until(lambda: health(two_ranks) == 200)
     streams = running(two_ranks)
@@ -57,23 +57,23 @@ def test_a_stopped_rank_is_replaced(two_ranks: Server, undisturbed: list[tuple],
     assert any(f"rank {rank} has not answered" in line for line in two_ranks.lines)
 
 
-def test_a_server_that_was_stopped_as_a_whole_goes_on_with_its_workers(
-    two_ranks: Server, undisturbed: list[tuple]
-) -> None:
+def test_a_suspended_server_resumes_with_the_same_workers(two_ranks: Server, undisturbed: list[tuple]) -> None:
     wait_until(lambda: health(two_ranks) == 200)
     restarts = metric(two_ranks, "penstock_worker_restarts")
     streams = running(two_ranks)
-    everybody = [two_ranks.process.pid, *two_ranks.processes()]
+    pids = [two_ranks.process.pid, *two_ranks.processes()]
     for signal_number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in everybody:
+        for pid in pids:
             os.kill(pid, signal_number)
         if signal_number == signal.SIGSTOP:
-            time.sleep(STEP_TIMEOUT_S + 3)  # what is tested: nothing happens in all that time
+            time.sleep(
+                STEP_TIMEOUT_S + 3
+            )  # longer than the step deadline, which must not expire while the whole server is suspended
     assert [stream.result() for stream in streams] == undisturbed
     assert metric(two_ranks, "penstock_worker_restarts") == restarts, two_ranks.last_lines()
 
 
-def test_the_death_of_those_in_reserve_and_of_their_successors_is_survived(
+def test_streams_survive_the_death_of_the_standby_group_and_of_its_successors(
     two_ranks: Server, undisturbed: list[tuple]
 ) -> None:
     wait_until(lambda: health(two_ranks) == 200)
@@ -82,13 +82,13 @@ def test_the_death_of_those_in_reserve_and_of_their_successors_is_survived(
     for _ in range(2):
         kill_all(two_ranks)
         wait_until(lambda gone=frozenset(lost): bool(set(two_ranks.worker_pids()) - gone))
-        # They are starting or loading now, and die as well.
+        # The new workers are starting or loading, and are killed too.
         lost |= set(two_ranks.worker_pids())
     kill_all(two_ranks)
     assert [stream.result() for stream in streams] == undisturbed
 
 
-def test_a_fork_server_that_does_nothing_is_replaced(two_ranks: Server, undisturbed: list[tuple]) -> None:
+def test_a_hung_fork_server_is_replaced(two_ranks: Server, undisturbed: list[tuple]) -> None:
     wait_until(lambda: health(two_ranks) == 200)
     streams = running(two_ranks)
     stopped = two_ranks.fork_server_pid()
@@ -98,7 +98,7 @@ def test_a_fork_server_that_does_nothing_is_replaced(two_ranks: Server, undistur
     assert two_ranks.fork_server_pid() != stopped
 
 
-def test_a_shutdown_during_a_restart_lets_streams_finish() -> None:
+def test_a_shutdown_during_a_restart_finishes_running_streams() -> None:
     server = start()
     streams = running(server)
     kill_all(server)
@@ -109,7 +109,7 @@ def test_a_shutdown_during_a_restart_lets_streams_finish() -> None:
     assert server.process.wait(60) == 0, server.last_lines()
 
 
-def test_workers_that_cannot_start_again_end_the_server_and_say_why(tmp_path: Path) -> None:
+def test_workers_that_cannot_restart_end_the_server_with_the_reason(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model_folder(), folder)
     server = start("--model-id", str(folder))

@@ -1,5 +1,5 @@
-"""What a lost worker knew of a sequence beyond its tokens is made again: grammars, stop strings, penalties, watermarks,
-prompt logprobs, several choices. Answers are those of an undisturbed server, to the last byte that a client sees."""
+"""A restart restores a sequence's state beyond its tokens: grammars, stop strings, penalties, watermarks, prompt
+logprobs and several choices. Clients get the same bytes as from an undisturbed server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from binary import Server, start
 from test_worker_death import health, metric, ranks, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.native]
 
 SCHEMA = {
     "type": "object",
@@ -44,7 +44,7 @@ REQUESTS = {
     "n": ("/v1/chat/completions", {**CHAT, "n": 3, "temperature": 1.0, "logprobs": True, "top_logprobs": 2}),
     "tools": ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}),
 }
-OF_ITS_OWN = ("id", "created", "prompt_tokens_details")  # every answer; what the cache held is its own matter
+VOLATILE = ("id", "created", "prompt_tokens_details")  # differ between answers; the last depends on the prefix cache
 
 
 def ask(server: Server, path: str, body: dict) -> Any:
@@ -54,9 +54,9 @@ def ask(server: Server, path: str, body: dict) -> Any:
 
 
 def anonymous(value: Any) -> Any:
-    """Without what differs between any two answers."""
+    """An answer without the fields that differ between any two answers."""
     if isinstance(value, dict):
-        return {key: anonymous(inner) for key, inner in value.items() if key not in OF_ITS_OWN}
+        return {key: anonymous(inner) for key, inner in value.items() if key not in VOLATILE}
     return [anonymous(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -66,7 +66,7 @@ def ask_all(server: Server) -> tuple[dict[str, Any], list[threading.Thread]]:
     def run(name: str) -> None:
         try:
             answers[name] = ask(server, *REQUESTS[name])
-        except Exception as error:  # noqa: BLE001 - compared, and told with the server's own words
+        except Exception as error:  # noqa: BLE001 - the assertion reports it with the end of the log
             answers[name] = error
 
     threads = [threading.Thread(target=run, args=(name,)) for name in REQUESTS]
@@ -88,7 +88,7 @@ def undisturbed(mortal: Server) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
-def test_answers_are_those_of_an_undisturbed_server(mortal: Server, undisturbed: dict[str, Any], share: float) -> None:
+def test_a_restart_changes_no_answer(mortal: Server, undisturbed: dict[str, Any], share: float) -> None:
     restarts, tokens = metric(mortal, "penstock_worker_restarts"), steps(mortal)
     answers, threads = ask_all(mortal)
     wait_until(lambda: steps(mortal) >= tokens + 100 * share)
@@ -102,7 +102,7 @@ def test_answers_are_those_of_an_undisturbed_server(mortal: Server, undisturbed:
 
 
 def steps(server: Server) -> float:
-    """Steps done so far."""
+    """Number of steps so far."""
     text = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
     lines = [line for line in text.splitlines() if line.startswith("tgi_batch_inference_count")]
     return sum(float(line.split()[-1]) for line in lines)

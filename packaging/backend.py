@@ -1,7 +1,4 @@
-"""Build backend: generates the Python side of the worker protocol, then lets maturin build the wheel.
-
-maturin has no hook for this, and generated code is never committed.
-"""
+"""Build backend: generates the Python side of the worker protocol, then calls maturin, which has no hook for that."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ prepare_metadata_for_build_editable = maturin.prepare_metadata_for_build_editabl
 
 
 def generate_protocol() -> None:
-    """proto/worker.proto → server/penstock_server/pb/. The `=` makes the generated imports package-relative."""
+    """Generate server/penstock_server/pb from proto/worker.proto. The `=` makes imports in it package-relative."""
     from grpc_tools import protoc
 
     package = ROOT / "server" / "penstock_server" / "pb"

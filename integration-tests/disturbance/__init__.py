@@ -1,4 +1,4 @@
-"""What may happen to a server, on purpose: each module disturbs the real one in one way and says what came of it.
+"""Faults injected into the real server. Each module injects one kind and returns what it observed.
 
-The tests run each in small; `bench/chaos.py` runs the same code for as long as one likes.
+The tests run each briefly; `bench/chaos.py` runs the same code for hours.
 """

@@ -1,4 +1,4 @@
-"""Clients that leave at random moments, by HTTP/1.1 and HTTP/2, politely or not."""
+"""Clients that disconnect at random moments, over HTTP/1.1 and HTTP/2, by closing or by resetting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Cancels:
 
 
 def random_request(source: random.Random) -> tuple[Request, int]:
-    """A stream that nobody asked for before, and how many events it has at most."""
+    """(a streaming request with a new prompt, maximum number of its events)"""
     words = " ".join(str(source.randrange(1000)) for _ in range(source.choice([2, 20, 60, 150])))
     num_tokens = source.choice([4, 16, 48, 128])
     if source.random() < 0.2:
@@ -52,7 +52,7 @@ def _num_events(moment: str, most: int, source: random.Random) -> int:
     )
 
 
-def _leave_http1(server: Server, way: str, moment: str, source: random.Random) -> None:
+def _disconnect_http1(server: Server, way: str, moment: str, source: random.Random) -> None:
     request, most = random_request(source)
     connection = connect(server, TIMEOUT_S)
     connection.connect()
@@ -81,7 +81,7 @@ def _leave_http1(server: Server, way: str, moment: str, source: random.Random) -
     connection.close()
 
 
-def _leave_http2(server: Server, way: str, moment: str, source: random.Random) -> None:
+def _disconnect_http2(server: Server, way: str, moment: str, source: random.Random) -> None:
     address = urllib.parse.urlsplit(server.url)
     connection = http2.Connection((address.hostname or "", address.port or 0), TIMEOUT_S)
     for _ in range(source.randint(1, 3) if way == "http2 stream" else 1):
@@ -101,14 +101,14 @@ def _leave_http2(server: Server, way: str, moment: str, source: random.Random) -
 
 
 def cancel(server: Server, num_cancels: int, seed: str) -> Cancels:
-    """That many requests, some at the same time, none of which is waited for to its end."""
+    """Send `num_cancels` requests, up to NUM_AT_ONCE concurrently, and disconnect from each at a random moment."""
     result = Cancels(num_cancels)
 
     def one(number: int) -> str:
         source = random.Random(f"{seed}/{number}")
         way, moment = source.choice(WAYS), source.choice(MOMENTS)
-        leave = _leave_http2 if way.startswith("http2") else _leave_http1
-        leave(server, way, moment, source)
+        disconnect = _disconnect_http2 if way.startswith("http2") else _disconnect_http1
+        disconnect(server, way, moment, source)
         return f"{way}, {moment}"
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
@@ -118,22 +118,22 @@ def cancel(server: Server, num_cancels: int, seed: str) -> Cancels:
 
 @contextmanager
 def leaves_nothing_behind(server: Server, num_permits: int) -> Iterator[None]:
-    """Afterwards all blocks are free, nothing runs, and as many are let in at the same time as before."""
+    """Check that after the context all blocks are free, nothing runs, and all admission permits are available."""
     wait_for_rest(server)
     yield
     wait_for_rest(server)
-    everybody = [
+    requests = [
         Request("/generate_stream", {"inputs": f"{n} and", "parameters": {"max_new_tokens": 8, "ignore_eos": True}})
         for n in range(num_permits)
     ]
 
-    def all_are_let_in() -> bool:
+    def all_are_admitted() -> bool:
         with ThreadPoolExecutor(num_permits) as pool:
             try:
-                return all(list(pool.map(lambda request: len(answer_of(list(events(server, request)))[-1]), everybody)))
+                return all(list(pool.map(lambda request: len(answer_of(list(events(server, request)))[-1]), requests)))
             except OSError:
                 return False
 
-    # A request that was left while it was tokenized gives its permit back a moment later than its blocks.
-    wait_until(all_are_let_in, f"{num_permits} requests are let in at the same time", timeout_s=60)
+    # A request cancelled during tokenization returns its permit slightly later than its blocks.
+    wait_until(all_are_admitted, f"{num_permits} concurrent requests are admitted", timeout_s=60)
     wait_for_rest(server)

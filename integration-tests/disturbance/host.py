@@ -1,4 +1,4 @@
-"""What a host does to a server: a log that nobody reads, a disk that is full, a clock that jumps."""
+"""Faults of the host: an unread log, a full disk, and a jumping clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from binary import PENSTOCK, START_TIMEOUT_S, Server
 
 from .probe import health, wait_until
 
-# The wall clock of whatever is started with it is another one every 50 ms: a year ahead, right, an hour behind, right.
+# Shifts a process's wall clock every 50 ms: a year ahead, correct, an hour behind, correct.
 JUMPING_CLOCK = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -55,7 +55,7 @@ time_t time(time_t *out) {
 
 
 def jumping_clock(compiler: str, folder: Path) -> Path:
-    """A library to preload."""
+    """Compile the library to preload."""
     source, library = folder / "jumping_clock.c", folder / "jumping_clock.so"
     source.write_text(JUMPING_CLOCK)
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
@@ -64,7 +64,7 @@ def jumping_clock(compiler: str, folder: Path) -> Path:
 
 @contextmanager
 def logging_to(output: int | IO[Any], *arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A running server whose stdout and stderr are `output`, whatever that is good for. It must end with 0."""
+    """A running server that writes stdout and stderr to `output`. It must exit with status 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -74,14 +74,14 @@ def logging_to(output: int | IO[Any], *arguments: str, env: dict[str, str] | Non
     server = Server(process, f"http://127.0.0.1:{port}")
 
     def is_healthy() -> bool:
-        assert process.poll() is None, "it ended before it was ready"
+        assert process.poll() is None, "the server exited before it was ready"
         try:
             return health(server) == 200
         except OSError:
             return False
 
     try:
-        wait_until(is_healthy, "it is healthy", START_TIMEOUT_S)
+        wait_until(is_healthy, "the server is healthy", START_TIMEOUT_S)
         yield server
         assert server.stop() == 0
     finally:
@@ -91,7 +91,7 @@ def logging_to(output: int | IO[Any], *arguments: str, env: dict[str, str] | Non
 
 @contextmanager
 def unread_pipe(has_reader: bool) -> Iterator[int]:
-    """The end of a pipe to write to. Its other end is there and never read, or is not there."""
+    """The write end of a pipe whose read end is open but never read, or is closed."""
     reading, writing = os.pipe()
     if not has_reader:
         os.close(reading)

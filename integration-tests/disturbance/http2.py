@@ -1,4 +1,4 @@
-"""As much of HTTP/2 (RFC 9113) as it takes to ask for streams on one connection and to leave each rudely."""
+"""A minimal HTTP/2 client (RFC 9113) that requests several streams on a connection and resets them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def header_block(fields: list[tuple[str, str]]) -> bytes:
-    """HPACK (RFC 7541, section 6.2.2): every field spelled out, nothing remembered, no Huffman code."""
+    """HPACK literals (RFC 7541, section 6.2.2) without indexing and without Huffman coding."""
     block = b""
     for name, value in fields:
-        assert max(len(name), len(value)) < 127, "longer ones would need HPACK's longer integers"
+        assert max(len(name), len(value)) < 127, "longer strings need multi-byte lengths"
         block += b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
     return block
 
 
 class Connection:
-    """A client's side. `events` counts the pieces of body that have come, by stream; `ended` knows who has no more."""
+    """A client connection. `events` counts the received events of each stream; `ended` holds the closed streams."""
 
     def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
         self.socket = socket.create_connection(address, timeout_s)
@@ -39,7 +39,7 @@ class Connection:
         self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, window) + widened)
 
     def post(self, path: str, body: bytes, num_sent: int | None = None) -> int:
-        """Sends the first `num_sent` bytes of the body, or all and its end; the stream's number."""
+        """Send `num_sent` bytes of the body, or all of it and the end of the stream. Returns the stream's number."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "test")]
         block = header_block([*fields, ("content-type", "application/json"), ("content-length", str(len(body)))])
@@ -51,7 +51,7 @@ class Connection:
         return stream
 
     def read_events(self, stream: int, count: int) -> None:
-        """Until so many have come, or there are no more."""
+        """Read until `count` events have arrived on the stream, or until it ends."""
         while self.events[stream] < count and stream not in self.ended:
             self._take(*self._read_frame())
 

@@ -1,4 +1,4 @@
-"""kill -9 of workers at random moments beside streams that never pause for it."""
+"""kill -9 of workers at random moments while streams run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from binary import Server
 from .mix import Answer, Repeated, Request
 from .probe import health, metrics, serving_ranks, wait_until
 
-# When workers die for the third time in a row while they compute a sequence, it is given up (docs/guarantees.md, G1).
+# A sequence fails when workers die three times in a row while they compute it (docs/guarantees.md, G1).
 MOST_KILLS_IN_A_ROW = 2
-EVENTS_BETWEEN = 6  # so many of each choice after a kill, and none is under suspicion any more
+EVENTS_BETWEEN = 6  # events of each choice after a kill, which end its quarantine
 DOWNTIME = "penstock_worker_downtime_seconds"
 
 
@@ -33,7 +33,7 @@ class Kills:
 def kill_workers(
     server: Server, asked: Sequence[Request], expected: Sequence[Answer], num_kills: int, seed: str
 ) -> Kills:
-    """Kills until `num_kills` are done; now and then twice in a row, the second time whoever is there, ready or not."""
+    """Kill `num_kills` workers. Sometimes a second kill follows, which may hit a group that is still starting."""
     moments = random.Random(seed)
     before, result = metrics(server), Kills()
     with Repeated(server, asked, expected) as streams:
@@ -53,10 +53,10 @@ def kill_workers(
             )
             wait_until(
                 lambda known=killed_at: streams.have_gone_on(known, EVENTS_BETWEEN) or not streams.is_running(),
-                "every choice has gone on",
+                "every choice has continued",
                 timeout_s=300,
             )
-    wait_until(lambda: health(server) == 200, "it is healthy")
+    wait_until(lambda: health(server) == 200, "the server is healthy")
     after = metrics(server)
     result.num_restarts = int(after["penstock_worker_restarts"] - before.get("penstock_worker_restarts", 0))
     result.downtime_s = after[f"{DOWNTIME}_sum"] - before.get(f"{DOWNTIME}_sum", 0.0)

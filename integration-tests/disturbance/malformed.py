@@ -1,6 +1,6 @@
-"""Requests as no client writes them: right ones, broken at random, in their JSON or in their HTTP.
+"""Valid requests broken at random, in their JSON or in their HTTP framing.
 
-Some are served all the same, up to the longest answer: give the server a low `--max-total-tokens`.
+Some are still served, with up to the maximum number of tokens: start the server with a low `--max-total-tokens`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from binary import Server
 
 from .mix import Answer, Repeated, Request
 
-TIMEOUT_S = 600  # who loses the limit of his answer is served to its end
+TIMEOUT_S = 600  # a request that lost its token limit runs to the server's limit
 NUM_AT_ONCE = 8
-CLOSED = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN}  # by the server, which has read enough
-# 200: some mutations hurt nobody. 408: what has not come in time. 424: a grammar that no token can go on with.
+CLOSED = {
+    errno.EPIPE,
+    errno.ECONNRESET,
+    errno.ENOTCONN,
+}  # the server may close the connection before it has read everything
+# 200: some mutations are harmless. 408: the request was incomplete. 424: a grammar that no token can continue.
 ALLOWED = {200, 400, 404, 405, 408, 411, 413, 414, 415, 417, 422, 424, 429, 431, 501, 505}
 WILD: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, 1e308, -1e-308, "", "a", "\x00", "\ud83d\ude00",
@@ -63,12 +67,12 @@ class Malformed:
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     inner = [place for key, child in children for place in _places(child, (*path, key))]
-    # Who loses the limit of his answer's length is served, at length.
+    # Token limits are kept, because without them the answers would be long.
     return inner if not path or path[-1] in ("parameters", "max_new_tokens", "max_tokens") else [path, *inner]
 
 
 def _wild_value(source: random.Random) -> tuple[str, bytes]:
-    """A right body with one value that is not what belongs there."""
+    """A valid body in which one value is replaced by an unexpected one."""
     path, base = source.choice(BASES)
     body = json.loads(json.dumps(base))
     place = source.choice(_places(body))
@@ -80,7 +84,7 @@ def _wild_value(source: random.Random) -> tuple[str, bytes]:
 
 
 def _wild_bytes(source: random.Random) -> tuple[str, bytes]:
-    """A body that lost its end, or has bytes that do not belong there."""
+    """A valid body that is truncated, or in which bytes are changed or inserted."""
     path, base = source.choice(BASES)
     data = bytearray(json.dumps(base).encode())
     for _ in range(source.randint(1, 4)):
@@ -123,7 +127,7 @@ def _with_body(make: Callable[[random.Random], tuple[str, bytes]]) -> Callable[[
 
 
 def _broken_framing(source: random.Random) -> bytes:
-    """A right body in a message that says something else about it."""
+    """A valid body in a message whose headers contradict it."""
     path, base = source.choice(BASES)
     body, kind = json.dumps(base).encode(), b"content-type: application/json"
     length = f"content-length: {len(body)}".encode()
@@ -165,7 +169,7 @@ MUTATIONS: dict[str, Callable[[random.Random], bytes]] = {
 
 
 def _send(server: Server, data: bytes, ends: bool) -> bytes:
-    """What comes back until the server closes the connection. `ends`: the client says that it has sent all it had."""
+    """The response until the server closes the connection. `ends`: shut the sending side down after `data`."""
     address = urllib.parse.urlsplit(server.url)
     answer = b""
     with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as client:
@@ -185,7 +189,7 @@ def _send(server: Server, data: bytes, ends: bool) -> bytes:
 def malform(
     server: Server, asked: Sequence[Request], expected: Sequence[Answer] | None, num_requests: int, seed: str
 ) -> Malformed:
-    """That many of them beside streams that have to stay as they are. Nobody is answered 500, and nobody waits."""
+    """Send malformed requests while streams run. Each must get an allowed status, never a server error."""
     known = [bad for bad in every() if not bad.is_costly and len(bad.body) < 1_000_000]
     result = Malformed(num_requests)
 
@@ -205,7 +209,7 @@ def malform(
             return "none", f"{number}, {name}: {data[:300]!r}: {error!r}"
         is_http1 = answer.startswith(b"HTTP/1.1 ")
         status = int(answer[9:12]) if is_http1 else 0
-        # Who does not speak HTTP is not answered in it.
+        # Bytes that are not HTTP get no HTTP response.
         if status in allowed or (name == "framing" and not is_http1):
             return str(status), None
         return str(status), f"{number}, {name}: {data[:300]!r}: {answer[:300]!r}"

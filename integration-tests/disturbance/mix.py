@@ -1,4 +1,4 @@
-"""Requests of every kind, each with an answer that must not change: greedy, drawn, constrained, stopped, several."""
+"""Requests with reproducible answers: greedy, sampled, constrained, with stop strings, with several choices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Answer = Any
 
 @dataclass(frozen=True)
 class Request:
-    """One request for a stream. `body` is what is sent, as JSON."""
+    """A streaming request. `body` is sent as JSON."""
 
     path: str
     body: dict[str, Any]
@@ -85,7 +85,7 @@ def connect(server: Server, timeout_s: float = TIMEOUT_S) -> http.client.HTTPCon
 
 
 def events(server: Server, request: Request) -> Iterator[dict[str, Any]]:
-    """A stream's events as they come. A refusal is an OSError."""
+    """The events of a stream as they arrive. Raises OSError if the request is refused."""
     connection = connect(server)
     try:
         connection.request("POST", request.path, request.data, {"content-type": "application/json"})
@@ -96,15 +96,15 @@ def events(server: Server, request: Request) -> Iterator[dict[str, Any]]:
             if line.startswith(b"data:") and b"[DONE]" not in line:
                 yield json.loads(line[5:])
     except http.client.HTTPException as error:
-        raise OSError(f"{request.path} was broken off: {error!r}") from error
+        raise OSError(f"{request.path} was interrupted: {error!r}") from error
     finally:
         connection.close()
 
 
 def answer_of(events: Sequence[dict[str, Any]]) -> Answer:
-    """Everything in the events that belongs to the request: not ids, not times, not whether the cache had its prompt.
+    """The reproducible part of the events, by choice: no ids, times or cache statistics.
 
-    The choices of one answer take turns as they please, so each choice's events are kept apart.
+    Events of different choices interleave in any order.
     """
     choices: dict[int, list[Any]] = {}
     for event in events:
@@ -114,39 +114,38 @@ def answer_of(events: Sequence[dict[str, Any]]) -> Answer:
 
 
 def _by_choice(event: dict[str, Any]) -> list[tuple[int, Any]]:
-    """What an event says of each choice; -1 where there are no choices."""
+    """The parts of an event by choice; -1 stands for a response without choices."""
     if "choices" not in event:
         return [(-1, event)]
     return [(choice["index"], {k: v for k, v in choice.items() if k != "index"}) for choice in event["choices"]]
 
 
 def error_in(events: Sequence[dict[str, Any]]) -> str | None:
-    """How the stream was ended, if not by its end."""
+    """The first error event, if there is one."""
     return next((json.dumps(event) for event in events if "error" in event), None)
 
 
 def answers(server: Server, asked: Sequence[Request]) -> list[Answer]:
-    """Of all of them at the same time."""
+    """The answers to concurrent requests."""
     with ThreadPoolExecutor(len(asked)) as pool:
         return list(pool.map(lambda request: answer_of(list(events(server, request))), asked))
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a stream is."""
+    """The progress of a repeated stream."""
 
     num_answers: int
-    num_events: Counter[int]  # of the answer at hand, by choice
+    num_events: Counter[int]  # of the current answer, by choice
 
 
 class Repeated:
-    """All requests at once, each asked again and again while one is inside; every answer is compared with the first."""
+    """Runs all requests concurrently, repeats each until the context ends, and compares each answer with the first."""
 
     def __init__(self, server: Server, asked: Sequence[Request], expected: Sequence[Answer] | None = None) -> None:
         self.expected = list(expected or answers(server, asked))
         self.differences: list[str] = []
         self.num_answers = 0
-        # Of the answer that each stream is at: how many before it, and the events so far of each of its choices.
         self._progress = [Progress(0, Counter()) for _ in asked]
         self._server, self._asked = server, asked
         self._stopping = threading.Event()
@@ -176,13 +175,13 @@ class Repeated:
             for place, (one, other) in enumerate(zip(theirs, self.expected[n].get(choice, ()), strict=False)):
                 if one != other:
                     return f"stream {n}, choice {choice}, event {place}: {one} instead of {other}"
-        return f"stream {n}: {len(got)} events, whose beginnings are right"
+        return f"stream {n}: {len(got)} events, a correct prefix of the answer"
 
     def progress(self) -> list[Progress]:
         return [Progress(now.num_answers, now.num_events.copy()) for now in self._progress]
 
     def have_gone_on(self, since: Sequence[Progress], num_events: int) -> bool:
-        """Whether each choice of each stream has had so many events more, or all that it has; or its answer is over."""
+        """Whether every choice of every stream has had `num_events` more events, or has ended, since `since`."""
         for then, now, expected in zip(since, self._progress, self.expected, strict=True):
             if now.num_answers > then.num_answers:
                 continue

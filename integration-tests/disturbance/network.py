@@ -1,7 +1,4 @@
-"""Another machine, as far as the network can tell: a network namespace on a cable of its own, whose power can be cut.
-
-Linux only, and only for root.
-"""
+"""Simulates another machine by a network namespace whose link can be cut. Linux only, needs root."""
 
 from __future__ import annotations
 
@@ -13,24 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-_HERE, _THERE = "169.254.83.1", "169.254.83.2"  # link-local: nobody routes these
+_HERE, _THERE = "169.254.83.1", "169.254.83.2"  # link-local, never routed
 _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class NoMachineError(Exception):
-    """This host lets nobody make one."""
+    """This host cannot simulate a machine."""
 
 
 @dataclass(frozen=True)
 class Machine:
     name: str
     host: str = _HERE
-    """The address under which it reaches this host."""
+    """This host's address, as seen from the machine."""
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Sockets that this thread makes meanwhile are that machine's."""
+        """Within the context, sockets created by this thread belong to the machine."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(f"/run/netns/{self.name}", os.O_RDONLY)
         try:
@@ -42,7 +39,7 @@ class Machine:
             os.close(home)
 
     def vanish(self) -> None:
-        """From now on nothing is answered, not even by its kernel, and no connection of it is closed."""
+        """Stop answering, even at kernel level, without closing any connection."""
         _ip("-n", self.name, "address", "flush", "dev", "cable")
 
 
@@ -57,7 +54,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def another_machine() -> Iterator[Machine]:
-    """Raises NoMachineError where there is none to be had."""
+    """Raises NoMachineError if this host cannot simulate a machine."""
     machine = Machine(f"penstock-{os.getpid()}")
     near = f"ps{os.getpid()}"
     if shutil.which("ip") is None:
@@ -74,6 +71,6 @@ def another_machine() -> Iterator[Machine]:
         raise NoMachineError(error.stderr.decode().strip()) from error
     finally:
         with suppress(subprocess.CalledProcessError):
-            _ip("link", "delete", near)  # and its other end; the namespace may live on for as long as its sockets
+            _ip("link", "delete", near)  # removes both ends; the namespace lives as long as its sockets
         with suppress(subprocess.CalledProcessError):
             _ip("netns", "delete", machine.name)

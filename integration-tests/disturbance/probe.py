@@ -1,4 +1,4 @@
-"""What can be seen of a server from outside: its metrics, its health, and what /proc says about its processes."""
+"""Observes a server from outside: its metrics, its health, and its processes in /proc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from binary import Server
 
 
 def metrics(server: Server) -> dict[str, float]:
-    """Every sample of /metrics but the histograms' buckets, by name and labels as they are written there."""
+    """Every sample of /metrics except histogram buckets, by name with labels."""
     text = urllib.request.urlopen(server.url + "/metrics", timeout=60).read().decode()
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#") and "_bucket{" not in line]
     return {name: float(value) for name, _, value in lines if name}
@@ -29,31 +29,31 @@ def health(server: Server) -> int:
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"after {timeout_s} s it is still not so: {what}"
+        assert time.monotonic() < deadline, f"after {timeout_s} s this is still not true: {what}"
         time.sleep(0.02)
 
 
 def is_at_rest(server: Server) -> bool:
-    """Nothing runs, nothing waits, and every block can be handed out."""
+    """Whether nothing runs, nothing is queued, and every block is allocatable."""
     now = metrics(server)
     is_idle = now["tgi_batch_current_size"] == 0 and now["tgi_queue_size"] == 0
     return is_idle and now["penstock_kv_free_blocks"] == now["penstock_kv_blocks"]
 
 
 def wait_for_rest(server: Server) -> None:
-    wait_until(lambda: is_at_rest(server), "nothing runs, nothing waits and all blocks are free")
+    wait_until(lambda: is_at_rest(server), "nothing runs, nothing is queued, and all blocks are allocatable")
 
 
 def serving_ranks(server: Server) -> list[int]:
-    """Pids of the workers that serve."""
+    """Pids of the serving workers."""
     groups = server.worker_groups()
     return groups[0] if groups else []
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the server holds. Memory in bytes; proportional, so that pages which processes share count once. That of the
-    workers is with the process from which they are forked."""
+    """Resources that the server holds. Proportional set size (PSS) counts a page shared by processes once. The workers'
+    memory includes the fork server's."""
 
     router_rss_bytes: int
     router_pss_bytes: int
@@ -83,7 +83,7 @@ def footprint(server: Server) -> Footprint:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """(resident, proportional) bytes."""
+    """(resident, proportional) set size in bytes."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     return sizes["Rss"], sizes["Pss"]

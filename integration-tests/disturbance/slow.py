@@ -1,4 +1,4 @@
-"""Clients that read little or nothing, and connections of which nothing comes."""
+"""Clients that read slowly or never, and connections that never complete a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from binary import Server
 from .mix import Request
 
 SMALL_BUFFER_BYTES = 2048
-# 400 events of some hundred bytes each: more than a socket holds on both sides together.
+# 400 events of several hundred bytes each: more than the socket buffers of both sides hold.
 LONG = Request(
     "/generate_stream",
     {"inputs": "A long story:", "parameters": {"max_new_tokens": 400, "ignore_eos": True, "top_n_tokens": 5}},
@@ -36,9 +36,9 @@ def _whole(request: Request) -> bytes:
 
 @contextmanager
 def slow_readers(server: Server, num: int) -> Iterator[list[socket.socket]]:
-    """Every other one reads a byte a second, the rest nothing at all. They have small buffers and want long answers.
+    """Clients with small buffers and long answers. Every other one reads a byte per second, the rest never read.
 
-    The server gives them up after a while (`ConnectionLimits::client_timeout`).
+    The server disconnects them after `ConnectionLimits::client_timeout`.
     """
     clients = [_connect(server) for _ in range(num)]
     stopping = threading.Event()
@@ -63,7 +63,7 @@ def slow_readers(server: Server, num: int) -> Iterator[list[socket.socket]]:
 
 
 def has_ended(client: socket.socket) -> bool:
-    """Whether the server has let go of it: a byte more is answered by a reset."""
+    """Whether the server has closed the connection, so that another byte is answered by a reset."""
     try:
         client.send(b"x")
     except (BrokenPipeError, ConnectionResetError):
@@ -72,7 +72,7 @@ def has_ended(client: socket.socket) -> bool:
 
 
 def rest(client: socket.socket) -> bytes:
-    """All that has arrived."""
+    """All bytes that have arrived."""
     arrived = bytearray()
     with suppress(BlockingIOError, ConnectionResetError):
         while part := client.recv(1 << 16, socket.MSG_DONTWAIT):
@@ -95,7 +95,7 @@ HALVES = {
 
 @contextmanager
 def half_open(server: Server, num_each: int) -> Iterator[list[socket.socket]]:
-    """Connections that have said so much and say no more. At the end half of them close, the others reset."""
+    """`num_each` connections for each of HALVES. At the end half of them close and half reset."""
     clients = []
     for sent in list(HALVES.values()) * num_each:
         client = _connect(server)

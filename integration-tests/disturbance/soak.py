@@ -1,4 +1,4 @@
-"""Hours of ordinary work in small: what the server holds must not grow with what it has done."""
+"""Ordinary work, during which the server's resources must not grow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .cancel import cancel
 from .mix import Answer, Repeated, Request
 from .probe import Footprint, footprint, wait_for_rest
 
-WARM_UP_SHARE = 0.4  # of the samples: allocators and caches fill up first
+WARM_UP_SHARE = 0.4  # of the samples, during which allocators and caches fill up
 
 
 @dataclass(frozen=True)
 class Slope:
-    """Of a straight line through samples, by least squares; its standard error from what is left over.
+    """A least-squares line through samples, with the standard error of its slope.
 
-    Samples that are near in time are alike, so the error is rather larger than this.
+    Neighbouring samples are correlated, so the true error is larger.
     """
 
     per_hour: float
@@ -37,7 +37,7 @@ class Soak:
     differences: list[str] = field(default_factory=list)
 
     def slopes(self) -> dict[str, Slope]:
-        """In bytes (or numbers) an hour, of the samples after the warm-up."""
+        """The growth per hour of each resource after the warm-up, in bytes or counts."""
         kept = self.samples[int(len(self.samples) * WARM_UP_SHARE) :]
         names = [name for name in Footprint.__annotations__ if len(kept) > 2]
         return {name: slope([s["hours"] for s in kept], [s[name] for s in kept]) for name in names}
@@ -48,8 +48,8 @@ def slope(times: Sequence[float], values: Sequence[float]) -> Slope:
     time_mean, mean = sum(times) / num, sum(values) / num
     spread = sum((t - time_mean) ** 2 for t in times)
     rise = sum((t - time_mean) * (v - mean) for t, v in zip(times, values, strict=True)) / spread
-    left = sum((v - mean - rise * (t - time_mean)) ** 2 for t, v in zip(times, values, strict=True))
-    return Slope(rise, math.sqrt(left / (num - 2) / spread), mean)
+    residual = sum((v - mean - rise * (t - time_mean)) ** 2 for t, v in zip(times, values, strict=True))
+    return Slope(rise, math.sqrt(residual / (num - 2) / spread), mean)
 
 
 def soak(
@@ -61,7 +61,7 @@ def soak(
     num_samples: int,
     report: Callable[[Footprint], None] = lambda _: None,
 ) -> Soak:
-    """Streams that repeat beside clients that leave. Samples are taken at rest, between rounds of work."""
+    """Repeat streams while other clients disconnect. Samples are taken at rest, between rounds."""
     result, start, rounds = Soak(), time.monotonic(), 0
     round_s = seconds / num_samples
     while (elapsed := time.monotonic() - start) < seconds:

@@ -1,4 +1,4 @@
-// Hugging Face's own client for JavaScript, unchanged but for its address.
+// Hugging Face's JavaScript client, with only the address changed.
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { InferenceClient } from "@huggingface/inference";
@@ -6,8 +6,8 @@ import { InferenceClient } from "@huggingface/inference";
 const client = new InferenceClient().endpoint(process.env.PENSTOCK_URL);
 const messages = [{ role: "user", content: "What is the capital of France?" }];
 
-// This client asks /v1/completions for a text, whatever the server, and hands its chunks on as they are.
-test("text is generated, plain and streamed alike", async () => {
+// This client always uses /v1/completions for text generation and returns the raw chunks.
+test("a text stream equals the plain answer", async () => {
   const request = { inputs: "The three primary colours are", parameters: { max_new_tokens: 16, temperature: 0 } };
   const plain = await client.textGeneration(request);
   assert.ok(plain.generated_text.length > 0);
@@ -18,7 +18,7 @@ test("text is generated, plain and streamed alike", async () => {
   assert.equal(text, plain.generated_text);
 });
 
-test("a chat is answered, plain and streamed alike", async () => {
+test("a chat stream equals the plain answer", async () => {
   const request = { messages, max_tokens: 40, temperature: 0 };
   const plain = await client.chatCompletion(request);
   assert.match(plain.choices[0].message.content, /Paris/);

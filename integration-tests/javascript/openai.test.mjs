@@ -1,4 +1,4 @@
-// OpenAI's own SDK for JavaScript, unchanged but for its address.
+// OpenAI's JavaScript SDK, with only the address changed.
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import OpenAI from "openai";
@@ -28,7 +28,7 @@ test("a chat is answered", async () => {
   assert.equal(answer.usage.total_tokens, answer.usage.prompt_tokens + answer.usage.completion_tokens);
 });
 
-test("a streamed chat adds up to the plain answer", async () => {
+test("a chat stream equals the plain answer", async () => {
   const plain = await client.chat.completions.create(chat);
   const runner = client.chat.completions.stream({ ...chat, stream_options: { include_usage: true } });
   const folded = await runner.finalChatCompletion();
@@ -36,7 +36,7 @@ test("a streamed chat adds up to the plain answer", async () => {
   assert.deepEqual(folded.usage, plain.usage);
 });
 
-test("a required tool is called with arguments that fit, plain and streamed", async () => {
+test("a required tool is called with valid arguments, plain and streamed", async () => {
   const request = {
     model: "tgi",
     messages: [{ role: "user", content: "What is the weather in Oslo?" }],
@@ -56,7 +56,7 @@ test("a required tool is called with arguments that fit, plain and streamed", as
   assert.deepEqual(streamed.function, call.function);
 });
 
-test("a schema is kept", async () => {
+test("an answer conforms to its schema", async () => {
   const schema = {
     type: "object",
     properties: { name: { type: "string", maxLength: 20 }, age: { type: "integer", minimum: 0, maximum: 150 } },
@@ -74,7 +74,7 @@ test("a schema is kept", async () => {
   assert.ok(Number.isInteger(person.age));
 });
 
-test("completions take several prompts", async () => {
+test("a completion accepts several prompts", async () => {
   const answer = await client.completions.create({
     model: "tgi",
     prompt: ["One, two,", "The sky is"],
@@ -90,6 +90,6 @@ test("models are listed", async () => {
   assert.equal((await client.models.retrieve(models.data[0].id)).id, models.data[0].id);
 });
 
-test("a bad request is the SDK's bad request", async () => {
+test("a bad request throws the SDK's BadRequestError", async () => {
   await assert.rejects(client.chat.completions.create({ ...chat, temperature: -1 }), OpenAI.BadRequestError);
 });

@@ -1,18 +1,18 @@
 """`python -m penstock_server.fork_server`: imports once what every worker needs, and forks the workers.
 
-The launcher's requests come on stdin and reports go to stdout, one JSON object a line. A worker's name is its own among
-all of this process.
+Reads requests of the launcher from stdin and writes reports to stdout, one JSON object per line. A worker's name is
+unique in this process.
 
-    {"start": {"name", "socket", "rank", "world_size", "stdout", "stderr"}}     the outputs are FIFOs that are read
-    {"signal": {"name", "number"}}      to the worker and what it started; ignored when it has ended
+    {"start": {"name", "socket", "rank", "world_size", "stdout", "stderr"}}     stdout and stderr are FIFOs
+    {"signal": {"name", "number"}}      sent to the worker and its children; ignored if the worker has exited
 
     {"ready": {}}                       the imports are done
-    {"started": {"name", "pid"}}        the answer to a start, or:
+    {"started": {"name", "pid"}}        answers a start, or:
     {"refused": {"name", "reason"}}
-    {"ended": {"name", "status"}}       the status as from waitpid
+    {"ended": {"name", "status"}}       a status as returned by waitpid
 
-When stdin ends, so does this process; when it ends, so do its children.
-INVARIANT: it has one thread and has run no step, so a child finds every lock free and starts threads of its own.
+This process exits when stdin ends, and its children are killed when it exits.
+INVARIANT: it has one thread and has run no step, so in a child every lock is free and threads can be started.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A worker to fork. `stdout`, `stderr`: FIFOs that somebody reads."""
+    """A worker to fork. `stdout` and `stderr` are FIFOs that are open for reading."""
 
     name: str
     config: WorkerConfig
@@ -65,7 +65,7 @@ class Signal:
 
 
 def parse(line: bytes) -> Start | Signal:
-    """A line of stdin. Raises ConfigError when it is no request."""
+    """Parse a line of stdin. Raises ConfigError if it is not a request."""
     try:
         request = json.loads(line)
     except ValueError:
@@ -88,13 +88,13 @@ def parse(line: bytes) -> Start | Signal:
 
 
 class ForkServer:
-    """Forks children that do `run`, each with its own flags; what that returns is the child's exit status."""
+    """Forks children that execute `run` with their own configuration and exit with the status that it returns."""
 
     def __init__(self, run: Callable[[WorkerConfig], int]) -> None:
         self._run = run
         self._pids: dict[str, int] = {}
         self._pid = os.getpid()
-        # A handler that does nothing: what counts is the byte in the pipe, which wakes `serve`.
+        # The handler is empty. The wakeup byte in the pipe makes `serve` reap the child.
         self._wake, wake_in = os.pipe()
         os.set_blocking(wake_in, False)
         self._own_files = (self._wake, wake_in)
@@ -102,8 +102,8 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def serve(self) -> None:
-        """Answer requests until stdin ends. Raises ConfigError when one cannot be understood."""
-        # What there is now stays: not to be visited, so that its pages stay shared.
+        """Answer requests until stdin ends. Raises ConfigError for an invalid request."""
+        # Objects that exist now are permanent. The collector must not touch them, so that children share their pages.
         gc.collect()
         gc.freeze()
         _report("ready")
@@ -131,7 +131,7 @@ class ForkServer:
                 self._pids[request.name] = pid
                 _report("started", name=request.name, pid=pid)
         elif request.name in self._pids:
-            # Not yet reaped, so the number is still its own.
+            # Until the child is reaped its pid cannot be reused.
             with suppress(ProcessLookupError):
                 os.killpg(self._pids[request.name], request.number)
 
@@ -148,7 +148,7 @@ class ForkServer:
         outputs: list[int] = []
         try:
             for path in (start.stdout, start.stderr):
-                # Without waiting: where nobody reads any more, nobody wants the worker.
+                # Fails at once without a reader, because the launcher then no longer wants the worker.
                 outputs.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
                 os.set_blocking(outputs[-1], True)
             pid = os.fork()
@@ -157,7 +157,7 @@ class ForkServer:
         finally:
             for file in outputs:
                 os.close(file)
-        # Here and in the child, whoever is first: signals go to the group.
+        # Parent and child both do this, so that the group exists before the first signal.
         with suppress(OSError):
             os.setpgid(pid, pid)
         return pid
@@ -174,14 +174,14 @@ class ForkServer:
                 os.dup2(file, place)
             for file in (nothing, *outputs, *self._own_files):
                 os.close(file)
-            # Not SIGTERM: a worker inside a long native call would live on.
+            # SIGTERM would not end a worker that is inside a long native call.
             _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
             _prctl(_PR_SET_NAME, ctypes.c_char_p(start.name.encode()))
-            if os.getppid() == self._pid:  # it may have died before the lines above
+            if os.getppid() == self._pid:  # the parent may have exited before the calls above
                 gc.enable()
                 status = self._run(start.config)
         except BaseException:
-            logger.exception("the worker broke and exits")
+            logger.exception("the worker failed and exits")
         finally:
             os._exit(status)
 
@@ -193,14 +193,14 @@ def _report(kind: str, **fields: str | int) -> None:
 
 
 def _prctl(option: int, argument: object) -> None:
-    """Linux only; elsewhere a worker looks for its parent itself."""
+    """Does nothing except on Linux. On other systems a worker checks its parent itself."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl") and libc.prctl(option, argument, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def _import_all() -> Callable[[WorkerConfig], int]:
-    """Everything that a worker of an own model may need, and what it runs."""
+    """Import everything that a worker needs. Returns what a worker runs."""
     from penstock_server import worker
     from penstock_server.kernels import native_ops
 
@@ -215,7 +215,7 @@ def _import_all() -> Callable[[WorkerConfig], int]:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log.configure()
-    gc.disable()  # until a worker begins: it would touch the pages that workers share
+    gc.disable()  # until a worker starts, because a collection would touch the pages that workers share
     try:
         ForkServer(_import_all()).serve()
     except ConfigError as error:
