@@ -1,4 +1,4 @@
-//! silu(gate) · up, with the roundings of two separate bf16 operators.
+//! silu(gate) · up, rounded like two separate bf16 operators.
 
 use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
@@ -6,10 +6,10 @@ use std::arch::x86_64::*;
 
 const PART_NUMBERS: usize = 1 << 13;
 
-/// Rows [gate, up] of `2 · dim` numbers to rows of `dim`.
+/// Computes silu(gate) · up: rows [gate, up] of `2 · dim` elements to rows of `dim`.
 ///
 /// # Safety
-/// The addresses must have `num_rows` such rows, apart from each other, and the CPU be `supported()`.
+/// The pointers must be valid for `num_rows` such rows and must not overlap. The CPU must be `supported()`.
 pub unsafe fn silu_multiply(
     executor: &impl Executor,
     gate_up: Source<u16>,
@@ -19,7 +19,7 @@ pub unsafe fn silu_multiply(
 ) {
     executor.for_ranges(num_rows, PART_NUMBERS / dim.max(1), |range| {
         for row in range {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe { multiply_row(gate_up.at(row * 2 * dim), output.at(row * dim), dim) };
         }
     });
@@ -29,7 +29,7 @@ pub unsafe fn silu_multiply(
 unsafe fn multiply_row(gate_up: *const u16, output: *mut u16, dim: usize) {
     for first in (0..dim).step_by(LANES) {
         let mask = simd::first_lanes(dim - first);
-        // SAFETY: the row has `2 · dim` numbers, the output `dim`.
+        // SAFETY: the row has `2 · dim` elements, the output `dim`.
         unsafe {
             let gate = simd::silu(simd::load_bf16_masked(gate_up.add(first), mask));
             let up = simd::load_bf16_masked(gate_up.add(dim + first), mask);

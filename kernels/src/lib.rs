@@ -1,7 +1,7 @@
 //! Native CPU kernels: bf16 linear layers, paged attention, and the small operators between them, for x86-64 with AVX-512 BF16.
-//! Everything works on raw addresses that the caller owns; shapes are checked by the Python wrappers in `penstock_server`.
+//! The kernels work on raw addresses that the caller owns.
 //!
-//! INVARIANT: a row's result does not depend on the other rows, on how rows were grouped into calls, or on the number of threads.
+//! INVARIANT: a row's result does not depend on other rows, on the grouping of rows into calls, or on the number of threads.
 
 #[cfg(target_arch = "x86_64")]
 pub mod attention;
@@ -28,7 +28,7 @@ mod python;
 #[cfg(test)]
 mod testing;
 
-/// Whether this CPU has what the kernels are compiled for.
+/// Whether this CPU has the instructions that the kernels need.
 pub fn supported() -> bool {
     #[cfg(target_arch = "x86_64")]
     {

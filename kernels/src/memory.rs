@@ -1,5 +1,5 @@
-//! Memory for packed weights: 64-byte aligned pieces of large regions that the kernel is asked to back with huge pages.
-//! Streaming weights from huge pages is a third faster than from ordinary ones. A region is unmapped when its last piece is gone.
+//! Memory for packed weights: 64-byte aligned pieces of large regions with huge pages, from which weights stream a third faster than
+//! from ordinary pages. A region is unmapped when its last piece is dropped.
 
 use std::io;
 use std::ptr::NonNull;
@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 const HUGE_PAGE: usize = 2 << 20;
 const REGION_BYTES: usize = 64 << 20;
 
-/// Ask for huge pages under a range that somebody else allocated; only the whole huge pages inside it are affected.
-/// A kernel that refuses (no transparent huge pages) changes nothing but speed.
+/// Asks for huge pages in a range that the caller owns; affects only the whole huge pages inside it. A kernel without transparent huge
+/// pages ignores this, which costs only speed.
 ///
 /// # Safety
 /// The range must be mapped memory of this process.
@@ -17,7 +17,7 @@ pub unsafe fn advise_huge_pages(address: *mut u8, bytes: usize) {
     let start = (address as usize).next_multiple_of(HUGE_PAGE);
     let end = (address as usize + bytes) / HUGE_PAGE * HUGE_PAGE;
     if start < end {
-        // SAFETY: the caller vouches for the range, and this advice never changes contents.
+        // SAFETY: the caller vouches for the range; the advice does not change its contents.
         unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE) };
     }
 }
@@ -27,7 +27,7 @@ struct Region {
     bytes: usize,
 }
 
-// SAFETY: a region is plain memory; its pieces do not overlap and each is owned by one `Piece`.
+// SAFETY: a region is plain memory; its pieces do not overlap, and each has one owner.
 unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
@@ -69,7 +69,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: the region owns exactly this mapping, and no piece is left when it drops.
+        // SAFETY: the region owns this mapping, and no piece is left when it is dropped.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
@@ -81,14 +81,14 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Where the piece begins; 64-byte aligned.
+    /// The start of the piece; 64-byte aligned.
     pub fn as_ptr(&self) -> *mut u8 {
-        // SAFETY: the offset lies inside the region.
+        // SAFETY: the offset is inside the region.
         unsafe { self.region.base.as_ptr().add(self.offset) }
     }
 }
 
-/// Hands out pieces; a cheap bump allocator over regions of 64 MiB (or one of its own for a larger piece).
+/// A bump allocator over regions of 64 MiB; larger pieces get their own region.
 #[derive(Default)]
 pub struct Arena {
     current: Mutex<Option<(Arc<Region>, usize)>>,
@@ -126,7 +126,7 @@ mod tests {
         let pieces: Vec<Piece> = sizes.iter().map(|&bytes| arena.allocate(bytes).unwrap()).collect();
         for (index, (piece, &bytes)) in pieces.iter().zip(&sizes).enumerate() {
             assert_eq!(piece.as_ptr() as usize % 64, 0);
-            // SAFETY: the piece is `bytes` long and nobody else has it.
+            // SAFETY: the piece is `bytes` long and has no other reference.
             let content = unsafe { std::slice::from_raw_parts_mut(piece.as_ptr(), bytes) };
             assert!(content.iter().all(|&byte| byte == 0), "piece {index} was used before");
             content.fill(1);

@@ -1,14 +1,14 @@
-//! RMS norm, alone and with the addition to the residual before it. Statistics in float32; the normed row is rounded to bf16
-//! before the weight is applied, as Llama does.
+//! RMSNorm, alone and fused with the preceding addition to the residual. Statistics are in float32; the normalized row is rounded to
+//! bf16 before the weight is applied, as in Llama.
 
 use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
-/// Numbers that make a section worth its start.
+/// Elements from which a parallel section pays off.
 const PART_NUMBERS: usize = 1 << 14;
 
-/// What is normed: contiguous rows of `dim` numbers.
+/// The norm of `num_rows` contiguous rows of `dim` elements.
 #[derive(Clone, Copy)]
 pub struct RmsNorm {
     pub weight: Source<u16>,
@@ -21,12 +21,12 @@ impl RmsNorm {
     /// output = norm(x).
     ///
     /// # Safety
-    /// The addresses must have `num_rows` rows, the weight `dim` numbers, and the CPU be `supported()`.
+    /// The pointers must be valid for `num_rows` rows, the weight for `dim` elements. The CPU must be `supported()`.
     pub unsafe fn apply(&self, executor: &impl Executor, x: Source<u16>, output: Target<u16>) {
         executor.for_ranges(self.num_rows, PART_NUMBERS / self.dim.max(1), |range| {
             for row in range {
                 let (source, target) = (x.at(row * self.dim), output.at(row * self.dim));
-                // SAFETY: the caller's word.
+                // SAFETY: guaranteed by the caller.
                 unsafe { self.scale_row(source, self.sum_of_squares(source), target) };
             }
         });
@@ -35,7 +35,7 @@ impl RmsNorm {
     /// residual += x; output = norm(residual).
     ///
     /// # Safety
-    /// As for `apply`; the three must not overlap, but output may be x.
+    /// As for `apply`; x, residual and output must not overlap, but output may be x.
     pub unsafe fn add_apply(
         &self,
         executor: &impl Executor,
@@ -46,7 +46,7 @@ impl RmsNorm {
         executor.for_ranges(self.num_rows, PART_NUMBERS / self.dim.max(1), |range| {
             for row in range {
                 let (sum, target) = (residual.at(row * self.dim), output.at(row * self.dim));
-                // SAFETY: the caller's word.
+                // SAFETY: guaranteed by the caller.
                 unsafe { self.scale_row(sum, self.add_row(x.at(row * self.dim), sum), target) };
             }
         });
@@ -56,20 +56,20 @@ impl RmsNorm {
     unsafe fn sum_of_squares(&self, row: *const u16) -> f32 {
         let mut sum = _mm512_setzero_ps();
         for first in (0..self.dim).step_by(LANES) {
-            // SAFETY: the row has `dim` numbers.
+            // SAFETY: the row has `dim` elements.
             let x = unsafe { simd::load_bf16_masked(row.add(first), simd::first_lanes(self.dim - first)) };
             sum = _mm512_fmadd_ps(x, x, sum);
         }
         _mm512_reduce_add_ps(sum)
     }
 
-    /// Add a row to another in place; the sum's sum of squares.
+    /// Adds a row to another in place and returns the sum of squares.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn add_row(&self, x: *const u16, residual: *mut u16) -> f32 {
         let mut sum = _mm512_setzero_ps();
         for first in (0..self.dim).step_by(LANES) {
             let mask = simd::first_lanes(self.dim - first);
-            // SAFETY: both rows have `dim` numbers.
+            // SAFETY: both rows have `dim` elements.
             unsafe {
                 let target = residual.add(first);
                 let added =
@@ -87,7 +87,7 @@ impl RmsNorm {
         let factor = _mm512_set1_ps(1.0 / (sum_of_squares / self.dim as f32 + self.eps).sqrt());
         for first in (0..self.dim).step_by(LANES) {
             let mask = simd::first_lanes(self.dim - first);
-            // SAFETY: rows and weight have `dim` numbers.
+            // SAFETY: rows and weight have `dim` elements.
             unsafe {
                 let normed = _mm512_mul_ps(simd::load_bf16_masked(row.add(first), mask), factor);
                 let weight = simd::load_bf16_masked(self.weight.at(first), mask);

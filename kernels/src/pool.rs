@@ -1,8 +1,8 @@
-//! Parallel sections on the threads the process already has: libgomp's, which torch started and which wait spinning.
-//! This room starts no thread of its own, so kernels and torch never compete for cores.
+//! Parallel sections on the threads that the process already has: torch's libgomp threads, which spin while they wait. This module
+//! starts no thread, so kernels and torch do not compete for cores.
 //!
-//! A kernel takes an `Executor`: the pool itself, for which each kernel is a section of its own, or a `Walker`, when a whole
-//! series of kernels runs inside one section and its threads meet after each.
+//! A kernel takes an `Executor`: the pool, which runs each kernel as a section, or a `Walker`, which runs a series of kernels inside
+//! one section with a barrier after each.
 
 use std::cell::Cell;
 use std::ffi::{c_uint, c_void};
@@ -11,25 +11,25 @@ use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering;
 
-// The tests of every interleaving (`make loom`) put their own in the place of what threads meet through.
+// The model checker (`make loom`) replaces the types through which threads synchronize.
 #[cfg(loom)]
 use loom::sync::atomic::AtomicUsize;
 
 /// `GOMP_parallel(fn, data, num_threads, flags)` of libgomp's C ABI.
 pub type GompParallel = unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
 
-/// How to run a parallel section.
+/// Runs parallel sections.
 #[derive(Clone, Copy, Debug)]
 pub struct Pool {
     num_threads: usize,
     parallel: Option<GompParallel>,
 }
 
-/// An address that a section only reads. Whoever makes one promises that what it points to stays alive and unchanged meanwhile.
+/// An address that a section only reads. INVARIANT: the memory stays valid and unchanged during the section.
 #[derive(Clone, Copy, Debug)]
 pub struct Source<T>(*const T);
 
-// SAFETY: see the promise above.
+// SAFETY: see the invariant above.
 unsafe impl<T> Send for Source<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Source<T> {}
@@ -39,18 +39,18 @@ impl<T> Source<T> {
         Source(address)
     }
 
-    /// The address of an element; using it is the caller's responsibility.
+    /// The address of an element. The caller must check the bounds.
     #[inline]
     pub fn at(self, index: usize) -> *const T {
         self.0.wrapping_add(index)
     }
 }
 
-/// An address that a section writes to. Whoever makes one promises that no two parts write the same element.
+/// An address that a section writes to. INVARIANT: no two parts write the same element.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<T>(*mut T);
 
-// SAFETY: see the promise above.
+// SAFETY: see the invariant above.
 unsafe impl<T> Send for Target<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Target<T> {}
@@ -60,35 +60,35 @@ impl<T> Target<T> {
         Target(address)
     }
 
-    /// The same address, to be read by a later part.
+    /// The same address, for a later part that reads it.
     pub fn as_source(self) -> Source<T> {
         Source(self.0)
     }
 
-    /// The address of an element; using it is the caller's responsibility.
+    /// The address of an element. The caller must check the bounds.
     #[inline]
     pub fn at(self, index: usize) -> *mut T {
         self.0.wrapping_add(index)
     }
 }
 
-/// Who runs the parts of a kernel's work.
+/// Runs the parts of a kernel's work.
 pub trait Executor {
-    /// Threads that take part.
+    /// Number of threads.
     fn num_threads(&self) -> usize;
 
-    /// Have `work` called once for each of `0..num_parts`, on as many threads as there are; returns when all are done.
-    /// Parts are claimed one by one, so a late thread only gets fewer of them.
+    /// Calls `work` once for each of `0..num_parts`, on all threads, and returns when all calls have returned. Threads claim parts
+    /// one by one, so a late thread gets fewer of them.
     fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F);
 
-    /// Split `0..num_items` into ranges of at least `least` items, some for each thread, and have `work` called for each range.
+    /// Splits `0..num_items` into ranges of at least `least` items, about two per thread, and calls `work` for each range.
     fn for_ranges<F: Fn(Range<usize>) + Sync>(&self, num_items: usize, least: usize, work: F) {
         let size = num_items.div_ceil(self.num_threads() * 2).max(least).max(1);
         self.for_each(num_items.div_ceil(size), |part| work(part * size..num_items.min((part + 1) * size)));
     }
 }
 
-/// What each thread of a section does. A panic in it aborts the process, as unwinding out of an `extern "C"` function does.
+/// The entry point of each thread of a section. A panic aborts the process, because it cannot unwind out of `extern "C"`.
 extern "C" fn enter<F: Fn() + Sync>(work: *mut c_void) {
     // SAFETY: `Pool::on_all_threads` passes an `F` that outlives the section; it is only shared, and is `Sync`.
     let work = unsafe { &*work.cast::<F>() };
@@ -96,32 +96,32 @@ extern "C" fn enter<F: Fn() + Sync>(work: *mut c_void) {
 }
 
 impl Pool {
-    /// Run everything on the calling thread.
+    /// Runs everything on the calling thread.
     pub fn single() -> Pool {
         Pool { num_threads: 1, parallel: None }
     }
 
-    /// Run sections on `num_threads` threads of the pool behind `parallel`.
+    /// Runs sections on `num_threads` threads of the OpenMP runtime behind `parallel`.
     pub fn new(num_threads: usize, parallel: GompParallel) -> Pool {
         Pool { num_threads: num_threads.max(1), parallel: Some(parallel) }
     }
 
-    /// Call `work` on every thread, the calling one among them; returns when all have returned.
+    /// Calls `work` on every thread, the calling one included, and returns when all calls have returned.
     fn on_all_threads<F: Fn() + Sync>(&self, work: F) {
         match self.parallel {
             Some(parallel) if self.num_threads > 1 => {
                 let data = (&raw const work).cast_mut().cast::<c_void>();
-                // The team keeps one size: libgomp ends and starts threads when it changes.
-                // SAFETY: whoever made the pool vouched for `parallel`; it returns when every thread has left `enter`,
-                // so `work` outlives all uses.
+                // The team size is constant, because libgomp ends and starts threads when it changes.
+                // SAFETY: the creator of the pool vouched for `parallel`. It returns when every thread has left `enter`, so
+                // `work` outlives all uses.
                 unsafe { parallel(enter::<F>, data, self.num_threads as c_uint, 0) };
             }
             _ => work(),
         }
     }
 
-    /// Run a series of kernels in one section. `walk` is called on every thread and must make the same calls on each, at most
-    /// `max_phases` in all.
+    /// Runs a series of kernels in one section. `walk` runs on every thread and must make the same calls on each, at most
+    /// `max_phases` in total.
     pub fn section<F: Fn(&Walker<'_>) + Sync>(&self, max_phases: usize, walk: F) {
         let phases: Vec<Phase> = (0..max_phases).map(|_| Phase::default()).collect();
         self.on_all_threads(|| walk(&Walker { phases: &phases, at: Cell::new(0), num_threads: self.num_threads }));
@@ -142,7 +142,7 @@ impl Executor for Pool {
     }
 }
 
-/// Claim and run parts until none is left; how many it were.
+/// Claims and runs parts until none is left; returns their number.
 fn run_parts(next: &AtomicUsize, num_parts: usize, work: &impl Fn(usize)) -> usize {
     let mut count = 0;
     loop {
@@ -155,8 +155,8 @@ fn run_parts(next: &AtomicUsize, num_parts: usize, work: &impl Fn(usize)) -> usi
     }
 }
 
-/// The progress of one kernel inside a section. The two counters have cache lines of their own: one is claimed from while the
-/// other is waited on.
+/// The progress of one kernel inside a section. The two counters are on separate cache lines, because threads claim from one while
+/// they wait on the other.
 #[derive(Default)]
 struct Phase {
     next: Line,
@@ -167,15 +167,15 @@ struct Phase {
 #[repr(align(64))]
 struct Line(AtomicUsize);
 
-/// One thread's way through the kernels of a section. Threads meet by counting finished parts, not arrivals: a thread that was
-/// not scheduled holds nobody up.
+/// One thread's progress through the kernels of a section. The barrier counts finished parts, not threads, so a thread that is not
+/// scheduled delays no other.
 pub struct Walker<'a> {
     phases: &'a [Phase],
     at: Cell<usize>,
     num_threads: usize,
 }
 
-/// Looks at a counter before the thread offers its core to others; some 30 µs.
+/// Polls of a counter before the thread yields its core; about 30 µs.
 const MAX_SPINS: usize = if cfg!(loom) { 0 } else { 2000 };
 
 #[cfg(loom)]
@@ -192,7 +192,7 @@ impl Executor for Walker<'_> {
         let phase = &self.phases[self.at.get()];
         self.at.set(self.at.get() + 1);
         let count = run_parts(&phase.next.0, num_parts, &work);
-        // Release and acquire order what parts wrote before what the next kernel reads.
+        // Release and acquire order the writes of parts before the reads of the next kernel.
         let mut done = phase.done.0.fetch_add(count, Ordering::AcqRel) + count;
         let mut spins = 0;
         while done < num_parts {

@@ -1,4 +1,4 @@
-//! Rotary position embedding in place, halves convention: element i turns with element i + half.
+//! Rotary position embedding in place, NeoX convention: element i rotates with element i + half.
 
 use crate::attention::{Layout, NewTokens};
 use crate::pool::{Executor, Source, Target};
@@ -11,11 +11,11 @@ pub struct Angles {
     pub cos: Source<f32>,
     pub sin: Source<f32>,
     pub positions: Source<i64>,
-    /// Half the rotated dims; dims beyond twice of it stay.
+    /// Half of the rotated dims; later dims are unchanged.
     pub half: usize,
 }
 
-/// Heads to be turned: [tokens, heads, head_dim], tokens `stride` numbers apart.
+/// Heads to rotate: [tokens, heads, head_dim], `stride` elements from token to token.
 #[derive(Clone, Copy)]
 pub struct Heads {
     pub address: Target<u16>,
@@ -26,15 +26,15 @@ pub struct Heads {
 
 const PART_NUMBERS: usize = 1 << 13;
 
-/// Turn queries and keys of `num_tokens` tokens.
+/// Rotates queries and keys of `num_tokens` tokens.
 ///
 /// # Safety
-/// The addresses must hold what they say, positions lie inside the tables, and the CPU be `supported()`.
+/// The pointers must be valid for the stated shapes, positions inside the tables. The CPU must be `supported()`.
 pub unsafe fn rotate(executor: &impl Executor, angles: &Angles, heads: [Heads; 2], num_tokens: usize) {
     let numbers = heads.iter().map(|heads| heads.num_heads * heads.head_dim).sum::<usize>();
     executor.for_ranges(num_tokens, PART_NUMBERS / numbers.max(1), |range| {
         for token in range {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 rotate_token(angles, &heads[0], token);
                 rotate_token(angles, &heads[1], token);
@@ -43,10 +43,10 @@ pub unsafe fn rotate(executor: &impl Executor, angles: &Angles, heads: [Heads; 2
     });
 }
 
-/// The same, and store the turned keys and the values in the cache right away.
+/// Like `rotate`, and stores the rotated keys and the values in the cache.
 ///
 /// # Safety
-/// As for `rotate` and `Layout::write`; `tokens.keys` must be the address of the second heads.
+/// As for `rotate` and `Layout::write`; `tokens.keys` must be the address of `heads[1]`.
 pub unsafe fn rotate_and_write(
     executor: &impl Executor,
     angles: &Angles,
@@ -58,7 +58,7 @@ pub unsafe fn rotate_and_write(
     let numbers = heads.iter().map(|heads| heads.num_heads * heads.head_dim).sum::<usize>();
     executor.for_ranges(tokens.num_tokens, PART_NUMBERS / numbers.max(1), |range| {
         for token in range {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 rotate_token(angles, &heads[0], token);
                 rotate_token(angles, &heads[1], token);
@@ -96,7 +96,7 @@ mod tests {
     use crate::testing::{Random, assert_close, spawning_pool, to_f32};
 
     #[test]
-    fn pairs_turn_by_their_angle_and_other_dims_stay() {
+    fn pairs_rotate_by_their_angle_and_other_dims_are_unchanged() {
         if !crate::supported() {
             return;
         }

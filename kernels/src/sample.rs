@@ -1,41 +1,41 @@
-//! Greedy sampling: the highest logit of each row and its log probability, in one pass over chunks of the vocabulary;
-//! among all tokens, or among those that a row's mask allows.
+//! Greedy sampling: the highest logit of each row and its log probability, in one pass over chunks of the vocabulary, optionally
+//! among the tokens that a row's mask allows.
 //!
-//! INVARIANT: chunks lie at fixed places and are merged in order, so the result does not depend on threads or other rows.
+//! INVARIANT: chunks have fixed positions and are merged in order, so the result does not depend on threads or other rows.
 
 use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
-/// Logits of one part of the work: 8 KiB, which stay in the first-level cache for the second look. A multiple of `LANES`.
+/// Logits per part of the work: 8 KiB, which stay in the first-level cache for the second pass. A multiple of `LANES`.
 const CHUNK: usize = 4096;
 
-/// What a chunk says about its logits.
+/// The summary of one chunk.
 #[derive(Clone, Copy)]
 struct Summary {
     maximum: f32,
     /// The lowest index of the maximum.
     index: usize,
-    /// Of e to the power of each logit's distance to the maximum.
+    /// Sum of exp(logit - maximum).
     sum: f32,
     is_broken: bool,
 }
 
 const NOTHING: Summary = Summary { maximum: f32::NEG_INFINITY, index: 0, sum: 0.0, is_broken: false };
 
-/// Logits in bf16, contiguous, and what may be chosen.
+/// Contiguous bf16 logits, and the tokens that may be chosen.
 pub struct Logits {
     /// [num_rows, vocab]
     pub address: Source<u16>,
     pub num_rows: usize,
     pub vocab: usize,
-    /// [num_rows]: addresses of the rows' masks, 32-bit words with a bit for every token, the lowest first; 0 allows all.
-    /// Or null: all rows may choose among all.
+    /// [num_rows]: address of each row's mask (32-bit words, one bit per token, lowest bit first), where 0 allows every token. Null
+    /// when no row has a mask.
     pub masks: Source<usize>,
 }
 
 impl Logits {
-    /// The bits of a row from its token `first` on, a multiple of `LANES`; or null.
+    /// A row's mask from token `first` on, which is a multiple of `LANES`; null without a mask.
     unsafe fn mask(&self, row: usize, first: usize) -> *const u16 {
         if self.masks.at(0).is_null() {
             return std::ptr::null();
@@ -46,11 +46,11 @@ impl Logits {
     }
 }
 
-/// The index of each row's highest logit among those allowed (the lowest of equals), and its log probability among them.
-/// A row with NaN or +infinity anywhere gets the index -1 and NaN; one that nothing is left of the log probability NaN.
+/// Writes the index of each row's highest allowed logit (the lowest index of equals) and its log probability among the allowed
+/// tokens. A row with a NaN or +infinity anywhere gets the index -1 and NaN; a row without an allowed token gets NaN.
 ///
 /// # Safety
-/// The addresses must have `num_rows` rows, and the CPU be `supported()`.
+/// The pointers must be valid for `num_rows` rows. The CPU must be `supported()`.
 pub unsafe fn argmax_logprob(executor: &impl Executor, logits: &Logits, ids: Target<i64>, logprobs: Target<f32>) {
     let &Logits { address, num_rows, vocab, .. } = logits;
     let num_chunks = vocab.div_ceil(CHUNK);
@@ -60,7 +60,7 @@ pub unsafe fn argmax_logprob(executor: &impl Executor, logits: &Logits, ids: Tar
         let (row, chunk) = (part / num_chunks, part % num_chunks);
         let first = chunk * CHUNK;
         let count = CHUNK.min(vocab - first);
-        // SAFETY: the chunk lies inside the row; each part writes its own summary.
+        // SAFETY: the chunk is inside the row; each part writes its own summary.
         unsafe {
             room.at(part).write(summarize(address.at(row * vocab + first), logits.mask(row, first), first, count));
         }
@@ -88,10 +88,10 @@ unsafe fn summarize(logits: *const u16, mask: *const u16, offset: usize, count: 
     let mut broken: __mmask16 = 0;
     for first in (0..count).step_by(LANES) {
         let lanes = simd::first_lanes(count - first);
-        // SAFETY: the lanes end with the chunk.
+        // SAFETY: the lanes do not exceed the chunk.
         let x = unsafe { simd::load_bf16_masked(logits.add(first), lanes) };
         let higher = _mm512_mask_cmp_ps_mask::<_CMP_GT_OQ>(lanes & allowed(first), x, best);
-        broken |= _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, infinity); // of what is not allowed, too
+        broken |= _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, infinity); // also of masked tokens
         best = _mm512_mask_mov_ps(best, higher, x);
         best_at = _mm512_mask_mov_epi32(best_at, higher, _mm512_set1_epi32(first as i32));
     }
@@ -107,7 +107,7 @@ unsafe fn summarize(logits: *const u16, mask: *const u16, offset: usize, count: 
     for first in (0..count).step_by(LANES) {
         let lanes = simd::first_lanes(count - first) & allowed(first);
         if lanes == 0 {
-            continue; // most of what a grammar's strict places see
+            continue; // common where a grammar allows few tokens
         }
         // SAFETY: as above.
         let x = unsafe { simd::load_bf16_masked(logits.add(first), lanes) };

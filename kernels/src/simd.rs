@@ -1,18 +1,18 @@
-//! The vector operations that every kernel uses: bf16 loads and stores with rounding to nearest even, and exponentials.
-//! All need AVX-512 BF16, which `supported()` checks before any kernel object can be made.
+//! Vector operations of the kernels: bf16 loads, stores with rounding to nearest even, and exponentials. All need AVX-512 BF16, which
+//! `supported()` checks before a kernel object can be made.
 
 use std::arch::x86_64::*;
 
-/// bf16 elements in half a vector register, float32 elements in a whole one.
+/// float32 elements per vector register, bf16 elements per half register.
 pub const LANES: usize = 16;
 
-/// The first `count` (at most 16) lanes.
+/// Mask of the first `count` (at most 16) lanes.
 #[inline]
 pub fn first_lanes(count: usize) -> __mmask16 {
     if count >= LANES { 0xffff } else { (1 << count) - 1 }
 }
 
-/// Those of 16 bf16 numbers that `mask` selects, widened; zeros elsewhere.
+/// Loads the selected ones of 16 bf16 elements as float32; zeros elsewhere.
 ///
 /// # Safety
 /// The selected elements must be readable.
@@ -33,18 +33,18 @@ fn widen(halves: __m256i) -> __m512 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub fn narrow(values: __m512) -> __m256i {
-    // SAFETY: both types are 256 plain bits.
+    // SAFETY: both types are 256 bits of plain data.
     unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values)) }
 }
 
-/// Round to bf16 and back.
+/// Rounds to bf16 and back.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub fn round_bf16(values: __m512) -> __m512 {
     widen(narrow(values))
 }
 
-/// Store 16 numbers as bf16.
+/// Stores 16 elements as bf16.
 ///
 /// # Safety
 /// 32 bytes must be writable at `address`.
@@ -55,7 +55,7 @@ pub unsafe fn store_bf16(address: *mut u16, values: __m512) {
     unsafe { _mm256_storeu_si256(address.cast(), narrow(values)) };
 }
 
-/// Store the selected numbers as bf16.
+/// Stores the selected elements as bf16.
 ///
 /// # Safety
 /// The selected elements must be writable.
@@ -66,7 +66,7 @@ pub unsafe fn store_bf16_masked(address: *mut u16, mask: __mmask16, values: __m5
     unsafe { _mm256_mask_storeu_epi16(address.cast(), mask, narrow(values)) };
 }
 
-/// Two neighbouring bf16 numbers, in every lane.
+/// Broadcasts two consecutive bf16 elements to every lane.
 ///
 /// # Safety
 /// 4 bytes must be readable at `address`.
@@ -77,7 +77,7 @@ pub unsafe fn broadcast_pair(address: *const u16) -> __m512i {
     _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
 }
 
-/// Write 16 pairs of each of 16 rows as 16 rows of 16 pairs. Rows are `stride` and `target_stride` bf16 numbers apart.
+/// Transposes 16 × 16 pairs of bf16. Rows are `stride` and `target_stride` elements apart.
 ///
 /// # Safety
 /// 64 bytes must be readable in each row of `source`, and writable in each row of `target`, which are 64-byte aligned.
@@ -101,7 +101,7 @@ pub unsafe fn transpose_pairs(source: *const u16, stride: usize, target: *mut u1
             quads[block + 2 * half + 1] = _mm512_unpackhi_epi64(a, b);
         }
     }
-    // Now quads[4 b + p], in each of its 128-bit lanes l, is pair 4 l + p of rows 4 b to 4 b + 3.
+    // Now 128-bit lane l of quads[4 b + p] holds pair 4 l + p of rows 4 b to 4 b + 3.
     for pair in 0..4 {
         let [a, b, c, d] = [quads[pair], quads[4 + pair], quads[8 + pair], quads[12 + pair]];
         let (ab_even, ab_odd) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
@@ -119,11 +119,11 @@ pub unsafe fn transpose_pairs(source: *const u16, stride: usize, target: *mut u1
     }
 }
 
-/// `sum + a·b` over pairs of bf16 numbers, lane by lane.
+/// `sum + a·b` over pairs of bf16 elements, per lane.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub fn dot_pairs(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
-    // SAFETY: `__m512bh` and `__m512i` are both 512 plain bits.
+    // SAFETY: `__m512bh` and `__m512i` are both 512 bits of plain data.
     unsafe {
         let a = std::mem::transmute::<__m512i, __m512bh>(a);
         let b = std::mem::transmute::<__m512i, __m512bh>(b);
@@ -131,22 +131,22 @@ pub fn dot_pairs(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
     }
 }
 
-/// 2 to the power of each lane, to about 1e-7; 0 below -150 and exactly 1 at 0. NaN stays NaN.
-/// The polynomial is the minimax one over [-0.5, 0.5] that is 1 at 0.
+/// 2^x per lane, to about 1e-7; 0 below -150 and exactly 1 at 0. NaN stays NaN. Uses the minimax polynomial over [-0.5, 0.5] that is
+/// 1 at 0.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub fn exp2(x: __m512) -> __m512 {
     power(x, [1.326_471_4e-3, 9.671_513e-3, 5.550_734e-2, 2.402_224_2e-1, std::f32::consts::LN_2])
 }
 
-/// The same to about 3e-6: what is rounded to bf16 afterwards needs no more.
+/// 2^x per lane to about 3e-6, which is enough before rounding to bf16.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub fn exp2_coarse(x: __m512) -> __m512 {
     power(x, [9.582_836e-3, 5.590_641e-2, 2.402_41e-1, 6.931_242e-1])
 }
 
-/// 2^x through a polynomial without its constant 1, highest power first.
+/// 2^x by a polynomial: coefficients from the highest power down, without the constant 1.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn power<const N: usize>(x: __m512, coefficients: [f32; N]) -> __m512 {
@@ -162,12 +162,12 @@ fn power<const N: usize>(x: __m512, coefficients: [f32; N]) -> __m512 {
     _mm512_scalef_ps(y, whole)
 }
 
-/// The hyperbolic tangent, to about 2e-7 of 1. NaN stays NaN.
+/// tanh(x), absolute error about 2e-7. NaN stays NaN.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub fn tanh(x: __m512) -> __m512 {
     let (one, two) = (_mm512_set1_ps(1.0), _mm512_set1_ps(2.0));
-    // From 10 on it is 1. `min` returns its second operand when one is NaN.
+    // tanh(x) is 1 from 10 on. `min` returns its second operand when one is NaN.
     let x = _mm512_min_ps(_mm512_set1_ps(10.0), x);
     let power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2.0 * std::f32::consts::LOG2_E)));
     _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(one, power)))

@@ -1,7 +1,7 @@
-//! The layers of a Llama-like decoder as one call: one parallel section for a whole step. With small batches a layer's kernels
-//! take some ten microseconds each, about what it costs to come from Python and start a section for each of them.
+//! All layers of a Llama-like decoder in one call and one parallel section per step. In small batches a layer's kernels take about ten
+//! microseconds each, as long as a call from Python and the start of a section.
 //!
-//! INVARIANT: bit for bit what the single kernels give one after the other.
+//! INVARIANT: bit-equal to the single kernels called one after the other.
 
 use crate::attention::{Attention, Batch, Layout, NewTokens, Operands, Work};
 use crate::linear::{Output, PackedLinear, Rows};
@@ -10,18 +10,18 @@ use crate::pool::{Executor, Pool, Source, Target, Walker};
 use crate::rotate::{self, Angles, Heads};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// One layer: attention behind a norm, a gated MLP behind another.
+/// One layer: norm and attention, norm and gated MLP.
 pub struct Layer {
     pub attention_norm: Source<u16>,
     pub qkv: Arc<PackedLinear>,
     pub output: Arc<PackedLinear>,
     pub mlp_norm: Source<u16>,
-    /// Packed as gated.
+    /// Packed with `gated`.
     pub gate_up: Arc<PackedLinear>,
     pub down: Arc<PackedLinear>,
 }
 
-/// All layers, and the norm behind them. Norm weights and angles belong to the caller and must live as long.
+/// All layers and the final norm. The caller owns norm weights and angles and keeps them alive.
 pub struct Stack {
     pub layers: Vec<Layer>,
     pub final_norm: Source<u16>,
@@ -33,30 +33,30 @@ pub struct Stack {
     buffers: Mutex<Buffers>,
 }
 
-/// One step: its tokens, their sequences, and the rows that are wanted.
+/// One step: its tokens, their sequences, and the rows to output.
 pub struct Step<'a> {
-    /// [tokens, hidden]: embeddings on the way in, used up on the way out.
+    /// [tokens, hidden]: the embeddings; overwritten.
     pub residual: Target<u16>,
     pub num_tokens: usize,
     pub positions: Source<i64>,
     pub slots: Source<i64>,
     pub batch: Batch,
-    /// One for each layer.
+    /// One per layer.
     pub caches: &'a [Target<u16>],
     pub sample_rows: Source<i64>,
     pub num_samples: usize,
-    /// [samples, hidden]: the normed output of the last layer.
+    /// [samples, hidden]: the normalized output of the last layer.
     pub output: Target<u16>,
 }
 
-/// Intermediate results, kept from step to step; they grow to what the largest step needs.
+/// Intermediate results, reused from step to step; they grow to the largest step's size.
 #[derive(Default)]
 struct Buffers {
     numbers: Vec<u16>,
     states: Vec<f32>,
 }
 
-/// Where the intermediate results of a step lie in the buffers.
+/// Addresses of a step's intermediate results in the buffers.
 #[derive(Clone, Copy)]
 struct Places {
     normed: Target<u16>,
@@ -68,9 +68,9 @@ struct Places {
     states: Target<f32>,
 }
 
-/// Kernels of a layer, each a phase of the section.
+/// Kernels per layer, each a phase of the section.
 const PHASES_PER_LAYER: usize = 9;
-/// The rows taken out and the final norm.
+/// The gather of sampled rows, and the final norm.
 const MORE_PHASES: usize = 2;
 
 impl Buffers {
@@ -94,7 +94,7 @@ impl Buffers {
 }
 
 impl Stack {
-    /// Layers that fit together, or what does not fit.
+    /// Validates that the layers' sizes match. The error names the mismatch.
     pub fn new(
         layers: Vec<Layer>,
         final_norm: Source<u16>,
@@ -136,15 +136,15 @@ impl Stack {
         self.layers[0].qkv.in_features()
     }
 
-    /// Numbers of a token's queries.
+    /// Elements of a token's queries.
     fn query_size(&self) -> usize {
         self.attention.layout.num_heads * self.attention.layout.head_dim
     }
 
-    /// Run a step through all layers.
+    /// Runs a step through all layers.
     ///
     /// # Safety
-    /// The step's addresses must hold what they say, there must be a cache for each layer, and the CPU be `supported()`.
+    /// The step's pointers must be valid for the stated shapes, with a cache for each layer. The CPU must be `supported()`.
     pub unsafe fn run(&self, pool: &Pool, step: &Step<'_>) {
         // SAFETY: the caller vouches for the batch.
         let work = unsafe { self.attention.plan(&step.batch, Executor::num_threads(pool)) };
@@ -160,7 +160,7 @@ impl Stack {
         ];
         let places = buffers.places(sizes, work.room_floats());
         pool.section(self.layers.len() * PHASES_PER_LAYER + MORE_PHASES, |walker| {
-            // SAFETY: the caller's word; the buffers have room, and every thread makes the same calls.
+            // SAFETY: the caller vouches for the step; the buffers have room, and every thread makes the same calls.
             unsafe { self.walk(walker, step, &work, places) };
         });
     }
@@ -180,7 +180,7 @@ impl Stack {
                 self.attend(walker, step, step.caches[index], work, places);
                 let mut attended = places.attended;
                 if is_last && step.num_samples < step.num_tokens {
-                    // Behind the last layer's attention only the rows that are sampled matter.
+                    // After the last layer's attention only the sampled rows matter.
                     self.take_sampled(walker, step, places);
                     (residual, attended) = (places.sampled_residual, places.sampled_attended);
                     num_rows = step.num_samples;
@@ -203,7 +203,7 @@ impl Stack {
         unsafe { norm.apply(walker, x.as_source(), to) };
     }
 
-    /// Queries, keys and values of the new tokens: rotated, and the latter two stored.
+    /// Projects and rotates queries and keys of the new tokens, and stores keys and values.
     unsafe fn store(&self, walker: &Walker<'_>, layer: &Layer, step: &Step<'_>, cache: Target<u16>, places: Places) {
         let Layout { num_heads, num_kv_heads, head_dim, .. } = self.attention.layout;
         let stride = layer.qkv.output_columns();
@@ -240,7 +240,7 @@ impl Stack {
         unsafe { self.attention.attend(walker, work, &step.batch, &operands, places.states) };
     }
 
-    /// Copy the sampled rows of the residual and of the attention's result together.
+    /// Gathers the sampled rows of the residual and of the attention's output.
     unsafe fn take_sampled(&self, walker: &Walker<'_>, step: &Step<'_>, places: Places) {
         walker.for_each(step.num_samples, |sample| {
             // SAFETY: sampled rows are rows of the step; each part writes its own row.

@@ -1,18 +1,19 @@
-//! Any function of one bf16 number, as the table of its 65,536 results. So a number's result depends on nothing else; vector
-//! loops compute what is left at their ends in another way, and where they end depends on the batch.
+//! Any function of one bf16 number as a table of its 65,536 results. A result then depends on its argument only, whereas vector loops
+//! compute their remainder differently, and the batch decides where they end.
 
 use crate::pool::{Executor, Source, Target};
 
-/// Bit patterns of a bf16 number.
+/// Number of bf16 bit patterns.
 pub const NUM_PATTERNS: usize = 1 << 16;
 
-/// Numbers that make a section worth its start.
+/// Elements from which a parallel section pays off.
 const PART_NUMBERS: usize = 1 << 14;
 
-/// output[row][i] = table[x[row][i]]: rows of `dim` numbers, those of x `stride` numbers apart, those of output contiguous.
+/// output[row][i] = table[x[row][i]] for rows of `dim` elements; rows of x are `stride` elements apart, those of output contiguous.
 ///
 /// # Safety
-/// The table must have `NUM_PATTERNS` results by their argument's bits, the addresses `num_rows` such rows, apart from each other.
+/// The table must have `NUM_PATTERNS` results, indexed by the argument's bits. The pointers must be valid for `num_rows` rows and must
+/// not overlap.
 pub unsafe fn look_up(
     executor: &impl Executor,
     table: Source<u16>,
@@ -23,7 +24,7 @@ pub unsafe fn look_up(
 ) {
     executor.for_ranges(num_rows, PART_NUMBERS / dim.max(1), |range| {
         for row in range {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 let row_of_x = std::slice::from_raw_parts(x.at(row * stride), dim);
                 let row_of_output = std::slice::from_raw_parts_mut(output.at(row * dim), dim);

@@ -1,10 +1,10 @@
-//! What the unit tests share: a pool of real threads, pseudo-random bf16 numbers, and the scalar conversions of the oracles.
+//! Shared by the unit tests: a pool of real threads, pseudo-random bf16 numbers, and scalar conversions for the references.
 
 use crate::pool::Pool;
 use std::ffi::{c_uint, c_void};
 
 struct Shared(*mut c_void);
-// SAFETY: the pointer is to a job that is `Sync` and outlives the section.
+// SAFETY: the pointer refers to a job that is `Sync` and outlives the section.
 unsafe impl Sync for Shared {}
 impl Shared {
     fn get(&self) -> *mut c_void {
@@ -12,7 +12,7 @@ impl Shared {
     }
 }
 
-/// `GOMP_parallel`, as the tests need it: starts threads for each section.
+/// A `GOMP_parallel` for the tests that starts new threads for each section.
 unsafe extern "C" fn spawn_parallel(
     enter: extern "C" fn(*mut c_void),
     data: *mut c_void,
@@ -35,7 +35,7 @@ pub fn to_f32(value: u16) -> f32 {
     f32::from_bits(u32::from(value) << 16)
 }
 
-/// Round to nearest even, as the hardware does.
+/// Rounds to nearest even, like the hardware.
 pub fn to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {

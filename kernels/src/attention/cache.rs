@@ -1,33 +1,33 @@
-//! The layout of a layer's cache, and writing to it.
+//! The layout of one layer's KV cache, and writes to it.
 //!
-//! [block][kv head][keys, values]; keys of a block are [dim pair][token][2], so that a vector holds one pair of dims of 16 tokens and
-//! scores need no horizontal sums; values are [token pair][dim][2], so that a vector holds 16 dims of two tokens. Values that are
-//! the first numbers of their keys (latent attention) are not stored: who needs them reorders the keys.
+//! [block][KV head][keys, values]. The keys of a block are [dim pair][token][2], so that a vector holds one pair of dims of 16 tokens
+//! and scores need no horizontal sums. The values are [token pair][dim][2], so that a vector holds 16 dims of two tokens. Values that
+//! are a prefix of their keys (latent attention) are not stored; readers reorder the keys instead.
 
 use crate::pool::{Executor, Source, Target};
 use crate::simd::LANES;
 use std::arch::x86_64::*;
 
-/// Tokens in a block.
+/// Tokens per block.
 pub const BLOCK: usize = 16;
 
-/// The heads of a model on this rank.
+/// The attention heads on this rank.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     pub num_heads: usize,
     pub num_kv_heads: usize,
-    /// Of queries and keys; a multiple of 16.
+    /// Elements per query and key head; a multiple of 16.
     pub head_dim: usize,
-    /// Of values and results; a multiple of 16.
+    /// Elements per value and output head; a multiple of 16.
     pub value_dim: usize,
-    /// Values are the first `value_dim` numbers of keys.
+    /// Whether values are the first `value_dim` elements of keys.
     pub values_in_keys: bool,
-    /// Applied to q·k.
+    /// Factor of q·k.
     pub scale: f32,
 }
 
-/// Keys [tokens, kv heads, head_dim] and values [tokens, kv heads, value_dim] to store, tokens `stride` numbers apart, and a slot for
-/// each. Where values are in keys, theirs are not looked at.
+/// Keys [tokens, KV heads, head_dim] and values [tokens, KV heads, value_dim] to store, and a slot per token. Strides are in
+/// elements, from token to token. The values are ignored when `Layout::values_in_keys`.
 #[derive(Clone, Copy)]
 pub struct NewTokens {
     pub keys: Source<u16>,
@@ -39,29 +39,29 @@ pub struct NewTokens {
 }
 
 impl Layout {
-    /// Query heads that share a kv head.
+    /// Query heads per KV head.
     pub fn group(&self) -> usize {
         self.num_heads / self.num_kv_heads
     }
 
-    /// Numbers of the keys of a block of one kv head.
+    /// Elements of one block's keys for one KV head.
     pub fn block_keys(&self) -> usize {
         BLOCK * self.head_dim
     }
 
-    /// Where a block's keys of a kv head begin; its values follow them, if they are stored.
+    /// Offset of a block's keys for a KV head, in elements; stored values follow them.
     pub fn offset(&self, block: usize, kv_head: usize) -> usize {
         let values = if self.values_in_keys { 0 } else { BLOCK * self.value_dim };
         (block * self.num_kv_heads + kv_head) * (self.block_keys() + values)
     }
 
-    /// Store new keys and values at their slots.
+    /// Stores new keys and values in their slots.
     ///
     /// # Safety
-    /// The addresses must hold what they say, and every slot must lie inside the cache. Slots must differ from each other.
-    /// The CPU must be `supported()`.
+    /// All pointers must be valid for the stated shapes. Slots must be distinct and inside the cache. The CPU must be
+    /// `supported()`.
     pub unsafe fn write(&self, executor: &impl Executor, cache: Target<u16>, tokens: NewTokens) {
-        // Two threads may write to one vector of values: masked stores touch only their own numbers.
+        // Two threads may write to the same vector of values; masked stores touch only their own elements.
         executor.for_ranges(tokens.num_tokens, 64, |range| {
             for token in range {
                 // SAFETY: the caller vouches for the addresses.
@@ -102,18 +102,18 @@ impl Layout {
     }
 }
 
-/// The values that a block's keys begin with, in the order of values.
+/// Copies the values at the start of a block's keys, in value order.
 ///
 /// # Safety
-/// `keys` must be a block's, `values` have room for BLOCK · `value_dim` numbers, and the CPU be `supported()`.
+/// `keys` must point to a block's keys, `values` to BLOCK · `value_dim` writable elements. The CPU must be `supported()`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) unsafe fn reorder_values(keys: *const u16, value_dim: usize, values: *mut u16) {
-    /// Of two numbers each of two tokens: the first of both, then the second of both.
+    /// Shuffle of two dims of two tokens: the first dim of both tokens, then the second dim of both.
     const BY_DIM: i64 = 0x0706_0302_0504_0100;
     let by_dim = _mm512_add_epi64(_mm512_set1_epi64(BY_DIM), _mm512_setr_epi64(0, EIGHT, 0, EIGHT, 0, EIGHT, 0, EIGHT));
     // Eight dim pairs at a time: [dim pair][token pair] of 64 bits, transposed.
     for first in (0..value_dim / 2).step_by(8) {
-        // SAFETY: the caller's word; `value_dim` is a multiple of 16.
+        // SAFETY: guaranteed by the caller; `value_dim` is a multiple of 16.
         unsafe {
             let rows: [__m512i; 8] = std::array::from_fn(|index| {
                 _mm512_shuffle_epi8(load_pairs(keys.add((first + index) * BLOCK * 2)), by_dim)
@@ -125,16 +125,16 @@ pub(super) unsafe fn reorder_values(keys: *const u16, value_dim: usize, values: 
     }
 }
 
-/// Added to each byte of a shuffle's second half of a lane: those of its own half.
+/// Added to each byte of the second half of a shuffle's lane, so that it selects from that half.
 const EIGHT: i64 = 0x0808_0808_0808_0808;
 
-/// 8 × 8 numbers of 64 bits.
+/// Transposes 8 × 8 elements of 64 bits.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn transpose(rows: [__m512i; 8]) -> [__m512i; 8] {
     let mut columns = rows;
     for odd in 0..2 {
-        // Of two rows each: every second number, side by side.
+        // For each two rows: every second element, side by side.
         let [a, b, c, d]: [__m512i; 4] = std::array::from_fn(|index| {
             let (upper, lower) = (rows[2 * index], rows[2 * index + 1]);
             if odd == 0 { _mm512_unpacklo_epi64(upper, lower) } else { _mm512_unpackhi_epi64(upper, lower) }
@@ -149,24 +149,24 @@ fn transpose(rows: [__m512i; 8]) -> [__m512i; 8] {
     columns
 }
 
-/// A vector of 16 scores' worth of keys, or 16 dims' worth of value pairs.
+/// Loads a vector: one dim pair of 16 tokens' keys, or 16 dims of two tokens' values.
 ///
 /// # Safety
 /// 64 bytes must be readable.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) unsafe fn load_pairs(address: *const u16) -> __m512i {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { _mm512_loadu_si512(address.cast()) }
 }
 
-/// The same, with the second number of each pair taken as zero: it belongs to a token that does not exist, and may be anything.
+/// Like `load_pairs`, with the second element of each pair replaced by zero, because its token does not exist.
 ///
 /// # Safety
 /// As for `load_pairs`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) unsafe fn load_first_of_pairs(address: *const u16) -> __m512i {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { _mm512_maskz_loadu_epi16(0x5555_5555, address.cast()) }
 }

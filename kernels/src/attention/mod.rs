@@ -1,10 +1,11 @@
-//! Attention of varlen queries over a paged cache, prefill chunks and decodes in one call.
+//! Variable-length attention over a paged KV cache: prefill chunks and decodes in one call.
 //!
-//! INVARIANT: a query row's arithmetic depends only on its own position: tiles of 64 context tokens and segments of 256 lie at
-//! absolute places, tokens after the row and before what it sees count as exact zeros, and segments are merged in order. So a row
-//! has the same bits alone or in a batch, chunked or not, and whether or not its segments were computed by different threads.
+//! INVARIANT: a query row's arithmetic depends only on its own position. Tiles of 64 context tokens and segments of 256 have
+//! absolute positions, invisible tokens contribute exact zeros, and segments are merged in order. A row therefore has the same bits
+//! alone or in a batch, chunked or not, and however its segments were distributed over threads.
 //!
-//! INVARIANT: blocks before what the first query of a step sees are not read: they may be others' by now.
+//! INVARIANT: blocks before the first visible position of a step's queries are not read, because they may belong to another
+//! sequence by now.
 
 mod cache;
 mod plan;
@@ -21,69 +22,69 @@ use crate::pool::{Executor, Source, Target};
 use plan::{Plan, Unit};
 use unit::Call;
 
-/// Context tokens that are scored before the softmax state is updated once.
+/// Context tokens per softmax update.
 const TILE: usize = 64;
-/// Context tokens with a softmax state of their own.
+/// Context tokens per separate softmax state.
 const SEGMENT: usize = 256;
 
-/// What the attention of one call looks at. Addresses as in `StepBatch`.
+/// The sequences of one call, as in Python's `StepBatch`.
 #[derive(Clone, Copy)]
 pub struct Batch {
     pub query_starts: Source<i32>,
     pub context_lens: Source<i32>,
     pub block_tables: Source<i32>,
-    /// Columns of the block tables.
+    /// Columns of `block_tables`.
     pub max_blocks: usize,
     pub num_sequences: usize,
-    /// How many of each sequence's tokens are its source's; None: there are no sources.
+    /// Number of source tokens of each sequence; `None` for models without an encoder.
     pub source_lens: Option<Source<i32>>,
 }
 
-/// The queries, [tokens, heads, head_dim] with tokens `stride` numbers apart, the layer's cache, and room for the result
-/// [tokens, heads, value_dim], contiguous.
+/// Queries [tokens, heads, head_dim], `stride` elements from token to token, the layer's cache, and the contiguous output
+/// [tokens, heads, value_dim].
 #[derive(Clone, Copy)]
 pub struct Operands {
     pub queries: Source<u16>,
     pub stride: usize,
     pub cache: Source<u16>,
     pub output: Target<u16>,
-    /// One for each head, bf16: a score that takes part in the softmax and has no value.
+    /// One bf16 score per head that joins the softmax without a value.
     pub sinks: Option<Source<u16>>,
-    /// There exactly if the attention has one.
+    /// Present exactly when `Attention::has_bias`.
     pub bias: Option<DistanceBias>,
 }
 
-/// The units that a batch's attention is cut into, the same for every layer.
+/// The work units of a batch's attention; the same for every layer.
 pub struct Work {
     plan: Plan,
     merges: Vec<Unit>,
 }
 
 impl Work {
-    /// Floats that `Attention::attend` needs for states on their way.
+    /// Floats that `Attention::attend` needs for partial states.
     pub fn room_floats(&self) -> usize {
         self.plan.partial_floats
     }
 }
 
 impl Attention {
-    /// Cut a batch into units for so many threads.
+    /// Divides a batch into units for `num_threads` threads.
     ///
     /// # Safety
-    /// The batch's arrays must be what it says.
+    /// The batch's pointers must be valid for the stated sizes.
     pub unsafe fn plan(&self, batch: &Batch, num_threads: usize) -> Work {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         let plan = unsafe { Plan::make(self, batch, num_threads) };
         let is_merge = |unit: &&Unit| unit.partial.is_some() && unit.first_segment == unit.segments(&self.sight).start;
         let merges = plan.units.iter().filter(is_merge).copied().collect();
         Work { plan, merges }
     }
 
-    /// Attend all queries of a batch. `room` has `work.room_floats()` floats.
+    /// Computes the attention of all queries of a batch. `room` points to `work.room_floats()` floats.
     ///
     /// # Safety
-    /// The batch's arrays must be consistent with each other and the operands: every block named lies inside the cache, every token of a
-    /// context was written. The CPU must be `supported()`.
+    /// The batch and the operands must be consistent: every block id is inside the cache, every visible token was written. The CPU
+    /// must be `supported()`.
     pub unsafe fn attend(
         &self,
         executor: &impl Executor,
@@ -93,7 +94,7 @@ impl Attention {
         room: Target<f32>,
     ) {
         let call = Call { attention: self, batch, operands };
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             if self.is_plain() {
                 call.run::<true>(executor, work, room);
@@ -105,17 +106,17 @@ impl Attention {
 }
 
 impl Call<'_> {
-    /// `PLAIN`: causal attention and nothing else, compiled without what the rest needs.
+    /// `PLAIN` is an instantiation for causal attention without any other feature.
     unsafe fn run<const PLAIN: bool>(&self, executor: &impl Executor, work: &Work, room: Target<f32>) {
         let (units, num_threads) = (&work.plan.units, executor.num_threads());
         executor.for_each(units.len(), |index| {
             let following = &units[(index + num_threads).min(units.len() - 1)];
-            // SAFETY: the caller's word; units are disjoint in output rows or in their partial results.
+            // SAFETY: the caller vouches for the operands; units are disjoint in output rows or in their partial results.
             unsafe { unit::run::<PLAIN>(self, &units[index], following, room) };
         });
         if !work.merges.is_empty() {
             executor.for_each(work.merges.len(), |index| {
-                // SAFETY: all partial results of the unit's rows were written by the work above.
+                // SAFETY: the loop above wrote all partial results of the unit's rows.
                 unsafe { unit::merge_partials::<PLAIN>(self, &work.merges[index], room) };
             });
         }

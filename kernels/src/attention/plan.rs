@@ -1,38 +1,38 @@
-//! How a batch's attention is cut into units of work.
+//! Divides a batch's attention into units of work.
 
 use super::softmax::state_floats;
 use super::{Attention, Batch, Layout, SEGMENT, Sight};
 use std::ops::Range;
 
-/// Query rows (token and head) that share loads of keys and values.
+/// Query rows (token and head) that share the loads of keys and values.
 const UNIT_ROWS: usize = 48;
 
-/// Some tokens of one sequence, with one kv head.
+/// Consecutive tokens of one sequence, for one KV head.
 #[derive(Clone, Copy, Debug)]
 pub struct Unit {
     pub sequence: usize,
     pub kv_head: usize,
-    /// Row of the batch of the first query token.
+    /// Batch row of the first query token.
     pub first_token: usize,
     pub num_tokens: usize,
     /// Position of the first query token in its sequence.
     pub first_position: usize,
-    /// Of its sequence; 0 where there are no sources.
+    /// Source length of its sequence; 0 without an encoder.
     pub source_len: usize,
     pub first_segment: usize,
     pub end_segment: usize,
-    /// Where the unit leaves its state (offset in floats) when its segments are computed apart; segment after segment.
+    /// Offset in floats of the unit's partial states, one per segment, when its segments are separate units.
     pub partial: Option<usize>,
 }
 
 impl Unit {
-    /// Where what the unit's tokens see begins and stops.
+    /// The interval of positions that the unit's tokens see.
     pub fn sees(&self, sight: &Sight) -> Range<usize> {
         let last = self.first_position + self.num_tokens - 1;
         sight.first(self.first_position, self.source_len)..sight.end(last, self.source_len)
     }
 
-    /// Segments that the unit's tokens see.
+    /// The segments that the unit's tokens see.
     pub fn segments(&self, sight: &Sight) -> Range<usize> {
         let Range { start, end } = self.sees(sight);
         start / SEGMENT..end.div_ceil(SEGMENT)
@@ -64,7 +64,7 @@ impl Plan {
             };
             let num_tokens = end - start;
             let units = if num_tokens > 1 { &mut prefills } else { &mut decodes };
-            // The last tokens see most: first, so that the threads finish together.
+            // The last tokens see the most; computing them first lets the threads finish together.
             for index in (0..num_tokens.div_ceil(unit_tokens)).rev() {
                 let first = index * unit_tokens;
                 for kv_head in 0..layout.num_kv_heads {
@@ -93,7 +93,7 @@ impl Plan {
         plan
     }
 
-    /// Too few units to keep all threads busy: let each segment be one.
+    /// Makes each segment a unit, when there are too few units for all threads.
     fn split_segments(&mut self, layout: &Layout) {
         let mut split = Vec::new();
         for &unit in &self.units {

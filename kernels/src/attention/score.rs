@@ -1,4 +1,4 @@
-//! What becomes of q·k before the softmax, where it is more than scaled.
+//! Soft caps and biases of scores before the softmax.
 
 use super::TILE;
 use super::shape::{Alibi, Attention, DistanceBias};
@@ -6,10 +6,10 @@ use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
 impl Attention {
-    /// From q·k of a row of this head to scores, in place. The tile's tokens begin at position `start`, the query's is `position`.
+    /// Turns one row's q·k into scores, in place. The tile starts at position `start`; the query is at `position`.
     ///
     /// # Safety
-    /// A bias must have the table that it says, with a row for the head.
+    /// The bias table must be valid and have a row for the head.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub(super) unsafe fn to_scores(
         &self,
@@ -45,14 +45,14 @@ impl Attention {
             map(products, |x, place| {
                 let first = (start + place) as i32 - position as i32 + reach as i32;
                 let index = _mm512_min_epi32(_mm512_max_epi32(neighbours(first), least), most);
-                // SAFETY: the caller's word; every index is one of the head's row.
+                // SAFETY: the caller vouches for the table; every index is inside the head's row.
                 _mm512_add_ps(x, unsafe { _mm512_i32gather_ps::<4>(index, row) })
             });
         }
     }
 }
 
-/// Each vector of a row, given with the place of its first token.
+/// Applies a function to each vector of a row, with the index of its first token.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn map(row: &mut [f32; TILE], change: impl Fn(__m512, usize) -> __m512) {
@@ -63,7 +63,7 @@ fn map(row: &mut [f32; TILE], change: impl Fn(__m512, usize) -> __m512) {
     }
 }
 
-/// So many neighbouring positions as a vector has lanes.
+/// Consecutive positions, one per lane.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn positions(first: usize) -> __m512 {

@@ -1,38 +1,37 @@
-//! What attention of one layer is made of.
+//! The shape of one layer's attention.
 
 use super::Layout;
 use crate::pool::Source;
 use crate::simd::LANES;
 
-/// Numbers of a head, at most.
+/// Largest head size in elements.
 pub const MAX_DIM: usize = 1024;
 
-/// Of a sequence that begins with a source (encoder and decoder): what a query sees.
+/// Which part of an encoder–decoder sequence a query sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Part {
-    /// Everything up to its own position; of most models, which have no sources.
+    /// Everything up to its own position; for models without an encoder.
     #[default]
     Context,
-    /// The whole source, from anywhere.
+    /// The whole source, from any position.
     Source,
-    /// What stands behind the source, up to its own position.
+    /// Everything after the source, up to its own position.
     Answer,
 }
 
-/// What a query sees of its context: an interval of positions. It ends with the query's own, but for sources.
+/// The interval of positions that a query sees. It ends with the query's own position, except for `Part::Source`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
 pub struct Sight {
-    /// The last so many positions, its own included.
+    /// Sliding window in tokens, the query's own included.
     pub window: Option<usize>,
-    /// Those of its own chunk of so many.
+    /// Chunk size in tokens: a query sees only its own chunk.
     pub chunk: Option<usize>,
     pub part: Part,
 }
 
 impl Sight {
-    /// Where the interval of the query at this position begins, in a sequence with such a source. It never descends from one
-    /// position to the next.
+    /// First visible position of the query at `position`. Monotonic in `position`.
     pub fn first(&self, position: usize, source_len: usize) -> usize {
         let part = match self.part {
             Part::Context => 0,
@@ -44,33 +43,33 @@ impl Sight {
         part.max(window).max(chunk)
     }
 
-    /// Where it stops; nor does that descend.
+    /// End of the visible interval, exclusive. Monotonic in `position`.
     pub fn end(&self, position: usize, source_len: usize) -> usize {
         if self.part == Part::Source { source_len } else { position + 1 }
     }
 }
 
-/// A bias on scores: a head's slope times the key's position (<https://arxiv.org/abs/2108.12409>).
+/// ALiBi: a head's slope times the key's position, added to the score (<https://arxiv.org/abs/2108.12409>).
 #[derive(Clone, Debug)]
 #[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
 pub struct Alibi {
-    /// One for each head.
+    /// One per head.
     pub slopes: Vec<f32>,
-    /// Added before scores are scaled, so scaled with them.
+    /// Whether the bias is added before scores are scaled.
     pub is_scaled: bool,
-    /// Slope, position and product are rounded to bf16.
+    /// Whether slope, position and product are rounded to bf16.
     pub is_bfloat16: bool,
 }
 
-/// A bias on scores that was learned, by how many positions a key is ahead of its query (T5). [heads][2 · reach + 1], from
-/// -reach to reach; what is farther counts as the farthest.
+/// A learned bias on scores by relative position (T5): [heads][2 · reach + 1], for key minus query from -reach to reach.
+/// Larger distances are clamped.
 #[derive(Clone, Copy)]
 pub struct DistanceBias {
     pub table: Source<f32>,
     pub reach: usize,
 }
 
-/// Attention of one shape: scores are q·k · scale, then capped, then biased.
+/// Attention of one shape: scores are q·k · scale, then soft-capped, then biased.
 #[derive(Clone, Debug)]
 pub struct Attention {
     pub layout: Layout,
@@ -78,7 +77,7 @@ pub struct Attention {
     /// Scores become cap · tanh(score / cap).
     pub soft_cap: Option<f32>,
     pub alibi: Option<Alibi>,
-    /// Whether every call brings a `DistanceBias`.
+    /// Whether every call has a `DistanceBias`.
     pub has_bias: bool,
 }
 
@@ -88,7 +87,7 @@ impl Attention {
         Attention { layout, sight: Sight::default(), soft_cap: None, alibi: None, has_bias: false }
     }
 
-    /// Itself, if it fits together, or what does not.
+    /// Validates the shape. The error names the inconsistent sizes.
     pub fn checked(self) -> Result<Attention, String> {
         let Attention { layout, sight, soft_cap, alibi, .. } = &self;
         let &Layout { num_heads, num_kv_heads, head_dim, value_dim, values_in_keys, .. } = layout;
@@ -117,12 +116,12 @@ impl Attention {
         Ok(self)
     }
 
-    /// Whether scores are q·k · scale and nothing else.
+    /// Whether scores are just q·k · scale.
     pub(super) fn has_plain_scores(&self) -> bool {
         self.soft_cap.is_none() && self.alibi.is_none() && !self.has_bias
     }
 
-    /// Whether it is causal attention and nothing else.
+    /// Whether this is plain causal attention.
     pub(super) fn is_plain(&self) -> bool {
         self.sight == Sight::default() && self.has_plain_scores()
     }

@@ -1,15 +1,15 @@
-//! The online softmax: for each row a running maximum, sum and weighted values, and how new scores or another segment enter.
+//! Online softmax: each row's running maximum, sum and weighted values, and their update by new scores or another segment.
 
 use super::TILE;
 use super::tile::ROWS;
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
-/// Below every score, yet a number: differences of maxima are never NaN.
+/// Lower than every score, but finite, so that differences of maxima are never NaN.
 const NO_MAXIMUM: f32 = -1e30;
 
-/// The state of some rows, in memory that the caller owns: maxima, sums (16 lanes each, to be added up at the end), then
-/// `value_dim` weighted values each.
+/// The states of some rows, in the caller's memory: maxima, sums (16 lanes each, added up at the end), then `value_dim` weighted
+/// values per row.
 #[derive(Clone, Copy)]
 pub struct State {
     address: *mut f32,
@@ -17,13 +17,13 @@ pub struct State {
     value_dim: usize,
 }
 
-/// Floats that the state of so many rows takes.
+/// Floats in the state of `num_rows` rows.
 pub fn state_floats(num_rows: usize, value_dim: usize) -> usize {
     num_rows * (1 + LANES + value_dim)
 }
 
 impl State {
-    /// `address` must have `state_floats` floats.
+    /// `address` must point to `state_floats` floats.
     pub fn new(address: *mut f32, num_rows: usize, value_dim: usize) -> State {
         State { address, num_rows, value_dim }
     }
@@ -40,26 +40,26 @@ impl State {
         self.address.wrapping_add(self.num_rows * (1 + LANES) + row * self.value_dim)
     }
 
-    /// Nothing seen yet.
+    /// Resets the state to that of an empty context.
     ///
     /// # Safety
-    /// The memory must be the state's alone.
+    /// No other reference to the memory may exist.
     pub unsafe fn clear(self) {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             std::slice::from_raw_parts_mut(self.address, self.num_rows).fill(NO_MAXIMUM);
             std::slice::from_raw_parts_mut(self.sums(0), self.num_rows * (LANES + self.value_dim)).fill(0.0);
         }
     }
 
-    /// Let a later segment's state in, for the rows from `first_row` on, which see it.
+    /// Merges a later segment's state into the rows from `first_row` on, which see it.
     ///
     /// # Safety
-    /// Both must be states of the same rows, and the CPU `supported()`.
+    /// Both states must have the same rows. The CPU must be `supported()`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub unsafe fn merge(self, later: State, first_row: usize) {
         for row in first_row..self.num_rows {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 let (mine, other) = (*self.maximum(row), *later.maximum(row));
                 let maximum = if mine > other { mine } else { other };
@@ -78,20 +78,20 @@ impl State {
         }
     }
 
-    /// The row's result, as bf16. A sink is a score that has no value.
+    /// Writes the row's result as bf16. A sink is a score without a value.
     ///
     /// # Safety
-    /// `output` must have `value_dim` numbers, and the CPU be `supported()`.
+    /// `output` must point to `value_dim` elements. The CPU must be `supported()`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut u16) {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let mut sum = _mm512_reduce_add_ps(_mm512_loadu_ps(self.sums(row)));
             if let Some(sink) = sink {
                 let power = _mm512_set1_ps(sink * std::f32::consts::LOG2_E - *self.maximum(row));
                 sum += _mm512_cvtss_f32(simd::exp2(power));
             }
-            // Who sees nothing (of an empty source) gets zeros.
+            // A row that sees nothing (an empty source) gets zeros.
             let factor = _mm512_set1_ps(if sum == 0.0 { 0.0 } else { 1.0 / sum });
             for dim in (0..self.value_dim).step_by(LANES) {
                 let value = _mm512_mul_ps(_mm512_loadu_ps(self.values(row).add(dim)), factor);
@@ -100,10 +100,10 @@ impl State {
         }
     }
 
-    /// Turn the scores of one tile into weights, and update maxima and sums.
+    /// Turns the scores of one tile into weights, and updates maxima and sums.
     ///
     /// # Safety
-    /// The tile's rows must be rows of the state, and the CPU `supported()`.
+    /// The tile's rows must be rows of the state. The CPU must be `supported()`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub unsafe fn weigh<const PLAIN: bool>(self, tile: &mut TileRows, scale: f32) {
@@ -137,19 +137,19 @@ impl State {
     }
 }
 
-/// Some neighbouring rows at one tile of the context.
+/// Consecutive rows at one tile of the context.
 #[repr(align(64))]
 pub struct TileRows {
-    /// Rows of the unit: the first, and how many.
+    /// First row of the unit, and the number of rows.
     pub first: usize,
     pub count: usize,
-    /// Which of the tile's tokens each row sees; where attention is plain, `first_visible` is not looked at.
+    /// The tokens of the tile that each row sees. `first_visible` is ignored for plain attention.
     pub first_visible: [usize; ROWS],
     pub end_visible: [usize; ROWS],
     pub scores: [[f32; TILE]; ROWS],
-    /// bf16, neighbouring tokens in pairs.
+    /// bf16, in pairs of consecutive tokens.
     pub weights: [[u32; TILE / 2]; ROWS],
-    /// What each row's values so far are to be multiplied by.
+    /// Factor of each row's accumulated values.
     pub factors: [f32; LANES],
 }
 
@@ -169,7 +169,7 @@ impl TileRows {
 
 const VECTORS: usize = TILE / LANES;
 
-/// Put -∞ where a row does not see; the highest score of the rest.
+/// Masks invisible scores with -∞ and returns the highest visible score.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn hide(scores: &mut [f32; TILE], first_visible: usize, end_visible: usize) -> f32 {

@@ -4,8 +4,8 @@ use crate::testing::{Random, assert_close, spawning_pool, to_bf16, to_f32};
 
 mod shapes;
 
-/// Sequences with their whole keys, values and queries, stored in shuffled blocks of one cache. The last block is another's, and
-/// full of what is not a number.
+/// Sequences with all keys, values and queries, stored in shuffled blocks of one cache. The last block belongs to none of them and is
+/// filled with NaN.
 struct World {
     attention: Attention,
     layout: Layout,
@@ -19,7 +19,7 @@ struct World {
     values: Vec<Vec<u16>>,
 }
 
-/// (sequence, tokens computed before, tokens of this step)
+/// (sequence, computed tokens, tokens of this step)
 type Step = (usize, usize, usize);
 
 impl World {
@@ -78,13 +78,13 @@ impl World {
         unsafe { self.layout.write(&spawning_pool(2), Target::new(self.cache.as_mut_ptr()), tokens) };
     }
 
-    /// What the query at this position of a sequence sees.
+    /// The interval that the query at this position sees.
     fn seen(&self, sequence: usize, position: usize) -> std::ops::Range<usize> {
         let source_len = self.source_lens[sequence] as usize;
         self.attention.sight.first(position, source_len)..self.attention.sight.end(position, source_len)
     }
 
-    /// Results of the steps' tokens, one behind the other. Blocks of which a step's tokens see nothing were given back.
+    /// Concatenated results of the steps' tokens. Blocks that a step's tokens do not see have been released.
     fn attend(&self, pool: &Pool, steps: &[Step]) -> Vec<u16> {
         let row = self.layout.num_heads * self.layout.head_dim;
         let mut source_lens = Vec::new();
@@ -176,7 +176,7 @@ impl World {
     }
 }
 
-/// Positions of which each has a bias of its own.
+/// Distances with distinct learned biases.
 const BIAS_REACH: usize = 40;
 
 fn layout(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Layout {
@@ -184,7 +184,7 @@ fn layout(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Layout {
     Layout { num_heads, num_kv_heads, head_dim, value_dim: head_dim, values_in_keys: false, scale }
 }
 
-/// Values that are not as wide as keys, beside them or in them.
+/// Layouts whose values are narrower than their keys, stored separately or inside the keys.
 fn uneven_layouts() -> Vec<Layout> {
     let of = |heads, kv_heads, dim, value_dim, values_in_keys| Layout {
         value_dim,
@@ -242,7 +242,7 @@ fn a_row_has_the_same_bits_alone_chunked_and_split() {
 }
 
 #[test]
-fn what_is_not_a_number_reaches_exactly_the_rows_that_see_it() {
+fn nan_reaches_exactly_the_rows_that_see_it() {
     if !crate::supported() {
         return;
     }
@@ -264,7 +264,7 @@ fn what_is_not_a_number_reaches_exactly_the_rows_that_see_it() {
 }
 
 #[test]
-fn tokens_land_in_their_slots_and_nowhere_else() {
+fn tokens_are_written_to_their_slots_only() {
     if !crate::supported() {
         return;
     }

@@ -1,28 +1,28 @@
-//! The two matrix products of a tile: scores of up to 6 rows against 4 blocks, and their weighted values. Keys and values are
-//! loaded once for all rows.
+//! The two matrix products of a tile: the scores of up to 6 rows against 4 blocks, and the weighted sums of values. Keys and values
+//! are loaded once for all rows.
 
 use super::TILE;
 use super::cache::{BLOCK, load_first_of_pairs, load_pairs};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
-/// Rows of a register tile: 6 rows of 4 vectors are 24 of the 32 vector registers.
+/// Rows per register tile: 6 rows of 4 vectors use 24 of the 32 vector registers.
 pub const ROWS: usize = 6;
-/// Blocks of a tile.
+/// Blocks per tile.
 pub const BLOCKS: usize = TILE / BLOCK;
 
-/// Where a tile's keys and values begin, block by block.
+/// Addresses of a tile's keys and values, per block.
 #[derive(Clone, Copy)]
 pub struct Addresses {
     pub keys: [*const u16; BLOCKS],
     pub values: [*const u16; BLOCKS],
 }
 
-/// The blocks of one tile that are looked at, and how many tokens of the tile exist for these rows.
+/// The visible blocks of one tile, and the number of its tokens that exist for these rows.
 #[derive(Clone, Copy)]
 pub struct Blocks {
     pub here: Addresses,
-    /// The blocks of the next tile, fetched at the same pace. PERF: blocks lie apart, too short for the hardware to see a stream.
+    /// The blocks of the next tile, prefetched at the same pace. PERF: blocks are too short for the hardware prefetcher.
     pub next: Addresses,
     pub num_tokens: usize,
     pub head_dim: usize,
@@ -53,19 +53,19 @@ macro_rules! for_rows {
     };
 }
 
-/// q·k of up to 6 rows with the tile's tokens, to `scores` [rows][TILE].
+/// Writes q·k of up to 6 rows with the tile's tokens to `scores` [rows][TILE].
 ///
 /// # Safety
-/// Each query must have `head_dim` numbers, `scores` room for all rows, and the CPU be `supported()`.
+/// Each query must have `head_dim` elements, `scores` room for all rows. The CPU must be `supported()`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub unsafe fn score(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe { for_rows!(queries.len(), score_rows(queries, blocks, scores)) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn score_rows<const R: usize>(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         for_vectors!(blocks.num_tokens.div_ceil(BLOCK), score_blocks::<R>(queries, blocks, scores));
     }
@@ -101,7 +101,7 @@ unsafe fn score_blocks<const R: usize, const B: usize>(queries: &[*const u16], b
     }
 }
 
-/// One row on the way to its result: its sums [value_dim], what they are multiplied by first, and the tile's weights.
+/// One row's accumulators [value_dim], the factor that rescales them first, and the tile's weights.
 #[derive(Clone, Copy)]
 pub struct Weighted {
     pub sums: *mut f32,
@@ -118,10 +118,10 @@ impl Default for Weighted {
 /// sums = sums · factor + weights · values, for up to 6 rows.
 ///
 /// # Safety
-/// Each row's addresses must have `value_dim` floats and TILE / 2 pairs, and the CPU be `supported()`.
+/// Each row's pointers must be valid for `value_dim` floats and TILE / 2 pairs. The CPU must be `supported()`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub unsafe fn weigh(rows: &[Weighted], blocks: &Blocks) {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe { for_rows!(rows.len(), weigh_rows(rows, blocks)) }
 }
 
@@ -130,7 +130,7 @@ unsafe fn weigh_rows<const R: usize>(rows: &[Weighted], blocks: &Blocks) {
     let rows: [Weighted; R] = std::array::from_fn(|row| rows[row]);
     let vectors = blocks.value_dim / LANES;
     for first in (0..vectors).step_by(4) {
-        // SAFETY: passed on.
+        // SAFETY: guaranteed by the caller.
         unsafe { for_vectors!((vectors - first).min(4), weigh_dims::<R>(&rows, blocks, first * LANES)) }
     }
 }
@@ -138,7 +138,7 @@ unsafe fn weigh_rows<const R: usize>(rows: &[Weighted], blocks: &Blocks) {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn weigh_dims<const R: usize, const V: usize>(rows: &[Weighted; R], blocks: &Blocks, first_dim: usize) {
     let mut sums = [[_mm512_setzero_ps(); V]; R];
-    // SAFETY: the caller of `weigh` vouches for rows and blocks; a token pair's second half is not used when it does not exist.
+    // SAFETY: the caller of `weigh` vouches for rows and blocks; the second half of a token pair is ignored when that token does not exist.
     unsafe {
         for row in 0..R {
             let factor = _mm512_set1_ps(rows[row].factor);

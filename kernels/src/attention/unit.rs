@@ -1,4 +1,4 @@
-//! One unit of work: its rows' softmax state over their segments, then the result.
+//! One unit of work: computes its rows' softmax states over their segments, then the result.
 
 use super::cache::{BLOCK, Layout, reorder_values};
 use super::plan::Unit;
@@ -10,9 +10,9 @@ use crate::pool::Target;
 use std::cell::RefCell;
 
 thread_local! {
-    /// Softmax states of the unit at hand: of all segments so far, and of the current one.
+    /// Softmax states of the current unit: of all segments so far, and of the current segment.
     static STATES: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-    /// The values of the tile at hand, where they are in the keys: [block][token pair][dim][2].
+    /// The current tile's values when they are stored in the keys: [block][token pair][dim][2].
     static VALUES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -21,10 +21,10 @@ thread_local! {
 #[expect(dead_code, reason = "read and written as a row of numbers")]
 struct Line([u16; LINE]);
 
-/// Numbers of a cache line.
+/// bf16 elements per cache line.
 const LINE: usize = 32;
 
-/// What all units of a call share.
+/// The arguments that all units of a call share.
 #[derive(Clone, Copy)]
 pub struct Call<'a> {
     pub attention: &'a Attention,
@@ -32,14 +32,14 @@ pub struct Call<'a> {
     pub operands: &'a Operands,
 }
 
-/// Compute a unit: its output rows, or its partial state.
+/// Computes a unit: its output rows, or its partial state.
 ///
 /// # Safety
-/// As for `Attention::attend`; `partials` must have the room that the plan asked for.
+/// As for `Attention::attend`; `partials` must have `Work::room_floats` floats.
 pub unsafe fn run<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, following: &Unit, partials: Target<f32>) {
     let layout = &call.attention.layout;
     let rows = Rows::<PLAIN> { call, unit, following, count: unit.num_tokens * layout.group() };
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if let Some(offset) = unit.partial {
             rows.attend_segment(unit.first_segment, State::new(partials.at(offset), rows.count, layout.value_dim));
@@ -63,7 +63,7 @@ pub unsafe fn run<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, following: &U
     }
 }
 
-/// Merge what the segments' units left, beginning with `unit`, the first, and write the result.
+/// Merges the partial states of consecutive segments, starting with `unit`, and writes the result.
 ///
 /// # Safety
 /// As for `run`; all segments must have been computed.
@@ -73,7 +73,7 @@ pub unsafe fn merge_partials<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, pa
     let rows = Rows::<PLAIN> { call, unit, following: unit, count: unit.num_tokens * layout.group() };
     let size = state_floats(rows.count, layout.value_dim);
     let total = State::new(partials.at(offset), rows.count, layout.value_dim);
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         for segment in unit.segments(&call.attention.sight).skip(1) {
             let place = offset + (segment - unit.first_segment) * size;
@@ -84,16 +84,16 @@ pub unsafe fn merge_partials<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, pa
     }
 }
 
-/// Where the first tile of a segment begins that holds anything from `first` on.
+/// Start of the segment's first tile that contains a position from `first` on.
 fn first_tile(segment: usize, first: usize) -> usize {
     (segment * SEGMENT).max(first / TILE * TILE)
 }
 
-/// The query rows of a unit, token after token and within a token head after head.
+/// The query rows of a unit, ordered by token, then head.
 struct Rows<'a, const PLAIN: bool> {
     call: &'a Call<'a>,
     unit: &'a Unit,
-    /// What this thread probably does next.
+    /// The unit that this thread probably computes next; its first blocks are prefetched.
     following: &'a Unit,
     count: usize,
 }
@@ -112,13 +112,13 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         if PLAIN { 0 } else { self.call.attention.sight.first(self.position(row), self.unit.source_len) }
     }
 
-    /// The end of what a row sees.
+    /// The end of the interval that a row sees, exclusive.
     fn end(&self, row: usize) -> usize {
         let position = self.position(row);
         if PLAIN { position + 1 } else { self.call.attention.sight.end(position, self.unit.source_len) }
     }
 
-    /// The first row that sees something of a segment, which some row does.
+    /// The first row that sees a part of a segment. At least one row does.
     fn first_that_reaches(&self, segment: usize) -> usize {
         if !PLAIN && self.call.attention.sight.part == Part::Source {
             return 0;
@@ -149,7 +149,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         }
     }
 
-    /// The state over one segment, from nothing. Rows that see nothing of it are left with nothing.
+    /// Computes the state over one segment. Rows that do not see it keep the empty state.
     unsafe fn attend_segment(&self, segment: usize, state: State) {
         let begin = first_tile(segment, self.first(0));
         let end = self.end(self.count - 1).min((segment + 1) * SEGMENT);
@@ -170,7 +170,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                     let first = if PLAIN { 0 } else { self.following.sees(&self.call.attention.sight).start };
                     self.block_addresses(self.following, first_tile(self.following.first_segment, first))
                 };
-                // PERF: what was reordered is near already.
+                // PERF: reordered values are in the cache already.
                 let next_values = if layout.values_in_keys { values } else { self.behind(&next) };
                 for first in (0..self.count).step_by(ROWS) {
                     let count = ROWS.min(self.count - first);
@@ -194,7 +194,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         }
     }
 
-    /// Where the values of a tile's blocks begin, whose keys are there: behind them, or where they are put in order first.
+    /// Addresses of the values of a tile's blocks: after their keys, or in the buffer that they are reordered into.
     unsafe fn value_addresses(&self, keys: &[*const u16; BLOCKS], start: usize, end: usize) -> [*const u16; BLOCKS] {
         let Layout { value_dim, values_in_keys, .. } = *self.layout();
         if !values_in_keys {
@@ -209,19 +209,18 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         });
         let seen = self.first(0).saturating_sub(start) / BLOCK..(end - start).div_ceil(BLOCK).min(BLOCKS);
         for block in seen {
-            // SAFETY: the memory is this thread's, and stays where it is until the next tile; blocks that are seen were written.
+            // SAFETY: the buffer belongs to this thread and is not moved before the next tile; visible blocks were written.
             unsafe { reorder_values(keys[block], value_dim, room.add(block * size)) };
         }
         std::array::from_fn(|block| room.wrapping_add(block * size).cast_const())
     }
 
-    /// Where the values of blocks begin that stand behind their keys.
+    /// Addresses of values that are stored after their keys.
     fn behind(&self, keys: &[*const u16; BLOCKS]) -> [*const u16; BLOCKS] {
         keys.map(|keys| keys.wrapping_add(self.layout().block_keys()))
     }
 
-    /// Where the keys of a tile's blocks begin; past what rows see the last block is repeated and never looked at, no more than
-    /// blocks before it.
+    /// Addresses of the keys of a tile's blocks. Invisible blocks are replaced by the last visible one and not read.
     unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const u16; BLOCKS] {
         let end = if PLAIN { unit.first_position + unit.num_tokens } else { unit.sees(&self.call.attention.sight).end };
         let last_block = end.saturating_sub(1) / BLOCK;
@@ -234,7 +233,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         })
     }
 
-    /// `blocks` are the tile's without the first `passed`, of which no row sees anything.
+    /// `blocks` are the tile's blocks without the first `passed`, which no row sees.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn attend_tile(&self, start: usize, passed: usize, rows: &mut TileRows, blocks: &Blocks, state: State) {
         let attention = self.call.attention;

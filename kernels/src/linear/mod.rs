@@ -1,8 +1,8 @@
 //! Linear layers: y = x·Wᵀ (+ bias) in bf16 with float32 sums, the weight packed once into panels of 48 output columns.
-//! Fused ends: adding to a residual, and silu(gate)·up for a gate and an up projection packed together.
+//! Fused epilogues: addition to a residual, and silu(gate)·up for a gate and an up projection packed together.
 //!
-//! INVARIANT: every output element is one chain of `vdpbf16ps` over ascending pairs of input features, in every code path,
-//! so a row's result has the same bits whatever the number of rows and threads.
+//! INVARIANT: every output element is one chain of `vdpbf16ps` over ascending pairs of input features, in every code path, so a
+//! row's bits do not depend on the number of rows or threads.
 
 mod pack;
 mod tile;
@@ -12,12 +12,12 @@ pub use pack::{PANEL, PackedLinear, Weight};
 use crate::pool::{Executor, Source, Target};
 use tile::{Ahead, Outcome};
 
-/// Rows that one register tile covers: 8 rows of 3 vectors are 24 of the 32 vector registers.
+/// Rows per register tile: 8 rows of 3 vectors use 24 of the 32 vector registers.
 const TILE_ROWS: usize = 8;
-/// Rows of one part of the work, when there are more.
+/// Largest number of rows per part of the work.
 const PART_ROWS: usize = 128;
 
-/// Input rows: `num_rows` rows of `in_features` bf16 numbers, `stride` numbers apart.
+/// Input: `num_rows` rows of `in_features` bf16 elements, `stride` elements apart.
 #[derive(Clone, Copy)]
 pub struct Rows {
     pub address: Source<u16>,
@@ -25,12 +25,12 @@ pub struct Rows {
     pub num_rows: usize,
 }
 
-/// Where results go, contiguous rows of bf16, and what is done to them on the way.
+/// The output, contiguous rows of bf16, and how results are combined with it.
 #[derive(Clone, Copy)]
 pub enum Output {
     /// y = x·Wᵀ
     Store(Target<u16>),
-    /// y += x·Wᵀ, the product rounded to bf16 before it is added, as separate operators would
+    /// y += x·Wᵀ, with the product rounded to bf16 before the addition, like two separate operators
     Add(Target<u16>),
 }
 
@@ -43,11 +43,10 @@ impl Output {
 }
 
 impl PackedLinear {
-    /// Apply the layer to rows. A gated layer's output has `out_features / 2` columns and is always stored.
+    /// Applies the layer. A gated layer's output has `out_features / 2` columns and is always stored.
     ///
     /// # Safety
-    /// `rows` must be readable with `in_features` numbers each, `output` writable with the output's columns for every row, and the two
-    /// must not overlap. The CPU must be `supported()`.
+    /// `rows` must be readable, `output` writable for every row, and the two must not overlap. The CPU must be `supported()`.
     pub unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output) {
         if rows.num_rows == 0 {
             return;
@@ -69,7 +68,7 @@ impl PackedLinear {
         });
     }
 
-    /// One panel (or gate panel and up panel) for some of the rows, in tiles of even height.
+    /// Computes one panel (or gate panel and up panel) for some rows, in tiles of equal height.
     ///
     /// # Safety
     /// As for `apply`.
@@ -89,7 +88,7 @@ impl PackedLinear {
                 add: matches!(output, Output::Add(_)),
             };
             let shape = tile::Shape { stride: rows.stride, in_features: self.in_features() };
-            // SAFETY: the panels exist, the input has `end - first` rows, and the target room for as many.
+            // SAFETY: the panels exist; input and target have `end - first` rows.
             unsafe {
                 if self.is_gated() {
                     let gate = self.panel(2 * unit, Ahead::plan(tile, num_tiles, 2));

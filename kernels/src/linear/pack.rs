@@ -1,5 +1,5 @@
-//! The packed form of a weight: panels of 48 output columns, each [input pair][column][2], so that one vector load brings a pair of
-//! input features for 16 columns. Missing columns, and the second half of an odd last pair, are zero.
+//! The packed form of a weight: panels of 48 output columns, each [input pair][column][2], so that one vector load brings a pair
+//! of input features for 16 columns. Padding columns, and the second half of an odd last pair, are zero.
 
 use super::tile::{Ahead, Panel};
 use crate::memory::{Arena, Piece};
@@ -8,27 +8,27 @@ use crate::simd::{self, LANES};
 use std::io;
 use std::ops::Range;
 
-/// Output columns of one panel.
+/// Output columns per panel.
 pub const PANEL: usize = 48;
-/// Vectors across a panel.
+/// Vectors per panel row.
 pub(super) const VECTORS: usize = PANEL / LANES;
-/// bf16 numbers of a panel for one input pair.
+/// bf16 elements of a panel per input pair.
 pub(super) const PAIR: usize = PANEL * 2;
 
-/// What a weight is like before it is filled: [out_features, in_features] in bf16, and a bias [out_features] or null.
+/// The shape of a weight [out_features, in_features] in bf16, and its bias [out_features] or null.
 #[derive(Clone, Copy)]
 pub struct Weight {
     pub bias: *const u16,
     pub out_features: usize,
     pub in_features: usize,
-    /// Its first half of rows is a gate and the second half what it gates: the panels alternate.
+    /// Whether the first half of the rows is a gate for the second half; their panels alternate.
     pub gated: bool,
 }
 
 /// A weight in panels.
 pub struct PackedLinear {
     panels: Piece,
-    /// Column after column of the panels, padded; empty without a bias.
+    /// By column of the panels, padded; empty without a bias.
     bias: Vec<f32>,
     num_panels: usize,
     out_features: usize,
@@ -36,12 +36,12 @@ pub struct PackedLinear {
     gated: bool,
 }
 
-// SAFETY: the panels are written only by `fill`, whose callers vouch that nobody reads them meanwhile.
+// SAFETY: only `fill` writes the panels, and its callers guarantee that nothing reads them meanwhile.
 unsafe impl Send for PackedLinear {}
 // SAFETY: as above.
 unsafe impl Sync for PackedLinear {}
 
-/// Neighbouring rows of a weight, at most LANES, that are neighbouring columns of one panel.
+/// Consecutive rows of a weight, at most LANES, that are consecutive columns of one panel.
 struct Group {
     rows: Range<usize>,
     panel: usize,
@@ -49,11 +49,11 @@ struct Group {
 }
 
 impl PackedLinear {
-    /// Room for a weight whose rows are zero until they are filled. PERF: so a weight is packed from pieces that are still in the
-    /// cache, and never lies in memory beside its packed form.
+    /// Allocates a packed weight of zeros for `fill`. PERF: a weight is packed from pieces that are still in the cache, and is never
+    /// in memory together with its packed form.
     ///
     /// # Safety
-    /// The bias must be null or hold `out_features` numbers.
+    /// The bias must be null or point to `out_features` elements.
     pub unsafe fn new(arena: &Arena, weight: Weight) -> io::Result<PackedLinear> {
         let Weight { bias: address, out_features, in_features, gated } = weight;
         let columns = if gated { out_features / 2 } else { out_features };
@@ -74,10 +74,11 @@ impl PackedLinear {
         Ok(packed)
     }
 
-    /// Fill `num_rows` rows of the weight from row `first` on.
+    /// Fills `num_rows` rows of the weight from row `first` on.
     ///
     /// # Safety
-    /// `source` must hold them, the weight must have them, and nobody may use the layer meanwhile. The CPU must be `supported()`.
+    /// `source` must hold these rows, the weight must have them, and nothing may use the layer meanwhile. The CPU must be
+    /// `supported()`.
     pub unsafe fn fill(&self, executor: &impl Executor, source: Source<u16>, first: usize, num_rows: usize) {
         if num_rows == 0 {
             return;
@@ -97,7 +98,7 @@ impl PackedLinear {
         });
     }
 
-    /// How many groups begin before this row.
+    /// Number of groups that start before this row.
     fn groups_before(&self, row: usize) -> usize {
         let columns = self.output_columns().max(1);
         row / columns * columns.div_ceil(LANES) + (row % columns).div_ceil(LANES)
@@ -115,10 +116,10 @@ impl PackedLinear {
         }
     }
 
-    /// Write the weight's own rows: an embedding whose table is also the head. Not if gated.
+    /// Copies rows of the weight: an embedding whose table is also the head. Not for gated weights.
     ///
     /// # Safety
-    /// `rows` must hold `num_rows` numbers, each below `out_features`, and `output` room for as many rows.
+    /// `rows` must point to `num_rows` row numbers below `out_features`, `output` to room for as many rows.
     pub unsafe fn copy_rows(&self, executor: &impl Executor, rows: Source<i64>, num_rows: usize, output: Target<u16>) {
         debug_assert!(!self.gated);
         let pairs = self.in_features.div_ceil(2);
@@ -144,7 +145,7 @@ impl PackedLinear {
         self.in_features
     }
 
-    /// Columns of the result: half the weight's rows when gated.
+    /// Columns of the output: half of the weight's rows when gated.
     pub fn output_columns(&self) -> usize {
         if self.gated { self.out_features / 2 } else { self.out_features }
     }
@@ -168,12 +169,12 @@ impl PackedLinear {
     }
 }
 
-/// Write rows, at most LANES, as columns of a panel that begins at `target`.
+/// Writes at most LANES rows as columns of a panel, from `target` on.
 ///
 /// # Safety
 /// `source` must hold the rows, `target` room for their columns. The CPU must be `supported()`.
 unsafe fn interleave(source: *const u16, target: *mut u16, num_rows: usize, in_features: usize) {
-    // SAFETY: the caller vouches for all rows and columns; each is written as far as the row before it was read.
+    // SAFETY: the caller vouches for all rows and columns; reads and writes stay within them.
     unsafe {
         let wide = if num_rows == LANES { in_features / (2 * LANES) * LANES } else { 0 };
         for pair in (0..wide).step_by(LANES) {

@@ -1,21 +1,21 @@
-//! The register tile: up to 8 rows by one panel of 48 columns, all input features summed in registers.
+//! The register tile: up to 8 rows by one panel of 48 columns, with the sums over all input features in registers.
 
 use super::pack::{PAIR, VECTORS};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
-/// Bytes to be on the way while a single tile streams a panel. PERF: 8 and 16 rows of 3072 × 576 took 90 and 140 µs with this
+/// Prefetch distance in bytes while a single tile streams a panel. PERF: 8 and 16 rows of 3072 × 576 took 90 and 140 µs with this
 /// distance into the second-level cache, 102 to 106 and 161 to 164 µs with 2 to 16 KiB into the first (Zen 4, 2 threads).
 const STREAM_AHEAD_BYTES: usize = 8192;
 const LINE: usize = 64;
 
-/// What to prefetch while a tile is computed.
+/// The prefetches during a tile.
 #[derive(Clone, Copy)]
 pub enum Ahead {
     Nothing,
-    /// The stream of panels itself, a fixed distance ahead: three lines a pair.
+    /// Prefetch the stream of panels a fixed distance ahead: three lines per pair.
     Stream,
-    /// A share of the panel that comes `panels` later: one line a pair, from this line on.
+    /// Prefetch a share of the panel that comes `panels` later: one line per pair, from this line on.
     Share {
         tile: usize,
         lines_per_pair: usize,
@@ -24,7 +24,7 @@ pub enum Ahead {
 }
 
 impl Ahead {
-    /// For tile number `tile` of `num_tiles` that use the same panel. The first three tiles share the next panel's lines.
+    /// The prefetches of tile `tile` of `num_tiles` on the same panel. The first three tiles share the next panel's lines.
     pub fn plan(tile: usize, num_tiles: usize, panels: usize) -> Ahead {
         match num_tiles {
             1 => Ahead::Stream,
@@ -35,7 +35,7 @@ impl Ahead {
     }
 }
 
-/// One panel's addresses.
+/// The addresses of one panel.
 #[derive(Clone, Copy)]
 pub struct Panel {
     pub weights: *const u16,
@@ -51,7 +51,7 @@ pub struct Shape {
     pub in_features: usize,
 }
 
-/// Where a tile's results go.
+/// The output of a tile.
 #[derive(Clone, Copy)]
 pub struct Outcome {
     pub target: *mut u16,
@@ -77,21 +77,21 @@ macro_rules! for_height {
     };
 }
 
-/// A tile of `height` (1 to 8) rows.
+/// Computes a tile of `height` (1 to 8) rows.
 ///
 /// # Safety
 /// `height` rows of `shape` must be readable at `input`, `outcome` writable for them, and the panel made for `shape.in_features`.
 pub unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe { for_height!(height, plain(input, shape, panel, outcome)) }
 }
 
-/// The same for a gate panel and the panel it gates.
+/// Like `apply`, for a gate panel and the panel that it gates.
 ///
 /// # Safety
 /// As for `apply`.
 pub unsafe fn apply_gated(height: usize, input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
-    // SAFETY: passed on.
+    // SAFETY: guaranteed by the caller.
     unsafe { for_height!(height, gated(input, shape, panels, outcome)) }
 }
 
@@ -133,7 +133,7 @@ unsafe fn gated<const R: usize>(input: *const u16, shape: Shape, panels: [Panel;
     }
 }
 
-/// Sums of R rows with one panel, bias included.
+/// The sums of R rows with one panel, bias included.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn product<const R: usize>(input: *const u16, shape: Shape, panel: Panel) -> Sums<R> {
@@ -155,7 +155,7 @@ unsafe fn product<const R: usize>(input: *const u16, shape: Shape, panel: Panel)
         }
     };
     if shape.in_features % 2 == 1 {
-        // SAFETY: as above; the pair's second half does not exist in the input and is taken as zero.
+        // SAFETY: as above; the second half of the pair does not exist in the input and is replaced by zero.
         unsafe {
             for row in 0..R {
                 let last = input.add(row * shape.stride + pairs * 2).read();

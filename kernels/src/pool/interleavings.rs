@@ -1,6 +1,6 @@
-//! Every interleaving of the threads of a section, with every value that the memory model lets a thread see; the contents that
-//! the parts write and read are watched for races. `make loom`. Two threads meet: of three, two could wait for the third in
-//! turn for ever, which loom does not tell from a deadlock.
+//! Model-checks the threads of a section with loom: every interleaving, every value that the memory model allows, and races on the
+//! data that parts write and read. `make loom`. Only two threads wait for each other: of three, two could spin in turn for ever,
+//! which loom cannot tell from a deadlock.
 
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
@@ -9,10 +9,10 @@ use loom::thread;
 
 use super::*;
 
-/// What parts write and later parts read, as kernels do through `Target` and `Source`.
+/// Data that parts write and later parts read, as kernels do through `Target` and `Source`.
 struct Cells(Vec<UnsafeCell<usize>>);
 
-// SAFETY: that no two threads are at one cell at once, unless both read, is what loom checks here.
+// SAFETY: loom checks that no two threads access a cell at once, unless both read.
 unsafe impl Sync for Cells {}
 // SAFETY: as above.
 unsafe impl Send for Cells {}
@@ -33,7 +33,7 @@ impl Cells {
     }
 }
 
-/// Has `walk` run by a team as `Pool::section` does, and returns when all have left it.
+/// Runs `walk` on a team of threads as `Pool::section` does, and returns when all have finished.
 fn section(num_threads: usize, max_phases: usize, walk: impl Fn(&Walker<'_>) + Send + Sync + 'static) {
     let phases: Arc<Vec<Phase>> = Arc::new((0..max_phases).map(|_| Phase::default()).collect());
     let walk = Arc::new(walk);
@@ -60,7 +60,7 @@ fn a_kernel_sees_all_that_the_one_before_wrote() {
 }
 
 #[test]
-fn a_kernel_without_parts_and_one_with_a_single_part_hold_nobody_up() {
+fn a_kernel_without_parts_and_one_with_a_single_part_block_no_thread() {
     loom::model(|| {
         section(2, 3, {
             let cell = Cells::new(1);

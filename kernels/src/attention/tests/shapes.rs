@@ -1,8 +1,8 @@
-//! Everything that attention may have besides being causal.
+//! Every attention feature beyond plain causal attention.
 
 use super::*;
 
-/// One score as its formula says.
+/// One score by its formula.
 pub fn score(attention: &Attention, product: f32, head: usize, position: usize) -> f32 {
     let scale = attention.layout.scale;
     let mut score = product * scale;
@@ -15,7 +15,7 @@ pub fn score(attention: &Attention, product: f32, head: usize, position: usize) 
     score + if alibi.is_scaled { bias * scale } else { bias }
 }
 
-/// Of the longest sequence: three segments, so that some are passed.
+/// Length of the longest sequence: three segments, so that some are outside of a window.
 const LENGTH: usize = 560;
 
 fn window(tokens: usize) -> Sight {
@@ -31,13 +31,13 @@ fn part(part: Part) -> Sight {
 }
 
 impl World {
-    /// The first position of the longest sequence that may ask.
+    /// The first query position in the longest sequence.
     fn begin(&self) -> usize {
         if self.attention.sight.part == Part::Answer { self.source_lens[2] as usize } else { 0 }
     }
 }
 
-/// Every feature alone, some together.
+/// Every feature alone, and some combinations.
 fn shapes(layout: Layout) -> Vec<(String, World)> {
     let sights = [1, 16, 65, 100, 300, 5000].map(window);
     let chunks = [16, 23, 256, 300].map(chunk);
@@ -76,7 +76,7 @@ fn shapes(layout: Layout) -> Vec<(String, World)> {
 }
 
 #[test]
-fn a_sight_is_an_interval() {
+fn visible_positions_are_an_interval() {
     let firsts = |sight: Sight| (0..8).map(|position| sight.first(position, 2)).collect::<Vec<_>>();
     let ends = |sight: Sight| (0..8).map(|position| sight.end(position, 2)).collect::<Vec<_>>();
     assert_eq!(firsts(Sight::default()), [0; 8]);
@@ -89,7 +89,7 @@ fn a_sight_is_an_interval() {
 }
 
 #[test]
-fn every_shape_is_its_formula() {
+fn every_shape_matches_its_formula() {
     if !crate::supported() {
         return;
     }
@@ -130,7 +130,7 @@ fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
 }
 
 #[test]
-fn a_sight_of_everything_changes_no_bit() {
+fn a_window_over_everything_changes_no_bit() {
     if !crate::supported() {
         return;
     }
@@ -143,7 +143,7 @@ fn a_sight_of_everything_changes_no_bit() {
 }
 
 #[test]
-fn shapes_that_cannot_be_are_refused() {
+fn invalid_shapes_are_refused() {
     let good = layout(4, 2, 64);
     let slopes = Alibi { slopes: vec![1.0; 3], is_scaled: false, is_bfloat16: false };
     let wide = Layout { value_dim: 80, values_in_keys: true, ..good };
