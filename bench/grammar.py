@@ -22,7 +22,7 @@ sys.path.insert(0, str(peers.ROOT / "server"))
 
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
-from penstock_server.plan import Advance, Grammar, NewSequence, Plan, Sampling
+from penstock_server.plan import Advances, Grammar, NewSequence, Plan, Sampling
 from penstock_server.prepare import prepare
 
 BLOCK_TOKENS, PROMPT_TOKENS = 16, 64
@@ -62,6 +62,12 @@ def sequence(mode: str, stream: int, blocks: range) -> NewSequence:
     return NewSequence(sequence_id, prompt, PROMPT_TOKENS, block_ids=blocks, sampling=sampling)
 
 
+def everyone(sequences: list[NewSequence], num_tokens: int) -> Advances:
+    """All sequences advance by `num_tokens` and sample."""
+    ids = [sequence.sequence_id for sequence in sequences]
+    return Advances.of(ids, [num_tokens] * len(ids), [True] * len(ids))
+
+
 def decode_steps(engine: Engine, num_streams: int, num_tokens: int, blocks_each: int) -> dict[str, list[Step]]:
     """The decode steps of every mode; the modes alternate step by step."""
     engine.reset()
@@ -73,18 +79,16 @@ def decode_steps(engine: Engine, num_streams: int, num_tokens: int, blocks_each:
     steps: dict[str, list[Step]] = {mode: [] for mode in MODES}
     numbers = itertools.count(1)
     for new in streams.values():
-        advances = [Advance(one.sequence_id, PROMPT_TOKENS, (), True) for one in new]
-        engine.step(Plan(next(numbers), (), new, advances))
+        engine.step(Plan(next(numbers), (), new, everyone(new, PROMPT_TOKENS)))
     for turn in range(1, num_tokens):
         order = list(MODES)[:: 1 if turn % 2 == 0 else -1]
         for mode in order:
-            plan = Plan(next(numbers), advances=[Advance(one.sequence_id, 1, (), True) for one in streams[mode]])
+            plan = Plan(next(numbers), advances=everyone(streams[mode], 1))
             started, started_cpu = time.perf_counter(), time.process_time()
             result = engine.step(plan)
             wall_s, cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
-            errors = [output.error for output in result.outputs if output.error]
-            if errors:
-                raise SystemExit(f"error: {errors[0]}")
+            if result.failures:
+                raise SystemExit(f"error: {result.failures[0].reason}")
             timing = result.timing
             parts = {"prepare_s": timing.prepare_s, "forward_s": timing.forward_s, "sample_s": timing.sample_s}
             steps[mode].append({"wall_s": wall_s, "cpu_s": cpu_s, **parts})

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from limits import machine
 from penstock_server.config import LoadConfig, WarmUpConfig
@@ -59,11 +60,15 @@ class NullModel:
 
 def plan_message(step: int, num_sequences: int, new: list[pb.NewSequence]) -> bytes:
     """Step 0 starts the sequences. Every sequence advances by a token; one sequence in BLOCK_TOKENS gets a block."""
-    advances = []
-    for sequence_id in range(num_sequences):
-        is_first = (step + sequence_id) % BLOCK_TOKENS == 0
-        blocks = [1 + sequence_id] if is_first or new else []
-        advances.append(pb.Advance(sequence_id=sequence_id, num_tokens=1, new_block_ids=blocks, sample=True))
+    sequence_ids = np.arange(num_sequences)
+    gets_block = ((step + sequence_ids) % BLOCK_TOKENS == 0) | bool(new)
+    advances = pb.Advances(
+        sequence_ids=sequence_ids.astype("<u8").tobytes(),
+        num_tokens=np.ones(num_sequences, "<u4").tobytes(),
+        sample=np.ones(num_sequences, np.uint8).tobytes(),
+        num_new_blocks=gets_block.astype("<u4").tobytes(),
+        new_block_ids=(1 + sequence_ids[gets_block]).astype("<u4").tobytes(),
+    )
     return pb.Plan(step=step + 1, new_sequences=new, advances=advances).SerializeToString()
 
 

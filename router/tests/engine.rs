@@ -229,6 +229,18 @@ async fn a_garbled_result_ends_the_trust() {
 }
 
 #[tokio::test]
+async fn a_logprob_that_is_not_a_number_fails_its_sequence_alone() {
+    let group = FakeGroup::start(vec![Script { nan_first_token: Some(13), ..Script::default() }]);
+    let engine = engine(&group).await;
+    let neighbour = collect(engine.submit(request(&[1], 10)));
+    let (broken, neighbour) = tokio::join!(collect(engine.submit(request(&[13], 10))), neighbour);
+    let SequenceEvent::Failed(SequenceFailure::Sequence(reason)) = broken.1 else { panic!("{:?}", broken.1) };
+    assert!(reason.contains("a logprob that is not a number"), "{reason}");
+    assert_eq!(neighbour, (expected_tokens(&[1], 10), SequenceEvent::Finished(FinishReason::Length)));
+    assert!(engine.health().is_healthy());
+}
+
+#[tokio::test]
 async fn a_worker_that_hangs_is_given_up_after_the_step_deadline() {
     let group = FakeGroup::start(vec![Script { hang_at_step: Some((2, Hang::Step)), ..Script::default() }]);
     let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();

@@ -7,6 +7,7 @@ mod fake_worker;
 use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
+use fake_worker::sequences::unpack;
 use fake_worker::setting::{limits, request};
 use fake_worker::{Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
@@ -281,10 +282,10 @@ async fn who_was_there_at_every_loss_and_is_innocent_goes_on() {
     let fleet = Fleet::new([dies_at(4), dies_at(1), healthy()]);
     streams_are_undisturbed(&fleet, options()).await;
     let plans = fleet.started(3).await.ranks[0].look(|seen| seen.plans.clone());
-    let alone = plans.iter().take_while(|plan| plan.advances.len() <= 1).count();
+    let alone = plans.iter().take_while(|plan| unpack(plan).len() <= 1).count();
     // At most all four: their prompts in pieces of a step, and the two tokens that steps in flight would have given.
     assert!((3..=15).contains(&alone), "{alone} steps with one sequence");
-    assert!(plans[alone..].iter().any(|plan| plan.advances.len() == 4), "they never run together again");
+    assert!(plans[alone..].iter().any(|plan| unpack(plan).len() == 4), "they never run together again");
 }
 
 #[tokio::test]
@@ -305,7 +306,7 @@ async fn a_third_loss_is_blamed_on_nobody_but_the_one_that_was_alone() {
     }
     assert_eq!(num_failed, 1);
     let alone = fleet.started(3).await.ranks[0].look(|seen| seen.plans.clone());
-    assert!(alone.iter().all(|plan| plan.advances.len() == 1), "{alone:?}");
+    assert!(alone.iter().all(|plan| unpack(plan).len() == 1), "{alone:?}");
     assert!(engine.health().is_healthy());
 }
 

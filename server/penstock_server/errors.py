@@ -13,12 +13,3 @@ class PlanError(Exception):
 
 class GrammarError(Exception):
     """A grammar cannot be used; the message is for the user."""
-
-
-class SequenceError(Exception):
-    """One sequence cannot go on; it becomes that sequence's output and touches nobody else."""
-
-    def __init__(self, sequence_id: int, reason: str) -> None:
-        super().__init__(f"sequence {sequence_id}: {reason}")
-        self.sequence_id = sequence_id
-        self.reason = reason

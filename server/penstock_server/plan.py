@@ -1,13 +1,16 @@
-"""A step as the worker sees it: what a plan asks and what its result answers. proto/worker.proto explains every field.
+"""A step's plan and result as the worker's own types. proto/worker.proto specifies every field.
 
-No torch and no protobuf here: `service` translates from and to the wire, `engine` executes.
+No torch and no protobuf here: `service` converts from and to the wire, `engine` executes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,43 +64,72 @@ class NewSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
-    """One sequence's part of a step."""
+class Advances:
+    """Each sequence's share of a step, as columns: one entry per sequence, no sequence twice."""
 
-    sequence_id: int
-    num_tokens: int
-    new_block_ids: Sequence[int] = ()
-    sample: bool = False
+    sequence_ids: npt.NDArray[np.uint64]
+    num_tokens: npt.NDArray[np.uint32]
+    sample: npt.NDArray[np.bool_]
+    num_new_blocks: npt.NDArray[np.uint32]
+    new_block_ids: npt.NDArray[np.uint32]  # [sum of num_new_blocks], in the order of the sequences
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    @classmethod
+    def of(
+        cls,
+        sequence_ids: Sequence[int],
+        num_tokens: Sequence[int],
+        sample: Sequence[bool],
+        new_block_ids: Sequence[Sequence[int]] = (),
+    ) -> Advances:
+        """From lists; without `new_block_ids` no sequence gets a block."""
+        blocks = new_block_ids or [()] * len(sequence_ids)
+        return cls(
+            np.array(sequence_ids, np.uint64),
+            np.array(num_tokens, np.uint32),
+            np.array(sample, np.bool_),
+            np.array([len(ids) for ids in blocks], np.uint32),
+            np.array([block_id for ids in blocks for block_id in ids], np.uint32),
+        )
+
+
+NO_ADVANCES = Advances.of((), (), ())
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: differences to what the worker knows, applied in the order of the fields."""
+    """One step: changes to what the worker knows, applied in the order of the fields."""
 
     step: int
     freed_sequence_ids: Sequence[int] = ()
     new_sequences: Sequence[NewSequence] = ()
-    advances: Sequence[Advance] = ()
+    advances: Advances = NO_ADVANCES
+
+
+Top = Sequence[tuple[int, float]]  # alternatives to a token and their logprobs, best first
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
-    """A sampled token or one of the prompt, and its natural logarithm of probability."""
+class Tokens:
+    """Tokens and their logprobs (natural logarithm), as columns."""
 
-    id: int
-    logprob: float
-    top: Sequence[tuple[int, float]] = ()  # alternatives and their logprobs, best first
+    ids: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float64]
+    tops: Mapping[int, Top] = field(default_factory=dict)  # by index, of the tokens that asked for alternatives
+
+
+NO_TOKENS = Tokens(np.zeros(0, np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """What one advance brought: tokens, or the error that ended its sequence."""
+class Failure:
+    """Why a sequence is over."""
 
     sequence_id: int
-    tokens: Sequence[Token] = ()
-    prompt_tokens: Sequence[Token] = ()
-    error: str = ""
-    request_is_at_fault: bool = False  # with an error; otherwise the server is
+    reason: str
+    request_is_at_fault: bool = False  # otherwise the server is
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +144,11 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to a plan; `outputs` in the order of its advances, empty on every rank but the first."""
+    """The result of a plan. Ranks other than the first fill in only `step` and `timing`."""
 
     step: int
-    outputs: Sequence[SequenceOutput] = ()
-    timing: StepTiming = field(default_factory=StepTiming)
+    timing: StepTiming = StepTiming()
+    sequence_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: NO_ADVANCES.sequence_ids)  # [sampled]
+    sampled: Tokens = NO_TOKENS
+    prompts: Mapping[int, Tokens] = field(default_factory=dict)  # prompt tokens by sequence id
+    failures: Sequence[Failure] = ()

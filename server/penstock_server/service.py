@@ -1,7 +1,8 @@
 """The worker's gRPC face, and the only importer of the generated protobuf code.
 
-RPC threads translate; the compute thread works. Plans are read ahead as they arrive, so plan n+1 is ready when step n
-ends; results are translated while the next step runs. proto/worker.proto is the specification of every method.
+RPC threads convert messages; the compute thread runs steps. Plans are read ahead as they arrive, so plan n+1 is ready
+when step n ends, and on an asynchronous device before; results are converted while the next step runs.
+proto/worker.proto specifies every method.
 """
 
 from __future__ import annotations
@@ -10,30 +11,35 @@ import logging
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from penstock_server.compute import ComputeThread
 from penstock_server.config import Description, LoadConfig, WarmUpConfig, WorkerConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.engine import LoadModel
+from penstock_server.engine.step import Pending
 from penstock_server.errors import ConfigError, GrammarError, PlanError
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 from penstock_server.phase import Phase
-from penstock_server.plan import Advance, Grammar, NewSequence, Plan, Sampling, StepResult, Token
+from penstock_server.plan import Advances, Grammar, NewSequence, Plan, Sampling, StepResult, Tokens, Top
 
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
 _RPC_THREADS = 32  # started when needed; most can wait for a grammar each, and Health still answers
+_MAX_LAUNCHED_STEPS = 2  # on an asynchronous device: one runs while the next one is prepared
 _MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 
 
@@ -65,6 +71,7 @@ class Worker(rpc.WorkerServicer):
         self._stream: _Stream | None = None
         self._opening = threading.Lock()
         self._last_step = 0
+        self._launched: deque[Pending] = deque()
         self._stepping_since: float | None = None
         self._compute = ComputeThread(self._fault)
 
@@ -185,11 +192,14 @@ class Worker(rpc.WorkerServicer):
         try:
             for request in requests:
                 self._compute.post(partial(self._step, stream, _plan(request)))
+        except PlanError as error:
+            self._compute.post(partial(self._refuse_plan, stream, error))
+            return
         except grpc.RpcError:
-            logger.info("the router left the stream of steps")
+            logger.info("the router closed the stream of steps")
         except Exception as error:  # noqa: BLE001 - the service's boundary
             self._fault(error)
-        self._compute.post(partial(stream.results.put, None))
+        self._compute.post(partial(self._end, stream))
 
     # Everything below runs on the compute thread, but for _fault.
 
@@ -203,6 +213,8 @@ class Worker(rpc.WorkerServicer):
     def _open(self, stream: _Stream) -> None:
         assert self._engine is not None
         self._last_step = 0
+        self._launched.clear()
+        self._stepping_since = None
         if stream is self._stream:
             self._engine.reset()
 
@@ -210,17 +222,34 @@ class Worker(rpc.WorkerServicer):
         if stream is not self._stream or stream.ended:
             return
         assert self._engine is not None
-        self._stepping_since = time.monotonic()
+        self._stepping_since = self._stepping_since or time.monotonic()
         try:
-            result = self._engine.step(plan)
+            self._launched.append(self._engine.launch(plan))
         except PlanError as error:
-            stream.ended = True
-            stream.results.put(_Abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
+            self._refuse_plan(stream, error)
+        if self._engine.is_asynchronous and len(self._launched) < _MAX_LAUNCHED_STEPS:
+            # Behind the plans that are here already: they are launched before this thread waits for the device.
+            self._compute.post(partial(self._collect, stream))
         else:
-            self._last_step = plan.step
+            self._collect(stream)
+
+    def _collect(self, stream: _Stream) -> None:
+        """Wait for the oldest launched step, if there is one, and return its result."""
+        if self._launched and stream is self._stream:
+            assert self._engine is not None
+            result = self._engine.collect(self._launched.popleft())
+            self._last_step = result.step
             stream.results.put(result)
-        finally:
-            self._stepping_since = None
+        self._stepping_since = time.monotonic() if self._launched else None
+
+    def _end(self, stream: _Stream) -> None:
+        while self._launched and stream is self._stream:
+            self._collect(stream)
+        stream.results.put(None)
+
+    def _refuse_plan(self, stream: _Stream, error: PlanError) -> None:
+        stream.ended = True
+        stream.results.put(_Abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
 
     def _fault(self, error: BaseException) -> None:
         """Something of ours broke: say so everywhere, and let the process exit."""
@@ -283,8 +312,26 @@ def _plan(message: pb.Plan) -> Plan:
         step=message.step,
         freed_sequence_ids=tuple(message.freed_sequence_ids),
         new_sequences=[_new_sequence(new) for new in message.new_sequences],
-        advances=[Advance(a.sequence_id, a.num_tokens, tuple(a.new_block_ids), a.sample) for a in message.advances],
+        advances=_advances(message.advances),
     )
+
+
+def _advances(message: pb.Advances) -> Advances:
+    return Advances(
+        sequence_ids=_column(message.sequence_ids, "<u8"),
+        num_tokens=_column(message.num_tokens, "<u4"),
+        sample=_column(message.sample, "u1") != 0,
+        num_new_blocks=_column(message.num_new_blocks, "<u4"),
+        new_block_ids=_column(message.new_block_ids, "<u4"),
+    )
+
+
+def _column(packed: bytes, kind: str) -> npt.NDArray[Any]:
+    """A column of the protocol as an array over the same memory."""
+    width = np.dtype(kind).itemsize
+    if len(packed) % width:
+        raise PlanError(f"a column has {len(packed)} bytes, which is not a multiple of {width}")
+    return np.frombuffer(packed, kind)
 
 
 def _new_sequence(message: pb.NewSequence) -> NewSequence:
@@ -323,14 +370,6 @@ def _sampling(message: pb.Sampling) -> Sampling:
     )
 
 
-def _token(token: Token) -> pb.Token:
-    return pb.Token(
-        id=token.id,
-        logprob=token.logprob,
-        top=[pb.TopToken(id=top_id, logprob=logprob) for top_id, logprob in token.top],
-    )
-
-
 def _grammar(message: pb.Grammar) -> Grammar | None:
     kind = message.WhichOneof("kind")
     return None if kind is None else Grammar(kind, getattr(message, kind))
@@ -340,15 +379,19 @@ def _result_message(result: StepResult) -> pb.StepResult:
     timing = result.timing
     return pb.StepResult(
         step=result.step,
-        outputs=[
-            pb.SequenceOutput(
-                sequence_id=output.sequence_id,
-                tokens=[_token(token) for token in output.tokens],
-                prompt_tokens=[_token(token) for token in output.prompt_tokens],
-                error=output.error,
-                fault=pb.FAULT_REQUEST if output.request_is_at_fault else pb.FAULT_SERVER,
+        sequence_ids=result.sequence_ids.astype("<u8").tobytes(),
+        sampled=_tokens(result.sampled),
+        prompts=[
+            pb.PromptTokens(sequence_id=sequence_id, tokens=_tokens(tokens))
+            for sequence_id, tokens in result.prompts.items()
+        ],
+        errors=[
+            pb.SequenceError(
+                sequence_id=failure.sequence_id,
+                reason=failure.reason,
+                fault=pb.FAULT_REQUEST if failure.request_is_at_fault else pb.FAULT_SERVER,
             )
-            for output in result.outputs
+            for failure in result.failures
         ],
         timing=pb.StepTiming(
             prepare_seconds=timing.prepare_s,
@@ -357,3 +400,16 @@ def _result_message(result: StepResult) -> pb.StepResult:
             idle_seconds=timing.idle_s,
         ),
     )
+
+
+def _tokens(tokens: Tokens) -> pb.Tokens:
+    return pb.Tokens(
+        ids=tokens.ids.astype("<u4").tobytes(),
+        logprobs=tokens.logprobs.astype("<f4").tobytes(),
+        top=[_top(index, top) for index, top in tokens.tops.items()],
+    )
+
+
+def _top(index: int, top: Top) -> pb.TopTokens:
+    ids, logprobs = zip(*top, strict=True) if top else ((), ())
+    return pb.TopTokens(index=index, ids=np.array(ids, "<u4").tobytes(), logprobs=np.array(logprobs, "<f4").tobytes())

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock_server.engine import Engine
-from penstock_server.plan import Advance, NewSequence, Plan, Sampling
+from penstock_server.plan import NewSequence, Sampling
+from plans import Advance, plan, step
 
 BLOCK_TOKENS = 16
 
@@ -69,8 +70,8 @@ class AnswerDriver:
             computed[place] += num_tokens
             advances.append(Advance(place, num_tokens, (), computed[place] == known))
         self.num_steps += 1
-        plan = Plan(self.num_steps, freed, [self._new(place, answers[place]) for place in new], advances)
-        for output in self.engine.step(plan).outputs:
+        told = [self._new(place, answers[place]) for place in new]
+        for output in step(self.engine, plan(self.num_steps, freed, told, advances)):
             answer = answers[output.sequence_id]
             answer.error = output.error
             for token in output.tokens:

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, capacity, memory
-from penstock_server.plan import Advance, Grammar, NewSequence, Plan, Sampling
+from penstock_server.plan import Grammar, NewSequence, Sampling
+from plans import Advance, plan, step
 
 BLOCK_TOKENS, STEP_TOKENS, SEQUENCES, LONGEST = 16, 256, 48, 1024
 LIMITS = WarmUpConfig(STEP_TOKENS, SEQUENCES, LONGEST, num_blocks=SEQUENCES * LONGEST // BLOCK_TOKENS)
@@ -55,7 +56,7 @@ class Driver:
 
     def run(self, advances: list[Advance], new: Sequence[NewSequence] = (), freed: Sequence[int] = ()) -> None:
         self._step += 1
-        outputs = self._engine.step(Plan(self._step, freed, new, advances)).outputs
+        outputs = step(self._engine, plan(self._step, freed, new, advances))
         assert not any(output.error for output in outputs), [output.error for output in outputs]
 
     def prefill(self, place: int, length: int, beside: list[Advance], freed: Sequence[int] = ()) -> None:

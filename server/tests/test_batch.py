@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +9,8 @@ from hypothesis import strategies as st
 from penstock_server.attention.interface import StepBatch
 from penstock_server.engine import batch
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.plan import Advance, Grammar, NewSequence, Sampling
+from penstock_server.plan import Grammar, NewSequence, Sampling
+from plans import Advance, columns
 
 VOCAB = 1000
 CPU = torch.device("cpu")
@@ -24,12 +24,13 @@ def new_table(
 
 def step(table: SequenceTable, advances: list[Advance]) -> tuple[StepBatch | None, dict[int, str]]:
     """Select, build and account for a step, as the engine does; sampled tokens are all 7."""
-    chosen = batch.select(table, advances)
+    chosen = batch.select(table, columns(advances))
     built = batch.build(table, chosen, CPU).batch if len(chosen.rows) else None
     table.computed[chosen.rows] += chosen.num_tokens
     sampled = chosen.rows[chosen.sample]
-    table.append_tokens(sampled, np.full(len(sampled), 7))
-    return built, {index: error.reason for index, error in chosen.errors.items()}
+    table.token_ids[sampled, table.known[sampled]] = 7
+    table.known[sampled] += 1
+    return built, {failure.sequence_id: failure.reason for failure in chosen.failures}
 
 
 @given(data=st.data())
@@ -128,7 +129,7 @@ def test_more_sequences_than_rows_keep_everything() -> None:
     assert not errors
     assert built is not None
     assert built.token_ids.tolist() == [sequence_id for sequence_id in range(9) for _ in range(3)]
-    assert table.sampling["seed"][[table.row(sequence_id) for sequence_id in range(9)]].tolist() == list(range(9))
+    assert table.sampling["seed"][table.rows(range(9))].tolist() == list(range(9))
 
 
 def test_cached_tokens_are_not_computed_again() -> None:
@@ -157,11 +158,11 @@ def test_a_broken_advance_fails_its_sequence_alone(advance: Advance, reason: str
     table.add(NewSequence(1, [1] * 6, 6, 0, [10]))
     table.add(NewSequence(2, [2] * 4, 4, 0, [11]))
     built, errors = step(table, [advance, Advance(2, 4, sample=True)])
-    assert errors == {0: reason}
+    assert errors == {advance.sequence_id: reason}
     assert built is not None
     assert built.token_ids.tolist() == [2] * 4
     _, errors = step(table, [Advance(advance.sequence_id, 1)])
-    assert errors == {0: reason}, "the reason stays until the sequence is freed"
+    assert errors == {advance.sequence_id: reason}, "the reason stays until the sequence is freed"
     assert table.free(advance.sequence_id) == (advance.sequence_id == 1)
     table.add(NewSequence(advance.sequence_id, [3], 1, 0, [12]))
     _, errors = step(table, [Advance(advance.sequence_id, 1, sample=True)])
@@ -174,7 +175,7 @@ def test_two_advances_of_one_sequence_fail_both(second: Advance) -> None:
     table.add(NewSequence(1, [1] * 4, 4, 0, [10]))
     table.add(NewSequence(2, [2] * 4, 4, 0, [11]))
     built, errors = step(table, [Advance(1, 1), Advance(2, 4, sample=True), second])
-    assert set(errors) == {0, 2}
+    assert set(errors) == {1}
     assert built is not None
     assert built.token_ids.tolist() == [2] * 4
 
@@ -206,8 +207,8 @@ def test_an_unacceptable_sequence_is_reported_at_its_advance(new: NewSequence, r
     table.add(new)
     table.add(NewSequence(2, [2], 1, 0, [11]))
     built, errors = step(table, [Advance(1, 1, [3]), Advance(2, 1, sample=True)])
-    assert list(errors) == [0]
-    assert errors[0].startswith(reason)
+    assert list(errors) == [1]
+    assert errors[1].startswith(reason)
     assert built is not None
     assert built.token_ids.tolist() == [2]
 
@@ -217,7 +218,7 @@ def test_an_id_in_use_cannot_come_again() -> None:
     table.add(NewSequence(1, [1], 1, 0, [1]))
     table.add(NewSequence(1, [2], 1, 0, [2]))
     _, errors = step(table, [Advance(1, 1)])
-    assert errors == {0: "sequence id is already in use"}
+    assert errors == {1: "sequence id is already in use"}
 
 
 def test_a_sequence_stops_at_its_longest_length() -> None:
@@ -226,4 +227,4 @@ def test_a_sequence_stops_at_its_longest_length() -> None:
     _, errors = step(table, [Advance(1, 8, sample=True)])
     assert not errors, "the token after the last place is still sampled"
     _, errors = step(table, [Advance(1, 1, sample=True)])
-    assert errors == {0: "would have 9 tokens, at most 8 are allowed"}
+    assert errors == {1: "would have 9 tokens, at most 8 are allowed"}

@@ -17,9 +17,10 @@ from penstock_server.engine import Engine
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Advance, NewSequence, Plan, Sampling
+from penstock_server.plan import NewSequence, Sampling
 from penstock_server.prepare import prepare
 from penstock_server.watermark import GreenLists, detect
+from plans import Advance, plan, step
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 CORPUS = [
@@ -222,15 +223,13 @@ def test_a_watermark_is_found_in_what_was_generated_with_it_and_nowhere_else(fol
     blocks = [range(16), range(16, 32)]
     new = [NewSequence(i, text, len(text), 0, blocks[i], sampling) for i, sampling in enumerate(samplings)]
     generated: list[list[int]] = [[], []]
-    for step in range(1, 152):
-        num = len(text) if step == 1 else 1
-        if step == 1:  # the limit of a step is 64 tokens
-            plan = Plan(1, new_sequences=new, advances=[Advance(0, num, sample=True), Advance(1, 1)])
-        elif step == 2:
-            plan = Plan(2, advances=[Advance(0, 1, sample=True), Advance(1, len(text) - 1, sample=True)])
+    for number in range(1, 152):
+        if number == 1:  # the limit of a step is 64 tokens
+            advances = [Advance(0, len(text), sample=True), Advance(1, 1)]
         else:
-            plan = Plan(step, advances=[Advance(0, 1, sample=True), Advance(1, 1, sample=True)])
-        for output in engine.step(plan).outputs:
+            rest = len(text) - 1 if number == 2 else 1
+            advances = [Advance(0, 1, sample=True), Advance(1, rest, sample=True)]
+        for output in step(engine, plan(number, (), new if number == 1 else (), advances)):
             assert not output.error
             generated[output.sequence_id] += [token.id for token in output.tokens]
     lists = GreenLists(description.vocab_size)

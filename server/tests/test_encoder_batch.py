@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +9,8 @@ from hypothesis import strategies as st
 from penstock_server.engine import batch, warmup
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.models.encoder import split
-from penstock_server.plan import Advance, NewSequence, Plan, Sampling
+from penstock_server.plan import NewSequence, Plan, Sampling
+from plans import Advance, columns
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -47,27 +47,27 @@ def test_a_sequence_that_breaks_the_rules_of_sources_is_reported_at_its_advance(
     table = new_table(limit)
     table.add(new)
     table.add(sequence(2, 5 if limit else 0, 6))
-    chosen = batch.select(table, [Advance(1, 5), Advance(2, 6)])
-    assert {index: error.reason for index, error in chosen.errors.items()} == {0: reason}
-    assert chosen.indexes.tolist() == [1]
+    chosen = batch.select(table, columns([Advance(1, 5), Advance(2, 6)]))
+    assert {failure.sequence_id: failure.reason for failure in chosen.failures} == {1: reason}
+    assert chosen.sequence_ids.tolist() == [2]
 
 
 def test_a_source_that_is_cut_fails_its_sequence_alone() -> None:
     table = new_table()
     table.add(sequence(1, 7, 9))
     table.add(sequence(2, 7, 9))
-    chosen = batch.select(table, [Advance(1, 6), Advance(2, 7)])
-    assert {index: error.reason for index, error in chosen.errors.items()} == {
-        0: "an advance to 6 tokens, but its source has 7, which go together"
+    chosen = batch.select(table, columns([Advance(1, 6), Advance(2, 7)]))
+    assert {failure.sequence_id: failure.reason for failure in chosen.failures} == {
+        1: "an advance to 6 tokens, but its source has 7, which go together"
     }
-    assert chosen.indexes.tolist() == [1]
+    assert chosen.sequence_ids.tolist() == [2]
 
 
 def test_penalties_see_the_answers_tokens_only() -> None:
     table = new_table()
     table.add(sequence(1, 5, 7, num_tokens=9))  # 15, 16 begin the answer, 17, 18 were sampled
     table.add(sequence(2, 2, 3))
-    rows = np.array([table.row(1), table.row(2)])
+    rows = table.rows([1, 2])
     assert table.known_ids(rows).tolist() == [[15, 16, 17, 18], [12, 12, 12, 12]]
     ids, real = table.generated_ids(rows)
     assert (ids[real].tolist(), real.tolist()) == ([17, 18], [[True, True], [False, False]])
@@ -77,7 +77,7 @@ def test_prompt_logprobs_are_of_the_answers_beginning_only() -> None:
     table = new_table()
     new = sequence(1, 4, 7)
     table.add(NewSequence(1, new.token_ids, 7, 0, new.block_ids, Sampling(prompt_logprobs=True), num_source_tokens=4))
-    built = batch.build(table, batch.select(table, [Advance(1, 7, sample=True)]), CPU)
+    built = batch.build(table, batch.select(table, columns([Advance(1, 7, sample=True)])), CPU)
     assert built.prompt is not None
     assert built.prompt.ids.tolist() == [15, 16]
     assert built.batch.sample_rows.tolist() == [4, 5, 6]
@@ -86,7 +86,7 @@ def test_prompt_logprobs_are_of_the_answers_beginning_only() -> None:
 def test_a_model_without_an_encoder_is_told_of_no_sources() -> None:
     table = new_table(max_source_tokens=0)
     table.add(sequence(1, 0, 5))
-    assert batch.build(table, batch.select(table, [Advance(1, 5)]), CPU).batch.source_lens is None
+    assert batch.build(table, batch.select(table, columns([Advance(1, 5)])), CPU).batch.source_lens is None
 
 
 @given(data=st.data())
@@ -100,13 +100,13 @@ def test_a_step_is_split_into_its_sources_and_its_answers(data: st.DataObject) -
         table.add(sequence(sequence_id, num_source, num_known))
         begin = data.draw(st.sampled_from([0, *range(num_source, num_known)]))
         stop = data.draw(st.integers(max(begin + 1, num_source), num_known))
-        table.computed[table.row(sequence_id)] = begin
+        table.computed[table.rows([sequence_id])] = begin
         advances.append(Advance(sequence_id, stop - begin, sample=stop == num_known))
         slots = [sequence_id * 10 * BLOCK_TOKENS + position for position in range(stop)]
         of_source.append((slots[begin : num_source if begin == 0 else begin], num_source))
         first = max(begin, num_source)
         of_answer.append((slots[first:], [p - num_source for p in range(first, stop)], stop, stop == num_known))
-    whole = batch.build(table, batch.select(table, advances), CPU).batch
+    whole = batch.build(table, batch.select(table, columns(advances)), CPU).batch
     sources, answers = split(whole)
     expected = [(slots, num) for slots, num in of_source if slots]
     assert (sources is None) == (not expected)
@@ -160,5 +160,5 @@ def test_nothing_that_warm_up_plans_is_refused(
         table = SequenceTable(TableLimits(100, 4, limits.num_blocks(), 60, 8, max_source_tokens))
         for new in plan.new_sequences:
             table.add(new)
-        assert not batch.select(table, plan.advances).errors
-        assert sum(advance.num_tokens for advance in plan.advances) <= max_step_tokens
+        assert not batch.select(table, plan.advances).failures
+        assert plan.advances.num_tokens.sum() <= max_step_tokens

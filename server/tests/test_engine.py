@@ -17,10 +17,11 @@ from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory, warmup
 from penstock_server.engine.capacity import CapacityProbe
 from penstock_server.engine.device import choose_device, choose_dtype, usable_cores
-from penstock_server.engine.engine import BROKEN_LOGITS
+from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.errors import ConfigError, PlanError
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Advance, NewSequence, Plan, Sampling, StepResult
+from penstock_server.plan import NewSequence, Plan, Sampling
+from plans import Advance, Output, plan, step
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,15 +55,15 @@ class Driver:
         advances: list[Advance] | None = None,
         new: list[NewSequence] | None = None,
         freed: list[int] | None = None,
-    ) -> StepResult:
+    ) -> list[Output]:
         self.step += 1
-        result = self.engine.step(Plan(self.step, freed or (), new or (), advances or ()))
-        for output in result.outputs:
+        outputs = step(self.engine, plan(self.step, freed or (), new or (), advances or ()))
+        for output in outputs:
             if output.error:
                 self.errors[output.sequence_id] = output.error
             else:
                 self.tokens.setdefault(output.sequence_id, []).extend(token.id for token in output.tokens)
-        return result
+        return outputs
 
 
 def prompt_of(sequence_id: int, length: int) -> list[int]:
@@ -175,22 +176,40 @@ def test_a_fork_shares_full_blocks_and_computes_the_rest() -> None:
 def test_a_row_with_nan_ends_its_sequence_and_no_other() -> None:
     driver = Driver(ready_engine())
     prompts = {1: prompt_of(1, 5), 2: [*prompt_of(2, 4), POISON], 3: prompt_of(3, 5)}
-    result = driver.run(
+    outputs = driver.run(
         [Advance(i, 5, [2 * i, 2 * i + 1], sample=True) for i in prompts],
         [NewSequence(i, prompt, 5) for i, prompt in prompts.items()],
     )
-    assert [output.sequence_id for output in result.outputs] == [1, 2, 3]
+    assert [output.sequence_id for output in outputs] == [1, 2, 3]
     driver.run([Advance(i, 1, sample=True) for i in prompts])  # planned before the result came back
     assert driver.errors == {2: BROKEN_LOGITS}
     assert driver.tokens == {1: continuation(prompts[1], 2), 3: continuation(prompts[3], 2)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nan_in_a_chunk_with_prompt_logprobs_ends_its_sequence_and_no_other(num_ranks: int) -> None:
+    """On every rank, so that their batches stay the same."""
+    engines = [ready_engine()] if num_ranks == 1 else paired_engines()
+    asking = Sampling(prompt_logprobs=True)
+    prompts = {1: prompt_of(1, 6), 2: [30, POISON, 31, 32, 33, 34], 3: prompt_of(3, 6)}
+    new = [NewSequence(i, prompt, 6, 0, [2 * i, 2 * i + 1], asking) for i, prompt in prompts.items()]
+    drivers = [Driver(engine) for engine in engines]
+    for driver in drivers:
+        driver.run([Advance(i, 3) for i in prompts], new)
+    for driver in drivers:
+        driver.run([Advance(i, 3, sample=True) for i in prompts])
+    assert drivers[0].errors == {2: BROKEN_LOGITS}
+    assert drivers[0].tokens == {i: continuation(prompts[i], 1) for i in (1, 3)}
+    models = [engine.model for engine in engines]
+    assert all(torch.equal(model.cache, models[0].cache) for model in models if isinstance(model, FakeModel))
 
 
 def test_outputs_stand_in_the_order_of_the_advances() -> None:
     driver = Driver(ready_engine())
     new = [NewSequence(i, prompt_of(i, 3), 3, 0, [i]) for i in (1, 2, 3, 4)]
     advances = [Advance(3, 3, sample=True), Advance(9, 1), Advance(1, 1), Advance(4, 9), Advance(2, 3, sample=True)]
-    result = driver.run(advances, new)
-    assert [output.sequence_id for output in result.outputs] == [3, 9, 4, 2]
+    outputs = driver.run(advances, new)
+    assert [output.sequence_id for output in outputs] == [3, 9, 4, 2]
 
 
 def test_a_plan_that_only_frees_runs_no_model() -> None:
@@ -199,9 +218,9 @@ def test_a_plan_that_only_frees_runs_no_model() -> None:
     driver.run([Advance(1, 3, [1], sample=True)], [NewSequence(1, prompt_of(1, 3), 3)])
     assert isinstance(engine.model, FakeModel)
     before = engine.model.num_steps
-    result = driver.run(freed=[1])
-    assert (result.outputs, engine.model.num_steps) == ([], before)
-    assert driver.run([Advance(1, 1)]).outputs[0].error == "unknown sequence id"
+    outputs = driver.run(freed=[1])
+    assert (outputs, engine.model.num_steps) == ([], before)
+    assert driver.run([Advance(1, 1)])[0].error == "unknown sequence id"
 
 
 def test_a_reset_forgets_every_sequence_and_starts_at_step_one() -> None:
@@ -209,21 +228,21 @@ def test_a_reset_forgets_every_sequence_and_starts_at_step_one() -> None:
     driver.run([Advance(1, 3, [1], sample=True)], [NewSequence(1, prompt_of(1, 3), 3)])
     driver.engine.reset()
     driver.step = 0
-    assert driver.run([Advance(1, 1)]).outputs[0].error == "unknown sequence id"
+    assert driver.run([Advance(1, 1)])[0].error == "unknown sequence id"
 
 
 BROKEN_PLANS = {
     "step": (Plan(2), "step is 2, must be 1"),
-    "advances": (Plan(1, advances=[Advance(i, 1) for i in range(9)]), "plan has 9 advances, at most 8 are allowed"),
-    "tokens": (Plan(1, advances=[Advance(1, 65)]), "plan advances 65 tokens, at most 64 are allowed"),
+    "advances": (plan(1, advances=[Advance(i, 1) for i in range(9)]), "plan has 9 advances, at most 8 are allowed"),
+    "tokens": (plan(1, advances=[Advance(1, 65)]), "plan advances 65 tokens, at most 64 are allowed"),
 }
 
 
-@pytest.mark.parametrize(("plan", "message"), BROKEN_PLANS.values(), ids=BROKEN_PLANS.keys())
-def test_a_broken_plan_is_refused_as_a_whole(plan: Plan, message: str) -> None:
+@pytest.mark.parametrize(("broken", "message"), BROKEN_PLANS.values(), ids=BROKEN_PLANS.keys())
+def test_a_broken_plan_is_refused_as_a_whole(broken: Plan, message: str) -> None:
     engine = ready_engine()
     with pytest.raises(PlanError) as caught:
-        engine.step(plan)
+        engine.step(broken)
     assert str(caught.value) == message
     assert engine.step(Plan(1)).step == 1, "nothing happened"
 
@@ -243,12 +262,17 @@ class PairedGroup(RankGroup):
         return value
 
 
-def test_the_other_rank_follows_the_first_and_says_nothing() -> None:
+def paired_engines() -> list[Engine]:
     engines = []
     for rank in (0, 1):
         engine = Engine(FakeModel(rank), PairedGroup(rank, 2), torch.device("cpu"), BLOCK_TOKENS)
         engine.warm_up(LIMITS)
         engines.append(engine)
+    return engines
+
+
+def test_the_other_rank_follows_the_first_and_says_nothing() -> None:
+    engines = paired_engines()
     prompts = {1: prompt_of(1, 5), 2: [*prompt_of(2, 4), POISON], 3: prompt_of(3, 5)}
     drivers = [Driver(engine) for engine in engines]
     for driver in drivers:
@@ -282,12 +306,12 @@ def test_warm_up_runs_the_worst_steps() -> None:
 
 def test_the_worst_steps_are_plans_that_a_router_could_send() -> None:
     limits = warmup.WorstStep(16, 4, 50, max_context_tokens=80, block_tokens=4)
-    plan = warmup.plan(limits, warmup.mixed(limits), prompt_logprobs=True)
-    assert [advance.num_tokens for advance in plan.advances] == [13, 1, 1, 1]
-    assert [len(new.token_ids) for new in plan.new_sequences] == [50, 10, 10, 10]
-    assert [new.num_computed_tokens for new in plan.new_sequences] == [37, 9, 9, 9]
-    assert [len(new.block_ids) for new in plan.new_sequences] == [13, 3, 3, 3]
-    first = plan.new_sequences[0]
+    worst = warmup.plan(limits, warmup.mixed(limits), prompt_logprobs=True)
+    assert worst.advances.num_tokens.tolist() == [13, 1, 1, 1]
+    assert [len(new.token_ids) for new in worst.new_sequences] == [50, 10, 10, 10]
+    assert [new.num_computed_tokens for new in worst.new_sequences] == [37, 9, 9, 9]
+    assert [len(new.block_ids) for new in worst.new_sequences] == [13, 3, 3, 3]
+    first = worst.new_sequences[0]
     assert first.num_prompt_tokens == 50
     assert first.sampling.prompt_logprobs
     decode = warmup.plan(limits, warmup.decode(limits))
@@ -324,7 +348,7 @@ def test_with_a_window_a_sequence_may_be_longer_than_the_pool() -> None:
     assert engine.warm_up(WarmUpConfig(8, 1, max_sequence_tokens=50, num_blocks=3)).num_blocks == 3
     blocks = [index % 3 for index in range(13)]
     new = NewSequence(1, [5] * 49, 49, 48, blocks[:13])
-    assert not engine.step(Plan(1, new_sequences=[new], advances=[Advance(1, 1, sample=True)])).outputs[0].error
+    assert not step(engine, plan(1, new_sequences=[new], advances=[Advance(1, 1, sample=True)]))[0].error
     probe = CapacityProbe(engine.model, RankGroup(), torch.device("cpu"), BLOCK_TOKENS, has_grammars=False)
     assert [probe.contexts_in(num_blocks, 64) for num_blocks in (2, 3, 6)] == [8, 64, 128]
 

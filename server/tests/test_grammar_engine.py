@@ -24,8 +24,9 @@ from penstock_server.engine.constraint import Constraints
 from penstock_server.engine.sampler import Sampler, SampleRequest
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.engine.watermark import Watermark
-from penstock_server.plan import Grammar, Sampling
+from penstock_server.plan import Grammar, NewSequence, Sampling
 from penstock_server.prepare import prepare
+from plans import Advance, plan, step
 
 EOS = 2
 NUM_SEQUENCES = 12
@@ -206,8 +207,6 @@ def test_a_complete_grammar_ends_before_min_new_tokens(driver: AnswerDriver, pro
 
 def test_model_logprobs_are_those_without_the_grammar(driver: AnswerDriver, prompt: list[int]) -> None:
     """A text that only the grammar wants is as unlikely to the model as it would be without."""
-    from penstock_server.plan import Advance, NewSequence, Plan
-
     driver.engine.reset()
     grammar = Grammar("regex", "zebra")
     samplings = [Sampling(grammar=grammar), Sampling(grammar=grammar, model_logprobs=True)]
@@ -215,7 +214,7 @@ def test_model_logprobs_are_those_without_the_grammar(driver: AnswerDriver, prom
         NewSequence(i, prompt, len(prompt), block_ids=range(16 * i, 16 * i + 16), sampling=sampling)
         for i, sampling in enumerate(samplings)
     ]
-    outputs = driver.engine.step(Plan(1, (), new, [Advance(i, len(prompt), (), True) for i in (0, 1)])).outputs
+    outputs = step(driver.engine, plan(1, (), new, [Advance(i, len(prompt), (), True) for i in (0, 1)]))
     processed, own = (output.tokens[0] for output in outputs)
     assert processed.id == own.id
     assert processed.logprob == 0

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, prompt
-from penstock_server.plan import Advance, NewSequence, Plan, Sampling, Token
+from penstock_server.plan import NewSequence, Sampling
+from plans import Advance, Token, plan, step
 from tiny_models import make_model, prompts, save_model
 
 
@@ -56,17 +57,16 @@ def test_any_chunks_give_the_model_s_own_logprobs(
     new = [NewSequence(1, text, 23, 0, range(10)), NewSequence(2, neighbour, 17, 0, range(10, 20))]
     new[0] = NewSequence(1, text, 23, 0, range(10), asking)
     tokens: list[Token] = []
-    sampled = computed = step = 0
+    sampled = computed = number = 0
     while computed < 23:
-        step += 1
+        number += 1
         num = data.draw(st.integers(1, 23 - computed))
         computed += num
         advances = [
             Advance(1, num, sample=computed == 23),
-            Advance(2, 17, sample=True) if step == 1 else Advance(2, 1, sample=True),
+            Advance(2, 17, sample=True) if number == 1 else Advance(2, 1, sample=True),
         ]
-        result = engine.step(Plan(step, new_sequences=new if step == 1 else (), advances=advances))
-        for output in result.outputs:
+        for output in step(engine, plan(number, new_sequences=new if number == 1 else (), advances=advances)):
             assert not output.error
             if output.sequence_id == 1:
                 tokens += output.prompt_tokens
@@ -83,6 +83,6 @@ def test_generated_tokens_that_are_computed_again_have_no_prompt_logprobs(tiny: 
     (text,) = prompts(6, [12], 131)
     asking = Sampling(prompt_logprobs=True)
     again = NewSequence(1, [*text, 7, 8, 9], 12, 0, range(10), asking)
-    output = engine.step(Plan(1, new_sequences=[again], advances=[Advance(1, 15, sample=True)])).outputs[0]
+    output = step(engine, plan(1, new_sequences=[again], advances=[Advance(1, 15, sample=True)]))[0]
     check(list(output.prompt_tokens), model, text, 0)
     assert len(output.tokens) == 1

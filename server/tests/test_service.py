@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket as sockets
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
 from grammar_walk import END, WORDS, write_small_tokenizer
 from penstock_server.config import WorkerConfig
+from penstock_server.engine import Engine
 from penstock_server.errors import ConfigError
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -23,6 +25,7 @@ from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
 from penstock_server.service import PROTOCOL_VERSION, Worker, start_server
 from penstock_server.watermark import GreenLists
+from plans import Advance, columns
 
 TIMEOUT_S = 60
 GREEDY = pb.Sampling(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
@@ -67,11 +70,17 @@ class Steps:
     def __post_init__(self) -> None:
         self.results = self.stub.Steps(iter(self.sent.get, None), timeout=TIMEOUT_S)
 
-    def send(
-        self, *advances: pb.Advance, new: list[pb.NewSequence] | None = None, freed: list[int] | None = None
-    ) -> None:
+    def send(self, *advances: Advance, new: list[pb.NewSequence] | None = None, freed: list[int] | None = None) -> None:
         self.num_sent += 1
-        self.sent.put(pb.Plan(step=self.num_sent, new_sequences=new, freed_sequence_ids=freed, advances=advances))
+        packed = columns(advances)
+        message = pb.Advances(
+            sequence_ids=packed.sequence_ids.tobytes(),
+            num_tokens=packed.num_tokens.tobytes(),
+            sample=packed.sample.tobytes(),
+            num_new_blocks=packed.num_new_blocks.tobytes(),
+            new_block_ids=packed.new_block_ids.tobytes(),
+        )
+        self.sent.put(pb.Plan(step=self.num_sent, new_sequences=new, freed_sequence_ids=freed, advances=message))
 
     def end(self) -> None:
         self.sent.put(None)
@@ -103,8 +112,26 @@ def new_sequence(sequence_id: int, prompt: list[int], sampling: pb.Sampling = GR
     )
 
 
-def advance(sequence_id: int, num_tokens: int = 1) -> pb.Advance:
-    return pb.Advance(sequence_id=sequence_id, num_tokens=num_tokens, sample=True)
+def advance(sequence_id: int, num_tokens: int = 1) -> Advance:
+    return Advance(sequence_id, num_tokens, sample=True)
+
+
+def sampled(result: pb.StepResult) -> dict[int, int]:
+    """The token of each sequence, in the order of the result."""
+    ids = np.frombuffer(result.sampled.ids, "<u4").tolist()
+    assert (np.frombuffer(result.sampled.logprobs, "<f4") <= 0).all()
+    return dict(zip(np.frombuffer(result.sequence_ids, "<u8").tolist(), ids, strict=True))
+
+
+def top(tokens: pb.Tokens, index: int) -> list[tuple[int, float]]:
+    """The alternatives to a token."""
+    (found,) = (top for top in tokens.top if top.index == index)
+    columns = (np.frombuffer(found.ids, "<u4").tolist(), np.frombuffer(found.logprobs, "<f4").tolist())
+    return list(zip(*columns, strict=True))
+
+
+def errors(result: pb.StepResult) -> dict[int, str]:
+    return {error.sequence_id: error.reason for error in result.errors}
 
 
 def test_plans_sent_ahead_are_executed_in_order(client: Client) -> None:
@@ -120,11 +147,44 @@ def test_plans_sent_ahead_are_executed_in_order(client: Client) -> None:
     client.model.gate.set()
     results = list(steps.results)
     assert [result.step for result in results] == [1, 2, 3, 4, 5, 6]
-    for place, (sequence_id, prompt) in enumerate(prompts.items()):
-        outputs = [result.outputs[place] for result in results]
-        assert {output.sequence_id for output in outputs} == {sequence_id}
-        assert [token.id for output in outputs for token in output.tokens] == continuation(prompt, 6)
-        assert all(token.logprob <= 0 for output in outputs for token in output.tokens)
+    assert all(list(sampled(result)) == [1, 2] for result in results)
+    for sequence_id, prompt in prompts.items():
+        assert [sampled(result)[sequence_id] for result in results] == continuation(prompt, 6)
+
+
+def test_an_asynchronous_device_gets_the_next_step_before_the_last_is_collected(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "is_asynchronous", True)
+    calls: list[tuple[str, int]] = []
+    for name, call in (("launch", Engine.launch), ("collect", Engine.collect)):
+
+        def record(engine: Engine, step: Any, name: str = name, call: Any = call) -> Any:
+            calls.append((name, step.step))
+            return call(engine, step)
+
+        monkeypatch.setattr(Engine, name, record)
+    client.make_ready()
+    calls.clear()
+    all_are_posted, post = threading.Barrier(2), client.worker._compute.post
+
+    def post_and_tell(job: Any) -> None:
+        post(job)
+        if job.func == client.worker._end:
+            all_are_posted.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(client.worker._compute, "post", post_and_tell)
+    steps = client.steps()
+    client.model.gate.clear()
+    steps.send(advance(1, 2), new=[new_sequence(1, [5, 6])])
+    for _ in range(4):
+        steps.send(advance(1))
+    steps.end()
+    all_are_posted.wait(TIMEOUT_S)
+    client.model.gate.set()
+    assert [sampled(result)[1] for result in steps.results] == continuation([5, 6], 5)
+    assert calls[:4] == [("launch", 1), ("launch", 2), ("collect", 1), ("launch", 3)]
+    assert [step for name, step in calls if name == "collect"] == [1, 2, 3, 4, 5]
 
 
 def test_health_answers_while_a_step_runs(client: Client) -> None:
@@ -203,8 +263,8 @@ def test_sources_and_windows_cross_the_line(client: Client, monkeypatch: pytest.
     steps.send(advance(1, 5), advance(2, 5), new=[with_source, new_sequence(2, prompt)])
     steps.end()
     (result,) = steps.results
-    assert [token.id for token in result.outputs[0].tokens] == continuation(prompt, 1)
-    assert result.outputs[1].error == "has no source tokens, but the model has an encoder"
+    assert sampled(result) == {1: continuation(prompt, 1)[0]}
+    assert errors(result) == {2: "has no source tokens, but the model has an encoder"}
 
 
 UNACCEPTABLE = {
@@ -238,11 +298,9 @@ def test_a_broken_sequence_is_its_own_error_and_the_others_go_on(client: Client)
     steps.send(advance(1), *(advance(sequence.sequence_id) for sequence in asking[:4]))
     steps.send(*(advance(sequence.sequence_id) for sequence in asking[4:]), advance(1))
     first, second, third = (next(steps.results) for _ in range(3))
-    assert first.outputs[1].error == "token id 2000 is outside of the vocabulary of 997"
-    errors = [output.error for output in (*second.outputs[1:], *third.outputs[:-1])]
-    assert errors == list(UNACCEPTABLE)
-    tokens = [first.outputs[0].tokens[0].id, second.outputs[0].tokens[0].id, third.outputs[-1].tokens[0].id]
-    assert tokens == continuation([5, 6], 3)
+    assert errors(first) == {2: "token id 2000 is outside of the vocabulary of 997"}
+    assert list((errors(second) | errors(third)).values()) == list(UNACCEPTABLE)
+    assert [sampled(result) for result in (first, second, third)] == [{1: i} for i in continuation([5, 6], 3)]
 
 
 def test_every_field_of_sampling_reaches_the_sampler(client: Client) -> None:
@@ -258,17 +316,19 @@ def test_every_field_of_sampling_reaches_the_sampler(client: Client) -> None:
     steps = client.steps()
     new = [new_sequence(sequence_id, [5, 6], message) for sequence_id, (message, _) in asked.items()]
     steps.send(*(advance(sequence_id, 2) for sequence_id in asked), new=new)
-    outputs = next(steps.results).outputs
-    assert [output.tokens[0].id for output in outputs] == [wanted for _, wanted in asked.values()]
-    top = outputs[0].tokens[0].top
-    assert [entry.id for entry in top] == [42, first, 0]
-    assert top[0].logprob == outputs[0].tokens[0].logprob > top[1].logprob > top[2].logprob
-    (prompt_token,) = outputs[0].prompt_tokens
-    total = math.log(math.exp(20) + 996)
-    assert (prompt_token.id, len(prompt_token.top)) == (6, 3)
-    assert prompt_token.logprob == pytest.approx((20 if continuation([5], 1) == [6] else 0) - total, abs=1e-4)
-    assert prompt_token.top[0].id == continuation([5], 1)[0]
-    assert all(not output.prompt_tokens and not output.tokens[0].top for output in outputs[1:])
+    result = next(steps.results)
+    assert list(sampled(result).values()) == [wanted for _, wanted in asked.values()]
+    assert len(result.sampled.top) == 1
+    alternatives = top(result.sampled, 0)
+    assert [token_id for token_id, _ in alternatives] == [42, first, 0]
+    logprobs = [logprob for _, logprob in alternatives]
+    assert logprobs[0] == np.frombuffer(result.sampled.logprobs, "<f4")[0]
+    assert logprobs == sorted(logprobs, reverse=True)
+    (prompt,) = result.prompts
+    assert (prompt.sequence_id, prompt.tokens.ids) == (1, np.array([6], "<u4").tobytes())
+    expected = (20 if continuation([5], 1) == [6] else 0) - math.log(math.exp(20) + 996)
+    assert np.frombuffer(prompt.tokens.logprobs, "<f4") == pytest.approx([expected], abs=1e-4)
+    assert [len(top(prompt.tokens, 0)), top(prompt.tokens, 0)[0][0]] == [3, continuation([5], 1)[0]]
 
 
 def test_the_watermark_is_that_of_the_load_request(client: Client) -> None:
@@ -283,7 +343,7 @@ def test_the_watermark_is_that_of_the_load_request(client: Client) -> None:
     client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S)
     steps = client.steps()
     steps.send(advance(1, 2), new=[new_sequence(1, [5, 6], sampling(watermark=True))])
-    chosen = next(steps.results).outputs[0].tokens[0].id
+    chosen = sampled(next(steps.results))[1]
     assert GreenLists(997, 0.25).are_green(np.array([6]), np.array([chosen])).all()
 
 
@@ -310,10 +370,10 @@ def test_a_grammar_is_compiled_while_a_step_runs_and_then_constrains(client: Cli
     steps.send(advance(2, 2), advance(1), new=[new_sequence(2, [5, 6], asked)])
     steps.send(advance(2), advance(1))
     results = [next(steps.results) for _ in range(3)]
-    ids = [result.outputs[0].tokens[0].id for result in results[1:]]
+    ids = [sampled(result)[2] for result in results[1:]]
     text = "".join((*WORDS, "<end>")[token_id] for token_id in ids)
     assert any(whole.startswith(text) for whole in ("aa<end>", "aab<end>"))
-    assert results[2].outputs[1].tokens[0].id == continuation([5, 6], 3)[2]
+    assert sampled(results[2])[1] == continuation([5, 6], 3)[2]
 
 
 def test_a_new_stream_forgets_the_one_before(client: Client) -> None:
@@ -323,12 +383,12 @@ def test_a_new_stream_forgets_the_one_before(client: Client) -> None:
     next(old.results)
     new = client.steps()
     new.send(advance(1))
-    assert next(new.results).outputs[0].error == "unknown sequence id"
+    assert errors(next(new.results)) == {1: "unknown sequence id"}
     with pytest.raises(grpc.RpcError) as caught:
         next(old.results)
     assert caught.value.code() == grpc.StatusCode.ABORTED
     new.send(advance(1, 2), new=[new_sequence(1, [5, 6])], freed=[1])
-    assert next(new.results).outputs[0].tokens[0].id == continuation([5, 6], 1)[0]
+    assert sampled(next(new.results)) == {1: continuation([5, 6], 1)[0]}
 
 
 def test_a_cancelled_stream_leaves_room_for_the_next(client: Client) -> None:
@@ -340,14 +400,36 @@ def test_a_cancelled_stream_leaves_room_for_the_next(client: Client) -> None:
         steps.results.cancel()
 
 
-def test_a_broken_plan_ends_the_stream_and_not_the_worker(client: Client) -> None:
+ONE = np.ones(1, "<u4").tobytes()
+BROKEN_PLANS = {
+    "step": (pb.Plan(step=7), "step is 7, must be 1"),
+    "half a number": (
+        pb.Plan(step=1, advances=pb.Advances(sequence_ids=b"123")),
+        "a column has 3 bytes, which is not a multiple of 8",
+    ),
+    "short column": (
+        pb.Plan(step=1, advances=pb.Advances(sequence_ids=ONE + ONE, num_tokens=ONE, num_new_blocks=ONE)),
+        "the columns of the advances do not have the same length",
+    ),
+    "missing blocks": (
+        pb.Plan(
+            step=1,
+            advances=pb.Advances(sequence_ids=ONE + ONE, num_tokens=ONE, num_new_blocks=ONE, sample=b"0"),
+        ),
+        "the columns of the advances do not have the same length",
+    ),
+}
+
+
+@pytest.mark.parametrize(("plan", "message"), BROKEN_PLANS.values(), ids=BROKEN_PLANS.keys())
+def test_a_broken_plan_ends_the_stream_and_not_the_worker(client: Client, plan: pb.Plan, message: str) -> None:
     client.make_ready()
     steps = client.steps()
-    steps.sent.put(pb.Plan(step=7))
+    steps.sent.put(plan)
     with pytest.raises(grpc.RpcError) as caught:
         next(steps.results)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details() == "step is 7, must be 1"
+    assert caught.value.details() == message
     again = client.steps()
     again.send()
     assert next(again.results).step == 1
@@ -369,7 +451,7 @@ def test_a_message_may_be_larger_than_grpc_s_default_limit(client: Client) -> No
     steps = client.steps()
     long = pb.NewSequence(sequence_id=1, token_ids=[900] * 3_000_000, num_prompt_tokens=1, sampling=GREEDY)
     steps.send(advance(1), new=[long])
-    assert next(steps.results).outputs[0].error == "has 3000000 tokens, at most 64 are allowed"
+    assert errors(next(steps.results)) == {1: "has 3000000 tokens, at most 64 are allowed"}
 
 
 def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:

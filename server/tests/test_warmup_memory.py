@@ -8,13 +8,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from penstock_server.engine import capacity, memory, warmup
-from penstock_server.pb import worker_pb2 as pb
-from penstock_server.plan import Token
+from penstock_server.plan import Tokens
 from penstock_server.prepare import prepare
-from penstock_server.service import _token
+from penstock_server.service import _tokens
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
@@ -31,10 +31,10 @@ def test_the_worst_real_steps_need_no_more_than_the_warm_up_saw(kind: str) -> No
 def test_results_and_known_tokens_are_counted() -> None:
     """Those of a step and those of the one before it, as they are and as messages."""
     top = tuple((50_000 + place, -1.5 - place) for place in range(20))
-    token = Token(50_000, -1.5, top)
-    objects = sum(map(sys.getsizeof, (token, *token.top, *(part for pair in token.top for part in pair))))
-    result = pb.StepResult(outputs=[pb.SequenceOutput(prompt_tokens=[_token(token)])])
-    assert objects + sys.getsizeof(token.top) + 4 * result.ByteSize() < capacity._RESULT_BYTES
+    tokens = Tokens(np.array([50_000]), np.array([-1.5]), {0: top})
+    objects = sum(map(sys.getsizeof, (*top, *(part for pair in top for part in pair))))
+    columns = tokens.ids.nbytes + tokens.logprobs.nbytes
+    assert objects + sys.getsizeof(top) + columns + 4 * _tokens(tokens).ByteSize() < capacity._RESULT_BYTES
     few = warmup.WorstStep(16, 4, 100, max_context_tokens=400, block_tokens=4)
     many = replace(few, max_step_sequences=5)
     assert capacity.unseen_bytes(many) - capacity.unseen_bytes(few) > 100 * (sys.getsizeof(1 << 20) + 8 + 4 + 4)

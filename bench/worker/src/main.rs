@@ -96,8 +96,9 @@ impl Worker for Script {
 }
 
 fn duration(args: &Args, plan: &proto::Plan) -> Duration {
-    let num_tokens: u64 = plan.advances.iter().map(|advance| u64::from(advance.num_tokens)).sum();
-    let num_prompt_tokens = num_tokens - plan.advances.len() as u64;
+    let Some(advances) = &plan.advances else { return Duration::from_micros(args.step_microseconds) };
+    let num_tokens: u64 = numbers(&advances.num_tokens, u32::from_le_bytes).map(u64::from).sum();
+    let num_prompt_tokens = num_tokens - advances.sample.len() as u64;
     Duration::from_micros(args.step_microseconds)
         + Duration::from_nanos(args.prompt_token_nanoseconds * num_prompt_tokens)
 }
@@ -107,14 +108,26 @@ fn execute(args: &Args, turns: &mut HashMap<u64, usize>, plan: &proto::Plan) -> 
     for id in &plan.freed_sequence_ids {
         turns.remove(id);
     }
-    let sampled = plan.advances.iter().filter(|advance| advance.sample).map(|advance| {
-        let turn = turns.entry(advance.sequence_id).or_default();
-        let id = args.token_ids[*turn % args.token_ids.len()];
+    let mut sampled = proto::Tokens::default();
+    let mut sequence_ids = Vec::new();
+    let advances = plan.advances.clone().unwrap_or_default();
+    for (sequence_id, sample) in numbers(&advances.sequence_ids, u64::from_le_bytes).zip(&advances.sample) {
+        if *sample == 0 {
+            continue;
+        }
+        let turn = turns.entry(sequence_id).or_default();
+        sequence_ids.extend(sequence_id.to_le_bytes());
+        sampled.ids.extend(args.token_ids[*turn % args.token_ids.len()].to_le_bytes());
+        sampled.logprobs.extend((-0.5_f32).to_le_bytes());
         *turn += 1;
-        let token = proto::Token { id, logprob: -0.5, top: Vec::new() };
-        proto::SequenceOutput { sequence_id: advance.sequence_id, tokens: vec![token], ..Default::default() }
-    });
-    proto::StepResult { step: plan.step, outputs: sampled.collect(), timing: Some(proto::StepTiming::default()) }
+    }
+    let (sampled, timing) = (Some(sampled), Some(proto::StepTiming::default()));
+    proto::StepResult { step: plan.step, sequence_ids, sampled, timing, ..Default::default() }
+}
+
+/// The numbers of a column.
+fn numbers<T, const WIDTH: usize>(bytes: &[u8], number: fn([u8; WIDTH]) -> T) -> impl Iterator<Item = T> {
+    bytes.as_chunks::<WIDTH>().0.iter().map(move |bytes| number(*bytes))
 }
 
 #[tokio::main(flavor = "current_thread")]

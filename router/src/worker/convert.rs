@@ -14,7 +14,7 @@ pub(super) fn plan<'a>(plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling
         step: plan.step,
         freed_sequence_ids: plan.freed_sequence_ids.into_iter().map(|id| id.0).collect(),
         new_sequences: plan.new_sequences.into_iter().map(|start| new_sequence(sampling(start.id), start)).collect(),
-        advances: plan.advances.into_iter().map(advance).collect(),
+        advances: Some(advances(&plan.advances)),
     }
 }
 
@@ -68,21 +68,54 @@ pub(super) fn grammar(grammar: &Grammar) -> proto::Grammar {
     proto::Grammar { kind: Some(kind) }
 }
 
-fn advance(advance: Advance) -> proto::Advance {
-    proto::Advance {
-        sequence_id: advance.id.0,
-        num_tokens: advance.num_tokens,
-        new_block_ids: advance.new_block_ids,
-        sample: advance.sample,
+fn advances(advances: &[Advance]) -> proto::Advances {
+    proto::Advances {
+        sequence_ids: advances.iter().flat_map(|advance| advance.id.0.to_le_bytes()).collect(),
+        num_tokens: advances.iter().flat_map(|advance| advance.num_tokens.to_le_bytes()).collect(),
+        sample: advances.iter().map(|advance| u8::from(advance.sample)).collect(),
+        num_new_blocks: advances
+            .iter()
+            .flat_map(|advance| (advance.new_block_ids.len() as u32).to_le_bytes())
+            .collect(),
+        new_block_ids: advances
+            .iter()
+            .flat_map(|advance| &advance.new_block_ids)
+            .flat_map(|id| id.to_le_bytes())
+            .collect(),
     }
 }
 
-/// Rank 0's result, checked as far as the protocol alone can tell.
+/// Rank 0's result, checked as far as the protocol alone can tell. Sampled sequences come first, in the order of the
+/// advances.
 pub(super) fn report(result: proto::StepResult) -> Result<StepReport, WorkerError> {
     let timing = result.timing.unwrap_or_default();
+    let sequence_ids = column(&result.sequence_ids, u64::from_le_bytes)?;
+    let sampled = tokens(result.sampled.unwrap_or_default())?;
+    if sequence_ids.len() != sampled.len() {
+        return Err(garbled(format!("{} tokens of {} sequences", sampled.len(), sequence_ids.len())));
+    }
+    let mut outputs: Vec<Output> = Vec::with_capacity(sequence_ids.len() + result.errors.len());
+    for (id, token) in sequence_ids.into_iter().map(SequenceId).zip(sampled) {
+        match outputs.last_mut() {
+            Some(Output { id: last, tokens: Ok(tokens), .. }) if *last == id => tokens.push(token),
+            _ => outputs.push(Output { id, tokens: Ok(vec![token]), prompt_tokens: Vec::new() }),
+        }
+    }
+    for prompt in result.prompts {
+        let id = SequenceId(prompt.sequence_id);
+        let prompt_tokens = tokens(prompt.tokens.unwrap_or_default())?;
+        match outputs.iter_mut().find(|output| output.id == id) {
+            Some(output) => output.prompt_tokens = prompt_tokens,
+            None => outputs.push(Output { id, tokens: Ok(Vec::new()), prompt_tokens }),
+        }
+    }
+    for output in &mut outputs {
+        fail_unless_numbers(output);
+    }
+    outputs.extend(result.errors.into_iter().map(failed));
     Ok(StepReport {
         step: result.step,
-        outputs: result.outputs.into_iter().map(output).collect::<Result<_, _>>()?,
+        outputs,
         timing: WorkerTiming {
             prepare: duration(timing.prepare_seconds)?,
             forward: duration(timing.forward_seconds)?,
@@ -92,36 +125,52 @@ pub(super) fn report(result: proto::StepResult) -> Result<StepReport, WorkerErro
     })
 }
 
-fn output(output: proto::SequenceOutput) -> Result<Output, WorkerError> {
-    let id = SequenceId(output.sequence_id);
-    let are_numbers = output.tokens.iter().chain(&output.prompt_tokens).all(has_numbers);
-    if !are_numbers {
-        return Err(garbled(format!("sequence {} has a logprob that is not a number, or above 0", id.0)));
-    }
-    let fault = match output.fault() {
+fn failed(error: proto::SequenceError) -> Output {
+    let fault = match error.fault() {
         proto::Fault::Server => Fault::Server,
         proto::Fault::Request => Fault::Request,
     };
-    let prompt_tokens = output.prompt_tokens.into_iter().map(token).collect::<Vec<_>>();
-    if !output.error.is_empty() {
-        let error = OutputError { reason: output.error, fault };
-        return Ok(Output { id, tokens: Err(error), prompt_tokens });
-    }
-    if output.tokens.is_empty() && prompt_tokens.is_empty() {
-        return Err(garbled(format!("sequence {} has neither a token nor an error", id.0)));
-    }
-    Ok(Output { id, tokens: Ok(output.tokens.into_iter().map(token).collect()), prompt_tokens })
+    let error_of = OutputError { reason: error.reason, fault };
+    Output { id: SequenceId(error.sequence_id), tokens: Err(error_of), prompt_tokens: Vec::new() }
 }
 
-fn token(token: proto::Token) -> Token {
-    let top = token.top.into_iter().map(|top| TopToken { id: top.id, logprob: top.logprob }).collect();
-    Token { id: token.id, logprob: token.logprob, top }
-}
-
-/// Whether every logprob is one. Rounding may take it a little above 0.
-fn has_numbers(token: &proto::Token) -> bool {
+/// Fails a sequence with a logprob that is not a number: logits that are not finite are one sequence's, not the group's.
+fn fail_unless_numbers(output: &mut Output) {
+    // Rounding may take a logprob a little above 0.
     let is_logprob = |logprob: f32| logprob < 0.01;
-    is_logprob(token.logprob) && token.top.iter().all(|top| is_logprob(top.logprob))
+    let has_numbers = |token: &Token| is_logprob(token.logprob) && token.top.iter().all(|top| is_logprob(top.logprob));
+    if !output.tokens.iter().flatten().chain(&output.prompt_tokens).all(has_numbers) {
+        let reason = "the worker returned a logprob that is not a number, or above 0".to_owned();
+        output.tokens = Err(OutputError { reason, fault: Fault::Server });
+        output.prompt_tokens.clear();
+    }
+}
+
+fn tokens(tokens: proto::Tokens) -> Result<Vec<Token>, WorkerError> {
+    let ids = column(&tokens.ids, u32::from_le_bytes)?;
+    let logprobs = column(&tokens.logprobs, f32::from_le_bytes)?;
+    if ids.len() != logprobs.len() {
+        return Err(garbled(format!("{} tokens with {} logprobs", ids.len(), logprobs.len())));
+    }
+    let token = |(id, logprob)| Token { id, logprob, top: Vec::new() };
+    let mut listed: Vec<Token> = ids.into_iter().zip(logprobs).map(token).collect();
+    for top in tokens.top {
+        let ids = column(&top.ids, u32::from_le_bytes)?;
+        let logprobs = column(&top.logprobs, f32::from_le_bytes)?;
+        let token = listed.get_mut(top.index as usize).filter(|_| ids.len() == logprobs.len());
+        let token = token.ok_or_else(|| garbled(format!("unusable alternatives to token {}", top.index)))?;
+        token.top = ids.into_iter().zip(logprobs).map(|(id, logprob)| TopToken { id, logprob }).collect();
+    }
+    Ok(listed)
+}
+
+/// A packed array of little-endian numbers.
+fn column<T, const WIDTH: usize>(bytes: &[u8], number: fn([u8; WIDTH]) -> T) -> Result<Vec<T>, WorkerError> {
+    let (numbers, rest) = bytes.as_chunks::<WIDTH>();
+    if !rest.is_empty() {
+        return Err(garbled(format!("a column of {} bytes, which is not a multiple of {WIDTH}", bytes.len())));
+    }
+    Ok(numbers.iter().map(|bytes| number(*bytes)).collect())
 }
 
 fn duration(seconds: f64) -> Result<Duration, WorkerError> {
@@ -130,4 +179,65 @@ fn duration(seconds: f64) -> Result<Duration, WorkerError> {
 
 fn garbled(reason: String) -> WorkerError {
     WorkerError::Garbled { rank: 0, reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn packed(logprobs: &[f32]) -> proto::Tokens {
+        proto::Tokens {
+            ids: (1..=logprobs.len() as u32).flat_map(u32::to_le_bytes).collect(),
+            logprobs: logprobs.iter().flat_map(|logprob| logprob.to_le_bytes()).collect(),
+            top: Vec::new(),
+        }
+    }
+
+    fn result_of(sequence_ids: &[u64], sampled: proto::Tokens) -> proto::StepResult {
+        let sequence_ids = sequence_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        proto::StepResult { step: 1, sequence_ids, sampled: Some(sampled), ..Default::default() }
+    }
+
+    #[test]
+    fn a_logprob_that_is_not_a_number_fails_its_sequence_alone() {
+        let with_top = |logprob: f32| {
+            let top = proto::TopTokens { index: 1, ids: vec![1, 0, 0, 0], logprobs: logprob.to_le_bytes().into() };
+            proto::Tokens { top: vec![top], ..packed(&[-0.5, -0.5]) }
+        };
+        let prompt = proto::PromptTokens { sequence_id: 8, tokens: Some(packed(&[-0.5, f32::NAN])) };
+        for broken in [
+            result_of(&[7, 8], packed(&[-0.5, f32::NAN])),
+            result_of(&[7, 8], packed(&[-0.5, f32::INFINITY])),
+            result_of(&[7, 8], with_top(f32::NAN)),
+            proto::StepResult { prompts: vec![prompt.clone()], ..result_of(&[7, 8], packed(&[-0.5, -0.5])) },
+            proto::StepResult { prompts: vec![prompt], ..result_of(&[7], packed(&[-0.5])) },
+        ] {
+            let outputs = report(broken).unwrap().outputs;
+            assert_eq!(outputs.iter().map(|output| output.id.0).collect::<Vec<_>>(), [7, 8]);
+            assert!(outputs[0].tokens.is_ok(), "{outputs:?}");
+            let error = outputs[1].tokens.as_ref().unwrap_err();
+            assert_eq!((error.fault, outputs[1].prompt_tokens.len()), (Fault::Server, 0));
+        }
+    }
+
+    #[test]
+    fn neighbouring_tokens_of_one_sequence_are_one_output() {
+        let outputs = report(result_of(&[7, 7, 8], packed(&[-0.5, -1.5, f32::NEG_INFINITY]))).unwrap().outputs;
+        let ids = |output: &Output| output.tokens.as_ref().unwrap().iter().map(|token| token.id).collect::<Vec<_>>();
+        assert_eq!(
+            outputs.iter().map(|output| (output.id.0, ids(output))).collect::<Vec<_>>(),
+            [(7, vec![1, 2]), (8, vec![3])]
+        );
+    }
+
+    #[test]
+    fn a_plan_s_advances_are_columns() {
+        let advance = |id, new_block_ids, sample| Advance { id: SequenceId(id), num_tokens: 3, new_block_ids, sample };
+        let packed = advances(&[advance(1, vec![5, 6], false), advance(256, vec![], true), advance(2, vec![7], true)]);
+        assert_eq!(column(&packed.sequence_ids, u64::from_le_bytes).unwrap(), [1, 256, 2]);
+        assert_eq!(column(&packed.num_tokens, u32::from_le_bytes).unwrap(), [3, 3, 3]);
+        assert_eq!(packed.sample, [0, 1, 1]);
+        assert_eq!(column(&packed.num_new_blocks, u32::from_le_bytes).unwrap(), [2, 0, 1]);
+        assert_eq!(column(&packed.new_block_ids, u32::from_le_bytes).unwrap(), [5, 6, 7]);
+    }
 }

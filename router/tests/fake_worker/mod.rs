@@ -3,7 +3,7 @@
 //! It keeps per sequence what a real worker keeps, and panics the test when a plan breaks the protocol.
 
 pub mod fleet;
-mod sequences;
+pub mod sequences;
 pub mod setting;
 
 use std::collections::HashSet;
@@ -44,6 +44,8 @@ pub struct Script {
     pub die_at_step: Option<u64>,
     /// Is killed when a sequence that begins with the first samples its token at the position of the second.
     pub deadly: Option<(u32, usize)>,
+    /// The sequence whose prompt begins with this token gets a logprob that is not a number.
+    pub nan_first_token: Option<u32>,
     /// The sequence whose prompt begins with this token fails when it is sampled for the second time.
     pub broken_first_token: Option<u32>,
     /// Whose fault that is.
@@ -73,9 +75,9 @@ pub enum Garble {
     UnknownSequence,
     TooManyTokens,
     MissingOutput,
-    LogprobNan,
-    TopLogprobNan,
-    NeitherTokenNorError,
+    ShortColumn,
+    PartialNumber,
+    AlternativesToNoToken,
     Timing,
 }
 
@@ -85,9 +87,9 @@ impl Garble {
         Self::UnknownSequence,
         Self::TooManyTokens,
         Self::MissingOutput,
-        Self::LogprobNan,
-        Self::TopLogprobNan,
-        Self::NeitherTokenNorError,
+        Self::ShortColumn,
+        Self::PartialNumber,
+        Self::AlternativesToNoToken,
         Self::Timing,
     ];
 
@@ -96,14 +98,26 @@ impl Garble {
             Self::Step => result.step += 7,
             Self::Timing => result.timing.get_or_insert_default().forward_seconds = f64::NAN,
             _ => {
-                let Some(output) = result.outputs.first_mut() else { return };
+                let ids = &mut result.sequence_ids;
+                let Some(sampled) = result.sampled.as_mut().filter(|_| !ids.is_empty()) else { return };
                 match self {
-                    Self::UnknownSequence => output.sequence_id += 1000,
-                    Self::TooManyTokens => output.tokens.extend(output.tokens.clone()),
-                    Self::LogprobNan => output.tokens[0].logprob = f32::NAN,
-                    Self::TopLogprobNan => output.tokens[0].top.push(proto::TopToken { id: 1, logprob: f32::NAN }),
-                    Self::NeitherTokenNorError => output.tokens.clear(),
-                    _ => drop(result.outputs.remove(0)),
+                    Self::UnknownSequence => ids[1] += 4,
+                    Self::TooManyTokens => {
+                        ids.extend_from_within(..8);
+                        sampled.ids.extend_from_within(..4);
+                        sampled.logprobs.extend_from_within(..4);
+                        ids.rotate_right(8);
+                    }
+                    Self::ShortColumn => sampled.logprobs.truncate(0),
+                    Self::PartialNumber => sampled.ids.truncate(3),
+                    Self::AlternativesToNoToken => {
+                        sampled.top.push(proto::TopTokens { index: 1000, ..Default::default() });
+                    }
+                    _ => {
+                        ids.drain(..8);
+                        sampled.ids.drain(..4);
+                        sampled.logprobs.drain(..4);
+                    }
                 }
             }
         }
@@ -339,16 +353,16 @@ impl Worker for Service {
                 if script.hang_at_step.is_some_and(|(step, _)| step == plan.step) {
                     std::future::pending::<()>().await;
                 }
-                if let Some((_, message)) = script.failure_at_step.filter(|(step, _)| *step == plan.step) {
+                if let Some((_, message)) = script.failure_at_step.as_ref().filter(|(step, _)| *step == plan.step) {
                     return Some((Err(Status::internal(message)), (queue, sequences)));
                 }
-                let mut result = sequences.execute(&plan, script.broken_first_token, script.broken_fault);
+                let mut result = sequences.execute(&plan, &script);
                 if script.die_at_step == Some(plan.step) || script.deadly.is_some_and(|deadly| sequences.has(deadly)) {
                     death.cancel();
                     std::future::pending::<()>().await;
                 }
                 if !first {
-                    result.outputs.clear();
+                    result = proto::StepResult { step: result.step, timing: result.timing, ..Default::default() };
                 }
                 if let Some((_, garble)) = script.garbled_step.filter(|(step, _)| plan.step >= *step) {
                     garble.apply(&mut result);

@@ -4,7 +4,10 @@ use std::collections::{HashMap, HashSet};
 
 use penstock_proto as proto;
 
-use super::next_token;
+use super::{Script, next_token};
+
+/// Why a scripted sequence fails.
+const BROKEN: &str = "not a number";
 
 #[derive(Default)]
 pub struct Sequences {
@@ -27,12 +30,7 @@ impl Sequences {
         sequences.any(|sequence| sequence.token_ids[0] == first_token && sequence.token_ids.len() > position)
     }
 
-    pub fn execute(
-        &mut self,
-        plan: &proto::Plan,
-        broken_first_token: Option<u32>,
-        broken_fault: proto::Fault,
-    ) -> proto::StepResult {
+    pub fn execute(&mut self, plan: &proto::Plan, script: &Script) -> proto::StepResult {
         for id in &plan.freed_sequence_ids {
             assert!(self.by_id.remove(id).is_some(), "sequence {id} was freed and is not known");
         }
@@ -48,50 +46,87 @@ impl Sequences {
             assert!(new.sampling.is_some(), "sequence {} has no sampling", new.sequence_id);
             assert!(self.by_id.insert(new.sequence_id, sequence).is_none(), "{} is new twice", new.sequence_id);
         }
-        let mut outputs = Vec::new();
-        for advance in &plan.advances {
+        let (mut sequence_ids, mut ids, mut logprobs) = (Vec::new(), Vec::new(), Vec::new());
+        let mut errors = Vec::new();
+        for advance in unpack(plan) {
             let sequence = self.by_id.get_mut(&advance.sequence_id).expect("only what is known advances");
-            outputs.extend(sequence.advance(advance, broken_first_token));
-        }
-        for output in outputs.iter_mut().filter(|output| !output.error.is_empty()) {
-            output.set_fault(broken_fault);
+            match sequence.advance(&advance, script.broken_first_token) {
+                Ok(None) => {}
+                Ok(Some(id)) => {
+                    sequence_ids.extend(advance.sequence_id.to_le_bytes());
+                    ids.extend(id.to_le_bytes());
+                    let is_nan = script.nan_first_token == Some(sequence.token_ids[0]);
+                    logprobs.extend(if is_nan { f32::NAN } else { -0.5 }.to_le_bytes());
+                }
+                Err(reason) => errors.push(proto::SequenceError {
+                    sequence_id: advance.sequence_id,
+                    reason: reason.to_owned(),
+                    fault: script.broken_fault.into(),
+                }),
+            }
         }
         let mut owned = HashSet::new();
         for block in self.by_id.values().flat_map(|sequence| &sequence.block_ids) {
             assert!(owned.insert(*block), "block {block} belongs to two sequences");
         }
         let timing = proto::StepTiming { forward_seconds: 0.000_1, ..Default::default() };
-        proto::StepResult { step: plan.step, outputs, timing: Some(timing) }
+        let sampled = Some(proto::Tokens { ids, logprobs, top: Vec::new() });
+        proto::StepResult { step: plan.step, sequence_ids, sampled, errors, timing: Some(timing), ..Default::default() }
     }
 }
 
 impl Sequence {
-    fn advance(&mut self, advance: &proto::Advance, broken_first_token: Option<u32>) -> Option<proto::SequenceOutput> {
+    /// The token that it samples, or why it fails.
+    fn advance(&mut self, advance: &Advance, broken_first_token: Option<u32>) -> Result<Option<u32>, &'static str> {
         self.block_ids.extend(&advance.new_block_ids);
         if self.broken {
-            return Some(self.error(advance));
+            return Err(BROKEN);
         }
         self.num_computed += advance.num_tokens as usize;
         assert!(self.num_computed >= self.num_source, "a part of a source was advanced");
         assert!(self.num_computed <= self.token_ids.len(), "advanced beyond what is known");
         assert!(self.num_computed <= self.block_ids.len() * 16, "advanced beyond the blocks");
         if !advance.sample {
-            return None;
+            return Ok(None);
         }
         assert_eq!(self.num_computed, self.token_ids.len(), "sampled before everything known was computed");
         self.num_samples += 1;
         if self.num_samples >= 2 && broken_first_token == Some(self.token_ids[0]) {
             self.broken = true;
-            return Some(self.error(advance));
+            return Err(BROKEN);
         }
         let id = next_token(&self.token_ids);
         self.token_ids.push(id);
-        let token = proto::Token { id, logprob: -0.5, top: Vec::new() };
-        Some(proto::SequenceOutput { sequence_id: advance.sequence_id, tokens: vec![token], ..Default::default() })
+        Ok(Some(id))
     }
+}
 
-    fn error(&self, advance: &proto::Advance) -> proto::SequenceOutput {
-        let error = "not a number".to_owned();
-        proto::SequenceOutput { sequence_id: advance.sequence_id, error, ..Default::default() }
-    }
+/// One entry of the columns of a plan.
+pub struct Advance {
+    pub sequence_id: u64,
+    pub num_tokens: u32,
+    pub new_block_ids: Vec<u32>,
+    pub sample: bool,
+}
+
+/// The advances of a plan, one by one.
+pub fn unpack(plan: &proto::Plan) -> Vec<Advance> {
+    let advances = plan.advances.clone().unwrap_or_default();
+    let mut new_block_ids = numbers(&advances.new_block_ids, u32::from_le_bytes).into_iter();
+    let columns = numbers(&advances.sequence_ids, u64::from_le_bytes)
+        .into_iter()
+        .zip(numbers(&advances.num_tokens, u32::from_le_bytes))
+        .zip(numbers(&advances.num_new_blocks, u32::from_le_bytes))
+        .zip(advances.sample);
+    let advance = |(((sequence_id, num_tokens), num_new_blocks), sample)| Advance {
+        sequence_id,
+        num_tokens,
+        new_block_ids: new_block_ids.by_ref().take(num_new_blocks as usize).collect(),
+        sample: sample != 0,
+    };
+    columns.map(advance).collect()
+}
+
+fn numbers<T, const WIDTH: usize>(bytes: &[u8], number: fn([u8; WIDTH]) -> T) -> Vec<T> {
+    bytes.as_chunks::<WIDTH>().0.iter().map(|bytes| number(*bytes)).collect()
 }

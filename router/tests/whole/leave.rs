@@ -2,7 +2,6 @@
 //!
 //! A witness generates beside it, so that there are steps; no step is answered before the test lets it.
 
-use penstock_proto as proto;
 use penstock_router::engine::{Generator, SequenceStream};
 use penstock_router::sequence::SequenceRequest;
 use penstock_scheduler::Stats;
@@ -10,6 +9,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use crate::fake_worker::fleet::Fleet;
+use crate::fake_worker::sequences::{Advance, unpack};
 use crate::fake_worker::setting::request;
 use crate::fake_worker::{FakeWorker, Script, Seen};
 use crate::server::{LIMITS, Server};
@@ -27,7 +27,7 @@ struct State {
     num_prompt_tokens: u32,
     max_new_tokens: u32,
     /// Whether it is there, by what its plans say.
-    is_reached: fn(&[proto::Advance]) -> bool,
+    is_reached: fn(&[Advance]) -> bool,
 }
 
 /// The advances of the plans, the last of which is in flight.
@@ -37,7 +37,7 @@ const STATES: [State; 6] = [
         num_witnesses: 2,
         num_prompt_tokens: 5,
         max_new_tokens: 50,
-        is_reached: <[proto::Advance]>::is_empty,
+        is_reached: <[Advance]>::is_empty,
     },
     State {
         name: "prefilling",
@@ -86,9 +86,9 @@ fn witness(server: &Server) -> SequenceStream {
     server.engine.submit(SequenceRequest { priority: 1, ..request(&[7], 400) })
 }
 
-fn advances(seen: &Seen, sequence_id: u64) -> Vec<proto::Advance> {
-    let all = seen.plans.iter().flat_map(|plan| &plan.advances);
-    all.filter(|advance| advance.sequence_id == sequence_id).cloned().collect()
+fn advances(seen: &Seen, sequence_id: u64) -> Vec<Advance> {
+    let all = seen.plans.iter().flat_map(unpack);
+    all.filter(|advance| advance.sequence_id == sequence_id).collect()
 }
 
 /// Lets steps be answered until all witnesses run. No further step can then be planned before the next answer.

@@ -1,7 +1,7 @@
 """From a plan's advances to one batch: which rows, which tokens, which slots.
 
-An advance that its sequence does not allow fails that sequence alone and leaves the batch. The work is vectorised over
-tokens; over sequences there is one short loop.
+An advance that breaks a rule fails its sequence alone and is left out of the batch. Everything is vectorized over
+sequences and tokens.
 """
 
 from __future__ import annotations
@@ -15,111 +15,93 @@ import torch
 
 from penstock_server.attention.interface import StepBatch
 from penstock_server.engine.sequence import SequenceTable
-from penstock_server.errors import SequenceError
-from penstock_server.plan import Advance
+from penstock_server.plan import Advances, Failure
 
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The advances of one plan that can be executed, and the errors of those that cannot."""
+    """The advances of one plan that can run, and why the others cannot."""
 
-    indexes: Rows  # place in the plan's advances
-    rows: Rows  # row in the sequence table
-    num_tokens: Rows
-    sample: npt.NDArray[np.bool_]
-    errors: dict[int, SequenceError]  # by place in the plan's advances
+    sequence_ids: npt.NDArray[np.uint64]  # [selected]
+    rows: Rows  # [selected] row in the sequence table
+    num_tokens: Rows  # [selected]
+    sample: npt.NDArray[np.bool_]  # [selected]
+    failures: Sequence[Failure]
 
 
-def select(table: SequenceTable, advances: Sequence[Advance]) -> Selection:
-    """Append the new blocks and find the advances that their sequences allow; the others' sequences are failed."""
-    errors: dict[int, SequenceError] = {}
-    indexes: list[int] = []
-    rows: list[int] = []
-    for index, advance in enumerate(advances):
-        try:
-            row = table.row(advance.sequence_id)
-            if advance.new_block_ids:
-                table.append_blocks(advance.sequence_id, row, advance.new_block_ids)
-        except SequenceError as error:
-            errors[index] = error
-        else:
-            indexes.append(index)
-            rows.append(row)
-    selection = Selection(
-        np.array(indexes, np.int64),
-        np.array(rows, np.int64),
-        np.array([advances[index].num_tokens for index in indexes], np.int64),
-        np.array([advances[index].sample for index in indexes], np.bool_),
-        errors,
+def select(table: SequenceTable, advances: Advances) -> Selection:
+    """Append the new blocks, and fail the sequences whose advance breaks a rule."""
+    sequence_ids, rows = advances.sequence_ids, table.rows(advances.sequence_ids.tolist())
+    num_tokens, num_new_blocks = advances.num_tokens.astype(np.int64), advances.num_new_blocks.astype(np.int64)
+    sample, new_block_ids = advances.sample, advances.new_block_ids
+    failures: dict[int, Failure] = {}
+    is_allowed = _allowed(table, advances, rows)
+    if not is_allowed.all():
+        for index in np.flatnonzero(~is_allowed).tolist():
+            sequence_id = int(sequence_ids[index])
+            failures[sequence_id] = Failure(sequence_id, _reason(table, advances, index, int(rows[index])))
+        for sequence_id in np.unique(sequence_ids[~is_allowed & (rows >= 0)]).tolist():
+            table.fail(sequence_id, failures[sequence_id].reason)
+        new_block_ids = new_block_ids[np.repeat(is_allowed, num_new_blocks)]
+        sequence_ids, rows, num_tokens = sequence_ids[is_allowed], rows[is_allowed], num_tokens[is_allowed]
+        num_new_blocks, sample = num_new_blocks[is_allowed], sample[is_allowed]
+    if len(new_block_ids):
+        table.append_blocks(rows, num_new_blocks, new_block_ids)
+    return Selection(sequence_ids, rows, num_tokens, sample, list(failures.values()))
+
+
+def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArray[np.bool_]:
+    """[advances]: whether each keeps all rules. `rows` are -1 where the sequence is unknown or failed."""
+    num_new_blocks = advances.num_new_blocks.astype(np.int64)
+    ends = table.computed[rows] + advances.num_tokens
+    known = table.known[rows]
+    num_blocks = table.num_blocks[rows] + num_new_blocks
+    allowed: npt.NDArray[np.bool_] = (
+        (rows >= 0)
+        & (advances.num_tokens >= 1)
+        & (ends <= known)
+        & (ends >= table.source[rows])
+        & (ends <= table.limits.max_sequence_tokens)
+        & (ends <= num_blocks * table.limits.block_tokens)
+        & (num_blocks <= table.block_ids.shape[1])
+        & (~advances.sample | (ends == known))
     )
-    if not errors and len(set(rows)) == len(rows) and not _refused(table, selection).any():
-        return selection
-    return _without_broken(table, advances, selection)
+    is_outside = advances.new_block_ids >= table.limits.num_blocks
+    if is_outside.any():
+        allowed[np.repeat(np.arange(len(rows)), num_new_blocks)[is_outside]] = False
+    order = np.sort(rows)
+    if (order[1:] == order[:-1]).any():
+        allowed &= np.bincount(rows + 1)[rows + 1] == 1
+    return allowed
 
 
-def _refused(table: SequenceTable, chosen: Selection) -> npt.NDArray[np.bool_]:
-    """Which of the advances break a rule that needs only the table's numbers."""
-    ends = table.computed[chosen.rows] + chosen.num_tokens
-    known = table.known[chosen.rows]
-    refused: npt.NDArray[np.bool_] = (
-        (chosen.num_tokens < 1)
-        | (ends > known)
-        | (ends < table.source[chosen.rows])
-        | (ends > table.limits.max_sequence_tokens)
-        | (ends > table.num_blocks[chosen.rows] * table.limits.block_tokens)
-        | (chosen.sample & (ends != known))
-    )
-    return refused
-
-
-def _reason(table: SequenceTable, row: int, advance: Advance) -> str:
-    computed, known = int(table.computed[row]), int(table.known[row])
-    end, room = computed + advance.num_tokens, int(table.num_blocks[row]) * table.limits.block_tokens
-    if advance.num_tokens < 1:
+def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> str:
+    """Which rule an advance breaks."""
+    sequence_id = int(advances.sequence_ids[index])
+    if row < 0:
+        return table.failure(sequence_id)
+    if (advances.sequence_ids == sequence_id).sum() > 1:
+        return "two advances in one plan"
+    first = int(advances.num_new_blocks[:index].sum())
+    new_block_ids = advances.new_block_ids[first : first + int(advances.num_new_blocks[index])].tolist()
+    num_blocks = int(table.num_blocks[row]) + len(new_block_ids)
+    if reason := table.block_refusal(new_block_ids, num_blocks):
+        return reason
+    num_tokens, known = int(advances.num_tokens[index]), int(table.known[row])
+    end, capacity = int(table.computed[row]) + num_tokens, num_blocks * table.limits.block_tokens
+    if num_tokens < 1:
         return "an advance of 0 tokens"
     if end > known:
-        return f"an advance of {advance.num_tokens} tokens to {end}, but only {known} are known"
+        return f"an advance of {num_tokens} tokens to {end}, but only {known} are known"
     if end < table.source[row]:
         return f"an advance to {end} tokens, but its source has {int(table.source[row])}, which go together"
     if end > table.limits.max_sequence_tokens:
         return f"would have {end} tokens, at most {table.limits.max_sequence_tokens} are allowed"
-    if end > room:
-        return f"an advance to {end} tokens, but its blocks hold only {room}"
+    if end > capacity:
+        return f"an advance to {end} tokens, but its blocks hold only {capacity}"
     return f"a token is to be sampled after {end} tokens, but {known} are known"
-
-
-def _without_broken(table: SequenceTable, advances: Sequence[Advance], chosen: Selection) -> Selection:
-    """Fail the sequences that break a rule and keep the rest; slow, and rare."""
-    errors = dict(chosen.errors)
-    for index, error in chosen.errors.items():
-        if advances[index].sequence_id in table:
-            table.fail(advances[index].sequence_id, error.reason)
-    rows, counts = np.unique(chosen.rows, return_counts=True)
-    repeated = set(rows[counts > 1].tolist())
-    refused = _refused(table, chosen)
-    keep = np.ones(len(chosen.rows), np.bool_)
-    for place, (index, row) in enumerate(zip(chosen.indexes.tolist(), chosen.rows.tolist(), strict=True)):
-        sequence_id = advances[index].sequence_id
-        if row in repeated:
-            reason = "two advances in one plan"
-        elif refused[place]:
-            reason = _reason(table, row, advances[index])
-        else:
-            continue
-        keep[place] = False
-        errors[index] = SequenceError(sequence_id, reason)
-    for index, error in errors.items():
-        if index not in chosen.errors:
-            table.fail(advances[index].sequence_id, error.reason)
-    # A sequence may have failed by its second advance only after its first one was accepted.
-    failed = {advances[index].sequence_id: error for index, error in errors.items()}
-    for place, index in enumerate(chosen.indexes.tolist()):
-        if keep[place] and advances[index].sequence_id in failed:
-            keep[place] = False
-            errors[index] = failed[advances[index].sequence_id]
-    return Selection(chosen.indexes[keep], chosen.rows[keep], chosen.num_tokens[keep], chosen.sample[keep], errors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock_server.config import LoadConfig
@@ -60,3 +63,22 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     if quota in ("max", "-1"):
         return cores
     return max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+class HostCopy:
+    """A tensor's copy on the host. The copy starts at once, in the order of the device's work; `wait` returns it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            # Only pinned memory is copied without waiting for the device.
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> npt.NDArray[Any]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return np.asarray(self._tensor)

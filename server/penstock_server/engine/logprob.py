@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.engine.greedy import BLOCK
-
-Top = tuple[tuple[int, float], ...]  # ids and logprobs, best first
-NO_TOP: Top = ()
+from penstock_server.plan import Top
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
-"""Logprobs of prompt tokens, through the model's head by few rows at a time: never vocabulary × prompt in memory."""
+"""Logprobs of prompt tokens. The model's head runs on a few rows at a time: vocabulary × prompt never has to fit into
+memory."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -8,21 +12,46 @@ import torch
 from torch import Tensor
 
 from penstock_server.engine.batch import PromptRows
-from penstock_server.engine.logprob import NO_TOP
+from penstock_server.engine.device import HostCopy
 from penstock_server.engine.sampler import Sampler
 from penstock_server.models.interface import CausalModel
-from penstock_server.plan import Token
+from penstock_server.plan import Tokens, Top
 
-# The head's weight is read once for so many rows; their logits are in memory together.
+# Rows for which the head's weight is read once, and whose logits are in memory together.
 CHUNK_ROWS = {"cpu": 64, "cuda": 256}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScores:
+    """A step's prompt tokens with their logprobs; on ranks other than the first, only what they are."""
+
+    ids: npt.NDArray[np.int64]  # [prompt tokens]
+    places: npt.NDArray[np.int64]  # [sequences] the selected advance of each sequence that has prompt tokens here
+    starts: npt.NDArray[np.int64]  # [sequences] its first prompt token
+    logprobs: HostCopy | None = None  # [prompt tokens]
+    num_broken: Tensor | None = None  # [sequences] int64: rows with logits that are not finite
+    tops: Mapping[int, Top] | None = None  # by prompt token
+
+    def tokens(self, sequence_ids: npt.NDArray[np.uint64]) -> dict[int, Tokens]:
+        """By sequence id; sequence_ids [selected] are those of the advances."""
+        if self.logprobs is None or self.tops is None:
+            return {}
+        logprobs, tokens = self.logprobs.wait(), {}
+        ends = [*self.starts[1:].tolist(), len(self.ids)]
+        for place, start, end in zip(self.places.tolist(), self.starts.tolist(), ends, strict=True):
+            tops = {index - start: self.tops[index] for index in range(start, end) if index in self.tops}
+            tokens[int(sequence_ids[place])] = Tokens(self.ids[start:end], logprobs[start:end], tops)
+        return tokens
 
 
 def score_prompt(
     model: CausalModel, sampler: Sampler, hidden: Tensor, prompt: PromptRows, top_n: npt.NDArray[np.int64]
-) -> list[Token]:
-    """The prompt tokens in the order of `prompt`, with top_n [prompt tokens] alternatives, from the model's outputs
-    [outputs, hidden]. Empty on every rank but the first."""
-    tokens: list[Token] = []
+) -> PromptScores:
+    """Scores of `prompt` with top_n [prompt tokens] alternatives, from the model's outputs [outputs, hidden]. All ranks
+    must call it."""
+    places, starts, owners = np.unique(prompt.places, return_index=True, return_inverse=True)
+    chunks: list[Tensor] = []
+    tops: dict[int, Top] = {}
     step = CHUNK_ROWS[hidden.device.type]
     for start in range(0, len(prompt.ids), step):
         part = slice(start, start + step)
@@ -30,8 +59,13 @@ def score_prompt(
         logits = model.logits(hidden[rows])
         if logits is None:
             continue
-        ids = prompt.ids[part]
-        logprobs, tops = sampler.score(logits, torch.from_numpy(ids).to(hidden.device), top_n[part])
-        listed = enumerate(zip(ids.tolist(), logprobs.tolist(), strict=True))
-        tokens += [Token(token_id, logprob, tops.get(place, NO_TOP)) for place, (token_id, logprob) in listed]
-    return tokens
+        ids = torch.from_numpy(prompt.ids[part]).to(hidden.device)
+        scored, part_tops = sampler.score(logits, ids, top_n[part])
+        chunks.append(scored)
+        tops.update((start + place, top) for place, top in part_tops.items())
+    if not chunks:
+        return PromptScores(prompt.ids, places, starts)
+    logprobs = torch.cat(chunks)
+    num_broken = torch.zeros(len(places), dtype=torch.int64, device=logprobs.device)
+    num_broken.index_add_(0, torch.from_numpy(owners).to(logprobs.device), logprobs.isnan().long())
+    return PromptScores(prompt.ids, places, starts, HostCopy(logprobs), num_broken, tops)

@@ -22,12 +22,13 @@ from penstock_server.engine.choice import choose
 from penstock_server.engine.constraint import Constrainer, Constraints
 from penstock_server.engine.cut import Room
 from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Masks, greatest, native_greedy
-from penstock_server.engine.logprob import Level, Top, level_of, logprobs_at, tops_of
+from penstock_server.engine.logprob import Level, level_of, logprobs_at, tops_of
 from penstock_server.engine.parameter import Parameters, Places, of_composition, within
 from penstock_server.engine.random import uniform
 from penstock_server.engine.sampling import Composition
 from penstock_server.engine.truncation import truncate
 from penstock_server.engine.watermark import Watermark
+from penstock_server.plan import Top
 
 BROKEN = -1  # in the place of a token id
 

@@ -13,8 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.engine.sampling import SAMPLING_FIELDS, Composition, compose, names_tokens, record, refusal
-from penstock_server.errors import SequenceError
+from penstock_server.engine.sampling import (
+    SAMPLING_FIELDS,
+    Composition,
+    compose,
+    names_tokens,
+    reads_history,
+    record,
+    refusal,
+)
 from penstock_server.plan import NewSequence, Sampling
 
 
@@ -51,20 +58,23 @@ class SequenceTable:
         self.computed = np.zeros(limits.num_rows, np.int64)
         self.num_blocks = np.zeros(limits.num_rows, np.int64)
         self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
+        # A number that no other stay of a sequence in the table has or had; 0: the row is free.
+        self.residency = np.zeros(limits.num_rows, np.int64)
+        self._num_residencies = 0
+        self._reading_history: set[int] = set()  # rows
 
-    def __len__(self) -> int:
-        return len(self._row_of)
+    @property
+    def num_reading_history(self) -> int:
+        """Sequences whose sampling needs their tokens on the host."""
+        return len(self._reading_history)
 
-    def __contains__(self, sequence_id: int) -> bool:
-        """Whether the sequence is here and can go on."""
-        return sequence_id in self._row_of
+    def rows(self, sequence_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """[sequence_ids]: the row of each; -1 where the sequence is unknown or has failed."""
+        return np.fromiter((self._row_of.get(i, -1) for i in sequence_ids), np.int64, len(sequence_ids))
 
-    def row(self, sequence_id: int) -> int:
-        """The row of a sequence that can go on; raises SequenceError for any other."""
-        row = self._row_of.get(sequence_id)
-        if row is None:
-            raise SequenceError(sequence_id, self._broken.get(sequence_id, "unknown sequence id"))
-        return row
+    def failure(self, sequence_id: int) -> str:
+        """Why a sequence without a row cannot advance."""
+        return self._broken.get(sequence_id, "unknown sequence id")
 
     def add(self, new: NewSequence) -> None:
         """Take in a new sequence; one that is not acceptable is remembered as broken."""
@@ -93,6 +103,10 @@ class SequenceTable:
         self.sampling[row] = record(new.sampling)
         if names_tokens(new.sampling):
             self._naming[row] = new.sampling
+        if reads_history(new.sampling):
+            self._reading_history.add(row)
+        self._num_residencies += 1
+        self.residency[row] = self._num_residencies
 
     def free(self, sequence_id: int) -> bool:
         """Forget a sequence, broken or not; false when there was none."""
@@ -105,20 +119,22 @@ class SequenceTable:
         self._release(sequence_id)
         self._broken[sequence_id] = reason
 
-    def append_blocks(self, sequence_id: int, row: int, block_ids: Sequence[int]) -> None:
-        """Blocks at the end of a sequence's block table; raises SequenceError when they cannot be."""
-        start = int(self.num_blocks[row])
-        end = start + len(block_ids)
-        reason = self._block_refusal(block_ids, end)
-        if reason:
-            raise SequenceError(sequence_id, reason)
-        self.block_ids[row, start:end] = block_ids
-        self.num_blocks[row] = end
+    def append_blocks(
+        self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], block_ids: npt.NDArray[np.uint32]
+    ) -> None:
+        """Append counts [rows] blocks to the rows' block tables; block_ids [sum of counts] are in the rows' order."""
+        begins = np.cumsum(counts) - counts
+        columns = np.arange(len(block_ids)) + np.repeat(self.num_blocks[rows] - begins, counts)
+        self.block_ids[np.repeat(rows, counts), columns] = block_ids
+        self.num_blocks[rows] += counts
 
-    def append_tokens(self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
-        """One sampled token for each of the rows."""
-        self.token_ids[rows, self.known[rows]] = token_ids
-        self.known[rows] += 1
+    def block_refusal(self, block_ids: Sequence[int], num_blocks: int) -> str:
+        """Why a sequence of `num_blocks` blocks in all cannot have these; empty: it can."""
+        if num_blocks > self.block_ids.shape[1]:
+            return f"has {num_blocks} blocks, at most {self.block_ids.shape[1]} are allowed"
+        if len(block_ids) and (max(block_ids) >= self.limits.num_blocks or min(block_ids) < 0):
+            return f"block id {max(block_ids)} is outside of the pool of {self.limits.num_blocks}"
+        return ""
 
     def composition(self, rows: npt.NDArray[np.int64]) -> Composition:
         """How rows are sampled; the very same object as last time when nothing has changed since."""
@@ -148,6 +164,8 @@ class SequenceTable:
             return False
         self.block_ids[row, : self.num_blocks[row]] = 0
         self._naming.pop(row, None)
+        self._reading_history.discard(row)
+        self.residency[row] = 0
         self._free_rows.append(row)
         return True
 
@@ -171,7 +189,7 @@ class SequenceTable:
             return f"token id {max(new.token_ids)} is outside of the vocabulary of {limits.vocab_size}"
         if new.adapter_id:
             return f"unknown adapter {new.adapter_id!r}: this worker serves the base model only"
-        return self._block_refusal(new.block_ids, len(new.block_ids)) or refusal(new.sampling, limits.vocab_size)
+        return self.block_refusal(new.block_ids, len(new.block_ids)) or refusal(new.sampling, limits.vocab_size)
 
     def _source_refusal(self, new: NewSequence) -> str:
         num, limit = new.num_source_tokens, self.limits.max_source_tokens
@@ -187,17 +205,20 @@ class SequenceTable:
             return f"has {new.num_computed_tokens} computed tokens of a source of {num}, which go together"
         return ""
 
-    def _block_refusal(self, block_ids: Sequence[int], num_blocks: int) -> str:
-        if num_blocks > self.block_ids.shape[1]:
-            return f"has {num_blocks} blocks, at most {self.block_ids.shape[1]} are allowed"
-        if len(block_ids) and (max(block_ids) >= self.limits.num_blocks or min(block_ids) < 0):
-            return f"block id {max(block_ids)} is outside of the pool of {self.limits.num_blocks}"
-        return ""
-
     def _grow(self) -> None:
         old = len(self.known)
         width, blocks = int(self.known.max()), int(self.num_blocks.max())
-        for name in ("token_ids", "block_ids", "known", "prompt", "source", "computed", "num_blocks", "sampling"):
+        for name in (
+            "token_ids",
+            "block_ids",
+            "known",
+            "prompt",
+            "source",
+            "computed",
+            "num_blocks",
+            "sampling",
+            "residency",
+        ):
             before = getattr(self, name)
             after = np.zeros((2 * old, *before.shape[1:]), before.dtype)
             used = {"token_ids": width, "block_ids": blocks}.get(name)

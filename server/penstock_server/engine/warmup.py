@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock_server.plan import Advance, Grammar, NewSequence, Plan, Sampling
+from penstock_server.plan import Advances, Grammar, NewSequence, Plan, Sampling
 
 _MAX_BLOCKS = 256  # of the temporary cache
 _FIRST_SEQUENCES = 16  # as many rows as the sampler works on at a time on a CPU
@@ -110,7 +110,7 @@ def plan(limits: WorstStep, step: Step, prompt_logprobs: bool = False) -> Plan:
 
     The last is up to the caller: they need nothing but room, and time.
     """
-    sequences, advances = [], []
+    sequences = []
     for place, (num_tokens, context) in enumerate(zip(*step, strict=True)):
         num_source = 0
         if limits.max_source_tokens:
@@ -137,5 +137,5 @@ def plan(limits: WorstStep, step: Step, prompt_logprobs: bool = False) -> Plan:
                 num_source_tokens=num_source,
             )
         )
-        advances.append(Advance(place, num_tokens, sample=True))
-    return Plan(1, new_sequences=sequences, advances=advances)
+    counts, _ = step
+    return Plan(1, (), sequences, Advances.of(range(len(counts)), counts, [True] * len(counts)))

@@ -13,7 +13,8 @@ from penstock_server.engine.engine import LoadModel
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Advance, NewSequence, Plan, Sampling
+from penstock_server.plan import NewSequence, Sampling
+from plans import Advance, plan, step
 
 BLOCK_TOKENS = 4
 MAX_STEP_TOKENS = 24
@@ -112,9 +113,8 @@ class EngineRun:
         if not advances:
             return False
         self.step += 1
-        result = self.engine.step(Plan(self.step, freed or (), told, advances=advances))
         by_id = {sequence.id: sequence for sequence in advanced}
-        for output in result.outputs:
+        for output in step(self.engine, plan(self.step, freed or (), told, advances)):
             assert not output.error, output.error
             by_id[output.sequence_id].token_ids += [token.id for token in output.tokens]
         return True

@@ -24,7 +24,8 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import read_spec
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import Advance, NewSequence, Plan, Sampling
+from penstock_server.plan import NewSequence, Sampling
+from plans import Advance, plan, step
 from test_parity import one_thread, reference_logits  # noqa: F401 - a fixture
 from tiny_model import make_model, save_model
 from tiny_models import prompts
@@ -116,16 +117,16 @@ def test_unsupported_options_are_refused(name: str, values: dict[str, Any], mess
 def test_a_broken_source_fails_its_sequence_only(tmp_path: Path) -> None:
     run = EngineRun(save_model(make_model("t5", CASES["t5"]), tmp_path), num_source=lambda prompt: 6)
     whole = NewSequence(1, [9] * 8, 8, 0, [0, 1], num_source_tokens=6)
-    alone = run.engine.step(Plan(1, new_sequences=[whole], advances=[Advance(1, 8, sample=True)]))
-    plan = Plan(
+    alone = step(run.engine, plan(1, new_sequences=[whole], advances=[Advance(1, 8, sample=True)]))
+    mixed = plan(
         2,
-        freed_sequence_ids=[1],
+        freed=[1],
         new_sequences=[replace(whole, sequence_id=2, num_source_tokens=0), whole, replace(whole, sequence_id=3)],
         advances=[Advance(2, 8, sample=True), Advance(1, 8, sample=True), Advance(3, 3)],
     )
-    outputs = run.engine.step(plan).outputs
+    outputs = step(run.engine, mixed)
     assert [bool(output.error) for output in outputs] == [True, False, True]
-    assert outputs[1].tokens[0].id == alone.outputs[0].tokens[0].id
+    assert outputs[1].tokens[0].id == alone[0].tokens[0].id
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

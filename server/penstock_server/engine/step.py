@@ -1,0 +1,280 @@
+"""Execution of plans in two halves: `launch` gives a step to the device, `collect` returns its result.
+
+The next step may be launched before the last one is collected. A sequence in both takes its input token from the device
+tensor into which the last step sampled it. Only sequences whose sampling reads its own history (penalties, watermark,
+grammar) make `launch` wait for the tokens of earlier steps. On a CPU, `launch` does all the work.
+
+INVARIANT: steps are collected in the order of their launch, and the results are those of collecting each at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock_server.config import WarmUpConfig
+from penstock_server.engine import batch
+from penstock_server.engine.batch import Selection
+from penstock_server.engine.constraint import Constraints
+from penstock_server.engine.device import HostCopy
+from penstock_server.engine.prompt import PromptScores, score_prompt
+from penstock_server.engine.sampler import BROKEN, Sampler, SampleRequest
+from penstock_server.engine.sequence import SequenceTable
+from penstock_server.errors import PlanError
+from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
+from penstock_server.models.interface import CausalModel
+from penstock_server.parallel import RankGroup
+from penstock_server.plan import NO_TOKENS, Failure, Plan, StepResult, StepTiming, Tokens, Top
+
+logger = logging.getLogger(__name__)
+
+BROKEN_LOGITS = "the model's logits are not finite"
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A launched step whose result has not been collected."""
+
+    step: int
+    chosen: Selection
+    residencies: Ids  # [selected]
+    failures: dict[int, Failure]  # by sequence id
+    timing: StepTiming = field(default_factory=StepTiming)
+    positions: Ids = field(default_factory=lambda: np.zeros(0, np.int64))  # [samples] of the sampled tokens
+    ids: Tensor | None = None  # [samples] on the device, BROKEN where the logits are
+    verdict: HostCopy | None = None  # ids, then for each sequence of `prompt` its number of broken rows
+    logprobs: HostCopy | None = None  # [samples]; None: not the first rank
+    tops: Mapping[int, Top] = field(default_factory=dict)
+    reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its grammar ended it
+    prompt: PromptScores | None = None
+    host_ids: Ids | None = None  # [samples]; set by settling
+
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        return self.chosen.sample
+
+
+class StepRunner:
+    """Runs the steps of one stream on one rank."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        group: RankGroup,
+        device: torch.device,
+        limits: WarmUpConfig,
+        sampler: Sampler,
+        table: SequenceTable,
+        grammars: GrammarStates | None,
+    ) -> None:
+        """`grammars` belong to the first rank, which samples."""
+        self._model = model
+        self._group = group
+        self._device = device
+        self._limits = limits
+        self._sampler = sampler
+        self._table = table
+        self._grammars = grammars
+        self._in_flight: deque[Pending] = deque()
+        self._last_step = 0
+        self._ended = time.perf_counter()
+
+    def reset(self) -> None:
+        """Forget every sequence, and steps that were not collected: a new stream begins."""
+        self._table = SequenceTable(self._table.limits)
+        if self._grammars is not None:
+            self._grammars.clear()
+        self._in_flight.clear()
+        self._last_step = 0
+        self._ended = time.perf_counter()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Pending:
+        """Start one plan. Raises PlanError, before anything is done, when the plan as a whole breaks the protocol."""
+        started = time.perf_counter()
+        idle_s = started - self._ended
+        self._check(plan)
+        self._last_step = plan.step
+        table = self._table
+        for sequence_id in plan.freed_sequence_ids:
+            if not table.free(sequence_id):
+                logger.warning("step %d frees sequence %d, which is unknown", plan.step, sequence_id)
+        for new in plan.new_sequences:
+            table.add(new)
+        if self._grammars is not None:
+            self._grammars.apply(plan)
+        if table.num_reading_history:
+            for earlier in self._in_flight:
+                self._settle(earlier)
+        chosen = batch.select(table, plan.advances)
+        failures = {failure.sequence_id: failure for failure in chosen.failures}
+        pending = Pending(plan.step, chosen, table.residency[chosen.rows], failures)
+        prepared = forwarded = time.perf_counter()
+        if len(chosen.rows):
+            built = batch.build(table, chosen, self._device)
+            self._take_sampled_inputs(pending, built.batch.token_ids, built.batch.query_starts)
+            prepared = time.perf_counter()
+            masks = self._start_masks(chosen)
+            hidden = self._model.forward(built.batch)
+            # Without prompt logprobs, all outputs are samples.
+            samples = hidden if built.prompt is None else hidden[torch.from_numpy(built.samples).to(hidden.device)]
+            logits = self._model.logits(samples) if len(built.samples) else None
+            forwarded = time.perf_counter()
+            table.computed[chosen.rows] += chosen.num_tokens
+            if built.prompt is not None:
+                top_n = table.sampling["top_n"][chosen.rows][built.prompt.places]
+                pending.prompt = score_prompt(self._model, self._sampler, hidden, built.prompt, top_n)
+            self._sample(pending, logits, masks)
+        self._in_flight.append(pending)
+        self._ended = time.perf_counter()
+        pending.timing = StepTiming(prepared - started, forwarded - prepared, self._ended - forwarded, idle_s)
+        return pending
+
+    def collect(self, pending: Pending) -> StepResult:
+        """The result of the oldest launched step; waits for the device."""
+        started = time.perf_counter()
+        assert self._in_flight[0] is pending, "steps are collected in the order of their launch"
+        self._settle(pending)
+        self._in_flight.popleft()
+        self._ended = time.perf_counter()
+        timing = pending.timing
+        timing = StepTiming(timing.prepare_s, timing.forward_s, timing.sample_s + self._ended - started, timing.idle_s)
+        if self._group.rank != 0:
+            return StepResult(pending.step, timing)
+        sequence_ids, sampled = _sampled_tokens(pending)
+        prompts = {} if pending.prompt is None else pending.prompt.tokens(pending.chosen.sequence_ids)
+        prompts = {
+            sequence_id: tokens for sequence_id, tokens in prompts.items() if sequence_id not in pending.failures
+        }
+        return StepResult(pending.step, timing, sequence_ids, sampled, prompts, list(pending.failures.values()))
+
+    def _take_sampled_inputs(self, pending: Pending, token_ids: Tensor, query_starts: Tensor) -> None:
+        """Write the input tokens that are not on the host yet into token_ids [tokens], on the device."""
+        for earlier in self._in_flight:
+            if earlier.ids is None or earlier.host_ids is not None:
+                continue
+            sampled = earlier.residencies[earlier.sampled]
+            _, *places = np.intersect1d(sampled, pending.residencies, assume_unique=True, return_indices=True)
+            source, target = (torch.from_numpy(place).to(self._device) for place in places)
+            # A sequence samples after its last known token, so what it sampled is all that it has left to compute.
+            token_ids[query_starts[target].long()] = earlier.ids[source].clamp(min=0)
+
+    def _start_masks(self, chosen: Selection) -> Masks:
+        """Start the masks of this step's samples, so that they are made while the model computes."""
+        if self._grammars is None:
+            return NO_MASKS
+        return self._grammars.start(chosen.sequence_ids[chosen.sample].tolist())
+
+    def _sample(self, pending: Pending, logits: Tensor | None, masks: Masks) -> None:
+        """Choose the tokens on the first rank, give them to the others, and start their copy to the host."""
+        table, rows = self._table, pending.chosen.rows[pending.sampled]
+        num_prompts = 0 if pending.prompt is None else len(pending.prompt.places)
+        if not len(rows) and not num_prompts:
+            return
+        pending.positions = table.known[rows]
+        verdict = torch.empty(len(rows) + num_prompts, dtype=torch.int64, device=self._device)
+        if logits is not None:
+            words, pending.reasons = masks.finish()
+            sampled = self._sampler.sample(logits, _request(table, rows, Constraints(masks.places, words)))
+            for place in pending.reasons:
+                sampled.ids[place] = BROKEN
+            verdict[: len(rows)] = sampled.ids
+            pending.logprobs, pending.tops = HostCopy(sampled.logprobs), sampled.tops
+        if pending.prompt is not None and pending.prompt.num_broken is not None:
+            verdict[len(rows) :] = pending.prompt.num_broken
+        self._group.broadcast(verdict)
+        pending.ids, pending.verdict = verdict[: len(rows)], HostCopy(verdict)
+        table.known[rows] += 1
+
+    def _settle(self, pending: Pending) -> None:
+        """Bring a step's tokens into the table, and fail the sequences whose logits are broken."""
+        if pending.verdict is None or pending.host_ids is not None:
+            return
+        chosen, verdict = pending.chosen, pending.verdict.wait()
+        places = np.flatnonzero(chosen.sample)
+        pending.host_ids = ids = verdict[: len(places)]
+        for sample in np.flatnonzero(ids == BROKEN).tolist():
+            # A grammar ends where it outgrows its limits or allows no token: the request brought it.
+            reason, is_of_grammar = pending.reasons.get(sample, BROKEN_LOGITS), sample in pending.reasons
+            self._fail(pending, int(places[sample]), reason, is_of_grammar)
+        if pending.prompt is not None:
+            for place in pending.prompt.places[verdict[len(places) :] > 0].tolist():
+                self._fail(pending, place, BROKEN_LOGITS)
+        # A later plan may have freed the sequence, and given its row to another.
+        rows = chosen.rows[places]
+        stays = (ids != BROKEN) & (self._table.residency[rows] == pending.residencies[places])
+        self._table.token_ids[rows[stays], pending.positions[stays]] = ids[stays]
+        if self._grammars is not None:
+            self._grammars.chosen(chosen.sequence_ids[places][stays].tolist(), ids[stays].tolist())
+
+    def _fail(self, pending: Pending, place: int, reason: str, request_is_at_fault: bool = False) -> None:
+        """End the sequence of one of the step's advances, in later steps in flight too."""
+        sequence_id, residency = int(pending.chosen.sequence_ids[place]), pending.residencies[place]
+        failure = pending.failures.setdefault(sequence_id, Failure(sequence_id, reason, request_is_at_fault))
+        if self._table.residency[pending.chosen.rows[place]] == residency:
+            self._table.fail(sequence_id, failure.reason)
+        for other in self._in_flight:
+            if other.step > pending.step and (other.residencies == residency).any():
+                other.failures[sequence_id] = Failure(sequence_id, failure.reason)
+
+    def _check(self, plan: Plan) -> None:
+        limits, columns = self._limits, plan.advances
+        if plan.step != self._last_step + 1:
+            raise PlanError(f"step is {plan.step}, must be {self._last_step + 1}")
+        lengths = {len(column) for column in (columns.num_tokens, columns.sample, columns.num_new_blocks)}
+        if lengths != {len(columns)} or int(columns.num_new_blocks.sum()) != len(columns.new_block_ids):
+            raise PlanError("the columns of the advances do not have the same length")
+        if len(columns) > limits.max_step_sequences:
+            raise PlanError(f"plan has {len(columns)} advances, at most {limits.max_step_sequences} are allowed")
+        num_tokens = int(columns.num_tokens.sum())
+        if num_tokens > limits.max_step_tokens:
+            raise PlanError(f"plan advances {num_tokens} tokens, at most {limits.max_step_tokens} are allowed")
+
+
+def _sampled_tokens(pending: Pending) -> tuple[npt.NDArray[np.uint64], Tokens]:
+    """The sequences that sampled and did not fail, and their tokens."""
+    sequence_ids = pending.chosen.sequence_ids[pending.sampled]
+    if pending.host_ids is None or pending.logprobs is None:
+        return sequence_ids[:0], NO_TOKENS
+    tokens = Tokens(pending.host_ids, pending.logprobs.wait(), pending.tops)
+    if not pending.failures:
+        return sequence_ids, tokens
+    keep = np.isin(sequence_ids, np.array(list(pending.failures), np.uint64), invert=True)
+    index_of = np.cumsum(keep) - 1
+    tops = {int(index_of[index]): top for index, top in pending.tops.items() if keep[index]}
+    return sequence_ids[keep], Tokens(tokens.ids[keep], tokens.logprobs[keep], tops)
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """The tokens of some of the table's rows, for the sampler."""
+
+    table: SequenceTable
+    rows: Ids
+
+    def known(self, places: Ids) -> Ids:
+        return self.table.known_ids(self.rows[places])
+
+    def generated(self, places: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        return self.table.generated_ids(self.rows[places])
+
+
+def _request(table: SequenceTable, rows: Ids, constraints: Constraints) -> SampleRequest:
+    known = table.known[rows]
+    return SampleRequest(
+        table.composition(rows),
+        known,
+        known - table.prompt[rows],
+        table.token_ids[rows, known - 1].astype(np.int64),
+        _History(table, rows),
+        constraints,
+    )

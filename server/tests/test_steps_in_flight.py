@@ -1,0 +1,160 @@
+"""Steps that are launched before earlier ones are collected, on a device whose results arrive late."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_model import BLOCK_TOKENS, POISON, continuation, load_fake
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.engine import Engine, prompt, step
+from penstock_server.engine.step import BROKEN_LOGITS, Pending
+from penstock_server.plan import NewSequence, Plan, Sampling, StepResult
+from plans import Advance, plan
+
+NUM_BLOCKS = 64
+SAMPLINGS = [
+    Sampling(),
+    Sampling(do_sample=True, seed=3, temperature=50.0),
+    Sampling(prompt_logprobs=True, top_n=2),
+    Sampling(do_sample=True, seed=4, temperature=40.0, prompt_logprobs=True),
+]
+WITH_HISTORY = [
+    Sampling(frequency_penalty=3.0, do_sample=True, temperature=30.0),
+    Sampling(watermark=True, do_sample=True, temperature=30.0),
+]
+
+
+class LateCopy:
+    """A copy to the host that counts how often it was awaited."""
+
+    num_waits = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.clone()
+
+    def wait(self) -> Any:
+        LateCopy.num_waits += 1
+        return self._tensor.numpy()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def late_device() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock_server.engine.engine.choose_num_threads", lambda config, world_size: 1)
+        patch.setattr(step, "HostCopy", LateCopy)
+        patch.setattr(prompt, "HostCopy", LateCopy)
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32"), load_model=load_fake)
+    engine.warm_up(WarmUpConfig(max_step_tokens=64, max_step_sequences=8, num_blocks=NUM_BLOCKS, proven=True))
+    return engine
+
+
+def random_plans(seed: int, samplings: list[Sampling]) -> list[Plan]:
+    """Plans of a router that does not wait for results: chunks, decodes, aborts, ids that come back, broken logits."""
+    draw = random.Random(seed)
+    plans: list[Plan] = []
+    lengths: dict[int, int] = {}  # known tokens of the running sequences
+    computed: dict[int, int] = {}
+    blocks = {sequence_id: range(8 * sequence_id, 8 * sequence_id + 8) for sequence_id in range(8)}
+    for number in range(1, 25):
+        freed = [i for i in lengths if lengths[i] > 25 or draw.random() < 0.08]
+        for sequence_id in freed:
+            del lengths[sequence_id], computed[sequence_id]
+        new = []
+        for sequence_id in draw.sample(range(8), 2):
+            if sequence_id not in lengths and len(lengths) < 5:
+                tokens = [draw.randrange(20, 900) for _ in range(draw.randrange(1, 12))]
+                if draw.random() < 0.2:
+                    tokens[draw.randrange(len(tokens))] = POISON
+                lengths[sequence_id], computed[sequence_id] = len(tokens), 0
+                sampling = draw.choice(samplings)
+                new.append(NewSequence(sequence_id, tokens, len(tokens), 0, blocks[sequence_id], sampling))
+        advances = []
+        for sequence_id in draw.sample(sorted(lengths), len(lengths)):
+            left = lengths[sequence_id] - computed[sequence_id]
+            num = left if draw.random() < 0.6 else draw.randrange(0, left + 1)
+            if num:
+                computed[sequence_id] += num
+                lengths[sequence_id] += num == left
+                advances.append(Advance(sequence_id, num, sample=num == left))
+        plans.append(plan(number, freed, new, advances))
+    return plans
+
+
+def run(engine: Engine, plans: list[Plan], max_in_flight: int) -> list[StepResult]:
+    engine.reset()
+    results: list[StepResult] = []
+    in_flight: list[Pending] = []
+    for one in plans:
+        in_flight.append(engine.launch(one))
+        if len(in_flight) >= max_in_flight:
+            results.append(engine.collect(in_flight.pop(0)))
+    return results + [engine.collect(pending) for pending in in_flight]
+
+
+def listed(result: StepResult) -> Any:
+    """What can be compared."""
+
+    def tokens(found: Any) -> Any:
+        return found.ids.tolist(), found.logprobs.tolist(), dict(found.tops)
+
+    failures = {failure.sequence_id: (failure.reason, failure.request_is_at_fault) for failure in result.failures}
+    prompts = {sequence_id: tokens(found) for sequence_id, found in result.prompts.items()}
+    return result.step, result.sequence_ids.tolist(), tokens(result.sampled), prompts, failures
+
+
+@given(seed=st.integers(0, 1 << 30), with_history=st.booleans(), max_in_flight=st.integers(2, 4))
+@settings(max_examples=25, deadline=None)
+def test_any_depth_gives_the_results_of_one_step_at_a_time(
+    engine: Engine, seed: int, with_history: bool, max_in_flight: int
+) -> None:
+    plans = random_plans(seed, SAMPLINGS + WITH_HISTORY if with_history else SAMPLINGS)
+    alone = run(engine, plans, 1)
+    assert [listed(result) for result in run(engine, plans, max_in_flight)] == [listed(result) for result in alone]
+
+
+def test_a_sequence_takes_its_input_from_the_device_while_two_steps_are_in_flight(engine: Engine) -> None:
+    engine.reset()
+    text, blocks = [21, 22, 23], range(3)
+    LateCopy.num_waits = 0
+    first = engine.launch(plan(1, (), [NewSequence(1, text, 3, 0, blocks)], [Advance(1, 3, sample=True)]))
+    second = engine.launch(plan(2, advances=[Advance(1, 1, sample=True)]))
+    assert LateCopy.num_waits == 0, "nothing is on the host when the second step starts"
+    results = [engine.collect(first), engine.collect(second)]
+    assert [int(result.sampled.ids[0]) for result in results] == continuation(text, 2)
+
+
+@pytest.mark.parametrize("sampling", WITH_HISTORY, ids=["penalty", "watermark"])
+def test_a_sequence_that_reads_its_history_waits_for_it(engine: Engine, sampling: Sampling) -> None:
+    engine.reset()
+    LateCopy.num_waits = 0
+    new = NewSequence(1, [21, 22, 23], 3, 0, range(3), sampling)
+    first = engine.launch(plan(1, (), [new], [Advance(1, 3, sample=True)]))
+    second = engine.launch(plan(2, advances=[Advance(1, 1, sample=True)]))
+    assert LateCopy.num_waits == 1
+    for pending in (first, second):
+        engine.collect(pending)
+
+
+def test_broken_logits_end_the_sequence_in_steps_that_were_launched_before_they_were_seen(engine: Engine) -> None:
+    engine.reset()
+    new = [NewSequence(1, [21, POISON], 2, 0, [0, 1]), NewSequence(2, [21, 22], 2, 0, [2, 3])]
+    both = [Advance(1, 1, sample=True), Advance(2, 1, sample=True)]
+    first = engine.launch(plan(1, (), new, [Advance(1, 2, sample=True), Advance(2, 2, sample=True)]))
+    second = engine.launch(plan(2, advances=both))
+    results = [engine.collect(first), engine.collect(second)]
+    assert [[failure.reason for failure in result.failures] for result in results] == [[BROKEN_LOGITS]] * 2
+    assert [result.sequence_ids.tolist() for result in results] == [[2], [2]]
+    assert np.concatenate([result.sampled.ids for result in results]).tolist() == continuation([21, 22], 2)
