@@ -241,7 +241,7 @@ def test_a_favourite_among_the_allowed_has_its_share_of_them(dtype: torch.dtype)
     zeros = np.zeros(5, np.int64)
     request = SampleRequest(composition, zeros, zeros, zeros, NoHistory(), Constraints(np.array([0, 2, 3, 4]), words))
     cpu = torch.device("cpu")
-    sampled = Sampler(vocab, cpu, 5, Watermark.of(vocab, cpu)).sample(logits, request)
+    sampled = Sampler(vocab, cpu, 5, Watermark.of(vocab)).sample(logits, request)
     assert sampled.ids.tolist() == expected.argmax(-1).tolist()
     assert torch.allclose(sampled.logprobs.float(), logprobs.gather(1, sampled.ids[:, None])[:, 0], atol=1e-5)
 

@@ -79,7 +79,7 @@ def sample(
     prompts, behind = histories or [[0]] * len(rows), generated or [[] for _ in rows]
     request = request_for(rows, positions or [0] * len(rows), prompts, behind)
     vocab = logits.shape[1]
-    return Sampler(vocab, CPU, len(rows), Watermark.of(vocab, CPU)).sample(logits, request)
+    return Sampler(vocab, CPU, len(rows), Watermark.of(vocab)).sample(logits, request)
 
 
 def oracle_scores(logits: torch.Tensor, row: Row, prompt: list[int], behind: Sequence[int] = ()) -> torch.Tensor:
@@ -385,7 +385,7 @@ def test_a_broken_row_is_reported_and_its_neighbours_do_not_notice(
 def test_a_broken_row_leaves_nothing_behind_for_later_batches() -> None:
     logits = random_logits(1, 100, 2.0)
     row: Row = {"temperature": 0.5}
-    sampler = Sampler(100, CPU, 4, Watermark.of(100, CPU))
+    sampler = Sampler(100, CPU, 4, Watermark.of(100))
     request = request_for([row], [0], [[0]], [[]])
     expected = sampler.sample(logits, request)
     assert int(sampler.sample(torch.full((1, 100), math.nan), request).ids[0]) == BROKEN

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from penstock_server import watermark
+from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError
 from penstock_server.watermark import GreenLists, detect
+from test_sampler import request_for
 
 
 @pytest.mark.parametrize("vocab", [7, 997, 49_152])
@@ -26,19 +30,63 @@ def test_every_list_has_its_share_of_the_vocabulary_and_lists_differ(vocab: int,
         assert np.abs(overlap - gamma**2).max() < 0.1
 
 
-def test_a_token_is_green_behind_a_share_gamma_of_all_tokens() -> None:
-    lists = GreenLists(49_152, 0.5)
-    previous = np.arange(20_000)
-    shares = [lists.are_green(previous, np.full_like(previous, token)).mean() for token in (0, 1, 2, 1000, 49_151)]
-    assert np.abs(np.array(shares) - 0.5).max() < 0.02
+def test_a_token_is_green_after_a_share_gamma_of_all_tokens() -> None:
+    lists = GreenLists(2000, 0.5)
+    previous = np.arange(2000)
+    shares = [lists.are_green(previous, np.full_like(previous, token)).mean() for token in (0, 1, 2, 1000, 1999)]
+    assert np.abs(np.array(shares) - 0.5).max() < 0.05
+
+
+def tgi_green_ids(previous_id: int, vocab_size: int, gamma: float) -> torch.Tensor:
+    """The green list as TGI's recipe has it, step by step."""
+    rng = torch.Generator(device="cpu")
+    rng.manual_seed(15485863 * previous_id)
+    greenlist_size = int(vocab_size * gamma)
+    vocab_permutation = torch.randperm(vocab_size, device="cpu", generator=rng)
+    return vocab_permutation[:greenlist_size]
+
+
+def tgi_z_score(ids: list[int], vocab_size: int, gamma: float) -> float:
+    """A detector of its own: the green tokens among all pairs, against their expectation."""
+    num_green = sum(token in tgi_green_ids(previous, vocab_size, gamma) for previous, token in itertools.pairwise(ids))
+    num = len(ids) - 1
+    return (num_green - gamma * num) / math.sqrt(num * gamma * (1 - gamma))
+
+
+@pytest.mark.parametrize(("vocab", "gamma"), [(997, 0.5), (997, 0.25), (49_152, 0.5)])
+def test_the_green_lists_are_tgi_s(vocab: int, gamma: float) -> None:
+    lists = GreenLists(vocab, gamma)
+    for previous in (0, 1, 42, vocab - 1):
+        green = np.flatnonzero(lists.are_green(np.full(vocab, previous), np.arange(vocab)))
+        assert green.tolist() == sorted(tgi_green_ids(previous, vocab, gamma).tolist())
+
+
+def test_a_list_that_left_the_cache_comes_back_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watermark, "_CACHE_BYTES", 3 * 125)
+    few, previous = GreenLists(997), np.array([1, 2, 3, 4, 1, 5, 2, 2, 1])
+    assert (few.bits(previous) == GreenLists(997).bits(previous)).all()
+    assert len(few._place_of) == 3
+
+
+@pytest.mark.parametrize("gamma", [0.25, 0.5])
+def test_a_detector_of_tgi_s_recipe_finds_the_sampler_s_watermark(gamma: float) -> None:
+    sampler = Sampler(997, torch.device("cpu"), 2, Watermark.of(997, gamma, 4.0))
+    texts = [[5], [5]]
+    for position in range(1, 120):
+        rows = [{"do_sample": True, "seed": 3, "watermark": marked} for marked in (True, False)]
+        logits = torch.randn(2, 997, generator=torch.Generator().manual_seed(position))
+        request = request_for(rows, [position] * 2, texts, [[], []])
+        for text, token in zip(texts, sampler.sample(logits, request).ids.tolist(), strict=True):
+            text.append(token)
+    assert tgi_z_score(texts[0], 997, gamma) > 6
+    assert abs(tgi_z_score(texts[1], 997, gamma)) < 3
 
 
 def test_the_processor_adds_delta_to_the_green_and_to_nothing_else() -> None:
     lists = GreenLists(300, 0.3)
     scores = torch.randn(3, 300)
     before = scores.clone()
-    room = torch.empty(3, 320, dtype=torch.int64)
-    Watermark(lists, 1.5, torch.device("cpu")).apply(scores, torch.tensor([0, 2]), np.array([7, 299]), room)
+    Watermark(lists, 1.5).apply(scores, torch.tensor([0, 2]), np.array([7, 299]))
     for row, previous in ((0, 7), (2, 299)):
         green = torch.from_numpy(lists.are_green(np.full(300, previous), np.arange(300)))
         torch.testing.assert_close(scores[row], before[row] + 1.5 * green)

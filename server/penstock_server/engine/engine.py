@@ -54,7 +54,7 @@ class Engine:
         self._group = group
         self._device = device
         self._block_tokens = block_tokens
-        self._watermark = watermark or Watermark.of(model.vocab_size, device)
+        self._watermark = watermark or Watermark.of(model.vocab_size)
         self._compiler = compiler
         self._ready: StepRunner | None = None
 
@@ -95,7 +95,7 @@ class Engine:
         )
         with clock.phase("load model"), torch.inference_mode():
             model = load_model(options, group)
-        watermark = Watermark.of(model.vocab_size, device, config.watermark_gamma, config.watermark_delta)
+        watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
         compiler = None
         if rank == 0:
             with clock.phase("read vocabulary"):

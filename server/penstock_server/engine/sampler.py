@@ -238,7 +238,7 @@ class Sampler:
         scores, mine = padded[:, : self._vocab_size], parameters.processed
         if (places := self._places(parameters.watermarked, rows)) is not None:
             previous = request.previous_ids[mine[within(parameters.watermarked, rows)]]
-            self._watermark.apply(scores, places, previous, self._room.bins)
+            self._watermark.apply(scores, places, previous)
         if (places := self._places(parameters.repeating, rows)) is not None:
             seen = self._tensor(request.history.known(mine[within(parameters.repeating, rows)]))
             penalty.penalize_repetition(scores, places, seen, parameters.repetition_penalty[rows][places])
