@@ -169,6 +169,7 @@ impl Parameters {
             || self.top_k.is_some()
             || self.top_p.is_some_and(|top_p| top_p < 1.0)
             || self.typical_p.is_some_and(|typical_p| typical_p < 1.0)
+            || self.extension.min_p.is_some_and(|min_p| min_p > 0.0)
     }
 
     fn check_ranges(&self) -> Result<(), ValidationError> {

@@ -84,10 +84,10 @@ async fn sampling_is_the_default_and_temperature_zero_is_greedy() {
     assert!(sampling.do_sample);
     assert_eq!((sampling.seed, sampling.top_p, sampling.temperature), (u64::MAX, 1.0, 1.0));
 
-    server.post(PATH, hello(json!({"temperature": 0, "top_p": 0.5}))).await;
+    server.post(PATH, hello(json!({"temperature": 0, "top_p": 0.5, "min_p": 0.1}))).await;
     let sampling = server.last_request().sampling;
     assert!(!sampling.do_sample);
-    assert_eq!((sampling.top_p, sampling.temperature), (1.0, 1.0));
+    assert_eq!((sampling.top_p, sampling.min_p, sampling.temperature), (1.0, 0.0, 1.0));
 }
 
 #[tokio::test]

@@ -99,6 +99,8 @@ async fn sampling_is_the_default_only_without_parameters() {
         (json!({"inputs": "Hi", "parameters": {"temperature": 0.7}}), true),
         (json!({"inputs": "Hi", "parameters": {"top_k": 5}}), true),
         (json!({"inputs": "Hi", "parameters": {"top_p": 0.9}}), true),
+        (json!({"inputs": "Hi", "parameters": {"min_p": 0.1}}), true),
+        (json!({"inputs": "Hi", "parameters": {"min_p": 0.0}}), false),
         (json!({"inputs": "Hi", "parameters": {"seed": 1}}), false),
     ];
     for (body, samples) in cases {

@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 use crate::api::extension::ExtensionFields;
 use crate::api::field::named;
 use crate::api::grammar::GrammarField;
-use crate::generation::{Parameters, ValidationError};
+use crate::generation::{Extension, Parameters, ValidationError};
 use crate::sequence::{Grammar, LogprobSource};
 
 /// `"stop"` or `["stop", …]`.
@@ -114,6 +114,8 @@ impl SamplingFields {
         let greedy = self.temperature == Some(0.0);
         let is_fraction = |value: f32| value > 0.0 && value < 1.0;
         let counts = |value: &f32| *value != 1.0 && !(greedy && is_fraction(*value));
+        let mut extension = Extension::from(self.extension.clone());
+        extension.min_p = extension.min_p.filter(|min_p| !(greedy && (0.0..=1.0).contains(min_p)));
         Ok(Parameters {
             do_sample: !greedy,
             temperature: self.temperature.filter(|_| !greedy),
@@ -126,7 +128,7 @@ impl SamplingFields {
             seed: self.seed,
             stop: self.stop.take().map(OneOrMany::into_vec).unwrap_or_default(),
             grammar: self.grammar()?,
-            extension: self.extension.clone().into(),
+            extension,
             ..Parameters::default()
         })
     }
