@@ -8,7 +8,7 @@ use super::error::GenerationError;
 use super::parameter::Checked;
 use super::validation::ValidationError;
 use crate::text::{
-    AnswerParser, AnswerStyle, ChatInputs, TextModel, Thinking, Tool, ToolChoice, ToolError, ToolFormat,
+    AnswerFormat, AnswerParser, ChatInputs, ReasoningState, TextModel, Tool, ToolCallFormat, ToolChoice, ToolError,
 };
 
 /// A conversation to answer.
@@ -57,7 +57,7 @@ impl Chat {
     pub(super) async fn render(self, model: &TextModel) -> Result<(Arc<str>, Option<ToolSet>), GenerationError> {
         let Self { mut inputs, tools } = self;
         if let Some(tools) = &tools {
-            let style = model.answer_style(true);
+            let style = model.answer_format(true);
             if let Some(text) = style.tool_prompt(&tools.values, tools.prompt.as_deref()) {
                 append_text(inputs.messages.last_mut(), text);
             }
@@ -77,15 +77,15 @@ fn append_text(message: Option<&mut Value>, text: String) {
 
 /// How the answer to one rendered chat is written.
 pub(super) struct ChatAnswer<'a> {
-    style: &'a AnswerStyle,
-    thinking: Thinking,
+    style: &'a AnswerFormat,
+    thinking: ReasoningState,
     tools: Option<ToolSet>,
 }
 
 impl<'a> ChatAnswer<'a> {
     pub(super) fn new(model: &'a TextModel, prompt: &str, tools: Option<ToolSet>) -> Self {
-        let style = model.answer_style(tools.is_some());
-        Self { style, thinking: style.thinking(prompt), tools }
+        let style = model.answer_format(tools.is_some());
+        Self { style, thinking: style.reasoning_state(prompt), tools }
     }
 
     /// Sets the grammar of the answer: the client's own or that of the tools, applied after any reasoning.
@@ -100,7 +100,7 @@ impl<'a> ChatAnswer<'a> {
                     "a grammar (`response_format`) and tools cannot both say what the answer is; send one of them";
                 return Err(GenerationError::Tool(message.to_owned()));
             }
-            (Some(grammar), None) => Some(self.style.wrapped(self.thinking, grammar)),
+            (Some(grammar), None) => Some(self.style.after_reasoning(self.thinking, grammar)),
             (None, None) => None,
             (None, Some(set)) => {
                 let refused = |error: ToolError| GenerationError::Tool(error.to_string());
@@ -140,7 +140,7 @@ impl<'a> ChatAnswer<'a> {
 
     pub(super) fn tool_call_ids(&self) -> Option<ToolCallIds> {
         self.tools.as_ref().map(|_| match self.style.tool_format() {
-            ToolFormat::MistralList | ToolFormat::MistralNamed => ToolCallIds::Mistral,
+            ToolCallFormat::MistralList | ToolCallFormat::MistralNamed => ToolCallIds::Mistral,
             _ => ToolCallIds::OpenAi,
         })
     }

@@ -1,21 +1,22 @@
-//! Everything about characters: tokenizing, chat templates, detokenizing and stop strings.
+//! Text: tokenizer, detokenizer, chat templates, tool call formats, reasoning content and stop sequences.
 //!
-//! Knows no HTTP and no dialect. INVARIANT: the pieces of a generation, put together, are its text.
+//! Knows no HTTP and no API dialect. INVARIANT: the concatenated pieces of a generation are its text.
 
 mod answer;
-mod detokenize;
+mod detokenizer;
 mod model;
 mod model_file;
-mod python_json;
-mod spelling;
-mod stop;
+mod stop_matcher;
 mod template;
+mod token_bytes;
 
 pub use model::{LoadError, TextModel};
 pub use template::{RENDERER_ARGUMENT, run_chat_renderer};
 
-pub(crate) use answer::{AnswerParser, AnswerStyle, Part, Thinking, Tool, ToolChoice, ToolError, ToolFormat};
-pub(crate) use detokenize::{Detokenizer, Piece};
+pub(crate) use answer::{
+    AnswerFormat, AnswerParser, Part, ReasoningState, Tool, ToolCallFormat, ToolChoice, ToolError,
+};
+pub(crate) use detokenizer::{Detokenizer, Piece};
 pub(crate) use model::{EncodeError, TokenSpan};
-pub(crate) use stop::{Outcome as StopOutcome, StopMatcher};
+pub(crate) use stop_matcher::{StopMatcher, StopOutcome};
 pub(crate) use template::{ChatInputs, TemplateError};

@@ -1,4 +1,4 @@
-//! The text side of a model: its tokenizer, its chat template and the tokens that end a sequence.
+//! The text side of a model: its tokenizer, its chat template and its end-of-sequence tokens.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,28 +6,28 @@ use std::sync::Arc;
 use tokenizers::Tokenizer;
 use tokio::sync::Semaphore;
 
-use super::answer::AnswerStyle;
-use super::detokenize::Detokenizer;
+use super::answer::AnswerFormat;
+use super::detokenizer::Detokenizer;
 pub use super::model_file::LoadError;
 use super::model_file::{TokenizerConfig, read_eos_token_ids};
-use super::spelling::Spelling;
 use super::template::{ChatInputs, ChatTemplate, TemplateError, TemplateSources};
+use super::token_bytes::ByteEncoding;
 
-/// Texts up to this are tokenized where they are, in well under a millisecond; longer ones on a thread of their own.
+/// Shorter texts are tokenized on the calling thread in well under a millisecond, longer texts on a blocking thread.
 const MAX_INLINE_BYTES: usize = 1024;
 
-/// Cheap to clone.
+/// The tokenizer, chat templates and answer format of one model. Cheap to clone.
 #[derive(Clone)]
 pub struct TextModel {
     tokenizer: Arc<Tokenizer>,
-    /// Long texts that may be tokenized at the same time.
+    /// One permit for each long text that may be tokenized concurrently.
     threads: Arc<Semaphore>,
     template: Arc<ChatTemplate>,
-    style: Arc<AnswerStyle>,
-    /// Where tools are offered and the model has another template for that.
-    tool_style: Option<Arc<AnswerStyle>>,
+    answer_format: Arc<AnswerFormat>,
+    /// Of requests with tools, if the model has a separate template for them.
+    tool_answer_format: Option<Arc<AnswerFormat>>,
     eos_token_ids: Arc<[u32]>,
-    spelling: Spelling,
+    byte_encoding: ByteEncoding,
 }
 
 /// The tokenizer could not encode a text.
@@ -35,11 +35,11 @@ pub struct TextModel {
 #[error("tokenizer error {0}")]
 pub(crate) struct EncodeError(String);
 
-/// A token and where it stands in the text it was made from.
+/// A token and its position in the encoded text.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct TokenSpan {
     pub(crate) id: u32,
-    /// Byte offsets; 0 and 0 for tokens that stand for no text.
+    /// Byte offsets; both are 0 for tokens without text.
     pub(crate) start: usize,
     pub(crate) stop: usize,
 }
@@ -47,10 +47,14 @@ pub(crate) struct TokenSpan {
 impl TextModel {
     /// Reads a prepared model folder.
     ///
-    /// `num_threads`: long texts tokenized, and chats rendered, at the same time. `chat_template`: the source of a
-    /// template that replaces the folder's. `renderer`: the program that renders chat templates; it calls
-    /// [`run_chat_renderer`](super::run_chat_renderer) where its first argument is
-    /// [`RENDERER_ARGUMENT`](super::RENDERER_ARGUMENT). A broken chat template is not an error here: it fails the chats.
+    /// `num_threads`: how many long texts are tokenized, and how many chats rendered, concurrently. `chat_template`:
+    /// source of a template that replaces the folder's. `renderer`: executable that renders chat templates; it calls
+    /// [`run_chat_renderer`](super::run_chat_renderer) if its first argument is
+    /// [`RENDERER_ARGUMENT`](super::RENDERER_ARGUMENT).
+    ///
+    /// # Errors
+    ///
+    /// If a file is missing or malformed, or no renderer can be started. A broken chat template fails only chats.
     pub fn load(
         folder: &Path,
         num_threads: usize,
@@ -67,7 +71,7 @@ impl TextModel {
         if tokenizer.get_vocab_size(false) == 0 {
             return Err(LoadError::NoVocabulary(path));
         }
-        // Some checkpoints carry the lengths they were trained with; here they would cut prompts silently.
+        // Some checkpoints configure truncation and padding for training, which would silently change prompts.
         tokenizer.with_truncation(None).map_err(malformed)?;
         tokenizer.with_padding(None);
 
@@ -82,11 +86,11 @@ impl TextModel {
             None => config.chat_templates(folder)?,
         };
         let added_token_id = |text: &str| tokenizer.get_added_vocabulary().get_vocab().get(text).copied();
-        let style = |source: &String| Arc::new(AnswerStyle::new(source.clone(), added_token_id));
+        let answer_format = |source: &String| Arc::new(AnswerFormat::new(source.clone(), added_token_id));
         Ok(Self {
-            style: style(sources.default.as_ref().unwrap_or(&String::new())),
-            tool_style: sources.tool_use.as_ref().map(style),
-            spelling: Spelling::of(&tokenizer),
+            answer_format: answer_format(sources.default.as_ref().unwrap_or(&String::new())),
+            tool_answer_format: sources.tool_use.as_ref().map(answer_format),
+            byte_encoding: ByteEncoding::of(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
             template: Arc::new(
@@ -97,17 +101,17 @@ impl TextModel {
         })
     }
 
-    /// Tokens that end a sequence by the model's own decision.
+    /// Ids of the model's end-of-sequence tokens.
     pub(crate) fn eos_token_ids(&self) -> Arc<[u32]> {
         Arc::clone(&self.eos_token_ids)
     }
 
-    /// Ids are smaller than this.
+    /// Upper bound of token ids, exclusive.
     pub(crate) fn vocabulary_size(&self) -> u32 {
         u32::try_from(self.tokenizer.get_vocab_size(true)).unwrap_or(u32::MAX)
     }
 
-    /// `add_special_tokens`: false for rendered chats, whose template has written them.
+    /// Token ids of the text. `add_special_tokens`: false for rendered chats, whose template writes special tokens itself.
     pub(crate) async fn encode(&self, text: Arc<str>, add_special_tokens: bool) -> Result<Vec<u32>, EncodeError> {
         self.on_thread(text, move |tokenizer, text| {
             let encoding = tokenizer.encode_fast(text, add_special_tokens)?;
@@ -116,7 +120,7 @@ impl TextModel {
         .await
     }
 
-    /// As [`Self::encode`], and where each token came from.
+    /// Like [`Self::encode`], with the position of each token in the text.
     pub(crate) async fn encode_spans(
         &self,
         text: Arc<str>,
@@ -139,7 +143,7 @@ impl TextModel {
         if text.len() <= MAX_INLINE_BYTES {
             return encode(&self.tokenizer, &text).map_err(failed);
         }
-        // The permit moves into the thread: a caller that gives up does not free the thread it has started.
+        // The permit moves into the thread: a caller that gives up does not free the thread that it started.
         let permit = Arc::clone(&self.threads).acquire_owned().await.map_err(|error| EncodeError(error.to_string()))?;
         let tokenizer = Arc::clone(&self.tokenizer);
         let task = tokio::task::spawn_blocking(move || {
@@ -148,7 +152,7 @@ impl TextModel {
         });
         match task.await {
             Ok(encoded) => encoded.map_err(failed),
-            // A bug in there is this request's, as it is for short texts.
+            // A panic fails this request, as it does for short texts.
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
                 Err(error) => Err(EncodeError(error.to_string())),
@@ -156,28 +160,28 @@ impl TextModel {
         }
     }
 
-    /// The prompt for a conversation, ready for the assistant's answer.
+    /// Renders a conversation into a prompt, in a process of its own with limits of time and memory.
     pub(crate) async fn render_chat(&self, inputs: ChatInputs) -> Result<String, TemplateError> {
         self.template.render(inputs).await
     }
 
-    /// Whether the chat template shows offered tools to the model; if not, a message has to.
+    /// Whether the chat template writes the tools of a request. If not, they have to be written into a message.
     pub fn shows_tools(&self) -> bool {
         self.template.uses_tools()
     }
 
-    /// How the model answers where tools are offered, or are not.
-    pub(crate) fn answer_style(&self, with_tools: bool) -> &AnswerStyle {
-        self.tool_style.as_ref().filter(|_| with_tools).unwrap_or(&self.style)
+    /// The format of answers to requests with or without tools.
+    pub(crate) fn answer_format(&self, with_tools: bool) -> &AnswerFormat {
+        self.tool_answer_format.as_ref().filter(|_| with_tools).unwrap_or(&self.answer_format)
     }
 
-    /// What the token stands for by itself, also where that is part of a character. `None`: it depends on others.
+    /// The bytes of the token, which may be a part of a character. `None` if they depend on other tokens.
     pub(crate) fn token_bytes(&self, token_id: u32) -> Option<Vec<u8>> {
-        self.spelling.bytes(&self.tokenizer, token_id)
+        self.byte_encoding.token_bytes(&self.tokenizer, token_id)
     }
 
-    /// What each token adds to the text of all, and whether that is a special token's own text. Characters belong to the
-    /// token that ends them.
+    /// The text that each token adds to the decoded text, and whether the token is special. A character belongs to the
+    /// token that completes it.
     pub(crate) fn decode_pieces(&self, token_ids: &[u32]) -> Vec<(String, bool)> {
         let mut detokenizer = self.detokenizer(&[]);
         let mut piece = |&id: &u32| {
@@ -191,7 +195,7 @@ impl TextModel {
         pieces
     }
 
-    /// Decodes what follows `prompt_token_ids`.
+    /// A detokenizer for the tokens that follow `prompt_token_ids`.
     pub(crate) fn detokenizer(&self, prompt_token_ids: &[u32]) -> Detokenizer {
         Detokenizer::new(Arc::clone(&self.tokenizer), prompt_token_ids)
     }

@@ -1,4 +1,4 @@
-//! What the prepared model folder says about text, read from the files where checkpoints keep it.
+//! Reads the text configuration of a prepared model folder: end-of-sequence tokens, special tokens and chat templates.
 
 use std::fs;
 use std::io;
@@ -12,19 +12,34 @@ use super::template::TemplateSources;
 /// Why a model folder cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
+    /// The folder has no `tokenizer.json`.
     #[error("{} has no tokenizer.json; it is needed to serve text (a slow tokenizer has to be converted first)", .0.display())]
     NoTokenizer(PathBuf),
+    /// The tokenizer has no tokens.
     #[error("{} has no vocabulary: no text can be encoded with it", .0.display())]
     NoVocabulary(PathBuf),
+    /// A file exists but cannot be read.
     #[error("cannot read {}: {source}", .path.display())]
-    Read { path: PathBuf, source: io::Error },
-    #[error("{} is not what it should be: {reason}", .path.display())]
-    Malformed { path: PathBuf, reason: String },
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// A file has unexpected content.
+    #[error("{} is malformed: {reason}", .path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// The parser's message.
+        reason: String,
+    },
+    /// No process for rendering chat templates can be started.
     #[error("cannot start the process that renders chat templates: {0}")]
     Renderer(io::Error),
 }
 
-/// Token ids that end a sequence, from generation_config.json, or else from config.json.
+/// Ids of end-of-sequence tokens from generation_config.json, or else from config.json.
 pub(super) fn read_eos_token_ids(folder: &Path) -> Result<Vec<u32>, LoadError> {
     for name in ["generation_config.json", "config.json"] {
         let config = read_json::<EosConfig>(&folder.join(name))?.unwrap_or_default();
@@ -67,9 +82,9 @@ impl EosTokenId {
     }
 }
 
-/// The parts of tokenizer_config.json that matter beside tokenizer.json.
+/// The parts of tokenizer_config.json that tokenizer.json does not contain.
 pub(super) struct TokenizerConfig {
-    /// `bos_token`, `eos_token`, … as templates see them.
+    /// Texts of `bos_token`, `eos_token` and so on: variables of chat templates.
     pub(super) special_tokens: Map<String, Value>,
     fields: Map<String, Value>,
 }
@@ -86,8 +101,8 @@ impl TokenizerConfig {
         self.special_tokens.get("eos_token").and_then(Value::as_str)
     }
 
-    /// The first place that holds any: files of their own, chat_template.json, tokenizer_config.json, and
-    /// processor_config.json, as in transformers.
+    /// The templates in the first of these places that has any, as in transformers: template files, chat_template.json,
+    /// tokenizer_config.json, processor_config.json.
     pub(super) fn chat_templates(&self, folder: &Path) -> Result<TemplateSources, LoadError> {
         let files = template_files(folder)?;
         if files != TemplateSources::default() {
@@ -126,7 +141,7 @@ fn read_field(path: &Path) -> Result<Option<TemplateSources>, LoadError> {
     Ok(config.and_then(|config| template_field(config.get("chat_template")?)))
 }
 
-/// One template, or several as a list of `{"name", "template"}` or as an object by name.
+/// One template, or several: a list of `{"name", "template"}`, or an object by name.
 fn template_field(value: &Value) -> Option<TemplateSources> {
     let named = |wanted: &str| {
         let entry = match value {
@@ -144,7 +159,7 @@ fn template_field(value: &Value) -> Option<TemplateSources> {
     }
 }
 
-/// `None` when there is no such file.
+/// Returns `None` if the file does not exist.
 fn read_text(path: &Path) -> Result<Option<String>, LoadError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),

@@ -26,13 +26,13 @@ fn a_folder_without_a_tokenizer_is_refused() {
     let error = load(&[]).map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("has no tokenizer.json"), "{error}");
     let error = load(&[("tokenizer.json", "{}")]).map(|_| ()).unwrap_err().to_string();
-    assert!(error.contains("tokenizer.json is not what it should be: "), "{error}");
+    assert!(error.contains("tokenizer.json is malformed: "), "{error}");
     let error = load(&[("tokenizer.json", TOKENIZER), ("config.json", "[")]).map(|_| ()).unwrap_err().to_string();
-    assert!(error.contains("config.json is not what it should be: ") && !error.contains('\n'), "{error}");
+    assert!(error.contains("config.json is malformed: ") && !error.contains('\n'), "{error}");
 }
 
 #[test]
-fn every_eos_token_is_known() {
+fn eos_tokens_are_collected_from_all_files() {
     let with = |files: &[(&str, &str)]| {
         let files = [&[("tokenizer.json", TOKENIZER)], files].concat();
         load(&files).unwrap().eos_token_ids().to_vec()
@@ -86,7 +86,7 @@ fn the_template_for_tools_is_found_next_to_the_default() {
 }
 
 #[tokio::test]
-async fn prompts_are_never_cut_by_the_tokenizer() {
+async fn the_tokenizer_never_truncates_prompts() {
     let model = load(&[("tokenizer.json", TOKENIZER)]).unwrap();
     assert_eq!(model.encode("a b a b".into(), true).await.unwrap(), [1, 2, 1, 2]);
     let long = "a ".repeat(MAX_INLINE_BYTES);

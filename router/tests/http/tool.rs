@@ -230,7 +230,7 @@ async fn tools_that_cannot_be_are_refused() {
     let server = answering(&[IM_END]).await;
     let cases = [
         (json!({"tool_choice": "h"}), "tool_error", "the function \"h\", which is not one of the tools"),
-        (json!({"tool_choice": "required", "tools": []}), "tool_error", "no tools are given"),
+        (json!({"tool_choice": "required", "tools": []}), "tool_error", "the request has no tools"),
         (json!({"tools": [tool("")]}), "tool_error", "name cannot be empty"),
         (json!({"tools": [tool("broken")]}), "tool_error", "the tools' parameters are not schemas"),
         (json!({"tools": [tool("f"), tool("f")]}), "tool_error", "\"f\" is used twice"),

@@ -1,27 +1,27 @@
-//! Grammars of answers, in Lark as llguidance reads it: thoughts first, then text, calls, or what a client asked for.
+//! Grammars of answers in llguidance's Lark dialect: reasoning, then text, tool calls or the client's own grammar.
 
 use std::collections::HashSet;
 use std::fmt::Write;
 
-use super::format::{Shape, ToolFormat, marks};
-use super::item::{Item, is_plain};
-use super::reasoning::{ReasoningFormat, Thinking};
+use super::call_item::{Item, is_plain};
+use super::reasoning::{ReasoningFormat, ReasoningState};
 use super::tool::{Tool, ToolChoice, ToolError};
+use super::tool_call_format::{Shape, ToolCallFormat, markers};
 use crate::sequence::Grammar;
 
-/// Between any two items of a call; bounded, for a model may prefer whitespace to an end.
+/// `WS` separates any two items of a call. It is bounded, because a model may write whitespace without end.
 const TERMINALS: &str = "TEXT: /(?s:.*)/\nWS: /[ \\n]{0,2}/\nSPACE: /[ \\n]{1,2}/\n";
 
 /// Writes the grammars of one model's answers.
 pub(crate) struct AnswerGrammar<'a> {
-    pub(crate) format: ToolFormat,
-    pub(crate) thinking: Thinking,
-    /// The id of an added token with this text. A mark that is none is written as text.
+    pub(crate) format: ToolCallFormat,
+    pub(crate) reasoning_state: ReasoningState,
+    /// Returns the id of the added token with this text. Other markers are matched as text.
     pub(crate) token_id: &'a dyn Fn(&str) -> Option<u32>,
 }
 
 impl AnswerGrammar<'_> {
-    /// What the choice allows. `None`: anything.
+    /// The grammar of an answer with these tools; `None` if any answer is allowed.
     pub(crate) fn tools(
         &self,
         tools: &[Tool],
@@ -57,12 +57,12 @@ impl AnswerGrammar<'_> {
         } else {
             lark.rule("answer", "run");
         }
-        Ok(Some(self.after_thoughts(lark)))
+        Ok(Some(self.with_reasoning(lark)))
     }
 
-    /// The grammar with the thoughts before it that the model may have, or must end.
-    pub(crate) fn wrapped(&self, grammar: Grammar) -> Grammar {
-        if self.thinking == Thinking::Off {
+    /// The client's grammar, preceded by the reasoning that the model may write or has started.
+    pub(crate) fn after_reasoning(&self, grammar: Grammar) -> Grammar {
+        if self.reasoning_state == ReasoningState::Off {
             return grammar;
         }
         let mut lark = Lark { rules: String::new(), token_id: self.token_id };
@@ -72,45 +72,45 @@ impl AnswerGrammar<'_> {
             Grammar::Lark(text) => format!("%lark {{\n{text}\n}}"),
         };
         lark.rule("answer", &answer);
-        self.after_thoughts(lark)
+        self.with_reasoning(lark)
     }
 
-    fn after_thoughts(&self, mut lark: Lark<'_>) -> Grammar {
-        let start = match self.thinking {
-            Thinking::Off => "answer",
-            Thinking::Possible(_) => "(thoughts SPACE?)? answer",
-            Thinking::Started(_) => "thoughts SPACE? answer",
+    fn with_reasoning(&self, mut lark: Lark<'_>) -> Grammar {
+        let start = match self.reasoning_state {
+            ReasoningState::Off => "answer",
+            ReasoningState::Possible(_) => "(reasoning SPACE?)? answer",
+            ReasoningState::Started(_) => "reasoning SPACE? answer",
         };
-        if let Some(format) = self.thinking.format() {
+        if let Some(format) = self.reasoning_state.format() {
             let end = match (self.token_id)(format.close) {
                 Some(id) => format!("TEXT? <[{id}]>"),
                 None => {
-                    lark.rule("thoughts_end[lazy]", &format!("TEXT {}", literal(format.close)));
-                    "thoughts_end".to_owned()
+                    lark.rule("reasoning_end[lazy]", &format!("TEXT {}", literal(format.close)));
+                    "reasoning_end".to_owned()
                 }
             };
-            let is_started = matches!(self.thinking, Thinking::Started(_));
-            let thoughts = if is_started { end } else { format!("{} {end}", lark.mark(format.open)) };
-            lark.rule("thoughts", &thoughts);
+            let is_started = matches!(self.reasoning_state, ReasoningState::Started(_));
+            let reasoning = if is_started { end } else { format!("{} {end}", lark.marker(format.open)) };
+            lark.rule("reasoning", &reasoning);
         }
         Grammar::Lark(format!("start: {start}\n{TERMINALS}{}", lark.rules))
     }
 
-    /// Text up to what begins a run of calls, and then the run.
+    /// Adds the rule `answer`: text up to the trigger of a run of calls, then the run.
     fn text_or_run(&self, lark: &mut Lark<'_>) {
         let shape = self.format.shape();
-        let thoughts = match self.thinking {
-            Thinking::Possible(format) if (self.token_id)(format.open).is_none() => not_thoughts(format),
+        let reasoning = match self.reasoning_state {
+            ReasoningState::Possible(format) if (self.token_id)(format.open).is_none() => not_reasoning(format),
             _ => String::new(),
         };
         if shape.is_bare() {
-            lark.rule("PLAIN", &format!("/[ \\t\\r\\n]*[^{{ \\t\\r\\n](?s:.*)/{thoughts}"));
+            lark.rule("PLAIN", &format!("/[ \\t\\r\\n]*[^{{ \\t\\r\\n](?s:.*)/{reasoning}"));
             return lark.rule("answer", "PLAIN? | run");
         }
-        lark.rule("PLAIN", &format!("/(?s:.*)/{thoughts}"));
+        lark.rule("PLAIN", &format!("/(?s:.*)/{reasoning}"));
         match shape.trigger().map(|trigger| ((self.token_id)(trigger), trigger)) {
             Some((None, trigger)) => {
-                // Lazy: as soon as the trigger is written it is no longer text.
+                // Lazy, so that the text ends as soon as the trigger is complete.
                 lark.rule("trigger[lazy]", &format!("PLAIN {}", literal(trigger)));
                 lark.rule("answer", "PLAIN? | trigger run_rest");
             }
@@ -126,15 +126,15 @@ struct Lark<'a> {
 
 impl Lark<'_> {
     fn rule(&mut self, name: &str, body: &str) {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(self.rules, "{name}: {body}");
     }
 
-    /// `run`, one call or more; `run_rest`, the same without its first mark.
+    /// Adds the rules `run`, one or more calls, and `run_rest`, a run without its first marker.
     fn run(&mut self, shape: &Shape, tools: &[Tool], parallel: bool) -> Result<(), ToolError> {
         let items = shape.call_items();
         let first = match items.first() {
-            Some(Item::Mark(mark)) => self.mark(mark),
+            Some(Item::Marker(marker)) => self.marker(marker),
             _ => String::new(),
         };
         for (index, tool) in tools.iter().enumerate() {
@@ -145,10 +145,10 @@ impl Lark<'_> {
         self.rule("call_rest", &calls.join(" | "));
         self.rule("call", &format!("{first} call_rest"));
 
-        let separator: Vec<_> = marks(shape.separator).collect();
+        let separator: Vec<_> = markers(shape.separator).collect();
         let between = if separator.is_empty() { "SPACE?".to_owned() } else { self.spaced(&separator, "separator") };
         let more = if parallel { format!(" ({between} call)*") } else { String::new() };
-        let close = self.spaced_before(&marks(shape.close).collect::<Vec<_>>(), "close");
+        let close = self.spaced_before(&markers(shape.close).collect::<Vec<_>>(), "close");
         match shape.open.split_first() {
             None => {
                 self.rule("run_rest", &format!("call_rest{more}{close}"));
@@ -157,17 +157,17 @@ impl Lark<'_> {
                 self.rule("run", &format!("{hint}{first} run_rest"));
             }
             Some((open, others)) => {
-                let others: Vec<_> = others.iter().map(|mark| Item::Mark(mark)).collect();
+                let others: Vec<_> = others.iter().map(|marker| Item::Marker(marker)).collect();
                 let others = self.spaced(&others, "open");
                 self.rule("run_rest", &format!("{others} call{more}{close}"));
-                let open = self.mark(open);
+                let open = self.marker(open);
                 self.rule("run", &format!("{open} run_rest"));
             }
         }
         Ok(())
     }
 
-    /// A call without its first mark.
+    /// The body of a rule for a call without its first marker.
     fn call_rest(&mut self, items: &[Item], index: usize, tool: &Tool) -> Result<String, ToolError> {
         if items.contains(&Item::BareName) && !(tool.name.starts_with(is_plain) && tool.name.chars().all(is_plain)) {
             return Err(ToolError::Name { name: tool.name.clone() });
@@ -175,7 +175,7 @@ impl Lark<'_> {
         let mut phrase = Phrase::new(format!("T_{index}"));
         for item in items {
             match *item {
-                Item::Mark(mark) | Item::Hint(mark) => phrase.push_mark(self, mark),
+                Item::Marker(marker) | Item::Hint(marker) => phrase.push_marker(self, marker),
                 Item::QuotedName => phrase.push_text(&literal(&literal(&tool.name))),
                 Item::BareName => phrase.push_text(&literal(&tool.name)),
                 Item::Arguments => phrase.push_rule(self, &format!("arguments_{index}")),
@@ -185,7 +185,7 @@ impl Lark<'_> {
         Ok(phrase.finish(self))
     }
 
-    /// Marks with whitespace before each, and after the last.
+    /// Markers with whitespace around each.
     fn spaced(&mut self, items: &[Item], name: &str) -> String {
         let before = self.spaced_before(items, name);
         format!("{before} SPACE?")
@@ -194,20 +194,20 @@ impl Lark<'_> {
     fn spaced_before(&mut self, items: &[Item], name: &str) -> String {
         let mut phrase = Phrase::new(name.to_uppercase());
         for item in items {
-            if let Item::Mark(mark) = item {
-                phrase.push_mark(self, mark);
+            if let Item::Marker(marker) = item {
+                phrase.push_marker(self, marker);
             }
         }
         let text = phrase.finish(self);
         if text.is_empty() { text } else { format!(" {text}") }
     }
 
-    fn mark(&self, mark: &str) -> String {
-        (self.token_id)(mark).map_or_else(|| literal(mark), |id| format!("<[{id}]>"))
+    fn marker(&self, marker: &str) -> String {
+        (self.token_id)(marker).map_or_else(|| literal(marker), |id| format!("<[{id}]>"))
     }
 }
 
-/// A sequence of items, whitespace before each. Neighbouring texts become one terminal: fewer for the parser to hold.
+/// A sequence of items with whitespace before each. Adjacent texts become one terminal, which keeps the grammar small.
 struct Phrase {
     name: String,
     num_terminals: usize,
@@ -220,16 +220,16 @@ impl Phrase {
         Self { name, num_terminals: 0, text: Vec::new(), sequence: Vec::new() }
     }
 
-    fn push_mark(&mut self, lark: &mut Lark<'_>, mark: &str) {
-        match (lark.token_id)(mark) {
+    fn push_marker(&mut self, lark: &mut Lark<'_>, marker: &str) {
+        match (lark.token_id)(marker) {
             Some(id) => self.push_rule(lark, &format!("<[{id}]>")),
-            None => self.push_text(&literal(mark)),
+            None => self.push_text(&literal(marker)),
         }
     }
 
     fn push_text(&mut self, literal: &str) {
         if self.sequence.is_empty() && self.text.is_empty() {
-            // A lexeme of its own: what follows may begin like another phrase that is possible here.
+            // A separate lexeme, because another phrase that is allowed here may start with the same text.
             self.sequence.push("SPACE?".to_owned());
             self.text.push(literal.to_owned());
         } else {
@@ -262,17 +262,17 @@ impl Phrase {
     }
 }
 
-/// A Lark string, which is written as JSON's are.
+/// A Lark string literal, which has JSON's syntax.
 fn literal(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-/// Text that begins with thoughts is not text.
-fn not_thoughts(format: ReasoningFormat) -> String {
+/// Excludes texts that start with reasoning.
+fn not_reasoning(format: ReasoningFormat) -> String {
     format!(" & ~/(?s:[ \\t\\r\\n]*{}.*)/", regex::escape(format.open))
 }
 
-/// A pattern as it stands between slashes.
+/// The pattern, escaped for a Lark literal between slashes.
 fn regex_literal(pattern: &str) -> String {
     let mut literal = String::new();
     let mut escaped = false;

@@ -1,7 +1,7 @@
-//! The grammars, and that what they let a model write is what the parser takes apart.
+//! Tests the grammars, and that the parser understands every text that they allow.
 //!
-//! `fixture/grammar.json` holds the grammars and texts that they must accept and refuse. `fixture/walk.py` checks those
-//! with llguidance and walks the grammars at random; `fixture/walk.json` holds what it wrote. Both are made anew by
+//! `fixture/grammar.json` holds the grammars with texts that they must accept and refuse. `fixture/walk.py` checks them
+//! with llguidance and generates random texts from the grammars into `fixture/walk.json`. To update both, run
 //! `UPDATE_FIXTURE=1 cargo test -p penstock-router --lib text::answer::grammar`, then `walk.py`, then the test again.
 
 use std::path::PathBuf;
@@ -17,22 +17,22 @@ use super::*;
 const WEATHER: (&str, &str) = ("get_weather", r#"{"place": {"city": "Rome"}, "unit": "C"}"#);
 const NOW: (&str, &str) = ("now", "{}");
 
-/// One grammar, and what is known about it.
+/// One grammar with texts that it accepts and refuses.
 #[derive(Debug, Serialize)]
 struct Case {
     name: String,
     lark: String,
-    /// Whether its marks are tokens.
+    /// Whether the markers are single tokens.
     with_tokens: bool,
     accepted: Vec<String>,
     refused: Vec<String>,
 }
 
-/// What is asked of one format.
+/// The options of one grammar.
 struct Setting {
     choice: ToolChoice,
     parallel: bool,
-    thinking: Thinking,
+    reasoning_state: ReasoningState,
     with_tokens: bool,
 }
 
@@ -84,25 +84,25 @@ fn think() -> ReasoningFormat {
     ReasoningFormat::detect("</think>").unwrap()
 }
 
-/// Ids as `walk.py` gives them: after the 256 bytes and the end of the text.
-fn token_id(mark: &str) -> Option<u32> {
-    let mut marks = vec!["<think>", "</think>"];
-    for mark in FORMATS.iter().flat_map(|format| format.shape().marks()) {
-        let is_token = mark.len() > 1 && (mark.starts_with('<') || mark.starts_with('['));
-        if is_token && !marks.contains(&mark) {
-            marks.push(mark);
+/// Ids as in `walk.py`: after the 256 bytes and the end token.
+fn token_id(marker: &str) -> Option<u32> {
+    let mut markers = vec!["<think>", "</think>"];
+    for marker in FORMATS.iter().flat_map(|format| format.shape().markers()) {
+        let is_token = marker.len() > 1 && (marker.starts_with('<') || marker.starts_with('['));
+        if is_token && !markers.contains(&marker) {
+            markers.push(marker);
         }
     }
-    marks.iter().position(|known| *known == mark).map(|at| 257 + u32::try_from(at).unwrap())
+    markers.iter().position(|known| *known == marker).map(|at| 257 + u32::try_from(at).unwrap())
 }
 
 fn tokens() -> Value {
-    let marks = FORMATS.iter().flat_map(|format| format.shape().marks()).chain(["<think>", "</think>"]);
-    marks.filter_map(|mark| Some((mark, token_id(mark)?))).collect()
+    let markers = FORMATS.iter().flat_map(|format| format.shape().markers()).chain(["<think>", "</think>"]);
+    markers.filter_map(|marker| Some((marker, token_id(marker)?))).collect()
 }
 
-fn grammar_of(format: ToolFormat, thinking: Thinking, with_tokens: bool) -> AnswerGrammar<'static> {
-    AnswerGrammar { format, thinking, token_id: if with_tokens { &token_id } else { &|_| None } }
+fn grammar_of(format: ToolCallFormat, reasoning_state: ReasoningState, with_tokens: bool) -> AnswerGrammar<'static> {
+    AnswerGrammar { format, reasoning_state, token_id: if with_tokens { &token_id } else { &|_| None } }
 }
 
 fn lark(grammar: Grammar) -> String {
@@ -113,21 +113,22 @@ fn lark(grammar: Grammar) -> String {
 }
 
 fn settings() -> [Setting; 6] {
-    let (possible, started) = (Thinking::Possible(think()), Thinking::Started(think()));
+    let (possible, started) = (ReasoningState::Possible(think()), ReasoningState::Started(think()));
     let named = ToolChoice::Named("now".to_owned());
-    let setting = |choice, parallel, thinking, with_tokens| Setting { choice, parallel, thinking, with_tokens };
+    let setting =
+        |choice, parallel, reasoning_state, with_tokens| Setting { choice, parallel, reasoning_state, with_tokens };
     [
-        setting(ToolChoice::Auto, true, Thinking::Off, false),
+        setting(ToolChoice::Auto, true, ReasoningState::Off, false),
         setting(ToolChoice::Required, true, possible, false),
         setting(ToolChoice::Auto, false, started, false),
         setting(ToolChoice::Auto, true, possible, true),
-        setting(ToolChoice::Required, false, Thinking::Off, true),
+        setting(ToolChoice::Required, false, ReasoningState::Off, true),
         setting(named, true, started, true),
     ]
 }
 
-/// The texts of a setting, without thoughts: accepted and refused.
-fn texts(format: ToolFormat, setting: &Setting) -> (Vec<String>, Vec<String>) {
+/// Texts without reasoning that a setting accepts and refuses.
+fn texts(format: ToolCallFormat, setting: &Setting) -> (Vec<String>, Vec<String>) {
     let run = |calls: &[(&str, &str)]| written(format, calls);
     let mut accepted = vec![run(&[NOW])];
     let mut refused = vec![
@@ -151,31 +152,37 @@ fn texts(format: ToolFormat, setting: &Setting) -> (Vec<String>, Vec<String>) {
     (accepted, refused)
 }
 
-fn with_thoughts(thinking: Thinking, (accepted, refused): (Vec<String>, Vec<String>)) -> (Vec<String>, Vec<String>) {
-    let before = |thoughts: &str, texts: &[String]| texts.iter().map(|text| format!("{thoughts}{text}")).collect();
-    match thinking {
-        Thinking::Off => (accepted, refused),
-        Thinking::Started(_) => (before("\nHm, {.\n</think>\n\n", &accepted), before("Hm.</think>", &refused)),
-        Thinking::Possible(_) => {
-            let thoughtful: Vec<String> = before("<think>\nHm, {.\n</think>\n\n", &accepted);
-            ([accepted, thoughtful].concat(), [before("<think></think>", &refused), refused].concat())
+fn with_reasoning(
+    reasoning_state: ReasoningState,
+    (accepted, refused): (Vec<String>, Vec<String>),
+) -> (Vec<String>, Vec<String>) {
+    let before = |reasoning: &str, texts: &[String]| texts.iter().map(|text| format!("{reasoning}{text}")).collect();
+    match reasoning_state {
+        ReasoningState::Off => (accepted, refused),
+        ReasoningState::Started(_) => (before("\nHm, {.\n</think>\n\n", &accepted), before("Hm.</think>", &refused)),
+        ReasoningState::Possible(_) => {
+            let reasoned: Vec<String> = before("<think>\nHm, {.\n</think>\n\n", &accepted);
+            ([accepted, reasoned].concat(), [before("<think></think>", &refused), refused].concat())
         }
     }
 }
 
 fn tool_cases() -> Vec<Case> {
-    let case = |format: ToolFormat, setting: &Setting| {
-        let grammar = grammar_of(format, setting.thinking, setting.with_tokens);
+    let case = |format: ToolCallFormat, setting: &Setting| {
+        let grammar = grammar_of(format, setting.reasoning_state, setting.with_tokens);
         let grammar = grammar.tools(&tools(), &setting.choice, setting.parallel).unwrap().unwrap();
-        let (accepted, refused) = with_thoughts(setting.thinking, texts(format, setting));
-        let marks = if setting.with_tokens { "token" } else { "text" };
-        let thinking = match setting.thinking {
-            Thinking::Off => "off",
-            Thinking::Possible(_) => "possible",
-            Thinking::Started(_) => "started",
+        let (accepted, refused) = with_reasoning(setting.reasoning_state, texts(format, setting));
+        let markers = if setting.with_tokens { "token" } else { "text" };
+        let reasoning_state = match setting.reasoning_state {
+            ReasoningState::Off => "off",
+            ReasoningState::Possible(_) => "possible",
+            ReasoningState::Started(_) => "started",
         };
         Case {
-            name: format!("{format:?} {:?} parallel={} thinking={thinking} {marks}", setting.choice, setting.parallel),
+            name: format!(
+                "{format:?} {:?} parallel={} reasoning={reasoning_state} {markers}",
+                setting.choice, setting.parallel
+            ),
             lark: lark(grammar),
             with_tokens: setting.with_tokens,
             accepted,
@@ -185,21 +192,24 @@ fn tool_cases() -> Vec<Case> {
     FORMATS.iter().flat_map(|&format| settings().map(|setting| case(format, &setting))).collect()
 }
 
-/// What a client asked for, behind thoughts.
-fn wrapped_cases() -> Vec<Case> {
+/// Grammars of a client, after reasoning.
+fn after_reasoning_cases() -> Vec<Case> {
     let schema =
         Grammar::JsonSchema(r#"{"type":"object","properties":{"a":{"enum":["}",1]}},"required":["a"]}"#.to_owned());
     let regex = Grammar::Regex("[a-c]+/\\/\n[0-9]".to_owned());
     let nested = Grammar::Lark("start: \"{\" inner \"}\"\ninner: /[0-9]+/ | start // braces {\n".to_owned());
     let of = [(schema, r#"{"a":"}"}"#), (regex, "ab//\n1"), (nested, "{{12}}")];
-    let thinkings = [("possible", Thinking::Possible(think())), ("started", Thinking::Started(think()))];
+    let states = [("possible", ReasoningState::Possible(think())), ("started", ReasoningState::Started(think()))];
     let mut cases = Vec::new();
-    for ((name, thinking), with_tokens) in thinkings.into_iter().flat_map(|of| [(of, false), (of, true)]) {
+    for ((name, reasoning_state), with_tokens) in states.into_iter().flat_map(|of| [(of, false), (of, true)]) {
         for (index, (grammar, text)) in of.iter().enumerate() {
-            let (accepted, refused) = with_thoughts(thinking, (vec![(*text).to_owned()], vec!["no".to_owned()]));
+            let (accepted, refused) =
+                with_reasoning(reasoning_state, (vec![(*text).to_owned()], vec!["no".to_owned()]));
             cases.push(Case {
-                name: format!("wrapped {index} thinking={name} {}", if with_tokens { "token" } else { "text" }),
-                lark: lark(grammar_of(ToolFormat::Generic, thinking, with_tokens).wrapped(grammar.clone())),
+                name: format!("own {index} reasoning={name} {}", if with_tokens { "token" } else { "text" }),
+                lark: lark(
+                    grammar_of(ToolCallFormat::Generic, reasoning_state, with_tokens).after_reasoning(grammar.clone()),
+                ),
                 with_tokens,
                 accepted,
                 refused,
@@ -209,14 +219,14 @@ fn wrapped_cases() -> Vec<Case> {
     cases
 }
 
-/// A name that must be escaped, twice.
+/// A name that must be escaped twice.
 fn name_cases() -> Vec<Case> {
     let name = "say \"\\é/\n\u{1}\"";
     let case = |format| {
-        let grammar = grammar_of(format, Thinking::Off, false);
+        let grammar = grammar_of(format, ReasoningState::Off, false);
         let tool = Tool { name: name.to_owned(), parameters: None };
         let accepted = written(format, &[(name, "{}")]);
-        assert_eq!(parse_whole(&accepted, Some(format), Thinking::Off).tool_calls[0].name, name);
+        assert_eq!(parse_whole(&accepted, Some(format), ReasoningState::Off).tool_calls[0].name, name);
         Case {
             name: format!("{format:?} name"),
             lark: lark(grammar.tools(&[tool], &ToolChoice::Required, true).unwrap().unwrap()),
@@ -225,7 +235,7 @@ fn name_cases() -> Vec<Case> {
             refused: vec![written(format, &[("say", "{}")])],
         }
     };
-    [ToolFormat::Hermes, ToolFormat::Llama, ToolFormat::MistralList].map(case).into()
+    [ToolCallFormat::Hermes, ToolCallFormat::Llama, ToolCallFormat::MistralList].map(case).into()
 }
 
 fn fixture(name: &str) -> PathBuf {
@@ -252,8 +262,8 @@ fn check(name: &str, answer: &Answer, setting: &Setting, text: &str) {
 }
 
 #[test]
-fn the_fixture_holds_these_grammars() {
-    let cases: Vec<_> = [tool_cases(), wrapped_cases(), name_cases()].into_iter().flatten().collect();
+fn the_fixture_holds_the_current_grammars() {
+    let cases: Vec<_> = [tool_cases(), after_reasoning_cases(), name_cases()].into_iter().flatten().collect();
     let now = serde_json::to_string_pretty(&json!({"tokens": tokens(), "cases": cases})).unwrap() + "\n";
     if std::env::var_os("UPDATE_FIXTURE").is_some() {
         std::fs::write(fixture("grammar.json"), &now).unwrap();
@@ -263,15 +273,15 @@ fn the_fixture_holds_these_grammars() {
 }
 
 #[test]
-fn what_a_grammar_writes_is_what_the_parser_reads() {
+fn the_parser_understands_every_text_that_a_grammar_allows() {
     let walks: Value = serde_json::from_str(&std::fs::read_to_string(fixture("walk.json")).unwrap()).unwrap();
     let settings = settings();
     let pairs = FORMATS.iter().flat_map(|&format| settings.iter().map(move |setting| (format, setting)));
     let mut num_calls = 0;
     for ((format, setting), case) in pairs.zip(tool_cases()) {
-        let texts = walks[&case.name].as_array().expect("every grammar was walked");
+        let texts = walks[&case.name].as_array().expect("every grammar has walks");
         for text in texts.iter().filter_map(Value::as_str).chain(case.accepted.iter().map(String::as_str)) {
-            let answer = parse_whole(text, Some(format), setting.thinking);
+            let answer = parse_whole(text, Some(format), setting.reasoning_state);
             check(&case.name, &answer, setting, text);
             num_calls += answer.tool_calls.len();
         }
@@ -280,16 +290,16 @@ fn what_a_grammar_writes_is_what_the_parser_reads() {
 }
 
 #[test]
-fn no_tools_and_no_choice_are_no_grammar() {
-    let grammar = grammar_of(ToolFormat::Hermes, Thinking::Off, false);
+fn without_tools_or_reasoning_there_is_no_grammar_to_add() {
+    let grammar = grammar_of(ToolCallFormat::Hermes, ReasoningState::Off, false);
     assert_eq!(grammar.tools(&[], &ToolChoice::Auto, true), Ok(None));
     assert_eq!(grammar.tools(&tools(), &ToolChoice::None, true), Ok(None));
-    assert_eq!(grammar.wrapped(Grammar::Regex("a".to_owned())), Grammar::Regex("a".to_owned()));
+    assert_eq!(grammar.after_reasoning(Grammar::Regex("a".to_owned())), Grammar::Regex("a".to_owned()));
 }
 
 #[test]
-fn what_cannot_be_called_is_refused_by_name() {
-    let grammar = grammar_of(ToolFormat::DeepSeek, Thinking::Off, false);
+fn unusable_tools_are_refused_by_name() {
+    let grammar = grammar_of(ToolCallFormat::DeepSeek, ReasoningState::Off, false);
     let tool = |name: &str, parameters| Tool { name: name.to_owned(), parameters };
     let refusal = |tools: &[Tool], choice: &ToolChoice| grammar.tools(tools, choice, true).unwrap_err();
     assert_eq!(refusal(&[], &ToolChoice::Required), ToolError::NoTools);
@@ -308,7 +318,7 @@ fn what_cannot_be_called_is_refused_by_name() {
 }
 
 #[test]
-fn arguments_are_closed_where_the_schema_leaves_that_open() {
+fn undeclared_arguments_are_excluded_unless_the_schema_allows_them() {
     let schema = |parameters| -> Value {
         let tool = Tool { name: "a".to_owned(), parameters: Some(parameters) };
         serde_json::from_str(&tool.arguments_schema().unwrap()).unwrap()
@@ -323,12 +333,12 @@ fn arguments_are_closed_where_the_schema_leaves_that_open() {
 }
 
 #[test]
-fn a_grammar_reads_as_it_is_meant() {
+fn a_grammar_has_this_text() {
     let tools = [Tool { name: "f\"/é".to_owned(), parameters: None }];
-    let grammar = grammar_of(ToolFormat::Hermes, Thinking::Possible(think()), true);
+    let grammar = grammar_of(ToolCallFormat::Hermes, ReasoningState::Possible(think()), true);
     let text = lark(grammar.tools(&tools, &ToolChoice::Auto, true).unwrap().unwrap());
     insta::assert_snapshot!(text, @r##"
-    start: (thoughts SPACE?)? answer
+    start: (reasoning SPACE?)? answer
     TEXT: /(?s:.*)/
     WS: /[ \n]{0,2}/
     SPACE: /[ \n]{1,2}/
@@ -342,6 +352,6 @@ fn a_grammar_reads_as_it_is_meant() {
     run: <[259]> run_rest
     PLAIN: /(?s:.*)/
     answer: PLAIN? run?
-    thoughts: <[257]> TEXT? <[258]>
+    reasoning: <[257]> TEXT? <[258]>
     "##);
 }

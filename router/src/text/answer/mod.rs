@@ -1,25 +1,25 @@
-//! What an answer is made of: text, thoughts and tool calls, in the formats in which models write them.
+//! The parts of an answer: content, reasoning and tool calls, in the formats that models write.
 //!
-//! A format is data (`format.rs`, `reasoning.rs`); one grammar writer and one parser read it, so what the grammar lets a
-//! model write is what the parser takes apart. Knows no HTTP, no wire dialect and no tokens but the ids it is given.
-//! INVARIANT: however a text is cut into pieces, the parts of the pieces add up to the parts of the whole.
+//! A format is data (`tool_call_format.rs`, `reasoning.rs`). One grammar writer and one parser read it, so the parser
+//! understands every text that the grammar allows. This folder knows no HTTP and no API dialect.
+//! INVARIANT: the parser's output does not depend on how the text is cut into pieces.
 
-mod format;
+mod answer_format;
+mod call_item;
 mod grammar;
-mod item;
-mod json_scan;
+mod object_scan;
 mod parser;
 mod part;
 mod prompt;
 mod reasoning;
 #[cfg(test)]
 mod sample;
-mod style;
 mod tool;
+mod tool_call_format;
 
-pub(crate) use format::ToolFormat;
+pub(crate) use answer_format::AnswerFormat;
 pub(crate) use parser::AnswerParser;
 pub(crate) use part::Part;
-pub(crate) use reasoning::Thinking;
-pub(crate) use style::AnswerStyle;
+pub(crate) use reasoning::ReasoningState;
 pub(crate) use tool::{Tool, ToolChoice, ToolError};
+pub(crate) use tool_call_format::ToolCallFormat;

@@ -1,63 +1,64 @@
-//! Takes an answer apart as it arrives. What does not fit the model's format is content; nothing is an error.
+//! Splits a growing answer into its parts. Text that does not match the model's format is content, never an error.
 //!
-//! INVARIANT: a decision is made when no further text could change it, so it does not depend on how the text was cut.
+//! INVARIANT: the parser decides only when further text cannot change the decision, so its output does not depend on how
+//! the text is cut into pieces.
 
-use super::format::{Shape, ToolFormat, marks};
-use super::item::{Item, Match, is_space, match_items};
-use super::json_scan::ObjectScan;
+use super::call_item::{Item, Match, is_space, match_items};
+use super::object_scan::ObjectScan;
 #[cfg(test)]
 use super::part::Answer;
 use super::part::{Part, Rest};
-use super::reasoning::{ReasoningFormat, Thinking};
+use super::reasoning::{ReasoningFormat, ReasoningState};
+use super::tool_call_format::{Shape, ToolCallFormat, markers};
 
-/// One answer's parser.
+/// The parser of one answer.
 pub(crate) struct AnswerParser {
     calls: Option<CallSyntax>,
     reasoning: Option<ReasoningFormat>,
     stage: Stage,
-    /// Not decided yet.
+    /// Text that is not decided yet.
     pending: String,
     parts: Vec<Part>,
     num_calls: usize,
-    /// The last part was a call's: whitespace after it belongs to the format unless text follows.
+    /// Whether the last part belongs to a call: whitespace after a call is content only if text follows.
     after_call: bool,
 }
 
-/// A format's items, cut where the parser waits.
+/// The items of a format, split at the points between which the parser matches.
 struct CallSyntax {
     shape: &'static Shape,
     /// The first call of a run, up to its arguments.
     first: Vec<Item>,
-    /// From the arguments to the call's end.
+    /// The rest of a call after its arguments.
     tail: Vec<Item>,
-    /// Between two calls, and the second up to its arguments.
+    /// From the end of a call to the arguments of the next one.
     next: Vec<Item>,
     close: Vec<Item>,
 }
 
 enum Stage {
-    /// Nothing but whitespace so far.
+    /// At the start of the answer, or of its content after the reasoning; only whitespace so far.
     Start {
-        after_thoughts: bool,
+        after_reasoning: bool,
     },
-    /// Within thoughts.
-    Thoughts {
+    /// Inside the reasoning.
+    Reasoning {
         begun: bool,
     },
     Text,
-    /// At what may be a run of calls.
+    /// At a possible start of a run of calls.
     Opening,
     Arguments(ObjectScan),
-    /// After a call's arguments.
+    /// After the arguments of a call.
     Closing,
     /// After a call.
     Between,
 }
 
-/// The fold over one push.
+/// Parses a whole answer in one push.
 #[cfg(test)]
-pub(super) fn parse_whole(text: &str, format: Option<ToolFormat>, thinking: Thinking) -> Answer {
-    let mut parser = AnswerParser::new(format, thinking);
+pub(super) fn parse_whole(text: &str, format: Option<ToolCallFormat>, reasoning_state: ReasoningState) -> Answer {
+    let mut parser = AnswerParser::new(format, reasoning_state);
     let mut answer = Answer::default();
     answer.extend(parser.push(text, false));
     answer.end(parser.finish());
@@ -71,24 +72,24 @@ impl CallSyntax {
         let tail = head.split_off(after_arguments);
         Self {
             shape,
-            first: shape.hint.map(Item::Hint).into_iter().chain(marks(shape.open)).chain(head.clone()).collect(),
+            first: shape.hint.map(Item::Hint).into_iter().chain(markers(shape.open)).chain(head.clone()).collect(),
             tail,
-            next: marks(shape.separator).chain(head).collect(),
-            close: marks(shape.close).collect(),
+            next: markers(shape.separator).chain(head).collect(),
+            close: markers(shape.close).collect(),
         }
     }
 }
 
 impl AnswerParser {
-    /// `format`: `None` where the request has no tools, or wants none called.
-    pub(crate) fn new(format: Option<ToolFormat>, thinking: Thinking) -> Self {
-        let stage = match thinking {
-            Thinking::Started(_) => Stage::Thoughts { begun: false },
-            Thinking::Off | Thinking::Possible(_) => Stage::Start { after_thoughts: false },
+    /// `format`: `None` if the answer may not contain tool calls.
+    pub(crate) fn new(format: Option<ToolCallFormat>, reasoning_state: ReasoningState) -> Self {
+        let stage = match reasoning_state {
+            ReasoningState::Started(_) => Stage::Reasoning { begun: false },
+            ReasoningState::Off | ReasoningState::Possible(_) => Stage::Start { after_reasoning: false },
         };
         Self {
             calls: format.map(|format| CallSyntax::new(format.shape())),
-            reasoning: thinking.format(),
+            reasoning: reasoning_state.format(),
             stage,
             pending: String::new(),
             parts: Vec::new(),
@@ -97,49 +98,49 @@ impl AnswerParser {
         }
     }
 
-    /// Goes on with the answer. A piece is one token's text where it is special; special tokens that do not belong to
-    /// the format are not content.
+    /// Parses the next piece. A special token must be a piece of its own; special tokens other than markers of the format
+    /// are dropped.
     pub(crate) fn push(&mut self, text: &str, special: bool) -> Vec<Part> {
-        if !special || self.is_mark(text) {
+        if !special || self.is_marker(text) {
             self.pending.push_str(text);
             while self.advance() {}
         }
         std::mem::take(&mut self.parts)
     }
 
-    /// The answer is over.
+    /// Ends the answer and returns the parts that were held back.
     pub(crate) fn finish(mut self) -> Rest {
         let is_layout = self.pending.chars().all(is_space);
         match self.stage {
-            Stage::Thoughts { .. } => self.reason(self.pending.len()),
+            Stage::Reasoning { .. } => self.reason(self.pending.len()),
             Stage::Arguments(_) => return Rest { parts: self.parts, is_cut: true },
-            // What is left is the beginning of the call's end.
+            // The rest is the start of the markers that end the call.
             Stage::Closing => {}
             Stage::Between if self.is_closing() => {}
-            Stage::Start { after_thoughts: true } if is_layout => {}
+            Stage::Start { after_reasoning: true } if is_layout => {}
             _ if is_layout && self.after_call => {}
             _ => self.show(self.pending.len()),
         }
         Rest { parts: self.parts, is_cut: false }
     }
 
-    fn is_mark(&self, text: &str) -> bool {
+    fn is_marker(&self, text: &str) -> bool {
         self.reasoning.is_some_and(|format| text == format.open || text == format.close)
-            || self.calls.as_ref().is_some_and(|calls| calls.shape.marks().any(|mark| mark == text))
+            || self.calls.as_ref().is_some_and(|calls| calls.shape.markers().any(|marker| marker == text))
     }
 
     fn is_closing(&self) -> bool {
         self.calls.as_ref().is_some_and(|calls| match_items(&calls.close, &self.pending) == Match::Unfinished)
     }
 
-    /// Decides the next thing; false when that takes more text.
+    /// Decides about the next part of `pending`. Returns false if that takes more text.
     fn advance(&mut self) -> bool {
         match &mut self.stage {
-            Stage::Start { after_thoughts } => {
-                let after_thoughts = *after_thoughts;
-                self.start(after_thoughts)
+            Stage::Start { after_reasoning } => {
+                let after_reasoning = *after_reasoning;
+                self.start(after_reasoning)
             }
-            Stage::Thoughts { begun } => {
+            Stage::Reasoning { begun } => {
                 let begun = *begun;
                 self.think(begun)
             }
@@ -161,16 +162,16 @@ impl AnswerParser {
         }
     }
 
-    fn start(&mut self, after_thoughts: bool) -> bool {
+    fn start(&mut self, after_reasoning: bool) -> bool {
         let rest = self.pending.trim_start_matches(is_space);
         let layout = self.pending.len() - rest.len();
         if rest.is_empty() {
             return false;
         }
-        if let Some(format) = self.reasoning.filter(|_| !after_thoughts) {
+        if let Some(format) = self.reasoning.filter(|_| !after_reasoning) {
             if rest.starts_with(format.open) {
                 self.take(layout + format.open.len());
-                self.stage = Stage::Thoughts { begun: false };
+                self.stage = Stage::Reasoning { begun: false };
                 return true;
             }
             if format.open.starts_with(rest) {
@@ -178,25 +179,25 @@ impl AnswerParser {
             }
         }
         let is_call = rest.starts_with('{') && self.calls.as_ref().is_some_and(|calls| calls.shape.is_bare());
-        if after_thoughts {
+        if after_reasoning {
             self.take(layout);
         }
         self.stage = if is_call { Stage::Opening } else { Stage::Text };
         true
     }
 
-    /// Whitespace at both ends of the thoughts is layout.
+    /// Drops whitespace at both ends of the reasoning.
     fn think(&mut self, begun: bool) -> bool {
         let Some(close) = self.reasoning.map(|format| format.close) else { return false };
         if !begun {
             self.take(self.pending.len() - self.pending.trim_start_matches(is_space).len());
-            self.stage = Stage::Thoughts { begun: !self.pending.is_empty() };
+            self.stage = Stage::Reasoning { begun: !self.pending.is_empty() };
         }
         match self.pending.find(close) {
             Some(end) => {
                 self.reason(trimmed_len(&self.pending[..end]));
                 self.take(self.pending.find(close).map_or(0, |start| start + close.len()));
-                self.stage = Stage::Start { after_thoughts: true };
+                self.stage = Stage::Start { after_reasoning: true };
                 true
             }
             None => {
@@ -230,7 +231,7 @@ impl AnswerParser {
             Match::Full { bytes, name } => self.begin_call(bytes, name),
             Match::Unfinished => return false,
             Match::Not => {
-                // Without its first character the trigger is not found again.
+                // The first character becomes content, so that the same trigger is not found again.
                 let rest = self.pending.trim_start_matches(is_space);
                 let first = rest.chars().next().map_or(0, char::len_utf8);
                 self.show(self.pending.len() - rest.len() + first);
@@ -303,11 +304,11 @@ fn trimmed_len(text: &str) -> usize {
     text.trim_end_matches(is_space).len()
 }
 
-/// Length of the text without what may be the beginning of `mark`, and the whitespace before that.
-fn settled_len(text: &str, mark: Option<&str>) -> usize {
+/// Length of the text without a possible start of `marker` at its end and the whitespace before it.
+fn settled_len(text: &str, marker: Option<&str>) -> usize {
     let is_begun =
-        |start: usize| mark.is_some_and(|mark| text.is_char_boundary(start) && mark.starts_with(&text[start..]));
-    let longest = mark.map_or(0, |mark| mark.len() - 1).min(text.len());
+        |start: usize| marker.is_some_and(|marker| text.is_char_boundary(start) && marker.starts_with(&text[start..]));
+    let longest = marker.map_or(0, |marker| marker.len() - 1).min(text.len());
     let end = (text.len() - longest..text.len()).find(|&start| is_begun(start)).unwrap_or(text.len());
     trimmed_len(&text[..end])
 }

@@ -1,38 +1,34 @@
-//! The parts of an answer, and what they add up to.
+//! The parts of an answer.
 
+/// The next part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
+    /// Visible text.
     Content(String),
-    /// Text of the thoughts, without their marks.
+    /// Text of the reasoning, without its markers.
     Reasoning(String),
-    /// A call begins. Its arguments follow, before anything else does.
-    ToolCallStart {
-        index: usize,
-        name: String,
-    },
-    /// The next piece of the arguments: JSON as the model wrote it.
-    ToolCallArguments {
-        index: usize,
-        fragment: String,
-    },
+    /// Starts a tool call. The next parts are its arguments.
+    ToolCallStart { index: usize, name: String },
+    /// The next fragment of the arguments, in the model's own JSON.
+    ToolCallArguments { index: usize, fragment: String },
 }
 
-/// What was held back until the end.
+/// The parts that were held back until the end of the answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Rest {
     pub(crate) parts: Vec<Part>,
-    /// The answer ended within a call's arguments.
+    /// Whether the answer ends inside the arguments of a call.
     pub(crate) is_cut: bool,
 }
 
-/// An answer's parts, added up.
+/// The concatenated parts of an answer.
 #[cfg(test)]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Answer {
     pub(crate) content: String,
     pub(crate) reasoning: String,
     pub(crate) tool_calls: Vec<ToolCall>,
-    /// The last call's arguments are not complete.
+    /// Whether the arguments of the last call are incomplete.
     pub(crate) is_cut: bool,
 }
 

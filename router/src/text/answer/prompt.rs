@@ -1,30 +1,30 @@
-//! What a model is told about tools when its template does not tell it.
+//! The text that tells a model about tools where its chat template does not.
 
 use serde_json::Value;
 
-use super::format::{Shape, ToolFormat, marks};
-use super::item::Item;
+use super::call_item::Item;
+use super::tool_call_format::{Shape, ToolCallFormat, markers};
 
-/// The text to add to the last message. `None`: the template says everything.
+/// The text to append to the last message; `None` if the template writes the tools and how to call them.
 ///
-/// `template`: its source. `tools`: as the client gave them. `instruction`: the client's own.
+/// `template`: the source of the chat template. `tools`: as the client sent them. `instruction`: the client's own.
 pub(crate) fn tool_prompt(
-    format: ToolFormat,
+    format: ToolCallFormat,
     template: &str,
     tools: &[Value],
     instruction: Option<&str>,
 ) -> Option<String> {
     let instruction = instruction.filter(|text| !text.is_empty()).map(str::to_owned);
     if template.contains("tools") {
-        // It shows the tools. How to call them it says too, unless it is in a way that is not known here.
-        let own = || (format == ToolFormat::Generic).then(|| default_instruction(format));
+        // The template writes the tools. It also says how to call them, unless its format is unknown here.
+        let own = || (format == ToolCallFormat::Generic).then(|| default_instruction(format));
         return instruction.or_else(own).map(|text| format!("\n---\n{text}"));
     }
     let text = instruction.unwrap_or_else(|| default_instruction(format));
     Some(format!("\n---\n{}\n{text}", Value::from(tools.to_vec())))
 }
 
-fn default_instruction(format: ToolFormat) -> String {
+fn default_instruction(format: ToolCallFormat) -> String {
     format!(
         "You can call the functions described above. To call one, answer with nothing but the following, where NAME \
          is the function's name and ARGUMENTS a JSON object that fits its parameters:\n{}\nIf no function helps, answer \
@@ -33,17 +33,17 @@ fn default_instruction(format: ToolFormat) -> String {
     )
 }
 
-/// One call, as the grammar has it.
+/// An example of one call, as the grammar allows it.
 fn example(shape: &Shape) -> String {
     let mut text = String::new();
-    for item in marks(shape.open).chain(shape.call_items()).chain(marks(shape.close)) {
+    for item in markers(shape.open).chain(shape.call_items()).chain(markers(shape.close)) {
         match item {
-            Item::Mark(mark) if mark.starts_with("```") => {
+            Item::Marker(marker) if marker.starts_with("```") => {
                 let before = if text.is_empty() { "" } else { "\n" };
-                text.push_str(&format!("{before}{mark}\n"));
+                text.push_str(&format!("{before}{marker}\n"));
             }
-            Item::Mark(mark @ (":" | ",")) => text.push_str(&format!("{mark} ")),
-            Item::Mark(mark) | Item::Hint(mark) => text.push_str(mark),
+            Item::Marker(marker @ (":" | ",")) => text.push_str(&format!("{marker} ")),
+            Item::Marker(marker) | Item::Hint(marker) => text.push_str(marker),
             Item::QuotedName => text.push_str("\"NAME\""),
             Item::BareName => text.push_str("NAME"),
             Item::Arguments => text.push_str("ARGUMENTS"),
@@ -57,22 +57,22 @@ mod tests {
     use serde_json::json;
 
     use super::super::parser::parse_whole;
-    use super::super::reasoning::Thinking;
+    use super::super::reasoning::ReasoningState;
     use super::super::sample::FORMATS;
     use super::*;
 
     #[test]
-    fn the_example_is_a_call_once_it_is_filled_in() {
+    fn the_filled_in_example_is_a_call() {
         for format in FORMATS {
             let call = example(format.shape()).replace("NAME", "f").replace("ARGUMENTS", "{}");
-            let answer = parse_whole(&call, Some(format), Thinking::Off);
+            let answer = parse_whole(&call, Some(format), ReasoningState::Off);
             assert_eq!((answer.content.as_str(), answer.tool_calls.len()), ("", 1), "{format:?}: {call}");
         }
     }
 
     #[test]
-    fn a_template_without_tools_gets_them_with_the_instruction() {
-        let prompt = tool_prompt(ToolFormat::Generic, "{{ messages }}", &[json!({"name": "f"})], None).unwrap();
+    fn a_template_without_tools_gets_tools_and_instruction() {
+        let prompt = tool_prompt(ToolCallFormat::Generic, "{{ messages }}", &[json!({"name": "f"})], None).unwrap();
         insta::assert_snapshot!(prompt.trim_start(), @r#"
         ---
         [{"name":"f"}]
@@ -80,16 +80,16 @@ mod tests {
         {"name": "NAME", "arguments": ARGUMENTS}
         If no function helps, answer in plain words and without JSON.
         "#);
-        let own = tool_prompt(ToolFormat::Gemma, "{{ messages }}", &[json!({"name": "f"})], Some("Call!"));
+        let own = tool_prompt(ToolCallFormat::Gemma, "{{ messages }}", &[json!({"name": "f"})], Some("Call!"));
         assert_eq!(own.as_deref(), Some("\n---\n[{\"name\":\"f\"}]\nCall!"));
     }
 
     #[test]
-    fn a_template_with_tools_gets_what_it_does_not_say() {
+    fn a_template_with_tools_gets_the_instruction_that_it_lacks() {
         let prompt = |format, instruction| tool_prompt(format, "{% if tools %}", &[json!({})], instruction);
-        assert_eq!(prompt(ToolFormat::Hermes, None), None);
-        assert_eq!(prompt(ToolFormat::Hermes, Some("")), None);
-        assert_eq!(prompt(ToolFormat::Hermes, Some("Call!")).as_deref(), Some("\n---\nCall!"));
-        assert!(prompt(ToolFormat::Generic, None).unwrap().starts_with("\n---\nYou can call"));
+        assert_eq!(prompt(ToolCallFormat::Hermes, None), None);
+        assert_eq!(prompt(ToolCallFormat::Hermes, Some("")), None);
+        assert_eq!(prompt(ToolCallFormat::Hermes, Some("Call!")).as_deref(), Some("\n---\nCall!"));
+        assert!(prompt(ToolCallFormat::Generic, None).unwrap().starts_with("\n---\nYou can call"));
     }
 }

@@ -1,6 +1,6 @@
-//! The marks between which models think before they answer.
+//! The markers around the reasoning that a model may write before its answer.
 
-/// How the model marks its thoughts.
+/// The markers around a model's reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ReasoningFormat {
     pub(super) open: &'static str,
@@ -13,41 +13,42 @@ const FORMATS: [ReasoningFormat; 3] = [
     ReasoningFormat { open: "<|START_THINKING|>", close: "<|END_THINKING|>" },
 ];
 
-/// Where an answer stands with its thoughts when it begins.
+/// Whether an answer contains reasoning, as known from the end of the prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Thinking {
-    /// There are none, or the prompt has closed them.
+pub(crate) enum ReasoningState {
+    /// The model has no reasoning, or the prompt has closed it.
     Off,
-    /// The answer may begin with them.
+    /// The answer may start with reasoning.
     Possible(ReasoningFormat),
-    /// The prompt has opened them.
+    /// The prompt has opened the reasoning.
     Started(ReasoningFormat),
 }
 
 impl ReasoningFormat {
-    /// From the chat template's source: one that is for a thinking model removes or writes the closing mark.
+    /// Detects the format from the source of the chat template: a template of a reasoning model contains the closing marker.
     pub(crate) fn detect(template: &str) -> Option<Self> {
         FORMATS.into_iter().find(|format| template.contains(format.close))
     }
 
-    fn at_end_of(self, prompt: &str) -> Thinking {
+    fn at_end_of(self, prompt: &str) -> ReasoningState {
         let prompt = prompt.trim_end();
         if prompt.ends_with(self.open) {
-            Thinking::Started(self)
+            ReasoningState::Started(self)
         } else if prompt.ends_with(self.close) {
-            Thinking::Off
+            ReasoningState::Off
         } else {
-            Thinking::Possible(self)
+            ReasoningState::Possible(self)
         }
     }
 }
 
-impl Thinking {
-    /// What the rendered prompt leaves to the answer.
+impl ReasoningState {
+    /// The state after this rendered prompt.
     pub(crate) fn after(format: Option<ReasoningFormat>, prompt: &str) -> Self {
         format.map_or(Self::Off, |format| format.at_end_of(prompt))
     }
 
+    /// The format of the reasoning, if there can be any.
     pub(super) fn format(self) -> Option<ReasoningFormat> {
         match self {
             Self::Off => None,

@@ -1,20 +1,20 @@
-//! Calls as each format's models write them, for the tests.
+//! Samples of tool calls in each format, for tests.
 
-use super::ToolFormat;
+use super::ToolCallFormat;
 
-pub(super) const FORMATS: [ToolFormat; 8] = [
-    ToolFormat::Hermes,
-    ToolFormat::Llama,
-    ToolFormat::MistralList,
-    ToolFormat::MistralNamed,
-    ToolFormat::Gemma,
-    ToolFormat::DeepSeekFenced,
-    ToolFormat::DeepSeek,
-    ToolFormat::Generic,
+pub(super) const FORMATS: [ToolCallFormat; 8] = [
+    ToolCallFormat::Hermes,
+    ToolCallFormat::Llama,
+    ToolCallFormat::MistralList,
+    ToolCallFormat::MistralNamed,
+    ToolCallFormat::Gemma,
+    ToolCallFormat::DeepSeekFenced,
+    ToolCallFormat::DeepSeek,
+    ToolCallFormat::Generic,
 ];
 
-/// A run of calls as the format's models write it.
-pub(super) fn written(format: ToolFormat, calls: &[(&str, &str)]) -> String {
+/// A run of calls in this format.
+pub(super) fn written(format: ToolCallFormat, calls: &[(&str, &str)]) -> String {
     let object = |key: &str, (name, arguments): &(&str, &str)| {
         format!("{{\"name\": {}, \"{key}\": {arguments}}}", serde_json::Value::from(*name))
     };
@@ -22,14 +22,16 @@ pub(super) fn written(format: ToolFormat, calls: &[(&str, &str)]) -> String {
         calls.iter().map(write).collect::<Vec<_>>().join(separator)
     };
     match format {
-        ToolFormat::Hermes => each(&|call| format!("<tool_call>\n{}\n</tool_call>", object("arguments", call)), "\n"),
-        ToolFormat::Llama => each(&|call| object("parameters", call), "; "),
-        ToolFormat::MistralList => {
+        ToolCallFormat::Hermes => {
+            each(&|call| format!("<tool_call>\n{}\n</tool_call>", object("arguments", call)), "\n")
+        }
+        ToolCallFormat::Llama => each(&|call| object("parameters", call), "; "),
+        ToolCallFormat::MistralList => {
             format!("[TOOL_CALLS] [{}]", each(&|call| object("arguments", call), ", "))
         }
-        ToolFormat::MistralNamed => each(&|(name, arguments)| format!("[TOOL_CALLS]{name}[ARGS]{arguments}"), ""),
-        ToolFormat::Gemma => each(&|call| format!("```tool_code\n{}\n```", object("parameters", call)), "\n"),
-        ToolFormat::DeepSeekFenced => {
+        ToolCallFormat::MistralNamed => each(&|(name, arguments)| format!("[TOOL_CALLS]{name}[ARGS]{arguments}"), ""),
+        ToolCallFormat::Gemma => each(&|call| format!("```tool_code\n{}\n```", object("parameters", call)), "\n"),
+        ToolCallFormat::DeepSeekFenced => {
             let call = |(name, arguments): &(&str, &str)| {
                 format!(
                     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
@@ -37,12 +39,12 @@ pub(super) fn written(format: ToolFormat, calls: &[(&str, &str)]) -> String {
             };
             format!("<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>", each(&call, "\n"))
         }
-        ToolFormat::DeepSeek => {
+        ToolCallFormat::DeepSeek => {
             let call = |(name, arguments): &(&str, &str)| {
                 format!("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>")
             };
             format!("<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>", each(&call, ""))
         }
-        ToolFormat::Generic => each(&|call| object("arguments", call), "\n"),
+        ToolCallFormat::Generic => each(&|call| object("arguments", call), "\n"),
     }
 }

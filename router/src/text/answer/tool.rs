@@ -1,4 +1,4 @@
-//! The tools of a request, and what may be asked of them.
+//! The tools of a request, and which of them the model may or must call.
 
 use serde_json::{Map, Value, json};
 
@@ -6,26 +6,28 @@ use serde_json::{Map, Value, json};
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Tool {
     pub(crate) name: String,
-    /// A JSON schema of its own root: `#/$defs/…` is meant within it. `None`: it takes none.
+    /// JSON schema of the arguments; `#/$defs/…` refers to definitions inside it. `None`: the function has no parameters.
     pub(crate) parameters: Option<Value>,
 }
 
+/// Which calls an answer may contain.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum ToolChoice {
-    /// Text or calls, as the model decides.
+    /// The model chooses between text and calls.
     #[default]
     Auto,
     /// Text only.
     None,
     /// At least one call.
     Required,
-    /// One call of this function.
+    /// Exactly one call of this function.
     Named(String),
 }
 
+/// Why the tools of a request cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ToolError {
-    #[error("tool_choice asks for a tool call, and no tools are given")]
+    #[error("tool_choice requires a tool call, but the request has no tools")]
     NoTools,
     #[error("tool_choice names the function {name:?}, which is not one of the tools")]
     Unknown { name: String },
@@ -42,7 +44,7 @@ pub(crate) enum ToolError {
 }
 
 impl Tool {
-    /// What a call's arguments must match, as JSON text with the grammar's own options.
+    /// The schema of a call's arguments as JSON text, with options for the grammar engine.
     pub(super) fn arguments_schema(&self) -> Result<String, ToolError> {
         let invalid = || ToolError::Parameters { name: self.name.clone() };
         let mut schema = match &self.parameters {
@@ -59,7 +61,7 @@ impl Tool {
             return Err(invalid());
         }
         schema.insert("type".to_owned(), "object".into());
-        // A name the tool does not know helps nobody, and a model that may go on inventing them might not stop.
+        // A tool cannot use properties that it does not declare, and a model that may invent some might never stop.
         let says_what_else = ["additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"]
             .iter()
             .chain(&["$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "minProperties"])
@@ -72,7 +74,7 @@ impl Tool {
         if !says_what_else && knows_required {
             schema.insert("additionalProperties".to_owned(), false.into());
         }
-        // One line, as templates show it to the model; free whitespace is where small models lose themselves.
+        // One line, as templates write calls. Small models can loop on unrestricted whitespace.
         let layout = json!({"whitespace_flexible": false, "item_separator": ", ?", "key_separator": ": ?"});
         schema.insert("x-guidance".to_owned(), layout);
         Ok(Value::Object(schema).to_string())

@@ -1,23 +1,23 @@
-//! One template, ready to render: the environment that transformers gives it, and what to render it with.
+//! A compiled template, with the environment and the variables that transformers gives it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 use serde_json::Map;
 
-use super::content::Habits;
-use super::continuation::Ending;
-use super::{ChatInputs, TemplateError, continuation, filter, method, python_str, source, trial};
+use super::continuation::PromptEnd;
+use super::error::TemplateError;
+use super::input::ChatInputs;
+use super::limit::MAX_OPERATIONS;
+use super::shape::SupportedShapes;
+use super::{continuation, filter, method, python_str, source, trial};
 
 const NAME: &str = "chat_template";
 
-/// What a rendering may cost, in minijinja's instructions. Conversations of 3,000 messages are within it.
-pub(super) const MAX_OPERATIONS: u64 = 5_000_000;
-
-/// `range` of jinja's sandbox: more is an error there.
+/// Longest `range` of jinja's sandbox.
 const MAX_RANGE: i64 = 100_000;
 
-/// Set by us; a value for them in `chat_template_kwargs` would be lost or would contradict the request.
+/// Variables set from the request's own fields; `chat_template_kwargs` must not contradict them.
 const RESERVED: [&str; 5] = ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"];
 
 pub(super) struct Compiled {
@@ -25,11 +25,11 @@ pub(super) struct Compiled {
     special_tokens: Map<String, serde_json::Value>,
     uses_tools: bool,
     writes_content: bool,
-    habits: Habits,
+    shapes: SupportedShapes,
 }
 
 impl Compiled {
-    /// `clock`: the time that `strftime_now` formats.
+    /// `clock`: returns the time that `strftime_now` formats.
     pub(super) fn new(
         source: &str,
         special_tokens: Map<String, serde_json::Value>,
@@ -39,23 +39,24 @@ impl Compiled {
         environment.add_template_owned(NAME, source::adapted(source))?;
         let uses_tools = environment.get_template(NAME)?.undeclared_variables(false).contains("tools");
         let writes_content = source.contains("content");
-        let habits = Habits::default();
-        let mut compiled = Self { environment, special_tokens, uses_tools, writes_content, habits };
-        compiled.habits = trial::habits(&compiled);
+        let shapes = SupportedShapes::default();
+        let mut compiled = Self { environment, special_tokens, uses_tools, writes_content, shapes };
+        compiled.shapes = trial::supported_shapes(|inputs| compiled.render(inputs).ok());
         Ok(compiled)
     }
 
+    /// Whether the template reads the variable `tools`.
     pub(super) fn uses_tools(&self) -> bool {
         self.uses_tools
     }
 
-    /// Renders messages as OpenAI's clients send them: contents and arguments take the form that the template writes.
+    /// Renders messages of OpenAI's clients, converted to the shapes that the template supports.
     pub(super) fn render_adapted(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
-        inputs.messages = inputs.messages.into_iter().map(|message| self.habits.adapt(message)).collect();
+        inputs.messages = inputs.messages.into_iter().map(|message| self.shapes.convert(message)).collect();
         self.render(inputs)
     }
 
-    /// As transformers does with these inputs: messages are rendered as they are given.
+    /// Renders messages unconverted, exactly as transformers renders these inputs.
     pub(super) fn render(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
         if let Some(name) = RESERVED.into_iter().find(|name| inputs.kwargs.contains_key(*name)) {
             return Err(TemplateError::ReservedKwarg(name.to_owned()));
@@ -63,26 +64,28 @@ impl Compiled {
         if inputs.documents.as_ref().is_some_and(|documents| !is_list_of_objects(documents)) {
             return Err(TemplateError::Documents);
         }
-        inputs.messages = inputs.messages.into_iter().map(normalised).collect();
-        let ending = Ending::of(&inputs)?;
-        match ending {
-            Ending::Plain { .. } => self.write(&inputs, &ending),
-            Ending::Implicit => continuation::cut_after_last(self.write(&inputs, &ending)?, &inputs.messages),
-            Ending::Explicit if !self.writes_content => Err(TemplateError::NotContinuable),
-            Ending::Explicit => {
+        inputs.messages = inputs.messages.into_iter().map(normalized).collect();
+        let end = PromptEnd::of(&inputs)?;
+        match end {
+            PromptEnd::AfterMessages { .. } => self.write(&inputs, end),
+            PromptEnd::InLastMessageByDefault => {
+                continuation::cut_after_last(self.write(&inputs, end)?, &inputs.messages)
+            }
+            PromptEnd::InLastMessage if !self.writes_content => Err(TemplateError::NotContinuable),
+            PromptEnd::InLastMessage => {
                 let text = continuation::mark(&mut inputs.messages)?;
-                continuation::cut_at_mark(self.write(&inputs, &ending)?, &text)
+                continuation::cut_at_mark(self.write(&inputs, end)?, &text)
             }
         }
     }
 
-    fn write(&self, inputs: &ChatInputs, ending: &Ending) -> Result<String, TemplateError> {
+    fn write(&self, inputs: &ChatInputs, end: PromptEnd) -> Result<String, TemplateError> {
         let mut context = self.special_tokens.clone();
         context.extend(inputs.kwargs.clone());
         context.insert("messages".to_owned(), inputs.messages.clone().into());
         context.insert("tools".to_owned(), inputs.tools.clone().into());
         context.insert("documents".to_owned(), inputs.documents.clone().unwrap_or_default());
-        context.insert("add_generation_prompt".to_owned(), ending.adds_generation_prompt().into());
+        context.insert("add_generation_prompt".to_owned(), end.adds_generation_prompt().into());
         let template = self.environment.get_template(NAME)?;
         // minijinja 2.24 panics where an empty list or string is reversed.
         let rendered = catch_unwind(AssertUnwindSafe(|| template.render(context)));
@@ -94,15 +97,15 @@ fn is_list_of_objects(documents: &serde_json::Value) -> bool {
     documents.as_array().is_some_and(|documents| documents.iter().all(serde_json::Value::is_object))
 }
 
-/// As transformers hands messages to templates: without the keys that are null, and with reasoning under each of the
-/// names that templates read.
-fn normalised(message: serde_json::Value) -> serde_json::Value {
+/// The message as transformers passes it to templates: without null fields, and with its reasoning under both names
+/// that templates read.
+fn normalized(message: serde_json::Value) -> serde_json::Value {
     let serde_json::Value::Object(fields) = message else { return message };
     let mut fields: Map<_, _> = fields.into_iter().filter(|(_, value)| !value.is_null()).collect();
     let reasoning =
         ["reasoning_content", "thinking", "reasoning"].into_iter().find_map(|name| fields.get(name)).cloned();
     if let Some(reasoning) = reasoning {
-        // In transformers' order, which shows where a template writes a whole message.
+        // The order of fields is transformers': a template may write a whole message.
         if !fields.contains_key("thinking") {
             fields.shift_insert(0, "thinking".to_owned(), reasoning.clone());
         }

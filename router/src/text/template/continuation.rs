@@ -1,47 +1,49 @@
-//! Prompts that end within the last message: the model goes on with its text.
+//! Prompts that end inside the last message, whose text the model continues.
 
 use serde_json::Value;
 
-use super::{ChatInputs, TemplateError};
+use super::error::TemplateError;
+use super::input::ChatInputs;
 
-/// Written behind the text to find its end again; transformers' own words, so that templates treat it alike.
+/// Appended to the text of the last message to find its end in the prompt. It is transformers' marker, so that templates
+/// treat it the same way.
 const MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
-/// Where a prompt ends.
+/// Where the prompt ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ending {
-    /// Behind the last message, or where an answer begins.
-    Plain { adds_generation_prompt: bool },
-    /// Behind the last message's text, as nobody said otherwise.
-    Implicit,
-    /// Behind the last message's text, as the request wants.
-    Explicit,
+pub(super) enum PromptEnd {
+    /// After the last message, or at the start of the assistant's turn.
+    AfterMessages { adds_generation_prompt: bool },
+    /// After the last message's text, because the assistant wrote it and the request does not say otherwise.
+    InLastMessageByDefault,
+    /// After the last message's text, as the request says.
+    InLastMessage,
 }
 
-impl Ending {
+impl PromptEnd {
     pub(super) fn of(inputs: &ChatInputs) -> Result<Self, TemplateError> {
         match (inputs.add_generation_prompt, inputs.continue_final_message) {
             (Some(true), Some(true)) => Err(TemplateError::TwoEndings),
-            (_, Some(true)) => Ok(Self::Explicit),
-            (None, None) if answer(&inputs.messages).is_some() => Ok(Self::Implicit),
-            (adds, _) => Ok(Self::Plain { adds_generation_prompt: adds.unwrap_or(true) }),
+            (_, Some(true)) => Ok(Self::InLastMessage),
+            (None, None) if answer(&inputs.messages).is_some() => Ok(Self::InLastMessageByDefault),
+            (adds, _) => Ok(Self::AfterMessages { adds_generation_prompt: adds.unwrap_or(true) }),
         }
     }
 
     pub(super) fn adds_generation_prompt(self) -> bool {
         match self {
-            Self::Plain { adds_generation_prompt } => adds_generation_prompt,
-            // COMPAT: TGI renders with it and cuts it off.
-            Self::Implicit => true,
-            Self::Explicit => false,
+            Self::AfterMessages { adds_generation_prompt } => adds_generation_prompt,
+            // COMPAT: TGI renders with the generation prompt and cuts it off.
+            Self::InLastMessageByDefault => true,
+            Self::InLastMessage => false,
         }
     }
 }
 
-/// COMPAT: as in TGI, the prompt ends with the last occurrence of the assistant's text, without spaces at its end.
+/// COMPAT: as in TGI, the prompt ends with the last occurrence of the assistant's text, without trailing whitespace.
 pub(super) fn cut_after_last(mut prompt: String, messages: &[Value]) -> Result<String, TemplateError> {
     let text = answer(messages).ok_or(TemplateError::NothingToContinue)?;
-    // Templates may trim it.
+    // Templates may trim the text.
     let text = text.trim();
     let end = prompt.rfind(text).ok_or(TemplateError::NotContinuable)? + text.len();
     prompt.truncate(end);
@@ -49,7 +51,7 @@ pub(super) fn cut_after_last(mut prompt: String, messages: &[Value]) -> Result<S
     Ok(prompt)
 }
 
-/// The text of a last message by the assistant.
+/// The text of the last message, if the assistant wrote it.
 fn answer(messages: &[Value]) -> Option<&str> {
     let last = messages.last().filter(|message| message["role"] == "assistant")?;
     match &last["content"] {
@@ -59,7 +61,7 @@ fn answer(messages: &[Value]) -> Option<&str> {
     }
 }
 
-/// Puts a mark behind the last message's text, which is returned without it.
+/// Appends the mark to the last message's text, and returns the text without it.
 pub(super) fn mark(messages: &mut [Value]) -> Result<String, TemplateError> {
     let content = messages.last_mut().and_then(|message| message.get_mut("content"));
     let text = match content {
@@ -72,7 +74,7 @@ pub(super) fn mark(messages: &mut [Value]) -> Result<String, TemplateError> {
     Ok(unmarked)
 }
 
-/// The prompt up to the mark. Where the template has trimmed the mark's space, it would have trimmed the text's too.
+/// The prompt up to the mark. Trailing whitespace of the text is removed if the template trimmed the mark's.
 pub(super) fn cut_at_mark(mut prompt: String, text: &str) -> Result<String, TemplateError> {
     if !prompt.contains(text.trim()) {
         return Err(TemplateError::NotContinuable);

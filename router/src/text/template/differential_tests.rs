@@ -1,5 +1,5 @@
-//! What is rendered equals what transformers renders, byte by byte, and where it refuses, so do we. The expectations are
-//! made by tests/fixtures/templates/generate.py.
+//! Renderings equal those of transformers byte for byte, and templates that transformers refuses are refused. The
+//! expectations are written by tests/fixtures/templates/generate.py.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,14 +31,14 @@ fn inputs(case: &Value) -> ChatInputs {
         messages: case["messages"].as_array().unwrap().clone(),
         tools: case["tools"].as_array().cloned(),
         documents: case.get("documents").cloned(),
-        // transformers' defaults are false.
+        // transformers' default is false for both.
         add_generation_prompt: Some(case["add_generation_prompt"] == true),
         continue_final_message: Some(case["continue_final_message"] == true),
         kwargs: object(&case["kwargs"]),
     }
 }
 
-/// A line for each rendering that is not as it should be.
+/// Describes a rendering that is not as expected.
 fn difference(name: &str, expected: &Value, rendered: Result<String, TemplateError>) -> Option<String> {
     match (expected.as_str(), rendered) {
         (Some(expected), Ok(rendered)) if expected == rendered => None,

@@ -1,11 +1,11 @@
-//! Jinja's filters and tests, where minijinja's differ or are missing.
+//! Jinja's filters and tests that minijinja lacks or that differ from jinja's.
 
 use minijinja::value::{Kwargs, Rest, ValueKind, ViaDeserialize};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
+use super::python_json::{self, Style};
 use super::python_str::Pair;
 use super::{method, python_str};
-use crate::text::python_json::{self, Style};
 
 pub(super) fn add_to(environment: &mut Environment<'_>) {
     environment.add_filter("tojson", to_json);
@@ -34,7 +34,7 @@ pub(super) fn add_to(environment: &mut Environment<'_>) {
     environment.add_test("number", |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool));
 }
 
-/// What Python can iterate.
+/// Whether Python can iterate over the value.
 fn has_items(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable)
 }
@@ -85,7 +85,7 @@ fn default(value: &Value, arguments: Rest<Value>, options: Kwargs) -> Result<Val
     Ok(if is_replaced { other } else { value.clone() })
 }
 
-/// What is no number is the default, 0.
+/// `default`, or 0, for values that are not a number.
 fn int(value: &Value, default: Option<i64>) -> Value {
     let number = match value.as_str() {
         Some(text) => text.trim().parse::<i64>().ok().or_else(|| text.trim().parse::<f64>().ok().and_then(whole)),
@@ -96,7 +96,7 @@ fn int(value: &Value, default: Option<i64>) -> Value {
     Value::from(number.or(default).unwrap_or(0))
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "towards zero, as Python's int")]
+#[expect(clippy::cast_possible_truncation, reason = "Python's int truncates, too")]
 fn whole(number: f64) -> Option<i64> {
     number.is_finite().then_some(number as i64)
 }
@@ -110,7 +110,7 @@ fn float(value: &Value, default: Option<f64>) -> f64 {
     number.or(default).unwrap_or(0.0)
 }
 
-/// Halves go to the even neighbour.
+/// Rounds halves to even, as Python does.
 fn round(value: &Value, precision: Option<i32>) -> Result<Value, Error> {
     if value.is_integer() {
         return Ok(value.clone());

@@ -1,9 +1,9 @@
-//! The process that renders one chat template, seen from the server, and the protocol between the two: JSON values, one a
+//! The server's side of the processes that render chat templates, and the protocol between the two: JSON values, one per
 //! line, over a Unix socket.
 //!
-//! A template is a program of the model's author over texts of the client's choosing. minijinja bounds its instructions,
-//! but not what one instruction costs: an expression can double a string or iterate over 10^18 items. A process can be
-//! limited in memory and ended at any point, so rendering happens in one (ADR 29).
+//! A template is a program by the model's author over texts of the client's choice. minijinja limits the number of
+//! instructions, but not the cost of one: an expression can double a string or iterate over 10^18 items. A process can be
+//! limited in memory and killed at any point, so templates are rendered in processes of their own (ADR 29).
 
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::os::fd::OwnedFd;
@@ -19,40 +19,30 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::{ChatInputs, TemplateError};
+use super::error::TemplateError;
+use super::input::ChatInputs;
+use super::limit::{MAX_PROMPT_BYTES, RENDER_DEADLINE, START_DEADLINE};
 
-/// First argument with which the server starts the program that calls [`run_chat_renderer`](super::run_chat_renderer).
+/// First command-line argument of a renderer process, which calls [`run_chat_renderer`](super::run_chat_renderer).
 pub const RENDERER_ARGUMENT: &str = "render-chat-template";
 
-/// Wall-clock time that one rendering may take.
-pub(super) const RENDER_DEADLINE: Duration = Duration::from_secs(5);
-
-/// Wall-clock time that a process may take to start and to compile and try out its template.
-pub(super) const START_DEADLINE: Duration = Duration::from_secs(10);
-
-/// Memory that a renderer process may map in addition to what it maps at its start.
-pub(super) const MAX_MEMORY_BYTES: u64 = 512 << 20;
-
-/// Longest prompt that a template may write.
-pub(super) const MAX_PROMPT_BYTES: usize = 32 << 20;
-
-/// Longest line that the server reads from a renderer: a prompt, with room for JSON's escapes.
+/// The longest line that the server reads from a renderer: a prompt, with room for JSON's escapes.
 const MAX_REPLY_BYTES: u64 = 2 * MAX_PROMPT_BYTES as u64;
 
-/// The first line to a renderer: what it renders from now on.
+/// The first line to a renderer: the template of all its renderings.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Start {
     pub(super) source: String,
     pub(super) special_tokens: Map<String, Value>,
 }
 
-/// The answer to [`Start`].
+/// The reply to [`Start`].
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Started {
     pub(super) uses_tools: bool,
 }
 
-/// Renders one template in processes of its own, which it starts when needed and keeps for the next request.
+/// Renders one template in processes that it starts on demand and reuses.
 pub(super) struct Renderer {
     program: PathBuf,
     start: Start,
@@ -61,8 +51,8 @@ pub(super) struct Renderer {
 }
 
 impl Renderer {
-    /// Starts the first process. The outer error says that no process can be started, the inner one that the template
-    /// cannot be used.
+    /// Starts the first process. The outer error means that no process can be started, the inner error that the
+    /// template is unusable.
     pub(super) fn start(program: &Path, start: Start) -> io::Result<Result<Self, TemplateError>> {
         let mut process = RendererProcess::spawn(program)?;
         let started: Result<Started, _> = process.call(&start, START_DEADLINE);
@@ -103,7 +93,7 @@ impl Renderer {
     }
 }
 
-/// Dropping it ends the process.
+/// Dropping it kills the process.
 struct RendererProcess {
     child: Child,
     socket: UnixStream,
@@ -116,17 +106,17 @@ impl RendererProcess {
             .arg(RENDERER_ARGUMENT)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
-            // An allocation that fails writes a line there. The refused request says the same.
+            // A failed allocation writes a line there, which repeats the error of the refused request.
             .stderr(Stdio::null())
-            // A backtrace would take longer than the deadline once memory is used up.
+            // Without free memory, writing a backtrace takes longer than the deadline.
             .env("RUST_BACKTRACE", "0")
-            // Ctrl-C in a terminal must not end requests that the server still drains.
+            // Ctrl-C in a terminal must not fail requests that the server is still draining.
             .process_group(0)
             .spawn()?;
         Ok(Self { child, socket })
     }
 
-    /// Sends a request and returns the answer to it. Ends the process unless it has answered by the deadline.
+    /// Sends a request and returns the reply. Kills the process if it has not replied by the deadline.
     fn call<T: DeserializeOwned>(&mut self, request: &impl Serialize, deadline: Duration) -> Result<T, TemplateError> {
         match self.exchange(request, deadline) {
             Ok(Some(reply)) => reply,
@@ -142,9 +132,9 @@ impl RendererProcess {
         receive(&mut BufReader::new((&self.socket).take(MAX_REPLY_BYTES)))
     }
 
-    /// Ends the process and says why it gave no answer. `error`: of the socket.
+    /// Kills the process and returns why it did not reply. `error`: the socket's error, if there was one.
     fn end(&mut self, error: Option<&io::Error>) -> TemplateError {
-        // Has no effect on the status of a process that is ending already.
+        // This does not change the status of a process that has ended already.
         let _ = self.child.kill();
         let status = self.child.wait();
         if error.is_some_and(|error| matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)) {
@@ -152,7 +142,7 @@ impl RendererProcess {
         }
         match status {
             Ok(status) if status.signal() == Some(SIGALRM) => TemplateError::TooSlow,
-            // Rust aborts when an allocation fails, and when the stack overflows.
+            // Rust aborts the process when an allocation fails or the stack overflows.
             Ok(status) if status.signal().is_some() => TemplateError::TooLarge,
             Ok(status) => TemplateError::Renderer(status.to_string()),
             Err(error) => TemplateError::Renderer(error.to_string()),
@@ -166,13 +156,13 @@ impl RendererProcess {
 
 impl Drop for RendererProcess {
     fn drop(&mut self) {
-        // Both fail only if the process has been waited for.
+        // Both calls fail only if the process has been reaped already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Writes `value` and the end of the line.
+/// Writes `value` as one line.
 pub(super) fn send(socket: &UnixStream, value: &impl Serialize) -> io::Result<()> {
     let mut out = BufWriter::new(socket);
     serde_json::to_writer(&mut out, value)?;
@@ -180,7 +170,7 @@ pub(super) fn send(socket: &UnixStream, value: &impl Serialize) -> io::Result<()
     out.flush()
 }
 
-/// Reads one value; `None` when the other side has closed the socket.
+/// Reads one line. Returns `None` when the other side has closed the socket.
 pub(super) fn receive<T: DeserializeOwned>(socket: &mut impl BufRead) -> io::Result<Option<T>> {
     let mut line = Vec::new();
     if socket.read_until(b'\n', &mut line)? == 0 {

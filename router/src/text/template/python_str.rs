@@ -1,11 +1,11 @@
-//! Values as Python's `str` and `repr` write them.
+//! Formats values as Python's `str` and `repr` do.
 
 use std::sync::Arc;
 
 use minijinja::Value;
 use minijinja::value::{Enumerator, Object, ObjectRepr, ValueKind};
 
-use crate::text::python_json::python_float;
+use super::python_json::python_float;
 
 pub(super) fn str(value: &Value) -> String {
     let mut out = String::new();
@@ -85,12 +85,12 @@ fn quote(text: &str, out: &mut String) {
     out.push(quote);
 }
 
-/// `str.isprintable`: Rust's `Debug` has the same rule, but would escape combining marks at the start of a text.
+/// `str.isprintable`. Rust's `Debug` has the same rule, except that it escapes a combining mark at the start of a text.
 fn is_printable(c: char) -> bool {
     c.is_ascii_graphic() || c == ' ' || format!("a{c}").escape_debug().skip(1).eq([c])
 }
 
-/// Pairs of `items()` and its like, which Python writes in round brackets.
+/// A pair of `items()` and similar functions. Python writes it in parentheses.
 #[derive(Debug)]
 pub(super) struct Pair(pub(super) Value, pub(super) Value);
 

@@ -1,4 +1,4 @@
-//! The process that renders one chat template, seen from inside: its limits, and the loop that answers the server.
+//! The renderer process: its limits, and the loop that renders one chat template for the server.
 
 use std::fs;
 use std::io::{self, BufReader};
@@ -10,13 +10,18 @@ use nix::sys::resource::{Resource, setrlimit};
 use nix::unistd::{SysconfVar, alarm, sysconf};
 
 use super::compiled::Compiled;
-use super::process::{
-    MAX_MEMORY_BYTES, MAX_PROMPT_BYTES, RENDER_DEADLINE, START_DEADLINE, Start, Started, receive, send,
-};
-use super::{ChatInputs, TemplateError};
+use super::error::TemplateError;
+use super::input::ChatInputs;
+use super::limit::{MAX_MEMORY_BYTES, MAX_PROMPT_BYTES, RENDER_DEADLINE, START_DEADLINE};
+use super::process::{Start, Started, receive, send};
 
-/// Renders a chat template for the server on the other end of standard input, which is a Unix socket, until the server
-/// closes it. Call this where the program's first argument is [`RENDERER_ARGUMENT`](super::RENDERER_ARGUMENT).
+/// Renders a chat template for the server until the server closes the Unix socket that is this process's standard input.
+///
+/// A program whose first command-line argument is [`RENDERER_ARGUMENT`](super::RENDERER_ARGUMENT) calls this and exits.
+///
+/// # Errors
+///
+/// If the process's limits cannot be set, or the socket fails.
 pub fn run_chat_renderer() -> io::Result<()> {
     limit_memory()?;
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
@@ -32,7 +37,7 @@ pub fn run_chat_renderer() -> io::Result<()> {
     Ok(())
 }
 
-/// Failed allocations end this process from here on.
+/// From here on, an allocation beyond the limit aborts this process.
 fn limit_memory() -> io::Result<()> {
     let mapped_pages = fs::read_to_string("/proc/self/statm")?;
     let mapped_pages: u64 = mapped_pages.split(' ').next().and_then(|pages| pages.parse().ok()).unwrap_or(0);
@@ -43,7 +48,7 @@ fn limit_memory() -> io::Result<()> {
     Ok(())
 }
 
-/// The server ends this process at the deadline. The alarm does so if the server has died.
+/// The server kills this process at the deadline. If the server has died, the alarm does.
 fn within<T>(deadline: Duration, work: impl FnOnce() -> T) -> T {
     alarm::set(u32::try_from(deadline.as_secs()).unwrap_or(u32::MAX).saturating_add(1));
     let result = work();

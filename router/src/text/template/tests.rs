@@ -1,5 +1,7 @@
+use std::path::Path;
+
 use proptest::prelude::*;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::compiled::Compiled;
 use super::*;
@@ -25,7 +27,7 @@ fn hello() -> Value {
     json!([{"role": "user", "content": "Hello <&> \"you\""}])
 }
 
-fn half_an_answer() -> Value {
+fn unfinished_answer() -> Value {
     json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}])
 }
 
@@ -36,13 +38,13 @@ const EITHER: &str = "{% for m in messages %}{% if m.content is string %}{{ m.co
     {% for part in m['content'] %}<{{ part['type'] }}>{{ part.text }}{% endfor %}{% endif %}{% endfor %}";
 
 #[test]
-fn blocks_are_trimmed_as_transformers_does() {
+fn whitespace_around_blocks_is_trimmed_as_by_transformers() {
     let source = "{{ bos_token }}\n{% for m in messages %}\n    {% if true %}\n{{ m.content | trim }}\n    {% endif %}\n{% endfor %}\nend\n";
     assert_eq!(render(source, hello()).unwrap(), "<s>\nHello <&> \"you\"\nend");
 }
 
 #[test]
-fn a_template_refuses_a_conversation_with_its_own_words() {
+fn the_message_of_raise_exception_is_reported() {
     let error = render("{{ raise_exception('roles must alternate') }}", hello()).unwrap_err();
     assert!(error.to_string().contains("roles must alternate"), "{error}");
     assert!(matches!(render("{% if %}", hello()), Err(TemplateError::Invalid(_))));
@@ -51,10 +53,13 @@ fn a_template_refuses_a_conversation_with_its_own_words() {
 #[test]
 fn a_trailing_assistant_message_is_continued_unless_the_request_says_otherwise() {
     let continued = "[user] Hi</s>\n[assistant] Well,";
-    assert_eq!(render(STRINGS, half_an_answer()).unwrap(), continued);
+    assert_eq!(render(STRINGS, unfinished_answer()).unwrap(), continued);
     let with = |adds, continues| {
-        let endings =
-            ChatInputs { add_generation_prompt: adds, continue_final_message: continues, ..inputs(half_an_answer()) };
+        let endings = ChatInputs {
+            add_generation_prompt: adds,
+            continue_final_message: continues,
+            ..inputs(unfinished_answer())
+        };
         template(STRINGS).render_adapted(endings)
     };
     assert_eq!(with(None, Some(true)).unwrap(), format!("{continued} "));
@@ -66,22 +71,22 @@ fn a_trailing_assistant_message_is_continued_unless_the_request_says_otherwise()
 }
 
 #[test]
-fn what_cannot_be_continued_is_refused() {
+fn a_message_that_the_template_does_not_write_unchanged_cannot_be_continued() {
     let without_content = "{% for m in messages %}{{ m.role }}{% endfor %}";
-    assert_eq!(render(without_content, half_an_answer()).unwrap_err(), TemplateError::NotContinuable);
+    assert_eq!(render(without_content, unfinished_answer()).unwrap_err(), TemplateError::NotContinuable);
     let explicit = |source, messages| {
         template(source)
             .render_adapted(ChatInputs { continue_final_message: Some(true), ..inputs(messages) })
             .unwrap_err()
     };
-    assert_eq!(explicit(without_content, half_an_answer()), TemplateError::NotContinuable);
-    assert_eq!(explicit("{{ messages[0].content }}", half_an_answer()), TemplateError::NotContinuable);
+    assert_eq!(explicit(without_content, unfinished_answer()), TemplateError::NotContinuable);
+    assert_eq!(explicit("{{ messages[0].content }}", unfinished_answer()), TemplateError::NotContinuable);
     assert_eq!(explicit(STRINGS, json!([{"role": "assistant"}])), TemplateError::NothingToContinue);
     assert_eq!(explicit(STRINGS, json!([])), TemplateError::NothingToContinue);
 }
 
 #[test]
-fn contents_become_what_the_template_writes() {
+fn content_is_converted_to_a_shape_that_the_template_supports() {
     let string = json!([{"role": "user", "content": "ab"}]);
     let parts = json!([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]);
     let rendered = |source, messages: &Value| render(source, messages.clone()).unwrap();
@@ -95,7 +100,7 @@ fn contents_become_what_the_template_writes() {
 }
 
 #[test]
-fn arguments_of_calls_are_objects_unless_the_template_puts_strings_together() {
+fn arguments_of_calls_are_objects_unless_the_template_concatenates_them() {
     let calls = |arguments: Value| json!([{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}]);
     let generation = |source, messages| {
         template(source).render_adapted(ChatInputs { add_generation_prompt: Some(true), ..inputs(messages) }).unwrap()
@@ -112,7 +117,7 @@ fn arguments_of_calls_are_objects_unless_the_template_puts_strings_together() {
 }
 
 #[test]
-fn whether_a_template_uses_tools_is_known() {
+fn a_template_uses_tools_if_it_reads_the_variable() {
     assert!(template("{% if tools %}{% endif %}").uses_tools());
     assert!(template("{%- if not tools is defined %}{%- set tools = none %}{% endif %}{{ tools }}").uses_tools());
     assert!(template("{% for m in messages %}{{ m.content ~ (tools | tojson) }}{% endfor %}").uses_tools());
@@ -121,7 +126,7 @@ fn whether_a_template_uses_tools_is_known() {
 }
 
 #[test]
-fn kwargs_are_variables_but_replace_no_field_of_the_request() {
+fn kwargs_are_variables_and_cannot_replace_a_field_of_the_request() {
     let with = |kwargs: Value| {
         let kwargs = kwargs.as_object().unwrap().clone();
         template("{{ bos_token }}{{ mode }}").render_adapted(ChatInputs { kwargs, ..inputs(hello()) })
@@ -133,7 +138,7 @@ fn kwargs_are_variables_but_replace_no_field_of_the_request() {
 }
 
 #[test]
-fn a_template_without_end_is_stopped() {
+fn an_endless_template_is_stopped() {
     let numbers = "range(100000)";
     let endless = format!("{{% for a in {numbers} %}}{{% for b in {numbers} %}}{{% endfor %}}{{% endfor %}}");
     assert_eq!(render(&endless, hello()).unwrap_err(), TemplateError::TooExpensive);
@@ -142,12 +147,12 @@ fn a_template_without_end_is_stopped() {
 }
 
 #[test]
-fn a_panic_of_the_template_engine_is_an_error() {
+fn a_panic_of_minijinja_is_an_error() {
     assert!(matches!(render("{{ ''[::-1] }}{{ messages[2:][::-1] }}", hello()), Err(TemplateError::Invalid(_))));
 }
 
 #[test]
-fn a_long_conversation_is_within_the_limit() {
+fn a_conversation_of_3001_messages_is_within_the_operation_limit() {
     let roles = ["user", "assistant"].into_iter().cycle().take(3001);
     let messages: Vec<Value> = roles.map(|role| json!({"role": role, "content": "Hi"})).collect();
     for name in ["reasoning_calls", "channels", "model_role", "listed_calls"] {

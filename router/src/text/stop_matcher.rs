@@ -1,49 +1,49 @@
-//! Stop strings, found in the decoded text wherever token boundaries fall.
+//! Finds stop sequences in the decoded text, independently of token boundaries.
 
-/// Finds the first stop string to become complete, and tells which text is safe from ever being part of one.
+/// Finds the stop sequence that is completed first, and the text that cannot become part of one.
 pub(crate) struct StopMatcher {
     stops: Vec<String>,
-    /// Text that was pushed but not released.
+    /// Text that has been pushed but not released.
     held: String,
-    /// Bytes at the end of all text that may still belong to a match.
+    /// Longest end of the text that may still belong to a match.
     max_held_bytes: usize,
 }
 
-/// What a push settles.
+/// The result of a push.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    /// So many bytes of the text not yet released can no longer be cut.
+pub(crate) enum StopOutcome {
+    /// This many bytes of the text that is not released yet cannot be part of a match.
     Release(usize),
-    /// A stop string is complete. `start`: its first byte in the text not yet released. `end_in_piece`: the byte after
-    /// it in the text pushed last.
+    /// A stop sequence is complete. `start`: its first byte in the text that is not released yet. `end_in_piece`: the byte
+    /// after it in the text of this push.
     Match { start: usize, end_in_piece: usize },
 }
 
 impl StopMatcher {
-    /// `stops` holds no empty string.
+    /// `stops` must not contain an empty string.
     pub(crate) fn new(stops: Vec<String>) -> Self {
         let max_held_bytes = stops.iter().map(String::len).max().unwrap_or(0).saturating_sub(1);
         Self { stops, held: String::new(), max_held_bytes }
     }
 
-    /// The caller releases what the outcome says.
-    pub(crate) fn push(&mut self, text: &str) -> Outcome {
+    /// Adds text. The caller must release the text that the outcome names.
+    pub(crate) fn push(&mut self, text: &str) -> StopOutcome {
         if self.stops.is_empty() {
-            return Outcome::Release(text.len());
+            return StopOutcome::Release(text.len());
         }
         let num_held_bytes = self.held.len();
         self.held.push_str(text);
-        // The first to be complete wins, whatever the token boundaries; of those, the longest.
+        // The match that ends first wins; among those, the longest.
         let found = self.stops.iter().filter_map(|stop| {
             let start = self.held.find(stop.as_str())?;
             Some((start + stop.len(), start))
         });
         if let Some((end, start)) = found.min() {
-            return Outcome::Match { start, end_in_piece: end - num_held_bytes };
+            return StopOutcome::Match { start, end_in_piece: end - num_held_bytes };
         }
         let released = self.held.len() - self.longest_prefix_at_end();
         self.held.drain(..released);
-        Outcome::Release(released)
+        StopOutcome::Release(released)
     }
 
     /// Bytes at the end of the held text that some stop string begins with.
@@ -68,8 +68,8 @@ mod tests {
         for piece in pieces {
             pending.push_str(piece);
             match matcher.push(piece) {
-                Outcome::Release(bytes) => released.extend(pending.drain(..bytes)),
-                Outcome::Match { start, .. } => {
+                StopOutcome::Release(bytes) => released.extend(pending.drain(..bytes)),
+                StopOutcome::Match { start, .. } => {
                     released.push_str(&pending[..start]);
                     return (released, true);
                 }
@@ -79,30 +79,30 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_string_is_found_across_pieces() {
+    fn a_stop_sequence_is_found_across_pieces() {
         assert_eq!(cut(&["END"], &["so E", "N", "D more"]), ("so ".to_owned(), true));
         assert_eq!(cut(&["END"], &["so E", "N", "d"]), ("so ENd".to_owned(), false));
     }
 
     #[test]
-    fn possible_beginnings_are_held_back() {
+    fn a_possible_start_is_held_back() {
         let mut matcher = StopMatcher::new(vec!["\n\nUser:".to_owned()]);
-        assert_eq!(matcher.push("Hi.\n"), Outcome::Release(3));
-        assert_eq!(matcher.push("\n"), Outcome::Release(0));
-        assert_eq!(matcher.push("\n"), Outcome::Release(1));
-        assert_eq!(matcher.push("Us"), Outcome::Release(0));
-        assert_eq!(matcher.push("ing"), Outcome::Release(7));
+        assert_eq!(matcher.push("Hi.\n"), StopOutcome::Release(3));
+        assert_eq!(matcher.push("\n"), StopOutcome::Release(0));
+        assert_eq!(matcher.push("\n"), StopOutcome::Release(1));
+        assert_eq!(matcher.push("Us"), StopOutcome::Release(0));
+        assert_eq!(matcher.push("ing"), StopOutcome::Release(7));
     }
 
     #[test]
-    fn the_first_complete_one_wins() {
+    fn the_match_that_ends_first_wins() {
         assert_eq!(cut(&["xabc", "ab"], &["xabc"]), ("x".to_owned(), true));
         assert_eq!(cut(&["b", "ab"], &["ab"]), (String::new(), true));
     }
 
     proptest! {
         #[test]
-        fn the_cut_does_not_depend_on_where_pieces_end(
+        fn the_match_does_not_depend_on_how_the_text_is_cut(
             pieces in prop::collection::vec("[abé]{0,3}", 0..12),
             stops in prop::collection::vec("[abé]{1,4}", 0..4),
         ) {

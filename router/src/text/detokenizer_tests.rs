@@ -3,7 +3,7 @@ use serde_json::json;
 
 use super::*;
 
-/// One token for each byte, and fragments that do not care for character boundaries.
+/// One token for each byte, and fragments that ignore character boundaries.
 fn byte_level() -> Arc<Tokenizer> {
     let fragments: [&[u8]; 6] = [b" world", b"\xE2\x82", b"\xAC!", b"\xF0\x9F", b"\x98\x80\xC3", "\u{FFFD}".as_bytes()];
     let mut vocabulary = serde_json::Map::new();
@@ -22,12 +22,12 @@ fn byte_level() -> Arc<Tokenizer> {
     )
 }
 
-/// As Llama 2 has it: spaces are `▁`, the text's first one is dropped, and rare characters are written in bytes.
+/// Like Llama 2's: a space is `▁`, the first space of a text is dropped, and rare characters are written as bytes.
 fn byte_fallback() -> Arc<Tokenizer> {
     byte_fallback_with(&[json!({"type": "Strip", "content": " ", "start": 1, "stop": 0})])
 }
 
-/// As Gemma has it: no text begins with a space that is not its own.
+/// Like Gemma's: the first space of a text is kept.
 fn byte_fallback_without_prefix() -> Arc<Tokenizer> {
     byte_fallback_with(&[])
 }
@@ -46,7 +46,7 @@ fn byte_fallback_with(last_decoders: &[serde_json::Value]) -> Arc<Tokenizer> {
     tokenizer(json!({"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": true}), decoder, 262)
 }
 
-/// As T5 and others without byte fallback have it, with each way of treating a text's first space.
+/// Like T5's and others without byte fallback, with a given treatment of the first space of a text.
 fn metaspace(prepend_scheme: &str) -> Arc<Tokenizer> {
     let words = ["<unk>", "▁Hello", "▁world", "▁", "a", "é😀", "▁▁"].map(|word| json!([word, -1.0]));
     let model = json!({"type": "Unigram", "unk_id": 0, "vocab": words, "byte_fallback": false});
@@ -61,7 +61,7 @@ fn word_piece() -> Arc<Tokenizer> {
     tokenizer(model, json!({"type": "WordPiece", "prefix": "##", "cleanup": true}), 6)
 }
 
-/// The special token comes after the vocabulary.
+/// `special`: id of the special token, which follows the vocabulary.
 fn tokenizer(model: serde_json::Value, decoder: serde_json::Value, special: usize) -> Arc<Tokenizer> {
     let special = json!({"id": special, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
                          "normalized": false, "special": true});
@@ -79,7 +79,7 @@ fn byte_char(byte: u8) -> char {
     char::from_u32(256 + u32::try_from(nth).unwrap()).unwrap()
 }
 
-/// The visible pieces, with what was left at the end.
+/// The visible pieces, and the rest at the end.
 fn pieces(tokenizer: &Arc<Tokenizer>, prompt: &[u32], token_ids: &[u32]) -> Vec<String> {
     let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), prompt);
     let pushed: Vec<_> = token_ids.iter().map(|&id| detokenizer.push(id)).collect();
@@ -97,23 +97,23 @@ fn characters_are_emitted_whole() {
 }
 
 #[test]
-fn bytes_that_are_no_character_are_told_as_soon_as_that_is_certain() {
+fn invalid_bytes_are_emitted_as_soon_as_they_cannot_become_a_character() {
     assert_eq!(pieces(&byte_level(), &[], &[0xFF, 97]), ["", "\u{FFFD}a", ""]);
     let run = vec![0xFF; 10];
     assert!(pieces(&byte_level(), &[], &run)[9].ends_with('\u{FFFD}'));
 }
 
 #[test]
-fn a_first_space_depends_on_the_prompt() {
+fn the_first_space_depends_on_the_prompt() {
     let tokenizer = byte_fallback();
     assert_eq!(pieces(&tokenizer, &[], &[256, 257]), ["Hello", " world", ""]);
     assert_eq!(pieces(&tokenizer, &[256], &[257, 257]), [" world", " world", ""]);
-    // A special token is not text: what follows it is not a beginning.
+    // A special token is not text: the token after it is not the start of the text.
     assert_eq!(pieces(&tokenizer, &[], &[256, 262, 257]), ["Hello", "", " world", ""]);
 }
 
 #[test]
-fn a_run_of_bytes_that_breaks_does_not_take_back_what_was_said() {
+fn an_invalid_byte_does_not_change_emitted_characters() {
     let tokenizer = byte_fallback();
     assert_eq!(pieces(&tokenizer, &[], &[0xE2, 0x82, 0xAC, 0xFF, 259]).concat(), "€\u{FFFD}a");
     assert_eq!(
@@ -127,7 +127,7 @@ fn unknown_ids_have_no_text() {
     assert_eq!(pieces(&byte_level(), &[], &[9999, 97]), ["", "a", ""]);
 }
 
-fn holds(tokenizer: &Arc<Tokenizer>, token_ids: &[u32]) -> Result<(), TestCaseError> {
+fn check_whole(tokenizer: &Arc<Tokenizer>, token_ids: &[u32]) -> Result<(), TestCaseError> {
     let pieces = pieces(tokenizer, &[], token_ids);
     prop_assert_eq!(pieces.concat(), tokenizer.decode(token_ids, true).unwrap());
     Ok(())
@@ -135,58 +135,58 @@ fn holds(tokenizer: &Arc<Tokenizer>, token_ids: &[u32]) -> Result<(), TestCaseEr
 
 proptest! {
     #[test]
-    fn byte_level_pieces_are_the_whole(ids in prop::collection::vec(0..263_u32, 0..40)) {
-        holds(&byte_level(), &ids)?;
+    fn byte_level_pieces_concatenate_to_the_whole(ids in prop::collection::vec(0..263_u32, 0..40)) {
+        check_whole(&byte_level(), &ids)?;
     }
 
     #[test]
-    fn fragments_of_characters_are_put_together(
+    fn fragments_of_characters_are_joined(
         ids in prop::collection::vec(prop_oneof![256..263_u32, 0x80..0xC4_u32, 97..99_u32], 0..40),
     ) {
-        holds(&byte_level(), &ids)?;
+        check_whole(&byte_level(), &ids)?;
     }
 
     #[test]
-    fn text_spelled_in_bytes_is_put_together(text in "[ aé€😀]{0,20}", specials in prop::collection::vec(0..20_usize, 0..3)) {
+    fn bytes_of_characters_are_joined(text in "[ aé€😀]{0,20}", specials in prop::collection::vec(0..20_usize, 0..3)) {
         let mut ids: Vec<u32> = text.bytes().map(u32::from).collect();
         for at in specials {
             ids.insert(at.min(ids.len()), 262);
         }
-        holds(&byte_level(), &ids)?;
-        holds(&byte_fallback(), &ids)?;
+        check_whole(&byte_level(), &ids)?;
+        check_whole(&byte_fallback(), &ids)?;
     }
 
     #[test]
-    fn words_and_spaces_are_the_whole(ids in prop::collection::vec(256..263_u32, 0..20)) {
-        holds(&byte_fallback(), &ids)?;
+    fn words_and_spaces_concatenate_to_the_whole(ids in prop::collection::vec(256..263_u32, 0..20)) {
+        check_whole(&byte_fallback(), &ids)?;
     }
 
     #[test]
-    fn a_text_keeps_its_own_first_space(ids in prop::collection::vec(256..263_u32, 0..20), text in "[ aé€😀]{0,20}") {
+    fn the_first_space_is_kept_without_a_prefix_space(ids in prop::collection::vec(256..263_u32, 0..20), text in "[ aé€😀]{0,20}") {
         let spelled: Vec<u32> = text.bytes().map(u32::from).collect();
-        holds(&byte_fallback_without_prefix(), &ids)?;
-        holds(&byte_fallback_without_prefix(), &spelled)?;
+        check_whole(&byte_fallback_without_prefix(), &ids)?;
+        check_whole(&byte_fallback_without_prefix(), &spelled)?;
     }
 
     #[test]
-    fn every_prefix_policy_gives_the_whole(ids in prop::collection::vec(0..8_u32, 0..20)) {
+    fn pieces_concatenate_to_the_whole_with_every_prefix_scheme(ids in prop::collection::vec(0..8_u32, 0..20)) {
         for prepend_scheme in ["always", "first", "never"] {
-            holds(&metaspace(prepend_scheme), &ids)?;
+            check_whole(&metaspace(prepend_scheme), &ids)?;
         }
     }
 
     #[test]
-    fn any_bytes_at_all_are_decoded_without_panic(ids in prop::collection::vec(0..263_u32, 0..40)) {
+    fn arbitrary_bytes_never_panic(ids in prop::collection::vec(0..263_u32, 0..40)) {
         pieces(&byte_fallback(), &[], &ids);
     }
 
     #[test]
-    fn word_pieces_are_the_whole(ids in prop::collection::vec(1..7_u32, 0..20)) {
-        holds(&word_piece(), &ids)?;
+    fn word_pieces_concatenate_to_the_whole(ids in prop::collection::vec(1..7_u32, 0..20)) {
+        check_whole(&word_piece(), &ids)?;
     }
 
     #[test]
-    fn an_answer_goes_on_where_its_prompt_ends(
+    fn the_answer_continues_the_text_of_the_prompt(
         prompt in prop::collection::vec(256..263_u32, 1..8),
         ids in prop::collection::vec(256..263_u32, 0..8),
     ) {

@@ -1,48 +1,48 @@
-//! The items of which a call is written, and how a text is matched against them as it arrives.
+//! The items of a tool call's syntax, and matching of a growing text against them.
 
-/// A text that has not become a call within so many bytes does not become one: what waits for more stays small.
+/// Longest text before the arguments of a call. Bounds the text that the parser holds back.
 const MAX_HEAD_BYTES: usize = 4096;
 
+/// An item of a tool call's syntax.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Item {
-    Mark(&'static str),
-    /// May be missing.
+    /// This text.
+    Marker(&'static str),
+    /// This text, which may be missing.
     Hint(&'static str),
-    /// A JSON string.
+    /// The name as a JSON string.
     QuotedName,
-    /// Without quotes: see [`is_plain`].
+    /// The name without quotes, of characters for which [`is_plain`] holds.
     BareName,
-    /// A JSON object. Matches where it begins.
+    /// A JSON object. Matching stops before its brace.
     Arguments,
 }
 
-/// INVARIANT: an answer other than `Unfinished` stays the same however the text goes on.
+/// INVARIANT: a result other than `Unfinished` does not change when the text grows.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Match {
-    /// So many bytes are the items'; `name` is empty where the items have none.
-    Full {
-        bytes: usize,
-        name: String,
-    },
-    /// The text ends within the items.
+    /// The items match the first `bytes` bytes. `name` is empty if no item is a name.
+    Full { bytes: usize, name: String },
+    /// The text ends inside the items.
     Unfinished,
+    /// The text does not match.
     Not,
 }
 
-/// A character that names have in every format.
+/// Whether names may contain the character in every format.
 pub(super) fn is_plain(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_-.:/".contains(c)
 }
 
-/// Matches the items from the start of the text; JSON whitespace may stand before each.
+/// Matches the items at the start of the text. JSON whitespace is allowed before each item.
 pub(super) fn match_items(items: &[Item], text: &str) -> Match {
     let mut rest = text;
     let mut name = String::new();
     for item in items {
         rest = rest.trim_start_matches(is_space);
         let found = match *item {
-            Item::Mark(mark) => starts(rest, mark),
-            Item::Hint(mark) => starts(rest, mark).or_nothing(),
+            Item::Marker(marker) => starts(rest, marker),
+            Item::Hint(marker) => starts(rest, marker).or_nothing(),
             Item::Arguments => starts(rest, "{").map(|_| 0),
             Item::QuotedName => quoted(rest, &mut name),
             Item::BareName => bare(rest, &mut name),
@@ -78,10 +78,10 @@ impl Found {
     }
 }
 
-fn starts(text: &str, mark: &str) -> Found {
-    if text.starts_with(mark) {
-        Found::Bytes(mark.len())
-    } else if mark.starts_with(text) {
+fn starts(text: &str, marker: &str) -> Found {
+    if text.starts_with(marker) {
+        Found::Bytes(marker.len())
+    } else if marker.starts_with(text) {
         Found::Unfinished
     } else {
         Found::Not

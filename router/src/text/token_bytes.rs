@@ -1,21 +1,23 @@
-//! The bytes that a token stands for, from how its vocabulary spells them.
+//! The bytes of a token, decoded from its spelling in the vocabulary.
 
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-/// How a vocabulary writes bytes that are no text by themselves.
+/// How a vocabulary spells bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Spelling {
-    /// Each byte as a printable character (GPT-2 and after).
+pub(super) enum ByteEncoding {
+    /// Each byte is a printable character (GPT-2 and later).
     ByteLevel,
-    /// A byte as `<0xE2>`, a space as `▁` (SentencePiece).
+    /// A byte is `<0xE2>`, a space is `▁` (SentencePiece).
     ByteFallback,
+    /// The bytes of a token depend on other tokens.
     Unknown,
 }
 
-impl Spelling {
+impl ByteEncoding {
+    /// Detects the encoding from the tokenizer's decoder.
     pub(super) fn of(tokenizer: &Tokenizer) -> Self {
-        // As it is written in tokenizer.json: decoders may hold others.
+        // In the JSON of tokenizer.json, decoders may be nested.
         let decoder = serde_json::to_value(tokenizer.get_decoder()).unwrap_or_default();
         if has_type(&decoder, "ByteLevel") {
             Self::ByteLevel
@@ -26,7 +28,8 @@ impl Spelling {
         }
     }
 
-    pub(super) fn bytes(self, tokenizer: &Tokenizer, token_id: u32) -> Option<Vec<u8>> {
+    /// The bytes of the token; `None` if they depend on other tokens or the id is unknown.
+    pub(super) fn token_bytes(self, tokenizer: &Tokenizer, token_id: u32) -> Option<Vec<u8>> {
         if let Some(added) = tokenizer.get_added_vocabulary().simple_id_to_token(token_id) {
             return Some(added.into_bytes());
         }
@@ -57,7 +60,7 @@ fn fallback_byte(spelled: &str) -> Option<u8> {
     u8::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 2 && !digits.starts_with('+'))
 }
 
-/// Printable characters of Latin-1 are their own; the other bytes follow each other from U+0100 on.
+/// A printable character of Latin-1 stands for its own code; the other bytes are numbered from U+0100 on.
 fn byte_of(c: char) -> Option<u8> {
     let code = u8::try_from(u32::from(c));
     match (code, u32::from(c)) {

@@ -1,5 +1,6 @@
-//! Where a JSON object ends, found as its text arrives. Brackets and strings only: whether it is JSON is not asked.
+//! Finds the end of a JSON object in a growing text. It tracks brackets and strings and does not validate the JSON.
 
+/// The state of the scan.
 #[derive(Debug, Default)]
 pub(super) struct ObjectScan {
     depth: usize,
@@ -8,7 +9,7 @@ pub(super) struct ObjectScan {
 }
 
 impl ObjectScan {
-    /// Goes on with the object: how many bytes of the text are its, and whether it ends there.
+    /// Scans the next text. Returns the number of its bytes that belong to the object, and whether the object ends there.
     pub(super) fn push(&mut self, text: &str) -> (usize, bool) {
         for (at, byte) in text.bytes().enumerate() {
             match byte {

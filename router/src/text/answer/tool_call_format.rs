@@ -1,31 +1,31 @@
 //! The formats in which models write tool calls, as data.
 
-use super::item::Item;
+use super::call_item::Item;
 
-/// How the model was trained to write its calls.
+/// The format in which a model was trained, or is prompted, to write tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ToolFormat {
+pub(crate) enum ToolCallFormat {
     /// `<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes, Qwen 2.5 and 3).
     Hermes,
     /// `{"name": …, "parameters": …}` (Llama 3.1 and later).
     Llama,
     /// `[TOOL_CALLS][{"name": …, "arguments": …}]` (Mistral).
     MistralList,
-    /// `[TOOL_CALLS]name[ARGS]{…}` (Mistral from its eleventh tokenizer on).
+    /// `[TOOL_CALLS]name[ARGS]{…}` (Mistral with tokenizer version 11 or later).
     MistralNamed,
-    /// `{"name": …, "parameters": …}` in a code block marked `tool_code` (Gemma 2 and 3, by its prompt).
+    /// `{"name": …, "parameters": …}` in a `tool_code` block (Gemma 2 and 3, as prompted).
     Gemma,
-    /// Name and fenced arguments between tokens of their own (DeepSeek V3 and R1).
+    /// Name and fenced arguments, separated by special tokens (DeepSeek V3 and R1).
     DeepSeekFenced,
-    /// Name and arguments between tokens of their own (DeepSeek V3.1).
+    /// Name and arguments, separated by special tokens (DeepSeek V3.1).
     DeepSeek,
-    /// `{"name": …, "arguments": …}`, by its prompt: for models without tool training.
+    /// `{"name": …, "arguments": …}`, as prompted: for models without a known format.
     Generic,
 }
 
-/// A run of calls: `open`, calls with `separator` between them, `close`. JSON whitespace may stand between any two items.
+/// A run of calls: `open`, calls separated by `separator`, `close`. JSON whitespace is allowed between any two items.
 pub(super) struct Shape {
-    /// May stand before a run.
+    /// An optional marker before a run.
     pub(super) hint: Option<&'static str>,
     pub(super) open: &'static [&'static str],
     pub(super) call: Call,
@@ -33,16 +33,18 @@ pub(super) struct Shape {
     pub(super) close: &'static [&'static str],
 }
 
+/// One call: `before`, `body`, `after`.
 pub(super) struct Call {
     pub(super) before: &'static [&'static str],
     pub(super) body: Body,
     pub(super) after: &'static [&'static str],
 }
 
+/// The name and the arguments of a call.
 pub(super) enum Body {
-    /// An object of the name and the arguments, under this key.
+    /// A JSON object of `"name"` and the arguments, which have this key.
     Object { arguments_key: &'static str },
-    /// The bare name, then these, then the arguments.
+    /// The name without quotes, these markers, the arguments.
     Named { before_arguments: &'static [&'static str] },
 }
 
@@ -114,18 +116,18 @@ static GENERIC: Shape = Shape {
     close: &[],
 };
 
-impl ToolFormat {
-    /// From the chat template's source, which writes earlier calls as the model writes its own, or says how.
-    /// `is_token`: whether a text is one token of the vocabulary.
+impl ToolCallFormat {
+    /// Detects the format from the source of the chat template, which writes earlier calls, or an instruction, in this
+    /// format. `is_token`: whether a text is a single token of the vocabulary.
     pub(crate) fn detect(template: &str, is_token: impl Fn(&str) -> bool) -> Self {
-        let has = |mark: &str| template.contains(mark);
+        let has = |marker: &str| template.contains(marker);
         if has("<｜tool▁calls▁begin｜>") {
             return if has("```json") { Self::DeepSeekFenced } else { Self::DeepSeek };
         }
         if has("[TOOL_CALLS]") {
             return if has("[ARGS]") { Self::MistralNamed } else { Self::MistralList };
         }
-        // Qwen's coder models write XML between the same tags.
+        // Qwen's coder models write XML between the same markers.
         if has("<tool_call>") && !has("<function=") {
             return Self::Hermes;
         }
@@ -135,6 +137,7 @@ impl ToolFormat {
         if has("<start_of_turn>") { Self::Gemma } else { Self::Generic }
     }
 
+    /// The syntax of the format.
     pub(super) fn shape(self) -> &'static Shape {
         match self {
             Self::Hermes => &HERMES,
@@ -150,39 +153,39 @@ impl ToolFormat {
 }
 
 impl Shape {
-    /// One call, its arguments in the middle.
+    /// The items of one call.
     pub(super) fn call_items(&self) -> Vec<Item> {
-        let mut items: Vec<_> = marks(self.call.before).collect();
+        let mut items: Vec<_> = markers(self.call.before).collect();
         match self.call.body {
             Body::Object { arguments_key } => {
-                items.extend(["{", "\"name\"", ":"].map(Item::Mark));
+                items.extend(["{", "\"name\"", ":"].map(Item::Marker));
                 items.push(Item::QuotedName);
-                items.extend([",", arguments_key, ":"].map(Item::Mark));
+                items.extend([",", arguments_key, ":"].map(Item::Marker));
                 items.push(Item::Arguments);
-                items.push(Item::Mark("}"));
+                items.push(Item::Marker("}"));
             }
             Body::Named { before_arguments } => {
                 items.push(Item::BareName);
-                items.extend(marks(before_arguments));
+                items.extend(markers(before_arguments));
                 items.push(Item::Arguments);
             }
         }
-        items.extend(marks(self.call.after));
+        items.extend(markers(self.call.after));
         items
     }
 
-    /// What begins a run anywhere in a text. `None`: only a text that starts with a call is one.
+    /// The marker that starts a run anywhere in a text. `None`: a run starts only at the start of the text.
     pub(super) fn trigger(&self) -> Option<&'static str> {
         self.hint.or(self.open.first().copied()).or(self.call.before.first().copied())
     }
 
-    /// A run may begin with its first call's brace.
+    /// Whether a run starts with the brace of its first call.
     pub(super) fn is_bare(&self) -> bool {
         self.open.is_empty() && self.call.before.is_empty() && matches!(self.call.body, Body::Object { .. })
     }
 
-    /// Everything that is not a name or arguments, nor JSON.
-    pub(super) fn marks(&self) -> impl Iterator<Item = &'static str> {
+    /// All markers, without JSON's punctuation around name and arguments.
+    pub(super) fn markers(&self) -> impl Iterator<Item = &'static str> {
         let in_body = match self.call.body {
             Body::Object { .. } => &[],
             Body::Named { before_arguments } => before_arguments,
@@ -192,10 +195,11 @@ impl Shape {
     }
 }
 
-pub(super) fn marks(texts: &'static [&'static str]) -> impl Iterator<Item = Item> {
-    texts.iter().map(|text| Item::Mark(text))
+/// One item for each marker.
+pub(super) fn markers(texts: &'static [&'static str]) -> impl Iterator<Item = Item> {
+    texts.iter().map(|text| Item::Marker(text))
 }
 
 #[cfg(test)]
-#[path = "format_tests.rs"]
+#[path = "tool_call_format_tests.rs"]
 mod tests;

@@ -1,11 +1,11 @@
-//! JSON as Python's `json.dumps(value, ensure_ascii=False)` writes it, which is what chat templates were made with.
+//! Writes JSON as Python's `json.dumps(value, ensure_ascii=False)` does, which models were trained with.
 
 use serde_json::{Map, Value};
 
-/// `json.dumps`' arguments, as far as templates use them.
+/// The arguments of `json.dumps` that templates use.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Style {
-    /// Spaces per level; `None`: one line.
+    /// Spaces per level; `None` writes one line.
     pub(super) indent: Option<usize>,
     /// Between items, and between key and value.
     pub(super) separators: Option<(String, String)>,
@@ -13,6 +13,7 @@ pub(super) struct Style {
     pub(super) ensure_ascii: bool,
 }
 
+/// The value as JSON text.
 pub(super) fn to_string(value: &Value, style: &Style) -> String {
     let default_item = if style.indent.is_some() { "," } else { ", " };
     let (item, key) = style.separators.as_ref().map_or((default_item, ": "), |(item, key)| (item, key));
@@ -110,7 +111,7 @@ impl Writer<'_> {
     }
 }
 
-/// `repr(float)`: shortest digits, an exponent below 1e-4 and from 1e16 on.
+/// Python's `repr` of a float: the shortest digits, with an exponent below 1e-4 and from 1e16 on.
 pub(super) fn python_float(value: f64) -> String {
     let magnitude = value.abs();
     if value == 0.0 || (1e-4..1e16).contains(&magnitude) {
@@ -129,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_writes_what_python_writes() {
+    fn the_text_equals_python_s() {
         let value = json!({"b": [1, 2.0, 1e16, 1e-5, true, null], "a": {"é\n": "<'&\">"}, "e": [], "o": {}});
         insta::assert_snapshot!(to_string(&value, &Style::default()), @r#"{"b": [1, 2.0, 1e+16, 1e-05, true, null], "a": {"é\n": "<'&\">"}, "e": [], "o": {}}"#);
         let style = Style { indent: Some(2), sort_keys: true, ensure_ascii: true, ..Style::default() };

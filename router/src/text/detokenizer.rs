@@ -1,36 +1,36 @@
-//! Token ids → text, piece by piece.
+//! Incremental detokenization.
 //!
-//! INVARIANT: a piece never ends in half a character, and what was emitted never changes. The pieces put together are
-//! what decoding all tokens at once would have given (special tokens skipped).
+//! INVARIANT: a piece never ends inside a character, and emitted text never changes. The concatenated pieces equal the text
+//! of all tokens decoded at once, without special tokens.
 
 use std::sync::Arc;
 
 use tokenizers::Tokenizer;
 
-/// Prompt tokens that are decoded along with the first pieces: with some tokenizers a word's space depends on what
-/// stands before it.
+/// Prompt tokens that are decoded together with the first generated tokens, because some tokenizers drop the space before
+/// the first word of a text.
 const MAX_CONTEXT_TOKENS: usize = 5;
 const REPLACEMENT: char = '\u{FFFD}';
-/// An unfinished character decodes to at most this many replacement characters (one for each byte it has so far).
-const MAX_UNFINISHED: usize = 3;
+/// An incomplete character decodes to at most this many replacement characters, one for each of its bytes so far.
+const MAX_INCOMPLETE: usize = 3;
 
-/// What one token adds.
+/// The text that one token adds.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    /// Complete characters; empty while one is unfinished. For a special token its own text.
+    /// Complete characters; empty while a character is incomplete. For a special token, its own text.
     pub(crate) text: String,
-    /// The token is not part of the visible text.
+    /// Whether the token is special, so that its text is not part of the visible text.
     pub(crate) special: bool,
 }
 
-/// One sequence's decoder.
+/// The detokenizer of one sequence.
 pub(crate) struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
-    /// The tokens still needed: those of the last complete piece, as context, and those after it.
+    /// The tokens of the last complete piece, as context, and all later ones.
     window: Vec<u32>,
-    /// What the window's text had emitted already.
+    /// The part of the window's text that has been emitted.
     emitted: String,
-    /// How many tokens of the window are wholly emitted.
+    /// Leading tokens of the window whose text has been emitted completely.
     num_emitted_tokens: usize,
 }
 
@@ -44,6 +44,7 @@ impl Detokenizer {
         this
     }
 
+    /// Decodes the next token.
     pub(crate) fn push(&mut self, token_id: u32) -> Piece {
         if let Some(text) = self.special_text(token_id) {
             return Piece { text, special: true };
@@ -51,16 +52,16 @@ impl Detokenizer {
         self.window.push(token_id);
         let mut text = self.decode_window();
         if !text.starts_with(&self.emitted) {
-            // Byte-fallback decoders turn a whole run of bytes into replacement characters when a later byte breaks it.
-            // The part that was fine has been sent: go on after it.
+            // Byte-fallback decoders turn a whole run of bytes into replacement characters if one byte is invalid. The
+            // valid characters have been emitted already: continue after them.
             self.window.drain(..self.num_emitted_tokens);
             self.num_emitted_tokens = 0;
             self.emitted.clear();
             text = self.decode_window();
         }
-        // Bytes that were dropped as a text's first space count as unfinished when a run of bytes goes on after them.
+        // A byte that was dropped as the first space of a text counts as incomplete if more bytes follow.
         let num_silent_tokens = if self.emitted.is_empty() { self.num_emitted_tokens } else { 0 };
-        let settled = settled_len(&text, MAX_UNFINISHED + num_silent_tokens).max(self.emitted.len());
+        let settled = settled_len(&text, MAX_INCOMPLETE + num_silent_tokens).max(self.emitted.len());
         let piece = text[self.emitted.len()..settled].to_owned();
         if settled == text.len() && !text.ends_with(REPLACEMENT) {
             self.forget_context();
@@ -70,28 +71,28 @@ impl Detokenizer {
         Piece { text: piece, special: false }
     }
 
-    /// The text of a token by itself.
+    /// The text of a single token without context.
     pub(crate) fn token_text(&self, token_id: u32) -> String {
         self.special_text(token_id).unwrap_or_else(|| self.tokenizer_text(&[token_id]))
     }
 
-    /// Whether the token is no part of a visible text.
+    /// Whether the token is special.
     pub(crate) fn is_special(&self, token_id: u32) -> bool {
         self.special_text(token_id).is_some()
     }
 
-    /// What is left when no more tokens come: characters that stayed unfinished.
+    /// The rest of the text after the last token: characters that stayed incomplete.
     pub(crate) fn finish(&mut self) -> String {
         let text = self.decode_window();
         text.get(self.emitted.len()..).unwrap_or_default().to_owned()
     }
 
-    /// Everything in the window is emitted: keep the last piece's tokens only.
+    /// Drops all tokens but those of the last piece. The whole window must have been emitted.
     fn forget_context(&mut self) {
         let emitted_window = self.window.split_off(self.num_emitted_tokens);
         let context = self.tokenizer_text(&emitted_window);
         if context.is_empty() {
-            // A context without text would be taken for the start of a text.
+            // The decoder would treat a context without text as the start of a text.
             self.window.extend(emitted_window);
             self.emitted = self.decode_window();
         } else {
@@ -101,7 +102,7 @@ impl Detokenizer {
         self.num_emitted_tokens = self.window.len();
     }
 
-    /// The text of a special token; `None` for all others.
+    /// The text of the token if it is special.
     fn special_text(&self, token_id: u32) -> Option<String> {
         let added = self.tokenizer.get_added_vocabulary();
         added.simple_id_to_token(token_id).filter(|token| added.is_special_token(token))
@@ -112,17 +113,17 @@ impl Detokenizer {
     }
 
     fn tokenizer_text(&self, token_ids: &[u32]) -> String {
-        // No decoder fails on ids; ids beyond the vocabulary (padding rows of the model) have no text.
+        // Decoders do not fail. Ids beyond the vocabulary, which are padding rows of the model, have no text.
         self.tokenizer.decode(token_ids, false).unwrap_or_default()
     }
 }
 
-/// Length of `text` without a possibly unfinished character at its end.
-fn settled_len(text: &str, max_unfinished: usize) -> usize {
-    let unfinished = text.chars().rev().take(max_unfinished).take_while(|&c| c == REPLACEMENT).count();
-    text.len() - unfinished * REPLACEMENT.len_utf8()
+/// Length of `text` without a possibly incomplete character at its end.
+fn settled_len(text: &str, max_incomplete: usize) -> usize {
+    let incomplete = text.chars().rev().take(max_incomplete).take_while(|&c| c == REPLACEMENT).count();
+    text.len() - incomplete * REPLACEMENT.len_utf8()
 }
 
 #[cfg(test)]
-#[path = "detokenize_tests.rs"]
+#[path = "detokenizer_tests.rs"]
 mod tests;
