@@ -66,6 +66,12 @@ impl BlockTable {
         &self.block_ids[self.num_released..]
     }
 
+    /// Whether the tokens fill a block that has no node, or whose node is not registered.
+    pub(crate) fn has_full_block(&self, num_token_ids: usize, num_computed_tokens: usize, block_tokens: u32) -> bool {
+        num_token_ids >= (self.nodes.len() + 1) * block_tokens as usize
+            || num_computed_tokens >= (self.num_registered + 1) * block_tokens as usize
+    }
+
     /// Nodes that the sequence has yet to compute.
     pub(crate) fn unregistered_nodes(&self) -> &[NodeId] {
         &self.nodes[self.num_registered..]
@@ -200,17 +206,18 @@ impl Cache {
         self.pool.retire(step);
     }
 
-    /// Registers the blocks of a sequence whose ids are known and of which `num_full_blocks` are planned to be full. Returns
-    /// their nodes, which are not pending any more.
+    /// Registers the blocks of a sequence that hold `num_computed_tokens` planned tokens, as far as they are full and their
+    /// ids are known. Returns their nodes, which are not pending any more.
     pub(crate) fn register(
         &mut self,
         producer: SequenceId,
         table: &mut BlockTable,
         root: Root,
         token_ids: &[TokenId],
-        num_full_blocks: usize,
+        num_computed_tokens: usize,
     ) -> Vec<NodeId> {
         self.extend_nodes(&mut table.nodes, root, token_ids);
+        let num_full_blocks = num_computed_tokens / self.layout.block_tokens as usize;
         let indices = table.num_registered..num_full_blocks.min(table.nodes.len()).max(table.num_registered);
         table.num_registered = indices.end;
         for index in indices.clone() {

@@ -247,11 +247,15 @@ impl Sequence {
         &self.table
     }
 
-    /// What the prefix cache registers: the block table, the root, all known ids, and the number of full blocks. `None`:
-    /// nothing is shared.
+    /// What the prefix cache has to register: the block table, the root, all known ids, and the number of computed tokens.
+    /// `None` if nothing is shared, or no block has become full.
     pub(crate) fn registration(&mut self) -> Option<(&mut BlockTable, Root, &[TokenId], usize)> {
-        let num_full = (self.num_computed_tokens / self.layout.block_tokens) as usize;
-        self.root.map(|root| (&mut self.table, root, &*self.token_ids, num_full))
+        let num_computed_tokens = self.num_computed_tokens as usize;
+        let block_tokens = self.layout.block_tokens;
+        // PERF: most steps of a decode fill no block.
+        let root =
+            self.root.filter(|_| self.table.has_full_block(self.token_ids.len(), num_computed_tokens, block_tokens));
+        root.map(|root| (&mut self.table, root, &*self.token_ids, num_computed_tokens))
     }
 
     /// The block table, and how many of its leading blocks are not needed any more. A finishing sequence keeps its blocks

@@ -102,8 +102,8 @@ impl Scheduler {
     /// Registers a sequence's planned blocks in the prefix cache, and unblocks the queued sequences that wait for them.
     pub(super) fn register_blocks(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("invariant: a resident sequence is known");
-        if let Some((table, root, token_ids, num_full_blocks)) = sequence.registration() {
-            for node in self.cache.register(id, table, root, token_ids, num_full_blocks) {
+        if let Some((table, root, token_ids, num_computed_tokens)) = sequence.registration() {
+            for node in self.cache.register(id, table, root, token_ids, num_computed_tokens) {
                 self.queue.unblock(node);
             }
         }
