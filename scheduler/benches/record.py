@@ -1,4 +1,4 @@
-"""Runs the scheduler's benchmarks and keeps their estimates under bench/runs/, with command and machine."""
+"""Run the scheduler's benchmarks and write their estimates to bench/runs/, with command, revision and machine."""
 
 from __future__ import annotations
 

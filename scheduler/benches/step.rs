@@ -1,8 +1,8 @@
-//! What one step costs the scheduler: `plan` and `apply` together, while every running sequence decodes, one step ahead of its
-//! results. By how many run; and beside a long queue and a full cache, which must not matter.
+//! The cost of one step: `plan` and `apply` together, while all running sequences decode and one step is ahead of its results.
+//! Measured by the number of running sequences, and with a long queue and a full cache, which must not matter.
 //!
-//! CPU time of the thread, so that a busy machine tells nearly the same as an idle one; asking for it costs some 0.3 µs, which
-//! are in the figures. `cargo bench -p penstock-scheduler`; `make bench-scheduler` keeps the result.
+//! Measures CPU time of the thread, so that a busy machine gives nearly the same figures as an idle one. Reading that clock takes
+//! about 0.3 µs, which is included. Run `cargo bench -p penstock-scheduler`; `make bench-scheduler` keeps the result.
 
 use std::time::Duration;
 
@@ -11,14 +11,14 @@ use nix::time::{ClockId, clock_gettime};
 use penstock_scheduler::{Limits, Plan, Scheduler, SequenceId, SequenceOutput, StepResult, Submission, TokenId};
 
 const BLOCK_TOKENS: u32 = 16;
-/// Steps until a day is begun anew: the sequences have grown to some thousand tokens by then.
-const DAY_STEPS: u32 = 2000;
+/// Steps of a run: by its end the sequences have grown to some thousand tokens.
+const RUN_STEPS: u32 = 2000;
 
 #[derive(Clone, Copy, Default)]
 struct Load {
     num_running: u32,
     num_queued: u32,
-    /// Blocks that others have left in the cache; if any, then all there are.
+    /// Blocks that earlier sequences have left in the cache; if not 0, all blocks of the pool.
     num_cached_blocks: u32,
 }
 
@@ -28,8 +28,8 @@ fn per_step(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(num_running.into()));
         let load = Load { num_running, ..Load::default() };
         group.bench_with_input(BenchmarkId::from_parameter(num_running), &load, |bencher, load| {
-            let mut day = Day::new(*load);
-            bencher.iter_custom(|num_steps| time(&mut day, num_steps));
+            let mut run = Run::new(*load);
+            bencher.iter_custom(|num_steps| time(&mut run, num_steps));
         });
     }
     group.finish();
@@ -43,35 +43,35 @@ fn per_step(criterion: &mut Criterion) {
         ("10000_queued_100000_blocks_cached", Load { num_queued: 10_000, num_cached_blocks: 100_000, ..load }),
     ] {
         group.bench_function(name, |bencher| {
-            let mut day = Day::new(load);
-            bencher.iter_custom(|num_steps| time(&mut day, num_steps));
+            let mut run = Run::new(load);
+            bencher.iter_custom(|num_steps| time(&mut run, num_steps));
         });
     }
     group.finish();
 }
 
-/// Time in the scheduler alone, for so many steps.
-fn time(day: &mut Day, num_steps: u64) -> Duration {
+/// Time in the scheduler for `num_steps` steps.
+fn time(run: &mut Run, num_steps: u64) -> Duration {
     let mut total = Duration::ZERO;
     for _ in 0..num_steps {
-        if day.steps_left == 0 {
-            *day = Day::new(day.load);
+        if run.steps_left == 0 {
+            *run = Run::new(run.load);
         }
-        total += day.step();
+        total += run.step();
     }
     total
 }
 
-struct Day {
+struct Run {
     load: Load,
     scheduler: Scheduler,
     in_flight: Plan,
     steps_left: u32,
 }
 
-impl Day {
-    /// All that are to run are decoding, and one step is out.
-    fn new(load: Load) -> Day {
+impl Run {
+    /// A scheduler in which all `num_running` sequences are decoding, and one step is in flight.
+    fn new(load: Load) -> Run {
         let mut scheduler = Scheduler::new(Limits {
             max_step_tokens: 8192,
             max_step_sequences: load.num_running,
@@ -93,8 +93,8 @@ impl Day {
             }
         }
         for id in 0..load.num_running + load.num_queued {
-            // Not all take a block in the same step.
-            submit(&mut scheduler, id, prompt(id, 40 + id % BLOCK_TOKENS), 2 * DAY_STEPS);
+            // Different lengths, so that the sequences need new blocks in different steps.
+            submit(&mut scheduler, id, prompt(id, 40 + id % BLOCK_TOKENS), 2 * RUN_STEPS);
         }
         let mut in_flight = plan(&mut scheduler);
         while scheduler.stats().num_running < load.num_running as usize
@@ -106,12 +106,12 @@ impl Day {
         }
         assert_eq!(scheduler.stats().num_queued, load.num_queued as usize);
         assert!(scheduler.stats().num_cached_blocks >= load.num_cached_blocks as usize / 2);
-        let mut day = Day { load, scheduler, in_flight, steps_left: DAY_STEPS };
-        // Filling the cache has emptied the processor's.
-        for _ in 0..DAY_STEPS / 20 {
-            day.step();
+        let mut run = Run { load, scheduler, in_flight, steps_left: RUN_STEPS };
+        // Filling the prefix cache has evicted the processor's caches.
+        for _ in 0..RUN_STEPS / 20 {
+            run.step();
         }
-        day
+        run
     }
 
     fn step(&mut self) -> Duration {
@@ -125,7 +125,7 @@ impl Day {
 }
 
 fn cpu_time() -> Duration {
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("a clock that every Linux has").into()
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
 }
 
 fn prompt(text: u32, num_tokens: u32) -> Vec<TokenId> {
@@ -143,15 +143,15 @@ fn submit(scheduler: &mut Scheduler, id: u32, prompt_token_ids: Vec<TokenId>, ma
         needs_prompt_logprobs: false,
         num_source_tokens: 0,
     };
-    scheduler.submit(submission, Duration::ZERO).expect("a sequence that fits");
+    scheduler.submit(submission, Duration::ZERO).expect("the sequence fits into the pool");
 }
 
 fn plan(scheduler: &mut Scheduler) -> Plan {
-    scheduler.plan(Duration::ZERO).expect("something to do")
+    scheduler.plan(Duration::ZERO).expect("there is work")
 }
 
 fn apply(scheduler: &mut Scheduler, result: &StepResult) {
-    scheduler.apply(result).expect("the result that is due");
+    scheduler.apply(result).expect("the result of the oldest step");
 }
 
 fn answer(plan: &Plan) -> StepResult {
