@@ -74,14 +74,11 @@ class Fallback:
         ]
 
     def allocate_cache(self, num_blocks: int) -> None:
-        self.release_cache()  # first: the old and the new pool may not fit together
+        self.caches = []  # first: the old and the new pool may not fit together
         self.caches = [attention.allocate(num_blocks) for attention in self._pager.layers]
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         """No table depends on the length, see `_check_ropes`."""
-
-    def release_cache(self) -> None:
-        self.caches = []
 
     def forward(self, batch: StepBatch) -> Tensor:
         ids, positions = batch.token_ids[None], batch.positions[None]
@@ -147,7 +144,8 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
             raise ConfigError(reason)
         loaded = time.perf_counter()
         fallback = Fallback(model, options)
-        check_logits(fallback, options)
+        check_logits(fallback, fallback.own_logits, options)
+        fallback.caches = []
     except ConfigError as error:
         raise config.refuse(f"model type {model_type!r} is not served: {error}") from error
     except FOREIGN_ERRORS as error:

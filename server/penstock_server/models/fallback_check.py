@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from penstock_server.attention.interface import StepBatch
 from penstock_server.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock_server.models.fallback import Fallback
-    from penstock_server.models.interface import LoadOptions
+from penstock_server.models.interface import CausalModel, LoadOptions
 
 # Norm of the difference, relative to the logits' norm. A hidden state or a shifted position makes it about 1.
 _TOLERANCE = 1e-3
@@ -21,13 +18,16 @@ _LENGTHS = (9, 7)
 _STEPS = (((0, 4), (0, 0)), ((4, 6), (0, 3)), ((6, 9), (3, 7)))  # for each text the range of positions
 
 
-def check_logits(model: Fallback, options: LoadOptions) -> None:
-    """Raises ConfigError if the model's memory is more than attention over our cache. Frees the cache that it used."""
+def check_logits(model: CausalModel, own_logits: Callable[[Tensor], Tensor], options: LoadOptions) -> None:
+    """Raises ConfigError if the model's memory is more than attention over our cache. Leaves a cache of some blocks.
+
+    own_logits: [tokens] → [tokens, vocab] without the cache.
+    """
     texts = [
         (torch.arange(length, device=options.device) * 7 + 11 * (index + 1)) % model.vocab_size
         for index, length in enumerate(_LENGTHS)
     ]
-    expected = torch.cat([model.own_logits(text) for text in texts]).float()
+    expected = torch.cat([own_logits(text) for text in texts]).float()
     blocks = -(-max(_LENGTHS) // options.block_tokens)
     model.allocate_cache(blocks * len(texts))
     found: list[list[Tensor]] = [[] for _ in texts]
@@ -37,7 +37,6 @@ def check_logits(model: Fallback, options: LoadOptions) -> None:
         assert logits is not None
         for rows, part in zip(found, logits.split([stop - start for start, stop in step]), strict=True):
             rows.append(part)
-    model.release_cache()
     given = torch.cat([row for rows in found for row in rows]).float()
     difference = float((given - expected).norm() / expected.norm())
     tolerance = _TOLERANCE if options.dtype == torch.float32 else _ROUNDED_TOLERANCE
