@@ -10,7 +10,8 @@ import torch
 from cases import CASES
 from gguf_cases import GGUF_CASES
 from penstock_server.parallel import RankGroup
-from penstock_server.weights import gguf_matrix, loader, safetensors_file
+from penstock_server.weights import loader, safetensors_file
+from penstock_server.weights.gguf import matrix
 from shares import open_loader
 from test_gguf_parity import made as made_gguf
 from test_parity import Made, make, one_thread  # noqa: F401 - fixtures
@@ -23,7 +24,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pieces, of different sizes in the file and in the model."""
     monkeypatch.setattr(loader, "PIECE_BYTES", 1000)
     monkeypatch.setattr(safetensors_file, "PIECE_BYTES", 700)
-    monkeypatch.setattr(gguf_matrix, "PIECE_WEIGHTS", 200)
+    monkeypatch.setattr(matrix, "PIECE_WEIGHTS", 200)
 
 
 @pytest.mark.parametrize("name", CASES)
