@@ -1,4 +1,4 @@
-"""Runs sequences to their end on an engine, as a router would: chunks, neighbours, preemptions."""
+"""Runs sequences to completion on an engine as a router would, with chunks, batches and preemptions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ BLOCK_TOKENS = 16
 
 @dataclass
 class Answer:
-    """What became of one sequence."""
+    """The result of one sequence."""
 
     prompt: list[int]
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     error: str = ""
-    has_ended: bool = False  # by an end of its own
+    has_ended: bool = False  # by an EOS token
 
 
 @dataclass
 class AnswerDriver:
-    """One stream of steps; every sequence gets the same number of blocks."""
+    """One stream of steps. Each sequence gets the same number of blocks."""
 
     engine: Engine
     eos_id: int
@@ -40,7 +40,10 @@ class AnswerDriver:
         chunk_tokens: int = 1 << 30,
         preempt_every: int = 0,
     ) -> list[Answer]:
-        """All at once, until each has ended or has so many tokens; every so many tokens it starts again from them."""
+        """Runs all sequences together until each has ended or has `max_tokens` tokens.
+
+        preempt_every: preempt a sequence each time it has this many more tokens; it recomputes from its known tokens.
+        """
         self.engine.reset()
         self.num_steps = 0
         answers = [Answer(prompt, sampling) for prompt, sampling in asked]

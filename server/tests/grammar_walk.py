@@ -1,4 +1,4 @@
-"""Grammars without a model: a vocabulary in which everything can be counted, and walks through what masks allow."""
+"""Helpers for grammar tests without a model: a small vocabulary, and random walks through masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END, OTHER_END = len(WORDS), len(WORDS) + 1
 
 
 def write_small_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of WORDS and two special tokens."""
+    """Writes a byte-level BPE of WORDS and two special tokens."""
     vocab = {word: token_id for token_id, word in enumerate(WORDS)}
     special = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": END, "content": "<end>", **special}, {"id": OTHER_END, "content": "<other>", **special}]
@@ -40,7 +40,7 @@ def allowed(matcher: LLMatcher) -> set[int]:
 
 
 def walk(vocabulary: LLTokenizer, first: LLMatcher, rng: random.Random, num_free: int = 40, limit: int = 600) -> str:
-    """A text that the masks led to: so many tokens chosen evenly, then those that come to an end."""
+    """A random text that the masks allow: `num_free` uniformly chosen tokens, then preferably closing tokens."""
     matcher, tokens = first.deep_copy(), []
     closing = {vocabulary.tokenize_str(text)[0] for text in ('"', "}", "]", "@", ".c")}
     ends = set(vocabulary.eos_tokens)
@@ -58,6 +58,6 @@ def walk(vocabulary: LLTokenizer, first: LLMatcher, rng: random.Random, num_free
 
 
 def check_instance(text: str, schema: dict[str, Any]) -> None:
-    """The text is JSON and an instance of the schema, formats included."""
+    """Raises when the text is not JSON, or not an instance of the schema, including formats."""
     validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))

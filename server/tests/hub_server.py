@@ -1,4 +1,4 @@
-"""A model hub of our own, over HTTP, with as much of the real one's interface as a download needs."""
+"""A fake model hub over HTTP, with the part of the API that downloads need."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """One repository, `someone/tiny`, and what was asked of it."""
+    """One repository, `someone/tiny`, and the requests for its files."""
 
     files: dict[str, bytes]
     url: str = ""
-    token: str | None = None  # whoever asks without it is turned away
-    gated: bool = False  # the files are, the list of them is not
-    break_after: dict[str, int] = field(default_factory=dict)  # file → bytes after which its connection breaks, once
-    status: int = 200  # what every request is answered with, if not this
-    gets: list[tuple[str, str | None]] = field(default_factory=list)  # files fetched, with the range asked for
+    token: str | None = None  # requests without it are refused
+    gated: bool = False  # the files are gated, their list is not
+    break_after: dict[str, int] = field(default_factory=dict)  # file → bytes after which its connection breaks once
+    status: int = 200  # any other status is the reply to every request
+    gets: list[tuple[str, str | None]] = field(default_factory=list)  # (file, requested range)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Loads a model in a process of its own: prints how far its memory rose at most, in weights of the model.
+"""Loads a model in a separate process and prints the peak of its memory as a multiple of the model's weights.
 
-Arguments: the folder of a small model, which is loaded before, and of the model.
+Arguments: the folder of a small model, loaded first so that all code is imported, and the folder of the model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from penstock_server.parallel import RankGroup
 def main() -> None:
     torch.set_num_threads(2)
     device = torch.device("cpu")
-    torch.ones(1 << 20).sum()  # its threads are there
-    load_model(LoadOptions(Path(sys.argv[1]), choose_dtype("", device), device, 16), RankGroup())  # all code is there
+    torch.ones(1 << 20).sum()  # starts torch's threads
+    load_model(LoadOptions(Path(sys.argv[1]), choose_dtype("", device), device, 16), RankGroup())
     meter = MemoryMeter(device)
     model = load_model(LoadOptions(Path(sys.argv[2]), choose_dtype("", device), device, 16), RankGroup())
     print(meter.measure().transient / model.weight_bytes)

@@ -1,4 +1,4 @@
-"""How byte-level tokenizers cut texts into words: every name that GGUF files use, and texts that come back whole."""
+"""Byte-level pre-tokenizers: each name that GGUF files use splits as expected, and every text round-trips."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIECES = {
     "bloom": "HI'LL| paY12345| (|$6|)| été|.| 你好カナ|\n\n | x=aB'S",
     "viking": "HI'LL| paY|1|2|3|4|5| (|$|6|)| été|.| 你好カナ|\n\n | x=aB'S",
     "falcon": "HI|'|LL| paY|123|45| |($|6|)| été|.| 你好カナ|\n\n | x|=|aB|'|S",
-    # Its pattern of punctuation has the letters of ASCII too, and cuts words that hold others.
+    # Its punctuation pattern contains ASCII letters, so it splits words with other letters.
     "deepseek-llm": "HI|'|LL| paY|1|2|3|4|5| ($|6|)| é|t|é|.| |你好カナ|\n|\n| | x|=|aB|'|S",
     "deepseek-coder": "HI|'|LL| paY|1|2|3|4|5| (|$|6|)| été|.| |你好カナ|\n|\n| | x|=|aB|'|S",
     "kimi-k2": "HI'LL| pa|Y|123|45| ($|6|)| été|.| |你好|カナ|\n\n| | x|=a|B'S",
@@ -44,7 +44,7 @@ BYTES = {character: byte for byte, character in SPELLING.items()}
 
 
 def tokenizer(name: str, merges: list[str] | None = None) -> Tokenizer:
-    """Of single bytes, and what is merged of them."""
+    """A tokenizer of single bytes and the given merges."""
     merges = merges or []
     tokens = [*SPELLING.values(), *(merge.replace(" ", "") for merge in merges)]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
@@ -52,24 +52,24 @@ def tokenizer(name: str, merges: list[str] | None = None) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_a_text_is_cut_as_its_name_says(name: str) -> None:
+def test_each_pre_tokenizer_splits_as_expected(name: str) -> None:
     pieces = tokenizer(name).pre_tokenizer.pre_tokenize_str(TEXT)
     assert "|".join(bytes(BYTES[character] for character in piece).decode() for piece, _ in pieces) == PIECES[name]
 
 
-def test_every_way_of_pre_tokenizer_is_tested() -> None:
+def test_every_pre_tokenizer_is_tested() -> None:
     assert {id(PRE_TOKENIZERS[name]) for name in PIECES} == {id(each) for each in PRE_TOKENIZERS.values()}
 
 
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
-def test_every_text_comes_back(name: str) -> None:
+def test_every_text_round_trips(name: str) -> None:
     whole = tokenizer(name, ["Ġ t", "Ġt h", "Ã ©", "ð Ł", "1 2"])
     for text in TEXTS:
         ids = whole.encode(text).ids
         assert whole.decode(ids) == (unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[name].nfc else text)
 
 
-def test_a_whole_word_needs_no_merges_where_the_model_was_trained_so() -> None:
+def test_ignore_merges_takes_a_whole_word_of_the_vocabulary() -> None:
     merges = ["h e", "l l", "he ll"]
     for name, pieces in (("llama-bpe", ["lo"]), ("qwen2", ["l", "o"])):
         vocabulary = {token: id_ for id_, token in enumerate([*SPELLING.values(), "he", "ll", "hell", "lo"])}

@@ -1,4 +1,4 @@
-"""`penstock check` says what a model is and all that is wrong with it; `penstock models` what can be served."""
+"""`penstock check` describes a model and all its problems; `penstock models` lists what can be served."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 def run(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """(exit status, the report)"""
+    """Returns (exit status, report)."""
     status = check.main([*arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_a_sound_folder_is_described(folder: Path, capsys: Any) -> None:
+def test_a_valid_folder_is_described(folder: Path, capsys: Any) -> None:
     status, report = run(capsys, str(folder), "--num-shard", "2", "--dtype", "float32")
     assert (status, report["problems"], report["notes"], report["servable"]) == (0, [], [], True)
     assert report["num_parameters"] == sum(
@@ -59,7 +59,7 @@ def test_a_sound_folder_is_described(folder: Path, capsys: Any) -> None:
     assert all(rank["fitting_tokens"] > 0 for rank in layout["ranks"])
 
 
-def test_the_memory_it_states_is_what_loading_takes(folder: Path, capsys: Any) -> None:
+def test_the_stated_memory_equals_that_of_loading(folder: Path, capsys: Any) -> None:
     _, report = run(capsys, str(folder), "--dtype", "float32")
     rank = report["layout"]["ranks"][0]
     model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
@@ -67,7 +67,7 @@ def test_the_memory_it_states_is_what_loading_takes(folder: Path, capsys: Any) -
     assert rank["kv_bytes_per_token"] * 16 == model.kv_bytes_per_block
 
 
-def test_all_that_is_wrong_is_said_at_once(folder: Path, capsys: Any) -> None:
+def test_all_problems_are_reported_at_once(folder: Path, capsys: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["stray"] = tensors.pop("model.norm.weight")
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:7].clone()
@@ -77,7 +77,7 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path, capsys: Any) -> None:
     (folder / "generation_config.json").write_text("{")
     status, report = run(capsys, str(folder), "--num-shard", "7")
     assert status == 1
-    said = "\n".join(report["problems"])
+    messages = "\n".join(report["problems"])
     for part in (
         "tokenizer.json has no vocabulary",
         "generation_config.json is not valid JSON",
@@ -87,7 +87,7 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path, capsys: Any) -> None:
         "1 weights are of type F8_E4M3",
         "cannot be split over 7 ranks",
     ):
-        assert part in said
+        assert part in messages
     assert len(report["problems"]) == 7
 
 
@@ -102,7 +102,7 @@ def test_every_damaged_file_is_named(tmp_path: Path, capsys: Any) -> None:
     assert report["layout"]["architecture"] == "llama"
 
 
-def test_a_folder_without_a_tokenizer_says_what_there_is_instead(folder: Path, capsys: Any) -> None:
+def test_a_vocabulary_that_cannot_be_converted_is_named(folder: Path, capsys: Any) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_bytes(b"x")
     (folder / "chat_template.jinja").unlink()
@@ -113,7 +113,7 @@ def test_a_folder_without_a_tokenizer_says_what_there_is_instead(folder: Path, c
     assert "no chat template" in report["notes"][0]
 
 
-def test_a_slow_tokenizer_is_described_as_it_would_be_converted(folder: Path, capsys: Any) -> None:
+def test_a_slow_tokenizer_is_described_as_converted(folder: Path, capsys: Any) -> None:
     (folder / "tokenizer.json").unlink()
     source = Path(__file__).parent / "sentencepiece" / "t5.model"
     (folder / "spiece.model").write_bytes(source.read_bytes())
@@ -126,7 +126,7 @@ def test_a_slow_tokenizer_is_described_as_it_would_be_converted(folder: Path, ca
     assert "spiece.model is damaged or not a SentencePiece model" in report["problems"][0]
 
 
-def test_pickles_are_described_without_being_converted(tmp_path: Path, capsys: Any) -> None:
+def test_pickles_are_described_without_conversion(tmp_path: Path, capsys: Any) -> None:
     model = make_model("llama")
     model.config.save_pretrained(tmp_path / "model")
     torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
@@ -143,14 +143,14 @@ def test_a_gguf_file_is_described(tmp_path: Path, capsys: Any) -> None:
     assert (status, report["problems"]) == (0, [])
 
 
-def test_what_is_not_there_is_one_problem(capsys: Any) -> None:
+def test_a_missing_model_is_one_problem(capsys: Any) -> None:
     assert check.main(["/nowhere/model"]) == 1
-    said = capsys.readouterr().out
-    assert "problem        there is no file or folder /nowhere/model" in said
-    assert said.endswith("cannot be served\n")
+    messages = capsys.readouterr().out
+    assert "problem        there is no file or folder /nowhere/model" in messages
+    assert messages.endswith("cannot be served\n")
 
 
-def test_of_a_hub_model_only_the_headers_are_read(
+def test_only_headers_of_a_hub_model_s_weights_are_read(
     folder: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -171,7 +171,7 @@ def test_of_a_hub_model_only_the_headers_are_read(
     assert all(fetched)
 
 
-def test_the_list_of_models_is_the_loaders_own(capsys: Any) -> None:
+def test_the_list_of_models_equals_the_loader_s_table(capsys: Any) -> None:
     assert catalog.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["architectures"] == sorted(ARCHITECTURES)

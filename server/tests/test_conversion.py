@@ -1,4 +1,4 @@
-"""PyTorch's pickles are converted once, whole or not at all, and nothing in them is run."""
+"""PyTorch pickles are converted once and atomically, and no code in them is executed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def save_sharded(folder: Path, shards: list[dict[str, Tensor]]) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_one_file_becomes_safetensors_with_the_same_tensors(folder: Path, cache: Path, capsys: Any) -> None:
+def test_a_pickle_becomes_safetensors_with_the_same_tensors(folder: Path, cache: Path, capsys: Any) -> None:
     state = torch.load(folder / "pytorch_model.bin")
     made = Path(prepare(str(folder)).folder)
     assert "converting" in capsys.readouterr().err
@@ -72,7 +72,7 @@ def test_one_file_becomes_safetensors_with_the_same_tensors(folder: Path, cache:
     load(str(made))
 
 
-def test_it_is_converted_once_and_again_when_the_weights_change(folder: Path, capsys: Any) -> None:
+def test_a_pickle_is_converted_again_only_when_it_changes(folder: Path, capsys: Any) -> None:
     first = prepare(str(folder)).folder
     capsys.readouterr()
     assert prepare(str(folder)).folder == first
@@ -81,7 +81,7 @@ def test_it_is_converted_once_and_again_when_the_weights_change(folder: Path, ca
     assert prepare(str(folder)).folder != first
 
 
-def test_the_other_files_are_always_those_of_the_model(folder: Path) -> None:
+def test_links_to_other_files_follow_the_model_folder(folder: Path) -> None:
     made = Path(prepare(str(folder)).folder)
     (folder / "chat_template.jinja").write_text("new")
     (folder / "tokenizer.json").unlink()
@@ -90,7 +90,7 @@ def test_the_other_files_are_always_those_of_the_model(folder: Path) -> None:
     assert not (made / "tokenizer.json").is_symlink()
 
 
-def test_several_files_become_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_checkpoints_are_sharded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_model("llama").state_dict()
     names = list(state)
     save_sharded(folder, [{name: state[name] for name in part} for part in (names[:11], names[11:])])
@@ -104,7 +104,7 @@ def test_several_files_become_several(folder: Path, monkeypatch: pytest.MonkeyPa
     load(str(made))
 
 
-def test_views_and_shared_storages_are_written_as_what_they_show(tmp_path: Path) -> None:
+def test_views_and_shared_storages_are_written_in_full(tmp_path: Path) -> None:
     big = torch.arange(600.0).view(20, 30)
     tensors = {
         "transposed": big.T,
@@ -126,7 +126,7 @@ def test_views_and_shared_storages_are_written_as_what_they_show(tmp_path: Path)
             assert file.get_tensor(name).dtype == tensor.dtype
 
 
-def test_files_from_before_torch_1_6_are_read(folder: Path) -> None:
+def test_pickles_older_than_torch_1_6_are_converted(folder: Path) -> None:
     state = make_model("llama").state_dict()
     torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     load(prepare(str(folder)).folder)
@@ -162,7 +162,7 @@ def truncate(path: Path) -> None:
         (lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "is damaged|is truncated"),
     ],
 )
-def test_what_is_no_state_dict_is_refused_and_leaves_nothing(
+def test_anything_but_a_state_dict_is_refused_and_leaves_nothing(
     damage: Callable[[Path], object], message: str, folder: Path, cache: Path
 ) -> None:
     damage(folder / "pytorch_model.bin")
@@ -214,7 +214,7 @@ def test_a_disk_that_fills_up_is_reported_and_leaves_nothing(
     assert not list(cache.iterdir())
 
 
-def test_what_a_killed_process_left_is_cleared_away(folder: Path, cache: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(folder: Path, cache: Path) -> None:
     made = Path(prepare(str(folder)).folder)
     shutil.rmtree(made)
     left = cache / f".unfinished-{made.name}"
@@ -226,7 +226,7 @@ def test_what_a_killed_process_left_is_cleared_away(folder: Path, cache: Path) -
     assert not (made / "stray").exists()
 
 
-def test_processes_at_the_same_time_make_one_folder(folder: Path, cache: Path) -> None:
+def test_concurrent_processes_make_one_folder(folder: Path, cache: Path) -> None:
     command = [sys.executable, "-m", "penstock_server.prepare", "--model-id", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Every damage to a model folder gives one clear message, from preparing or from loading it, and never a traceback."""
+"""Each kind of damage to a model folder gives one clear error from `prepare` or from loading, and never a traceback."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> None:
     load_model(LoadOptions(folder, dtype, torch.device("cpu"), 16), RankGroup())
 
 
-def test_numbers_beyond_the_dtype_are_named_with_it(tmp_path: Path) -> None:
+def test_weights_beyond_the_range_of_the_dtype_are_refused(tmp_path: Path) -> None:
     folder = save_model(make_model("llama"), tmp_path)
     set_weight(1e6)(folder)
     load(folder)
@@ -135,7 +135,7 @@ def test_numbers_beyond_the_dtype_are_named_with_it(tmp_path: Path) -> None:
         load(folder, torch.float16)
 
 
-def test_large_weights_whose_sum_runs_over_are_numbers_all_the_same(tmp_path: Path) -> None:
+def test_large_finite_weights_whose_sum_overflows_are_accepted(tmp_path: Path) -> None:
     folder = save_model(make_model("llama"), tmp_path)
     tensors = load_file(folder / FILE)
     tensors[Q_WEIGHT].fill_(3e38)
@@ -143,9 +143,9 @@ def test_large_weights_whose_sum_runs_over_are_numbers_all_the_same(tmp_path: Pa
     load(folder)
 
 
-def test_odd_files_beside_the_weights_are_ignored_by_name(tmp_path: Path) -> None:
+def test_files_that_only_look_like_weights_are_ignored(tmp_path: Path) -> None:
     folder = save_model(make_model("llama"), tmp_path)
-    (folder / FILE).rename(folder / "weights.safetensors")  # so that nothing is found by its exact name
+    (folder / FILE).rename(folder / "weights.safetensors")  # so that no file has the standard name
     for name in (
         "adapter_model.safetensors",
         "consolidated.safetensors",

@@ -1,4 +1,4 @@
-"""fairseq's tokenizers from their SentencePiece file alone: ids of the SentencePiece library and of transformers."""
+"""fairseq tokenizers made from their SentencePiece file give the ids of the library and of transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of a protocol buffer that holds bytes."""
+    """Encodes a bytes field of a protocol buffer."""
     size, length = len(content), bytearray()
     while size > 0x7F:
         length.append(size & 0x7F | 0x80)
@@ -43,7 +43,7 @@ def field(number: int, content: bytes) -> bytes:
 def folder_with(
     tmp_path: Path, source: str = "t5", *, normalizes: bool = True, model: dict[str, Any] | None = None, **config: Any
 ) -> Path:
-    """A folder with a tiny model's pieces behind the three that fairseq's files begin with, and the rules of t5's."""
+    """A folder with a tiny fairseq model: its first three pieces, then a test model's, with t5's normalization."""
     vocabulary = read_sentencepiece(MODELS / f"{source}.model")
     pieces = [(text, 0.0, type_) for text, type_ in (("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL))]
     pieces += [(piece.text, piece.score, NORMAL) for piece in vocabulary.pieces if piece.type == NORMAL]
@@ -91,8 +91,8 @@ def compare(ours: Tokenizer, theirs: Any) -> None:
         assert ours.token_to_id(token) == id_
 
 
-def test_pieces_stand_one_further_than_in_the_file(tmp_path: Path) -> None:
-    """What the library makes of the same pieces, which stand at the same places in t5's file."""
+def test_ids_are_one_higher_than_in_the_file(tmp_path: Path) -> None:
+    """Compares with the library's ids for the same pieces in t5's file."""
     ours = converted(folder_with(tmp_path))
     for text, ids in zip(TEXTS, EXPECTED["t5"]["ids"], strict=True):
         if not set(text) & set("\t\n\r\u200b\u200d▁"):
@@ -101,13 +101,11 @@ def test_pieces_stand_one_further_than_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"src_lang": None}, {"tokenizer_class": "MBartTokenizer", "src_lang": "de_DE"}])
-def test_mbart_is_that_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
-    """Its class in transformers 5 leaves the file's rules of normalization out; published files have them."""
+def test_mbart_equals_transformers(config: dict[str, Any], tmp_path: Path) -> None:
+    """transformers 5 drops the file's normalization rules, so the test file has none; published files have them."""
     folder = folder_with(tmp_path, normalizes=False, **config)
-    behind = [(language, 0.0) for language in MBART_LANGUAGES]
-    theirs = transformers.MBartTokenizer(
-        [*pieces_of(folder), *behind, ("<mask>", 0.0)], src_lang=config.get("src_lang")
-    )
+    added = [(language, 0.0) for language in MBART_LANGUAGES]
+    theirs = transformers.MBartTokenizer([*pieces_of(folder), *added, ("<mask>", 0.0)], src_lang=config.get("src_lang"))
     ours = converted(folder)
     compare(ours, theirs)
     assert ours.encode("the dog").tokens[-2:] == ["</s>", config.get("src_lang") or "en_XX"]
@@ -115,8 +113,8 @@ def test_mbart_is_that_of_transformers(config: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("in_model", [True, False])
-def test_mbart_50_is_that_of_transformers(in_model: bool, tmp_path: Path) -> None:
-    """Its folders name the class in one file or the other; the model's type is that of the first mBART."""
+def test_mbart_50_equals_transformers(in_model: bool, tmp_path: Path) -> None:
+    """Published folders name the class in either file; their model type is that of the first mBART."""
     named = {"tokenizer_class": "MBart50Tokenizer"}
     model = {"model_type": "mbart", **(named if in_model else {})}
     folder = folder_with(tmp_path, model=model, src_lang="sl_SI", **({} if in_model else named))
@@ -128,7 +126,7 @@ def test_mbart_50_is_that_of_transformers(in_model: bool, tmp_path: Path) -> Non
     assert (tokens[0], tokens[-1]) == ("sl_SI", "</s>")
 
 
-def test_xlm_r_is_that_of_transformers(tmp_path: Path) -> None:
+def test_xlm_r_equals_transformers(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, model={"model_type": "xlm-roberta"})
     rules = read_sentencepiece(folder / FAIRSEQ_FILE).charsmap
     theirs = transformers.XLMRobertaTokenizer([*pieces_of(folder), ("<mask>", 0.0)], _spm_precompiled_charsmap=rules)
@@ -137,15 +135,15 @@ def test_xlm_r_is_that_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_nllb_is_that_of_transformers(legacy: bool, tmp_path: Path) -> None:
+def test_nllb_equals_transformers(legacy: bool, tmp_path: Path) -> None:
     config = {"tokenizer_class": "NllbTokenizer", "src_lang": "zho_Hans", "additional_special_tokens": NLLB_LANGUAGES}
     folder = folder_with(tmp_path, "llama", legacy_behaviour=legacy, **config)
     pieces = pieces_of(folder)
     vocabulary = {text: id_ for id_, (text, _) in enumerate(pieces)}
-    # Of the file alone transformers 5 would put the mask before the languages: where it stood is said here.
-    behind = {text: len(pieces) + index for index, text in enumerate([*NLLB_LANGUAGES, "<mask>"])}
+    # transformers 5 would put the mask token before the languages; published files have it after them.
+    added = {text: len(pieces) + index for index, text in enumerate([*NLLB_LANGUAGES, "<mask>"])}
     theirs = transformers.NllbTokenizer(
-        {**vocabulary, **behind},
+        {**vocabulary, **added},
         generate_merges(vocabulary),
         _spm_precompiled_charsmap=read_sentencepiece(folder / FAIRSEQ_FILE).charsmap,
         extra_special_tokens=NLLB_LANGUAGES,
@@ -169,12 +167,12 @@ def test_nllb_is_that_of_transformers(legacy: bool, tmp_path: Path) -> None:
         ({"tokenizer_class": "NllbTokenizer"}, "the source language 'eng_Latn' is not among the 0 known languages"),
     ],
 )
-def test_what_nothing_says_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unknown_classes_and_languages_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         convert(folder_with(tmp_path, **config))
 
 
-def test_a_vocabulary_that_is_not_fairseqs_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_of_another_program_is_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path)
     (folder / FAIRSEQ_FILE).write_bytes((MODELS / "t5.model").read_bytes())
     with pytest.raises(ConfigError, match=r"begins with \['<pad>', '</s>', '<unk>'\]; a fairseq vocabulary begins"):

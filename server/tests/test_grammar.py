@@ -1,4 +1,4 @@
-"""Grammars and masks without a model: against everything that can be counted, and within their limits."""
+"""Grammars and masks without a model: compared with exhaustive enumeration, and within their limits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def schema(**keywords: object) -> Grammar:
     return Grammar("json_schema", json.dumps(keywords))
 
 
-# A regular expression and every text that it matches.
+# A regular expression and all texts that it matches.
 Language = tuple[str, frozenset[str]]
 
 
@@ -86,10 +86,10 @@ def languages() -> st.SearchStrategy[Language]:
 
 @given(language=languages(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_mask_allows_exactly_what_some_text_goes_on_with(
+def test_a_mask_allows_exactly_the_continuations_of_matching_texts(
     small: LLTokenizer, language: Language, data: st.DataObject
 ) -> None:
-    """But where only one byte can follow: there the mask may insist on the tokenizer's own way of cutting the text."""
+    """Except where only one byte can follow: there the mask may force the tokenizer's own tokenization."""
     regex, texts = language
     prefix = ""
     matcher = build_matcher(small, Grammar("regex", regex))
@@ -111,7 +111,7 @@ def test_a_mask_allows_exactly_what_some_text_goes_on_with(
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
-def test_what_a_schema_allows_is_an_instance_of_it(vocabulary: LLTokenizer, path: Path) -> None:
+def test_texts_that_a_schema_allows_are_instances_of_it(vocabulary: LLTokenizer, path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     matcher = build_matcher(vocabulary, Grammar("json_schema", text))
     for seed in range(2):
@@ -156,7 +156,7 @@ def test_a_keyword_that_would_not_be_enforced_is_refused_by_name(small: LLTokeni
     ],
     ids=lambda value: value.text[:20] if isinstance(value, Grammar) else "",
 )
-def test_a_grammar_that_is_none_is_refused_with_the_reason(small: LLTokenizer, grammar: Grammar, message: str) -> None:
+def test_an_invalid_grammar_is_refused_with_the_reason(small: LLTokenizer, grammar: Grammar, message: str) -> None:
     with pytest.raises(GrammarError) as caught:
         build_matcher(small, grammar)
     text = str(caught.value)
@@ -168,7 +168,7 @@ def test_a_grammar_that_is_none_is_refused_with_the_reason(small: LLTokenizer, g
 
 
 @pytest.mark.parametrize("ending", ["\n", " ", "\t"])
-def test_json_may_be_pretty_printed_but_not_endless(vocabulary: LLTokenizer, ending: str) -> None:
+def test_json_may_be_pretty_printed_but_has_no_endless_whitespace(vocabulary: LLTokenizer, ending: str) -> None:
     matcher = build_matcher(vocabulary, schema(type="object", additionalProperties={"type": "integer"}))
     value = {"a": 1, "b": 2}
     for text in (json.dumps(value), json.dumps(value, indent=4), json.dumps(value, separators=(",", ":"))):
@@ -181,7 +181,7 @@ def test_json_may_be_pretty_printed_but_not_endless(vocabulary: LLTokenizer, end
 
 
 def runaway() -> Grammar:
-    """All of a hundred words in any order: its automaton has more states than there is time."""
+    """A hundred words in any order: the automaton has too many states to build."""
     return Grammar("lark", "start: T\nT: " + " & ".join(f"/.*x{word}.*/" for word in range(100)))
 
 
@@ -191,13 +191,13 @@ def bottomless() -> Grammar:
     return schema(**{"$ref": "#/$defs/d0", "$defs": {**chain, "d3000": {"type": "string"}}})
 
 
-def test_the_first_grammar_finds_a_process_that_was_started_before(small_folder: Path) -> None:
+def test_the_first_grammar_uses_the_process_started_before(small_folder: Path) -> None:
     first = Trial(small_folder)
     first.start()
     assert first._process is not None
     pid = first._process.pid
     compiler = GrammarCompiler(small_folder, 40, first=first)
-    assert compiler.wait() > 1 << 20, "its memory, for each that may come"
+    assert compiler.wait() > 1 << 20, "the memory to reserve for the other process"
     compiler.compile(Grammar("regex", "a"))
     assert first._process.pid == pid
     others = [trial for trial in compiler._trials.queue if trial is not first]
@@ -205,26 +205,26 @@ def test_the_first_grammar_finds_a_process_that_was_started_before(small_folder:
     compiler.close()
 
 
-def test_a_process_without_a_vocabulary_ends_by_itself(tmp_path: Path) -> None:
+def test_a_trial_process_without_a_vocabulary_exits(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     trial.start()
     assert trial.wait() == 0
     trial.close()
 
 
-def test_a_grammar_of_a_plan_was_tried_before(compiler: GrammarCompiler) -> None:
+def test_a_grammar_of_a_plan_needs_no_trial(compiler: GrammarCompiler) -> None:
     compiler.start(Grammar("regex", "a{3}")).result()
     assert all(trial._process is None for trial in compiler._trials.queue)
 
 
-def test_a_grammar_that_would_end_or_stop_the_worker_is_refused(compiler: GrammarCompiler) -> None:
+def test_a_grammar_that_would_kill_or_block_the_worker_is_refused(compiler: GrammarCompiler) -> None:
     for grammar, message in ((runaway(), "takes more than 0.5 s"), (bottomless(), "nested too deeply")):
         with pytest.raises(GrammarError, match=message):
             compiler.compile(grammar)
-        assert not compiler.compile(Grammar("regex", f"a{{{len(message)}}}")), "the next one is compiled as ever"
+        assert not compiler.compile(Grammar("regex", f"a{{{len(message)}}}")), "the next grammar compiles"
 
 
-def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(
+def test_grammars_are_compiled_once_and_the_oldest_is_evicted(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_module, "MAX_CACHED", 3)
@@ -244,9 +244,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(
     assert checked == ["a+", "b", "0", "1", "b", "(", "("]
 
 
-def test_more_grammars_at_once_than_can_wait_are_refused(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_concurrent_grammars_are_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(Trial, "check", lambda self, grammar: gate.wait(30))
     monkeypatch.setattr(compiler_module, "MAX_WAITING", 3)
@@ -258,7 +256,7 @@ def test_more_grammars_at_once_than_can_wait_are_refused(
         assert [future.exception() for future in waiting if future is not refused] == [None] * 3
 
 
-def test_a_model_without_a_usable_tokenizer_takes_no_grammar(tmp_path: Path) -> None:
+def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
         GrammarCompiler(tmp_path, 40).compile(Grammar("regex", "a"))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -266,7 +264,7 @@ def test_a_model_without_a_usable_tokenizer_takes_no_grammar(tmp_path: Path) -> 
         GrammarCompiler(tmp_path, 40).compile(Grammar("regex", "a"))
 
 
-def test_every_end_that_the_folder_names_is_one(tmp_path: Path) -> None:
+def test_all_eos_tokens_of_the_folder_are_used(tmp_path: Path) -> None:
     write_small_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, END, 4000]}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<other>"}}))
@@ -274,7 +272,7 @@ def test_every_end_that_the_folder_names_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [4, OTHER_END + 1, 1000])
-def test_logits_may_be_fewer_or_more_than_the_tokenizers_tokens(small_folder: Path, vocab_size: int) -> None:
+def test_there_may_be_fewer_or_more_logits_than_tokens(small_folder: Path, vocab_size: int) -> None:
     vocabulary = read_vocabulary(small_folder, vocab_size).tokenizer
     mask = allowed(build_matcher(vocabulary, Grammar("regex", "(?s).+")))
     assert vocabulary.vocab_size >= vocab_size
@@ -294,7 +292,7 @@ def constrained(sequence_id: int, grammar: Grammar, generated: list[int], stops:
     return NewSequence(sequence_id, [7, 7, *generated], 2, sampling=sampling)
 
 
-def test_a_state_from_known_tokens_is_the_one_that_took_them_one_by_one(compiler: GrammarCompiler) -> None:
+def test_a_state_built_from_known_tokens_equals_one_fed_step_by_step(compiler: GrammarCompiler) -> None:
     grammar, tokens = Grammar("regex", "(a|ab|0){3,5}1"), [0, 5, 2, 0, 3, END]
     states = GrammarStates(compiler, 1)
     states.apply(Plan(1, (), [constrained(1, grammar, [])]))
@@ -306,10 +304,10 @@ def test_a_state_from_known_tokens_is_the_one_that_took_them_one_by_one(compiler
         if known < len(tokens):
             assert bits[0, tokens[known]]
             states.chosen([1], [tokens[known]])
-    assert set(np.flatnonzero(bits[0])) == {END}, "nothing but its end follows an end"
+    assert set(np.flatnonzero(bits[0])) == {END}, "only an end token follows an end token"
 
 
-def test_when_a_grammar_is_complete_the_sequences_own_stops_are_allowed(compiler: GrammarCompiler) -> None:
+def test_a_complete_grammar_allows_the_sequence_s_stop_tokens(compiler: GrammarCompiler) -> None:
     states = GrammarStates(compiler, 1)
     states.apply(Plan(1, (), [constrained(1, Grammar("regex", "aa?"), [], (END, OTHER_END, 35))]))
     assert set(np.flatnonzero(masks_of(states, [1])[0][0])) == {0, WORDS.index("aa")}
@@ -319,7 +317,7 @@ def test_when_a_grammar_is_complete_the_sequences_own_stops_are_allowed(compiler
     assert set(np.flatnonzero(masks_of(states, [1])[0][0])) == {END, OTHER_END, 35}
 
 
-def test_a_broken_grammar_or_token_is_one_sequences_error(compiler: GrammarCompiler) -> None:
+def test_a_broken_grammar_or_token_fails_only_its_sequence(compiler: GrammarCompiler) -> None:
     states = GrammarStates(compiler, 3)
     fine = [constrained(i, Grammar("regex", "a{9}"), [0] * i) for i in range(1, 9)]
     broken = [constrained(20, Grammar("regex", "("), []), constrained(21, Grammar("regex", "ab"), [1])]
@@ -338,7 +336,7 @@ def test_a_broken_grammar_or_token_is_one_sequences_error(compiler: GrammarCompi
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_masks_are_applied_to_their_rows_and_to_no_other(data: st.DataObject) -> None:
+def test_masks_change_only_their_rows(data: st.DataObject) -> None:
     vocab, rows = data.draw(st.sampled_from([5, 32, 45, 64])), data.draw(st.integers(1, 4))
     places = sorted(data.draw(st.sets(st.integers(0, rows - 1), min_size=1)))
     generator = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -353,7 +351,7 @@ def test_masks_are_applied_to_their_rows_and_to_no_other(data: st.DataObject) ->
     assert torch.equal(scores, expected)
 
 
-def test_where_only_forbidden_ends_are_left_they_are_allowed() -> None:
+def test_end_tokens_are_allowed_when_no_other_token_remains() -> None:
     scores = torch.tensor([[1.0, 2.0, float("-inf")], [1.0, 2.0, 3.0], [float("nan")] * 3])
     Constrainer(torch.device("cpu")).apply(scores, torch.arange(3), np.array([[4], [4], [4]], np.int32))
     assert scores[0].tolist() == [float("-inf"), float("-inf"), 0.0]

@@ -1,4 +1,4 @@
-"""Structured output of the embedded model: every answer that ends is what was asked for, whatever happens around it."""
+"""Structured output of the embedded model: each completed output matches its grammar, in any batch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def of_schema(schema: dict[str, Any], **options: Any) -> Sampling:
     return Sampling(grammar=Grammar("json_schema", json.dumps(schema)), stop_token_ids=(EOS,), **options)
 
 
-def test_every_answer_is_what_its_grammar_allows(driver: AnswerDriver, tokenizer: Any, prompt: list[int]) -> None:
+def test_every_output_matches_its_grammar(driver: AnswerDriver, tokenizer: Any, prompt: list[int]) -> None:
     regex = r"(19|20)\d\d-(0[1-9]|1[0-2])-[0-3]\d (AM|PM)"
     kinds = [Grammar("json_schema", json.dumps(PERSON)), Grammar("regex", regex), Grammar("lark", ARITHMETIC)]
     samplings = [
@@ -99,7 +99,7 @@ def test_every_answer_is_what_its_grammar_allows(driver: AnswerDriver, tokenizer
         else:
             assert re.fullmatch(r"[1-9+*()-]+", text)
             assert isinstance(eval(text), int)
-    assert len({tuple(answer.tokens) for answer in answers}) > len(kinds), "seeds must tell answers apart"
+    assert len({tuple(answer.tokens) for answer in answers}) > len(kinds), "outputs must depend on the seed"
 
 
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
@@ -137,10 +137,10 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
 @settings(
     max_examples=4,
     deadline=None,
-    phases=[Phase.explicit, Phase.generate],  # an example takes seconds: shrinking would take minutes
+    phases=[Phase.explicit, Phase.generate],  # no shrinking: an example takes seconds
     suppress_health_check=list(HealthCheck),
 )
-def test_answers_to_any_schema_are_instances_of_it(
+def test_outputs_for_any_schema_are_instances_of_it(
     driver: AnswerDriver, tokenizer: Any, prompt: list[int], batch: list[tuple[dict[str, Any], bool]]
 ) -> None:
     asked = [of_schema(schema, do_sample=draws, seed=place) for place, (schema, draws) in enumerate(batch)]
@@ -154,7 +154,7 @@ def test_answers_to_any_schema_are_instances_of_it(
 
 @pytest.fixture(scope="module")
 def alone(driver: AnswerDriver, prompt: list[int]) -> list[list[int]]:
-    """The tokens of four sequences, each of which ran by itself: greedy and drawn, constrained and not."""
+    """The tokens of four sequences that each ran alone: greedy and sampled, constrained and free."""
     return [driver.run([one], max_tokens=40)[0].tokens for one in some(prompt)]
 
 
@@ -163,19 +163,19 @@ def some(prompt: list[int]) -> list[tuple[list[int], Sampling]]:
     return [(prompt, sampling) for sampling in (of_schema(PERSON), drawn, Sampling(), Sampling(do_sample=True, seed=3))]
 
 
-def test_chunks_and_neighbours_change_nothing(driver: AnswerDriver, prompt: list[int], alone: list[list[int]]) -> None:
+def test_chunks_and_batching_change_no_token(driver: AnswerDriver, prompt: list[int], alone: list[list[int]]) -> None:
     together = driver.run(some(prompt), max_tokens=40, chunk_tokens=7)
     assert [answer.tokens for answer in together] == alone
 
 
-def test_a_preempted_answer_goes_on_where_it_was(
+def test_a_preempted_sequence_resumes_in_its_grammar(
     driver: AnswerDriver, prompt: list[int], alone: list[list[int]]
 ) -> None:
     preempted = driver.run(some(prompt)[:2], max_tokens=40, preempt_every=5)
     assert [answer.tokens for answer in preempted] == alone[:2]
 
 
-def test_a_broken_grammar_costs_no_other_sequence_anything(
+def test_a_broken_grammar_affects_no_other_sequence(
     driver: AnswerDriver, prompt: list[int], alone: list[list[int]]
 ) -> None:
     broken = [
@@ -194,7 +194,7 @@ def test_a_broken_grammar_costs_no_other_sequence_anything(
     assert answers[4].has_ended or not answers[4].error
 
 
-def test_a_complete_grammar_ends_before_min_new_tokens(driver: AnswerDriver, prompt: list[int]) -> None:
+def test_a_complete_grammar_overrides_min_new_tokens(driver: AnswerDriver, prompt: list[int]) -> None:
     for do_sample in (False, True):
         sampling = Sampling(
             grammar=Grammar("regex", "(yes|no)"), min_new_tokens=20, stop_token_ids=(EOS,), do_sample=do_sample
@@ -202,11 +202,11 @@ def test_a_complete_grammar_ends_before_min_new_tokens(driver: AnswerDriver, pro
         (answer,) = driver.run([(prompt, sampling)], max_tokens=30)
         assert answer.has_ended
         (free,) = driver.run([(prompt, replace(sampling, grammar=Grammar("regex", "[a-z ]*")))], max_tokens=30)
-        assert len(free.tokens) > 20, "where anything else is left, it waits"
+        assert len(free.tokens) > 20, "min_new_tokens holds while other tokens are allowed"
 
 
-def test_model_logprobs_are_those_without_the_grammar(driver: AnswerDriver, prompt: list[int]) -> None:
-    """A text that only the grammar wants is as unlikely to the model as it would be without."""
+def test_model_logprobs_ignore_the_grammar(driver: AnswerDriver, prompt: list[int]) -> None:
+    """A forced text keeps the low probability that the model gives it."""
     driver.engine.reset()
     grammar = Grammar("regex", "zebra")
     samplings = [Sampling(grammar=grammar), Sampling(grammar=grammar, model_logprobs=True)]
@@ -222,8 +222,8 @@ def test_model_logprobs_are_those_without_the_grammar(driver: AnswerDriver, prom
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_favourite_among_the_allowed_has_its_share_of_them(dtype: torch.dtype) -> None:
-    """The short way of greedy rows, next to rows that go the long way."""
+def test_logprobs_are_normalized_over_the_allowed_tokens(dtype: torch.dtype) -> None:
+    """Greedy rows take a shortcut; here they share a batch with rows that do not."""
     vocab, grammar = 999, Grammar("regex", "a")
     generator = np.random.default_rng(5)
     logits = torch.from_numpy(generator.normal(size=(5, vocab)) * 4).to(dtype)
@@ -248,7 +248,7 @@ def test_a_favourite_among_the_allowed_has_its_share_of_them(dtype: torch.dtype)
 
 class NoHistory:
     def known(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        raise AssertionError("nobody penalizes")
+        raise AssertionError("no request has a penalty")
 
     def generated(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        raise AssertionError("nobody penalizes")
+        raise AssertionError("no request has a penalty")

@@ -1,4 +1,4 @@
-"""Grammars with tokenizers as T5's, whose first token has no space: against what the tokenizer itself decodes."""
+"""Grammars with T5-like tokenizers, whose first token loses its space: compared with the tokenizer's decoder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Answer:
         return TOKENIZER.decode(self.token_ids)
 
 
-# A regular expression and every text that it matches.
+# A regular expression and all texts that it matches.
 Language = tuple[str, frozenset[str]]
 
 
@@ -95,7 +95,7 @@ def languages() -> st.SearchStrategy[Language]:
 
 @given(language=languages(), data=st.data())
 @settings(max_examples=80, deadline=None)
-def test_a_mask_allows_exactly_what_the_decoder_makes_of_it(
+def test_a_mask_allows_exactly_the_tokens_that_decode_to_matching_texts(
     compiler: GrammarCompiler, language: Language, data: st.DataObject
 ) -> None:
     regex, texts = language
@@ -107,7 +107,7 @@ def test_a_mask_allows_exactly_what_the_decoder_makes_of_it(
             if any(text.startswith(begun) for text in texts):
                 expected.add(token_id)
         if not answer.token_ids:
-            expected.discard(TOKENIZER.token_to_id("▁a▁b"))  # which the decoder makes "ab" of there
+            expected.discard(TOKENIZER.token_to_id("▁a▁b"))  # at the beginning it decodes to "ab"
         allowed = answer.allowed()
         assert allowed == expected
         assert Answer(compiler, Grammar("regex", regex), tuple(answer.token_ids)).allowed() <= expected
@@ -118,7 +118,7 @@ def test_a_mask_allows_exactly_what_the_decoder_makes_of_it(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_answers_of_a_schema_are_instances_of_it(compiler: GrammarCompiler, seed: int) -> None:
+def test_outputs_for_a_schema_are_instances_of_it(compiler: GrammarCompiler, seed: int) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"enum": ["ab", "b a", "ba b"]}, "b": {"type": "integer", "minimum": 0, "maximum": 101}},
@@ -132,7 +132,7 @@ def test_answers_of_a_schema_are_instances_of_it(compiler: GrammarCompiler, seed
     jsonschema.validate(json.loads(answer.text), schema)
 
 
-def test_answers_begin_with_words_as_models_write_them(compiler: GrammarCompiler) -> None:
+def test_outputs_may_begin_with_or_without_the_space_marker(compiler: GrammarCompiler) -> None:
     answer = Answer(compiler, Grammar("regex", "(ab|b) a"))
     begin = {TOKENIZER.id_to_token(token_id) for token_id in answer.allowed()}
     assert begin == {"▁", "▁a", "▁b", "▁ab", "a", "b", "ab"}
@@ -141,7 +141,7 @@ def test_answers_begin_with_words_as_models_write_them(compiler: GrammarCompiler
     assert (answer.allowed(), answer.text) == ({END}, "ab a")
 
 
-def test_what_no_token_can_spell_ends_a_sequence_with_a_reason(compiler: GrammarCompiler, tmp_path: Path) -> None:
+def test_a_text_that_no_token_can_spell_fails_with_a_reason(compiler: GrammarCompiler, tmp_path: Path) -> None:
     answer = Answer(compiler, Grammar("regex", "ax"))
     answer.choose(TOKENIZER.token_to_id("a"))
     with pytest.raises(GrammarError, match="the grammar allows no further token"):
@@ -150,7 +150,7 @@ def test_what_no_token_can_spell_ends_a_sequence_with_a_reason(compiler: Grammar
         build_start(read_vocabulary(write(tmp_path, TOKENIZER, has_encoder=False)), Grammar("regex", "x"))
 
 
-def test_behind_a_prompt_the_first_token_keeps_its_space(tmp_path: Path) -> None:
+def test_the_first_token_keeps_its_space_after_a_prompt(tmp_path: Path) -> None:
     assert read_vocabulary(write(tmp_path, TOKENIZER, has_encoder=False)).first_tokens is None
     assert read_vocabulary(write(tmp_path, tokenizer("never"))).first_tokens is None
     vocabulary = read_vocabulary(write(tmp_path, TOKENIZER))
@@ -159,7 +159,7 @@ def test_behind_a_prompt_the_first_token_keeps_its_space(tmp_path: Path) -> None
     assert vocabulary.tokenizer.eos_tokens == [END]
 
 
-def test_tokens_that_only_look_like_bytes_are_refused(tmp_path: Path) -> None:
+def test_byte_tokens_are_refused(tmp_path: Path) -> None:
     made = tokenizer()
     made.add_tokens(["<0x0A>"])
     with pytest.raises(GrammarError, match="byte tokens, which its decoder does not decode"):

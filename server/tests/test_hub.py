@@ -1,4 +1,4 @@
-"""Downloads from a hub: only what is needed, resumed, pinned, and without a connection from the cache."""
+"""Hub downloads: only the files needed, resumed, pinned to a commit, and served from the cache when offline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARD = "model-00002-of-00005.safetensors"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A sharded llama with much beside it that serving does not need."""
+    """A sharded Llama with many files that serving does not need."""
     folder = save_model(make_model("llama"), tmp_path_factory.mktemp("model"), "60KB")
     found = {path.name: path.read_bytes() for path in folder.iterdir()}
     others = ("README.md", "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "modeling_tiny.py")
@@ -43,7 +43,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def prepare(hub: Hub, home: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], str]:
-    """(its answer, or nothing; what it said)"""
+    """Returns (its JSON, empty on failure; its stderr)."""
     answer = subprocess.run(
         [sys.executable, "-m", "penstock_server.prepare", "--model-id", "someone/tiny", *arguments],
         env={
@@ -67,7 +67,7 @@ def error(said: str) -> str:
     return lines[0]
 
 
-def test_only_what_serving_needs_is_fetched_and_only_once(hub: Hub, home: Path) -> None:
+def test_only_needed_files_are_downloaded_and_only_once(hub: Hub, home: Path) -> None:
     prepared, said = prepare(hub, home)
     folder = Path(prepared["folder"])
     assert folder == home / "hub" / "models--someone--tiny" / "snapshots" / SHA
@@ -83,7 +83,7 @@ def test_only_what_serving_needs_is_fetched_and_only_once(hub: Hub, home: Path) 
     assert (again, hub.gets, said) == (prepared, [], "")
 
 
-def test_a_broken_connection_is_taken_up_where_it_broke(hub: Hub, home: Path) -> None:
+def test_a_broken_connection_is_resumed(hub: Hub, home: Path) -> None:
     weights = os.urandom(24 << 20)
     hub.files = {"config.json": b"{}", "model.safetensors": weights}
     hub.break_after["model.safetensors"] = 15 << 20
@@ -93,7 +93,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(hub: Hub, home: Path) ->
     assert (first, second) == (None, f"bytes={10 << 20}-")  # the library writes pieces of 10 MiB
 
 
-def test_a_download_that_was_ended_goes_on_with_what_is_missing(hub: Hub, home: Path) -> None:
+def test_an_interrupted_download_fetches_only_missing_files(hub: Hub, home: Path) -> None:
     folder = Path(prepare(hub, home)[0]["folder"])
     (folder / SHARD).resolve().unlink()
     (folder / SHARD).unlink()
@@ -107,20 +107,20 @@ def test_a_download_that_was_ended_goes_on_with_what_is_missing(hub: Hub, home: 
     assert (folder / SHARD).read_bytes() == hub.files[SHARD]
 
 
-def test_a_repository_that_lacks_a_file_is_refused_before_anything_is_fetched(hub: Hub, home: Path) -> None:
+def test_a_repository_without_a_shard_is_refused_before_the_download(hub: Hub, home: Path) -> None:
     del hub.files[SHARD]
     _, said = prepare(hub, home)
     assert error(said) == f"error: someone/tiny lacks 1 of 5 weight files that its index names, e.g. {SHARD}"
     assert [name for name, _ in hub.gets] == ["model.safetensors.index.json"]
 
 
-def test_a_hub_in_trouble_is_named_where_the_cache_holds_nothing(hub: Hub, home: Path) -> None:
+def test_a_failing_hub_is_reported_when_the_cache_is_empty(hub: Hub, home: Path) -> None:
     hub.status = 503
     _, said = prepare(hub, home)
     assert error(said).startswith("error: someone/tiny is not in the cache, and the hub answered ")
 
 
-def test_without_a_connection_the_cache_serves(hub: Hub, home: Path) -> None:
+def test_the_cache_is_used_without_a_connection(hub: Hub, home: Path) -> None:
     prepared, _ = prepare(hub, home)
     offline = {**prepared, "pipeline_tag": None}
     assert prepare(hub, home, HF_HUB_OFFLINE="1") == (offline, "")
@@ -132,20 +132,20 @@ def test_without_a_connection_the_cache_serves(hub: Hub, home: Path) -> None:
     assert error(said) == "error: someone/tiny at revision other is not in the cache, and HF_HUB_OFFLINE is set"
 
 
-def test_a_snapshot_that_lacks_a_file_is_not_served_offline(hub: Hub, home: Path) -> None:
+def test_an_incomplete_snapshot_is_refused_offline(hub: Hub, home: Path) -> None:
     folder = Path(prepare(hub, home)[0]["folder"])
     (folder / SHARD).unlink()
     _, said = prepare(hub, home, HF_HUB_OFFLINE="1")
     assert f"lacks 1 of 5 weight files that its index names, e.g. {SHARD}" in error(said)
 
 
-def test_code_is_fetched_only_where_it_is_trusted(hub: Hub, home: Path) -> None:
+def test_code_is_downloaded_only_with_trust_remote_code(hub: Hub, home: Path) -> None:
     assert not (Path(prepare(hub, home)[0]["folder"]) / "modeling_tiny.py").exists()
     assert (Path(prepare(hub, home, "--trust-remote-code")[0]["folder"]) / "modeling_tiny.py").exists()
 
 
 @pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "file"])
-def test_a_token_is_taken_from_the_environment_or_its_file(variable: str, hub: Hub, home: Path) -> None:
+def test_the_token_comes_from_the_environment_or_its_file(variable: str, hub: Hub, home: Path) -> None:
     hub.token = "hf_secret"
     _, said = prepare(hub, home)
     assert error(said) == (
@@ -161,7 +161,7 @@ def test_a_token_is_taken_from_the_environment_or_its_file(variable: str, hub: H
     assert "hf_secret" not in said
 
 
-def test_what_the_hub_refuses_is_said_with_what_to_do(hub: Hub, home: Path) -> None:
+def test_errors_of_the_hub_name_the_remedy(hub: Hub, home: Path) -> None:
     _, said = prepare(hub, home, "--revision", "nothing")
     assert error(said) == "error: someone/tiny has no revision nothing"
     hub.gated = True
@@ -169,7 +169,7 @@ def test_what_the_hub_refuses_is_said_with_what_to_do(hub: Hub, home: Path) -> N
     assert error(said) == "error: someone/tiny is gated: accept its terms on the hub and set HF_TOKEN"
 
 
-def test_a_volume_of_an_older_server_is_used_as_it_is(hub: Hub, home: Path) -> None:
+def test_the_cache_layout_of_older_tgi_images_is_used(hub: Hub, home: Path) -> None:
     prepare(hub, home)
     (home / "hub" / "models--someone--tiny").rename(home / "models--someone--tiny")
     hub.gets.clear()
@@ -216,7 +216,7 @@ def test_files_of_other_formats_are_not_fetched() -> None:
     assert wanted_files("x/y", names, unread) == ["chat_template.jinja", "model.safetensors", "tokenizer.model"]
 
 
-def test_weights_of_a_folder_take_the_place_of_the_hubs(hub: Hub, home: Path, tmp_path: Path) -> None:
+def test_a_weights_folder_replaces_the_weights_of_the_hub(hub: Hub, home: Path, tmp_path: Path) -> None:
     weights = save_model(make_model("llama"), tmp_path / "weights", "1GB")
     (weights / "tokenizer.json").write_text("not this one")
     answer, _ = prepare(hub, home, "--weights", str(weights))
@@ -230,7 +230,7 @@ def test_weights_of_a_folder_take_the_place_of_the_hubs(hub: Hub, home: Path, tm
 
 
 @pytest.mark.parametrize(("there", "reason"), [(False, "there is no folder"), (True, "holds no weights")])
-def test_a_folder_without_weights_is_refused(hub: Hub, home: Path, tmp_path: Path, there: bool, reason: str) -> None:
+def test_an_invalid_weights_folder_is_refused(hub: Hub, home: Path, tmp_path: Path, there: bool, reason: str) -> None:
     weights = tmp_path / "weights"
     if there:
         weights.mkdir()

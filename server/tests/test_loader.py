@@ -1,4 +1,4 @@
-"""Checkpoints that are not what config.json says, or not whole: each is refused with a message that names the fault."""
+"""Checkpoints that are incomplete or do not match config.json are refused with a message that names the fault."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_an_extra_tensor_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_a_bias_that_the_configuration_does_not_speak_of_is_not_dropped(folder: Path) -> None:
+def test_a_bias_that_the_configuration_lacks_is_refused(folder: Path) -> None:
     name = Q_WEIGHT.replace("weight", "bias")
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(48)}))
     with pytest.raises(ConfigError, match=name):
         load(folder)
 
 
-def test_tables_of_old_exporters_are_ignored_by_name(folder: Path) -> None:
+def test_rope_tables_of_old_exporters_are_ignored(folder: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(4)}))
     load(folder)
@@ -99,20 +99,20 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_a_tensor_that_holds_no_weights_is_refused(folder: Path) -> None:
+def test_a_tensor_of_integers_is_refused(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.update({Q_WEIGHT: torch.zeros(48, 48, dtype=torch.int32)}))
     with pytest.raises(ConfigError, match=f"tensor {Q_WEIGHT} is of type I32, which cannot be loaded"):
         load(folder)
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, 10_000])
-def test_a_truncated_file_is_recognised_before_anything_is_read(size: int, folder: Path) -> None:
+def test_a_truncated_file_is_refused_on_opening(size: int, folder: Path) -> None:
     damage(folder / "model.safetensors", lambda data: data.__delitem__(slice(size, None)))
     with pytest.raises(ConfigError, match=r"model\.safetensors is truncated"):
         load(folder)
 
 
-def test_a_file_of_another_kind_is_refused(folder: Path) -> None:
+def test_a_file_without_a_json_header_is_refused(folder: Path) -> None:
     damage(folder / "model.safetensors", lambda data: data.__setitem__(slice(8, 12), b"????"))
     with pytest.raises(ConfigError, match="header is not valid JSON"):
         load(folder)
@@ -129,7 +129,7 @@ def test_a_file_of_another_kind_is_refused(folder: Path) -> None:
         (3, "entry of tensor x is invalid"),
     ],
 )
-def test_a_wrong_header_is_refused(entry: object, message: str, tmp_path: Path) -> None:
+def test_an_invalid_header_is_refused(entry: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         SafetensorsCheckpoint((write_raw(tmp_path, json.dumps({"x": entry})),))
 
@@ -174,7 +174,7 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
         load(folder)
 
 
-def test_asking_for_a_parameter_twice_or_never_is_a_fault_of_ours(folder: Path) -> None:
+def test_reading_a_parameter_twice_or_never_is_an_internal_error(folder: Path) -> None:
     spec, names = read_spec(folder)
     table = parameters(spec, layout_of(spec, RankGroup()))
     loader = Loader(open_checkpoint(folder)[0], table, names, torch.float32, CPU)
@@ -188,7 +188,7 @@ def test_asking_for_a_parameter_twice_or_never_is_a_fault_of_ours(folder: Path) 
 @pytest.mark.parametrize("variant", ["llama-nine-heads", "llama-biases", "llama-mqa"])
 @given(size=st.integers(1, 4), exact=st.booleans())
 @settings(max_examples=8, deadline=None)
-def test_the_parts_of_all_ranks_make_the_whole(
+def test_the_parts_of_all_ranks_add_up_to_the_whole(
     variant: str, size: int, exact: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = save_model(make_model(variant), tmp_path_factory.mktemp("model"))
@@ -235,18 +235,18 @@ def test_reading_does_not_keep_the_file_resident(tmp_path: Path) -> None:
     choose_dtype("", CPU) == torch.bfloat16 and not native_ops.available(), reason="torch packs weights as a whole"
 )
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_the_peak_of_memory_is_the_weights_also_where_the_head_is_most_of_them(is_tied: bool, tmp_path: Path) -> None:
+def test_loading_peaks_at_the_size_of_the_weights_even_with_a_huge_head(is_tied: bool, tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**BASE | {"tie_word_embeddings": is_tied})
     small = save_model(transformers.LlamaForCausalLM(config), tmp_path / "small")
     config = transformers.LlamaConfig(**BASE | {"tie_word_embeddings": is_tied, "vocab_size": 1 << 20})
     large = save_model(transformers.LlamaForCausalLM(config).bfloat16(), tmp_path / "large")
     program = Path(__file__).with_name("load_program.py")
-    said = subprocess.run([sys.executable, str(program), small, large], capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    assert 0.9 < float(said.stdout.splitlines()[-1]) <= 1.2
+    result = subprocess.run([sys.executable, str(program), small, large], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert 0.9 < float(result.stdout.splitlines()[-1]) <= 1.2
 
 
-def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path: Path) -> None:
+def test_a_file_truncated_during_loading_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(1000)}, path)
     checkpoint = SafetensorsCheckpoint((path,))

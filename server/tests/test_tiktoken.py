@@ -1,4 +1,4 @@
-"""tiktoken's rank files and Mistral's tekken.json: the ids and texts of the tiktoken library."""
+"""Converted tiktoken rank files and tekken.json give the ids and texts of the tiktoken library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers.integrations.mistral.tokenizer import MistralConverter
 
 EXPECTED = Path(__file__).parent / "sentencepiece" / "expected.json"
 TEXTS: list[str] = json.loads(EXPECTED.read_text(encoding="utf-8"))["texts"]
-# As their publishers' code has them.
+# The patterns in the publishers' code.
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + END
@@ -47,7 +47,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def ranks() -> dict[bytes, int]:
-    """Single bytes, and merges trained on the texts."""
+    """A vocabulary of single bytes and of merges trained on the texts."""
     tokenizer = Tokenizer(tokenizer_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(byte_spelling().values())
@@ -72,7 +72,7 @@ def model_folder(folder: Path, file: str, model_type: str = "", **config: Any) -
 
 
 def compare(folder: Path, pattern: str, special: dict[str, int], nfc: bool = False) -> Tokenizer:
-    """Ours, without what is put around a text, with tiktoken."""
+    """Compares our ids, without added BOS and EOS tokens, with tiktoken's."""
     ours = Tokenizer.from_str(json.dumps(convert(folder)))
     theirs = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks(), special_tokens=special)
     for text in [*TEXTS, "a".join(special), "".join(special) + " 12345 don't DON'T"]:
@@ -119,7 +119,7 @@ def test_the_prepared_folder_has_the_tokenizer(tmp_path: Path) -> None:
 
 
 def tekken_file(folder: Path, special: list[str] | None, num_special: int = 24, num_ranks: int = 600) -> Path:
-    """With more ranks than the model uses, as published ones have."""
+    """Writes a tekken.json with more ranks than the model uses, as published files have."""
     values: dict[str, Any] = {
         "config": {
             "pattern": TEKKEN,
@@ -147,18 +147,18 @@ def test_tekken(tmp_path: Path) -> None:
     ours = Tokenizer.from_str(json.dumps(convert(folder)))
     used = {token: rank for token, rank in ranks().items() if rank < 600}
     theirs = tiktoken.Encoding("x", pat_str=TEKKEN, mergeable_ranks=used, special_tokens={})
-    of_transformers = MistralConverter(str(folder / "tekken.json")).converted()
+    mistral = MistralConverter(str(folder / "tekken.json")).converted()
     for text in TEXTS:
         ids = [24 + id_ for id_ in theirs.encode(text)]
         assert ours.encode(text).ids == [1, *ids], text
         assert ours.decode([1, *ids]) == text
         with_special = f"[INST]{text}[/INST]</s><SPECIAL_23>"
-        assert ours.encode(with_special, add_special_tokens=False).ids == of_transformers.encode(with_special).ids
+        assert ours.encode(with_special, add_special_tokens=False).ids == mistral.encode(with_special).ids
     assert ours.encode("[INST]<SPECIAL_23>").ids == [1, 3, 23]
-    assert ours.get_vocab_size() == of_transformers.get_vocab_size() == 624
+    assert ours.get_vocab_size() == mistral.get_vocab_size() == 624
 
 
-def test_the_first_tekken_files_do_not_list_their_special_tokens(tmp_path: Path) -> None:
+def test_old_tekken_files_without_a_list_of_special_tokens_are_read(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(json.dumps(convert(tekken_file(tmp_path / "m", None))))
     assert tokenizer.encode("[INST][TOOL_CONTENT]<SPECIAL_20>").ids == [1, 3, 19, 20]
 
@@ -196,7 +196,7 @@ def test_a_tekken_file_without_its_special_tokens_is_refused(
         convert(tekken_file(tmp_path / "m", special, num_special))
 
 
-def test_ranks_of_an_unknown_class_are_refused_by_its_name(tmp_path: Path) -> None:
+def test_an_unknown_class_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", "tokenizer.model", "chatglm", tokenizer_class="ChatGLM4Tokenizer")
     with pytest.raises(ConfigError, match="split pattern of ChatGLM4Tokenizer is not known; known: QWenTokenizer, "):
         convert(folder)

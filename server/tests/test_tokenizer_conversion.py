@@ -1,4 +1,4 @@
-"""Converted tokenizers: ids and texts of the SentencePiece library and of transformers' own classes."""
+"""Converted tokenizers give the ids and texts of the SentencePiece library and of transformers' classes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_sentencepiece_file_gives_the_ids_and_texts_of_the_library(name: str) 
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(parts, [])))
     for text, ids, decoded in zip(TEXTS, EXPECTED[name]["ids"], EXPECTED[name]["decoded"], strict=True):
         assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
-        # The library has a sign of its own for unknown tokens, and takes the first of a text's own separators away.
+        # The library decodes unknown tokens to a special sign, and drops a leading ▁ of the text itself.
         if vocabulary.unknown_id not in ids and not text.startswith("▁"):
             assert tokenizer.decode(ids) == decoded
 
@@ -79,7 +79,7 @@ def test_unigrams_in_a_gguf_file_give_the_ids_and_texts_of_the_library(name: str
             assert tokenizer.decode(ids) == decoded
 
 
-def test_t5_in_a_gguf_file_is_cut_and_ended_as_its_class_does(tmp_path: Path) -> None:
+def test_t5_in_a_gguf_file_equals_its_transformers_class(tmp_path: Path) -> None:
     vocabulary = read_sentencepiece(MODELS / "t5.model")
     metadata = gguf_metadata(vocabulary, tmp_path, architecture="t5")
     ours = Tokenizer.from_str(json.dumps(gguf_tokenizer_json(metadata)))
@@ -121,7 +121,7 @@ def test_a_gguf_file_without_scores_is_refused(tmp_path: Path) -> None:
         gguf_tokenizer_json(metadata)
 
 
-def test_llama_puts_a_begin_token_before_and_no_space_behind_special_tokens(tmp_path: Path) -> None:
+def test_llama_adds_bos_and_no_space_after_special_tokens(tmp_path: Path) -> None:
     tokenizer = converted(model_folder(tmp_path, "llama.model", tokenizer_class="LlamaTokenizer"))
     assert tokenizer.encode("Hello").tokens[:2] == ["<s>", "▁"]
     assert tokenizer.encode("Hello</s>you", add_special_tokens=False).tokens[-2:] == ["</s>", "you"]
@@ -133,7 +133,7 @@ def test_llama_puts_a_begin_token_before_and_no_space_behind_special_tokens(tmp_
     ("settings", "around"),
     [({}, ("<s>", None)), ({"add_bos_token": False}, (None, None)), ({"add_eos_token": True}, ("<s>", "</s>"))],
 )
-def test_the_configuration_switches_begin_and_end_tokens(
+def test_the_settings_switch_bos_and_eos(
     settings: dict[str, Any], around: tuple[str | None, str | None], tmp_path: Path
 ) -> None:
     tokens = (
@@ -144,7 +144,7 @@ def test_the_configuration_switches_begin_and_end_tokens(
     assert (tokens[0] == "<s>", tokens[-1] == "</s>") == (around[0] is not None, around[1] is not None)
 
 
-def test_added_tokens_keep_their_ids_and_stay_whole(tmp_path: Path) -> None:
+def test_added_tokens_keep_their_ids_and_are_not_split(tmp_path: Path) -> None:
     added = {"900": {"content": "<|im_start|>", "special": True}, "901": {"content": "<tool>", "special": False}}
     folder = model_folder(
         tmp_path, "llama.model", tokenizer_class="LlamaTokenizer", added_tokens_decoder=added, pad_token="[PAD]"
@@ -157,7 +157,7 @@ def test_added_tokens_keep_their_ids_and_stay_whole(tmp_path: Path) -> None:
     assert tokenizer.decode(ids).replace(" ", "") == "you<tool>are<more>"
 
 
-def test_a_model_type_stands_in_for_the_class(tmp_path: Path) -> None:
+def test_the_model_type_replaces_a_missing_class(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, "gemma.model")
     (folder / "config.json").write_text('{"model_type": "gemma2"}')
     tokenizer = converted(folder)
@@ -167,7 +167,7 @@ def test_a_model_type_stands_in_for_the_class(tmp_path: Path) -> None:
         assert tokenizer.encode(text, add_special_tokens=False).ids == ids
 
 
-def test_t5_cuts_at_whitespace_ends_texts_and_has_its_sentinels(tmp_path: Path) -> None:
+def test_t5_splits_at_whitespace_adds_eos_and_has_sentinels(tmp_path: Path) -> None:
     tokenizer = converted(model_folder(tmp_path, "t5.model", tokenizer_class="T5Tokenizer"))
     assert tokenizer.encode("the\n\tdog").ids == tokenizer.encode("the dog").ids
     assert tokenizer.encode("the dog").tokens[-1] == "</s>"
@@ -182,7 +182,7 @@ def test_t5_cuts_at_whitespace_ends_texts_and_has_its_sentinels(tmp_path: Path) 
 
 @pytest.mark.parametrize("model_type", ["t5", "mt5"])
 def test_a_folder_with_only_a_sentencepiece_file_gives_the_ids_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """Nothing says the class but the model's type; every text gets its end, and the sentinels stand behind the rest."""
+    """Only the model type is known. Each text gets EOS, and the sentinels follow the vocabulary."""
     folder = model_folder(tmp_path, "t5.model")
     (folder / "tokenizer_config.json").unlink()
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -197,7 +197,7 @@ def test_a_folder_with_only_a_sentencepiece_file_gives_the_ids_of_transformers(m
 
 
 @pytest.mark.parametrize("config", [{"tokenizer_class": "PegasusTokenizer"}, {"offset": 5}])
-def test_pegasus_has_the_tokens_of_its_training_before_the_others(config: dict[str, Any], tmp_path: Path) -> None:
+def test_pegasus_inserts_its_training_tokens_after_the_first_two(config: dict[str, Any], tmp_path: Path) -> None:
     folder = model_folder(tmp_path, "t5.model", **config)
     (folder / "config.json").write_text('{"model_type": "pegasus"}')
     vocabulary = read_sentencepiece(MODELS / "t5.model")
@@ -217,7 +217,7 @@ def test_pegasus_has_the_tokens_of_its_training_before_the_others(config: dict[s
 
 
 def bpe_files(folder: Path, special: list[str]) -> None:
-    """vocab.json and merges.txt, trained on the texts."""
+    """Writes vocab.json and merges.txt, trained on the texts."""
     tokenizer = Tokenizer(tokenizer_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(byte_spelling().values())
@@ -272,7 +272,7 @@ def compare(folder: Path, class_name: str) -> None:
             )
 
 
-def test_the_prepared_folder_has_the_tokenizer_and_everything_else_and_is_made_once(tmp_path: Path) -> None:
+def test_the_prepared_folder_is_complete_and_made_once(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, "llama.model", tokenizer_class="LlamaTokenizer")
     (folder / "model.safetensors").write_bytes(b"weights")
     made = with_tokenizer(folder, "tiny")
@@ -289,7 +289,7 @@ def test_the_prepared_folder_has_the_tokenizer_and_everything_else_and_is_made_o
     assert with_tokenizer(again, "tiny") == again
 
 
-def test_a_folder_with_nothing_to_convert_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_folder_without_a_vocabulary_is_used_in_place(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     assert with_tokenizer(tmp_path, "tiny") == tmp_path
 
