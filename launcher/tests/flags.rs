@@ -286,6 +286,17 @@ fn keys_appear_in_no_log_line_and_no_worker_environment() {
 }
 
 #[test]
+fn ranks_listen_on_the_loopback_interface_unless_told_otherwise() {
+    let script = "tr '\\0' '\\n' < /proc/self/environ >&2; exit 3";
+    let message = printed(&with_python(script, &[], &[]));
+    for variable in ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] {
+        assert!(message.contains(&format!("{variable}=lo")), "{message}");
+        let message = printed(&with_python(script, &[], &[(variable, "eth7")]));
+        assert!(message.contains(&format!("{variable}=eth7")), "{message}");
+    }
+}
+
+#[test]
 fn unusable_keys_are_refused() {
     for (arguments, environment, words) in [
         (&["--api-key", ""][..], &[][..], "is empty; remove it"),
