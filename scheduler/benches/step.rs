@@ -1,8 +1,9 @@
-//! The cost of one step: `plan` and `apply` together, while all running sequences decode and one step is ahead of its results.
-//! Measured by the number of running sequences, and with a long queue and a full cache, which must not matter.
+//! The cost of one step: `plan` and `apply` together, while all running sequences decode and one step is ahead of its
+//! results. Measured by the number of running sequences, and with a long queue and a full cache, which must not matter.
 //!
-//! Measures CPU time of the thread, so that a busy machine gives nearly the same figures as an idle one. Reading that clock takes
-//! about 0.3 µs, which is included. Run `cargo bench -p penstock-scheduler`; `make bench-scheduler` keeps the result.
+//! Measures CPU time of the thread, so that a busy machine gives nearly the same figures as an idle one. Reading that
+//! clock takes about 0.3 µs, which is included. Run `cargo bench -p penstock-scheduler`; `make bench-scheduler` keeps
+//! the result.
 
 use std::time::Duration;
 

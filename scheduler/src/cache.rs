@@ -1,8 +1,8 @@
 //! The prefix cache: finds the pool's blocks by the token ids in them.
 //!
-//! A block is registered in the tree when all its ids are known and every step that writes it has been planned. A sequence that
-//! is planned later can read the block although it may not be written yet: the worker executes plans strictly in order.
-//! When the step that writes the block fails, `scheduler/failure.rs` preempts its readers.
+//! A block is registered in the tree when all its ids are known and every step that writes it has been planned. A
+//! sequence that is planned later can read the block although it may not be written yet: the worker executes plans
+//! strictly in order. When the step that writes the block fails, `scheduler/failure.rs` preempts its readers.
 
 use std::collections::HashMap;
 
@@ -99,8 +99,8 @@ impl Cache {
         (self.num_queried_tokens, self.num_hit_tokens)
     }
 
-    /// The longest prefix of `token_ids` that is computed, and what follows it as far as a sequence with a smaller precedence
-    /// is computing it. Of the computed part, only the blocks in the window of the next token must be there.
+    /// The longest prefix of `token_ids` that is computed, and what follows it as far as a sequence with a smaller
+    /// precedence is computing it. Of the computed part, only the blocks in the window of the next token must be there.
     pub(crate) fn look_up(&self, root: Root, token_ids: &[TokenId], precedence: Precedence) -> PrefixHit {
         let mut hit = PrefixHit::default();
         let mut parent = Parent::Root(root);
@@ -206,8 +206,8 @@ impl Cache {
         self.pool.retire(step);
     }
 
-    /// Registers the blocks of a sequence that hold `num_computed_tokens` planned tokens, as far as they are full and their
-    /// ids are known. Returns their nodes, which are not pending any more.
+    /// Registers the blocks of a sequence that hold `num_computed_tokens` planned tokens, as far as they are full and
+    /// their ids are known. Returns their nodes, which are not pending any more.
     pub(crate) fn register(
         &mut self,
         producer: SequenceId,
@@ -266,11 +266,12 @@ impl Cache {
     }
 
     /// Releases the table of a sequence that leaves the worker; `is_finishing` if `mark_finishing` was called for it.
-    /// Returns the nodes that other sequences need not wait for any more: those that this one will not compute, and those
-    /// that lost their block and get one of its.
+    /// Returns the nodes that other sequences need not wait for any more: those that this one will not compute, and
+    /// those that lost their block and get one of its.
     ///
-    /// Releases the last block first, so that the end of a prefix is evicted before its beginning and every evictable block can
-    /// be reached from its root. (Blocks before a window are released earlier, but no hit that starts after them needs them.)
+    /// Releases the last block first, so that the end of a prefix is evicted before its beginning and every evictable
+    /// block can be reached from its root. (Blocks before a window are released earlier, but no hit that starts after
+    /// them needs them.)
     pub(crate) fn release(&mut self, table: &BlockTable, producer: SequenceId, is_finishing: bool) -> Vec<NodeId> {
         let mut settled = table.unregistered_nodes().to_vec();
         settled.retain(|node| self.tree.clear_pending(*node, producer));
@@ -288,7 +289,8 @@ impl Cache {
         settled
     }
 
-    /// Counts as a use of `node`, whose content `block_id` has. Returns whether the node lost its own block and takes this one.
+    /// Counts as a use of `node`, whose content `block_id` has. Returns whether the node lost its own block and takes
+    /// this one.
     fn use_node(&mut self, node: NodeId, block_id: BlockId) -> bool {
         match self.tree.block_id(node) {
             Some(known) if known != block_id => self.pool.touch(known),
@@ -316,8 +318,8 @@ impl Cache {
         self.tree.pending(node).filter(|_| self.tree.block_id(node).is_none())
     }
 
-    /// Panics unless all counts and links are right. `tables`: those of all sequences on the worker, and whether each is
-    /// finishing.
+    /// Panics unless all counts and links are right. `tables`: those of all sequences on the worker, and whether each
+    /// is finishing.
     pub(crate) fn audit<'a>(&self, tables: impl Iterator<Item = (&'a BlockTable, bool)>) {
         let mut block_refs = vec![(0, 0); self.pool.num_blocks() as usize];
         let mut node_refs = HashMap::new();

@@ -1,5 +1,6 @@
-//! Learns how long a step takes: a linear model with non-negative coefficients over what the step computes. Recent steps weigh
-//! most, because the relation is not really linear: small steps are bound by memory, large ones by arithmetic.
+//! Learns how long a step takes: a linear model with non-negative coefficients over what the step computes. Recent
+//! steps weigh most, because the relation is not really linear: small steps are bound by memory, large ones by
+//! arithmetic.
 //!
 //! Pure: durations are arguments. The model influences only speed, never correctness.
 
@@ -22,8 +23,8 @@ const ORDER: [usize; NUM_TERMS] = [PREFILL_TOKENS, FIXED, DECODES, PREFILL_CONTE
 
 /// Steps of one kind after which a step's weight has decayed to 1/e.
 const MEMORY_STEPS: f64 = 64.0;
-/// A duration is clamped to between 1/`MAX_SURPRISE` and `MAX_SURPRISE` times what was expected, so that a page fault or a
-/// busy neighbour has little influence.
+/// A duration is clamped to between 1/`MAX_SURPRISE` and `MAX_SURPRISE` times what was expected, so that a page fault
+/// or a busy neighbour has little influence.
 const MAX_SURPRISE: f64 = 2.0;
 /// After this many surprises in a row, durations are no longer clamped: the model is wrong.
 const MAX_SURPRISES: u32 = 3;
@@ -43,7 +44,8 @@ pub(crate) struct Work {
 pub(crate) struct Estimate {
     pub(crate) work: Work,
     pub(crate) seconds: f64,
-    /// Target duration in seconds; `None` when the step has no decodes that prompts could delay, or nothing is known yet.
+    /// Target duration in seconds; `None` when the step has no decodes that prompts could delay, or nothing is known
+    /// yet.
     pub(crate) target_seconds: Option<f64>,
 }
 
@@ -144,8 +146,9 @@ impl CostModel {
         self.fit();
     }
 
-    /// Moves towards the non-negative coefficients that explain the evidence best, by coordinate descent. Where the evidence is
-    /// ambiguous (always the same number of decodes and nothing else, say), the coefficients stay near the previous ones.
+    /// Moves towards the non-negative coefficients that explain the evidence best, by coordinate descent. Where the
+    /// evidence is ambiguous (always the same number of decodes and nothing else, say), the coefficients stay near the
+    /// previous ones.
     fn fit(&mut self) {
         let weights = [0.0, 1.0, PREFILL_ALONE_WEIGHT, 1.0];
         let mut sum = Evidence::default();
@@ -174,7 +177,8 @@ impl CostModel {
         work.terms.iter().zip(&self.coefficients).map(|(term, coefficient)| term * coefficient).sum()
     }
 
-    /// Prompt tokens after `num_computed_tokens` that can be computed in `seconds`. 0 while nothing is known about prompts.
+    /// Prompt tokens after `num_computed_tokens` that can be computed in `seconds`. 0 while nothing is known about
+    /// prompts.
     pub(crate) fn prefill_tokens(&self, seconds: f64, num_computed_tokens: u32) -> u32 {
         let is_known = self.evidence.iter().any(|evidence| evidence.products[PREFILL_TOKENS][PREFILL_TOKENS] > 0.0);
         if seconds <= 0.0 || !is_known {
@@ -182,8 +186,8 @@ impl CostModel {
         }
         let by_context = self.coefficients[PREFILL_CONTEXT];
         let first = self.coefficients[PREFILL_TOKENS] + by_context * f64::from(num_computed_tokens);
-        // The root of by_context / 2 · n² + first · n = seconds, in the form that also holds without the square. If tokens
-        // cost nothing this is infinite: an `as` from f64 saturates.
+        // The root of by_context / 2 · n² + first · n = seconds, in the form that also holds without the square. If
+        // tokens cost nothing this is infinite: an `as` from f64 saturates.
         (2.0 * seconds / (first + (first * first + 2.0 * by_context * seconds).sqrt())) as u32
     }
 }

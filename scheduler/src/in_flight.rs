@@ -28,7 +28,8 @@ pub(crate) struct InFlightAdvance {
 
 /// The steps in flight.
 ///
-/// INVARIANT: their numbers are consecutive, and the newest has the number of the last planned step. Results come in this order.
+/// INVARIANT: their numbers are consecutive, and the newest has the number of the last planned step. Results come in
+/// this order.
 #[derive(Debug, Default)]
 pub(crate) struct InFlightSteps {
     /// Oldest first.

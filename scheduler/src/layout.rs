@@ -1,7 +1,7 @@
 //! How a sequence's tokens lie in KV blocks, and which of these blocks it still reads.
 //!
-//! With a sliding window, no step reads the blocks before the window of the next token again. They are released, so a sequence
-//! holds the blocks of one window, and while a step is in flight also those that the step writes.
+//! With a sliding window, no step reads the blocks before the window of the next token again. They are released, so a
+//! sequence holds the blocks of one window, and while a step is in flight also those that the step writes.
 
 /// Block size and attention window: together they decide how many blocks a sequence needs.
 #[derive(Clone, Copy, Debug)]

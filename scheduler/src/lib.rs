@@ -1,9 +1,9 @@
 //! Decides which sequences run in the next step, and in which KV blocks.
 //!
-//! A pure state machine: no clock, no I/O, no async runtime, no logging. Time, results and aborts are arguments.
-//! The life of a sequence: `submit` queues it, `plan` admits it and then advances it step by step, `apply` takes each step's
-//! tokens and reports when the sequence has ended. `submit`, `abort` and `apply` can each make a new plan possible: after any
-//! of them, call `plan` until it returns `None`.
+//! A pure state machine: no clock, no I/O, no async runtime, no logging. Time, results and aborts are arguments. The
+//! life of a sequence: `submit` queues it, `plan` admits it and then advances it step by step, `apply` takes each
+//! step's tokens and reports when the sequence has ended. `submit`, `abort` and `apply` can each make a new plan
+//! possible: after any of them, call `plan` until it returns `None`.
 
 #![warn(missing_docs, unreachable_pub)]
 

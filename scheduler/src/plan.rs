@@ -12,8 +12,8 @@ pub type TokenId = u32;
 /// A block of the KV pool, in `0..num_blocks`.
 pub type BlockId = u32;
 
-/// Hashes a full block of token ids together with the hash of the prefix before it. Must be deterministic. Collisions only
-/// reduce sharing: every hit is verified token by token.
+/// Hashes a full block of token ids together with the hash of the prefix before it. Must be deterministic. Collisions
+/// only reduce sharing: every hit is verified token by token.
 pub type BlockHash = fn(prefix_hash: u64, token_ids: &[TokenId]) -> u64;
 
 /// The limits that every plan keeps.
@@ -36,14 +36,14 @@ pub struct Limits {
     pub prefix_caching: bool,
     /// Waiting this long counts as one priority level, so that no sequence starves. Zero: only the arrival decides.
     pub priority_ageing: Duration,
-    /// Target duration of a step that has decodes: prompts are added only as far as it allows. `None`: a small multiple of
-    /// what the decodes take alone. Applies as soon as step durations are known (`Scheduler::observe`).
+    /// Target duration of a step that has decodes: prompts are added only as far as it allows. `None`: a small multiple
+    /// of what the decodes take alone. Applies as soon as step durations are known (`Scheduler::observe`).
     pub max_inter_token: Option<Duration>,
     /// The prompt with the fewest tokens left goes first, but each prompt token can be overtaken by at most this many
     /// tokens of prompts with a lower precedence. 0: prompts are computed in order of precedence.
     pub max_overtaking: u32,
-    /// Sliding window: a token attends to this many last tokens, itself included. Blocks before the window are released.
-    /// `None`: a token attends to all tokens before it.
+    /// Sliding window: a token attends to this many last tokens, itself included. Blocks before the window are
+    /// released. `None`: a token attends to all tokens before it.
     pub window_tokens: Option<u32>,
 }
 
@@ -94,8 +94,8 @@ pub struct NewSequence {
     pub num_prompt_tokens: u32,
     /// Length of the encoder's input at the beginning of `token_ids`; the first advance covers all of it.
     pub num_source_tokens: u32,
-    /// Tokens whose keys and values are already in `block_ids`: whole blocks, and never all tokens. When the sequence is
-    /// admitted for the first time, these are its cached prompt tokens.
+    /// Tokens whose keys and values are already in `block_ids`: whole blocks, and never all tokens. When the sequence
+    /// is admitted for the first time, these are its cached prompt tokens.
     pub num_computed_tokens: u32,
     /// Shared blocks that the sequence starts with.
     pub block_ids: Vec<BlockId>,

@@ -1,14 +1,14 @@
 //! The KV blocks: how many sequences hold each, and which are allocated next.
 //!
-//! Any number of sequences on the worker can hold a block. A block with a reference count of 0 is in exactly one of three
-//! places:
+//! Any number of sequences on the worker can hold a block. A block with a reference count of 0 is in exactly one of
+//! three places:
 //! - retiring: a step in flight can still write it;
 //! - evictable: it is in the prefix cache, and stays there until it is evicted;
 //! - free: its content is meaningless.
 //!
-//! INVARIANT: a block is allocated only when every step that writes it has retired. Steps in flight that only read it do not
-//! matter: the worker executes plans strictly in order, so a write that is planned now happens after all reads that were
-//! planned before.
+//! INVARIANT: a block is allocated only when every step that writes it has retired. Steps in flight that only read it
+//! do not matter: the worker executes plans strictly in order, so a write that is planned now happens after all reads
+//! that were planned before.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,5 @@
-//! The two orders of the scheduler: precedence, which is fixed for life, and the order of prompts, which changes every step.
+//! The two orders of the scheduler: precedence, which is fixed for life, and the order of prompts, which changes every
+//! step.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -6,7 +7,8 @@ use std::time::Duration;
 
 use crate::plan::SequenceId;
 
-/// The smaller precedence is admitted first and preempted last. Unique, assigned at submission, kept through preemption.
+/// The smaller precedence is admitted first and preempted last. Unique, assigned at submission, kept through
+/// preemption.
 ///
 /// Ageing needs no updates: since all waiting sequences age alike, a priority is a fixed head start in arrival time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,46 +40,4 @@ pub(crate) struct PrefillOrder {
 }
 
 /// Sequences ordered by precedence.
-#[derive(Debug, Default)]
-pub(crate) struct SequenceSet {
-    ids: BTreeMap<Precedence, SequenceId>,
-}
-
-impl SequenceSet {
-    pub(crate) fn insert(&mut self, precedence: Precedence, id: SequenceId) {
-        self.ids.insert(precedence, id);
-    }
-
-    /// Returns whether the sequence was in the set.
-    pub(crate) fn remove(&mut self, precedence: Precedence) -> bool {
-        self.ids.remove(&precedence).is_some()
-    }
-
-    pub(crate) fn append(&mut self, mut other: Self) {
-        self.ids.append(&mut other.ids);
-    }
-
-    pub(crate) fn contains(&self, precedence: Precedence) -> bool {
-        self.ids.contains_key(&precedence)
-    }
-
-    pub(crate) fn first(&self) -> Option<SequenceId> {
-        self.ids.first_key_value().map(|(_, id)| *id)
-    }
-
-    pub(crate) fn last(&self) -> Option<SequenceId> {
-        self.ids.last_key_value().map(|(_, id)| *id)
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.ids.len()
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.ids.is_empty()
-    }
-
-    pub(crate) fn iter(&self) -> impl Iterator<Item = SequenceId> {
-        self.ids.values().copied()
-    }
-}
+pub(crate) type SequenceSet = BTreeMap<Precedence, SequenceId>;

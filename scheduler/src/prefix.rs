@@ -1,9 +1,10 @@
-//! The prefix tree: each node is one full block of token ids after the block of its parent, so a path from a root spells a prefix.
+//! The prefix tree: each node is one full block of token ids after the block of its parent, so a path from a root
+//! spells a prefix.
 //!
-//! INVARIANT: two prefixes share a node only if their token ids are equal. The index is by hash, but a hit is verified: the
-//! parent must be the same node and the ids must be equal. A node lives while it has a child, so a node id is never reused
-//! while another node refers to it. When two different blocks have the same hash, the second one gets no node and is not
-//! cached.
+//! INVARIANT: two prefixes share a node only if their token ids are equal. The index is by hash, but a hit is verified:
+//! the parent must be the same node and the ids must be equal. A node lives while it has a child, so a node id is never
+//! reused while another node refers to it. When two different blocks have the same hash, the second one gets no node
+//! and is not cached.
 
 use std::collections::HashMap;
 
@@ -87,7 +88,8 @@ impl PrefixTree {
         (self.hash)(prefix_hash, token_ids)
     }
 
-    /// Adds a reference to the node of these ids, creating the node if necessary. `None`: another node has the same hash.
+    /// Adds a reference to the node of these ids, creating the node if necessary. `None`: another node has the same
+    /// hash.
     pub(crate) fn acquire(&mut self, parent: Parent, token_ids: &[TokenId]) -> Option<NodeId> {
         let hash = self.hash(parent, token_ids);
         let id = match self.index.get(&hash) {

@@ -1,7 +1,7 @@
 //! The sequences that the worker does not know: those ready for admission, and those blocked on a prefix.
 //!
-//! A queued sequence whose next block is being computed by a running one waits for that block instead of computing it too. While
-//! it is blocked, it does not hold up the ready sequences behind it.
+//! A queued sequence whose next block is being computed by a running one waits for that block instead of computing it
+//! too. While it is blocked, it does not hold up the ready sequences behind it.
 //!
 //! INVARIANT: a queued sequence is either ready, or blocked on exactly one pending node of the prefix cache.
 
@@ -28,11 +28,11 @@ impl Queue {
     /// Removes a ready or blocked sequence.
     pub(crate) fn remove(&mut self, precedence: Precedence, id: SequenceId) {
         let Some(node) = self.awaited_nodes.remove(&id) else {
-            self.ready.remove(precedence);
+            self.ready.remove(&precedence);
             return;
         };
         if let Some(waiters) = self.blocked.get_mut(&node) {
-            waiters.remove(precedence);
+            waiters.remove(&precedence);
             if waiters.is_empty() {
                 self.blocked.remove(&node);
             }
@@ -41,29 +41,22 @@ impl Queue {
 
     /// Blocks a ready sequence until `unblock(node)`.
     pub(crate) fn block(&mut self, precedence: Precedence, id: SequenceId, node: NodeId) {
-        self.ready.remove(precedence);
+        self.ready.remove(&precedence);
         self.blocked.entry(node).or_default().insert(precedence, id);
         self.awaited_nodes.insert(id, node);
     }
 
     /// Makes the sequences ready that wait for `node`.
     pub(crate) fn unblock(&mut self, node: NodeId) {
-        if let Some(waiters) = self.blocked.remove(&node) {
-            for id in waiters.iter() {
-                self.awaited_nodes.remove(&id);
-            }
-            self.ready.append(waiters);
+        for (precedence, id) in self.blocked.remove(&node).unwrap_or_default() {
+            self.awaited_nodes.remove(&id);
+            self.ready.insert(precedence, id);
         }
-    }
-
-    /// The ready sequence to admit first.
-    pub(crate) fn first(&self) -> Option<SequenceId> {
-        self.ready.first()
     }
 
     /// The ready sequences, by precedence.
     pub(crate) fn ready(&self) -> impl Iterator<Item = SequenceId> {
-        self.ready.iter()
+        self.ready.values().copied()
     }
 
     pub(crate) fn num_ready(&self) -> usize {
@@ -88,9 +81,9 @@ impl Queue {
         let mut num_queued = 0;
         for (precedence, id) in queued {
             num_queued += 1;
-            let is_ready = self.ready.contains(precedence);
+            let is_ready = self.ready.contains_key(&precedence);
             let node = self.awaited_node(id);
-            let is_blocked = node.is_some_and(|node| self.blocked[&node].contains(precedence));
+            let is_blocked = node.is_some_and(|node| self.blocked[&node].contains_key(&precedence));
             assert!(is_ready != is_blocked, "{id:?} is ready: {is_ready}, blocked: {is_blocked}");
         }
         assert_eq!(self.len(), num_queued);

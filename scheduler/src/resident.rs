@@ -1,15 +1,18 @@
 //! The sequences that the worker knows, from the plan that starts them to the plan that frees them.
 //!
-//! INVARIANT: a resident sequence is either running (it will be advanced further), or finishing (its last step is planned and it
-//! awaits that step's result).
+//! INVARIANT: a resident sequence is either running (it will be advanced further), or finishing (its last step is
+//! planned and it awaits that step's result).
+
+use std::collections::btree_map::Values;
+use std::iter::Copied;
 
 use crate::plan::SequenceId;
 use crate::precedence::{Precedence, SequenceSet};
 
 /// One period in which the worker knows a sequence. Never reused.
 ///
-/// INVARIANT: outputs of an earlier residency are discarded. A preempted sequence loses the tokens in flight and samples them
-/// again: the token at a position depends only on the sequence, its seed and the position.
+/// INVARIANT: outputs of an earlier residency are discarded. A preempted sequence loses the tokens in flight and
+/// samples them again: the token at a position depends only on the sequence, its seed and the position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Residency(u64);
 
@@ -34,12 +37,12 @@ impl Residents {
 
     /// Notes that the last step of a running sequence is planned: it is finishing.
     pub(crate) fn finish(&mut self, precedence: Precedence) {
-        self.running.remove(precedence);
+        self.running.remove(&precedence);
     }
 
     /// Removes a running or finishing sequence.
     pub(crate) fn evict(&mut self, precedence: Precedence, id: SequenceId, max_tokens: u32) {
-        self.running.remove(precedence);
+        self.running.remove(&precedence);
         self.max_tokens -= u64::from(max_tokens);
         self.freed.push(id);
     }
@@ -49,8 +52,9 @@ impl Residents {
         *self = Self { num_residencies: self.num_residencies, ..Self::default() };
     }
 
-    pub(crate) fn running(&self) -> &SequenceSet {
-        &self.running
+    /// The running sequences, by precedence.
+    pub(crate) fn running(&self) -> Copied<Values<'_, Precedence, SequenceId>> {
+        self.running.values().copied()
     }
 
     pub(crate) fn max_tokens(&self) -> u64 {
@@ -68,7 +72,7 @@ impl Residents {
 
     /// Panics unless exactly `running` are running, and all residents can grow to `max_tokens`.
     pub(crate) fn audit(&self, mut running: impl Iterator<Item = Precedence>, num_running: usize, max_tokens: u64) {
-        assert!(running.all(|precedence| self.running.contains(precedence)), "a sequence is not running");
+        assert!(running.all(|precedence| self.running.contains_key(&precedence)), "a sequence is not running");
         assert_eq!((self.running.len(), self.max_tokens), (num_running, max_tokens));
     }
 }

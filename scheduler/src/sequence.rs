@@ -1,7 +1,7 @@
 //! One sequence as two counters, known tokens and computed tokens: every step advances computed towards known.
 //!
-//! Both counters include the steps in flight, so the next step can be planned before their results are back. Only the ids of
-//! the last known tokens may be missing.
+//! Both counters include the steps in flight, so the next step can be planned before their results are back. Only the
+//! ids of the last known tokens may be missing.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -45,7 +45,8 @@ pub(crate) struct Sequence {
     borrowed_budget: Option<BorrowedBudget>,
 }
 
-/// The overtaking budget of a sequence that waits for blocks of this one: this one is as urgent until it has computed them.
+/// The overtaking budget of a sequence that waits for blocks of this one: this one is as urgent until it has computed
+/// them.
 #[derive(Clone, Copy, Debug)]
 struct BorrowedBudget {
     overtaking_budget: u64,
@@ -131,8 +132,8 @@ impl Sequence {
 
     /// Its place among the prompts that share a step.
     ///
-    /// No prompt starves, for two reasons: each token of a lower precedence that is computed first reduces the overtaking
-    /// budget, and each `priority_ageing` without a step raises the priority by one level.
+    /// No prompt starves, for two reasons: each token of a lower precedence that is computed first reduces the
+    /// overtaking budget, and each `priority_ageing` without a step raises the priority by one level.
     pub(crate) fn prefill_order(&self, now: Duration, limits: &Limits) -> PrefillOrder {
         if limits.max_overtaking == 0 {
             return PrefillOrder { aged_priority: Reverse(0), overtaking_budget: 0, precedence: self.precedence };
@@ -224,7 +225,8 @@ impl Sequence {
         Advance { id: self.id, num_tokens, new_block_ids, sample }
     }
 
-    /// The blocks that the last `num_tokens` computed tokens are written to, and how many leading ones of these are full.
+    /// The blocks that the last `num_tokens` computed tokens are written to, and how many leading ones of these are
+    /// full.
     pub(crate) fn written_blocks(&self, num_tokens: u32) -> (&[BlockId], usize) {
         let block_tokens = self.layout.block_tokens;
         let first = (self.num_computed_tokens - num_tokens) / block_tokens;
@@ -232,8 +234,8 @@ impl Sequence {
         (&self.table.block_ids[first as usize..], (num_full - first) as usize)
     }
 
-    /// Ends its residency, if any, and returns the blocks to release. What is in flight is void: only tokens that have come
-    /// back count.
+    /// Ends its residency, if any, and returns the blocks to release. What is in flight is void: only tokens that have
+    /// come back count.
     pub(crate) fn end_residency(&mut self) -> BlockTable {
         self.residency = None;
         self.num_in_flight_tokens = 0;
@@ -247,8 +249,8 @@ impl Sequence {
         &self.table
     }
 
-    /// What the prefix cache has to register: the block table, the root, all known ids, and the number of computed tokens.
-    /// `None` if nothing is shared, or no block has become full.
+    /// What the prefix cache has to register: the block table, the root, all known ids, and the number of computed
+    /// tokens. `None` if nothing is shared, or no block has become full.
     pub(crate) fn registration(&mut self) -> Option<(&mut BlockTable, Root, &[TokenId], usize)> {
         let num_computed_tokens = self.num_computed_tokens as usize;
         let block_tokens = self.layout.block_tokens;
@@ -258,8 +260,8 @@ impl Sequence {
         root.map(|root| (&mut self.table, root, &*self.token_ids, num_computed_tokens))
     }
 
-    /// The block table, and how many of its leading blocks are not needed any more. A finishing sequence keeps its blocks
-    /// until its last result is back.
+    /// The block table, and how many of its leading blocks are not needed any more. A finishing sequence keeps its
+    /// blocks until its last result is back.
     pub(crate) fn blocks_before_window(&mut self) -> (&mut BlockTable, usize) {
         let num_blocks = match self.is_finishing() {
             true => self.table.num_released,
@@ -276,8 +278,8 @@ impl Sequence {
         &self.token_ids
     }
 
-    /// What the prefix cache looks up: the root, and all ids but the last, which must be computed to sample from it. `None`:
-    /// nothing can come from the cache.
+    /// What the prefix cache looks up: the root, and all ids but the last, which must be computed to sample from it.
+    /// `None`: nothing can come from the cache.
     pub(crate) fn lookup_key(&self) -> Option<(Root, &[TokenId])> {
         let needs_all = self.needs_prompt_logprobs && !self.has_generated();
         let (_, token_ids) = self.token_ids.split_last()?;

@@ -1,5 +1,5 @@
-//! Admits a sequence from the queue to the worker: looks it up in the prefix cache, blocks it if another sequence is computing
-//! its prefix, and starts it if it fits.
+//! Admits a sequence from the queue to the worker: looks it up in the prefix cache, blocks it if another sequence is
+//! computing its prefix, and starts it if it fits.
 
 use super::Scheduler;
 use super::draft::Draft;
@@ -24,14 +24,14 @@ impl Admission {
         Self { num_unreserved_blocks, num_looked_up_blocks: 0, is_closed: false }
     }
 
-    /// Accounts for an advance that takes more blocks than the rest of its prompt misses at a time: with a window, some of them
-    /// are released after the step.
+    /// Accounts for an advance that takes more blocks than the rest of its prompt misses at a time: with a window, some
+    /// of them are released after the step.
     pub(super) fn reserve_excess(&mut self, num_new: usize, num_missing: usize) {
         self.num_unreserved_blocks -= num_new.saturating_sub(num_missing) as isize;
     }
 
-    /// Blocks that a new sequence may allocate. One block for each running sequence stays allocatable: otherwise the new
-    /// sequence would soon be preempted, and a sequence just preempted would come back in the same step.
+    /// Blocks that a new sequence may allocate. One block for each running sequence stays allocatable: otherwise the
+    /// new sequence would soon be preempted, and a sequence just preempted would come back in the same step.
     pub(super) fn num_available_blocks(&self, scheduler: &Scheduler) -> usize {
         usize::try_from(self.num_unreserved_blocks - scheduler.residents.running().len() as isize).unwrap_or(0)
     }
@@ -44,8 +44,8 @@ impl Scheduler {
         self.cache.pool().num_allocatable() as isize - num_missing as isize
     }
 
-    /// Starts a ready sequence if the pool can hold all its known tokens and the step has time for some of them. If not,
-    /// closes the admission, so that no sequence behind it is started either.
+    /// Starts a ready sequence if the pool can hold all its known tokens and the step has time for some of them. If
+    /// not, closes the admission, so that no sequence behind it is started either.
     pub(super) fn admit(&mut self, draft: &mut Draft, admission: &mut Admission, id: SequenceId) {
         let num_available = admission.num_available_blocks(self);
         // PERF: no new lookup before the blocks for its last one are there. Fewer blocks could only suffice after other
@@ -95,10 +95,11 @@ impl Scheduler {
         }
     }
 
-    /// Blocks a sequence until another one has computed its prefix. The producer inherits the waiter's urgency until then;
-    /// otherwise a short prompt would wait behind a long one after all.
+    /// Blocks a sequence until another one has computed its prefix. The producer inherits the waiter's urgency until
+    /// then; otherwise a short prompt would wait behind a long one after all.
     ///
-    /// Sequences cannot wait in a circle: the producer is running, so it waits for none, and it has the smaller precedence.
+    /// Sequences cannot wait in a circle: the producer is running, so it waits for none, and it has the smaller
+    /// precedence.
     fn await_prefix(&mut self, draft: &Draft, id: SequenceId, node: NodeId, num_pending_blocks: usize) {
         self.sequence_mut(id).set_num_blocks_to_admit(0);
         let sequence = self.sequence(id);

@@ -1,7 +1,7 @@
 //! Applies a step's result: takes its tokens, ends sequences, and retires the step's blocks.
 //!
-//! The whole result is checked before anything changes. Outputs for an earlier residency (the sequence has ended, was aborted or
-//! preempted) are discarded, and may be absent.
+//! The whole result is checked before anything changes. Outputs for an earlier residency (the sequence has ended, was
+//! aborted or preempted) are discarded, and may be absent.
 
 use std::collections::HashSet;
 

@@ -1,8 +1,8 @@
 //! The worker could not continue a sequence: no other sequence may read the blocks that it did not write.
 //!
-//! A block is shared as soon as the step that fills it is planned, so other sequences may have been planned to read it by the
-//! time that step is known to have failed. None of these readers has a result yet: they started in a later step, and results
-//! come in order. They are preempted and start again, which costs them only time.
+//! A block is shared as soon as the step that fills it is planned, so other sequences may have been planned to read it
+//! by the time that step is known to have failed. None of these readers has a result yet: they started in a later step,
+//! and results come in order. They are preempted and start again, which costs them only time.
 
 use std::collections::HashSet;
 
@@ -10,8 +10,8 @@ use super::Scheduler;
 use crate::resident::Residency;
 
 impl Scheduler {
-    /// Forgets the blocks that `failed` residencies were planned to fill, and preempts all sequences that read them, directly or
-    /// through another reader. The oldest step in flight must be the one that failed.
+    /// Forgets the blocks that `failed` residencies were planned to fill, and preempts all sequences that read them,
+    /// directly or through another reader. The oldest step in flight must be the one that failed.
     pub(super) fn preempt_readers(&mut self, failed: HashSet<Residency>) {
         if failed.is_empty() {
             return;

@@ -1,4 +1,5 @@
-//! The scheduler: ties queue, residents, steps in flight and cache together. Planning starts in `step.rs`, results in `apply.rs`.
+//! The scheduler: ties queue, residents, steps in flight and cache together. Planning starts in `step.rs`, results in
+//! `apply.rs`.
 //!
 //! INVARIANT: every known sequence is in exactly one state:
 //! - ready: queued, the worker does not know it (`queue.rs`);
@@ -83,8 +84,8 @@ impl Scheduler {
 
     /// Queues a sequence. It ends with exactly one terminal event, unless it is aborted.
     ///
-    /// `arrived_at` is a time on any monotonic clock; `plan` uses the same one. It decides, together with the priority, when
-    /// the sequence is admitted.
+    /// `arrived_at` is a time on any monotonic clock; `plan` uses the same one. It decides, together with the priority,
+    /// when the sequence is admitted.
     pub fn submit(&mut self, submission: Submission, arrived_at: Duration) -> Result<(), SubmitError> {
         self.check(&submission)?;
         let Submission { id, priority, .. } = submission;
@@ -144,7 +145,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Ends a sequence without an event. Returns false if the sequence is not known: it was never submitted, or has ended.
+    /// Ends a sequence without an event. Returns false if the sequence is not known: it was never submitted, or has
+    /// ended.
     pub fn abort(&mut self, id: SequenceId) -> bool {
         self.end(id)
     }
@@ -181,8 +183,8 @@ impl Scheduler {
         true
     }
 
-    /// Moves a sequence from the worker back to the queue. When it is admitted again, all tokens known by then are computed
-    /// again.
+    /// Moves a sequence from the worker back to the queue. When it is admitted again, all tokens known by then are
+    /// computed again.
     fn preempt(&mut self, id: SequenceId) {
         if let Some(mut sequence) = self.sequences.remove(&id) {
             self.evict(&mut sequence);

@@ -1,15 +1,17 @@
-//! Chooses the prompts that a step computes besides its decodes: those of running and of queued sequences, by `PrefillOrder`.
+//! Chooses the prompts that a step computes besides its decodes: those of running and of queued sequences, by
+//! `PrefillOrder`.
 //!
-//! The prompt with the fewest tokens left goes first, so a short prompt is not delayed by a long one, and several prompts can be
-//! running at once. No prompt starves: each of its tokens is overtaken by at most `max_overtaking` tokens of prompts with a
-//! lower precedence, and the first running prompt advances by at least a block in every step. A source is computed in one step,
-//! so it may need more tokens than the decodes leave; once its overtaking budget is used up, no other prompt is started, and
-//! the running sequences finish before it.
+//! The prompt with the fewest tokens left goes first, so a short prompt is not delayed by a long one, and several
+//! prompts can be running at once. No prompt starves: each of its tokens is overtaken by at most `max_overtaking`
+//! tokens of prompts with a lower precedence, and the first running prompt advances by at least a block in every step.
+//! A source is computed in one step, so it may need more tokens than the decodes leave; once its overtaking budget is
+//! used up, no other prompt is started, and the running sequences finish before it.
 //!
-//! Running prompts hold blocks and wait for more, but cannot deadlock: a sequence is admitted only if the pool can hold the
-//! whole prompts of all running sequences. If decodes have since used up these blocks, the running sequence with the smallest
-//! precedence keeps its blocks, others are preempted for it, and the next block that it needs is reserved. This is no livelock
-//! either: `PrefillOrder` decides which prompt computes, only the fixed precedence decides which sequence keeps its blocks.
+//! Running prompts hold blocks and wait for more, but cannot deadlock: a sequence is admitted only if the pool can hold
+//! the whole prompts of all running sequences. If decodes have since used up these blocks, the running sequence with
+//! the smallest precedence keeps its blocks, others are preempted for it, and the next block that it needs is reserved.
+//! This is no livelock either: `PrefillOrder` decides which prompt computes, only the fixed precedence decides which
+//! sequence keeps its blocks.
 
 use std::collections::VecDeque;
 
@@ -35,12 +37,12 @@ impl PlannedPrompts {
 }
 
 impl Scheduler {
-    /// Advances running prompts and admits queued ones, as far as the step and the pool have room. `prefills`: the running
-    /// sequences that do not decode.
+    /// Advances running prompts and admits queued ones, as far as the step and the pool have room. `prefills`: the
+    /// running sequences that do not decode.
     pub(super) fn advance_prefills(&mut self, draft: &mut Draft, prefills: Vec<SequenceId>) {
         let mut admission = Admission::new(self.num_unreserved_blocks(&prefills));
         // `make_room` has made sure that there is a block for the first running sequence.
-        let mut reserved_for = self.residents.running().first().filter(|first| prefills.contains(first));
+        let mut reserved_for = self.residents.running().next().filter(|first| prefills.contains(first));
         let mut running = VecDeque::from(self.in_order(prefills, draft));
         let mut left_out = Vec::new();
         let mut planned = PlannedPrompts::default();
@@ -84,7 +86,8 @@ impl Scheduler {
         (self.sequence(id).prefill_order(draft.now, &self.limits), id)
     }
 
-    /// Advances a running prompt, but leaves the blocks that `reserved_for` needs. Returns false if nothing was left for it.
+    /// Advances a running prompt, but leaves the blocks that `reserved_for` needs. Returns false if nothing was left
+    /// for it.
     fn advance_running(
         &mut self,
         draft: &mut Draft,
@@ -115,8 +118,8 @@ impl Scheduler {
 
     /// The ready sequence to admit next.
     ///
-    /// It can overtake the first one in the queue only if the pool has room for both: the first one may wait longer, but must
-    /// not lose the blocks that it waits for.
+    /// It can overtake the first one in the queue only if the pool has room for both: the first one may wait longer,
+    /// but must not lose the blocks that it waits for.
     fn next_candidate(&self, admission: &Admission, draft: &Draft) -> Option<(PrefillOrder, SequenceId)> {
         let limits = &self.limits;
         // Each running sequence needs a token in every step once it decodes.
@@ -135,8 +138,8 @@ impl Scheduler {
         candidates.map(|id| self.with_order(id, draft)).min()
     }
 
-    /// Counts the tokens that overtook a prompt which did not advance. In the queue, only the candidates for admission can have
-    /// been overtaken.
+    /// Counts the tokens that overtook a prompt which did not advance. In the queue, only the candidates for admission
+    /// can have been overtaken.
     fn note_overtaken(&mut self, mut left_out: Vec<SequenceId>, planned: &PlannedPrompts) {
         if planned.0.is_empty() || self.limits.max_overtaking == 0 {
             return;

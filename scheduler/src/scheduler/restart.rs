@@ -6,10 +6,11 @@ use crate::plan::SequenceId;
 use crate::queue::Queue;
 
 impl Scheduler {
-    /// Continues with a new worker. All sequences are queued again with the tokens that have come back, the cache is empty, no
-    /// step is in flight, no sequence is quarantined, and the next plan is step 1.
+    /// Continues with a new worker. All sequences are queued again with the tokens that have come back, the cache is
+    /// empty, no step is in flight, no sequence is quarantined, and the next plan is step 1.
     ///
-    /// Returns the known sequences that were in flight, even if they have been preempted since: any of them may be the cause.
+    /// Returns the known sequences that were in flight, even if they have been preempted since: any of them may be the
+    /// cause.
     pub fn restart(&mut self) -> Vec<SequenceId> {
         let in_flight = self.in_flight.advances().map(|in_flight| in_flight.id);
         let mut lost: Vec<_> = in_flight.filter(|id| self.sequences.contains_key(id)).collect();
@@ -33,7 +34,7 @@ impl Scheduler {
     pub fn quarantine(&mut self, id: Option<SequenceId>) {
         self.quarantined = id.filter(|id| self.sequences.contains_key(id));
         if self.quarantined.is_some() {
-            let running = self.residents.running().iter();
+            let running = self.residents.running();
             let others: Vec<_> = running.filter(|id| Some(*id) != self.quarantined).collect();
             for id in others.into_iter().rev() {
                 self.preempt(id);
@@ -46,7 +47,7 @@ impl Scheduler {
         match self.quarantined {
             // It is ready, not blocked: no other sequence is running.
             Some(id) => Some(id).filter(|id| self.sequence(*id).residency().is_none()),
-            None => self.queue.first(),
+            None => self.queue.ready().next(),
         }
     }
 

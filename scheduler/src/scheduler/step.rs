@@ -1,9 +1,10 @@
-//! Plans one step: first all running decodes, in order of precedence; then prompts, running and queued (`prefill.rs`), as far as
-//! the step's token budget and target duration allow.
+//! Plans one step: first all running decodes, in order of precedence; then prompts, running and queued (`prefill.rs`),
+//! as far as the step's token budget and target duration allow.
 //!
-//! No deadlock: `submit` accepts only sequences that fit into the pool alone, and the running sequence with the smallest
-//! precedence is never preempted, so it always gets its blocks. No livelock: precedence is a fixed total order, and a sequence
-//! loses blocks only to those with a smaller one, so of two sequences always the same one is preempted.
+//! No deadlock: `submit` accepts only sequences that fit into the pool alone, and the running sequence with the
+//! smallest precedence is never preempted, so it always gets its blocks. No livelock: precedence is a fixed total
+//! order, and a sequence loses blocks only to those with a smaller one, so of two sequences always the same one is
+//! preempted.
 
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ impl Scheduler {
         }
         let mut draft = Draft::new(self.in_flight.next_step(), now, &self.limits, self.residents.running().len());
         let (decodes, prefills): (Vec<_>, Vec<_>) =
-            self.residents.running().iter().partition(|id| self.sequence(*id).is_decoding());
+            self.residents.running().partition(|id| self.sequence(*id).is_decoding());
         for id in decodes {
             draft.estimate.work.add_decode(self.sequence(id).num_computed_tokens());
             self.advance(&mut draft, id, 1, Vec::new());
@@ -49,14 +50,14 @@ impl Scheduler {
     /// Preempts the running sequences with the largest precedence until the pool has the blocks of those that must
     /// advance: all decodes, and the first running sequence.
     ///
-    /// Returns false if these blocks are still retiring: then no step is planned. Waiting for a step in flight is cheaper than
-    /// computing a sequence again, and a step without some of the decodes would stall them.
+    /// Returns false if these blocks are still retiring: then no step is planned. Waiting for a step in flight is
+    /// cheaper than computing a sequence again, and a step without some of the decodes would stall them.
     fn make_room(&mut self) -> bool {
-        let first = self.residents.running().first();
-        let running = self.residents.running().iter();
+        let first = self.residents.running().next();
+        let running = self.residents.running();
         let mut num_required: usize = running.map(|id| self.num_blocks_to_advance(id, first)).sum();
         while num_required > self.cache.pool().num_allocatable() + self.cache.pool().num_retiring()
-            && let Some(last) = self.residents.running().last()
+            && let Some(last) = self.residents.running().next_back()
         {
             num_required -= self.num_blocks_to_advance(last, first);
             self.preempt(last);
@@ -64,7 +65,7 @@ impl Scheduler {
         num_required <= self.cache.pool().num_allocatable()
     }
 
-    /// Blocks without which a running sequence cannot be left in the next step; 0 if it can be left out.
+    /// Blocks that a running sequence must get for the next step; 0 if the step may leave it out.
     fn num_blocks_to_advance(&self, id: SequenceId, first: Option<SequenceId>) -> usize {
         let sequence = self.sequence(id);
         if sequence.is_decoding() || Some(id) == first { sequence.num_new_blocks(1) } else { 0 }

@@ -7,13 +7,14 @@ use super::draft::Draft;
 use crate::cost::Work;
 use crate::plan::{Forecast, SequenceId};
 
-/// Default target duration of a step with decodes, as a multiple of what its decodes take alone. A little less than two: a prompt
-/// of any length at most doubles the gap between tokens, and there is some room for errors of the forecast.
+/// Default target duration of a step with decodes, as a multiple of what its decodes take alone. A little less than
+/// two: a prompt of any length at most doubles the gap between tokens, and there is some room for errors of the
+/// forecast.
 const STRETCH: f64 = 1.75;
 
 impl Scheduler {
-    /// Learns how long a step in flight took, from when the worker could begin with it. Call it before `apply`. Returns what
-    /// was expected, or `None` if the step is not in flight.
+    /// Learns how long a step in flight took, from when the worker could begin with it. Call it before `apply`. Returns
+    /// what was expected, or `None` if the step is not in flight.
     pub fn observe(&mut self, step: u64, duration: Duration) -> Option<Forecast> {
         let estimate = self.in_flight.get(step)?.estimate;
         self.cost.observe(&estimate.work, duration);
@@ -26,9 +27,9 @@ impl Scheduler {
 
     /// Target duration of a step with these decodes, while `num_prefills` prompts are running.
     ///
-    /// The default is `STRETCH` times what the decodes take together with the decodes that are about to join them. Many prompts
-    /// at once soon become many streams: steps will be that long anyway, and until then all of them wait less. One of these
-    /// prompts is not counted: it is the one that `STRETCH` makes room for.
+    /// The default is `STRETCH` times what the decodes take together with the decodes that are about to join them. Many
+    /// prompts at once soon become many streams: steps will be that long anyway, and until then all of them wait less.
+    /// One of these prompts is not counted: it is the one that `STRETCH` makes room for.
     pub(super) fn target_seconds(&self, decodes: &Work, num_prefills: usize) -> Option<f64> {
         (decodes.has_decodes() && self.cost.is_informed()).then(|| match self.limits.max_inter_token {
             Some(max_inter_token) => max_inter_token.as_secs_f64(),
@@ -43,9 +44,9 @@ impl Scheduler {
 
     /// Tokens, of at most `max_tokens`, that a prompt with `num_computed_tokens` can advance by in this step.
     ///
-    /// If the target duration limits them, rounds down to whole blocks, because a partial block cannot be shared. Closes the
-    /// step if not even one block fits. A source gets all its tokens or none. The target does not apply to a stream that is
-    /// recomputed after a preemption: its client waits longer for the next token than any other.
+    /// If the target duration limits them, rounds down to whole blocks, because a partial block cannot be shared.
+    /// Closes the step if not even one block fits. A source gets all its tokens or none. The target does not apply to a
+    /// stream that is recomputed after a preemption: its client waits longer for the next token than any other.
     pub(super) fn chunk_tokens(
         &self,
         draft: &mut Draft,

@@ -1,5 +1,5 @@
-//! Keeps account of every plan, from the plans alone, and checks each one: ownership and sharing of blocks, run-ahead, budgets,
-//! order, and that no decode is left out. The contents of the blocks are checked by `worker.rs`.
+//! Keeps account of every plan, from the plans alone, and checks each one: ownership and sharing of blocks, run-ahead,
+//! budgets, order, and that no decode is left out. The contents of the blocks are checked by `worker.rs`.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 

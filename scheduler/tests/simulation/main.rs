@@ -1,7 +1,8 @@
-//! Runs the scheduler against a simulated worker in virtual time: random arrivals, lengths, common prefixes, groups, priorities,
-//! stop tokens, cancels, failures, deaths of the worker, pool sizes, budgets, run-ahead depths and late results.
-//! What is checked: `ledger.rs` (every plan), `worker.rs` (every block that is read), `world.rs` (every token and every end) and
-//! `reference.rs` (without sharing: the whole plan). For other seeds or more steps: `make simulate SEED=7 STEPS=20000000`.
+//! Runs the scheduler against a simulated worker in virtual time: random arrivals, lengths, common prefixes, groups,
+//! priorities, stop tokens, cancels, failures, deaths of the worker, pool sizes, budgets, run-ahead depths and late
+//! results. What is checked: `ledger.rs` (every plan), `worker.rs` (every block that is read), `world.rs` (every token
+//! and every end) and `reference.rs` (without sharing: the whole plan). Other seeds and more steps:
+//! `make simulate SEED=7 STEPS=20000000`.
 
 mod campaign;
 mod ledger;

@@ -1,5 +1,5 @@
-//! A fake language model: the next token is a function of every token before it, so one lost, repeated or foreign token changes
-//! all that follow.
+//! A fake language model: the next token is a function of every token before it, so one lost, repeated or foreign token
+//! changes all that follow.
 
 use penstock_scheduler::{FinishReason, TokenId};
 

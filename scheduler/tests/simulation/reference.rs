@@ -1,5 +1,5 @@
-//! A second implementation of the scheduler, as plain as possible, for sequences that share no blocks: it searches lists and
-//! recounts everything. It predicts every plan and every event; blocks are counts here, not ids.
+//! A second implementation of the scheduler, as plain as possible, for sequences that share no blocks: it searches
+//! lists and recounts everything. It predicts every plan and every event; blocks are counts here, not ids.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -156,8 +156,8 @@ impl Reference {
         Some(plan)
     }
 
-    /// Decodes and the first running sequence must advance: the last ones are preempted until the pool has blocks for them, now or
-    /// when the steps in flight are over. In the latter case nothing is planned yet.
+    /// Decodes and the first running sequence must advance: the last ones are preempted until the pool has blocks for
+    /// them, now or when the steps in flight are over. In the latter case nothing is planned yet.
     fn make_room(&mut self) -> bool {
         let first = self.running().first().copied();
         loop {
@@ -175,9 +175,9 @@ impl Reference {
         }
     }
 
-    /// Running and queued prompts, strictly by precedence. All blocks of a queued prompt must fit besides those of the running
-    /// prompts, and leave one block for each running sequence. No sequence overtakes a source that does not fit into the step.
-    /// One block is reserved for the first running sequence.
+    /// Running and queued prompts, strictly by precedence. All blocks of a queued prompt must fit besides those of the
+    /// running prompts, and leave one block for each running sequence. No sequence overtakes a source that does not fit
+    /// into the step. One block is reserved for the first running sequence.
     fn advance_prompts(&mut self, plan: &mut ExpectedPlan, prefills: Vec<usize>, mut tokens_left: u32) {
         let num_missing: usize = prefills.iter().map(|index| self.sequences[*index].num_missing()).sum();
         let mut num_unreserved = self.num_free() as isize - num_missing as isize;

@@ -25,8 +25,8 @@ const ARRIVAL: Arrival = Arrival {
     num_source_tokens: 0,
 };
 
-/// A sequence stayed blocked although its prefix was in the cache again: in the blocks of a sequence that had also computed it
-/// and had ended.
+/// A sequence stayed blocked although its prefix was in the cache again: in the blocks of a sequence that had also
+/// computed it and had ended.
 #[test]
 fn a_blocked_sequence_is_unblocked_when_a_second_copy_replaces_a_lost_block() {
     let limits = Limits {

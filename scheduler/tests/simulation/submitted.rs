@@ -8,7 +8,8 @@ use crate::worker::Traits;
 /// The expected precedence, in ticks: the smaller is admitted first. Computed independently of the scheduler.
 pub type Order = (i128, u64, usize);
 
-/// The positions that each token of a sequence attends to. Computed independently of the scheduler, position by position.
+/// The positions that each token of a sequence attends to. Computed independently of the scheduler, position by
+/// position.
 #[derive(Clone, Copy, Debug)]
 pub struct Visibility {
     block_tokens: u32,

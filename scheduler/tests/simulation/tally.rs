@@ -7,8 +7,8 @@ use std::ops::AddAssign;
 /// A campaign of at least this many steps must have met every hard case.
 pub const FULL_STEPS: u64 = 1_000_000;
 
-/// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that does not
-/// reach these states proves little.
+/// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that
+/// does not reach these states proves little.
 const REQUIRED: [(&str, u64); 36] = [
     ("sequences", 20_000),
     ("finished by length", 10_000),

@@ -1,9 +1,9 @@
-//! A simulated worker: executes plans strictly in order, keeps the KV content of every slot, and samples from what it reads. It
-//! verifies that the tokens that a plan calls computed are really in the sequence's blocks before the step, and that their
-//! content belongs to the sequence's own ids.
+//! A simulated worker: executes plans strictly in order, keeps the KV content of every slot, and samples from what it
+//! reads. It verifies that the tokens that a plan calls computed are really in the sequence's blocks before the step,
+//! and that their content belongs to the sequence's own ids.
 //!
-//! A sequence that fails writes nothing. A sequence that reads its blocks is poisoned, and so is all that it writes and samples:
-//! this can happen, but no poisoned token may reach a client.
+//! A sequence that fails writes nothing. A sequence that reads its blocks is poisoned, and so is all that it writes and
+//! samples: this can happen, but no poisoned token may reach a client.
 
 use std::collections::{HashMap, HashSet};
 

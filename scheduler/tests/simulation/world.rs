@@ -1,5 +1,6 @@
-//! Runs one scenario in virtual time until it is idle: clients that submit and cancel, an engine that plans and applies, and the
-//! simulated worker. Checks that every sequence gets exactly its tokens and exactly one end, and that no block leaks.
+//! Runs one scenario in virtual time until it is idle: clients that submit and cancel, an engine that plans and
+//! applies, and the simulated worker. Checks that every sequence gets exactly its tokens and exactly one end, and that
+//! no block leaks.
 
 mod death;
 
@@ -178,8 +179,8 @@ impl World {
         self.reset_max_steps_left();
     }
 
-    /// Bounds the steps until the next disturbance: the sequence with the smallest precedence advances in every step and is never
-    /// preempted.
+    /// Bounds the steps until the next disturbance: the sequence with the smallest precedence advances in every step
+    /// and is never preempted.
     fn reset_max_steps_left(&mut self) {
         let tokens = |submitted: &Submitted| submitted.prompt.len() as u64 + u64::from(submitted.max_new_tokens) + 2;
         self.max_steps_left = (self.live.len() as u64 + 1) * self.live.values().map(tokens).sum::<u64>() + 8;

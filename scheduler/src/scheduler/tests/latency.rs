@@ -19,7 +19,8 @@ fn wide(max_inter_token: Option<Duration>, max_overtaking: u32) -> Limits {
     }
 }
 
-/// Duration of a step on a machine that takes 1 ms for the step, 1 ms for each decode, and 1 ms for every two prompt tokens.
+/// Duration of a step on a machine that takes 1 ms for the step, 1 ms for each decode, and 1 ms for every two prompt
+/// tokens.
 fn true_duration(plan: &Plan, decodes: &[u64]) -> Duration {
     let halves = |advance: &Advance| if decodes.contains(&advance.id.0) { 2 } else { advance.num_tokens };
     MS + MS * plan.advances.iter().map(halves).sum::<u32>() / 2
@@ -294,7 +295,7 @@ fn check_every_step(traffic: Traffic) {
             prompts.push(Prompt { num_tokens, num_left: num_tokens, num_overtaken: 0, num_source_tokens });
         }
         let decodes: Vec<_> =
-            scheduler.residents.running().iter().filter(|id| scheduler.sequence(*id).is_decoding()).collect();
+            scheduler.residents.running().filter(|id| scheduler.sequence(*id).is_decoding()).collect();
         if let Some(plan) = scheduler.plan(Duration::from_millis(step as u64)) {
             scheduler.audit();
             let first: Vec<_> = plan.advances.iter().map(|advance| advance.id).take(decodes.len()).collect();
@@ -319,7 +320,8 @@ fn check_every_step(traffic: Traffic) {
     assert_eq!(scheduler.stats().num_running + scheduler.stats().num_queued, 0);
 }
 
-/// A step keeps its target duration as far as the cost model knows, unless it has no more than the minimum. No source is split.
+/// A step keeps its target duration as far as the cost model knows, unless it has no more than the minimum. No source
+/// is split.
 fn check_prompts(scheduler: &Scheduler, prompts: &[Prompt], prefills: &[Advance]) {
     let least = |advance: &Advance| {
         let prompt = &prompts[advance.id.0 as usize];

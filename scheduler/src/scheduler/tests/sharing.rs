@@ -126,7 +126,8 @@ fn blocks_computed_before_an_abort_are_cached() {
 #[test]
 fn a_blocked_sequence_is_unblocked_when_its_producer_ends_or_is_preempted() {
     for is_preempted in [false, true] {
-        // The first sequence grows until the second one lacks a block for the end of its prompt. The third waits for that block.
+        // The first sequence grows until the second one lacks a block for the end of its prompt. The third waits for
+        // that block.
         let mut scheduler = Scheduler::new(Limits { max_step_tokens: 3, ..caching(9, 1) });
         submit(&mut scheduler, with_prompt(1, ids(9, 3), 16));
         submit(&mut scheduler, with_prompt(2, ids(1, 28), 4));

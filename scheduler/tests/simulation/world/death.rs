@@ -1,4 +1,5 @@
-//! The worker dies and is replaced. The sequences that were in flight can be quarantined one by one, as an engine would.
+//! The worker dies and is replaced. The sequences that were in flight can be quarantined one by one, as an engine
+//! would.
 
 use penstock_scheduler::SequenceId;
 
@@ -6,8 +7,8 @@ use super::World;
 use crate::worker::Worker;
 
 impl World {
-    /// Checks that each sequence that was preempted because of a failure had read an unwritten block, unless its step was not
-    /// executed.
+    /// Checks that each sequence that was preempted because of a failure had read an unwritten block, unless its step
+    /// was not executed.
     pub(super) fn check_voided(&mut self) {
         for (id, start_step) in std::mem::take(&mut self.ledger.voided) {
             self.tally.add("preempted after a failure of another", 1);
