@@ -1,4 +1,4 @@
-"""The router's chat templates are compared with stored renderings: these are still what transformers makes."""
+"""The router's tests compare chat templates with stored renderings, which must equal those of transformers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def generate() -> ModuleType:
     return module
 
 
-def test_stored_renderings_are_those_of_the_installed_transformers(generate: ModuleType) -> None:
+def test_stored_renderings_equal_those_of_the_installed_transformers(generate: ModuleType) -> None:
     assert generate.expectation() == generate.read("expectation.json")
 
 
-def test_every_family_and_every_case_is_rendered_by_some(generate: ModuleType) -> None:
+def test_every_case_is_rendered_by_a_template_and_every_template_renders_most_cases(generate: ModuleType) -> None:
     families = generate.read("expectation.json")["families"]
     assert len(families) >= 12
     for name in generate.read("conversation.json")["cases"]:
