@@ -33,7 +33,7 @@ pub(crate) struct PrefixHit {
     num_released: usize,
     /// Evictable blocks among those to hold: sharing them makes as many blocks unallocatable.
     pub(crate) num_evictable_blocks: usize,
-    /// The last of the nodes after the hit that one sequence with a smaller precedence is computing.
+    /// The last of the nodes after the hit that one sequence of higher precedence is computing.
     pub(crate) pending_node: Option<NodeId>,
     /// Blocks up to and including that of `pending_node`.
     pub(crate) num_pending_blocks: usize,
@@ -99,7 +99,7 @@ impl Cache {
         (self.num_queried_tokens, self.num_hit_tokens)
     }
 
-    /// The longest prefix of `token_ids` that is computed, and what follows it as far as a sequence with a smaller
+    /// The longest prefix of `token_ids` that is computed, and what follows it as far as a sequence of higher
     /// precedence is computing it. Of the computed part, only the blocks in the window of the next token must be there.
     pub(crate) fn look_up(&self, root: Root, token_ids: &[TokenId], precedence: Precedence) -> PrefixHit {
         let mut hit = PrefixHit::default();

@@ -39,8 +39,9 @@ pub struct Limits {
     /// Target duration of a step that has decodes: prompts are added only as far as it allows. `None`: a small multiple
     /// of what the decodes take alone. Applies as soon as step durations are known (`Scheduler::observe`).
     pub max_inter_token: Option<Duration>,
-    /// The prompt with the fewest tokens left goes first, but each prompt token can be overtaken by at most this many
-    /// tokens of prompts with a lower precedence. 0: prompts are computed in order of precedence.
+    /// The prompt with the fewest tokens left goes first, but each token of a prompt can be overtaken by at most this
+    /// many tokens of prompts of lower precedence (priority with ageing, then arrival). 0: prompts are computed in
+    /// order of precedence.
     pub max_overtaking: u32,
     /// Sliding window: a token attends to this many last tokens, itself included. Blocks before the window are
     /// released. `None`: a token attends to all tokens before it.

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use crate::plan::SequenceId;
 
-/// The smaller precedence is admitted first and preempted last. Unique, assigned at submission, kept through
-/// preemption.
+/// The sequence of higher precedence is admitted first and preempted last. `a < b` means that `a` is the higher one, so
+/// that sorted collections start with it. Unique, assigned at submission, kept through preemption.
 ///
 /// Ageing needs no updates: since all waiting sequences age alike, a priority is a fixed head start in arrival time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -28,16 +28,16 @@ impl Precedence {
     }
 }
 
-/// The order in which prompts share a step: the smaller goes first.
+/// The order in which prompts share a step: if `a < b`, `a` goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PrefillOrder {
     /// Priority plus the levels gained by not being in a step.
     pub(crate) aged_priority: Reverse<i128>,
-    /// Tokens of prompts with a lower precedence that may still be computed before this prompt. Proportional to the
+    /// Tokens of prompts of lower precedence that may still be computed before this prompt. Proportional to the
     /// tokens left, so the shortest prompt goes first; at 0 the prompt cannot be overtaken any more.
     pub(crate) overtaking_budget: u64,
     pub(crate) precedence: Precedence,
 }
 
-/// Sequences ordered by precedence.
+/// Sequences, highest precedence first.
 pub(crate) type SequenceSet = BTreeMap<Precedence, SequenceId>;

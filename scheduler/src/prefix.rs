@@ -156,7 +156,7 @@ impl PrefixTree {
         self.node(id).pending
     }
 
-    /// Sets the node's producer, unless it already has one with a smaller precedence: that one is done first.
+    /// Sets the node's producer, unless it already has one of higher precedence: that one is done first.
     pub(crate) fn set_pending(&mut self, id: NodeId, pending: PendingPrefix) {
         let node = self.node_mut(id);
         if node.pending.is_none_or(|other| pending.precedence < other.precedence) {

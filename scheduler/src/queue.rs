@@ -54,7 +54,7 @@ impl Queue {
         }
     }
 
-    /// The ready sequences, by precedence.
+    /// The ready sequences, highest precedence first.
     pub(crate) fn ready(&self) -> impl Iterator<Item = SequenceId> {
         self.ready.values().copied()
     }

@@ -52,7 +52,7 @@ impl Residents {
         *self = Self { num_residencies: self.num_residencies, ..Self::default() };
     }
 
-    /// The running sequences, by precedence.
+    /// The running sequences, highest precedence first.
     pub(crate) fn running(&self) -> Copied<Values<'_, Precedence, SequenceId>> {
         self.running.values().copied()
     }

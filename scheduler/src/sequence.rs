@@ -40,7 +40,7 @@ pub(crate) struct Sequence {
     num_blocks_to_admit: usize,
     /// The time of its last step, or of its arrival.
     served_at: Duration,
-    /// Tokens of prompts with a lower precedence that were computed before this one's.
+    /// Tokens of prompts of lower precedence that were computed before this one's.
     num_overtaken_tokens: u64,
     borrowed_budget: Option<BorrowedBudget>,
 }
@@ -132,7 +132,7 @@ impl Sequence {
 
     /// Its place among the prompts that share a step.
     ///
-    /// No prompt starves, for two reasons: each token of a lower precedence that is computed first reduces the
+    /// No prompt starves, for two reasons: each token of lower precedence that is computed first reduces the
     /// overtaking budget, and each `priority_ageing` without a step raises the priority by one level.
     pub(crate) fn prefill_order(&self, now: Duration, limits: &Limits) -> PrefillOrder {
         if limits.max_overtaking == 0 {
@@ -160,7 +160,7 @@ impl Sequence {
         }
     }
 
-    /// Notes that `num_tokens` tokens of prompts with a lower precedence were computed first.
+    /// Notes that `num_tokens` tokens of prompts of lower precedence were computed first.
     pub(crate) fn add_overtaken_tokens(&mut self, num_tokens: u64) {
         self.num_overtaken_tokens = self.num_overtaken_tokens.saturating_add(num_tokens);
     }

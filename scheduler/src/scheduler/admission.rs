@@ -98,7 +98,7 @@ impl Scheduler {
     /// Blocks a sequence until another one has computed its prefix. The producer inherits the waiter's urgency until
     /// then; otherwise a short prompt would wait behind a long one after all.
     ///
-    /// Sequences cannot wait in a circle: the producer is running, so it waits for none, and it has the smaller
+    /// Sequences cannot wait in a circle: the producer is running, so it waits for none, and it has the higher
     /// precedence.
     fn await_prefix(&mut self, draft: &Draft, id: SequenceId, node: NodeId, num_pending_blocks: usize) {
         self.sequence_mut(id).set_num_blocks_to_admit(0);

@@ -3,13 +3,13 @@
 //!
 //! The prompt with the fewest tokens left goes first, so a short prompt is not delayed by a long one, and several
 //! prompts can be running at once. No prompt starves: each of its tokens is overtaken by at most `max_overtaking`
-//! tokens of prompts with a lower precedence, and the first running prompt advances by at least a block in every step.
+//! tokens of prompts of lower precedence, and the first running prompt advances by at least a block in every step.
 //! A source is computed in one step, so it may need more tokens than the decodes leave; once its overtaking budget is
 //! used up, no other prompt is started, and the running sequences finish before it.
 //!
 //! Running prompts hold blocks and wait for more, but cannot deadlock: a sequence is admitted only if the pool can hold
 //! the whole prompts of all running sequences. If decodes have since used up these blocks, the running sequence with
-//! the smallest precedence keeps its blocks, others are preempted for it, and the next block that it needs is reserved.
+//! the highest precedence keeps its blocks, others are preempted for it, and the next block that it needs is reserved.
 //! This is no livelock either: `PrefillOrder` decides which prompt computes, only the fixed precedence decides which
 //! sequence keeps its blocks.
 
@@ -29,7 +29,7 @@ const MAX_CANDIDATES: usize = 8;
 struct PlannedPrompts(Vec<(Precedence, u32)>);
 
 impl PlannedPrompts {
-    /// Tokens of sequences with a larger precedence.
+    /// Tokens of sequences of lower precedence.
     fn num_tokens_behind(&self, precedence: Precedence) -> u64 {
         let behind = self.0.iter().filter(|(planned, _)| precedence < *planned);
         behind.map(|(_, num_tokens)| u64::from(*num_tokens)).sum()

@@ -2,8 +2,8 @@
 //! as far as the step's token budget and target duration allow.
 //!
 //! No deadlock: `submit` accepts only sequences that fit into the pool alone, and the running sequence with the
-//! smallest precedence is never preempted, so it always gets its blocks. No livelock: precedence is a fixed total
-//! order, and a sequence loses blocks only to those with a smaller one, so of two sequences always the same one is
+//! highest precedence is never preempted, so it always gets its blocks. No livelock: precedence is a fixed total
+//! order, and a sequence loses blocks only to those of higher precedence, so of two sequences always the same one is
 //! preempted.
 
 use std::time::Duration;
@@ -47,7 +47,7 @@ impl Scheduler {
         Some(draft.plan)
     }
 
-    /// Preempts the running sequences with the largest precedence until the pool has the blocks of those that must
+    /// Preempts the running sequences of lowest precedence until the pool has the blocks of those that must
     /// advance: all decodes, and the first running sequence.
     ///
     /// Returns false if these blocks are still retiring: then no step is planned. Waiting for a step in flight is

@@ -234,7 +234,7 @@ impl Ledger {
         released.into_iter().for_each(|block_id| self.remove_owner(block_id));
     }
 
-    /// Whether a queued source with a smaller precedence than `id` waits for a step that has room for it.
+    /// Whether a queued source of higher precedence than `id` waits for a step that has room for it.
     fn yields_to_source(&self, id: SequenceId, live: &Live) -> bool {
         let is_ahead = |it: &Submitted| it.num_source_tokens > 0 && it.order < self.entries[&id].order;
         live.iter().any(|(other, it)| !self.knows(*other) && is_ahead(it))
@@ -336,7 +336,7 @@ impl Ledger {
         self.knows(id) && others.iter().any(|(other, it)| is_queued(other) && waits(it))
     }
 
-    /// Whether a sequence with a smaller precedence is computing blocks that `queued` needs.
+    /// Whether a sequence of higher precedence is computing blocks that `queued` needs.
     fn may_be_blocked(&self, queued: &Submitted, live: &Live) -> bool {
         let block_tokens = self.limits.block_tokens as usize;
         let known = queued.known();

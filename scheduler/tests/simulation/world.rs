@@ -179,7 +179,7 @@ impl World {
         self.reset_max_steps_left();
     }
 
-    /// Bounds the steps until the next disturbance: the sequence with the smallest precedence advances in every step
+    /// Bounds the steps until the next disturbance: the sequence of highest precedence advances in every step
     /// and is never preempted.
     fn reset_max_steps_left(&mut self) {
         let tokens = |submitted: &Submitted| submitted.prompt.len() as u64 + u64::from(submitted.max_new_tokens) + 2;
