@@ -18,7 +18,8 @@ import pytest
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 START_TIMEOUT_S = 180
-WORKER_NAME = re.compile(r"worker-(?P<group>\d+)\.\d+\n")
+WORKER_NAME = re.compile(r"worker-(?P<group>\d+)\.\d+")
+RENDERER_NAME = "chat-renderer"
 
 
 @dataclass
@@ -41,12 +42,16 @@ class Server:
 
     def fork_server_pid(self) -> int:
         """Pid of the process that forks the workers."""
-        (pid,) = children(self.process.pid)
+        (pid,) = children(self.process.pid) - self.renderer_pids()
         return pid
+
+    def renderer_pids(self) -> set[int]:
+        """Pids of the processes that render chat templates."""
+        return {pid for pid in children(self.process.pid) if name(pid) == RENDERER_NAME}
 
     def processes(self) -> list[int]:
         """Pids of the fork server and of all workers."""
-        return [*children(self.process.pid), *self.worker_pids()]
+        return [*(children(self.process.pid) - self.renderer_pids()), *self.worker_pids()]
 
     def worker_pids(self) -> list[int]:
         """Pids of all workers: one per rank and group."""
@@ -56,10 +61,17 @@ class Server:
         """Pids of the workers by group: the serving group first, then the standby group."""
         groups: dict[int, list[int]] = {}
         for pid in self.worker_pids():
-            with suppress(FileNotFoundError):  # it has exited
-                if found := WORKER_NAME.fullmatch(Path(f"/proc/{pid}/comm").read_text()):
-                    groups.setdefault(int(found["group"]), []).append(pid)
+            if found := WORKER_NAME.fullmatch(name(pid)):
+                groups.setdefault(int(found["group"]), []).append(pid)
         return [groups[number] for number in sorted(groups)]
+
+
+def name(pid: int) -> str:
+    """Name of a process, or an empty text if it has exited."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip()
+    except FileNotFoundError:
+        return ""
 
 
 def children(pid: int) -> set[int]:

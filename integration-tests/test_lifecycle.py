@@ -50,7 +50,7 @@ def wait_until_gone(pids: list[int]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_running_streams_and_exits_0(number: int) -> None:
     server = start()
-    processes = server.processes()
+    processes = [*server.processes(), *server.renderer_pids()]
     events: list[dict] = []
     client = threading.Thread(target=lambda: events.extend(stream(server, 150)))
     client.start()
@@ -115,7 +115,7 @@ def test_streams_beyond_the_grace_period_get_an_error_and_the_exit_status_is_0()
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_stops_the_server_immediately(number: int) -> None:
     server = start()
-    processes = server.processes()
+    processes = [*server.processes(), *server.renderer_pids()]
     with streams(server, 4, 4000) as futures:
         server.process.send_signal(signal.SIGTERM)
         while ask(server, "/health")[0] == 200:
@@ -151,7 +151,7 @@ def test_a_hung_worker_makes_the_server_unhealthy_until_it_resumes() -> None:
 
 def test_a_killed_launcher_leaves_no_worker() -> None:
     server = start()
-    processes = server.processes()
+    processes = [*server.processes(), *server.renderer_pids()]
     assert len(processes) > 1
     server.process.kill()
     server.process.wait()

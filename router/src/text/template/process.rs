@@ -103,6 +103,8 @@ impl RendererProcess {
     fn spawn(program: &Path) -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
         let child = Command::new(program)
+            // The program may be given as /proc/self/exe.
+            .arg0("penstock")
             .arg(RENDERER_ARGUMENT)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())

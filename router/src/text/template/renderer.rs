@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use nix::sys::prctl;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::unistd::{SysconfVar, alarm, sysconf};
 
@@ -23,6 +24,7 @@ use super::process::{Start, Started, receive, send};
 ///
 /// If the process's limits cannot be set, or the socket fails.
 pub fn run_chat_renderer() -> io::Result<()> {
+    prctl::set_name(c"chat-renderer")?;
     limit_memory()?;
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let mut requests = BufReader::new(socket.try_clone()?);
