@@ -1,4 +1,4 @@
-//! What the router is told when it starts. Resolved once, by the launcher; nothing here is optional by accident.
+//! The router's configuration, resolved once by the launcher. An `Option` here means that the setting can be absent.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -7,97 +7,113 @@ use std::time::Duration;
 
 use subtle::{Choice, ConstantTimeEq};
 
+/// Everything that the router is configured with.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// As the user wrote it (or the embedded model's name); what `/info` and `/v1/models` say.
+    /// The model id as given by the user, or the embedded model's name; reported by `/info` and `/v1/models`.
     pub model_id: String,
-    /// Hub commit, when known.
+    /// Hub commit, if known.
     pub model_sha: Option<String>,
-    /// Hub pipeline tag, when known; decides `return_full_text` of `POST /`.
+    /// Hub pipeline tag, if known; decides the default of `return_full_text` on `POST /`.
     pub pipeline_tag: Option<String>,
     /// Prepared model folder: tokenizer.json, tokenizer_config.json, generation_config.json, chat template.
     pub model_folder: PathBuf,
+    /// Limits that every request is checked against.
     pub limits: RequestLimits,
-    /// Of an encoder–decoder: these token ids stand behind every input, and the answer follows them. Empty: a decoder
-    /// alone, whose answer goes on from its input.
+    /// Of an encoder–decoder: the decoder's first tokens, which the answer continues. Empty for a decoder-only model,
+    /// whose answer continues its input.
     pub decoder_prefix: Arc<[u32]>,
+    /// Limits of the queue.
     pub queue: QueueLimits,
-    /// Tokenizer threads.
+    /// Number of tokenizer threads.
     pub validation_workers: usize,
-    /// Largest request body, in bytes.
+    /// Maximum size of a request body, in bytes.
     pub payload_limit_bytes: usize,
-    /// Empty: any origin.
+    /// Origins allowed by CORS. Empty: any origin.
     pub cors_allow_origins: Vec<String>,
-    /// Any of them opens the protected routes; none: every route is open.
+    /// Keys of the protected routes. Without keys every route is open.
     pub api_keys: ApiKeys,
     /// Value of the `x-compute-type` header.
     pub compute_type: String,
-    /// Whether requests may constrain their answer by a grammar.
+    /// Whether requests may constrain their answer with a grammar.
     pub grammar_support: bool,
-    /// Whether requests may ask for the logprobs of their prompt.
+    /// Whether requests may ask for logprobs of their prompt.
     pub prefill_logprobs: bool,
-    /// Where Vertex AI sends its requests.
+    /// Paths on which Vertex AI sends its requests.
     pub vertex_routes: VertexRoutes,
+    /// Limits of connections.
     pub connections: ConnectionLimits,
     /// How long running requests may take to finish after SIGTERM.
     pub graceful_termination_timeout: Duration,
 }
 
-/// The bounds that a request is checked against (spec §1.4).
+/// Limits that every request is checked against.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestLimits {
+    /// Generations in the server at the same time, queued or running.
     pub max_concurrent_requests: usize,
+    /// Largest `best_of`.
     pub max_best_of: usize,
+    /// Most stop strings of a request.
     pub max_stop_sequences: usize,
+    /// Largest `top_n_tokens` on TGI's routes.
     pub max_top_n_tokens: u32,
+    /// Tokens of the input.
     pub max_input_tokens: usize,
-    /// Input and answer.
+    /// Tokens of the input and the answer together.
     pub max_total_tokens: usize,
-    /// The answer alone; `None`: whatever the input leaves of the total.
+    /// Tokens of the answer; `None`: limited by `max_total_tokens` only.
     pub max_new_tokens: Option<u32>,
+    /// Prompts of one request.
     pub max_client_batch_size: usize,
 }
 
-/// How much may wait for its first step, and for how long.
+/// How much may wait for its first step, and how long.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueLimits {
-    /// Tokens of prompts and the most that they may generate, of all that wait.
+    /// Prompt tokens plus `max_new_tokens`, of all queued generations.
     pub max_tokens: u64,
-    /// From a request's arrival to its first step; `None`: for ever.
+    /// Longest time from a request's arrival to its first step; `None`: no limit.
     pub timeout: Option<Duration>,
 }
 
-/// Paths that Vertex AI chooses for a container; requests there are those of `/vertex` and `/health`.
+/// The paths that Vertex AI chooses for a container; they are served as `/vertex` and `/health`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VertexRoutes {
+    /// Served as `POST /vertex`.
     pub predict: Option<String>,
+    /// Served as `GET /health`.
     pub health: Option<String>,
 }
 
-/// What one client's connection may take.
+/// Limits of connections.
 #[derive(Clone, Copy, Debug)]
 pub struct ConnectionLimits {
-    /// How long a connection may take to say its first bytes, to send a request's head, or to stay without a request.
-    pub head_timeout: Duration,
+    /// Connections open at the same time; a further one is closed at once.
+    pub max_connections: usize,
+    /// How long a connection may take to send its first bytes or a request's head, or to stay open without a request.
+    pub idle_timeout: Duration,
     /// How long a request's body may take to arrive.
     pub body_timeout: Duration,
-    /// Of a request's line and headers together.
+    /// Size of a request's line and headers together, in bytes.
     pub max_head_bytes: usize,
-    /// Requests that are open on one HTTP/2 connection.
+    /// Requests open on one HTTP/2 connection at the same time.
     pub max_streams: u32,
-    /// How often a quiet client is asked whether it is still there, and how long one of HTTP/2 may take to answer.
+    /// Interval of keep-alive probes to a quiet client, and how long an HTTP/2 client may take to answer a ping.
     pub keep_alive: Duration,
-    /// How long a client may take nothing of what waits for it, or one of HTTP/1.1 not answer the kernel's questions.
+    /// How long a client may read nothing of its response, or an HTTP/1.1 client leave TCP keep-alive probes unanswered.
     pub client_timeout: Duration,
 }
 
 impl ConnectionLimits {
-    /// `max_streams` leaves room for answers that say that the server is full.
+    /// The limits for a server that admits `limits.max_concurrent_requests` requests. The larger numbers of streams and
+    /// connections leave room for health checks, idle connections of pools, and requests that are answered 429.
     pub fn new(limits: &RequestLimits) -> Self {
         let max_streams = limits.max_concurrent_requests.saturating_add(64);
         Self {
-            // Longer than the minute after which common proxies close an idle connection: they must be first.
-            head_timeout: Duration::from_secs(75),
+            max_connections: limits.max_concurrent_requests.saturating_mul(4).saturating_add(1024),
+            // Common proxies close an idle connection after 60 s, and the proxy must close first.
+            idle_timeout: Duration::from_secs(75),
             body_timeout: Duration::from_secs(60),
             max_head_bytes: 64 << 10,
             max_streams: u32::try_from(max_streams).unwrap_or(u32::MAX),

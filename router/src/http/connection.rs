@@ -1,10 +1,11 @@
-//! Connections: HTTP/1.1 and HTTP/2 on one port, within what one client may take. TLS is a proxy's business.
+//! Connections: HTTP/1.1 and HTTP/2 on one port, within the limits of one client. TLS is a proxy's job.
 //!
-//! INVARIANT: when [`serve`] has ended, or was dropped, no connection is left.
+//! INVARIANT: no connection outlives [`serve`], whether it returns or is dropped.
 
 use std::error::Error;
 use std::io;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -15,23 +16,24 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulConnection;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use super::{socket, vertex_route};
+use super::{guarded_body, socket, vertex_route};
 use crate::config::{ConnectionLimits, VertexRoutes};
 use crate::telemetry::metrics;
 
-/// How HTTP/2 begins, and no request of HTTP/1 does (RFC 9113, section 3.4).
+/// The first bytes of HTTP/2, which no HTTP/1 request begins with (RFC 9113, section 3.4).
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Between looks at a connection that has sent a part of those bytes.
+/// Pause before looking again at a connection that has sent only a part of the preface.
 const PEEK_INTERVAL: Duration = Duration::from_millis(10);
-/// After an accept that failed for want of something, such as file descriptors.
+/// Pause after an accept that failed for lack of a resource, such as file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
-/// For how long what a client goes on to send is read, after it was refused.
+/// How long a refused client's remaining input is read and discarded.
 const LINGER: Duration = Duration::from_secs(2);
-const LINGER_PIECE_BYTES: usize = 16 << 10;
+const LINGER_BUFFER_BYTES: usize = 16 << 10;
 /// Large enough that a body of ordinary size needs no window update.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 
@@ -42,15 +44,27 @@ pub(crate) struct App {
     pub(crate) limits: ConnectionLimits,
 }
 
-/// Accepts until `closing` is cancelled; then lets every connection finish its requests.
+/// Accepts connections until `closing` is cancelled; then returns when every connection has finished its requests.
 pub(crate) async fn serve(listener: TcpListener, app: App, closing: CancellationToken) {
     let mut connections = JoinSet::new();
+    let mut was_full = false;
     loop {
         tokio::select! {
             () = closing.cancelled() => break,
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => {
-                    connections.spawn(serve_connection(stream, app.clone(), closing.clone()));
+                    while connections.try_join_next().is_some() {}
+                    let max_connections = app.limits.max_connections;
+                    let is_full = connections.len() >= max_connections;
+                    if is_full {
+                        metrics::connection_refused();
+                        if !was_full {
+                            tracing::warn!(max_connections, "too many connections: new ones are closed at once");
+                        }
+                    } else {
+                        connections.spawn(serve_connection(stream, app.clone(), closing.clone()));
+                    }
+                    was_full = is_full;
                 }
                 Err(error) if is_of_connection(&error) => {}
                 Err(error) => {
@@ -65,7 +79,7 @@ pub(crate) async fn serve(listener: TcpListener, app: App, closing: Cancellation
     while connections.join_next().await.is_some() {}
 }
 
-/// The client gave up before it was accepted.
+/// Whether the client gave up before its connection was accepted.
 fn is_of_connection(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
@@ -74,28 +88,35 @@ fn is_of_connection(error: &io::Error) -> bool {
 async fn serve_connection(stream: TcpStream, app: App, closing: CancellationToken) {
     let limits = app.limits;
     if let Err(error) = socket::configure(&stream, limits) {
-        // As when the client is gone already; a socket that refuses something is not broken by that.
-        tracing::debug!("a connection's socket is as it was: {error}");
+        // The client may be gone already. A socket without these options still works.
+        tracing::debug!("cannot set the options of a connection's socket: {error}");
     }
-    let begins = tokio::time::timeout(limits.head_timeout, begins_as_http2(&stream));
-    let Some(Ok(Ok(is_http2))) = closing.run_until_cancelled(begins).await else { return };
+    let sniffed = tokio::time::timeout(limits.idle_timeout, begins_as_http2(&stream));
+    let Some(Ok(Ok(is_http2))) = closing.run_until_cancelled(sniffed).await else { return };
     let stream = TokioIo::new(stream);
-    let service = service_fn(move |request: hyper::Request<Incoming>| {
-        let App { router, vertex_routes, .. } = app.clone();
-        let request = vertex_route::resolve(&vertex_routes, request.map(Body::new));
-        router.oneshot(request)
-    });
+    let open_requests = OpenRequests::default();
+    let service = {
+        let open_requests = open_requests.clone();
+        service_fn(move |request: hyper::Request<Incoming>| {
+            let App { router, vertex_routes, .. } = app.clone();
+            let request = vertex_route::resolve(&vertex_routes, request.map(Body::new));
+            let open = open_requests.open();
+            async move { router.oneshot(request).await.map(|response| guarded_body::guard(response, open)) }
+        })
+    };
     if is_http2 {
-        finish(pin!(http2(limits).serve_connection(stream, service)), &closing).await;
+        let idle = || open_requests.idle(limits.idle_timeout);
+        run(pin!(http2(limits).serve_connection(stream, service)), &closing, idle).await;
     } else {
         let mut connection = http1(limits).serve_connection(stream, service);
-        finish(Pin::new(&mut connection), &closing).await;
+        // hyper itself limits the time to the next request's head.
+        run(Pin::new(&mut connection), &closing, std::future::pending).await;
         closing.run_until_cancelled(linger(connection.into_parts().io.into_inner())).await;
     }
 }
 
-/// Looks without taking: the first bytes are still there for whoever reads the protocol. All of the preface, as the
-/// HTTP/2 side waits for it without a limit.
+/// Peeks at the first bytes and leaves them for the protocol's own reader. Waits for the whole preface, because hyper's
+/// HTTP/2 side would wait for the rest of it without a limit.
 async fn begins_as_http2(stream: &TcpStream) -> io::Result<bool> {
     let mut first = [0; HTTP2_PREFACE.len()];
     loop {
@@ -112,7 +133,7 @@ async fn begins_as_http2(stream: &TcpStream) -> io::Result<bool> {
 
 fn http1(limits: ConnectionLimits) -> http1::Builder {
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(limits.head_timeout).max_header_size(limits.max_head_bytes);
+    builder.timer(TokioTimer::new()).header_read_timeout(limits.idle_timeout).max_header_size(limits.max_head_bytes);
     builder
 }
 
@@ -128,46 +149,88 @@ fn http2(limits: ConnectionLimits) -> http2::Builder<TokioExecutor> {
     builder
 }
 
-/// The kernel or a ping found that the client takes nothing, or is not there any more.
-fn is_given_up(error: &hyper::Error) -> bool {
-    use io::ErrorKind::{HostUnreachable, NetworkUnreachable, TimedOut};
-    // What the network last said of it goes before the plain reason.
-    let is_kernels = |error: &io::Error| matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable);
-    let mut causes = std::iter::successors(error.source(), |&error| error.source());
-    // A head that did not come in time has no further cause; an answer to a ping has.
-    causes.any(|cause| error.is_timeout() || cause.downcast_ref().is_some_and(is_kernels))
+/// The number of requests that are open on one connection: received, and their responses not sent completely.
+#[derive(Clone, Default)]
+struct OpenRequests(Arc<watch::Sender<usize>>);
+
+/// Counts as an open request until it is dropped.
+struct OpenRequest(OpenRequests);
+
+impl OpenRequests {
+    fn open(&self) -> OpenRequest {
+        self.0.send_modify(|count| *count += 1);
+        OpenRequest(self.clone())
+    }
+
+    /// Returns when no request has been open for `timeout`.
+    async fn idle(&self, timeout: Duration) {
+        let mut count = self.0.subscribe();
+        loop {
+            // Cannot fail: `self` holds the sender.
+            let _ = count.wait_for(|&count| count == 0).await;
+            if tokio::time::timeout(timeout, count.changed()).await.is_err() {
+                return;
+            }
+        }
+    }
 }
 
-/// Runs a connection to its end; when closing, to the end of the requests that are open.
-async fn finish<C>(mut connection: Pin<&mut C>, closing: &CancellationToken)
+impl Drop for OpenRequest {
+    fn drop(&mut self) {
+        self.0.0.send_modify(|count| *count -= 1);
+    }
+}
+
+/// Runs a connection to its end. When `closing` is cancelled or the connection is idle, it is shut down gracefully: open
+/// requests are finished, new ones are not accepted. One that stays open and idle after that is dropped.
+async fn run<C, Idle>(mut connection: Pin<&mut C>, closing: &CancellationToken, idle: impl Fn() -> Idle)
 where
     C: GracefulConnection<Error = hyper::Error>,
+    Idle: Future<Output = ()>,
 {
-    let result = tokio::select! {
-        result = connection.as_mut() => result,
-        () = closing.cancelled() => {
+    let ended = tokio::select! {
+        result = connection.as_mut() => Some(result),
+        () = closing.cancelled() => None,
+        () = idle() => None,
+    };
+    let result = match ended {
+        Some(result) => result,
+        None => {
             connection.as_mut().graceful_shutdown();
-            connection.await
+            tokio::select! {
+                result = connection => result,
+                () = idle() => return,
+            }
         }
     };
     if let Err(error) = result {
         if is_given_up(&error) {
             metrics::client_given_up();
         }
-        // Clients leave in many ways, and none of them is our error.
+        // Clients disconnect in many ways; none of them is an error of ours.
         tracing::debug!("a connection ended: {error}");
     }
 }
 
-/// A connection that is closed over bytes which nobody has read is reset, and the answer may be lost with it: who is still
-/// sending has to be able to read why it is in vain (RFC 9112, section 9.6).
+/// Whether the kernel or a ping found that the client does not read, or has vanished.
+fn is_given_up(error: &hyper::Error) -> bool {
+    use io::ErrorKind::{HostUnreachable, NetworkUnreachable, TimedOut};
+    // The kernel reports the last network error instead of the plain timeout.
+    let is_kernels = |error: &io::Error| matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable);
+    let mut causes = std::iter::successors(error.source(), |&error| error.source());
+    // A ping timeout has a cause; a late request head has none.
+    causes.any(|cause| error.is_timeout() || cause.downcast_ref().is_some_and(is_kernels))
+}
+
+/// Closes the write side, then reads and discards what the client still sends, so that it can read the response to a
+/// refused request: closing a socket with unread input resets it, and the response may be lost (RFC 9112, section 9.6).
 async fn linger(mut stream: TcpStream) {
     let until_closed = async {
         stream.shutdown().await?;
-        let mut piece = vec![0; LINGER_PIECE_BYTES];
-        while stream.read(&mut piece).await? > 0 {}
+        let mut buffer = vec![0; LINGER_BUFFER_BYTES];
+        while stream.read(&mut buffer).await? > 0 {}
         io::Result::Ok(())
     };
-    // Whoever is not there any more reads nothing.
+    // A timeout or an error means that the client is gone or does not stop sending.
     let _ = tokio::time::timeout(LINGER, until_closed).await;
 }

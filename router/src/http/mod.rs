@@ -11,6 +11,7 @@ mod dialect;
 mod document;
 mod envelope;
 mod generate;
+mod guarded_body;
 mod header;
 mod health;
 mod invocations;
@@ -43,7 +44,7 @@ pub(crate) use service::Service;
 use crate::api::error::ApiError;
 use crate::config::ConnectionLimits;
 
-/// `--cors-allow-origin` was given something that cannot be an origin.
+/// A value of `--cors-allow-origin` is not an origin.
 #[derive(Debug, thiserror::Error)]
 #[error("`{0}` is not an origin; give something like https://example.org")]
 pub struct OriginError(String);
@@ -69,7 +70,7 @@ pub(crate) fn router(service: Service) -> Result<Router, OriginError> {
     Ok(router)
 }
 
-/// Every route of the API, and the document that describes them.
+/// All routes of the API, and the OpenAPI document that describes them.
 fn routes() -> (Router<Service>, OpenApi) {
     let (router, mut document) = OpenApiRouter::with_openapi(document::Outline::openapi())
         .routes(routes!(generate::compat, health::root))
@@ -103,7 +104,7 @@ async fn unknown_route(request: Request) -> Response {
     StatusCode::NOT_FOUND.into_response()
 }
 
-/// What scripts in a browser may read of an answer beside its body.
+/// Response headers that scripts in a browser may read.
 const EXPOSED_HEADERS: [HeaderName; 12] = [
     request_id::REQUEST_ID,
     axum::http::header::RETRY_AFTER,
@@ -119,7 +120,7 @@ const EXPOSED_HEADERS: [HeaderName; 12] = [
     HeaderName::from_static("x-generated-tokens"),
 ];
 
-/// Any request header is allowed: browsers' SDKs send `Authorization` and some of their own.
+/// Allows any request header: browser SDKs send `Authorization` and headers of their own.
 fn cors(origins: &[String]) -> Result<CorsLayer, OriginError> {
     let allowed = if origins.is_empty() {
         AllowOrigin::any()

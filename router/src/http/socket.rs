@@ -1,5 +1,4 @@
-//! What the kernel is told about a client's socket, so that a machine that vanished, or a client that takes nothing, is
-//! noticed by it.
+//! Socket options with which the kernel detects clients that vanished or do not read.
 
 use std::io;
 use std::time::Duration;
@@ -9,15 +8,15 @@ use tokio::net::TcpStream;
 
 use crate::config::ConnectionLimits;
 
-/// Bytes that the kernel takes from us before it could send them. With more, a client that reads slowly would look
-/// for long like one that does not read.
+/// Unsent bytes that the kernel buffers. With a larger buffer a slow reader would look for a long time like a client
+/// that does not read.
 #[cfg(target_os = "linux")]
 const MAX_UNSENT_BYTES: u32 = 64 << 10;
-/// The kernel counts these in whole seconds.
+/// The kernel's resolution of keep-alive times.
 const MIN_KEEP_ALIVE: Duration = Duration::from_secs(1);
 
 pub(super) fn configure(stream: &TcpStream, limits: ConnectionLimits) -> io::Result<()> {
-    // Events are small and each is awaited by somebody.
+    // Events are small, and a client waits for each of them.
     stream.set_nodelay(true)?;
     let socket = SockRef::from(stream);
     let keep_alive = TcpKeepalive::new()
@@ -26,8 +25,8 @@ pub(super) fn configure(stream: &TcpStream, limits: ConnectionLimits) -> io::Res
     socket.set_tcp_keepalive(&keep_alive)?;
     #[cfg(target_os = "linux")]
     {
-        // Of bytes that are not acknowledged, of those that the client's window has no room for (since Linux 4.11), and
-        // of questions whether it is still there.
+        // Covers unacknowledged data, data that the client's closed window holds back (since Linux 4.11), and keep-alive
+        // probes.
         socket.set_tcp_user_timeout(Some(limits.client_timeout))?;
         socket.set_tcp_notsent_lowat(MAX_UNSENT_BYTES)?;
     }
@@ -41,9 +40,10 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_kernel_asks_a_quiet_client_and_gives_up_one_that_does_not_answer() {
+    async fn the_kernel_probes_quiet_clients_and_gives_up_on_unresponsive_ones() {
         let limits = ConnectionLimits {
-            head_timeout: Duration::ZERO,
+            max_connections: 0,
+            idle_timeout: Duration::ZERO,
             body_timeout: Duration::ZERO,
             max_head_bytes: 0,
             max_streams: 0,

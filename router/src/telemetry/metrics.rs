@@ -103,6 +103,11 @@ pub(crate) fn client_given_up() {
     CLIENTS_GIVEN_UP.increment();
 }
 
+/// A connection was closed at once because too many connections were open.
+pub(crate) fn connection_refused() {
+    CONNECTIONS_REFUSED.increment();
+}
+
 /// How long the parts of an answered request took.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RequestDurations {

@@ -86,6 +86,8 @@ metrics! {
         .by(("reason", RefusalReason::VALUES));
     CLIENTS_GIVEN_UP = Metric::counter("penstock_clients_given_up",
         "Connections closed because the client read nothing, or did not answer keep-alive probes, for 40 s");
+    CONNECTIONS_REFUSED = Metric::counter("penstock_connections_refused",
+        "Connections closed at once because too many connections were open");
     KV_BLOCKS = Metric::gauge("penstock_kv_blocks", "Blocks of the KV pool");
     KV_FREE_BLOCKS = Metric::gauge("penstock_kv_free_blocks",
         "Blocks of the KV pool that can be allocated now, including cached blocks that no sequence uses");

@@ -1,4 +1,4 @@
-//! Both versions of HTTP on one port, and what one connection may take.
+//! Both versions of HTTP on one port, and the limits of connections.
 
 use std::io;
 use std::time::Duration;
@@ -6,19 +6,21 @@ use std::time::Duration;
 use axum::body::Bytes;
 use axum::http::{Request, Response, StatusCode, Version};
 use http_body_util::{BodyExt, Full};
+use hyper::client::conn::http2;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use penstock_router::Config;
 use penstock_router::config::VertexRoutes;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
 
 use crate::model::{IM_END, word};
-use crate::server::{Server, whole};
+use crate::server::{Server, whole, within};
 
-fn http2() -> Client<HttpConnector, Full<Bytes>> {
+fn http2_client() -> Client<HttpConnector, Full<Bytes>> {
     Client::builder(TokioExecutor::new()).http2_only(true).build_http()
 }
 
@@ -30,9 +32,9 @@ async fn stream(client: &Client<HttpConnector, Full<Bytes>>, server: &Server) ->
 }
 
 #[tokio::test]
-async fn http2_with_prior_knowledge_is_served_beside_http1() {
+async fn http2_with_prior_knowledge_and_http1_are_served_on_one_port() {
     let (server, mut sequences) = Server::manual().await;
-    let client = http2();
+    let client = http2_client();
     // Three streams of one connection, answered in the opposite order.
     let mut streams = Vec::new();
     let mut waiting = Vec::new();
@@ -51,9 +53,9 @@ async fn http2_with_prior_knowledge_is_served_beside_http1() {
 }
 
 #[tokio::test]
-async fn an_http2_stream_that_is_left_aborts_its_sequence() {
+async fn a_reset_http2_stream_aborts_its_sequence() {
     let (server, mut sequences) = Server::manual().await;
-    let client = http2();
+    let client = http2_client();
     let mut left = stream(&client, &server).await;
     let kept = stream(&client, &server).await;
     let (first, second) = (sequences.recv().await.unwrap(), sequences.recv().await.unwrap());
@@ -68,10 +70,10 @@ async fn an_http2_stream_that_is_left_aborts_its_sequence() {
 #[tokio::test]
 async fn draining_lets_both_versions_finish_and_leaves_no_connection() {
     let (mut server, mut sequences) = Server::manual().await;
-    let client = http2();
+    let client = http2_client();
     let new = stream(&client, &server).await;
     let old = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
-    // One that has asked for nothing must not hold the end up.
+    // A connection without a request must not delay the shutdown.
     let mut idle = TcpStream::connect(server.address).await.unwrap();
     let running = [sequences.recv().await.unwrap(), sequences.recv().await.unwrap()];
     server.shutdown.cancel();
@@ -87,7 +89,7 @@ async fn draining_lets_both_versions_finish_and_leaves_no_connection() {
     assert!(TcpStream::connect(server.address).await.is_err());
 }
 
-/// What the server says until it closes the connection.
+/// Everything that the server sends until it closes the connection.
 async fn until_closed(server: &Server, sent: &str) -> io::Result<String> {
     let mut connection = TcpStream::connect(server.address).await?;
     connection.write_all(sent.as_bytes()).await?;
@@ -98,7 +100,7 @@ async fn until_closed(server: &Server, sent: &str) -> io::Result<String> {
 
 async fn hurried() -> Server {
     let adjust = |config: &mut Config| {
-        config.connections.head_timeout = Duration::from_millis(30);
+        config.connections.idle_timeout = Duration::from_millis(30);
         config.connections.body_timeout = Duration::from_millis(30);
         config.connections.max_head_bytes = 2000;
     };
@@ -106,20 +108,92 @@ async fn hurried() -> Server {
 }
 
 #[tokio::test]
-async fn a_head_that_does_not_come_ends_the_connection() {
+async fn a_head_that_is_late_ends_the_connection() {
     let server = hurried().await;
     for sent in ["", "P", "PR", "PRI * HTTP/2.0\r\n", "GET /heal", "GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "] {
-        // What is closed over unread bytes, and without an answer, ends in a reset.
+        // Closing a socket with unread input resets the connection.
         let said = until_closed(&server, sent).await.unwrap_or_default();
         assert!(!said.contains("200 OK"), "{sent:?}: {said}");
     }
-    // Kept alive, and not longer than that.
+    // Kept alive until the idle timeout.
     let said = until_closed(&server, "GET /health HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
     assert!(said.starts_with("HTTP/1.1 200 OK"), "{said}");
 }
 
+/// A connection whose client answers pings, and the task that ends when the server closes it.
+async fn http2_connection(server: &Server) -> (http2::SendRequest<Full<Bytes>>, JoinHandle<hyper::Result<()>>) {
+    let stream = TcpStream::connect(server.address).await.unwrap();
+    let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+    (sender, tokio::spawn(connection))
+}
+
 #[tokio::test]
-async fn a_body_that_does_not_come_is_told_so() {
+async fn an_idle_http2_connection_is_closed_and_one_with_an_open_stream_is_not() {
+    let adjust = |config: &mut Config| config.connections.idle_timeout = Duration::from_millis(30);
+    let (server, mut sequences) = Server::manual_with(adjust).await;
+    let (mut busy, _busy_connection) = http2_connection(&server).await;
+    let body = Full::new(Bytes::from_static(br#"{"inputs": "Hi"}"#));
+    let request = Request::post("http://test/generate_stream").header("content-type", "application/json");
+    let open = busy.send_request(request.body(body).unwrap()).await.unwrap();
+    let sequence = sequences.recv().await.unwrap();
+
+    let (_never_used, connection) = http2_connection(&server).await;
+    within("the end of an unused connection", connection).await.unwrap().unwrap();
+    let (mut used, connection) = http2_connection(&server).await;
+    let request = Request::get("http://test/health").body(Full::default()).unwrap();
+    assert_eq!(whole(used.send_request(request).await.unwrap()).await.status, StatusCode::OK);
+    within("the end of an idle connection", connection).await.unwrap().unwrap();
+
+    // Older than both connections that were closed.
+    sequence.answer(&[word("Hello"), IM_END]);
+    assert!(whole(open).await.body.contains(r#""generated_text":"Hello""#));
+}
+
+#[tokio::test]
+async fn connections_beyond_the_limit_are_closed_and_counted() {
+    let (server, _sequences) = Server::manual_with(|config| config.connections.max_connections = 2).await;
+    let ask = async |connection: &mut TcpStream| {
+        connection.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n").await?;
+        let mut said = vec![0; 1 << 20];
+        let count = connection.read(&mut said).await?;
+        io::Result::Ok(String::from_utf8_lossy(&said[..count]).into_owned())
+    };
+    let mut open = Vec::new();
+    for _ in 0..2 {
+        let mut connection = TcpStream::connect(server.address).await.unwrap();
+        assert!(ask(&mut connection).await.unwrap().starts_with("HTTP/1.1 200"));
+        open.push(connection);
+    }
+    let mut refused = TcpStream::connect(server.address).await.unwrap();
+    assert_eq!(refused.read(&mut [0]).await.unwrap_or(0), 0);
+    drop(open.pop());
+    let again = async {
+        loop {
+            let mut connection = TcpStream::connect(server.address).await.unwrap();
+            match ask(&mut connection).await {
+                Ok(said) if said.starts_with("HTTP/1.1 200") => break,
+                // The server has not seen yet that the other connection is closed.
+                _ => {}
+            }
+        }
+    };
+    within("a free connection", again).await;
+    drop(open);
+    let counted = async {
+        loop {
+            let uri = format!("http://{}/metrics", server.address);
+            let request = Request::get(uri).body(Full::<Bytes>::default()).unwrap();
+            if let Ok(response) = Client::builder(TokioExecutor::new()).build_http().request(request).await {
+                break whole(response).await.body;
+            }
+        }
+    };
+    let metrics = within("metrics", counted).await;
+    assert!(metrics.contains("\npenstock_connections_refused "), "{metrics}");
+}
+
+#[tokio::test]
+async fn a_body_that_is_late_is_answered_408() {
     let server = hurried().await;
     let head = "HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{";
     let said = until_closed(&server, &format!("POST /generate {head}")).await.unwrap();
@@ -139,7 +213,7 @@ async fn a_head_that_is_too_large_is_refused() {
 }
 
 #[tokio::test]
-async fn who_is_still_sending_reads_why_it_is_in_vain() {
+async fn a_client_that_is_still_sending_reads_its_refusal() {
     let server = hurried().await;
     let large = "x".repeat(8 << 20);
     let said = until_closed(&server, &format!("GET /health HTTP/1.1\r\nx-large: {large}\r\n\r\n")).await.unwrap();
@@ -150,7 +224,7 @@ async fn who_is_still_sending_reads_why_it_is_in_vain() {
 }
 
 #[tokio::test]
-async fn health_is_where_vertex_asks_for_it() {
+async fn health_is_served_on_vertex_s_path() {
     let adjust = |config: &mut Config| {
         config.vertex_routes = VertexRoutes { predict: None, health: Some("/a/health".to_owned()) };
     };
