@@ -1,12 +1,12 @@
-//! COMPAT: in TGI an object that lists its properties has no others, whatever JSON Schema says; small models would go on
-//! inventing some for ever. Here it has none unless the schema says something about them.
+//! COMPAT: in TGI an object with `properties` has no other properties, whatever JSON Schema says; small models would keep
+//! inventing more. Here that holds unless the schema mentions additional properties.
 
 use serde_json::{Map, Value};
 
-/// With these an object's properties may stand in several schemas that all apply; closing one would shut out the others'.
+/// With these keywords several schemas apply to one object; closing one would exclude the properties of the others.
 const MERGING: [&str; 6] = ["allOf", "if", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"];
 
-/// Closes every object that lists its properties and says nothing of others. A schema that merges schemas stays as it is.
+/// Closes every object that has `properties` and does not mention others. A schema with a merging keyword is unchanged.
 pub(super) fn close(schema: &mut Value) {
     let mut merges = false;
     visit(schema, &mut |object| {
@@ -18,14 +18,14 @@ pub(super) fn close(schema: &mut Value) {
         return;
     }
     visit(schema, &mut |object| {
-        let speaks = ["additionalProperties", "patternProperties"].iter().any(|key| object.contains_key(*key));
-        if object.contains_key("properties") && !speaks {
+        let mentions_others = ["additionalProperties", "patternProperties"].iter().any(|key| object.contains_key(*key));
+        if object.contains_key("properties") && !mentions_others {
             object.insert("additionalProperties".to_owned(), false.into());
         }
     });
 }
 
-/// The schema and those inside it. Their depth is bounded by the JSON parser's.
+/// Visits the schema and all its subschemas. The JSON parser bounds their depth.
 fn visit(schema: &mut Value, each: &mut dyn FnMut(&mut Map<String, Value>)) {
     let Some(object) = schema.as_object_mut() else { return };
     each(object);
@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_that_list_their_properties_have_no_others() {
+    fn objects_with_properties_have_no_others() {
         let inner = json!({"properties": {"b": {}}});
         let given = json!({"properties": {"a": {"items": inner}}, "$defs": {"d": inner}});
         let inner = json!({"properties": {"b": {}}, "additionalProperties": false});
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn what_says_otherwise_or_merges_stays_as_it_is() {
+    fn schemas_that_mention_others_or_merge_are_unchanged() {
         for schema in [
             json!({"type": "object"}),
             json!({"properties": {"a": {}}, "additionalProperties": true}),
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_property_may_have_a_keyword_s_name() {
+    fn a_property_may_be_named_like_a_keyword() {
         let given = json!({"properties": {"allOf": {"enum": [{"properties": 1}]}}});
         assert_eq!(closed(given)["additionalProperties"], false);
     }

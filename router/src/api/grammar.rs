@@ -1,4 +1,4 @@
-//! What an answer must match, in TGI's shape `{"type", "value"}` and in OpenAI's `response_format`; both on every route.
+//! Grammars in TGI's shape `{"type", "value"}` and in OpenAI's `response_format`; every route accepts both.
 
 use std::borrow::Cow;
 
@@ -14,7 +14,7 @@ use crate::sequence::Grammar;
 
 const KINDS: &str = "`text`, `json`, `json_object`, `json_schema`, `regex`, `choice`, `lark`, `ebnf`";
 
-/// `None`: `{"type": "text"}`, no constraint.
+/// A grammar field; `None` for `{"type": "text"}`, which is no constraint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GrammarField(pub(crate) Option<Grammar>);
 
@@ -33,7 +33,7 @@ impl<'de> Deserialize<'de> for GrammarField {
     }
 }
 
-/// OpenAI names its schemas; `strict` and `description` have no effect here: every schema is kept strictly.
+/// OpenAI's named schema. `strict` and `description` have no effect: every schema is enforced strictly.
 #[derive(Deserialize)]
 struct NamedSchema {
     schema: Option<Value>,
@@ -86,7 +86,7 @@ fn choice(value: Value) -> Result<Grammar, String> {
     if choices.is_empty() || choices.iter().any(String::is_empty) {
         return Err("grammar: `choice` needs at least one string, and none that is empty".to_owned());
     }
-    // Lark's strings are written as JSON's.
+    // Lark writes strings as JSON does.
     let choices: Vec<String> = choices.into_iter().map(|choice| Value::String(choice).to_string()).collect();
     Ok(Grammar::Lark(format!("start: {}", choices.join(" | "))))
 }
@@ -111,7 +111,7 @@ impl PartialSchema for GrammarField {
             .item(of(&["json_schema"]).property("value", named()).required("value"))
             .item(of(&["regex", "lark", "ebnf"]).property("value", text()).required("value"))
             .item(of(&["choice"]).property("value", choices).required("value"))
-            .description(Some("What the answer must match, in TGI's shape or in OpenAI's."))
+            .description(Some("Grammar that the answer must match, in TGI's shape or OpenAI's."))
             .examples([
                 json!({"type": "json", "value": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}}),
                 json!({"type": "json_schema", "json_schema": {"name": "age", "schema": {"type": "integer"}}}),
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_grammar_is_refused_with_its_reason() {
+    fn an_invalid_grammar_is_refused_with_its_reason() {
         for (given, reason) in [
             (json!(5), "expected an object with `type`"),
             (json!({"type": "xml", "value": ""}), "unknown"),

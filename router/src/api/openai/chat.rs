@@ -1,4 +1,4 @@
-//! `/v1/chat/completions`: the request.
+//! The request of `/v1/chat/completions`.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -6,7 +6,7 @@ use utoipa::ToSchema;
 
 use super::message::Message;
 use super::tool::{ToolChoiceField, ToolField};
-use super::value::{SamplingFields, StreamOptions, logprob_source, says_something};
+use super::value::{SamplingFields, StreamOptions, is_given, logprob_source};
 use crate::api::field::or_default;
 use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, StopText, ToolSet, ValidationError};
 use crate::text::{ChatInputs, ToolChoice};
@@ -19,24 +19,24 @@ const MAX_TOP_LOGPROBS: u32 = 20;
 pub(crate) struct ChatRequest {
     #[schema(min_items = 1)]
     messages: Vec<Message>,
-    /// Any name is accepted, and comes back; `tgi` means the model that is served.
+    /// Any name is accepted and returned; `tgi` means the served model.
     pub(crate) model: Option<String>,
     #[serde(flatten)]
     sampling: SamplingFields,
-    /// By default as many as fit.
+    /// Maximum number of generated tokens. By default limited only by the context.
     #[schema(minimum = 1)]
     max_tokens: Option<u32>,
-    /// The newer name of `max_tokens`; where both are given they must be equal.
+    /// The newer name of `max_tokens`. If both are given they must be equal.
     #[schema(minimum = 1)]
     max_completion_tokens: Option<u32>,
-    /// Answer with the tokens' logprobs.
+    /// Include the logprobs of the generated tokens.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) logprobs: bool,
-    /// With each token, so many of the most probable ones in its place; shown with `logprobs` only.
+    /// Number of most probable alternatives to return with each token. Requires `logprobs`.
     #[schema(maximum = 20)]
     top_logprobs: Option<u32>,
-    /// Answer in events as tokens come.
+    /// Answer with a stream of events.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) stream: bool,
@@ -44,30 +44,30 @@ pub(crate) struct ChatRequest {
     #[schema(value_type = Option<StreamOptions>)]
     pub(crate) stream_options: StreamOptions,
     tools: Option<Vec<ToolField>>,
-    /// `auto`, `none`, `required`, or a function. By default `auto`.
+    /// `auto`, `none`, `required` or a function. By default `auto`.
     tool_choice: Option<ToolChoiceField>,
-    /// Whether an answer may call more than one tool.
+    /// Whether one answer may call several tools.
     #[schema(default = true)]
     parallel_tool_calls: Option<bool>,
-    /// What the model is told about tools, where its template does not tell it.
+    /// Instructions about tools for a model whose template does not show them.
     tool_prompt: Option<String>,
-    /// For the template.
+    /// Documents for the template.
     documents: Option<Value>,
-    /// End the prompt where an answer begins. By default true unless `continue_final_message`.
+    /// End the prompt with the beginning of an answer. By default true unless `continue_final_message` is set.
     add_generation_prompt: Option<bool>,
-    /// Go on with the last message instead of answering it.
+    /// Continue the last message instead of answering it.
     continue_final_message: Option<bool>,
-    /// More variables for the template.
+    /// Further variables for the template.
     chat_template_kwargs: Option<Map<String, Value>>,
-    /// For the template; `none` also sets its `enable_thinking` to false.
+    /// Variable for the template; `none` also sets `enable_thinking` to false.
     reasoning_effort: Option<String>,
-    /// Refused unless empty: send `tools`.
+    /// Not supported unless empty: send `tools`.
     functions: Option<Value>,
-    /// Refused unless `none` or `auto`: send `tool_choice`.
+    /// Not supported unless `none` or `auto`: send `tool_choice`.
     function_call: Option<Value>,
-    /// `text` is the only one.
+    /// Only `text` is supported.
     modalities: Option<Vec<String>>,
-    /// Refused unless empty.
+    /// Not supported unless empty.
     audio: Option<Value>,
 }
 
@@ -126,7 +126,7 @@ impl ChatRequest {
     }
 
     fn parameters(&mut self) -> Result<Parameters, ValidationError> {
-        self.refuse_what_is_not_served()?;
+        self.check_supported()?;
         let max_tokens = match (self.max_tokens, self.max_completion_tokens) {
             (Some(one), Some(other)) if one != other => return Err(ValidationError::TwoLengths),
             (one, other) => one.or(other),
@@ -136,16 +136,16 @@ impl ChatRequest {
         }
         Ok(Parameters {
             max_new_tokens: max_tokens,
-            // COMPAT: as in TGI they may be asked for without `logprobs`, and are not shown then.
+            // COMPAT: as in TGI, without `logprobs` they are accepted and not shown.
             top_n_tokens: self.top_logprobs.filter(|_| self.logprobs),
             logprob_source: logprob_source(self.logprobs),
             ..self.sampling.parameters()?
         })
     }
 
-    fn refuse_what_is_not_served(&self) -> Result<(), ValidationError> {
+    fn check_supported(&self) -> Result<(), ValidationError> {
         let refuse = |field, why| Err(ValidationError::Unsupported { field, why });
-        if says_something(self.functions.as_ref()) {
+        if is_given(self.functions.as_ref()) {
             return refuse("functions", "send `tools`");
         }
         if self.function_call.as_ref().is_some_and(|call| !(call.is_null() || call == "none" || call == "auto")) {
@@ -154,7 +154,7 @@ impl ChatRequest {
         if self.modalities.iter().flatten().any(|modality| modality != "text") {
             return refuse("modalities", "this model answers in text only");
         }
-        if says_something(self.audio.as_ref()) {
+        if is_given(self.audio.as_ref()) {
             return refuse("audio", "this model answers in text only");
         }
         Ok(())

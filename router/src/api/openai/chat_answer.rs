@@ -1,4 +1,4 @@
-//! `/v1/chat/completions`: the answer, whole and in chunks.
+//! The answer of `/v1/chat/completions`, plain and in chunks.
 
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -24,11 +24,11 @@ pub(crate) struct ChatChoice {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct OutputMessage {
     pub(crate) role: &'static str,
-    /// Null where there are only tool calls.
+    /// Null if the answer consists of tool calls.
     pub(crate) content: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reasoning_content: Option<String>,
-    /// A call's deltas, added up, are the call.
+    /// Each call is the sum of its deltas.
     #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "whole_calls")]
     #[schema(value_type = Vec<ToolCall>)]
     pub(crate) tool_calls: Vec<ToolCallDelta>,
@@ -39,9 +39,9 @@ pub(crate) struct OutputMessage {
 pub(crate) struct ChatChunk<'a> {
     #[serde(flatten)]
     pub(crate) envelope: &'a Envelope,
-    /// Empty in the chunk that carries the usage.
+    /// Empty in the chunk with the usage.
     pub(crate) choices: Vec<ChatChunkChoice>,
-    /// Always there, mostly null.
+    /// Null except in the chunk with the usage.
     pub(crate) usage: Option<Usage>,
 }
 
@@ -53,22 +53,22 @@ pub(crate) struct ChatChunkChoice {
     pub(crate) finish_reason: Option<FinishReason>,
 }
 
-/// What one chunk adds to the message.
+/// The addition of one chunk to the message.
 #[derive(Debug, Default, PartialEq, Serialize, ToSchema)]
 pub(crate) struct Delta {
-    /// Only in the first chunk: clients that add deltas up would repeat it.
+    /// Only in the first chunk, because clients add up deltas.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) content: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reasoning_content: Option<String>,
-    /// One at most: clients put those with a new index into their list as they are.
+    /// At most one: clients append a delta with a new index to their list unchanged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) tool_calls: Option<[ToolCallDelta; 1]>,
 }
 
-/// What one chunk adds to a tool call; all but the arguments in the call's first.
+/// The addition of one chunk to a tool call. Only `arguments` follow in later chunks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct ToolCallDelta {
     pub(crate) index: usize,
@@ -83,11 +83,11 @@ pub(crate) struct ToolCallDelta {
 pub(crate) struct FunctionDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) name: Option<String>,
-    /// JSON, as a text.
+    /// JSON text.
     pub(crate) arguments: String,
 }
 
-/// A call in a whole message: it has no index.
+/// A call in a plain answer, which has no index.
 #[derive(Serialize, ToSchema)]
 struct ToolCall<'a> {
     id: Option<&'a str>,

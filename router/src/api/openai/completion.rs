@@ -1,4 +1,4 @@
-//! `/v1/completions`: the request.
+//! The request of `/v1/completions`.
 
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
@@ -16,34 +16,34 @@ const MAX_LOGPROBS: u32 = 5;
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(example = json!({"model": "tgi", "prompt": "What is deep learning?", "max_tokens": 20, "temperature": 0.7}))]
 pub(crate) struct CompletionRequest {
-    /// Texts or token ids, one prompt or several.
+    /// One or several prompts, each a text or token ids.
     prompt: Prompts,
-    /// Any name is accepted; the answer names the model that is served.
+    /// Any name is accepted; the answer names the served model.
     #[serde(rename = "model")]
     #[schema(value_type = Option<String>)]
     _model: Option<IgnoredAny>,
     #[serde(flatten)]
     sampling: SamplingFields,
-    /// By default as many as fit. 0 with `echo` scores the prompt.
+    /// Maximum number of generated tokens. By default limited only by the context. 0 with `echo` scores the prompt.
     #[schema(minimum = 0)]
     max_tokens: Option<u32>,
-    /// Answer in events as tokens come.
+    /// Answer with a stream of events.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) stream: bool,
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<StreamOptions>)]
     pub(crate) stream_options: StreamOptions,
-    /// Refused unless empty: the model completes text at its end only.
+    /// Not supported unless empty: the model completes text only at its end.
     suffix: Option<String>,
-    /// Generate so many for each prompt and answer the `n` with the highest mean logprob. Not in streams.
+    /// Number of generations for each prompt, of which the `n` with the highest mean logprob are returned. Not in streams.
     #[schema(default = 1)]
     best_of: Option<usize>,
-    /// The answer begins with the prompt; with `logprobs` that has some too, on servers that run with `--enable-prefill-logprobs`.
+    /// Begin the answer with the prompt. With `logprobs` also the prompt's logprobs, on servers that run with `--enable-prefill-logprobs`.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) echo: bool,
-    /// Alternatives with every token; `None`: no logprobs at all.
+    /// Include logprobs, with this number of most probable alternatives for each token.
     #[serde(default, deserialize_with = "num_logprobs")]
     #[schema(value_type = Option<NumLogprobs>)]
     pub(crate) logprobs: Option<u32>,
@@ -137,7 +137,7 @@ impl CompletionRequest {
     }
 }
 
-/// A number; also `true`, as chats have it, for none but the chosen ones.
+/// A number. As in chats, `true` means the logprobs of the chosen tokens only.
 #[derive(Deserialize, ToSchema)]
 #[serde(untagged, expecting = "a number of tokens")]
 enum NumLogprobs {

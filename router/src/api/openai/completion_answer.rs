@@ -1,4 +1,4 @@
-//! `/v1/completions`: the answer, whole and in chunks.
+//! The answer of `/v1/completions`, plain and in chunks.
 
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -13,10 +13,10 @@ pub(crate) struct Completion {
     pub(crate) usage: Usage,
 }
 
-/// A choice, or what a chunk adds to it.
+/// A choice, or the addition of one chunk to it.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct CompletionChoice {
-    /// The prompt's, times the choices of each prompt, plus the choice's.
+    /// The position of the prompt times the choices per prompt, plus the position of the choice.
     pub(crate) index: usize,
     pub(crate) text: String,
     pub(crate) logprobs: Option<CompletionLogprobs>,
@@ -27,9 +27,9 @@ pub(crate) struct CompletionChoice {
 pub(crate) struct CompletionChunk<'a> {
     #[serde(flatten)]
     pub(crate) envelope: &'a Envelope,
-    /// Empty in the chunk that carries the whole request's usage.
+    /// Empty in the chunk with the request's usage.
     pub(crate) choices: Vec<CompletionChoice>,
-    /// COMPAT: where no such chunk was asked for, the last chunk of each choice carries its own, as in TGI.
+    /// COMPAT: as in TGI, without `include_usage` the last chunk of each choice has the choice's usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) usage: Option<Usage>,
 }

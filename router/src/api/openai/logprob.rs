@@ -1,4 +1,4 @@
-//! Logprobs, in the shapes of both generation routes.
+//! Logprobs, in the shapes of `/v1/chat/completions` and `/v1/completions`.
 
 use std::collections::HashSet;
 
@@ -6,7 +6,7 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use utoipa::ToSchema;
 
-/// What OpenAI says for "never": JSON has no infinity.
+/// OpenAI's value for a probability of zero: JSON has no infinity.
 const MIN_LOGPROB: f32 = -9999.0;
 
 #[derive(Debug, Default, Serialize, ToSchema)]
@@ -26,24 +26,24 @@ pub(crate) struct TopLogprob {
     pub(crate) token: String,
     #[serde(serialize_with = "finite")]
     pub(crate) logprob: f32,
-    /// The token's own, also where it is part of a character; null where nobody knows.
+    /// The token's bytes, also if they are a part of a character; null if unknown.
     pub(crate) bytes: Option<Vec<u8>>,
 }
 
-/// Lists of equal length, an entry for each token.
+/// Lists of equal length, with one entry for each token.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct CompletionLogprobs {
     pub(crate) tokens: Vec<String>,
-    /// Null for a prompt's first token.
+    /// Null for the first token of a prompt.
     #[serde(serialize_with = "finite_list")]
     pub(crate) token_logprobs: Vec<Option<f32>>,
     #[schema(value_type = Vec<Option<std::collections::BTreeMap<String, f32>>>)]
     pub(crate) top_logprobs: Vec<Option<TopTokens>>,
-    /// Characters of the choice's text before the token.
+    /// Number of characters of the choice's text before each token.
     pub(crate) text_offset: Vec<usize>,
 }
 
-/// An object from tokens to logprobs, best first; of two tokens with the same text the better one.
+/// An object from tokens to logprobs, best first. Of two tokens with the same text the better one is kept.
 #[derive(Debug)]
 pub(crate) struct TopTokens(pub(crate) Vec<(String, f32)>);
 

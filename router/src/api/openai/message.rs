@@ -1,4 +1,4 @@
-//! A chat's messages, as clients send them and as templates see them.
+//! The messages of a chat, as clients send them and as templates see them.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -6,12 +6,13 @@ use utoipa::ToSchema;
 
 use crate::generation::ValidationError;
 
+/// A message of the conversation.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct Message {
-    /// Any that the model's template knows: `system`, `user`, `assistant`, `tool`, …
+    /// Any role that the model's template knows: `system`, `user`, `assistant`, `tool`, …
     role: String,
     content: Option<Content>,
-    /// Whatever else the template may know: `name`, `tool_calls`, `tool_call_id`, …
+    /// Further fields for the template: `name`, `tool_calls`, `tool_call_id`, …
     #[serde(flatten)]
     other: Map<String, Value>,
 }
@@ -25,7 +26,7 @@ enum Content {
 
 #[derive(Debug, Deserialize, ToSchema)]
 struct Part {
-    /// `text` or `refusal`; other parts are refused by models that read text only.
+    /// `text` or `refusal`; models that read only text refuse other parts.
     #[serde(rename = "type")]
     kind: String,
     text: Option<String>,

@@ -1,4 +1,4 @@
-//! OpenAI's requests and answers. Optional fields tolerate `null`; the order of an answer's fields is TGI's.
+//! OpenAI's requests and answers. Optional fields accept `null`; fields of answers have TGI's order.
 
 mod chat;
 mod chat_answer;
@@ -23,7 +23,7 @@ pub(crate) use completion::CompletionRequest;
 pub(crate) use completion_answer::{Completion, CompletionChoice, CompletionChunk};
 pub(crate) use logprob::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
 
-/// Tokens read and written.
+/// Number of tokens in the prompt and the answer.
 #[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
 pub(crate) struct Usage {
     prompt_tokens: usize,
@@ -34,7 +34,7 @@ pub(crate) struct Usage {
 
 #[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
 struct PromptTokensDetails {
-    /// Prompt tokens that did not have to be computed.
+    /// Prompt tokens found in the prefix cache.
     cached_tokens: usize,
 }
 
@@ -67,12 +67,12 @@ impl From<generation::FinishReason> for FinishReason {
     }
 }
 
-/// What every answer and every chunk of one request says first.
+/// The fields that every answer and every chunk of one request begins with.
 #[derive(Clone, Debug, Serialize, ToSchema)]
 pub(crate) struct Envelope {
     pub(crate) object: &'static str,
     pub(crate) id: String,
-    /// Seconds since 1970.
+    /// Unix time in seconds.
     pub(crate) created: u64,
     pub(crate) model: String,
     pub(crate) system_fingerprint: &'static str,

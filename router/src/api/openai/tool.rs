@@ -1,4 +1,4 @@
-//! Tools as clients offer them, and which of them they want called.
+//! The tools of a chat, and the client's choice among them.
 
 use std::borrow::Cow;
 
@@ -10,14 +10,14 @@ use utoipa::{PartialSchema, ToSchema};
 
 use crate::text::{Tool, ToolChoice};
 
-/// A tool as the model must keep it, and as the template shows it.
+/// A tool as its calls are constrained, and as the template shows it.
 #[derive(Debug)]
 pub(crate) struct ToolField {
     pub(super) tool: Tool,
     pub(super) value: Value,
 }
 
-/// What we look at; the template sees all of it.
+/// The fields that the server reads; the template sees all fields.
 #[derive(Deserialize, ToSchema)]
 #[schema(as = Tool, example = json!({"type": "function", "function": {"name": "get_weather", "description": "The weather at a place.", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}))]
 struct GivenTool {
@@ -30,7 +30,7 @@ struct GivenTool {
 #[derive(Deserialize, ToSchema)]
 struct Function {
     name: String,
-    /// A JSON schema of the arguments, which every call keeps. TGI's name for it, `arguments`, is accepted too.
+    /// JSON schema of the arguments, enforced for every call. TGI's name `arguments` is accepted, too.
     parameters: Option<Value>,
 }
 
@@ -57,7 +57,7 @@ impl<'de> Deserialize<'de> for ToolField {
             && !function.contains_key("parameters")
             && let Some(schema) = function.remove("arguments")
         {
-            // COMPAT: TGI's other name for it.
+            // COMPAT: TGI's name of the field.
             function.insert("parameters".to_owned(), schema);
         }
         let given = GivenTool::deserialize(&value).map_err(|error| D::Error::custom(format!("tools: {error}")))?;

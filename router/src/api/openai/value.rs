@@ -1,4 +1,4 @@
-//! Fields that both generation routes have, some of which clients send in more than one shape.
+//! Fields that both OpenAI routes have. Clients send some of them in more than one shape.
 
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
@@ -27,7 +27,7 @@ impl OneOrMany {
     }
 }
 
-/// OpenAI allows negative seeds; they are as good as any.
+/// Accepts negative seeds, as OpenAI does.
 fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "an integer of 64 bits")]
@@ -41,8 +41,8 @@ fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Er
     }))
 }
 
-/// Null, empty, false or zero: as if the field were not there.
-pub(super) fn says_something(value: Option<&Value>) -> bool {
+/// Whether a field has an effect: null, false, zero and empty values count as absent.
+pub(super) fn is_given(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null | Value::Bool(false)) => false,
         Some(Value::Bool(true) | Value::String(_)) => true,
@@ -52,44 +52,45 @@ pub(super) fn says_something(value: Option<&Value>) -> bool {
     }
 }
 
+/// Options of a streamed answer.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct StreamOptions {
-    /// Streams end with a chunk that has the usage and no choices.
+    /// End the stream with a chunk that has the usage and no choices.
     #[serde(default, deserialize_with = "crate::api::field::or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) include_usage: bool,
 }
 
-/// What decides how tokens are chosen, and where they end.
+/// Sampling parameters, stop strings and grammar.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(remote = "Self")]
 pub(crate) struct SamplingFields {
-    /// 0 means greedy, without it sampling is on with 1.
+    /// Divides the logits before sampling. 0 means greedy.
     #[schema(minimum = 0, default = 1)]
     temperature: Option<f32>,
-    /// Sample from the smallest set of tokens with so much probability; 1 is all.
+    /// Sample from the smallest set of most probable tokens whose probabilities add up to `top_p`. 1 means all tokens.
     #[schema(exclusive_minimum = 0, maximum = 1, default = 1)]
     top_p: Option<f32>,
-    /// The same tokens for the same request; any integer of 64 bits. By default a random one.
+    /// Seed of the sampling, any 64-bit integer: the same request with the same seed gives the same tokens. By default random.
     #[schema(value_type = Option<i64>)]
     #[serde(default, deserialize_with = "seed")]
     seed: Option<u64>,
-    /// Subtracted from the logit of a generated token, once for each time.
+    /// Subtracted from a token's logit once for each time that the token was generated.
     #[schema(minimum = -2, maximum = 2, default = 0)]
     frequency_penalty: Option<f32>,
-    /// The answer ends before one of these; how many there may be is in `/info`.
+    /// Strings that end the answer, which does not include them. `/info` reports the maximum number.
     stop: Option<OneOrMany>,
-    /// What the answer must match.
+    /// Grammar that the answer must match.
     response_format: Option<GrammarField>,
-    /// TGI's name on its own routes.
+    /// TGI's name for `response_format`.
     grammar: Option<GrammarField>,
-    /// Sample from the so many most probable tokens; -1 and 0 are all.
+    /// Sample from the `top_k` most probable tokens. -1 and 0 mean all tokens.
     #[schema(minimum = -1, default = 0)]
     top_k: Option<i32>,
-    /// Divides the logits of tokens that occurred, the prompt included. 1 is none.
+    /// Divides the logits of tokens that occurred in the prompt or the answer. 1 means no penalty.
     #[schema(exclusive_minimum = 0, default = 1)]
     repetition_penalty: Option<f32>,
-    /// Sample from the locally typical tokens with so much probability; 1 is all.
+    /// Sample from the smallest set of locally typical tokens whose probabilities add up to `typical_p`. 1 means all tokens.
     #[schema(exclusive_minimum = 0, maximum = 1, default = 1)]
     typical_p: Option<f32>,
     #[serde(flatten)]
@@ -98,18 +99,18 @@ pub(crate) struct SamplingFields {
 
 impl<'de> Deserialize<'de> for SamplingFields {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        // The derived one: `remote` makes it a function of the type's own.
+        // Calls the derived function, which `remote` makes an inherent one.
         named(deserializer, |deserializer| Self::deserialize(deserializer))
     }
 }
 
-/// OpenAI's logprobs are the model's own. Where none are shown the worker is spared the second distribution.
+/// OpenAI's logprobs are the model's own. Without logprobs the worker need not compute a second distribution.
 pub(super) fn logprob_source(are_shown: bool) -> LogprobSource {
     if are_shown { LogprobSource::Model } else { LogprobSource::Processed }
 }
 
 impl SamplingFields {
-    /// OpenAI's rules, logprobs aside: sampling unless the temperature is 0, and neutral values mean nothing.
+    /// Applies OpenAI's rules: sampling unless the temperature is 0; neutral values have no effect. Sets no logprobs.
     pub(super) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
         let greedy = self.temperature == Some(0.0);
         let is_fraction = |value: f32| value > 0.0 && value < 1.0;
@@ -120,7 +121,7 @@ impl SamplingFields {
             do_sample: !greedy,
             temperature: self.temperature.filter(|_| !greedy),
             top_p: self.top_p.filter(counts),
-            // Both -1 and 0 are "all tokens" where this field comes from.
+            // Other OpenAI-compatible servers use -1 and 0 for all tokens.
             top_k: self.top_k.filter(|&top_k| !(matches!(top_k, -1 | 0) || greedy && top_k > 0)),
             typical_p: self.typical_p.filter(counts),
             repetition_penalty: self.repetition_penalty,
@@ -138,7 +139,7 @@ impl SamplingFields {
         match grammars {
             [Some(one), Some(other)] if one != other => Err(ValidationError::Unsupported {
                 field: "grammar",
-                why: "`response_format` says something else; send one of them",
+                why: "it differs from `response_format`; send only one of them",
             }),
             [one, other] => Ok(one.or(other)),
         }
