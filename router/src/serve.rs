@@ -1,4 +1,4 @@
-//! Serves until told to stop, then drains.
+//! Serves requests until shutdown, then drains.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,26 +13,31 @@ use crate::http::{self, OriginError, Service};
 use crate::telemetry::metrics::Exporter;
 use crate::text::TextModel;
 
-/// How often recorded samples are folded into buckets.
+/// How often recorded metric samples are folded into histogram buckets.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
-/// How long the last bytes of answers may take on their way out.
-const FLUSH_PATIENCE: Duration = Duration::from_secs(2);
+/// How long connections may take to send their last bytes after the grace period.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What requests are served with.
+/// The components that requests are served with.
 pub struct Services {
+    /// Generates token sequences.
     pub engine: Arc<dyn Generator>,
+    /// Tokenizer and chat template.
     pub text: TextModel,
+    /// Renders `/metrics`.
     pub metrics: Exporter,
 }
 
+/// Why the server cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
+    /// `--cors-allow-origin` is invalid.
     #[error(transparent)]
     Origin(#[from] OriginError),
 }
 
-/// Serves until `shutdown` is cancelled. Then the server is unhealthy and takes no new generation, running ones may
-/// finish within the grace period, and what is left after it ends with an error.
+/// Serves until `shutdown` is cancelled. Then the server is unhealthy and admits no request; running requests may finish
+/// within the grace period, and those that remain end with an error.
 pub async fn serve(
     config: Config,
     services: Services,
@@ -55,16 +60,16 @@ pub async fn serve(
             tracing::warn!(grace_s = grace.as_secs_f64(), "requests are still running after the grace period");
         }
         abandoned.cancel();
-        // The port stays open until here so that /health can say what is going on.
+        // The port stays open until here, so that /health can report the shutdown.
         closing.cancel();
-        tokio::time::sleep(FLUSH_PATIENCE).await;
+        tokio::time::sleep(FLUSH_TIMEOUT).await;
     };
     tokio::select! {
         () = served => {}
         () = drain => {}
     }
     closing.cancel();
-    // Ends at once: it waits for nothing but `closing`.
+    // Ends at once, because it waits only for `closing`.
     let _ = upkeep.await;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The OpenAPI document. Routes describe themselves, where their handlers are; here is what they have in common.
+//! The OpenAPI document. Each route is described at its handler; this file adds what all routes have in common.
 
 #![expect(unused_qualifications, reason = "utoipa writes `self::` before names")]
 
@@ -19,7 +19,7 @@ use crate::api::error::{OpenAiErrorBody, TgiErrorBody};
 
 const KEY: &str = "key";
 
-/// What the document says beside the routes.
+/// The document without its routes.
 #[derive(OpenApi)]
 #[openapi(
     info(
@@ -32,16 +32,17 @@ const KEY: &str = "key";
     tags(
         (name = "TGI", description = "The routes of text-generation-inference."),
         (name = "OpenAI", description = "The routes of OpenAI."),
-        (name = "Clouds", description = "What SageMaker and Vertex AI send."),
-        (name = "Server", description = "What is served, and how it is."),
+        (name = "Clouds", description = "Routes for SageMaker and Vertex AI."),
+        (name = "Server", description = "The served model, health and metrics."),
     )
 )]
 pub(super) struct Outline;
 
-/// Adds what every route may answer, and which of them need a key.
+/// Adds the responses that every route has, and the routes that require a key.
 pub(super) fn complete(document: &mut utoipa::openapi::OpenApi) {
     let components = document.components.get_or_insert_default();
-    let bearer = Http::builder().scheme(HttpAuthScheme::Bearer).description(Some("Needed where the server has keys."));
+    let bearer =
+        Http::builder().scheme(HttpAuthScheme::Bearer).description(Some("Required if the server has API keys."));
     components.add_security_scheme(KEY, SecurityScheme::Http(bearer.build()));
     let paths = std::mem::take(&mut document.paths.paths);
     document.paths.paths = paths.into_iter().map(|(path, item)| completed(path, item)).collect();
@@ -60,11 +61,11 @@ fn completed(path: String, mut item: PathItem) -> (String, PathItem) {
             operation.security = Some(vec![SecurityRequirement::new(KEY, Vec::<String>::new())]);
         }
     }
-    // Such a parameter has slashes in it, which OpenAPI has no word for.
+    // A wildcard parameter may contain slashes, which OpenAPI cannot express.
     (path.replace("{*", "{"), item)
 }
 
-/// A route says more about its failures than this table.
+/// Adds failures that the route does not describe itself.
 fn add(operation: &mut Operation, failures: BTreeMap<String, RefOr<Response>>) {
     for (status, failure) in failures {
         operation.responses.responses.entry(status).or_insert(failure);
@@ -76,44 +77,44 @@ pub(super) fn pages<S: Clone + Send + Sync + 'static>(document: utoipa::openapi:
     SwaggerUi::new("/docs").url("/api-doc/openapi.json", document).into()
 }
 
-/// Statuses, and what each means.
+/// Statuses and their descriptions.
 type Failures = [(u16, &'static str)];
 
 const ANYWHERE: [(u16, &str); 2] =
-    [(431, "The request's head is too large."), (500, "A fault of the server; its log has the details.")];
-const KEYS: [(u16, &str); 1] = [(401, "No API key was given, or a wrong one.")];
+    [(431, "The request's head is too large."), (500, "Internal error; the server's log has the details.")];
+const KEYS: [(u16, &str); 1] = [(401, "The API key is missing or wrong.")];
 const READING: [(u16, &str); 5] = [
-    (400, "The body is not JSON; on OpenAI's routes also: something in it is wrong or not allowed."),
+    (400, "The body is not JSON; on OpenAI's routes also: the request is invalid."),
     (408, "The body did not arrive in time."),
     (413, "The body is larger than `--payload-limit`."),
-    (415, "The body's type is not `application/json`."),
-    (422, "As text: the body is JSON of another shape. As JSON: something in it is wrong or not allowed."),
+    (415, "The content type is not `application/json`."),
+    (422, "As text: the body does not match the schema. As JSON: the request is invalid."),
 ];
 const ADMITTING: [(u16, &str); 2] = [
     (429, "The server is at capacity; `Retry-After` is the number of seconds after which to try again."),
     (503, "The server is shutting down."),
 ];
 const GENERATING: [(u16, &str); 4] =
-    [(424, "The generation failed."), ADMITTING[0], ADMITTING[1], (504, "The request's own `timeout` is over.")];
+    [(424, "The generation failed."), ADMITTING[0], ADMITTING[1], (504, "The request's own `timeout` expired.")];
 
-/// How the server is.
+/// The responses of health routes.
 pub(super) struct Health;
 
 impl IntoResponses for Health {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
-        let mut answers = failures(Dialect::Tgi, &[(503, "It cannot generate, or is shutting down.")]);
-        answers.insert("200".to_owned(), Response::new("It is well.").into());
+        let mut answers = failures(Dialect::Tgi, &[(503, "The server cannot generate, or is shutting down.")]);
+        answers.insert("200".to_owned(), Response::new("The server is healthy.").into());
         answers
     }
 }
 
-/// How requests fail that take a permit and generate nothing.
+/// Failures of routes that take a permit but generate nothing.
 pub(super) struct AdmissionFailures;
-/// How generations fail on TGI's routes.
+/// Failures of generations on TGI's routes.
 pub(super) struct TgiFailures;
-/// How generations fail on OpenAI's routes.
+/// Failures of generations on OpenAI's routes.
 pub(super) struct OpenAiFailures;
-/// How generations fail where the body decides about the dialect.
+/// Failures of generations where the body decides the dialect.
 pub(super) struct EitherFailures;
 
 impl IntoResponses for AdmissionFailures {
@@ -166,7 +167,7 @@ fn failure(dialect: Dialect, status: u16, description: &str) -> RefOr<Response> 
     response.into()
 }
 
-/// One of these schemas of the document.
+/// Any of the document's schemas with these names.
 pub(super) fn any_of(names: &[&str]) -> RefOr<Schema> {
     match names {
         [name] => Ref::from_schema_name(*name).into(),

@@ -1,4 +1,4 @@
-//! What OpenAI's answers say first.
+//! The fields that every OpenAI answer begins with.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,7 +16,7 @@ pub(super) fn new(object: &'static str, id_prefix: &str, model: String) -> Envel
     }
 }
 
-#[allow(clippy::disallowed_methods)] // what is asked for is the time of day
+#[allow(clippy::disallowed_methods)] // the wall clock is what is wanted
 pub(super) fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

@@ -1,11 +1,11 @@
-//! The headers with which TGI describes what an answer cost.
+//! TGI's response headers about the cost of an answer.
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 
 use super::service::Service;
 use crate::telemetry::RequestSummary;
 
-/// For a whole answer: all times but `x-compute-time` (seconds) are whole milliseconds.
+/// For a plain answer. Times are in whole milliseconds, except `x-compute-time` in seconds.
 pub(super) fn of_answer(service: &Service, num_characters: usize, summary: &RequestSummary) -> HeaderMap {
     let mut headers = HeaderMap::new();
     insert(&mut headers, "x-compute-type", &service.config().compute_type);
@@ -21,7 +21,7 @@ pub(super) fn of_answer(service: &Service, num_characters: usize, summary: &Requ
     headers
 }
 
-/// For a stream, of which nothing is known yet.
+/// For a stream, whose cost is not known yet.
 pub(super) fn of_stream(service: &Service, num_characters: usize) -> HeaderMap {
     let mut headers = HeaderMap::new();
     insert(&mut headers, "x-compute-type", &service.config().compute_type);
@@ -31,7 +31,7 @@ pub(super) fn of_stream(service: &Service, num_characters: usize) -> HeaderMap {
 }
 
 fn insert(headers: &mut HeaderMap, name: &'static str, value: impl ToString) {
-    // Only a configured compute type can be anything but digits; one that HTTP cannot carry is left out.
+    // Only the configured compute type can be invalid as a header; it is left out then.
     if let Ok(value) = HeaderValue::from_str(&value.to_string()) {
         headers.insert(HeaderName::from_static(name), value);
     }

@@ -1,5 +1,4 @@
-//! How the server is. Three things: whether it is worth keeping, whether it can take a request now, and whether what it
-//! is doing gets on.
+//! Health: whether the server can recover by itself, whether it accepts requests now, and whether steps make progress.
 
 use axum::Json;
 use axum::extract::State;
@@ -13,15 +12,15 @@ use super::service::Service;
 use crate::api::error::ApiError;
 use crate::generation::GenerationError;
 
-/// How the server is; each of the three with the reason, where it is not so.
+/// Health of the server, with the reason for each condition that does not hold.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Health)]
 pub(super) struct Report {
-    /// It works, or will again without being started anew.
+    /// The server works, or recovers without a restart.
     live: Condition,
-    /// It can generate now, and takes requests.
+    /// The server accepts requests and can generate.
     ready: Condition,
-    /// The oldest step of the model is no older than a step may be, or there is none.
+    /// No step of the model exceeds the step deadline.
     progressing: Condition,
 }
 
@@ -29,7 +28,7 @@ pub(super) struct Report {
 #[schema(as = HealthCondition)]
 struct Condition {
     ok: bool,
-    /// For people.
+    /// Why the condition does not hold.
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
 }
@@ -52,9 +51,9 @@ impl Report {
         }
     }
 
-    /// Its status is that of one of the three.
-    fn answer(self, asked: impl Fn(&Self) -> &Condition) -> (StatusCode, Json<Self>) {
-        let status = if asked(&self).ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    /// The report, with the status of one condition.
+    fn answer(self, condition: impl Fn(&Self) -> &Condition) -> (StatusCode, Json<Self>) {
+        let status = if condition(&self).ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
         (status, Json(self))
     }
 }
@@ -62,11 +61,11 @@ impl Report {
 /// Whether the server can generate.
 #[utoipa::path(get, path = "/health", tag = "Server", responses(document::Health))]
 pub(super) async fn health(State(service): State<Service>) -> Result<StatusCode, TgiError> {
-    // COMPAT: no body when it is well, and always the same one when it is not.
+    // COMPAT: as in TGI, no body when healthy, and always the same body when not.
     if Report::of(&service).ready.ok { Ok(StatusCode::OK) } else { Err(ApiError::Unhealthy.into()) }
 }
 
-/// The same as `/health`; SageMaker asks here.
+/// The same as `/health`, for SageMaker.
 #[utoipa::path(get, path = "/ping", tag = "Clouds", responses(document::Health))]
 pub(super) async fn ping(service: State<Service>) -> Result<StatusCode, TgiError> {
     health(service).await
@@ -78,28 +77,28 @@ pub(super) async fn root(service: State<Service>) -> Result<StatusCode, TgiError
     health(service).await
 }
 
-/// Whether the server is worth keeping: a loss of its workers, which it repairs itself, is no reason to restart it.
+/// Liveness: fails only when a restart of the server is needed. The server restarts lost workers itself.
 #[utoipa::path(
     get,
     path = "/health/live",
     tag = "Server",
     responses(
-        (status = 200, description = "It works, or will again without being started anew.", body = Report),
-        (status = 503, description = "It is to be started anew.", body = Report)
+        (status = 200, description = "The server works, or recovers without a restart.", body = Report),
+        (status = 503, description = "The server must be restarted.", body = Report)
     )
 )]
 pub(super) async fn live(State(service): State<Service>) -> (StatusCode, Json<Report>) {
     Report::of(&service).answer(|report| &report.live)
 }
 
-/// Whether the server takes requests: `/health` with the reasons.
+/// Readiness: `/health` with the reasons.
 #[utoipa::path(
     get,
     path = "/health/ready",
     tag = "Server",
     responses(
-        (status = 200, description = "It takes requests.", body = Report),
-        (status = 503, description = "It does not, for the reasons that are given.", body = Report)
+        (status = 200, description = "The server accepts requests.", body = Report),
+        (status = 503, description = "The server accepts no requests; the body has the reasons.", body = Report)
     )
 )]
 pub(super) async fn ready(State(service): State<Service>) -> (StatusCode, Json<Report>) {

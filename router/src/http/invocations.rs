@@ -1,4 +1,4 @@
-//! `/invocations`, SageMaker's one route: the shape of a body says which of the others it is for.
+//! `/invocations`, SageMaker's only route: the shape of the body decides which request it is.
 
 #![expect(unused_qualifications, reason = "utoipa writes `self::` before names")]
 
@@ -20,7 +20,7 @@ use crate::api::openai::{ChatRequest, CompletionRequest};
 use crate::api::tgi::GenerateRequest;
 use crate::telemetry::RequestRecord;
 
-/// One of three requests.
+/// A generate, chat or completion request.
 #[derive(ToSchema)]
 #[serde(untagged)]
 enum Invocation {
@@ -29,10 +29,10 @@ enum Invocation {
     Completion(Box<CompletionRequest>),
 }
 
-/// The answer of the route that a request is for.
+/// The answer of the route that the body selects.
 struct Answer;
 
-/// An event of the route that a request is for.
+/// An event of the route that the body selects.
 struct Event;
 
 impl PartialSchema for Answer {
@@ -52,7 +52,7 @@ impl PartialSchema for Event {
 impl ToSchema for Answer {}
 impl ToSchema for Event {}
 
-/// Generate, chat or complete, as SageMaker asks for it: the body's shape says which.
+/// Generate, chat or complete: the shape of the body decides which.
 #[utoipa::path(
     post,
     path = INVOCATIONS,
@@ -61,7 +61,7 @@ impl ToSchema for Event {}
     responses(
         (
             status = 200,
-            description = "What `/`, `/v1/chat/completions` or `/v1/completions` answer.",
+            description = "The answer of `/`, `/v1/chat/completions` or `/v1/completions`.",
             content((inline(Answer) = "application/json"), (inline(Event) = "text/event-stream"))
         ),
         EitherFailures
@@ -85,7 +85,7 @@ pub(super) async fn invocations(
 }
 
 impl Invocation {
-    /// COMPAT: the first of TGI's shapes that fits wins: a prompt, then a chat, then a completion.
+    /// COMPAT: as in TGI, the first shape that fits wins: generate, then chat, then completion.
     fn read(body: &Value) -> Result<Self, String> {
         let not_generate = match GenerateRequest::deserialize(body) {
             Ok(request) => return Ok(Self::Generate(Box::new(request))),
@@ -102,7 +102,7 @@ impl Invocation {
         let reasons = [("inputs", not_generate), ("messages", not_chat), ("prompt", not_completion)];
         Err(match reasons.iter().find(|(field, _)| body.get(field).is_some()) {
             Some((field, error)) => format!("a request with `{field}` cannot be read: {error}"),
-            None => "send `inputs` to generate, `messages` to chat or `prompt` to complete; there is none of them"
+            None => "the body has none of `inputs` (to generate), `messages` (to chat) and `prompt` (to complete); send one of them"
                 .to_owned(),
         })
     }

@@ -1,4 +1,4 @@
-//! Tokens with their logprobs, as OpenAI's routes write them.
+//! Tokens with their logprobs, as OpenAI's routes render them.
 
 use crate::api::openai::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
 use crate::generation::{PromptToken, TextToken, TopToken};
@@ -15,13 +15,14 @@ pub(super) fn of_chat(text_model: &TextModel, token: TextToken) -> ChatLogprobs 
     ChatLogprobs { content: vec![TokenLogprob { token: entry(token.id, token.text, token.logprob), top_logprobs }] }
 }
 
-/// Where tokens are not spelled byte by byte their texts are whole.
+/// The bytes of a token whose text contains only complete characters.
 fn whole_bytes(text: &str) -> Option<Vec<u8>> {
     let is_whole = !text.is_empty() && !text.contains(char::REPLACEMENT_CHARACTER);
     is_whole.then(|| text.as_bytes().to_owned())
 }
 
-/// The chosen token is written as it is where it was chosen; others with the space that a text's first token loses.
+/// The text of an alternative. The chosen token has its text in context; others keep the leading space that the first
+/// token of a text loses.
 fn top_text(text_model: &TextModel, top: &TopToken, chosen_id: u32, chosen_text: &str) -> String {
     if top.id == chosen_id {
         return chosen_text.to_owned();
@@ -41,7 +42,7 @@ impl CompletionLogprobWriter {
         Self { text_model, num_characters: 0 }
     }
 
-    /// `pieces`: what each token adds to the text, and whether it is a special one, which adds nothing that is shown.
+    /// `pieces`: the text that each token adds, and whether it is special and therefore not shown.
     pub(super) fn prompt(&mut self, tokens: Vec<PromptToken>, pieces: &[(String, bool)]) -> CompletionLogprobs {
         let mut logprobs = CompletionLogprobs::default();
         for (token, (text, special)) in tokens.into_iter().zip(pieces) {
@@ -63,7 +64,7 @@ impl CompletionLogprobWriter {
         let top_tokens = logprob.map(|logprob| {
             let written = |top: &TopToken| (top_text(&self.text_model, top, id, &text), top.logprob);
             let mut tokens: Vec<_> = top.iter().map(written).collect();
-            // The token itself is always among them, as the last if it was not one of the best.
+            // OpenAI always includes the chosen token: last, if it is not among the most probable.
             if !top.iter().any(|top| top.id == id) {
                 tokens.push((text.clone(), logprob));
             }

@@ -1,4 +1,4 @@
-//! `x-request-id`: taken over from the client or made, and on every answer. Outermost, so that nothing escapes it.
+//! `x-request-id`: the client's or a new one, set on every response. The outermost layer, so that no response lacks it.
 
 use axum::extract::Request;
 use axum::http::HeaderName;
@@ -9,7 +9,7 @@ use crate::telemetry::RequestIdentity;
 
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// W3C Trace Context defines no header for answers, so a trace goes into the log and the request's id comes back.
+/// W3C Trace Context defines no response header, so the trace id goes to the log only.
 pub(super) async fn identify(mut request: Request, next: Next) -> Response {
     let identity = RequestIdentity::of(request.headers());
     request.extensions_mut().insert(identity.clone());

@@ -1,4 +1,4 @@
-//! A request's body has to arrive in time; whoever sends it drop by drop is told 408 and let go.
+//! A deadline for the request's body: a body that is not complete in time is answered 408.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,23 +17,23 @@ use tokio::time::Sleep;
 use super::dialect::{OpenAiError, TgiError, is_openai};
 use crate::api::error::ApiError;
 
-pub(super) async fn limit(State(patience): State<Duration>, request: Request, next: Next) -> Response {
+pub(super) async fn limit(State(timeout): State<Duration>, request: Request, next: Next) -> Response {
     if http_body::Body::is_end_stream(request.body()) {
         return next.run(request).await;
     }
     let path = request.uri().path().to_owned();
     let is_late = Arc::new(AtomicBool::new(false));
     let timed = |body| {
-        let deadline = Box::pin(tokio::time::sleep(patience));
+        let deadline = Box::pin(tokio::time::sleep(timeout));
         Body::new(TimedBody { body, deadline, is_late: Arc::clone(&is_late) })
     };
     let response = next.run(request.map(timed)).await;
-    // The reader of the body saw an unspecific error and answered it as one.
-    if is_late.load(Ordering::Relaxed) { too_late(patience, &path) } else { response }
+    // The extractor saw a generic read error and answered that.
+    if is_late.load(Ordering::Relaxed) { too_late(timeout, &path) } else { response }
 }
 
-fn too_late(patience: Duration, path: &str) -> Response {
-    let seconds = patience.as_secs_f64();
+fn too_late(timeout: Duration, path: &str) -> Response {
+    let seconds = timeout.as_secs_f64();
     let message = format!("the request's body was not complete after {seconds} s");
     let error = ApiError::Malformed { status: StatusCode::REQUEST_TIMEOUT, message };
     if is_openai(path) { OpenAiError(error).into_response() } else { TgiError(error).into_response() }

@@ -1,4 +1,4 @@
-//! Routes that say what is served and how it is.
+//! Routes that report the served model, the limits and the metrics.
 
 use axum::Json;
 use axum::extract::rejection::PathRejection;
@@ -13,22 +13,22 @@ use crate::api::openai::{Model, ModelList};
 use crate::api::tgi::Info;
 use crate::telemetry::metrics;
 
-/// COMPAT: what TGI calls itself here; scripts look for it.
+/// COMPAT: TGI's name for its router, which scripts look for.
 const ROUTER: &str = "text-generation-router";
 
-/// Metrics, for Prometheus.
+/// Metrics for Prometheus.
 #[utoipa::path(
     get,
     path = "/metrics",
     tag = "Server",
-    responses((status = 200, description = "Prometheus's text format.", content_type = "text/plain", body = String))
+    responses((status = 200, description = "Metrics in Prometheus's text format.", content_type = "text/plain", body = String))
 )]
 pub(super) async fn metrics(State(service): State<Service>) -> Response {
     metrics::load(&service.generation().stats(), service.generation().queued_tokens());
     ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], service.metrics().render()).into_response()
 }
 
-/// What is served, and within which limits.
+/// The served model and the limits of requests.
 #[utoipa::path(
     get,
     path = "/info",
@@ -54,26 +54,26 @@ pub(super) async fn info(State(service): State<Service>) -> Json<Info> {
     })
 }
 
-/// The model that is served, as a list.
+/// List the served model.
 #[utoipa::path(
     get,
     path = "/v1/models",
     tag = "OpenAI",
-    responses((status = 200, description = "A list of one.", body = ModelList))
+    responses((status = 200, description = "A list with one model.", body = ModelList))
 )]
 pub(super) async fn models(State(service): State<Service>) -> Json<ModelList> {
     Json(ModelList { object: "list", data: vec![served_model(&service)] })
 }
 
-/// A model by its id.
+/// Get a model by its id.
 #[utoipa::path(
     get,
     path = "/v1/models/{*id}",
     tag = "OpenAI",
-    params(("id" = String, Path, description = "May have slashes in it.")),
+    params(("id" = String, Path, description = "The model id; may contain slashes.")),
     responses(
-        (status = 200, description = "It is the one that is served.", body = Model),
-        (status = 404, description = "It is not served here.", body = OpenAiErrorBody)
+        (status = 200, description = "The served model.", body = Model),
+        (status = 404, description = "The server does not serve this model.", body = OpenAiErrorBody)
     )
 )]
 pub(super) async fn model(
@@ -93,6 +93,6 @@ pub(super) async fn model(
 
 fn served_model(service: &Service) -> Model {
     let id = service.config().model_id.clone();
-    // COMPAT: TGI does not know when a model was made either.
+    // COMPAT: as in TGI, the creation time is unknown.
     Model { id: id.clone(), object: "model", created: 0, owned_by: id }
 }

@@ -1,7 +1,7 @@
-//! An answer that its client does not read is given up: what it holds is let go, and its stream is broken.
+//! A watchdog for response bodies: one whose client does not read is dropped, which aborts its generations.
 //!
-//! Whoever writes a body asks for its next frame only when there is room for one, under HTTP/1.1 and HTTP/2 alike. So a body
-//! of which a frame was taken, and no other was asked for since, has a client that takes nothing.
+//! Under HTTP/1.1 and HTTP/2 alike, hyper polls a body for its next frame only when it can send one. So if a frame was
+//! taken and no other has been polled for since, the client does not read.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -17,25 +17,25 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::telemetry::{RequestIdentity, metrics};
 
-/// Patience is counted in so many parts, so that a process that was stopped does not find it gone when it goes on.
+/// The timeout is counted in this many ticks, so that a process that was stopped and continued does not find it expired.
 const NUM_TICKS: u32 = 8;
 
-pub(super) async fn limit(State(patience): State<Duration>, request: Request, next: Next) -> Response {
+pub(super) async fn limit(State(timeout): State<Duration>, request: Request, next: Next) -> Response {
     let identity = request.extensions().get::<RequestIdentity>().cloned();
     let response = next.run(request).await;
-    // What is whole already holds nothing but its bytes.
+    // A complete body holds no resources but its bytes.
     if http_body::Body::size_hint(response.body()).exact().is_some() {
         return response;
     }
-    response.map(|body| watched(Reading::of(body), patience, identity))
+    response.map(|body| watched(Reading::of(body), timeout, identity))
 }
 
 struct Reading {
-    /// `None`: given up.
+    /// `None` after it was dropped.
     body: Option<Body>,
-    /// A frame was taken, and no other asked for since.
+    /// A frame was taken, and no other polled for since.
     is_due: bool,
-    /// Since when, in parts of the patience.
+    /// How long it has been due, in ticks.
     num_ticks: u32,
 }
 
@@ -45,27 +45,27 @@ impl Reading {
     }
 }
 
-async fn watch(state: Weak<Mutex<Reading>>, patience: Duration, identity: Option<RequestIdentity>) {
+async fn watch(state: Weak<Mutex<Reading>>, timeout: Duration, identity: Option<RequestIdentity>) {
     loop {
-        tokio::time::sleep(patience / NUM_TICKS).await;
+        tokio::time::sleep(timeout / NUM_TICKS).await;
         let Some(state) = state.upgrade() else { return };
         let unread = {
             let mut reading = lock(&state);
             reading.num_ticks += u32::from(reading.is_due);
-            // The first tick may come right after the frame.
+            // `>`, because the first tick may come right after the frame.
             if reading.num_ticks > NUM_TICKS { reading.body.take() } else { None }
         };
         if let Some(body) = unread {
             metrics::client_given_up();
             let request_id = identity.as_ref().map(RequestIdentity::request_id_text);
-            tracing::warn!(request_id, patience_s = patience.as_secs_f64(), "a client does not read its answer");
+            tracing::warn!(request_id, timeout_s = timeout.as_secs_f64(), "a client does not read its response");
             return drop(body);
         }
     }
 }
 
 fn lock(state: &Mutex<Reading>) -> MutexGuard<'_, Reading> {
-    // Between two statements it is whole; a body that panicked ends its stream itself.
+    // Consistent between any two statements; a body that panics ends its own stream.
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -74,8 +74,8 @@ struct WatchedBody {
     _watch: AbortOnDropHandle<()>,
 }
 
-fn watched(state: Arc<Mutex<Reading>>, patience: Duration, identity: Option<RequestIdentity>) -> Body {
-    let watch = tokio::spawn(watch(Arc::downgrade(&state), patience, identity));
+fn watched(state: Arc<Mutex<Reading>>, timeout: Duration, identity: Option<RequestIdentity>) -> Body {
+    let watch = tokio::spawn(watch(Arc::downgrade(&state), timeout, identity));
     Body::new(WatchedBody { state, _watch: AbortOnDropHandle::new(watch) })
 }
 
@@ -86,7 +86,7 @@ impl http_body::Body for WatchedBody {
     fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         let mut reading = lock(&self.state);
         let Some(body) = &mut reading.body else {
-            return Poll::Ready(Some(Err(axum::Error::new("the client did not read its answer"))));
+            return Poll::Ready(Some(Err(axum::Error::new("the client did not read its response"))));
         };
         let frame = Pin::new(body).poll_frame(context);
         (reading.is_due, reading.num_ticks) = (matches!(frame, Poll::Ready(Some(_))), 0);
@@ -111,12 +111,12 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(40);
+    const TIMEOUT: Duration = Duration::from_secs(40);
 
-    /// A body under watch, and what is known of it.
+    /// A watched body and its state.
     fn under_watch(body: Body) -> (Body, Arc<Mutex<Reading>>) {
         let state = Reading::of(body);
-        (watched(Arc::clone(&state), PATIENCE, None), state)
+        (watched(Arc::clone(&state), TIMEOUT, None), state)
     }
 
     fn is_given_up(state: &Mutex<Reading>) -> bool {
@@ -128,38 +128,38 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_body_of_which_nothing_more_is_asked_for_is_given_up() {
+    async fn a_body_that_is_not_polled_again_is_dropped() {
         let (mut body, state) = under_watch(endless());
         body.frame().await.unwrap().unwrap();
-        tokio::time::sleep(PATIENCE).await;
+        tokio::time::sleep(TIMEOUT).await;
         assert!(!is_given_up(&state));
-        tokio::time::sleep(PATIENCE / NUM_TICKS * 2).await;
+        tokio::time::sleep(TIMEOUT / NUM_TICKS * 2).await;
         assert!(is_given_up(&state));
-        assert!(body.frame().await.unwrap().is_err(), "it broke off, it did not end");
+        assert!(body.frame().await.unwrap().is_err(), "it fails instead of ending");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_takes_a_frame_now_and_then_is_waited_for() {
+    async fn a_slow_reader_is_not_given_up() {
         let (mut body, state) = under_watch(endless());
         for _ in 0..20 {
             body.frame().await.unwrap().unwrap();
-            tokio::time::sleep(PATIENCE - Duration::from_secs(1)).await;
+            tokio::time::sleep(TIMEOUT - Duration::from_secs(1)).await;
         }
         assert!(!is_given_up(&state));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_waits_for_us_is_not_given_up() {
+    async fn a_client_that_waits_for_the_next_frame_is_not_given_up() {
         let (mut body, state) = under_watch(Body::from_stream(stream::pending::<Result<Bytes, Infallible>>()));
         assert!(futures::poll!(body.frame()).is_pending());
-        tokio::time::sleep(PATIENCE * 10).await;
+        tokio::time::sleep(TIMEOUT * 10).await;
         assert!(!is_given_up(&state));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nor_is_a_body_that_was_never_asked() {
+    async fn a_body_that_was_never_polled_is_not_given_up() {
         let (_body, state) = under_watch(endless());
-        tokio::time::sleep(PATIENCE * 10).await;
+        tokio::time::sleep(TIMEOUT * 10).await;
         assert!(!is_given_up(&state));
     }
 }

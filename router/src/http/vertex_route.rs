@@ -1,5 +1,5 @@
-//! The two paths that Vertex AI chooses for a container, resolved before routing: a chosen path may be one that the
-//! server has anyway, with another meaning.
+//! The two paths that Vertex AI chooses for a container. They are rewritten before routing, because a chosen path may
+//! already be a route with another meaning.
 
 use axum::extract::Request;
 use axum::http::uri::PathAndQuery;
@@ -10,10 +10,10 @@ use crate::config::VertexRoutes;
 const PREDICT: PathAndQuery = PathAndQuery::from_static("/vertex");
 const HEALTH: PathAndQuery = PathAndQuery::from_static("/health");
 
-/// The request, on the route that it means.
+/// Rewrites a request on a chosen path to the route that serves it.
 pub(super) fn resolve<B>(routes: &VertexRoutes, mut request: Request<B>) -> Request<B> {
     let is_for = |route: &Option<String>| route.as_deref() == Some(request.uri().path());
-    let meant = if request.method() == Method::POST && is_for(&routes.predict) {
+    let target = if request.method() == Method::POST && is_for(&routes.predict) {
         PREDICT
     } else if request.method() == Method::GET && is_for(&routes.health) {
         HEALTH
@@ -21,8 +21,8 @@ pub(super) fn resolve<B>(routes: &VertexRoutes, mut request: Request<B>) -> Requ
         return request;
     };
     let mut parts = std::mem::take(request.uri_mut()).into_parts();
-    parts.path_and_query = Some(meant);
-    *request.uri_mut() = Uri::from_parts(parts).expect("invariant: one path in place of another leaves a URI");
+    parts.path_and_query = Some(target);
+    *request.uri_mut() = Uri::from_parts(parts).expect("invariant: a URI with another path is a URI");
     request
 }
 
@@ -37,14 +37,14 @@ mod tests {
     }
 
     #[test]
-    fn the_chosen_paths_mean_predictions_and_health() {
+    fn the_chosen_paths_are_predictions_and_health() {
         assert_eq!(resolved(Method::POST, "/predict"), "/vertex");
         assert_eq!(resolved(Method::GET, "/"), "/health");
         assert_eq!(resolved(Method::GET, "http://a/?b"), "http://a/health");
     }
 
     #[test]
-    fn other_requests_mean_what_they_say() {
+    fn other_requests_are_not_rewritten() {
         assert_eq!(resolved(Method::GET, "/predict"), "/predict");
         assert_eq!(resolved(Method::POST, "/"), "/");
         assert_eq!(resolved(Method::POST, "/predict/x?y"), "/predict/x?y");
