@@ -1,4 +1,4 @@
-//! Who comes in, and that everybody who leaves makes room.
+//! Admission: which requests are refused, and that every request returns its permit.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ async fn one_at_a_time() -> (Server, Sequences) {
 }
 
 #[tokio::test]
-async fn too_many_are_refused_at_once_on_every_route() {
+async fn requests_beyond_the_limit_are_refused_on_every_route() {
     let (server, mut sequences) = one_at_a_time().await;
     let first = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
     let sequence = sequences.recv().await.unwrap();
@@ -71,7 +71,7 @@ async fn a_refused_request_gives_its_permit_back() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_its_stream_aborts_its_sequence() {
+async fn a_disconnect_during_a_stream_aborts_the_sequence() {
     let (server, mut sequences) = one_at_a_time().await;
     let mut response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
     let sequence = sequences.recv().await.unwrap();
@@ -82,7 +82,7 @@ async fn a_client_that_leaves_its_stream_aborts_its_sequence() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_before_its_answer_aborts_its_sequence() {
+async fn a_disconnect_before_the_answer_aborts_the_sequence() {
     let (server, mut sequences) = one_at_a_time().await;
     let mut connection = TcpStream::connect(server.address).await.unwrap();
     let body = json!({"inputs": "Hi"}).to_string();
@@ -97,7 +97,7 @@ async fn a_client_that_leaves_before_its_answer_aborts_its_sequence() {
 }
 
 #[tokio::test]
-async fn a_stop_string_aborts_what_the_engine_would_go_on_with() {
+async fn a_stop_string_aborts_the_engine_s_sequence() {
     let (server, mut sequences) = one_at_a_time().await;
     let body = json!({"inputs": "Hi", "parameters": {"stop": ["END"]}});
     let (answer, sequence) = tokio::join!(server.post("/generate", body), async {
@@ -113,7 +113,7 @@ fn endless_grammar() -> Value {
     json!({"type": "regex", "value": "endless"})
 }
 
-/// Every route that generates, asked for a stream where it has any.
+/// A request for every generating route, streamed where the route can.
 fn generating(max_new_tokens: u32) -> [(&'static str, Value); 7] {
     let parameters = json!({"max_new_tokens": max_new_tokens});
     let message = json!([{"role": "user", "content": "Hi"}]);
@@ -136,9 +136,9 @@ fn is_overloaded(path: &str, answer: &Answer) -> bool {
 }
 
 #[tokio::test]
-async fn what_waits_for_its_first_step_is_bounded_by_its_tokens() {
+async fn the_queue_is_bounded_by_its_tokens() {
     let (server, mut sequences) = Server::manual_with(|config: &mut Config| config.queue.max_tokens = 100).await;
-    // It waits alone: whatever its size, it may.
+    // An empty queue accepts any size.
     let body = json!({"inputs": "Hi", "parameters": {"max_new_tokens": 90}});
     let mut first = server.open("/generate_stream", body).await;
     let sequence = sequences.recv().await.unwrap();
@@ -159,7 +159,7 @@ async fn what_waits_for_its_first_step_is_bounded_by_its_tokens() {
 }
 
 #[tokio::test]
-async fn a_full_queue_refuses_before_it_reads_the_prompt() {
+async fn a_full_queue_refuses_before_the_prompt_is_checked() {
     let (server, mut sequences) = Server::manual_with(|config: &mut Config| config.queue.max_tokens = 1).await;
     let _first = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
     let _sequence = sequences.recv().await.unwrap();
@@ -168,7 +168,7 @@ async fn a_full_queue_refuses_before_it_reads_the_prompt() {
 }
 
 #[tokio::test]
-async fn who_waits_for_too_long_is_refused_before_any_stream_begins() {
+async fn a_queue_timeout_is_a_status_and_not_an_event() {
     let soon = |config: &mut Config| config.queue.timeout = Some(Duration::from_millis(20));
     let (server, mut sequences) = Server::manual_with(soon).await;
     for (path, body) in generating(5) {
@@ -184,7 +184,7 @@ async fn who_waits_for_too_long_is_refused_before_any_stream_begins() {
 }
 
 #[tokio::test]
-async fn where_nobody_waits_for_ever_a_stream_begins_with_the_first_step() {
+async fn with_a_queue_timeout_a_stream_begins_with_the_first_step() {
     let late = |config: &mut Config| config.queue.timeout = Some(Duration::from_secs(600));
     let (server, mut sequences) = Server::manual_with(late).await;
     for (path, body) in generating(5).into_iter().skip(1).step_by(2) {
@@ -200,7 +200,7 @@ async fn where_nobody_waits_for_ever_a_stream_begins_with_the_first_step() {
 }
 
 #[tokio::test]
-async fn a_request_s_timeout_covers_what_comes_before_its_first_step() {
+async fn a_request_s_timeout_covers_the_time_before_its_first_step() {
     let (server, mut sequences) = Server::manual().await;
     let parameters = json!({"timeout": 0.02, "grammar": endless_grammar()});
     for path in ["/generate", "/generate_stream"] {

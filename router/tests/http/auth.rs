@@ -1,4 +1,4 @@
-//! API keys: what is closed without one, what stays open, and how a refusal looks.
+//! API keys: protected routes, open routes, and the refusal in each dialect.
 
 use axum::http::StatusCode;
 use penstock_router::Config;
@@ -45,7 +45,7 @@ async fn protected_routes_need_a_key() {
 }
 
 #[tokio::test]
-async fn what_tells_how_the_server_is_needs_none() {
+async fn health_metrics_and_model_routes_need_no_key() {
     let server = locked().await;
     for path in OPEN {
         assert_eq!(server.get(path).await.status, StatusCode::OK, "{path}");
@@ -54,13 +54,13 @@ async fn what_tells_how_the_server_is_needs_none() {
 }
 
 #[tokio::test]
-async fn without_configured_keys_every_key_is_welcome() {
+async fn without_configured_keys_any_key_is_accepted() {
     let server = Server::answering(&[IM_END]).await;
     assert_eq!(ask(&server, "/generate", Some("Bearer whatever")).await.status, StatusCode::OK);
 }
 
 #[tokio::test]
-async fn a_refusal_speaks_the_dialect_of_its_route() {
+async fn a_refusal_has_the_dialect_of_its_route() {
     let server = locked().await;
     assert_eq!(ask(&server, "/generate", None).await.body, "");
     insta::assert_snapshot!(ask(&server, "/v1/completions", None).await.body, @r#"{"error":{"message":"no API key was given; send one as `Authorization: Bearer KEY`","type":"invalid_request_error","param":null,"code":"invalid_api_key"}}"#);

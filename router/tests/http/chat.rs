@@ -20,7 +20,7 @@ fn hello(fields: Value) -> Value {
     body
 }
 
-/// What differs from run to run, replaced.
+/// Replaces what differs from run to run.
 fn stable(text: &str) -> String {
     let id = regex::Regex::new("(chatcmpl|cmpl)-[0-9a-f]{32}").unwrap();
     let created = regex::Regex::new("\"created\":[1-9][0-9]+").unwrap();
@@ -61,7 +61,7 @@ async fn a_stream_is_chunks_then_usage_then_done() {
 }
 
 #[tokio::test]
-async fn the_template_makes_the_prompt() {
+async fn the_template_renders_the_prompt() {
     let server = Server::answering(&[IM_END]).await;
     let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
     server.post(PATH, json!({"messages": [{"role": "user", "content": parts, "name": null}]})).await;
@@ -102,7 +102,7 @@ async fn the_text_ends_before_a_stop_string_and_no_delta_shows_it() {
         let streamed = server.post(PATH, hello(json!({"stop": stop, "stream": true}))).await;
         assert_eq!(content(&streamed), "Hello!");
     }
-    // What was held back for a stop string that did not come is told in the end.
+    // Text held back for a stop string that did not come is released at the end.
     for max_tokens in 2..=5 {
         let fields = json!({"stop": "\n\nUser: hiENDx", "max_tokens": max_tokens, "stream": true});
         let streamed = server.post(PATH, hello(fields)).await;
@@ -112,7 +112,7 @@ async fn the_text_ends_before_a_stop_string_and_no_delta_shows_it() {
 }
 
 #[tokio::test]
-async fn lengths_have_two_names() {
+async fn max_tokens_has_two_names() {
     let server = Server::answering(&[word("Hello"); 9]).await;
     for fields in [
         json!({"max_tokens": 2}),
@@ -128,7 +128,7 @@ async fn lengths_have_two_names() {
 }
 
 #[tokio::test]
-async fn what_is_not_served_is_refused_by_name() {
+async fn unsupported_features_are_refused_by_name() {
     let server = Server::answering(&[IM_END]).await;
     let asked = [
         ("functions", json!([{"name": "f"}]), "`functions` is not supported: send `tools`"),
@@ -160,7 +160,7 @@ async fn what_is_not_served_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn what_asks_for_nothing_that_matters_here_is_tolerated() {
+async fn fields_without_effect_are_accepted() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let fields = json!({
         "user": "me", "metadata": {"a": "b"}, "store": true, "service_tier": "auto", "reasoning_effort": "low",
@@ -193,7 +193,7 @@ async fn parameters_reach_the_engine() {
 }
 
 #[tokio::test]
-async fn logprobs_tell_each_token_s_own_bytes() {
+async fn logprobs_have_each_token_s_own_bytes() {
     let top = vec![TopToken { id: 0xC3, logprob: -0.25 }, TopToken { id: word("Hello"), logprob: f32::NEG_INFINITY }];
     let server = Server::scripted(move |sequence| {
         let tokens = [0xC3, 0xA9, IM_END];
@@ -240,7 +240,7 @@ async fn a_request_takes_a_permit_for_each_choice() {
 }
 
 #[tokio::test]
-async fn a_failure_in_a_stream_says_what_the_plain_answer_says() {
+async fn a_failure_in_a_stream_has_the_plain_answer_s_error() {
     let (server, mut sequences) = Server::manual().await;
     let fail = SequenceEvent::Failed(SequenceFailure::Sequence("logits are NaN".to_owned()));
     let (answer, ()) = tokio::join!(server.post(PATH, hello(json!({}))), async {

@@ -81,7 +81,7 @@ async fn refusals_are_openai_s_error_objects() {
     }
 }
 
-/// Answers as many times as it is asked to: each with its tokens, all of this logprob.
+/// Answers each sequence with its tokens, all with the given logprob.
 async fn choosing(answers: Vec<(Vec<u32>, f32)>) -> Server {
     Server::scripted(move |sequence| {
         let index = seed_index(&sequence.request);
@@ -96,14 +96,14 @@ async fn choosing(answers: Vec<(Vec<u32>, f32)>) -> Server {
 }
 
 #[tokio::test]
-async fn best_of_shows_the_most_probable_per_token() {
+async fn best_of_returns_the_highest_mean_logprob() {
     let answers =
         [("bad", -3.0), ("good", -0.1)].map(|(text, logprob)| ([bytes(text), vec![IM_END]].concat(), logprob));
     let server = choosing(answers.to_vec()).await;
     let answer = server.post(PATH, json!({"prompt": "Hi", "best_of": 2, "seed": SEED})).await.json();
     let choices = answer["choices"].as_array().unwrap();
     assert_eq!((choices.len(), &choices[0]["text"], &choices[0]["index"]), (1, &json!("good"), &json!(0)));
-    // All that was generated is counted, and the prompt once.
+    // All generated tokens count, and the prompt counts once.
     let details = json!({"cached_tokens": 0});
     let usage =
         json!({"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11, "prompt_tokens_details": details});
@@ -128,7 +128,7 @@ async fn every_prompt_has_its_choices_in_order() {
     assert_eq!(completion_fold(&streamed), plain["choices"]);
 }
 
-/// Says the prompt's logprobs as a worker does, and then the answer.
+/// Sends the prompt's logprobs as a worker does, then the answer.
 fn score(sequence: Sequence, answer: &[u32]) {
     sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
     let token = |id: u32| Token { id, logprob: -0.25, top: vec![TopToken { id: word("END"), logprob: -0.125 }] };
@@ -177,7 +177,7 @@ async fn a_prompt_is_scored_without_an_answer() {
 }
 
 #[tokio::test]
-async fn what_the_server_was_told_not_to_do_is_refused() {
+async fn disabled_features_are_refused() {
     let server = Server::start(
         |sequence| sequence.answer(&[IM_END]),
         |config| (config.grammar_support, config.prefill_logprobs) = (false, false),

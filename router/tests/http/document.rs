@@ -1,4 +1,4 @@
-//! The OpenAPI document against the server that it describes.
+//! Compares the OpenAPI document with the server that it describes.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -12,7 +12,7 @@ use crate::server::{Server, whole};
 
 const DOCUMENT: &str = "/api-doc/openapi.json";
 
-/// Path as a client would ask for it, method, and the operation.
+/// Path as a client requests it, method and operation.
 fn operations(document: &Value) -> Vec<(String, String, Value)> {
     let mut all = Vec::new();
     for (path, item) in document["paths"].as_object().unwrap() {
@@ -28,7 +28,7 @@ fn statuses(operation: &Value) -> BTreeSet<&str> {
 }
 
 #[tokio::test]
-async fn every_route_says_how_it_may_answer() {
+async fn every_route_lists_its_statuses() {
     let server = Server::answering(&[IM_END]).await;
     let document = server.get(DOCUMENT).await.json();
     let mut lines = String::new();
@@ -59,7 +59,7 @@ async fn every_route_says_how_it_may_answer() {
 }
 
 #[tokio::test]
-async fn what_is_documented_is_served_and_nothing_else_on_its_path() {
+async fn exactly_the_documented_methods_are_served() {
     let server = Server::answering(&[IM_END]).await;
     let document = server.get(DOCUMENT).await.json();
     let operations = operations(&document);
@@ -97,7 +97,7 @@ async fn exactly_the_documented_routes_need_a_key() {
 }
 
 #[tokio::test]
-async fn references_lead_somewhere() {
+async fn references_resolve() {
     fn collect<'a>(value: &'a Value, references: &mut BTreeSet<&'a str>) {
         match value {
             Value::Object(fields) => {

@@ -1,4 +1,4 @@
-//! Shutting down: unhealthy at once, nobody new, running answers finish, then the port closes.
+//! Shutdown: unhealthy at once, no new requests, running answers finish, then the port closes.
 
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ async fn running_requests_finish_and_new_ones_are_refused() {
 }
 
 #[tokio::test]
-async fn what_outlives_the_grace_period_ends_with_an_error() {
+async fn requests_that_outlive_the_grace_period_end_with_an_error() {
     let hurry = |config: &mut Config| config.graceful_termination_timeout = Duration::from_millis(10);
     let (server, mut sequences) = Server::manual_with(hurry).await;
     let response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;

@@ -1,4 +1,4 @@
-//! Models of which an encoder reads the input, and whose answer is a text of its own.
+//! Encoder–decoder models: the encoder reads the input, and the answer is a text of its own.
 
 use axum::http::StatusCode;
 use penstock_router::Config;
@@ -25,7 +25,7 @@ async fn answering(token_ids: &[u32]) -> Server {
 }
 
 #[tokio::test]
-async fn the_decoder_s_prefix_stands_behind_every_source_and_is_counted_nowhere() {
+async fn the_decoder_s_prefix_follows_every_source_and_is_not_counted() {
     let server = answering(&[word("Hello"), IM_END]).await;
     let source = bytes("Hi");
     let submitted = |server: &Server| {
@@ -50,7 +50,7 @@ async fn the_decoder_s_prefix_stands_behind_every_source_and_is_counted_nowhere(
 }
 
 #[tokio::test]
-async fn truncating_takes_from_the_source() {
+async fn truncation_applies_to_the_source() {
     let server = answering(&[IM_END]).await;
     server.post("/generate", json!({"inputs": "Hello", "parameters": {"truncate": 2}})).await;
     assert_eq!(server.last_request().prompt_token_ids, [&bytes("lo")[..], &PREFIX].concat());
@@ -58,7 +58,7 @@ async fn truncating_takes_from_the_source() {
 }
 
 #[tokio::test]
-async fn prefill_is_what_the_decoder_begins_with() {
+async fn prefill_is_the_decoder_s_prefix() {
     let server = answering(&[IM_END]).await;
     let body = json!({"inputs": "Hi", "parameters": {"decoder_input_details": true}});
     let details = &server.post("/generate", body).await.json()["details"];
@@ -67,8 +67,8 @@ async fn prefill_is_what_the_decoder_begins_with() {
 }
 
 #[tokio::test]
-async fn an_answer_begins_a_text() {
-    // A word's space belongs to the word, and the first of a text has none.
+async fn an_answer_begins_a_new_text() {
+    // A leading space belongs to its word, and the first word of a text has none.
     let spaces = |config: &mut Config| {
         let path = config.model_folder.join("tokenizer.json");
         let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -109,14 +109,14 @@ async fn source_and_answer_have_limits_of_their_own() {
     }
     let answer = server.post("/v1/completions", json!({"prompt": "Hi", "max_tokens": 51})).await;
     assert_eq!((answer.status, &answer.json()["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("max_tokens")));
-    // What is left of the total after the longest sources is less than an answer's own limit.
+    // After the longest source the rest of the total is below the answer's own limit.
     server.post("/generate", json!({"inputs": "a".repeat(200)})).await;
     assert_eq!(server.last_request().max_new_tokens, 50);
     assert_eq!(server.engine.requests.lock().unwrap().len(), 1, "nobody who was refused was submitted");
 }
 
 #[tokio::test]
-async fn no_answer_goes_on_from_its_prompt() {
+async fn no_answer_continues_its_prompt() {
     let server = answering(&[word("Hello"), IM_END]).await;
     for logprobs in [json!(null), json!(1)] {
         let body = json!({"prompt": "Hi", "echo": true, "logprobs": logprobs});

@@ -1,4 +1,4 @@
-//! Refusals on TGI's routes: statuses, types and texts.
+//! Refusals on TGI's routes: statuses, types and messages.
 
 use axum::http::StatusCode;
 use penstock_router::Config;
@@ -53,7 +53,7 @@ async fn parameters_out_of_range_are_refused() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_served_is_refused_by_name() {
+async fn unsupported_features_are_refused_by_name() {
     let server = Server::answering(&[IM_END]).await;
     let grammar = json!({"type": "regex", "value": "a"});
     let cases = [
@@ -80,7 +80,7 @@ async fn what_cannot_be_served_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn bodies_that_cannot_be_read_are_refused_in_plain_text() {
+async fn malformed_bodies_are_refused_in_plain_text() {
     let server = Server::answering(&[IM_END]).await;
     let json = "application/json";
     let cases = [
@@ -138,7 +138,7 @@ async fn unknown_fields_are_ignored() {
 }
 
 #[tokio::test]
-async fn unknown_routes_and_methods_are_told() {
+async fn unknown_routes_and_methods_are_refused() {
     let server = Server::answering(&[IM_END]).await;
     let answer = server.get("/nowhere").await;
     assert_eq!((answer.status, answer.body.as_str()), (StatusCode::NOT_FOUND, ""));
@@ -151,7 +151,7 @@ async fn unknown_routes_and_methods_are_told() {
 }
 
 #[tokio::test]
-async fn a_bug_costs_one_request_only() {
+async fn a_panic_fails_one_request_only() {
     let server = Server::scripted(|sequence| {
         assert_ne!(sequence.request.max_new_tokens, 13, "unlucky");
         sequence.answer(&[IM_END]);

@@ -1,4 +1,4 @@
-//! Whose fault it is that a generation broke off, and what each route says of it.
+//! Failures during generation, and the status that each dialect gives them.
 
 use axum::http::StatusCode;
 use penstock_router::sequence::{SequenceEvent, SequenceFailure};
@@ -11,7 +11,7 @@ const REASON: &str = "the grammar leaves no way on";
 
 type Fault = fn(String) -> SequenceFailure;
 
-/// Every sequence breaks off after a token.
+/// Every sequence fails after one token.
 async fn failing(fault: Fault) -> Server {
     Server::scripted(move |sequence: Sequence| {
         sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
@@ -30,7 +30,7 @@ fn completion(streams: bool) -> Value {
 }
 
 #[tokio::test]
-async fn on_tgi_s_routes_a_generation_that_breaks_off_is_424_whoever_is_to_blame() {
+async fn on_tgi_s_routes_every_failed_generation_is_424() {
     for (fault, error) in [
         (SequenceFailure::Request as Fault, format!("Request failed during generation: {REASON}")),
         (SequenceFailure::Sequence, format!("Request failed during generation: {REASON}")),
@@ -52,7 +52,7 @@ async fn on_tgi_s_routes_a_generation_that_breaks_off_is_424_whoever_is_to_blame
 }
 
 #[tokio::test]
-async fn on_openai_s_routes_the_request_s_own_fault_is_400_and_ours_is_500() {
+async fn on_openai_s_routes_the_request_s_fault_is_400_and_the_server_s_is_500() {
     for (fault, status, kind) in [
         (SequenceFailure::Request as Fault, StatusCode::BAD_REQUEST, "invalid_request_error"),
         (SequenceFailure::Sequence, StatusCode::INTERNAL_SERVER_ERROR, "server_error"),

@@ -1,4 +1,4 @@
-//! Streams of OpenAI's routes, added up as the openai package does it.
+//! Adds up streams of OpenAI's routes as the openai package does.
 
 use std::collections::BTreeMap;
 
@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use crate::server::Answer;
 
-/// What tests send where they tell the choices of a request apart by their seeds.
+/// The seed of requests whose choices are told apart by their seeds.
 pub const SEED: u64 = 7;
 
-/// Which of a request's choices a sequence is; the request's seed is [`SEED`].
+/// The index of a sequence's choice, in a request with [`SEED`].
 pub fn seed_index(request: &SequenceRequest) -> usize {
     let steps = |index: u64| SEED.wrapping_add(index.wrapping_mul(0x9E37_79B9_7F4A_7C15));
     (0..128).position(|index| steps(index) == request.sampling.seed).unwrap()
@@ -21,7 +21,7 @@ pub fn with(mut body: Value, fields: Value) -> Value {
     body
 }
 
-/// The chunks of a stream that ended well.
+/// The chunks of a stream that ended without an error.
 pub fn chunks(answer: &Answer) -> Vec<Value> {
     let events = answer.events();
     let (last, chunks) = events.split_last().unwrap();
@@ -29,7 +29,7 @@ pub fn chunks(answer: &Answer) -> Vec<Value> {
     chunks.iter().map(|chunk| serde_json::from_str(chunk).unwrap()).collect()
 }
 
-/// The choices of a completion's stream.
+/// The summed choices of a completion's stream.
 pub fn completion_fold(answer: &Answer) -> Value {
     let mut choices: BTreeMap<u64, Value> = BTreeMap::new();
     for chunk in chunks(answer) {
@@ -42,7 +42,7 @@ pub fn completion_fold(answer: &Answer) -> Value {
     choices.into_values().collect()
 }
 
-/// The choices of a chat's stream, as its whole answer has them.
+/// The summed choices of a chat's stream, as a plain answer has them.
 pub fn chat_fold(answer: &Answer) -> Value {
     let mut choices: BTreeMap<u64, Value> = BTreeMap::new();
     for chunk in chunks(answer) {
@@ -57,7 +57,7 @@ pub fn chat_fold(answer: &Answer) -> Value {
     choices.into_values().map(message).collect()
 }
 
-/// What was summed as a delta is a message, whose calls have no index.
+/// Turns a summed delta into a message, whose calls have no index.
 fn message(mut choice: Value) -> Value {
     let mut message = choice["delta"].take();
     if let Some(calls) = message.get_mut("tool_calls") {
@@ -84,7 +84,7 @@ fn accumulate(sum: &mut Value, delta: &Value) {
     }
 }
 
-/// Entries with an index are added up, others come one after the other.
+/// Entries with an index are added up; others are appended.
 fn add_entry(items: &mut Vec<Value>, entry: &Value) {
     let index = entry.get("index").and_then(Value::as_u64).map(|index| usize::try_from(index).unwrap());
     match index.and_then(|index| items.get_mut(index)) {

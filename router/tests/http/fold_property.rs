@@ -1,4 +1,4 @@
-//! For whatever a model says: a stream of an OpenAI route, added up as clients do it, is the plain answer.
+//! Property: for any model output, a stream of an OpenAI route, added up as clients do, is the plain answer.
 
 use std::cell::Cell;
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use crate::tool::{TOOL_CALL, TOOL_CALL_END, ask, call, server, without_ids};
 
 const PATH: &str = "/v1/chat/completions";
 
-/// Pieces of which models' answers are made, fitting or not.
+/// Pieces of model output, well-formed or not.
 fn pieces() -> impl Strategy<Value = Vec<u32>> {
     let piece = prop_oneof![
         Just(vec![TOOL_CALL]),
@@ -38,7 +38,7 @@ fn pieces() -> impl Strategy<Value = Vec<u32>> {
 
 type Answers = Arc<Mutex<Vec<Vec<u32>>>>;
 
-/// Every choice is answered with its tokens; so is every prompt.
+/// Answers every choice of every prompt with its tokens.
 fn answering(runtime: &Runtime, answers: &Answers) -> Server {
     let answers = Arc::clone(answers);
     runtime.block_on(server(move |sequence| {

@@ -19,7 +19,7 @@ async fn an_answer_has_tgi_s_shape() {
 }
 
 #[tokio::test]
-async fn headers_say_what_it_cost() {
+async fn headers_report_the_cost() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let answer = server.post("/generate", json!({"inputs": "Hié"})).await;
     assert_eq!(answer.header("content-type"), "application/json");
@@ -34,7 +34,7 @@ async fn headers_say_what_it_cost() {
 }
 
 #[tokio::test]
-async fn the_root_answers_with_a_list_and_the_prompt_when_the_model_writes_on() {
+async fn the_root_answers_a_list_and_repeats_the_prompt_of_text_generation_models() {
     let tokens = [word(" world"), IM_END];
     let server = Server::answering(&tokens).await;
     let answer = server.post("/", json!({"inputs": "Hello"})).await;
@@ -75,7 +75,7 @@ async fn parameters_reach_the_engine() {
 }
 
 #[tokio::test]
-async fn a_penalty_cannot_take_logits_to_infinity() {
+async fn penalties_are_clamped() {
     let server = Server::answering(&[IM_END]).await;
     for (given, meant) in [(1.4e-45, 1e-6), (3e38, 1e6), (0.5, 0.5)] {
         for (path, body) in [
@@ -110,7 +110,7 @@ async fn sampling_is_the_default_only_without_parameters() {
 }
 
 #[tokio::test]
-async fn the_seed_is_told_when_there_is_one() {
+async fn the_seed_is_reported_if_sampling_is_on() {
     let server = Server::answering(&[IM_END]).await;
     let seed = async |parameters| {
         let answer = server.post("/generate", json!({"inputs": "Hi", "parameters": parameters})).await;
@@ -143,7 +143,7 @@ async fn a_stop_string_may_be_a_special_token() {
 }
 
 #[tokio::test]
-async fn half_a_character_is_never_told() {
+async fn incomplete_characters_are_never_sent() {
     let server = Server::answering(&[bytes("é€"), vec![IM_END]].concat()).await;
     let parameters = json!({"details": true});
     let answer = server.post("/generate", json!({"inputs": "Hi", "parameters": parameters})).await.json();
@@ -159,7 +159,7 @@ async fn half_a_character_is_never_told() {
 }
 
 #[tokio::test]
-async fn without_a_length_the_context_may_be_filled() {
+async fn without_max_new_tokens_the_context_may_be_filled() {
     let server = Server::answering(&[IM_END]).await;
     server.post("/generate", json!({"inputs": "Hello"})).await;
     assert_eq!(server.last_request().max_new_tokens, 256 - 5);

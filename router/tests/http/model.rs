@@ -1,4 +1,4 @@
-//! A model folder small enough to be written by a test: one token for each byte, and a few for words.
+//! A small model folder that tests write: one token for each byte, and a few words.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 pub const IM_START: u32 = 256;
 pub const IM_END: u32 = 257;
-/// Tokens of several bytes: nothing is encoded to them, but a model may choose them.
+/// Tokens of several bytes: encoding never produces them, but a model may generate them.
 const WORDS: [&str; 6] = ["Hello", " world", "!\n\nUser", ": hi", "END", " and more"];
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
@@ -23,12 +23,12 @@ pub fn write_with_template(folder: &Path, template: &Value) {
     write_json(&folder.join("tokenizer.json"), &tokenizer());
 }
 
-/// The token of each byte of a text.
+/// The token ids of a text's bytes.
 pub fn bytes(text: &str) -> Vec<u32> {
     text.bytes().map(u32::from).collect()
 }
 
-/// The one token of a whole word.
+/// The token id of a whole word.
 pub fn word(word: &str) -> u32 {
     let index = WORDS.iter().position(|known| *known == word).unwrap();
     258 + u32::try_from(index).unwrap()
@@ -43,7 +43,7 @@ fn tokenizer() -> Value {
         let spelled: String = known.bytes().map(byte_char).collect();
         vocabulary.insert(spelled, word(known).into());
     }
-    // Added tokens get the ids given here only if the vocabulary has them too.
+    // Added tokens keep these ids only if the vocabulary has them, too.
     vocabulary.insert("<|im_start|>".to_owned(), IM_START.into());
     vocabulary.insert("<|im_end|>".to_owned(), IM_END.into());
     let special = |id: u32, content: &str| {
@@ -63,7 +63,7 @@ fn tokenizer() -> Value {
     })
 }
 
-/// The printable character that stands for a byte in byte-level vocabularies.
+/// The printable character for a byte in byte-level vocabularies.
 fn byte_char(byte: u8) -> char {
     let is_itself = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if is_itself(byte) {

@@ -1,4 +1,4 @@
-//! Every answer carries the id of its request.
+//! Every response carries the id of its request.
 
 use axum::http::StatusCode;
 use penstock_router::Config;
@@ -15,7 +15,7 @@ async fn with_id(server: &Server, method: &str, path: &str, id: &str) -> Answer 
 }
 
 #[tokio::test]
-async fn an_id_comes_back_on_every_answer() {
+async fn every_response_has_the_request_s_id() {
     let server = Server::answering(&[IM_END]).await;
     for (method, path, status) in [
         ("GET", "/health", StatusCode::OK),

@@ -1,4 +1,4 @@
-//! A server on a free port over an engine that a test scripts, and a client to talk to it.
+//! A server on a free port with an engine that the test scripts, and a client.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -37,20 +37,20 @@ pub const LIMITS: RequestLimits = RequestLimits {
     max_client_batch_size: 4,
 };
 
-/// How long a test waits for what a broken server would never do.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a test waits before it fails.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A sequence in the hands of the test. Dropping it ends the stream early.
+/// A sequence that the test controls. Dropping it ends the stream early.
 pub struct Sequence {
     pub request: SequenceRequest,
     events: mpsc::UnboundedSender<SequenceEvent>,
-    /// Resolves when the router has dropped the stream before its end.
+    /// Resolves when the router drops the stream before its end.
     pub aborted: BoxFuture<'static, Result<(), oneshot::error::RecvError>>,
 }
 
 impl Sequence {
     pub fn send(&self, event: SequenceEvent) {
-        // The router may have left.
+        // The router may have dropped the stream.
         let _ = self.events.send(event);
     }
 
@@ -58,7 +58,7 @@ impl Sequence {
         self.send(SequenceEvent::Token(Token { id, logprob: -0.5, top: Vec::new() }));
     }
 
-    /// What the real engine does with a model that says this.
+    /// Sends the events of the real engine for these tokens.
     pub fn answer(self, token_ids: &[u32]) {
         self.send(SequenceEvent::Started { num_cached_tokens: 0 });
         for (index, &id) in token_ids.iter().enumerate() {
@@ -73,7 +73,7 @@ impl Sequence {
     }
 }
 
-/// Those that the router has submitted, in their order.
+/// The sequences that the router has submitted, in order.
 pub struct Sequences(mpsc::UnboundedReceiver<Sequence>);
 
 impl Sequences {
@@ -81,7 +81,7 @@ impl Sequences {
         within("a sequence", self.0.recv()).await
     }
 
-    /// One that is there already.
+    /// A sequence that was already submitted.
     pub fn try_recv(&mut self) -> Result<Sequence, mpsc::error::TryRecvError> {
         self.0.try_recv()
     }
@@ -89,7 +89,7 @@ impl Sequences {
 
 type Script = Box<dyn Fn(Sequence) + Send + Sync>;
 
-/// An engine that does what the test says.
+/// An engine that runs the test's script.
 pub struct Engine {
     script: Script,
     pub requests: Mutex<Vec<SequenceRequest>>,
@@ -107,7 +107,7 @@ impl Generator for Engine {
         })
     }
 
-    /// Whatever says that it is broken is refused; what says that it is endless is never done.
+    /// A grammar that contains "broken" is refused, one that contains "endless" never finishes.
     fn compile_grammar(&self, grammar: &Grammar) -> BoxFuture<'static, Result<(), GrammarError>> {
         let (Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text)) = grammar;
         if text.contains("endless") {
@@ -136,7 +136,7 @@ pub struct Server {
     _folder: tempfile::TempDir,
 }
 
-/// A whole answer.
+/// A complete response.
 pub struct Answer {
     pub status: StatusCode,
     pub headers: HeaderMap,
@@ -152,7 +152,7 @@ impl Answer {
         self.headers.get(name).unwrap_or_else(|| panic!("no header {name}")).to_str().unwrap()
     }
 
-    /// The events of a stream, without their framing, which is checked.
+    /// The events of a stream. Checks and removes the framing.
     pub fn events(&self) -> Vec<String> {
         let frames = self.body.strip_suffix("\n\n").unwrap().split("\n\n");
         frames.map(|frame| frame.strip_prefix("data: ").unwrap_or_else(|| panic!("{frame:?}")).to_owned()).collect()
@@ -160,13 +160,13 @@ impl Answer {
 }
 
 impl Server {
-    /// Every sequence is answered with these tokens.
+    /// Answers every sequence with these tokens.
     pub async fn answering(token_ids: &[u32]) -> Self {
         let token_ids = token_ids.to_vec();
         Self::scripted(move |sequence| sequence.answer(&token_ids)).await
     }
 
-    /// Every sequence is handed to the test.
+    /// Hands every sequence to the test.
     pub async fn manual() -> (Self, Sequences) {
         Self::manual_with(|_| ()).await
     }
@@ -212,7 +212,7 @@ impl Server {
         whole(self.send(self.request("POST", path).header("content-type", content_type), body).await).await
     }
 
-    /// For bodies that are no text.
+    /// For bodies that are not text.
     pub async fn post_bytes(&self, path: &str, body: &[u8]) -> Answer {
         let request = self.request("POST", path).header("content-type", "application/json");
         let request = request.body(Full::new(Bytes::copy_from_slice(body))).unwrap();
@@ -223,7 +223,7 @@ impl Server {
         whole(self.send(self.request("GET", path), "").await).await
     }
 
-    /// The answer's beginning; its body is still to be read.
+    /// The response's head; its body is not read yet.
     pub async fn open(&self, path: &str, body: Value) -> Response<hyper::body::Incoming> {
         let request = self.request("POST", path).header("content-type", "application/json");
         self.send(request, &body.to_string()).await
@@ -243,10 +243,10 @@ impl Server {
     }
 }
 
-/// What would never come fails the test, and does not hang it.
+/// Fails the test, instead of hanging, if the future does not complete.
 pub async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
-    let result = tokio::time::timeout(PATIENCE, future).await;
-    result.unwrap_or_else(|_| panic!("{what} did not come within {PATIENCE:?}"))
+    let result = tokio::time::timeout(TIMEOUT, future).await;
+    result.unwrap_or_else(|_| panic!("{what} did not come within {TIMEOUT:?}"))
 }
 
 pub async fn whole(response: Response<hyper::body::Incoming>) -> Answer {
@@ -255,7 +255,7 @@ pub async fn whole(response: Response<hyper::body::Incoming>) -> Answer {
     Answer { status: parts.status, headers: parts.headers, body: String::from_utf8(body.to_vec()).unwrap() }
 }
 
-/// For a model in this folder.
+/// The configuration for a model in this folder.
 pub fn config(folder: &Path) -> Config {
     Config {
         model_id: "test/model".to_owned(),
@@ -278,7 +278,7 @@ pub fn config(folder: &Path) -> Config {
     }
 }
 
-/// The process's recorder: tests of one process share it.
+/// The process's metrics recorder, which the tests of one process share.
 pub fn exporter() -> Exporter {
     static EXPORTER: OnceLock<Exporter> = OnceLock::new();
     EXPORTER.get_or_init(|| Exporter::install(&LIMITS).unwrap()).clone()

@@ -1,4 +1,4 @@
-//! The routes that generate nothing.
+//! Routes that generate nothing.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::model::IM_END;
 use crate::server::{Server, whole};
 
 #[tokio::test]
-async fn health_is_the_engine_s() {
+async fn health_follows_the_engine() {
     let server = Server::answering(&[IM_END]).await;
     for path in ["/health", "/ping", "/"] {
         let answer = server.get(path).await;
@@ -24,7 +24,7 @@ async fn health_is_the_engine_s() {
 }
 
 #[tokio::test]
-async fn live_ready_and_progressing_are_three_things() {
+async fn live_ready_and_progressing_are_independent() {
     let server = Server::answering(&[IM_END]).await;
     let lost = "rank 0 died".to_owned();
     let cases = [
@@ -57,7 +57,7 @@ async fn live_ready_and_progressing_are_three_things() {
 }
 
 #[tokio::test]
-async fn the_server_says_what_it_serves() {
+async fn info_and_models_report_the_served_model() {
     let server = Server::answering(&[IM_END]).await;
     insta::assert_snapshot!(server.get("/info").await.body, @r#"{"model_id":"test/model","model_sha":null,"model_pipeline_tag":null,"max_concurrent_requests":4,"max_best_of":2,"max_stop_sequences":4,"max_input_tokens":200,"max_total_tokens":256,"validation_workers":1,"max_client_batch_size":4,"router":"text-generation-router","version":"0.1.0"}"#);
     insta::assert_snapshot!(server.get("/v1/models").await.body, @r#"{"object":"list","data":[{"id":"test/model","object":"model","created":0,"owned_by":"test/model"}]}"#);
@@ -68,7 +68,7 @@ async fn the_server_says_what_it_serves() {
 }
 
 #[tokio::test]
-async fn tokens_come_with_their_place_in_the_text() {
+async fn tokens_have_their_offsets_in_the_text() {
     let server = Server::answering(&[IM_END]).await;
     let answer = server.post("/tokenize", json!({"inputs": "a b<|im_end|>"})).await;
     insta::assert_snapshot!(answer.body, @r#"[{"id":97,"text":"a","start":0,"stop":1},{"id":32,"text":" ","start":1,"stop":2},{"id":98,"text":"b","start":2,"stop":3},{"id":257,"text":"<|im_end|>","start":3,"stop":13}]"#);
@@ -84,7 +84,7 @@ async fn metrics_are_text() {
 }
 
 #[tokio::test]
-async fn browsers_may_send_their_key() {
+async fn browsers_may_send_a_key() {
     let server = Server::answering(&[IM_END]).await;
     let ask = |server: &Server, origin: &str| {
         server
@@ -108,7 +108,7 @@ async fn browsers_may_send_their_key() {
 }
 
 #[tokio::test]
-async fn browsers_may_read_what_tgi_says_in_headers() {
+async fn browsers_may_read_tgi_s_headers() {
     let server = Server::answering(&[IM_END]).await;
     let request = server.request("POST", "/generate").header("origin", "https://a.example");
     let body = json!({"inputs": "Hi"}).to_string();
@@ -121,7 +121,7 @@ async fn browsers_may_read_what_tgi_says_in_headers() {
 }
 
 #[tokio::test]
-async fn an_origin_that_is_none_is_refused_at_the_start() {
+async fn an_invalid_origin_is_refused_at_startup() {
     let origins = |config: &mut Config| config.cors_allow_origins = vec!["everybody".to_owned()];
     let server = Server::start(|sequence| sequence.answer(&[IM_END]), origins).await;
     let error = server.served.await.unwrap().unwrap_err();

@@ -1,4 +1,4 @@
-//! `/generate_stream`: framing, order, and what happens when something goes wrong on the way.
+//! `/generate_stream`: framing, order, and failures during the stream.
 
 use axum::http::StatusCode;
 use http_body_util::BodyExt;
@@ -28,7 +28,7 @@ async fn a_stream_is_one_event_for_each_token() {
 }
 
 #[tokio::test]
-async fn the_root_streams_when_asked() {
+async fn the_root_streams_on_request() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let answer = server.post("/", json!({"inputs": "Hi", "stream": true})).await;
     let events = answer.events();
@@ -37,7 +37,7 @@ async fn the_root_streams_when_asked() {
 }
 
 #[tokio::test]
-async fn events_come_as_tokens_do() {
+async fn events_are_sent_as_tokens_arrive() {
     let (server, mut sequences) = Server::manual().await;
     let mut response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
     let sequence = sequences.recv().await.unwrap();
@@ -51,7 +51,7 @@ async fn events_come_as_tokens_do() {
 }
 
 #[tokio::test]
-async fn a_failure_on_the_way_is_the_last_event() {
+async fn a_failure_during_a_stream_is_its_last_event() {
     let (server, mut sequences) = Server::manual().await;
     let response = server.open("/generate_stream", json!({"inputs": "Hi"})).await;
     assert_eq!(response.status(), StatusCode::OK);
@@ -71,7 +71,7 @@ async fn a_failure_on_the_way_is_the_last_event() {
 }
 
 #[tokio::test]
-async fn refusals_have_their_status_before_a_stream_starts() {
+async fn refusals_are_statuses_and_not_events() {
     let server = Server::answering(&[IM_END]).await;
     for parameters in [
         json!({"temperature": 0}),
@@ -101,7 +101,7 @@ async fn silence_is_filled_with_comments() {
 }
 
 #[tokio::test]
-async fn no_stream_of_tgi_s_ends_with_done() {
+async fn tgi_s_streams_do_not_end_with_done() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     for path in ["/generate_stream", "/", "/invocations"] {
         let answer = server.post(path, json!({"inputs": "Hi", "stream": true})).await;

@@ -1,4 +1,4 @@
-//! Several generations of one request, and what comes with tokens: alternatives, the prompt's logprobs, seeds.
+//! Several generations of one request; alternatives, prompt logprobs and seeds.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -16,7 +16,7 @@ fn token(id: u32, logprob: f32) -> SequenceEvent {
     SequenceEvent::Token(Token { id, logprob, top: Vec::new() })
 }
 
-/// The generations of a request say these words with these logprobs, in their order.
+/// Answers the generations of a request with these words and logprobs, in order.
 async fn saying(words: &'static [(&'static str, f32)]) -> Server {
     let next = AtomicUsize::new(0);
     let script = move |sequence: Sequence| {
@@ -38,7 +38,7 @@ fn texts(answer: &Value) -> Vec<&str> {
 const WORDS: &[(&str, f32)] = &[("END", -2.0), ("Hello", -1.0), (" world", -0.5), (" and more", -3.0)];
 
 #[tokio::test]
-async fn best_of_answers_with_the_likeliest_and_tells_the_losers_in_their_order() {
+async fn best_of_answers_with_the_best_and_lists_the_others_in_order() {
     let server = saying(&[("END", -2.0), ("Hello", -0.5)]).await;
     let parameters = json!({"best_of": 2, "do_sample": true, "details": true, "return_full_text": true});
     let answer = server.post("/generate", json!({"inputs": "Hi", "parameters": parameters})).await;
@@ -48,7 +48,7 @@ async fn best_of_answers_with_the_likeliest_and_tells_the_losers_in_their_order(
     assert!(requests[0].group.is_some() && requests[0].group == requests[1].group);
     let body = answer.body.replace(&loser, "LOSER").replace(&winner, "WINNER");
     insta::assert_snapshot!(body, @r#"{"generated_text":"HiHello","details":{"finish_reason":"eos_token","generated_tokens":2,"seed":WINNER,"prefill":[],"tokens":[{"id":258,"text":"Hello","logprob":-0.5,"special":false},{"id":257,"text":"<|im_end|>","logprob":-0.5,"special":true}],"best_of_sequences":[{"generated_text":"HiEND","finish_reason":"eos_token","generated_tokens":2,"seed":LOSER,"prefill":[],"tokens":[{"id":262,"text":"END","logprob":-2.0,"special":false},{"id":257,"text":"<|im_end|>","logprob":-2.0,"special":true}]}]}}"#);
-    // All that was generated, from one prompt.
+    // All generated tokens, and the prompt once.
     assert_eq!((answer.header("x-generated-tokens"), answer.header("x-prompt-tokens")), ("4", "2"));
 
     let server = saying(WORDS).await;
@@ -58,7 +58,7 @@ async fn best_of_answers_with_the_likeliest_and_tells_the_losers_in_their_order(
 }
 
 #[tokio::test]
-async fn n_answers_come_in_their_order_and_are_the_best_ones_when_ranked() {
+async fn n_answers_are_in_order_and_with_best_of_the_best_ones() {
     let ask = async |parameters: Value| {
         let server = saying(WORDS).await;
         server.post("/generate", json!({"inputs": "Hi", "parameters": parameters})).await.json()
@@ -120,7 +120,7 @@ async fn every_generation_takes_a_permit() {
 }
 
 #[tokio::test]
-async fn one_that_fails_fails_the_request_and_aborts_the_others() {
+async fn a_failed_generation_fails_the_request_and_aborts_the_others() {
     let (server, mut sequences) = Server::manual().await;
     let body = json!({"inputs": "Hi", "parameters": {"n": 3, "do_sample": true}});
     let (answer, (first, last)) = tokio::join!(server.post("/generate", body), async {
@@ -141,7 +141,7 @@ async fn one_that_fails_fails_the_request_and_aborts_the_others() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_aborts_all_of_them() {
+async fn a_disconnect_aborts_all_generations() {
     let (server, mut sequences) = Server::manual().await;
     let mut connection = TcpStream::connect(server.address).await.unwrap();
     let body = json!({"inputs": "Hi", "parameters": {"n": 3}}).to_string();
@@ -169,7 +169,7 @@ fn with_everything(sequence: &Sequence) {
 }
 
 #[tokio::test]
-async fn top_tokens_come_with_every_token_and_what_is_not_a_number_is_null() {
+async fn every_token_has_top_tokens_and_nan_is_null() {
     let server = Server::scripted(|sequence| with_everything(&sequence)).await;
     let parameters = json!({"top_n_tokens": 2, "details": true, "max_new_tokens": 2});
     let body = json!({"inputs": "Hi", "parameters": parameters});

@@ -12,7 +12,7 @@ fn chat() -> Value {
 }
 
 #[tokio::test]
-async fn invocations_are_told_apart_by_their_shape_in_tgi_s_order() {
+async fn invocations_are_dispatched_by_shape_in_tgi_s_order() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let answer = server.post("/invocations", json!({"inputs": "Hi", "messages": chat(), "prompt": "x"})).await;
     assert_eq!(answer.body, r#"[{"generated_text":"HiHello"}]"#);
@@ -21,13 +21,13 @@ async fn invocations_are_told_apart_by_their_shape_in_tgi_s_order() {
     assert_eq!(answer["choices"][0]["message"]["content"], "Hello");
     let answer = server.post("/invocations", json!({"prompt": "x"})).await.json();
     assert_eq!(answer["choices"][0]["text"], "Hello");
-    // What is no prompt may still be a chat.
+    // A body that is not a prompt may still be a chat.
     let answer = server.post("/invocations", json!({"inputs": 5, "messages": chat()})).await.json();
     assert_eq!(answer["object"], "chat.completion");
 }
 
 #[tokio::test]
-async fn invocations_stream_and_fail_as_the_route_that_they_mean() {
+async fn invocations_stream_and_fail_like_the_route_they_select() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let stream = server.post("/invocations", json!({"inputs": "Hi", "stream": true})).await;
     assert!(stream.body.starts_with("data: {\"index\":1,"), "{}", stream.body);
@@ -41,7 +41,7 @@ async fn invocations_stream_and_fail_as_the_route_that_they_mean() {
 }
 
 #[tokio::test]
-async fn an_invocation_of_no_shape_is_422_with_the_reason() {
+async fn an_invocation_of_unknown_shape_is_422_with_the_reason() {
     let server = Server::answering(&[IM_END]).await;
     for (body, told) in [
         (json!({}), "send `inputs`"),
@@ -79,7 +79,7 @@ async fn vertex_predicts_a_text_for_each_instance_in_their_order() {
         assert_eq!(all[0].request.sampling.top_k, 3);
         assert!(all.iter().all(|sequence| sequence.request.sampling.do_sample));
         assert_eq!(all[2].request.prompt_token_ids, bytes("third"));
-        // The last to start is the first to end.
+        // Sequences end in the opposite order.
         for text in [" and more", "END", "Hello"] {
             all.pop().unwrap().answer(&[word(text), IM_END]);
         }
@@ -92,7 +92,7 @@ async fn vertex_predicts_a_text_for_each_instance_in_their_order() {
 }
 
 #[tokio::test]
-async fn vertex_does_not_say_what_failed() {
+async fn vertex_hides_the_reason_of_a_failure() {
     let server = Server::answering(&[IM_END]).await;
     let answer = server.post("/vertex", json!({"instances": []})).await;
     assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY);
@@ -123,7 +123,7 @@ async fn an_instance_that_fails_aborts_the_others() {
 }
 
 #[tokio::test]
-async fn a_chat_s_tokens_come_with_the_text_that_its_template_makes() {
+async fn chat_tokenize_answers_the_rendered_prompt_and_its_tokens() {
     let server = Server::answering(&[IM_END]).await;
     let answer = server.post("/chat_tokenize", json!({"messages": [{"role": "u", "content": "x"}]})).await;
     insta::assert_snapshot!(answer.body, @r#"{"tokenize_response":[{"id":256,"text":"<|im_start|>","start":0,"stop":12},{"id":117,"text":"u","start":12,"stop":13},{"id":10,"text":"\n","start":13,"stop":14},{"id":120,"text":"x","start":14,"stop":15},{"id":257,"text":"<|im_end|>","start":15,"stop":25},{"id":10,"text":"\n","start":25,"stop":26},{"id":256,"text":"<|im_start|>","start":26,"stop":38},{"id":97,"text":"a","start":38,"stop":39},{"id":115,"text":"s","start":39,"stop":40},{"id":115,"text":"s","start":40,"stop":41},{"id":105,"text":"i","start":41,"stop":42},{"id":115,"text":"s","start":42,"stop":43},{"id":116,"text":"t","start":43,"stop":44},{"id":97,"text":"a","start":44,"stop":45},{"id":110,"text":"n","start":45,"stop":46},{"id":116,"text":"t","start":46,"stop":47},{"id":10,"text":"\n","start":47,"stop":48}],"templated_text":"<|im_start|>u\nx<|im_end|>\n<|im_start|>assistant\n"}"#);

@@ -1,4 +1,4 @@
-//! A stream, put together, is the plain answer: whatever the model says, and whatever ends it.
+//! Property: the sum of a stream is the plain answer, for any model output and finish reason.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,7 +11,7 @@ use crate::server::{Sequence, Server};
 const NUM_CASES: u64 = 150;
 const STOPS: [&str; 8] = ["END", "\n\nUser", "o w", "\u{e9}", "<|im_start|>", "ld", ": hi and", "!"];
 
-/// Reproducible choices.
+/// A reproducible random generator.
 struct Dice(u64);
 
 impl Dice {
@@ -22,7 +22,7 @@ impl Dice {
 
     fn token_id(&mut self) -> u32 {
         let id = match self.below(10) {
-            // Bytes of characters of two and three bytes, in the wrong order more often than not.
+            // Bytes of two- and three-byte characters, mostly in the wrong order.
             0..4 => [0xC3, 0xA9, 0xE2, 0x82, 0xAC][usize::try_from(self.below(5)).unwrap()],
             4..9 => 258 + self.below(6),
             _ => 256 + self.below(2),
@@ -37,7 +37,7 @@ impl Dice {
     }
 }
 
-/// As the real engine: nothing after a stop token, or after the last token that is allowed.
+/// Like the real engine, sends nothing after a stop token or the last allowed token.
 fn say(sequence: &Sequence, tokens: &[Token]) {
     sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
     for (index, token) in tokens.iter().enumerate() {
@@ -102,6 +102,6 @@ fn check_fold(plain: &Value, events: &[Value], body: &Value) {
     let shown: String = shown.map(|token| token["text"].as_str().unwrap()).collect();
     let prompt = if body["parameters"]["return_full_text"] == true { "Hi" } else { "" };
     let rest = plain["generated_text"].as_str().unwrap().strip_prefix(&(prompt.to_owned() + &shown)).unwrap();
-    // A character that the end cut off is in the text, and in no token's.
+    // A character cut off by the end is in the text, but in no token's text.
     assert!(rest.chars().all(|character| character == char::REPLACEMENT_CHARACTER), "{rest:?} {body}");
 }

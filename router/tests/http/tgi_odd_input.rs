@@ -1,4 +1,4 @@
-//! Bodies that nobody should send: each is refused with a status of the client's, or served; never a bug.
+//! Unusual bodies: each is refused with a 4xx status or served, and none causes an internal error.
 
 use axum::http::StatusCode;
 use penstock_router::Config;
@@ -11,7 +11,7 @@ const ROUTES: [&str; 7] =
     ["/generate", "/generate_stream", "/", "/tokenize", "/invocations", "/vertex", "/chat_tokenize"];
 
 #[tokio::test]
-async fn what_is_not_json_is_400_in_plain_text_on_every_route() {
+async fn invalid_json_is_400_in_plain_text_on_every_route() {
     let server = Server::answering(&[IM_END]).await;
     let broken: [&[u8]; 4] = [b"", b"{", br#"{"inputs":"Hi",}"#, b"{'inputs':'Hi'}"];
     let unreadable: [&[u8]; 5] = [
@@ -21,7 +21,7 @@ async fn what_is_not_json_is_400_in_plain_text_on_every_route() {
         b"{\"inputs\":\"\xff\xfe\"}",
         b"{\"inputs\":\"\\ud800\"}",
     ];
-    // A value that a route does not know is skipped without being read.
+    // The value of an unknown field is skipped.
     let asked = unreadable.iter().map(|body| (body, &ROUTES[..5])).chain(broken.iter().map(|body| (body, &ROUTES[..])));
     for (body, routes) in asked {
         for path in routes {
@@ -35,7 +35,7 @@ async fn what_is_not_json_is_400_in_plain_text_on_every_route() {
 }
 
 #[tokio::test]
-async fn what_has_the_wrong_shape_is_422_in_plain_text() {
+async fn json_of_the_wrong_shape_is_422_in_plain_text() {
     let server = Server::answering(&[IM_END]).await;
     let bodies = [
         r#"[]"#.to_owned(),
@@ -63,7 +63,7 @@ async fn what_has_the_wrong_shape_is_422_in_plain_text() {
 }
 
 #[tokio::test]
-async fn every_field_that_may_be_left_out_may_be_null() {
+async fn every_optional_field_may_be_null() {
     let server = Server::answering(&[IM_END]).await;
     let names = [
         "best_of",
@@ -107,7 +107,7 @@ async fn every_field_that_may_be_left_out_may_be_null() {
 }
 
 #[tokio::test]
-async fn deep_nesting_is_refused_where_it_would_be_kept() {
+async fn deep_nesting_is_refused_in_fields_that_are_read() {
     let server =
         Server::start(|s| s.answer(&[IM_END]), |config: &mut Config| config.payload_limit_bytes = 1 << 20).await;
     let deep = "[".repeat(100_000) + &"]".repeat(100_000);
@@ -123,7 +123,7 @@ async fn deep_nesting_is_refused_where_it_would_be_kept() {
 }
 
 #[tokio::test]
-async fn very_many_stops_and_ids_are_counted_before_they_are_used() {
+async fn long_lists_are_counted_before_they_are_used() {
     let server =
         Server::start(|s| s.answer(&[IM_END]), |config: &mut Config| config.payload_limit_bytes = 1 << 20).await;
     let stops: Vec<_> = (0..10_000).map(|index| index.to_string()).collect();

@@ -1,11 +1,11 @@
-//! Of several things that are wrong with a request, TGI tells the one that it checks first.
+//! COMPAT: of several faults in a request, the one that TGI checks first is reported.
 
 use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 
 use crate::server::{Answer, Server};
 
-/// Something wrong with a request; `null` says that it is only wrong without this field.
+/// A fault in a request. A field with `null` means that the fault is the absence of the field.
 struct Fault {
     /// Fields of `parameters`, and `inputs`.
     fields: Value,
@@ -46,7 +46,7 @@ fn faults() -> Vec<Fault> {
     ]
 }
 
-/// Nothing when both cannot be wrong at once.
+/// `None` if a request cannot have both faults.
 fn merged(one: &Value, other: &Value) -> Option<Map<String, Value>> {
     let mut fields = one.as_object().unwrap().clone();
     for (name, value) in other.as_object().unwrap() {
@@ -65,7 +65,7 @@ async fn ask(free: &Server, full: &Server, mut fields: Map<String, Value>) -> An
 }
 
 #[tokio::test]
-async fn the_first_fault_in_tgi_s_order_is_told() {
+async fn the_first_fault_in_tgi_s_order_is_reported() {
     let (free, _free_sequences) = Server::manual().await;
     let (full, _full_sequences) = Server::manual().await;
     let mut open = Vec::new();
@@ -88,7 +88,7 @@ async fn the_first_fault_in_tgi_s_order_is_told() {
         }
     }
     assert!(num_pairs > 150, "{num_pairs}");
-    // The one pair of which the table says that it cannot be.
+    // The only pair that cannot occur together.
     let both = json!({"best_of": 2, "decoder_input_details": true, "stream": true});
     let answer = ask(&free, &full, both.as_object().unwrap().clone()).await;
     assert!(answer.body.contains(faults[0].told), "{}", answer.body);

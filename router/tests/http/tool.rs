@@ -1,4 +1,4 @@
-//! Tools and thoughts on `/v1/chat/completions`.
+//! Tools and reasoning on `/v1/chat/completions`.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::model::{self, IM_END, bytes, word};
 use crate::server::{Sequence, Server};
 
 const PATH: &str = "/v1/chat/completions";
-/// Special tokens of the model here; thoughts are marked by ordinary ones.
+/// Special tokens of this model; the marks of reasoning are ordinary tokens.
 pub const TOOL_CALL: u32 = 264;
 pub const TOOL_CALL_END: u32 = 265;
 const TEMPLATE: &str = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if enable_thinking is false %}off{% endif %}\
@@ -71,13 +71,13 @@ fn grammar(server: &Server) -> Option<String> {
     })
 }
 
-/// Ids of calls are made anew for each answer.
+/// Replaces call ids, which differ in each answer.
 pub fn without_ids(text: &str) -> String {
     regex::Regex::new("call_[0-9a-f]{24}").unwrap().replace_all(text, "call_ID").into_owned()
 }
 
 #[tokio::test]
-async fn calls_are_taken_out_of_the_answer() {
+async fn calls_are_not_part_of_the_content() {
     let first = call(r#"{"name": "f", "arguments": {"city": "né"}}"#);
     let second = call("\n{\"name\": \"g\", \"arguments\": {}}\n");
     let server = answering(&[first, bytes("\n"), second, vec![IM_END]].concat()).await;
@@ -90,7 +90,7 @@ async fn calls_are_taken_out_of_the_answer() {
 }
 
 #[tokio::test]
-async fn a_stream_names_a_call_once_and_then_tells_its_arguments() {
+async fn a_stream_names_a_call_once_before_its_arguments() {
     let text = bytes(r#"{"name": "f", "arguments": {"a""#);
     let end = [vec![word(": hi")], bytes("\"}}"), vec![TOOL_CALL_END, IM_END]].concat();
     let server = answering(&[vec![TOOL_CALL], text, end].concat()).await;
@@ -114,7 +114,7 @@ async fn a_stream_names_a_call_once_and_then_tells_its_arguments() {
 }
 
 #[tokio::test]
-async fn thoughts_are_told_apart() {
+async fn reasoning_is_separate_from_content() {
     let server = answering(&[bytes("<think>hm</think>\n\n"), vec![word("Hello"), IM_END]].concat()).await;
     for fields in [json!({}), json!({"tools": null})] {
         let plain = server.post(PATH, ask(fields.clone())).await.json();
@@ -145,7 +145,7 @@ async fn the_template_sees_tools_calls_and_results() {
 }
 
 #[tokio::test]
-async fn a_prompt_ends_where_the_request_says() {
+async fn the_request_decides_how_the_prompt_ends() {
     let server = answering(&[IM_END]).await;
     let messages = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]);
     let ends = [
@@ -188,7 +188,7 @@ async fn a_template_without_tools_gets_them_in_the_last_message() {
 }
 
 #[tokio::test]
-async fn mistral_s_calls_have_ids_that_its_templates_take_back() {
+async fn mistral_s_call_ids_are_accepted_by_its_templates() {
     let folder = tempfile::tempdir().unwrap();
     model::write_with_template(folder.path(), &json!("{{ tools }}[TOOL_CALLS]"));
     let tokens = [bytes(r#"[TOOL_CALLS][{"name": "f", "arguments": {}}]"#), vec![IM_END]].concat();
@@ -226,7 +226,7 @@ async fn the_choice_decides_the_grammar() {
 }
 
 #[tokio::test]
-async fn tools_that_cannot_be_are_refused() {
+async fn invalid_tools_are_refused() {
     let server = answering(&[IM_END]).await;
     let cases = [
         (json!({"tool_choice": "h"}), "tool_error", "the function \"h\", which is not one of the tools"),
@@ -252,7 +252,7 @@ async fn tools_that_cannot_be_are_refused() {
 }
 
 #[tokio::test]
-async fn a_call_that_was_cut_is_not_passed_off_as_one() {
+async fn an_incomplete_call_does_not_finish_with_tool_calls() {
     let server = answering(&call(r#"{"name": "f", "arguments": {"city": "x"}}"#)).await;
     let answer = server.post(PATH, ask(json!({"max_tokens": 32}))).await.json();
     let choice = &answer["choices"][0];
@@ -261,7 +261,7 @@ async fn a_call_that_was_cut_is_not_passed_off_as_one() {
 }
 
 #[tokio::test]
-async fn a_client_s_grammar_leaves_room_for_thoughts() {
+async fn a_client_s_grammar_applies_after_the_reasoning() {
     let server = answering(&[IM_END]).await;
     let format = json!({"type": "regex", "value": "[0-9]+"});
     server.post(PATH, ask(json!({"tools": null, "response_format": format}))).await;

@@ -1,4 +1,4 @@
-//! Clients that ask for much and read nothing of it.
+//! Clients that do not read their responses.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use penstock_router::sequence::SequenceEvent;
 use crate::model::{IM_END, word};
 use crate::server::{Sequences, Server, whole, within};
 
-/// One request at a time may be in, and its client has a fifth of a second.
-async fn impatient() -> (Server, Sequences) {
+/// A server with one permit that gives up on a client after a fifth of a second.
+async fn with_short_timeout() -> (Server, Sequences) {
     Server::manual_with(|config| {
         config.limits.max_concurrent_requests = 1;
         config.limits.max_total_tokens = 100_000;
@@ -22,7 +22,7 @@ async fn impatient() -> (Server, Sequences) {
     .await
 }
 
-/// Starts an answer, and returns when it is given up.
+/// Starts an answer and returns when the server gives up on its client.
 async fn is_given_up(sequences: &mut Sequences, num_tokens: usize) {
     let sequence = sequences.recv().await.unwrap();
     sequence.send(SequenceEvent::Started { num_cached_tokens: 0 });
@@ -30,7 +30,7 @@ async fn is_given_up(sequences: &mut Sequences, num_tokens: usize) {
     sequence.aborted.await.unwrap();
 }
 
-/// Its permit is free, and it was counted.
+/// Checks that the permit is free and the client was counted.
 async fn has_made_room(server: &Server, sequences: &mut Sequences) {
     let body = serde_json::json!({"inputs": "Hi"});
     let (answer, ()) = tokio::join!(server.post("/generate", body), async {
@@ -42,8 +42,8 @@ async fn has_made_room(server: &Server, sequences: &mut Sequences) {
 }
 
 #[tokio::test]
-async fn an_http2_stream_that_is_not_read_is_given_up_and_its_connection_goes_on() {
-    let (server, mut sequences) = impatient().await;
+async fn an_unread_http2_stream_is_given_up_and_its_connection_continues() {
+    let (server, mut sequences) = with_short_timeout().await;
     let client: Client<_, Full<Bytes>> =
         Client::builder(TokioExecutor::new()).http2_only(true).http2_initial_stream_window_size(1024).build_http();
     let send = || {
@@ -52,23 +52,23 @@ async fn an_http2_stream_that_is_not_read_is_given_up_and_its_connection_goes_on
         client.request(request.header("content-type", "application/json").body(body).unwrap())
     };
     let unread = send().await.unwrap();
-    // Some ten times the window.
+    // About ten times the window.
     is_given_up(&mut sequences, 100).await;
     has_made_room(&server, &mut sequences).await;
-    // Who reads it all the same sees that it broke off.
+    // A client that reads it after all sees an error.
     assert!(within("its end", unread.into_body().collect()).await.is_err());
     let read = send().await.unwrap();
     sequences.recv().await.unwrap().answer(&[word("Hello"), IM_END]);
     assert!(whole(read).await.body.contains(r#""generated_text":"Hello""#));
 }
 
-/// The kernel finds it, before anything waits here: all of the answer so far is in its hands.
+/// The kernel detects it, because its buffers hold the whole response so far.
 #[cfg(target_os = "linux")]
 #[tokio::test]
 async fn an_http1_client_that_does_not_read_loses_its_connection() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-    let (server, mut sequences) = impatient().await;
+    let (server, mut sequences) = with_short_timeout().await;
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(2048).unwrap();
     let mut client = socket.connect(server.address).await.unwrap();
@@ -77,7 +77,7 @@ async fn an_http1_client_that_does_not_read_loses_its_connection() {
     is_given_up(&mut sequences, 100).await;
     has_made_room(&server, &mut sequences).await;
     let mut read = Vec::new();
-    // A reset, or an end.
+    // Either a reset or the end.
     let _ = within("the connection's end", client.read_to_end(&mut read)).await;
     assert!(read.len() < 9000, "{} bytes of some 11,000 arrived", read.len());
 }

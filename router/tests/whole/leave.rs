@@ -1,6 +1,6 @@
-//! A client leaves, in whatever state its request is: its blocks are free within two steps, and its place is free.
+//! A client disconnects in any state of its request: its KV blocks are free within two steps, and so is its permit.
 //!
-//! A witness generates beside it, so that there are steps; no step is answered before the test lets it.
+//! A witness generates meanwhile, so that steps go on; no step is answered before the test allows it.
 
 use penstock_router::engine::{Generator, SequenceStream};
 use penstock_router::sequence::SequenceRequest;
@@ -15,12 +15,12 @@ use crate::fake_worker::{FakeWorker, Script, Seen};
 use crate::server::{LIMITS, Server};
 
 const ROUTES: [&str; 2] = ["/generate", "/generate_stream"];
-/// Tokens of the prompt, when it needs several steps.
+/// Prompt length that needs several steps.
 const LONG_PROMPT_TOKENS: u32 = 40;
-/// What may be answered after the client has left.
+/// Steps that may be answered after the disconnect.
 const STEPS_TO_FREE: u64 = 2;
 
-/// Where a request is when its client leaves.
+/// The state of a request at the disconnect.
 struct State {
     name: &'static str,
     num_witnesses: u64,
@@ -30,7 +30,7 @@ struct State {
     is_reached: fn(&[Advance]) -> bool,
 }
 
-/// The advances of the plans, the last of which is in flight.
+/// The advances of the plans; the last plan is in flight.
 const STATES: [State; 6] = [
     State {
         name: "queued",
@@ -91,7 +91,7 @@ fn advances(seen: &Seen, sequence_id: u64) -> Vec<Advance> {
     all.filter(|advance| advance.sequence_id == sequence_id).collect()
 }
 
-/// Lets steps be answered until all witnesses run. No further step can then be planned before the next answer.
+/// Allows steps until all witnesses run. No further step is planned before the next answer.
 async fn run_all(server: &Server, num_witnesses: usize, worker: &FakeWorker, gate: &watch::Sender<u64>) {
     server.wait_until("taken in", |stats| stats.num_queued + stats.num_running == num_witnesses).await;
     worker.wait_until(|seen| seen.plans.len() == 2).await;
@@ -100,14 +100,14 @@ async fn run_all(server: &Server, num_witnesses: usize, worker: &FakeWorker, gat
     }
 }
 
-/// Lets the oldest step in flight be answered, and waits for the plan that follows.
+/// Allows the oldest step in flight and waits for the next plan.
 async fn answer_next(worker: &FakeWorker, gate: &watch::Sender<u64>) {
     let last = *gate.borrow() + 1;
     gate.send_replace(last);
     worker.wait_until(|seen| seen.plans.len() as u64 >= last + 2).await;
 }
 
-/// Lets step after step be answered until the victim is where it is to be; the number of the last that may be.
+/// Allows step after step until the victim is in the wanted state; returns the number of the last allowed step.
 async fn reach(server: &Server, state: &State, worker: &FakeWorker, gate: &watch::Sender<u64>) -> u64 {
     let victim = state.num_witnesses + 1;
     server.wait_until("taken in", |stats| stats.num_queued + stats.num_running == victim as usize).await;
@@ -120,7 +120,7 @@ async fn reach(server: &Server, state: &State, worker: &FakeWorker, gate: &watch
     }
 }
 
-/// The only place for a request is free again.
+/// Checks that the only permit is free.
 async fn has_room(server: &Server) -> bool {
     for _ in 0..10_000 {
         match server.status("/generate", &body(2, 1)).await.as_str() {
@@ -133,7 +133,7 @@ async fn has_room(server: &Server) -> bool {
 }
 
 #[tokio::test]
-async fn its_blocks_are_free_within_two_steps() {
+async fn blocks_are_free_within_two_steps_of_a_disconnect() {
     for state in &STATES {
         for path in ROUTES {
             let (gate, may_answer) = watch::channel(0);
@@ -151,7 +151,7 @@ async fn its_blocks_are_free_within_two_steps() {
             let remain = |stats: &Stats| stats.num_queued == 0 && stats.num_running == num_witnesses;
             server.wait_until("aborted", remain).await;
             gate.send_replace(last + STEPS_TO_FREE);
-            // The witnesses are young: one block each.
+            // The witnesses have one block each.
             let free_blocks = LIMITS.num_blocks as usize - num_witnesses;
             let what = format!("free after {STEPS_TO_FREE} steps, {}, {path}", state.name);
             server.wait_until(&what, |stats| stats.num_allocatable_blocks == free_blocks).await;
@@ -165,7 +165,7 @@ async fn its_blocks_are_free_within_two_steps() {
 }
 
 #[tokio::test]
-async fn who_leaves_while_a_grammar_is_compiled_is_never_planned() {
+async fn a_disconnect_during_grammar_compilation_is_never_planned() {
     for path in ROUTES {
         let fleet = Fleet::new([vec![Script::default()]]);
         let server = Server::start(&fleet).await;
@@ -182,7 +182,7 @@ async fn who_leaves_while_a_grammar_is_compiled_is_never_planned() {
 }
 
 #[tokio::test]
-async fn who_leaves_while_the_prompt_is_tokenized_leaves_nothing() {
+async fn a_disconnect_during_tokenization_leaves_nothing() {
     for path in ROUTES {
         let fleet = Fleet::new([vec![Script::default()]]);
         let server = Server::start(&fleet).await;
@@ -196,7 +196,7 @@ async fn who_leaves_while_the_prompt_is_tokenized_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn who_leaves_while_the_workers_restart_is_not_replayed() {
+async fn a_disconnect_during_a_restart_is_not_replayed() {
     for path in ROUTES {
         let fleet = Fleet::new([vec![Script::default()], vec![Script::default()]]);
         fleet.allow(0);

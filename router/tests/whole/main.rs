@@ -1,4 +1,4 @@
-//! The router from its port to a scripted worker's socket: what becomes of a request whose client leaves.
+//! The router from its port to a scripted worker's socket: disconnects.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 #[allow(dead_code, reason = "shared with tests/engine.rs")]

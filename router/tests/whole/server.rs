@@ -1,4 +1,4 @@
-//! A server on a free port over the real engine, and clients that are no more than a socket.
+//! A server on a free port with the real engine, and clients that are plain sockets.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -19,9 +19,9 @@ use tokio_util::sync::CancellationToken;
 use crate::fake_worker::fleet::Fleet;
 use crate::model;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Two generations in a step, of which a prompt of more than 16 tokens takes several; and one request at a time.
+/// Two sequences in a step; a prompt of more than 16 tokens takes several steps.
 pub const LIMITS: Limits = Limits {
     max_step_tokens: 16,
     max_step_sequences: 2,
@@ -55,7 +55,7 @@ pub struct Server {
 
 impl Server {
     pub async fn start(fleet: &Fleet) -> Self {
-        let options = EngineOptions { limits: LIMITS, step_deadline: PATIENCE, max_failures: 5 };
+        let options = EngineOptions { limits: LIMITS, step_deadline: TIMEOUT, max_failures: 5 };
         let engine = fleet.engine(options).await;
         let folder = tempfile::tempdir().unwrap();
         model::write(folder.path());
@@ -77,7 +77,7 @@ impl Server {
             prefill_logprobs: false,
             vertex_routes: VertexRoutes::default(),
             connections: ConnectionLimits::new(&REQUEST_LIMITS),
-            graceful_termination_timeout: PATIENCE,
+            graceful_termination_timeout: TIMEOUT,
         };
         let services = Services { engine: Arc::new(engine.clone()), text, metrics: exporter() };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -87,7 +87,7 @@ impl Server {
         Self { address, engine, shutdown, _folder: folder }
     }
 
-    /// Sends a request. The client has left when the stream is dropped.
+    /// Sends a request. Dropping the stream disconnects the client.
     pub async fn send(&self, path: &str, body: &Value) -> TcpStream {
         let mut connection = TcpStream::connect(self.address).await.unwrap();
         let body = body.to_string();
@@ -100,7 +100,7 @@ impl Server {
         connection
     }
 
-    /// The status of a whole answer.
+    /// The status of a complete response.
     pub async fn status(&self, path: &str, body: &Value) -> String {
         let mut answer = String::new();
         self.send(path, body).await.read_to_string(&mut answer).await.unwrap();
@@ -113,7 +113,7 @@ impl Server {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         };
-        let waited = tokio::time::timeout(PATIENCE, poll).await;
+        let waited = tokio::time::timeout(TIMEOUT, poll).await;
         assert!(waited.is_ok(), "not {what}: {:?}", self.engine.stats());
     }
 }
@@ -124,7 +124,7 @@ impl Drop for Server {
     }
 }
 
-/// The process's recorder.
+/// The process's metrics recorder.
 fn exporter() -> Exporter {
     static EXPORTER: OnceLock<Exporter> = OnceLock::new();
     EXPORTER.get_or_init(|| Exporter::install(&REQUEST_LIMITS).unwrap()).clone()
