@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::engine::Generator;
+use crate::generation::GenerationService;
 use crate::http::connection::{self, App};
 use crate::http::{self, OriginError, Service};
 use crate::telemetry::metrics::Exporter;
@@ -48,15 +49,18 @@ pub async fn serve(
     let abandoned = CancellationToken::new();
     let closing = CancellationToken::new();
     let (vertex_routes, limits) = (config.vertex_routes.clone(), config.connections);
-    let service = Service::new(config, services, shutdown.clone(), abandoned.clone());
-    let app = App { router: http::router(service.clone())?, vertex_routes, limits };
-    let upkeep = tokio::spawn(run_upkeep(service.clone(), closing.clone()));
+    let Services { engine, text, metrics } = services;
+    let config = Arc::new(config);
+    let generation = GenerationService::new(Arc::clone(&config), engine, text, shutdown.clone(), abandoned.clone());
+    let router = http::router(Service::new(config, generation.clone(), metrics.clone()))?;
+    let app = App { router, vertex_routes, limits };
+    let upkeep = tokio::spawn(run_upkeep(metrics, closing.clone()));
     let served = connection::serve(listener, app, closing.clone());
 
     let drain = async {
         shutdown.cancelled().await;
         tracing::info!("draining: no new requests");
-        if tokio::time::timeout(grace, service.generation().drained()).await.is_err() {
+        if tokio::time::timeout(grace, generation.drained()).await.is_err() {
             tracing::warn!(grace_s = grace.as_secs_f64(), "requests are still running after the grace period");
         }
         abandoned.cancel();
@@ -74,9 +78,9 @@ pub async fn serve(
     Ok(())
 }
 
-async fn run_upkeep(service: Service, closing: CancellationToken) {
+async fn run_upkeep(metrics: Exporter, closing: CancellationToken) {
     let mut ticks = tokio::time::interval(UPKEEP_INTERVAL);
     while closing.run_until_cancelled(ticks.tick()).await.is_some() {
-        service.metrics().run_upkeep();
+        metrics.run_upkeep();
     }
 }

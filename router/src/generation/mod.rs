@@ -2,8 +2,8 @@
 //! admit → check → render → encode → reserve queue space → compile the grammar → submit → collect.
 //!
 //! `api` turns a dialect's request into a [`GenerationRequest`], [`GenerationService::start`] opens it, `http` renders
-//! the resulting [`GenerationDelta`]s. CONVENTION: nothing in this room imports axum, hyper, `crate::http` or
-//! `crate::api`; errors have no status here and types no wire format.
+//! the resulting [`GenerationDelta`]s. CONVENTION: this room imports neither axum nor hyper nor the
+//! `http` and `api` rooms; errors have no status here, and types have no wire format.
 
 mod admission;
 mod chat;

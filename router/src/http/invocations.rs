@@ -102,7 +102,7 @@ impl Invocation {
         let reasons = [("inputs", not_generate), ("messages", not_chat), ("prompt", not_completion)];
         Err(match reasons.iter().find(|(field, _)| body.get(field).is_some()) {
             Some((field, error)) => format!("a request with `{field}` cannot be read: {error}"),
-            None => "the body has none of `inputs` (to generate), `messages` (to chat) and `prompt` (to complete); send one of them"
+            None => "send `inputs` to generate, `messages` to chat or `prompt` to complete; the body has none of them"
                 .to_owned(),
         })
     }

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use tokio_util::sync::CancellationToken;
-
 use crate::config::Config;
 use crate::generation::GenerationService;
 use crate::telemetry::metrics::Exporter;
@@ -17,17 +15,7 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    /// Cancelling `draining` makes the server unhealthy and stops admission, cancelling `abandoned` fails whatever still
-    /// runs.
-    pub(crate) fn new(
-        config: Config,
-        services: crate::Services,
-        draining: CancellationToken,
-        abandoned: CancellationToken,
-    ) -> Self {
-        let config = Arc::new(config);
-        let crate::Services { engine, text, metrics } = services;
-        let generation = GenerationService::new(Arc::clone(&config), engine, text, draining, abandoned);
+    pub(crate) fn new(config: Arc<Config>, generation: GenerationService, metrics: Exporter) -> Self {
         Self { config, generation, metrics }
     }
 
@@ -35,11 +23,11 @@ impl Service {
         &self.config
     }
 
-    pub(crate) fn generation(&self) -> &GenerationService {
+    pub(super) fn generation(&self) -> &GenerationService {
         &self.generation
     }
 
-    pub(crate) fn metrics(&self) -> &Exporter {
+    pub(super) fn metrics(&self) -> &Exporter {
         &self.metrics
     }
 }
