@@ -26,7 +26,7 @@ struct State {
     num_witnesses: u64,
     num_prompt_tokens: u32,
     max_new_tokens: u32,
-    /// Whether it is there, by what its plans say.
+    /// Whether the request's plans show this state.
     is_reached: fn(&[Advance]) -> bool,
 }
 
