@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -33,6 +34,7 @@ from penstock_server.weights.folder import choose_weights
 SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 DEFAULT_REVISION = "main"
 WATCH_S = 1.0
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,15 @@ def download(
     with_code: also the checkpoint's Python files. with_weights: whether to download weights.
     Raises ConfigError when the model does not exist, is not accessible, or has no supported weights.
     """
+    return online_or_cached(model_id, revision, lambda: _download(model_id, revision, with_code, with_weights))
+
+
+def online_or_cached(model_id: str, revision: str | None, fetch: Callable[[], Result]) -> Result | Snapshot:
+    """The result of `fetch`, or the cached snapshot when the hub is offline or fails. Raises ConfigError."""
     disable_progress_bars()
     with hub_errors(model_id, revision):
         try:
-            return _download(model_id, revision, with_code, with_weights)
+            return fetch()
         except OfflineModeIsEnabled:
             return cached(model_id, revision, "HF_HUB_OFFLINE is set")
         except HfHubHTTPError as error:

@@ -5,14 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (  # type: ignore[attr-defined]
-    HfHubHTTPError,
-    HTTPError,
-    OfflineModeIsEnabled,
-)
-from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from penstock_server.hub import Snapshot, cached, hub_cache, hub_errors, wanted_files
+from penstock_server.hub import Snapshot, hub_cache, online_or_cached, wanted_files
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.local_model import inspect_folder
 from penstock_server.weights.folder import choose_weights
@@ -23,17 +17,7 @@ def inspect_hub(files: ModelFiles, model_id: str, revision: str | None) -> None:
 
     Raises ConfigError when there is no such model.
     """
-    disable_progress_bars()
-    snapshot: Snapshot | None
-    with hub_errors(model_id, revision):
-        try:
-            snapshot = _inspect(files, model_id, revision)
-        except OfflineModeIsEnabled:
-            snapshot = cached(model_id, revision, "HF_HUB_OFFLINE is set")
-        except HfHubHTTPError:
-            raise
-        except (HTTPError, ConnectionError, TimeoutError) as error:
-            snapshot = cached(model_id, revision, f"the hub cannot be reached ({error})")
+    snapshot = online_or_cached(model_id, revision, lambda: _inspect(files, model_id, revision))
     if snapshot is not None:
         inspect_folder(files, snapshot.folder, f"from the hub, commit {snapshot.sha}, in the cache")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from penstock_server.weights.gguf.decoder import layer_types, llama_like
@@ -40,10 +41,6 @@ def _baichuan(metadata: Metadata) -> dict[str, Any]:
     if config["num_hidden_layers"] == BAICHUAN_ALIBI_LAYERS:
         config["model_max_length"] = config.pop("max_position_embeddings")
     return config
-
-
-def _chatglm(metadata: Metadata) -> dict[str, Any]:
-    return llama_like(metadata, "GlmForCausalLM", "glm")
 
 
 def _ernie4_5(metadata: Metadata) -> dict[str, Any]:
@@ -95,10 +92,6 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _glm4(metadata: Metadata) -> dict[str, Any]:
-    return llama_like(metadata, "Glm4ForCausalLM", "glm4")
-
-
 def granite(metadata: Metadata, class_name: str = "GraniteForCausalLM", model_type: str = "granite") -> dict[str, Any]:
     """Granite 3, dense or with experts."""
     if not metadata.model("rope.scaling.finetuned", True):
@@ -112,10 +105,6 @@ def granite(metadata: Metadata, class_name: str = "GraniteForCausalLM", model_ty
         "residual_multiplier": metadata.number("residual_scale", 0.0) or 1.0,
         "logits_scaling": metadata.number("logit_scale"),
     }
-
-
-def _hunyuan(metadata: Metadata) -> dict[str, Any]:
-    return llama_like(metadata, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
 
 
 def _internlm2(metadata: Metadata) -> dict[str, Any]:
@@ -141,14 +130,6 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
     return llama_like(metadata, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
 
 
-def _qwen2(metadata: Metadata) -> dict[str, Any]:
-    return llama_like(metadata, "Qwen2ForCausalLM", "qwen2")
-
-
-def _qwen3(metadata: Metadata) -> dict[str, Any]:
-    return llama_like(metadata, "Qwen3ForCausalLM", "qwen3")
-
-
 def _seed_oss(metadata: Metadata) -> dict[str, Any]:
     bias = metadata.has("blk.0.attn_output.bias")
     return llama_like(metadata, "SeedOssForCausalLM", "seed_oss", attention_out_bias=bias)
@@ -158,25 +139,29 @@ def _smollm3(metadata: Metadata) -> dict[str, Any]:
     return llama_like(metadata, "SmolLM3ForCausalLM", "smollm3", no_rope_layer_interval=4)
 
 
+# Architectures without settings of their own: class name and model type.
+PLAIN = {
+    "chatglm": ("GlmForCausalLM", "glm"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
+    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
 BUILDERS: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+    **{name: partial(llama_like, class_name=class_, model_type=type_) for name, (class_, type_) in PLAIN.items()},
     "apertus": _apertus,
     "arcee": _arcee,
     "baichuan": _baichuan,
-    "chatglm": _chatglm,
     "ernie4_5": _ernie4_5,
     "exaone": llama,  # EXAONE 3, a Llama with other names
     "exaone4": _exaone4,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "glm4": _glm4,
     "granite": granite,
-    "hunyuan-dense": _hunyuan,
     "internlm2": _internlm2,
     "olmo2": _olmo2,
     "phi3": _phi3,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
 }
