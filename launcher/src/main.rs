@@ -52,7 +52,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::command_line::Parsed;
 use crate::listener::ReservedPort;
-use crate::resolve::{BLOCK_TOKENS, Settings};
+use crate::resolve::Settings;
 use crate::start::{Started, log_choice};
 use crate::supervise::Supervisor;
 
@@ -190,7 +190,7 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
     };
     let has_keys = !config.api_keys.is_empty();
     let exporter = Exporter::install(&config.limits)?;
-    metrics::batch_total_tokens(num_blocks as usize * BLOCK_TOKENS as usize);
+    metrics::batch_total_tokens((num_blocks * model.block_tokens) as usize);
     let url = public_url(port.address);
     let listener = port.open()?;
     report_ready(&phases, began.elapsed(), &url, has_keys);

@@ -11,9 +11,6 @@ use penstock_scheduler::BlockLayout;
 
 use crate::args::{Args, RopeScaling};
 
-/// Tokens in one KV block.
-pub(crate) const BLOCK_TOKENS: u32 = 16;
-
 /// Default limit on the sequences of a step.
 const DEFAULT_MAX_STEP_SEQUENCES: u32 = 256;
 /// A CPU computes some thousand prompt tokens per second of a small model. With a larger model, more tokens per step would
@@ -66,8 +63,6 @@ pub(crate) struct Settings {
     pub(crate) max_step_sequences: u32,
     /// `--max-input-tokens`, or its former name.
     pub(crate) max_input_tokens: Option<u32>,
-    /// KV blocks that `--max-batch-total-tokens` requests.
-    pub(crate) num_blocks: Option<u32>,
     pub(crate) memory_fraction: f64,
     pub(crate) graceful_termination_timeout: Duration,
     /// Limit on a step with decodes; `None` lets the scheduler choose by measurement.
@@ -143,7 +138,6 @@ impl Settings {
             num_threads,
             max_step_sequences,
             max_input_tokens,
-            num_blocks: args.max_batch_total_tokens.map(|tokens| tokens.div_ceil(BLOCK_TOKENS)),
             memory_fraction: args.cuda_memory_fraction,
             graceful_termination_timeout: Duration::from_secs(args.graceful_termination_timeout),
             max_inter_token: max_inter_token(args, &mut choices),
@@ -171,6 +165,11 @@ impl Settings {
         (tokens, Some(Choice::new("max-batch-prefill-tokens", tokens, reason)))
     }
 
+    /// KV blocks that `--max-batch-total-tokens` requests.
+    pub(crate) fn num_blocks(args: &Args, model: &Description) -> Option<u32> {
+        args.max_batch_total_tokens.map(|tokens| tokens.div_ceil(model.block_tokens))
+    }
+
     /// Whether prompts with a common prefix share their KV cache.
     pub(crate) fn prefix_caching(args: &Args, model: &Description) -> (bool, Option<Choice>) {
         if !args.prefix_caching || !model.is_encoder_decoder() {
@@ -191,11 +190,11 @@ impl SequenceLimits {
         num_blocks: u32,
     ) -> Result<Self, ResolveError> {
         let mut choices = Vec::new();
-        let capacity = u64::from(num_blocks) * u64::from(BLOCK_TOKENS);
+        let capacity = u64::from(num_blocks) * u64::from(model.block_tokens);
         let capacity = capacity.saturating_sub(u64::from(model.num_prefix_tokens()));
         let model_limit = model.max_total_tokens();
         // If every layer has a sliding window, a sequence never holds more of the cache than the window.
-        let layout = BlockLayout { block_tokens: BLOCK_TOKENS, window_tokens: model.window_tokens };
+        let layout = BlockLayout { block_tokens: model.block_tokens, window_tokens: model.window_tokens };
         let fits = |tokens| layout.num_required_blocks(tokens + model.num_prefix_tokens()) <= num_blocks as usize;
         let (max_total_tokens, reason) = match args.max_total_tokens {
             Some(given) if given > model_limit => {

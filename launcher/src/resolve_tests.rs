@@ -26,6 +26,7 @@ fn model(device: &str) -> Description {
         device: device.to_owned(),
         attention: "reference".to_owned(),
         vocab_size: 100,
+        block_tokens: 16,
         max_position_tokens: 8192,
         window_tokens: None,
         decoder_prefix: [].into(),
@@ -206,8 +207,9 @@ fn limits_beyond_the_model_or_the_memory_are_refused() {
 
 #[test]
 fn a_cache_size_in_tokens_is_rounded_up_to_blocks() {
-    assert_eq!(settings("--max-batch-total-tokens 33").unwrap().num_blocks, Some(3));
-    assert_eq!(settings("").unwrap().num_blocks, None);
+    let num_blocks = |flags: &str| Settings::num_blocks(&args(flags), &model("cpu"));
+    assert_eq!(num_blocks("--max-batch-total-tokens 33"), Some(3));
+    assert_eq!(num_blocks(""), None);
 }
 
 #[test]

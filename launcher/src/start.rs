@@ -14,7 +14,7 @@ use crate::fork_server::{ForkServer, ForkServerOptions};
 use crate::group::{self, GroupError, Recipe};
 use crate::model_folder::{FolderError, ModelFolder};
 use crate::prefetch;
-use crate::resolve::{BLOCK_TOKENS, Choice, ResolveError, SequenceLimits, Settings};
+use crate::resolve::{Choice, ResolveError, SequenceLimits, Settings};
 use crate::supervise::Supervisor;
 use crate::weights::{self, PrepareError, Prepared};
 use crate::workers::{WorkerOptions, Workers};
@@ -97,7 +97,7 @@ pub(crate) async fn start(args: &Args, settings: &Settings, python: &Path) -> Re
         max_step_sequences: settings.max_step_sequences,
         max_sequence_tokens: loaded.limits.max_total_tokens + loaded.model.num_prefix_tokens(),
         num_blocks: loaded.pool.num_blocks,
-        block_tokens: BLOCK_TOKENS,
+        block_tokens: loaded.model.block_tokens,
         max_steps_in_flight: args.max_steps_in_flight,
         prefix_caching,
         priority_ageing: PRIORITY_AGEING,
@@ -116,7 +116,9 @@ pub(crate) async fn start(args: &Args, settings: &Settings, python: &Path) -> Re
     let warm_up = WarmUpOptions { num_blocks, proven: true, ..loaded.warm_up };
     // A second copy of the weights fits in a host's memory, not in a device's.
     let weight_bytes = loaded.model.device.starts_with("cpu").then_some(loaded.model.weight_bytes);
-    let recipe = Recipe { workers: worker_options, load: loaded.load, warm_up, weight_bytes };
+    // The scheduler counts in the first group's blocks.
+    let load = LoadOptions { block_tokens: Some(loaded.model.block_tokens), ..loaded.load };
+    let recipe = Recipe { workers: worker_options, load, warm_up, weight_bytes };
     let (supervisor, restart) = Supervisor::new(recipe, fork_server, workers);
     Ok(Started {
         engine: Engine::start(loaded.group, options, Arc::new(restart)),
@@ -169,7 +171,7 @@ async fn load(
     let load = LoadOptions {
         model_folder: folder.path.clone(),
         dtype: args.dtype.map(|dtype| dtype.name().to_owned()),
-        block_tokens: BLOCK_TOKENS,
+        block_tokens: None,
         rendezvous,
         trust_remote_code: args.trust_remote_code,
         num_threads: u32::try_from(settings.num_threads).ok(),
@@ -198,14 +200,14 @@ async fn load(
         max_step_tokens: step_tokens,
         max_step_sequences: settings.max_step_sequences,
         max_sequence_tokens: args.max_total_tokens.map(|tokens| tokens + model.num_prefix_tokens()),
-        num_blocks: settings.num_blocks.map(u64::from),
+        num_blocks: Settings::num_blocks(args, &model).map(u64::from),
         memory_fraction: settings.memory_fraction,
         proven: false,
     };
     let pool = group.warm_up(&warm_up).await.map_err(GroupError::from)?;
     phases.push(timed("warm up", since));
     phases.extend(pool.phases.iter().map(|phase| part_of("warm up", phase)));
-    let capacity_tokens = u64::from(pool.num_blocks) * u64::from(BLOCK_TOKENS);
+    let capacity_tokens = u64::from(pool.num_blocks) * u64::from(model.block_tokens);
     tracing::info!(
         "the KV cache holds {capacity_tokens} tokens in {} blocks ({} MiB)",
         pool.num_blocks,

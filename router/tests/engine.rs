@@ -314,7 +314,7 @@ fn load_options() -> LoadOptions {
     LoadOptions {
         model_folder: "/model".into(),
         dtype: None,
-        block_tokens: 16,
+        block_tokens: None,
         rendezvous: "file:///meet".to_owned(),
         trust_remote_code: false,
         num_threads: Some(2),
@@ -330,6 +330,7 @@ async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
     let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     let description = connected.load(&load_options()).await.unwrap();
     assert_eq!((description.weight_bytes, description.kv_bytes_per_block), (2000, 32));
+    assert_eq!(description.block_tokens, 16, "the worker's choice");
     assert_eq!((description.max_total_tokens(), description.max_new_tokens()), (4096, None));
     assert_eq!(description.pipeline_tag(), None);
     assert_eq!(description.phases, [Phase { name: "read weights".to_owned(), duration: Duration::from_millis(500) }]);
@@ -344,7 +345,7 @@ async fn loading_and_warming_up_reach_every_rank_and_sum_up() {
     assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
     for rank in &group.ranks {
         rank.look(|seen| {
-            assert_eq!(seen.loads[0].rendezvous, "file:///meet");
+            assert_eq!((seen.loads[0].block_tokens, &*seen.loads[0].rendezvous), (0, "file:///meet"));
             assert_eq!((seen.loads[0].watermark_gamma, seen.loads[0].watermark_delta), (0.25, 0.0));
             assert_eq!(seen.warm_ups[0].num_blocks, 77);
         });

@@ -1,4 +1,4 @@
-"""What the worker is told at start, at load and at warm-up, and what it answers. Leaf: no torch, no protobuf."""
+"""What the worker is told at start, load and warm-up, and what it returns. Leaf: no torch, no protobuf."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ class LoadConfig:
     """Which model to load, and how. Empty and 0: the worker chooses."""
 
     model_path: Path
-    block_tokens: int
+    block_tokens: int = 0
     dtype: str = ""
     device: str = ""
     rendezvous: str = ""
-    quantize: str = ""
     trust_remote_code: bool = False
-    deterministic: bool = False
     num_threads: int = 0
     watermark_gamma: float = 0.0
     watermark_delta: float = 0.0
@@ -47,27 +45,28 @@ class Description:
     weight_bytes: int
     kv_bytes_per_block: int
     phases: tuple[Phase, ...]
-    window_tokens: int = 0  # no layer sees more of the last tokens; 0: some layer sees all
-    decoder_prefix: tuple[int, ...] = ()  # token ids behind every source; empty: there is no encoder
+    block_tokens: int
+    window_tokens: int = 0  # the widest sliding window, when every layer has one; 0: some layer attends to all tokens
+    decoder_prefix: tuple[int, ...] = ()  # token ids that follow every source; empty: the model has no encoder
     max_source_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpConfig:
-    """The limits that every later plan keeps, and the memory to use. 0: as many as fit."""
+    """The limits of every later plan, and the memory to use. 0: as many as fit."""
 
     max_step_tokens: int
     max_step_sequences: int
     max_sequence_tokens: int = 0
     num_blocks: int = 0
     memory_fraction: float = 0.9
-    proven: bool = False  # others with the same limits did the rest; num_blocks are to be allocated
+    proven: bool = False  # an earlier group with these limits allocated num_blocks: measure nothing, allocate them
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What warm-up found."""
+    """The KV pool after warm-up."""
 
     num_blocks: int
     phases: tuple[Phase, ...]
-    worst_step_s: float = 0.0  # the slowest step of the warm-up; 0: none was run
+    worst_step_s: float = 0.0  # the slowest step that warm-up ran; 0: it ran no step

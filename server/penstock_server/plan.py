@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a sequence's text must be an instance of."""
+    """What the text of a sequence must match."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
@@ -23,7 +23,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a sequence's tokens are chosen. Constant for its life."""
+    """How a sequence's tokens are chosen; constant for its life. The fields are those of the message `Sampling`."""
 
     do_sample: bool = False
     seed: int = 0
@@ -51,7 +51,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence told in full."""
+    """A sequence that the worker does not know yet."""
 
     sequence_id: int
     token_ids: Sequence[int]  # every token known
@@ -59,8 +59,7 @@ class NewSequence:
     num_computed_tokens: int = 0
     block_ids: Sequence[int] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    adapter_id: str = ""
-    num_source_tokens: int = 0  # of an encoder–decoder: how many of token_ids, at the beginning, are the encoder's
+    num_source_tokens: int = 0  # encoder–decoder only: leading token_ids that the encoder reads
 
 
 @dataclass(frozen=True, slots=True)

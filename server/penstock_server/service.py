@@ -70,7 +70,6 @@ class Worker(rpc.WorkerServicer):
         self._ready = False
         self._stream: _Stream | None = None
         self._opening = threading.Lock()
-        self._last_step = 0
         self._launched: deque[Pending] = deque()
         self._stepping_since: float | None = None
         self._compute = ComputeThread(self._fault)
@@ -86,11 +85,8 @@ class Worker(rpc.WorkerServicer):
             model_path=Path(request.model_path),
             block_tokens=request.block_tokens,
             dtype=request.dtype,
-            device=request.device,
             rendezvous=request.rendezvous,
-            quantize=request.quantize,
             trust_remote_code=request.trust_remote_code,
-            deterministic=request.deterministic,
             num_threads=request.num_threads,
             watermark_gamma=request.watermark_gamma,
             watermark_delta=request.watermark_delta,
@@ -109,6 +105,7 @@ class Worker(rpc.WorkerServicer):
             device=description.device,
             attention=description.attention,
             vocab_size=description.vocab_size,
+            block_tokens=description.block_tokens,
             max_position_tokens=description.max_position_tokens,
             weight_bytes=description.weight_bytes,
             kv_bytes_per_block=description.kv_bytes_per_block,
@@ -152,18 +149,18 @@ class Worker(rpc.WorkerServicer):
         if engine is None:
             _refuse(context, "no model is loaded; Load comes before CompileGrammar")
         if grammar is None:
-            return pb.CompileGrammarResponse(error="the grammar is of no kind; give a JSON schema, a regex or Lark")
-        started = time.monotonic()
+            return pb.CompileGrammarResponse(
+                error="the grammar is empty; send a JSON schema, a regular expression or Lark"
+            )
         try:
-            was_there = engine.compile_grammar(grammar)
+            engine.compile_grammar(grammar)
         except GrammarError as error:
-            return pb.CompileGrammarResponse(error=str(error), seconds=time.monotonic() - started)
-        return pb.CompileGrammarResponse(seconds=0.0 if was_there else time.monotonic() - started)
+            return pb.CompileGrammarResponse(error=str(error))
+        return pb.CompileGrammarResponse()
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
         since = self._stepping_since
         return pb.HealthResponse(
-            last_step=self._last_step,
             stepping=since is not None,
             stepping_seconds=0.0 if since is None else time.monotonic() - since,
             processor_seconds=time.process_time(),
@@ -212,7 +209,6 @@ class Worker(rpc.WorkerServicer):
 
     def _open(self, stream: _Stream) -> None:
         assert self._engine is not None
-        self._last_step = 0
         self._launched.clear()
         self._stepping_since = None
         if stream is self._stream:
@@ -238,7 +234,6 @@ class Worker(rpc.WorkerServicer):
         if self._launched and stream is self._stream:
             assert self._engine is not None
             result = self._engine.collect(self._launched.popleft())
-            self._last_step = result.step
             stream.results.put(result)
         self._stepping_since = time.monotonic() if self._launched else None
 
@@ -342,30 +337,21 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         num_computed_tokens=message.num_computed_tokens,
         block_ids=list(message.block_ids),
         sampling=_sampling(message.sampling),
-        adapter_id=message.adapter_id,
         num_source_tokens=message.num_source_tokens,
     )
 
 
+_SCALARS = tuple(
+    name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in ("logit_bias", "stop_token_ids", "grammar")
+)
+
+
 def _sampling(message: pb.Sampling) -> Sampling:
+    """Fields have the same names on both sides."""
     return Sampling(
-        do_sample=message.do_sample,
-        seed=message.seed,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        typical_p=message.typical_p or 1.0,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
+        **{name: getattr(message, name) for name in _SCALARS},
         logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
-        min_new_tokens=message.min_new_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
-        watermark=message.watermark,
-        top_n=message.top_n,
-        prompt_logprobs=message.prompt_logprobs,
-        model_logprobs=message.logprob_source == pb.LOGPROB_SOURCE_MODEL,
         grammar=_grammar(message.grammar),
     )
 

@@ -188,7 +188,6 @@ BROKEN_SEQUENCES = {
     "computed": (NewSequence(1, [1], 1, 2, [1]), "has 2 computed tokens, but only 1 are known"),
     "uncovered": (NewSequence(1, [1] * 9, 9, 5, [1]), "has 5 computed tokens in 1 blocks"),
     "block": (NewSequence(1, [1], 1, 0, [64]), "block id 64 is outside of the pool of 64"),
-    "adapter": (NewSequence(1, [1], 1, adapter_id="a"), "unknown adapter 'a': this worker serves the base model only"),
     "temperature": (NewSequence(1, [1], 1, sampling=Sampling(temperature=0)), "temperature is 0, must be above 0"),
     "nan": (NewSequence(1, [1], 1, sampling=Sampling(temperature=float("nan"))), "temperature is nan"),
     "top_p": (NewSequence(1, [1], 1, sampling=Sampling(top_p=1.5)), "top_p is 1.5, must be in (0, 1]"),

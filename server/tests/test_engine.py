@@ -13,12 +13,14 @@ import torch
 from fake_model import BLOCK_TOKENS, POISON, VOCAB, FakeModel, continuation, load_fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory, warmup
 from penstock_server.engine.capacity import CapacityProbe
 from penstock_server.engine.device import choose_device, choose_dtype, usable_cores
 from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.errors import ConfigError, PlanError
+from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NewSequence, Plan, Sampling
 from plans import Advance, Output, plan, step
@@ -373,10 +375,8 @@ def test_limits_that_cannot_be_served_are_refused(limits: WarmUpConfig, message:
 
 
 BROKEN_LOADS = {
-    "quantize": ({"quantize": "awq"}, 'quantize is "awq"'),
     "dtype": ({"dtype": "int3"}, 'dtype is "int3", must be one of float32, float16, bfloat16'),
     "device": ({"device": "tpu"}, 'device is "tpu", must be "cpu" or "cuda:N"'),
-    "blocks": ({"block_tokens": 0}, "block_tokens is 0"),
 }
 
 
@@ -384,6 +384,19 @@ BROKEN_LOADS = {
 def test_options_that_cannot_be_served_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine.load(LoadConfig(**{"model_path": Path("x"), "block_tokens": 4, **options}), load_model=load_fake)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(4, 4), (0, ReferenceAttention.preferred_block_tokens)])
+def test_the_worker_chooses_the_tokens_of_a_block_unless_it_is_told(asked: int, given: int) -> None:
+    loaded: list[LoadOptions] = []
+
+    def load(options: LoadOptions, group: RankGroup) -> FakeModel:
+        loaded.append(options)
+        return load_fake(options, group)
+
+    config = LoadConfig(Path("x"), asked, dtype="float32", device="cpu")
+    _, description = Engine.load(config, load_model=load)
+    assert (description.block_tokens, loaded[0].block_tokens) == (given, given)
 
 
 def test_several_ranks_need_a_rendezvous() -> None:

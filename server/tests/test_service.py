@@ -6,7 +6,7 @@ import math
 import socket as sockets
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -18,11 +18,13 @@ from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
 from grammar_walk import END, WORDS, write_small_tokenizer
 from penstock_server.config import WorkerConfig
 from penstock_server.engine import Engine
+from penstock_server.engine.sampling import SAMPLING_FIELDS
 from penstock_server.errors import ConfigError
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
+from penstock_server.plan import Sampling
 from penstock_server.service import PROTOCOL_VERSION, Worker, start_server
 from penstock_server.watermark import GreenLists
 from plans import Advance, columns
@@ -197,13 +199,11 @@ def test_health_answers_while_a_step_runs(client: Client) -> None:
     health = client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S)
     assert health.stepping
     assert health.stepping_seconds > 0
-    assert health.last_step == 0
     client.model.gate.set()
     next(steps.results)
     steps.end()
     assert list(steps.results) == []
-    health = client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S)
-    assert (health.last_step, health.stepping) == (1, False)
+    assert not client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).stepping
 
 
 def test_a_router_of_another_version_is_refused_with_both_versions(client: Client) -> None:
@@ -218,11 +218,11 @@ def test_a_router_of_another_version_is_refused_with_both_versions(client: Clien
 def test_what_cannot_be_served_is_refused_with_the_reason(client: Client) -> None:
     request = pb.LoadRequest()
     request.CopyFrom(LOAD)
-    request.quantize = "awq"
+    request.dtype = "int3"
     with pytest.raises(grpc.RpcError) as caught:
         client.stub.Load(request, timeout=TIMEOUT_S)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-    assert caught.value.details() == 'quantize is "awq"; this version serves unquantized models only'
+    assert caught.value.details() == 'dtype is "int3", must be one of float32, float16, bfloat16'
     assert not client.worker.faulted.is_set()
 
 
@@ -246,6 +246,7 @@ def test_the_load_and_warm_up_answers_describe_the_model(client: Client) -> None
     assert description.protocol_version == PROTOCOL_VERSION
     assert (description.architecture, description.dtype, description.device) == ("fake", "float32", "cpu")
     assert (description.vocab_size, description.max_position_tokens) == (997, 64)
+    assert description.block_tokens == BLOCK_TOKENS
     assert [phase.name for phase in description.phases] == ["meet ranks", "load model", "read vocabulary"]
     assert client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S).num_blocks == 40
 
@@ -280,7 +281,7 @@ UNACCEPTABLE = {
 
 
 def sampling(**options: Any) -> pb.Sampling:
-    message = pb.Sampling(temperature=1, top_p=1, repetition_penalty=1)
+    message = pb.Sampling(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
     message.MergeFrom(pb.Sampling(**options))
     return message
 
@@ -301,6 +302,11 @@ def test_a_broken_sequence_is_its_own_error_and_the_others_go_on(client: Client)
     assert errors(first) == {2: "token id 2000 is outside of the vocabulary of 997"}
     assert list((errors(second) | errors(third)).values()) == list(UNACCEPTABLE)
     assert [sampled(result) for result in (first, second, third)] == [{1: i} for i in continuation([5, 6], 3)]
+
+
+def test_the_message_sampling_and_the_engine_s_type_have_the_same_fields() -> None:
+    assert list(pb.Sampling.DESCRIPTOR.fields_by_name) == [field.name for field in fields(Sampling)]
+    assert set(SAMPLING_FIELDS.names or ()) < {*pb.Sampling.DESCRIPTOR.fields_by_name, "constrained"}
 
 
 def test_every_field_of_sampling_reaches_the_sampler(client: Client) -> None:
@@ -360,11 +366,10 @@ def test_a_grammar_is_compiled_while_a_step_runs_and_then_constrains(client: Cli
     steps.send(advance(1, 2), new=[new_sequence(1, [5, 6])])
     assert client.model.started.wait(TIMEOUT_S)
     first, again = (client.stub.CompileGrammar(regex, timeout=TIMEOUT_S) for _ in range(2))
-    assert (first.error, again.error, again.seconds) == ("", "", 0)
-    assert first.seconds > 0
+    assert (first.error, again.error) == ("", "")
     broken = pb.CompileGrammarRequest(grammar=pb.Grammar(json_schema='{"type": "shoe"}'))
     assert "Invalid type: shoe" in client.stub.CompileGrammar(broken, timeout=TIMEOUT_S).error
-    assert "of no kind" in client.stub.CompileGrammar(pb.CompileGrammarRequest(), timeout=TIMEOUT_S).error
+    assert "is empty" in client.stub.CompileGrammar(pb.CompileGrammarRequest(), timeout=TIMEOUT_S).error
     client.model.gate.set()
     asked = sampling(grammar=regex.grammar, stop_token_ids=[END])
     steps.send(advance(2, 2), advance(1), new=[new_sequence(2, [5, 6], asked)])

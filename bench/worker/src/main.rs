@@ -58,6 +58,7 @@ impl Worker for Script {
             device: "cpu".to_owned(),
             attention: "none".to_owned(),
             vocab_size: self.args.vocabulary,
+            block_tokens: 16,
             max_position_tokens: self.args.max_position_tokens,
             kv_bytes_per_block: 1,
             ..Default::default()

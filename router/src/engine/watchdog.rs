@@ -173,7 +173,7 @@ mod tests {
     const DEADLINE: Duration = Duration::from_secs(10);
 
     fn answer(processor_s: f64) -> Option<RankHealth> {
-        Some(RankHealth { last_step: 0, stepping: None, processor_time: Duration::from_secs_f64(processor_s) })
+        Some(RankHealth { stepping: None, processor_time: Duration::from_secs_f64(processor_s) })
     }
 
     /// The tick (of one second each) at which the group is taken to hang, and the reason.

@@ -26,17 +26,12 @@ fn new_sequence(sampling: &Sampling, start: NewSequence) -> proto::NewSequence {
         num_computed_tokens: start.num_computed_tokens,
         block_ids: start.block_ids,
         sampling: Some(message(sampling)),
-        adapter_id: String::new(),
         num_source_tokens: start.num_source_tokens,
     }
 }
 
 fn message(sampling: &Sampling) -> proto::Sampling {
     let bias = |&(token_id, bias): &(u32, f32)| proto::LogitBias { token_id, bias };
-    let source = match sampling.logprob_source {
-        LogprobSource::Processed => proto::LogprobSource::Processed,
-        LogprobSource::Model => proto::LogprobSource::Model,
-    };
     proto::Sampling {
         do_sample: sampling.do_sample,
         seed: sampling.seed,
@@ -54,7 +49,7 @@ fn message(sampling: &Sampling) -> proto::Sampling {
         watermark: sampling.watermark,
         top_n: sampling.top_n,
         prompt_logprobs: sampling.prompt_logprobs,
-        logprob_source: source.into(),
+        model_logprobs: sampling.logprob_source == LogprobSource::Model,
         grammar: sampling.grammar.as_ref().map(grammar),
     }
 }

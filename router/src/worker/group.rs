@@ -26,8 +26,8 @@ pub struct LoadOptions {
     pub model_folder: PathBuf,
     /// `float32`, `float16` or `bfloat16`; `None`: the worker chooses.
     pub dtype: Option<String>,
-    /// Tokens per KV block.
-    pub block_tokens: u32,
+    /// Tokens per KV block; `None`: the worker chooses.
+    pub block_tokens: Option<u32>,
     /// torch.distributed init method of the ranks; unused with one rank.
     pub rendezvous: String,
     /// Whether Python code of the model folder may run.
@@ -55,6 +55,8 @@ pub struct Description {
     pub attention: String,
     /// Logits per token.
     pub vocab_size: u32,
+    /// Tokens per KV block.
+    pub block_tokens: u32,
     /// The longest sequence that the model supports.
     pub max_position_tokens: u32,
     /// The sliding window, when every layer has one: the widest. `None`: some layer attends to all tokens.
@@ -153,23 +155,24 @@ impl Group {
             protocol_version: PROTOCOL_VERSION,
             model_path: options.model_folder.to_string_lossy().into_owned(),
             dtype: options.dtype.clone().unwrap_or_default(),
-            device: String::new(),
-            block_tokens: options.block_tokens,
+            block_tokens: options.block_tokens.unwrap_or(0),
             rendezvous: options.rendezvous.clone(),
-            quantize: String::new(),
             trust_remote_code: options.trust_remote_code,
-            deterministic: false,
             num_threads: options.num_threads.unwrap_or(0),
             watermark_gamma: options.watermark_gamma.unwrap_or(0.0),
             watermark_delta: options.watermark_delta.unwrap_or(0.0),
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
         agree("the vocabulary size", answers.iter().map(|answer| answer.vocab_size))?;
+        agree("the tokens per KV block", answers.iter().map(|answer| answer.block_tokens))?;
         agree("the data type", answers.iter().map(|answer| &answer.dtype))?;
         agree("the decoder's prefix", answers.iter().map(|answer| &answer.decoder_prefix))?;
         let weight_bytes = answers.iter().map(|answer| answer.weight_bytes).sum();
         let kv_bytes_per_block = answers.iter().map(|answer| answer.kv_bytes_per_block).sum();
         let first = first_rank(answers);
+        if first.block_tokens == 0 {
+            return Err(WorkerError::Garbled { rank: 0, reason: "KV blocks of 0 tokens".to_owned() });
+        }
         Ok(Description {
             worker_version: first.worker_version,
             architecture: first.architecture,
@@ -177,6 +180,7 @@ impl Group {
             device: first.device,
             attention: first.attention,
             vocab_size: first.vocab_size,
+            block_tokens: first.block_tokens,
             max_position_tokens: first.max_position_tokens,
             window_tokens: (first.window_tokens > 0).then_some(first.window_tokens),
             decoder_prefix: first.decoder_prefix.into(),

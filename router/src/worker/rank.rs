@@ -29,8 +29,6 @@ pub(super) struct Rank {
 /// A rank's answer to a health check.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RankHealth {
-    /// The newest step that was finished on the open stream; 0: none yet.
-    pub last_step: u64,
     /// How long the current step has run; `None`: no step is running.
     pub stepping: Option<Duration>,
     /// Processor time of the process since its start, over all cores.
@@ -95,7 +93,7 @@ impl Rank {
         let stepping =
             health.stepping.then(|| Duration::try_from_secs_f64(health.stepping_seconds).unwrap_or_default());
         let processor_time = Duration::try_from_secs_f64(health.processor_seconds).unwrap_or_default();
-        Ok(RankHealth { last_step: health.last_step, stepping, processor_time })
+        Ok(RankHealth { stepping, processor_time })
     }
 
     pub(super) async fn load(&mut self, request: proto::LoadRequest) -> Result<proto::LoadResponse, WorkerError> {

@@ -263,6 +263,7 @@ impl Worker for Service {
             device: "cpu".to_owned(),
             attention: "none".to_owned(),
             vocab_size: 50_000,
+            block_tokens: 16,
             max_position_tokens: 4096,
             weight_bytes: 1000,
             kv_bytes_per_block: 16,
@@ -298,7 +299,7 @@ impl Worker for Service {
         }
         let is_broken = text.contains("broken");
         let error = if is_broken { "it is broken".to_owned() } else { String::new() };
-        Ok(Response::new(proto::CompileGrammarResponse { error, seconds: 0.001 }))
+        Ok(Response::new(proto::CompileGrammarResponse { error }))
     }
 
     async fn health(&self, _: Request<proto::HealthRequest>) -> Result<Response<proto::HealthResponse>, Status> {
@@ -309,7 +310,7 @@ impl Worker for Service {
         if self.script.hang_at_step.is_some_and(|(step, hang)| hang == Hang::Process && last_step >= step) {
             std::future::pending::<()>().await;
         }
-        Ok(Response::new(proto::HealthResponse { last_step, ..Default::default() }))
+        Ok(Response::new(proto::HealthResponse::default()))
     }
 
     type StepsStream = BoxStream<'static, Result<proto::StepResult, Status>>;

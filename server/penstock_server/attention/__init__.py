@@ -56,3 +56,14 @@ class ModelAttention:
     @property
     def _by_name(self) -> dict[str, Attention]:
         return {attention.name: attention for attention in self._by_shape.values()}
+
+
+def preferred_block_tokens(device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens per KV block for the attention that most layers will get here."""
+    if may_be_native(device, dtype):
+        from penstock_server.attention.native import NativeAttention
+
+        return NativeAttention.preferred_block_tokens
+    from penstock_server.attention.reference import ReferenceAttention
+
+    return ReferenceAttention.preferred_block_tokens

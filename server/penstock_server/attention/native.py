@@ -48,6 +48,7 @@ class NativeAttention:
     """Implements `Attention`."""
 
     name = "native"
+    preferred_block_tokens = 16  # penstock_kernels.BLOCK_TOKENS, the only size that the kernels know
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

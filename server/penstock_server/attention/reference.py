@@ -63,6 +63,7 @@ class ReferenceAttention:
     first."""
 
     name = "reference"
+    preferred_block_tokens = 16
 
     def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from penstock_server.attention import preferred_block_tokens
 from penstock_server.config import Capacity, Description, LoadConfig, WarmUpConfig
 from penstock_server.engine import memory, warmup
 from penstock_server.engine.capacity import CapacityProbe, Measured
@@ -27,7 +28,7 @@ _MAX_MASK_THREADS = 8
 
 
 class LoadModel(Protocol):
-    """How a model comes from a prepared folder; `penstock_server.models.load_model` outside of tests."""
+    """Loads a prepared model folder; `penstock_server.models.load_model` outside of tests."""
 
     def __call__(self, options: LoadOptions, group: RankGroup) -> CausalModel: ...
 
@@ -62,24 +63,20 @@ class Engine:
     def load(
         cls, config: LoadConfig, rank: int = 0, world_size: int = 1, load_model: LoadModel = _load_model
     ) -> tuple[Engine, Description]:
-        """Choose device and dtype, meet the other ranks, load. Raises ConfigError for what cannot be served."""
+        """Choose device, dtype and block size, connect to the other ranks, and load the model. Raises ConfigError for a
+        model or an option that cannot be served."""
         clock = PhaseClock()
-        if config.quantize:
-            raise ConfigError(f'quantize is "{config.quantize}"; this version serves unquantized models only')
-        if config.block_tokens < 1:
-            raise ConfigError(f"block_tokens is {config.block_tokens}, must be at least 1")
         if world_size > 1 and not config.rendezvous:
             raise ConfigError(f"{world_size} ranks need a rendezvous, none was given")
         device = choose_device(config.device, rank)
-        if config.deterministic and device.type != "cpu":
-            raise ConfigError(f"deterministic arithmetic is not available on {device} in this version")
         dtype = choose_dtype(config.dtype, device)
+        block_tokens = config.block_tokens or preferred_block_tokens(device, dtype)
         torch.set_num_threads(choose_num_threads(config, world_size))
         if device.type == "cuda":
             torch.cuda.set_device(device)
         trial = None
         if rank == 0 and (config.model_path / "tokenizer.json").is_file():
-            # Its process starts beside the loading, so that no grammar waits for it.
+            # Its process starts while the model loads, so that no grammar waits for it.
             trial = Trial(config.model_path)
             trial.start()
         with clock.phase("meet ranks"):
@@ -89,9 +86,8 @@ class Engine:
             config.model_path,
             dtype,
             device,
-            config.block_tokens,
+            block_tokens,
             trust_remote_code=config.trust_remote_code,
-            deterministic=config.deterministic,
         )
         with clock.phase("load model"), torch.inference_mode():
             model = load_model(options, group)
@@ -110,26 +106,29 @@ class Engine:
             weight_bytes=model.weight_bytes,
             kv_bytes_per_block=model.kv_bytes_per_block,
             phases=tuple(clock.phases),
+            block_tokens=block_tokens,
             window_tokens=model.window_tokens,
             decoder_prefix=model.decoder_prefix,
             max_source_tokens=model.max_source_tokens,
         )
-        return cls(model, group, device, config.block_tokens, watermark, compiler), description
+        return cls(model, group, device, block_tokens, watermark, compiler), description
 
-    def compile_grammar(self, grammar: Grammar) -> bool:
-        """Any thread, beside the steps: whether it was there already. Raises GrammarError when it cannot be used."""
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Compile and cache a grammar. Any thread may call it while steps run. Raises GrammarError for a grammar that
+        cannot be used."""
         if self._compiler is None:
             raise GrammarError("grammars are compiled by the first rank only")
-        return self._compiler.compile(grammar)
+        self._compiler.compile(grammar)
 
     def close(self) -> None:
-        """End the processes that belong to this engine; it may not be used afterwards."""
+        """End the engine's processes. It must not be used afterwards."""
         if self._compiler is not None:
             self._compiler.close()
 
     @torch.inference_mode()
     def warm_up(self, config: WarmUpConfig) -> Capacity:
-        """Run the worst step, measure what is left, allocate the pool. Raises ConfigError when it cannot serve."""
+        """Run the most expensive steps, measure the memory that is left, and allocate the pool. Raises ConfigError when
+        the limits cannot be served."""
         clock = PhaseClock()
         has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
         probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens, has_grammars)
@@ -166,7 +165,7 @@ class Engine:
         with clock.phase("allocate KV pool"):
             self.model.allocate_cache(num_blocks)
             if config.proven:
-                # What the group before gave back is free. Streams wait for the first token, not for the last page.
+                # The memory was proven to be there, and streams wait for their first token, not for the last page.
                 memory.touch_pages_beside(self.model.caches)
             else:
                 memory.touch_pages(self.model.caches)
@@ -179,11 +178,12 @@ class Engine:
         return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s)
 
     def _wait_beside(self) -> int:
-        """Until everything that starts beside the warm-up has its memory; the bytes that will be asked for later."""
+        """Wait until everything that starts during the warm-up has its memory. Returns the bytes it will still
+        allocate."""
         return 0 if self._compiler is None else self._compiler.wait()
 
     def _rehearse(self) -> None:
-        """A prompt and a decode through everything that a request passes: nothing is used for the first time by one."""
+        """Run a prompt and a decode, so that no request is the first to use any part."""
         num_source = 1 if self.model.max_source_tokens else 0
         prompt = [0] * (num_source + 1)
         blocks = range(-(-(len(prompt) + 1) // self._block_tokens))

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock_server.plan import Sampling
 
+_TYPES = {bool: np.bool_, int: np.int64, float: np.float32}
+_WIDER_TYPES = {"seed": np.uint64, "top_p": np.float64, "typical_p": np.float64}
+# One column for each scalar of `Sampling`.
 SAMPLING_FIELDS = np.dtype(
     [
-        ("do_sample", np.bool_),
-        ("seed", np.uint64),
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("typical_p", np.float64),
-        ("min_p", np.float32),
-        ("repetition_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("watermark", np.bool_),
-        ("top_n", np.int64),
-        ("prompt_logprobs", np.bool_),
-        ("model_logprobs", np.bool_),
+        *(
+            (f.name, _WIDER_TYPES.get(f.name, _TYPES[type(f.default)]))
+            for f in fields(Sampling)
+            if type(f.default) in _TYPES
+        ),
         ("constrained", np.bool_),
     ]
 )

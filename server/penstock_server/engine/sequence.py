@@ -187,8 +187,6 @@ class SequenceTable:
             return f"has {new.num_computed_tokens} computed tokens in {len(new.block_ids)} blocks"
         if max(new.token_ids) >= limits.vocab_size or min(new.token_ids) < 0:
             return f"token id {max(new.token_ids)} is outside of the vocabulary of {limits.vocab_size}"
-        if new.adapter_id:
-            return f"unknown adapter {new.adapter_id!r}: this worker serves the base model only"
         return self.block_refusal(new.block_ids, len(new.block_ids)) or refusal(new.sampling, limits.vocab_size)
 
     def _source_refusal(self, new: NewSequence) -> str:

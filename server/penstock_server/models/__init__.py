@@ -34,7 +34,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         return load_fallback(options, group)
     spec, names = read_spec(options.folder)
     if exact is None:
-        exact = options.device.type == "cpu" or options.deterministic
+        exact = options.device.type == "cpu"
     layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact))
     checkpoint, locator = open_checkpoint(options.folder)
     locator = locator or names.for_checkpoint(checkpoint.names())

@@ -21,7 +21,6 @@ class LoadOptions:
     device: torch.device
     block_tokens: int
     trust_remote_code: bool = False
-    deterministic: bool = False  # the same results on any number of ranks, at some cost; always on a CPU
 
 
 class CausalModel(Protocol):
