@@ -1,4 +1,4 @@
-"""The errors with a meaning. Everything else that is raised is a fault of ours and ends the worker."""
+"""Errors that callers handle. Any other exception is a defect and ends the worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ConfigError(Exception):
 
 
 class PlanError(Exception):
-    """A plan as a whole breaks the protocol; it ends the stream, not the worker."""
+    """A plan as a whole breaks the protocol. It ends the stream of steps, not the worker."""
 
 
 class GrammarError(Exception):

@@ -1,4 +1,4 @@
-"""The group of ranks that hold one model: what they say to each other, and how a dimension is split among them."""
+"""The ranks that hold one model: their collectives, and how a dimension is split among them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock_server.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """This process's place among the ranks. With one rank every method is free."""
+    """This process's rank. With one rank, every method returns its argument."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def join(cls, rank: int, size: int, rendezvous: str, backend: str) -> RankGroup:
-        """Meet the other ranks at a torch.distributed init method; blocks until all are there."""
+        """Connect to the other ranks by a torch.distributed init method; blocks until all are connected."""
         if size > 1:
             dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
         return cls(rank, size)
@@ -32,7 +32,7 @@ class RankGroup:
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's values to everybody, in place."""
+        """Rank 0's values on all ranks, in place."""
         if self.size > 1:
             dist.broadcast(x, src=0)
         return x
@@ -68,7 +68,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A dimension dealt out to the ranks, in order."""
+    """A dimension split over the ranks, in order."""
 
     rank: int
     parts: tuple[range, ...]
@@ -78,12 +78,12 @@ class Split:
         return self.parts[self.rank]
 
     def widths(self, unit: int = 1) -> tuple[int, ...]:
-        """How many each rank has, times a unit."""
+        """The size of each rank's part, times a unit."""
         return tuple(len(part) * unit for part in self.parts)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """Collectives want equal shapes: what is narrower travels padded."""
+    """Padded to `width`, because collectives need equal shapes."""
     return x.contiguous() if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
 
@@ -92,9 +92,9 @@ def _joined(parts: list[Tensor], widths: tuple[int, ...]) -> Tensor:
 
 
 def split_evenly(total: int, rank: int, size: int, unit: int = 1) -> range:
-    """This rank's part of a dimension: contiguous, in whole units; where they do not divide the first ranks get more.
+    """This rank's part of a dimension: contiguous, in whole units; the first ranks get one more if they do not divide.
 
-    The last unit may be a partial one. Ranks behind the last unit get an empty part.
+    The last unit may be partial. Ranks after the last unit get an empty part.
     """
     num_units = -(-total // unit)
     base, extra = divmod(num_units, size)
@@ -106,8 +106,9 @@ def split_evenly(total: int, rank: int, size: int, unit: int = 1) -> range:
 def split_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[range, range]:
     """This rank's query heads and the KV heads they read.
 
-    Whole groups (a KV head with its query heads) are dealt out. With fewer groups than ranks, a group's ranks share its
-    query heads and each holds a copy of its KV head. Raises ConfigError when there is no query head for every rank.
+    Whole groups (a KV head with its query heads) are distributed. With fewer groups than ranks, several ranks split a
+    group's query heads, and each holds a copy of its KV head. Raises ConfigError when there are fewer query heads than
+    ranks.
     """
     heads_per_group = num_heads // num_kv_heads
     if size > num_heads:

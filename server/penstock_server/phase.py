@@ -1,4 +1,4 @@
-"""Start-up told by phases: what was done and how long it took, in order."""
+"""The phases of starting up and how long each took, in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what happens inside; a phase that raises is not recorded."""
+        """Time the body; a phase that raises is not recorded."""
         started = time.monotonic()
         yield
         self.phases.append(Phase(name, time.monotonic() - started))

@@ -38,13 +38,13 @@ from penstock_server.plan import Advances, Grammar, NewSequence, Plan, Sampling,
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: int = pb.PROTOCOL_VERSION_CURRENT
-_RPC_THREADS = 32  # started when needed; most can wait for a grammar each, and Health still answers
+_RPC_THREADS = 32  # started when needed; enough for Health while many calls wait for a grammar
 _MAX_LAUNCHED_STEPS = 2  # on an asynchronous device: one runs while the next one is prepared
 _MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 
 
 class _Abort:
-    """How a stream ends when it does not end well."""
+    """The status of a stream that fails."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         self.code = code
@@ -60,7 +60,7 @@ class _Stream:
 
 
 class Worker(rpc.WorkerServicer):
-    """Serves one rank. `faulted` is set when the process can only exit."""
+    """Serves one rank. `faulted` is set when the process must exit."""
 
     def __init__(self, config: WorkerConfig, load_model: LoadModel | None = None) -> None:
         self.faulted = threading.Event()
@@ -185,7 +185,7 @@ class Worker(rpc.WorkerServicer):
             yield _result_message(result)
 
     def _read(self, requests: Iterator[pb.Plan], stream: _Stream) -> None:
-        """Reader thread: plans as they come, as far ahead as the router sends them."""
+        """Reader thread: post plans as they arrive, however far ahead the router sends them."""
         try:
             for request in requests:
                 self._compute.post(partial(self._step, stream, _plan(request)))
@@ -198,11 +198,11 @@ class Worker(rpc.WorkerServicer):
             self._fault(error)
         self._compute.post(partial(self._end, stream))
 
-    # Everything below runs on the compute thread, but for _fault.
+    # Everything below runs on the compute thread, except _fault.
 
     def _load(self, config: LoadConfig) -> Description:
         if self._engine is not None:
-            raise ConfigError("a model is loaded already; a worker serves one model for its life")
+            raise ConfigError("a model is loaded already; a worker serves one model for its lifetime")
         options = {} if self._load_model is None else {"load_model": self._load_model}
         self._engine, description = Engine.load(config, self._config.rank, self._config.world_size, **options)
         return description
@@ -247,21 +247,21 @@ class Worker(rpc.WorkerServicer):
         stream.results.put(_Abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
 
     def _fault(self, error: BaseException) -> None:
-        """Something of ours broke: say so everywhere, and let the process exit."""
-        logger.error("the worker broke and exits", exc_info=error)
+        """Report a defect to the log and the stream, and let the process exit."""
+        logger.error("the worker failed and exits", exc_info=error)
         stream = self._stream
         if stream is not None:
             stream.ended = True
-            stream.results.put(_Abort(grpc.StatusCode.INTERNAL, f"the worker broke: {error!r}"))
+            stream.results.put(_Abort(grpc.StatusCode.INTERNAL, f"the worker failed: {error!r}"))
         self.faulted.set()
 
     def _abort_with_fault(self, context: grpc.ServicerContext, error: BaseException) -> NoReturn:
         self._fault(error)
-        _abort(context, _Abort(grpc.StatusCode.INTERNAL, f"the worker broke: {error!r}"))
+        _abort(context, _Abort(grpc.StatusCode.INTERNAL, f"the worker failed: {error!r}"))
 
 
 def start_server(worker: Worker, socket: Path) -> grpc.Server:
-    """Listen on a unix socket, taking the place of a stale one. Raises ConfigError when the path cannot be bound."""
+    """Listen on a unix socket, replacing a stale one. Raises ConfigError when the path cannot be bound."""
     if len(bytes(socket)) > _MAX_SOCKET_PATH_BYTES:
         raise ConfigError(f"socket path has {len(bytes(socket))} bytes, at most {_MAX_SOCKET_PATH_BYTES} are allowed")
     try:

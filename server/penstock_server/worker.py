@@ -1,7 +1,7 @@
-"""One rank's worker process, from its flags to its end.
+"""One rank's worker process.
 
-Exits 0 on SIGTERM at once, also in the middle of a step: what a step was doing is the router's to repeat. SIGINT is
-left to the launcher. The process does not outlive its parent.
+It exits 0 on SIGTERM at once, also in the middle of a step: the router repeats lost steps. It ignores SIGINT, which the
+launcher handles. It does not outlive its parent.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from penstock_server.config import WorkerConfig
 from penstock_server.errors import ConfigError
 from penstock_server.service import Worker, start_server
 
-_PARENT_CHECK_S = 1.0  # where the kernel does not end it with its parent
-_LAST_WORDS_S = 1.0  # for replies that are on their way when the worker breaks
+_PARENT_CHECK_S = 1.0  # for kernels that do not kill it when its parent dies
+_LAST_REPLIES_S = 1.0  # for replies that are on their way when the worker fails
 
 
 def run(config: WorkerConfig) -> int:
-    """Serve until SIGTERM, the parent's end or a fault; the exit status."""
+    """Serve until SIGTERM, the parent's death or a fault. Returns the exit status."""
     parent = os.getppid()
 
     def terminate(signum: int, frame: FrameType | None) -> None:
@@ -39,6 +39,6 @@ def run(config: WorkerConfig) -> int:
     while not worker.faulted.wait(_PARENT_CHECK_S):
         if os.getppid() != parent:
             terminate(signal.SIGTERM, None)
-    server.stop(_LAST_WORDS_S).wait()
+    server.stop(_LAST_REPLIES_S).wait()
     config.socket.unlink(missing_ok=True)
     return 1

@@ -35,7 +35,7 @@ BROKEN_SOURCES = {
     "computed": (
         NewSequence(1, [1] * 9, 9, 4, [1, 2, 3], num_source_tokens=5),
         10,
-        "has 4 computed tokens of a source of 5, which go together",
+        "has 4 computed tokens of a source of 5, which are computed together",
     ),
 }
 
@@ -58,7 +58,7 @@ def test_a_source_that_is_cut_fails_its_sequence_alone() -> None:
     table.add(sequence(2, 7, 9))
     chosen = batch.select(table, columns([Advance(1, 6), Advance(2, 7)]))
     assert {failure.sequence_id: failure.reason for failure in chosen.failures} == {
-        1: "an advance to 6 tokens, but its source has 7, which go together"
+        1: "an advance to 6 tokens, but its source has 7, which are computed together"
     }
     assert chosen.sequence_ids.tolist() == [2]
 

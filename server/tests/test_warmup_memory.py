@@ -42,7 +42,7 @@ def test_results_and_known_tokens_are_counted() -> None:
 
 def test_touching_pages_keeps_what_they_hold() -> None:
     tensor = torch.arange(1 << 20)
-    memory.touch_pages_beside([tensor])
+    memory.touch_pages_in_background([tensor])
     if memory._populate(tensor):
         memory.touch_pages([tensor])
     assert torch.equal(tensor, torch.arange(1 << 20))

@@ -96,7 +96,7 @@ def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> s
     if end > known:
         return f"an advance of {num_tokens} tokens to {end}, but only {known} are known"
     if end < table.source[row]:
-        return f"an advance to {end} tokens, but its source has {int(table.source[row])}, which go together"
+        return f"an advance to {end} tokens, but its source has {int(table.source[row])}, which are computed together"
     if end > table.limits.max_sequence_tokens:
         return f"would have {end} tokens, at most {table.limits.max_sequence_tokens} are allowed"
     if end > capacity:
@@ -106,16 +106,16 @@ def _reason(table: SequenceTable, advances: Advances, index: int, row: int) -> s
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The rows of a step's outputs that tell prompt tokens' logprobs, in the order of the advances."""
+    """The rows of a step's outputs that give logprobs of prompt tokens, in the order of the advances."""
 
     outputs: Rows  # [prompt tokens] row among the model's outputs
-    ids: Rows  # [prompt tokens] the token behind it
-    places: Rows  # [prompt tokens] which of the chosen advances it belongs to, ascending
+    ids: Rows  # [prompt tokens] the token that follows it
+    places: Rows  # [prompt tokens] the selected advance it belongs to, ascending
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A step's tensors, and what the model's outputs are for, which are those of `StepBatch.sample_rows`."""
+    """A step's tensors, and the use of the model's outputs, which are the rows `StepBatch.sample_rows`."""
 
     batch: StepBatch
     samples: Rows  # [samples] row among the outputs, in the order of the advances

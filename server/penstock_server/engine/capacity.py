@@ -1,6 +1,6 @@
-"""How many KV blocks a rank can have: the worst steps are run, and what is left is measured.
+"""The number of KV blocks that a rank can hold: run the most expensive steps, and measure the memory that is left.
 
-Every rank comes to the same number, or refuses with the same words.
+All ranks agree on one number, or refuse with the same message.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Plan
 
-# What a step leaves free in the C library's heap may not fit the next one's pieces: at most all of it. 30 % were seen.
+# Memory that one step frees in the C library's heap may be too fragmented for the next step: all of it in the worst
+# case; 30 % was observed.
 _HEAP_FACTOR = 2
-# Of a prompt token with its alternatives, on its way to the router: 2.6 kB as Python's objects, 1.1 kB as protobuf's.
+# A prompt token with 20 alternatives on its way to the router, as Python objects and as a message.
 _RESULT_BYTES = 4 << 10
-_MAX_RESULTS = 2  # one is translated while the next is made
-# Of a token that is known: in the sequence table, and in the plan that brings it, as protobuf's number and Python's.
+_MAX_RESULTS = 2  # one is converted to a message while the next one is computed
+# A known token: in the sequence table, and in the plan that brings it, as protobuf's number and Python's.
 _KNOWN_BYTES = 4 + 4 + 8 + 32
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the worst steps showed."""
+    """What the most expensive steps took."""
 
     num_blocks: int
     worst_step_s: float
-    step_bytes: int  # what a step takes at most above what stays
+    step_bytes: int  # the most memory that a step needs temporarily
 
 
-Run = Callable[[Plan, int], object]  # a first plan, over a pool of so many blocks
-Wait = Callable[[], int]  # for what starts beside; the bytes that it will ask for later
+Run = Callable[[Plan, int], object]  # runs a first plan over a pool of this many blocks
+Wait = Callable[[], int]  # waits for what starts during the warm-up; returns the bytes it will still allocate
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityProbe:
-    """One rank, before it has its pool."""
+    """Measures one rank before it has its pool."""
 
     model: CausalModel
     group: RankGroup
@@ -51,11 +52,11 @@ class CapacityProbe:
     has_grammars: bool  # whether this model's output can be constrained
 
     def measure(self, config: WarmUpConfig, run: Run, wait: Wait, clock: PhaseClock) -> Measured:
-        """Run the worst steps over a small pool, and count the blocks that fit beside them."""
+        """Run the most expensive steps over a small pool, and count the blocks that fit in the memory left."""
         longest = self.longest_sequence(config)
         per_block = self.model.kv_bytes_per_block
         on_cpu = self.device.type == "cpu"
-        longest_bytes = self.needed_blocks(longest) * per_block
+        longest_bytes = self.num_required_blocks(longest) * per_block
         share = memory.Share(
             config.memory_fraction,
             self.group.size if on_cpu else 1,
@@ -79,7 +80,7 @@ class CapacityProbe:
         self.model.allocate_cache(worst.num_blocks())
         memory.touch_pages(self.model.caches)
         with clock.phase("first step"):
-            # What is made once, or touched for the first time, is no part of a step.
+            # Memory that is allocated once, or touched for the first time, is not part of a step.
             run(warmup.plan(worst, warmup.first(worst)), worst.num_blocks())
         plans = warmup.worst_steps(worst)
         meter = memory.MemoryMeter(self.device)
@@ -89,50 +90,50 @@ class CapacityProbe:
                 run(plan, worst.num_blocks())
             seconds.append(clock.phases[-1].seconds)
         with clock.phase("wait for grammars"):
-            beside = wait()
+            later_bytes = wait()
         with clock.phase("measure what is left"):
             left = meter.measure(releasing=worst.num_blocks() * per_block)
         step_bytes = left.transient
         if on_cpu:
             step_bytes = _HEAP_FACTOR * step_bytes
-            left = replace(left, transient=step_bytes + beside + unseen_bytes(worst))
+            left = replace(left, transient=step_bytes + later_bytes + unseen_bytes(worst))
         num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
         return Measured(num_blocks, max(seconds), step_bytes)
 
     def longest_sequence(self, config: WarmUpConfig) -> int:
-        """In tokens, as far as the model and the limits say."""
+        """The longest sequence in tokens that the model and the limits allow."""
         return config.max_sequence_tokens or self.model.max_position_tokens
 
-    def needed_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at a time, as the scheduler counts: with a window on every
-        layer those that one window touches."""
+    def num_required_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a sequence of `num_tokens` holds at a time, as the scheduler counts them: with a sliding
+        window on every layer, the blocks that one window touches."""
         num_blocks = -(-num_tokens // self.block_tokens)
         window = self.model.window_tokens
         return min(num_blocks, -(-(window - 1) // self.block_tokens) + 1) if window else num_blocks
 
     def longest_in(self, num_blocks: int, config: WarmUpConfig) -> int:
-        """In tokens, the longest sequence that such a pool can hold."""
+        """The longest sequence in tokens that a pool of `num_blocks` can hold."""
         longest = self.longest_sequence(config)
-        return longest if self.needed_blocks(longest) <= num_blocks else num_blocks * self.block_tokens
+        return longest if self.num_required_blocks(longest) <= num_blocks else num_blocks * self.block_tokens
 
     def contexts_in(self, num_blocks: int, longest: int) -> int:
-        """In tokens, the contexts of all sequences together that such a pool can hold, none longer than that."""
-        return max(num_blocks * self.block_tokens, num_blocks // self.needed_blocks(longest) * longest)
+        """The sum of the contexts in tokens that a pool of `num_blocks` can hold, when none exceeds `longest`."""
+        return max(num_blocks * self.block_tokens, num_blocks // self.num_required_blocks(longest) * longest)
 
     def agree_on_blocks(self, config: WarmUpConfig, fitting: int, left: memory.Memory) -> int:
-        """The same number on every rank, or the same refusal."""
+        """The number of blocks of every rank. Raises the same ConfigError on all ranks when too few fit."""
         fitting = self.group.minimum(fitting)
         if fitting < 1:
             raise ConfigError(
-                f"no KV block fits: beside the model {memory.mib(left.available)} are free, and the largest step that "
-                f"the limits allow takes {memory.mib(left.transient)} of them; lower --max-batch-prefill-tokens or "
+                f"no KV block fits: {memory.mib(left.available)} are free after loading the model, and the largest "
+                f"step that the limits allow needs {memory.mib(left.transient)}; lower --max-batch-prefill-tokens or "
                 "--max-batch-size, raise --cuda-memory-fraction, or free memory"
             )
         if config.num_blocks > fitting:
             per_block = self.model.kv_bytes_per_block
             raise ConfigError(
                 f"{config.num_blocks} KV blocks were asked for ({memory.mib(config.num_blocks * per_block)}), but only "
-                f"{fitting} fit ({memory.mib(fitting * per_block)}) beside the model and the largest step; "
+                f"{fitting} ({memory.mib(fitting * per_block)}) fit next to the model and the largest step; "
                 "lower --max-batch-total-tokens, or raise --cuda-memory-fraction"
             )
         num_blocks = config.num_blocks or fitting
@@ -140,7 +141,7 @@ class CapacityProbe:
         return num_blocks
 
     def check_room(self, config: WarmUpConfig, num_blocks: int) -> None:
-        """Refuse a pool that the longest sequence would outgrow."""
+        """Refuse a pool that cannot hold the longest sequence."""
         if num_blocks < 1 or self.longest_in(num_blocks, config) < config.max_sequence_tokens:
             room = num_blocks * self.block_tokens
             raise ConfigError(
@@ -149,7 +150,7 @@ class CapacityProbe:
             )
 
     def check_limits(self, config: WarmUpConfig) -> None:
-        """Refuse what no memory could make possible."""
+        """Refuse limits that no amount of memory could satisfy."""
         if config.max_step_tokens < 1 or config.max_step_sequences < 1:
             raise ConfigError(
                 f"max_step_tokens is {config.max_step_tokens} and max_step_sequences {config.max_step_sequences}, "
@@ -157,7 +158,7 @@ class CapacityProbe:
             )
         if config.max_sequence_tokens > self.model.max_position_tokens:
             raise ConfigError(
-                f"sequences of {config.max_sequence_tokens} tokens were asked for, but the model was made for at most "
+                f"sequences of {config.max_sequence_tokens} tokens were asked for, but the model supports at most "
                 f"{self.model.max_position_tokens}; lower --max-total-tokens"
             )
         if not 0 < config.memory_fraction <= 1:
@@ -165,8 +166,8 @@ class CapacityProbe:
 
 
 def unseen_bytes(worst: warmup.WorstStep) -> int:
-    """The most of the host's memory that the worst steps do not show: results on their way, and the tokens of every
-    sequence at its longest, which share their blocks."""
+    """Host memory that warm-up's steps do not need but real ones may: results on their way to the router, and the known
+    tokens of the most sequences at their longest."""
     num_results = _MAX_RESULTS * (worst.max_step_tokens + worst.max_step_sequences)
     longest = min(worst.max_sequence_tokens, worst.max_context_tokens)
     return num_results * _RESULT_BYTES + worst.max_step_sequences * longest * _KNOWN_BYTES

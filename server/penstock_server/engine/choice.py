@@ -1,5 +1,5 @@
-"""Choosing by a random number: the inverse of the cumulative probability in the order of ids, first by blocks and then
-inside one."""
+"""Choice of a token by a random number: invert the cumulative probability in the order of ids, first over blocks of
+ids, then inside one block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from penstock_server.engine.greedy import BLOCK
 
 
 def choose(probs: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, a multiple of BLOCK] float32, of any sum, and [rows] in [0, 1) → ids and the rows' sums (float64)."""
+    """Ids [rows] and the rows' sums [rows] float64, for probs [rows, a multiple of BLOCK] float32 of any sum and draws
+    [rows] in [0, 1)."""
     rows = torch.arange(probs.shape[0], device=probs.device)
     blocks = probs.view(probs.shape[0], -1, BLOCK)
     ends = blocks.sum(-1).double().cumsum(-1)
@@ -18,7 +19,7 @@ def choose(probs: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     block = torch.searchsorted(ends, targets[:, None], right=True).squeeze(1).clamp_(max=blocks.shape[1] - 1)
     cumulative = blocks[rows, block].double().cumsum(-1)
     rest = targets - torch.where(block > 0, ends[rows, (block - 1).clamp_(min=0)], 0.0)
-    # The sum of a block was rounded, so the rest may lie behind its last token: then take the last that can be.
+    # The block's sum was rounded, so the rest may lie beyond its last token: take the last one with any probability.
     last = (cumulative < cumulative[:, -1:]).sum(-1)
     place = torch.minimum((cumulative <= rest[:, None]).sum(-1), last)
     return block * BLOCK + place, ends[:, -1]

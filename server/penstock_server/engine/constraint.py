@@ -1,4 +1,4 @@
-"""A grammar's masks, applied to scores: what it does not allow gets no probability."""
+"""Applies a grammar's masks to scores: tokens that it does not allow get no probability."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Constraints:
     words: npt.NDArray[np.int32]  # [constrained, words] bit b of word w allows token 32·w + b
 
     def of(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Those of some of the constrained rows."""
+        """The masks [places, words] of some constrained rows."""
         return self.words[np.searchsorted(self.places, places)]
 
 
@@ -29,14 +29,17 @@ class Constrainer:
 
     def __init__(self, device: torch.device) -> None:
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        self._of_byte = torch.from_numpy(np.where(bits, 0.0, _NOTHING)).to(device)  # what eight tokens' scores get
+        self._of_byte = torch.from_numpy(np.where(bits, 0.0, _NOTHING)).to(
+            device
+        )  # by byte of a mask: what is added to eight tokens' scores
         self._tables: dict[torch.dtype, Tensor] = {}
 
     def apply(self, scores: Tensor, places: Tensor, words: npt.NDArray[np.int32]) -> None:
-        """Forbid in rows `places` of scores [rows, vocab], in place, what the masks [places, words] do not allow.
+        """Set the scores [rows, vocab] of tokens to -inf, in place, that the masks [places, words] of rows `places` do
+        not allow.
 
-        Where nothing would be left, because min_new_tokens forbids the ends that alone the grammar allows, they are
-        allowed all the same, and equally.
+        When nothing is left, because min_new_tokens forbids the stop tokens and the grammar allows only those, they are
+        allowed nevertheless, with equal scores.
         """
         added = self._expand(words, scores.dtype)[:, : scores.shape[1]]
         everywhere = len(places) == len(scores)
@@ -47,7 +50,7 @@ class Constrainer:
             scores[places] = mine
 
     def applied(self, logits: Tensor, places: Tensor, words: npt.NDArray[np.int32]) -> Tensor:
-        """The same on a copy, for logits of which nothing was forbidden before."""
+        """The same on a copy, for logits in which no token was forbidden before."""
         added = self._expand(words, logits.dtype)[:, : logits.shape[1]]
         return logits + added if len(places) == len(logits) else logits.index_add(0, places, added)
 

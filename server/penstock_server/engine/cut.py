@@ -1,7 +1,8 @@
-"""Where the weights of a row's keys, in ascending order, first reach a mass: what top-k, top-p and typical-p all ask.
+"""Where the weights of a row's keys, summed in ascending order, first reach a mass: the core of top-k, top-p and
+typical-p.
 
-Without sorting: a histogram by the keys' upper bits tells the bin, and only what lies in that bin is sorted. Weights
-are whole numbers, so sums are exact and depend on no order, no thread and no neighbour.
+It does not sort the row: a histogram by the keys' upper bits finds the bin, and only that bin is sorted. Weights are
+integers, so sums are exact and depend on no order, thread or other row.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ONE = 1 << 44  # the weight of probability 1; what is less likely than 1 / ONE weighs nothing
+ONE = 1 << 44  # the weight of probability 1; a probability below 1 / ONE has weight 0
 _SHIFT = 16
 _HIGHEST = 128.0
 _NUM_BINS = 0x4300  # of the bits of floats below _HIGHEST
@@ -20,16 +21,16 @@ _NUM_BINS = 0x4300  # of the bits of floats below _HIGHEST
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What stays of each row: keys below `key`, and of its equals, in the order of ids, the first `num_equals`."""
+    """What is kept of each row: keys below `key`, and of the keys equal to it the first `num_equals`, by id."""
 
     key: Tensor  # [rows] int32
     num_equals: Tensor  # [rows] int64
 
 
 class Room:
-    """Where rows are worked on; [rows, width] each. All of it is scribbled on.
+    """Scratch buffers, [rows, width] each.
 
-    PERF: fresh memory costs more than what is done in it: 32 rows of 49,152 take 4 times as long with temporaries.
+    PERF: allocating costs more than the work itself: 32 rows of 49,152 take 4 times as long with temporaries.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
@@ -43,20 +44,20 @@ class Room:
 
 
 def weights_of(probs: Tensor, room: Room) -> Tensor:
-    """Probabilities as whole numbers, int64 [rows, width], in the room."""
+    """Probabilities as integers, int64 [rows, width], in the scratch buffer."""
     scaled = torch.mul(probs, float(ONE), out=room.floats[: len(probs)])
     return room.weights[: len(probs)].copy_(scaled)
 
 
 def ascending_keys(values: Tensor, room: Room) -> Tensor:
-    """Keys (int32), in the room, in the order of non-negative floats; infinity and all from 128 on are equals."""
+    """Keys (int32), in the scratch buffer, in the order of non-negative floats; all values from 128 on are equal."""
     keys = room.keys[: len(values)]
     torch.clamp(values, max=_HIGHEST * (1 - 2.0**-24), out=keys.view(torch.float32))
     return keys
 
 
 def descending_keys(probs: Tensor, room: Room) -> Tensor:
-    """Keys (int32), in the room, that ascend where probabilities descend."""
+    """Keys (int32), in the scratch buffer, that ascend as probabilities descend."""
     return torch.neg(probs.view(torch.int32), out=room.keys[: len(probs)]).add_(_ONE_BITS)
 
 
@@ -69,15 +70,15 @@ _ONE_BITS = 0x3F800000  # of 1.0f
 
 
 def target_of(share: Tensor, total: Tensor) -> Tensor:
-    """The mass that is a share [rows] float64 of a total [rows] int64: at least 1, at most the total."""
+    """`share` [rows] float64 of `total` [rows] int64, rounded up: at least 1, at most the total."""
     return torch.minimum((share * total).ceil().long(), total).clamp_(min=1)
 
 
 def find_cut(keys: Tensor, weights: Tensor, mass: Tensor, room: Room) -> Cut:
-    """The shortest beginning of each row, by keys and then ids, that weighs at least `mass`.
+    """The shortest prefix of each row, sorted by key and then id, that weighs at least `mass`.
 
-    keys [rows, width] from here, weights [rows, width] int64 ≥ 0, equal for equal keys where `num_equals` matters, mass
-    [rows] int64 from 1 to the row's total.
+    keys [rows, width] come from the functions above; weights [rows, width] int64 ≥ 0 must be equal for equal keys if
+    `num_equals` is used; mass [rows] int64 is from 1 to the row's total.
     """
     num_rows, width = keys.shape
     bins = room.bins[:num_rows].copy_(torch.bitwise_right_shift(keys, _SHIFT, out=room.upper[:num_rows]))
@@ -99,7 +100,7 @@ def find_cut(keys: Tensor, weights: Tensor, mass: Tensor, room: Room) -> Cut:
 
 
 def keep(values: Tensor, keys: Tensor, cut: Cut, room: Room, *, all_equals: bool) -> None:
-    """Set what is cut off to 0, in place; `keys` are those of `values` [rows, width]."""
+    """Set values [rows, width] beyond the cut to 0, in place; `keys` are theirs."""
     limit = cut.key[:, None]
     # PERF: the bits times 1 or 0 are vectorized, 5 times as fast as masked_fill_.
     values.view(torch.int32).mul_(torch.le(keys, limit, out=room.upper[: len(keys)]))
@@ -114,7 +115,7 @@ def keep(values: Tensor, keys: Tensor, cut: Cut, room: Room, *, all_equals: bool
 
 
 def places_where_equal(values: Tensor, wanted: Tensor, mask: Tensor) -> Tensor:
-    """Flat places, ascending, of values [rows, width] that are their row's wanted one [rows, 1].
+    """Flat indexes, ascending, of the values [rows, width] that equal their row's `wanted` [rows, 1].
 
     PERF: numpy on a CPU: 0.1 ms for 16 × 49,152; torch's eq and nonzero take 1.1 ms (EPYC, one thread).
     """

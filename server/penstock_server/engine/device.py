@@ -1,4 +1,4 @@
-"""Where and how a rank computes: device, dtype, threads. What was not asked for is chosen from what the machine has."""
+"""A rank's device, dtype and threads: as asked, or chosen from what the machine has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def choose_device(name: str, rank: int) -> torch.device:
-    """The device asked for, or this rank's GPU, or the CPU."""
+    """The device asked for; else this rank's GPU; else the CPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not name:
         return torch.device("cuda", rank % num_gpus) if num_gpus else torch.device("cpu")
@@ -34,7 +34,7 @@ def choose_device(name: str, rank: int) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype asked for, or bfloat16 where the machine computes in it, or float32."""
+    """The dtype asked for; else bfloat16 if the machine computes in it; else float16 on a GPU and float32 on a CPU."""
     if name:
         if name not in DTYPES:
             raise ConfigError(f'dtype is "{name}", must be one of {", ".join(DTYPES)}')
@@ -45,12 +45,12 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def choose_num_threads(config: LoadConfig, world_size: int) -> int:
-    """The CPU threads asked for, or this rank's share of the cores that the process may use."""
+    """The CPU threads asked for; else this rank's share of the cores that the process may use."""
     return config.num_threads or max(1, usable_cores() // world_size)
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores of the affinity mask, or fewer where the control group grants less CPU time."""
+    """Cores in the affinity mask; fewer if the control group's CPU quota is smaller."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()

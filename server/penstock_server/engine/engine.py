@@ -160,13 +160,13 @@ class Engine:
         if config.proven:
             probe.check_room(config, config.num_blocks)
         else:
-            measured = probe.measure(config, run, self._wait_beside, clock)
+            measured = probe.measure(config, run, self._wait_for_grammars, clock)
         num_blocks = measured.num_blocks
         with clock.phase("allocate KV pool"):
             self.model.allocate_cache(num_blocks)
             if config.proven:
                 # The memory was proven to be there, and streams wait for their first token, not for the last page.
-                memory.touch_pages_beside(self.model.caches)
+                memory.touch_pages_in_background(self.model.caches)
             else:
                 memory.touch_pages(self.model.caches)
             memory.return_free_pages()
@@ -177,7 +177,7 @@ class Engine:
             self._rehearse()
         return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s)
 
-    def _wait_beside(self) -> int:
+    def _wait_for_grammars(self) -> int:
         """Wait until everything that starts during the warm-up has its memory. Returns the bytes it will still
         allocate."""
         return 0 if self._compiler is None else self._compiler.wait()

@@ -1,4 +1,4 @@
-"""The greatest logit of each row and its logprob: the whole of sampling for sequences that ask for nothing else."""
+"""The greatest logit of each row and its logprob: all that plain greedy sequences need."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from penstock_server.kernels import may_be_native
 
 BLOCK = 64  # rows are padded to a multiple of it
 
-# From so many rows on, sampling is worth all threads. For fewer, waiting for the others costs more than they bring, by
-# far where something else runs beside: a barrier then lasts as long as the scheduler's time slice.
-# PERF: 1 row of 49,152 takes 0.024 ms on one thread of an EPYC; on two, with both cores busy otherwise, 8 ms.
+# Fewest rows for which sampling uses all threads. With fewer, the barrier costs more than the threads save, above all
+# on a busy machine, where it lasts as long as the operating system's time slice.
+# PERF: 1 row of 49,152 takes 0.024 ms on one thread of an EPYC; on two threads, with both cores busy otherwise, 8 ms.
 PARALLEL_ROWS = 8
 
 Masks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # rows that have one, and those [rows, words]
 
-# Logits [rows, vocab] → ids [rows] int64 and logprobs [rows] float32 among what masks allow; not finite where the row
-# is not.
+# Logits [rows, vocab] → ids [rows] int64 and logprobs [rows] float32 among the tokens that masks allow. The logprob of
+# a row that is not finite is not finite.
 Greedy = Callable[[Tensor, Masks | None], tuple[Tensor, Tensor]]
 
 
 def native_greedy(device: torch.device) -> Greedy | None:
-    """The native kernel for bf16 logits, where there is one.
+    """The native kernel for bf16 logits, if this machine has one.
 
     PERF: 32 × 49,152 on one thread of an EPYC: 0.55 ms; by torch's operators 1.2 ms.
     """
@@ -46,9 +46,9 @@ def native_greedy(device: torch.device) -> Greedy | None:
 
 
 def greatest(scores: Tensor) -> Tensor:
-    """[rows, a multiple of BLOCK] float32 → [rows]: where each row is greatest, the lowest id of several.
+    """The arg-max [rows] of scores [rows, a multiple of BLOCK] float32; the lowest id among equals.
 
-    PERF: torch's argmax is not vectorized; a maximum by blocks and a search in one block is 8 times as fast
+    PERF: torch's argmax is not vectorized; a maximum over blocks and a search in one block is 8 times as fast
     (0.16 against 1.3 ms for 32 × 49,152 float32, EPYC, one thread).
     """
     blocks = scores.view(scores.shape[0], -1, BLOCK)

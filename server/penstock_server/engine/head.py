@@ -1,6 +1,6 @@
-"""The cut of peaked rows, found among a few columns with the greatest maxima: no look at the whole row.
+"""Finds the cut of peaked rows among a few columns with the greatest maxima, without reading the whole row again.
 
-INVARIANT: the cut that it finds is the one that `find_cut` would find, so no row's result depends on the way.
+INVARIANT: it finds the cut that `find_cut` would find, so a row's result does not depend on which of them runs.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ _NUM_COLUMNS = 64
 
 
 def is_worth_it(probs: Tensor) -> bool:
-    """A GPU looks at whole rows at once, and small vocabularies have no head."""
+    """Whether this is faster than `find_cut`: not on a GPU, which reads whole rows at once, nor for small
+    vocabularies."""
     return probs.device.type == "cpu" and probs.shape[1] // BLOCK > _NUM_COLUMNS
 
 
 def cut_by_head(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Cut, Tensor]:
-    """Cuts by top-k and then top-p, as far as the head shows them, and the places [found] of the rows they are of.
+    """Cuts by top-k and then top-p of the rows whose cut lies in the head, and the indexes [found] of those rows.
 
     probs [rows, a multiple of BLOCK]; top_k [rows], 0: off; top_p [rows], 1: off.
     """
     values, floor = _head(probs)
     is_above = values > floor[:, None]
-    depth = is_above.sum(-1)  # so many are complete
+    depth = is_above.sum(-1)  # no probability outside of the head is among the `depth` greatest
     mass = (_weights(values) * is_above).sum(-1)
-    # Without top-k a row's total counts as 1, which rounding misses by little; `mass` is then surely deep enough.
+    # Without top-k, a row's total counts as 1. Its rounded sum is close to that, so `mass` is deep enough.
     found = torch.where(top_k > 0, top_k <= depth, target_of(top_p, torch.full_like(mass, ONE)) <= mass)
     places = found.nonzero().squeeze(1)
     if not len(places):
@@ -48,14 +49,14 @@ def cut_by_head(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Cut, Tenso
 
 
 def _weights(values: Tensor) -> Tensor:
-    """As `cut.weights_of` weighs them."""
+    """The weights of `cut.weights_of`."""
     return (values * float(ONE)).long()
 
 
 def _head(probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Some probabilities of each row [rows, columns * BLOCK], and the value above which they are complete [rows]."""
+    """The head of each row [rows, columns * BLOCK], and the value [rows] above which it holds all probabilities."""
     num_rows, width = probs.shape
-    # A column is every so-many-th probability: the maximum over them is vectorized across columns.
+    # A column takes one probability from each of BLOCK stripes: the maximum is then vectorized across columns.
     by_column = probs.view(num_rows, BLOCK, width // BLOCK)
     maxima, columns = by_column.amax(1).topk(_NUM_COLUMNS + 1, -1)
     columns = columns[:, None, :-1].expand(-1, BLOCK, -1)  # [rows, BLOCK, columns]

@@ -1,7 +1,7 @@
-"""Logprobs of any token from one that is known: the greatest of its row. And the best tokens of each row.
+"""Logprobs of any token, from the known logprob of the greatest token of its row; and the best tokens of each row.
 
-A logprob is a score less the logarithm of its row's sum of exponentials. Where the greatest token's logprob is known
-that logarithm is too, and no logprob underflows as the logarithm of a tiny probability would.
+A logprob is the score minus the logarithm of the row's sum of exponentials. The greatest token's logprob gives that
+logarithm, so no logprob underflows, as the logarithm of a tiny probability would.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from penstock_server.plan import Top
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Where a row's scores stand: the greatest one [rows], and its logprob [rows] float64."""
+    """The greatest score of each row [rows], and its logprob [rows] float64."""
 
     score: Tensor
     logprob: Tensor
 
     def at(self, places: Tensor) -> Level:
-        """Of some rows."""
+        """The level of some rows."""
         return Level(self.score[places], self.logprob[places])
 
     def logprobs(self, scores: Tensor) -> Tensor:
         """Scores [rows, any] of those rows → logprobs float64."""
-        # The distance in float32: the very bits that it has where the greatest score was subtracted before.
+        # The difference in float32 has the same bits as when temperature has already subtracted the greatest score.
         return (scores.float() - self.score[:, None]).double() + self.logprob[:, None]
 
 
 def level_of(scores: Tensor, greatest_ids: Tensor, logprobs: Tensor) -> Level:
-    """From scores [rows, vocab], and the ids and logprobs [rows] of their greatest."""
+    """The level of scores [rows, vocab], from the ids and logprobs [rows] of their greatest."""
     return Level(scores.gather(1, greatest_ids[:, None]).squeeze(1).float(), logprobs.double())
 
 
 def logprobs_at(scores: Tensor, ids: Tensor, level: Level) -> Tensor:
-    """[rows] float64, of one id in each row of scores [rows, vocab]."""
+    """The logprob [rows] float64 of one id in each row of scores [rows, vocab]."""
     return level.logprobs(scores.gather(1, ids[:, None])).squeeze(1)
 
 
 def tops_of(scores: Tensor, top_n: Tensor, level: Level) -> list[Top]:
-    """The top_n [rows] best of each row of scores [rows, vocab]: lower ids first among equals, none that is -inf."""
+    """The top_n [rows] best tokens of each row of scores [rows, vocab]: lower ids first among equals, none at -inf."""
     ids = best_ids(scores, int(top_n.max()))
     found = scores.gather(1, ids.clamp(min=0))
     columns = torch.arange(ids.shape[1], device=ids.device)
@@ -55,9 +55,9 @@ def tops_of(scores: Tensor, top_n: Tensor, level: Level) -> list[Top]:
 
 
 def best_ids(scores: Tensor, num: int) -> Tensor:
-    """[rows, num] int64, best first, lower ids first among equals; -1 where a row has no more above -inf."""
+    """[rows, num] int64, best first, lower ids first among equals; -1 where a row has fewer tokens above -inf."""
     num = min(num, scores.shape[1])
-    # So many blocks have a score at their bound or above, hence so many tokens have.
+    # `num` blocks have a maximum at the bound or above it, hence at least `num` tokens are.
     is_blocked = scores.shape[1] % BLOCK == 0 and scores.shape[1] // BLOCK >= num
     maxima = scores.view(len(scores), -1, BLOCK).amax(-1) if is_blocked else scores
     bound = maxima.topk(num, -1).values[:, -1:].clamp(min=torch.finfo(scores.dtype).min)
@@ -72,7 +72,7 @@ def best_ids(scores: Tensor, num: int) -> Tensor:
 
 
 def _where_at_least(scores: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and ids of the scores [rows, vocab] that are at least their row's bound [rows, 1]."""
+    """Rows and ids of the scores [rows, vocab] that reach their row's bound [rows, 1]."""
     if scores.device.type != "cpu":
         rows, ids = (scores >= bound).nonzero(as_tuple=True)
         return rows, ids

@@ -1,6 +1,6 @@
-"""How much memory a rank may give to its KV pool: measured after the worst step, never guessed from tables.
+"""How much memory a rank may give to its KV pool: measured after the most expensive step, never estimated.
 
-On a CPU the limit is the smaller of the machine's memory and the control group's; on a GPU it is the device's.
+On a CPU, the limit is the smaller of the machine's memory and the control group's; on a GPU, the device's memory.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-# A server on a plain CPU shares the machine with others, and touching a page costs start-up time: without a word from
-# the user a rank takes this, or room for so many of the longest sequences where that is more.
+# The default pool on a CPU: this size, or this many of the longest sequences if that is more. It is not all memory,
+# because a CPU server usually shares the machine, and touching pages costs start-up time.
 DEFAULT_CPU_POOL_BYTES = 1 << 30
 DEFAULT_CPU_POOL_SEQUENCES = 4
 _LIBC = ctypes.CDLL(None)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _POPULATE_BYTES = 64 << 20
-_UNLIMITED = 1 << 60  # control groups of version 1 say "no limit" by a huge number
+_UNLIMITED = 1 << 60  # control groups version 1 express "no limit" as a huge number
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,21 @@ class Memory:
     """A device's memory as one rank sees it, in bytes."""
 
     total: int
-    available: int  # not used by anybody
-    transient: int  # how far the peak was above the beginning
+    available: int
+    transient: int  # the peak since the start, minus the usage at the start
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a rank may use that memory."""
+    """The part of that memory that a rank may use."""
 
-    fraction: float  # of the total, that may be used in all
-    num_ranks: int  # that share it
-    cap_bytes: int | None = None  # at most this, and at most half of what is available; None: no cap
+    fraction: float  # of the total, for all ranks together
+    num_ranks: int  # ranks that share the memory
+    cap_bytes: int | None = None  # at most this, and at most half of the available memory; None: no cap
 
 
 class MemoryMeter:
-    """Watches one device's memory from its making until `measure`."""
+    """Measures one device's memory from construction until `measure`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,10 +58,10 @@ class MemoryMeter:
             self._before = _status_bytes("VmRSS")
 
     def measure(self, releasing: int = 0) -> Memory:
-        """What there is, what is free, and how far the peak since the start was above the start.
+        """The memory now, and the peak since the start relative to the start.
 
-        Above the start, not above now: what stays may have come before the peak or after it.
-        `releasing` bytes are in use now and will be given back; they count as free.
+        Relative to the start, not to now: memory that stays may have been allocated before the peak or after it.
+        `releasing` bytes are in use now but will be freed; they count as free.
         """
         gc.collect()
         if self._device.type == "cuda":
@@ -77,7 +77,7 @@ class MemoryMeter:
 
 
 def usable_bytes(memory: Memory, share: Share) -> int:
-    """What one rank may allocate for good."""
+    """Bytes that one rank may allocate permanently."""
     free = memory.available - (1 - share.fraction) * memory.total
     usable = free / share.num_ranks - memory.transient
     if share.cap_bytes is not None:
@@ -86,22 +86,23 @@ def usable_bytes(memory: Memory, share: Share) -> int:
 
 
 def default_cap_bytes(longest_sequence_bytes: int) -> int:
-    """What one rank takes on a CPU when nobody says how much."""
+    """The default pool of one rank on a CPU."""
     return max(DEFAULT_CPU_POOL_BYTES, DEFAULT_CPU_POOL_SEQUENCES * longest_sequence_bytes)
 
 
 def touch_pages(tensors: Sequence[torch.Tensor]) -> None:
-    """Let the system back every page of the tensors now. What they hold may be lost; a new tensor holds nothing."""
+    """Have the system back every page of the tensors now. Their contents may be lost."""
     on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-    # PERF: a virtual machine's host backs pages as they are touched, for each core by itself.
+    # PERF: a virtual machine's host backs pages as they are touched, on each core independently.
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         for tensor, is_touched in zip(on_cpu, threads.map(_populate, on_cpu), strict=True):
             if not is_touched:
                 tensor.zero_()
 
 
-def touch_pages_beside(tensors: Sequence[torch.Tensor]) -> None:
-    """The same in a thread, while others use the tensors. Where the system cannot, pages come when they are used."""
+def touch_pages_in_background(tensors: Sequence[torch.Tensor]) -> None:
+    """Back the pages from a thread while the tensors are in use. Where the system cannot keep their contents, pages
+    are backed at their first use."""
 
     def touch() -> None:
         for tensor in tensors:
@@ -113,10 +114,10 @@ def touch_pages_beside(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _populate(tensor: torch.Tensor) -> bool:
-    """Whether the system backed the tensor's pages, by madvise(2); their contents stay."""
+    """Back the tensor's pages by madvise(2), which keeps their contents. Returns whether the system can."""
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    # In pieces: the process's other mappings cannot change meanwhile.
+    # In pieces: madvise locks the process's mappings while it runs.
     for address in range(begin, end, _POPULATE_BYTES):
         length = min(_POPULATE_BYTES, end - address)
         if _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
@@ -132,7 +133,7 @@ def return_free_pages() -> None:
 
 
 def mib(num_bytes: int) -> str:
-    """For people."""
+    """A size for messages."""
     return f"{num_bytes / (1 << 20):.0f} MiB"
 
 
@@ -145,7 +146,7 @@ def _status_bytes(field: str) -> int:
 
 
 def _reset_peak_resident() -> None:
-    """Let VmHWM start from now. Where that is forbidden the peak of loading counts too, which errs to the safe side."""
+    """Restart VmHWM. Where that is forbidden, the peak of loading counts too, which overestimates and is safe."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -1,5 +1,5 @@
-"""The parameters of one composition of a batch, sorted by what has to be done for which rows; made once, used by many
-steps."""
+"""The sampling parameters of a batch, grouped by the processors that rows need. Computed once per composition of the
+batch, and used for many steps."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Tensors are on the device; places count from row 0 of the logits in `plain` and `processed`, and among the
-    processed rows in everything after them. All ascend."""
+    """Which rows need what. `plain` and `processed` are rows of the logits; all other places are indexes into
+    `processed`. Places ascend. Tensors are on the device."""
 
-    composition: Composition  # as it came: to be recognized when it comes again
-    plain: Places  # greedy, logits as they are but for a grammar, no alternatives
-    processed: Places  # all others
+    composition: Composition  # the object that these parameters were computed from
+    plain: Places  # rows that are greedy, without processors except a grammar, and without alternatives
+    processed: Places  # all other rows
     seeds: npt.NDArray[np.uint64]  # [processed]
     watermarked: Places
     repeating: Places  # with a repetition penalty
     counted: Places  # with a frequency or presence penalty
     constrained: Places  # by a grammar
-    constrained_plain: Places  # by a grammar, among the plain rows
-    drawn: Places  # by a random number
-    truncated: Places  # and from a part of the distribution
+    constrained_plain: Places  # by a grammar; indexes into `plain`
+    drawn: Places  # sampled by a random number
+    truncated: Places  # sampled from a part of the distribution
     topped: Places  # with alternatives of the processed distribution
-    unprocessed: Places  # logprobs are the model's own
+    unprocessed: Places  # with logprobs of the model's own distribution
     top_n: npt.NDArray[np.int64]  # [processed]
     biases: Entries
     stops: Entries
@@ -47,7 +47,7 @@ class Parameters:
 
 
 def of_composition(composition: Composition, tensor: Callable[[npt.NDArray[Any]], Tensor]) -> Parameters:
-    """`tensor` takes arrays to the device."""
+    """`tensor` copies an array to the device."""
     records = composition.records
     is_counted = (records["frequency_penalty"] != 0) | (records["presence_penalty"] != 0)
     is_processed = records["do_sample"] | records["watermark"] | is_counted | (records["top_n"] > 0)
@@ -90,6 +90,6 @@ def of_composition(composition: Composition, tensor: Callable[[npt.NDArray[Any]]
 
 
 def within(ascending: Places, rows: slice) -> Places:
-    """Those of some ascending places that lie in a range of rows."""
+    """The places within a range of rows."""
     start, stop = np.searchsorted(ascending, (rows.start, rows.stop))
     return ascending[start:stop]

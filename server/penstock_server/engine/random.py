@@ -1,6 +1,6 @@
-"""Random numbers without a generator: a function of (seed, position) only.
+"""Random numbers as a function of (seed, position), without generator state.
 
-A row's number cannot depend on its neighbours, on preemption or on a replay.
+So a row's number depends on no other row, and is the same after a preemption or a replay.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock_server.hash import GOLDEN, mix
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) with 52 random bits for each (seed, position)."""
+    """A number in [0, 1) with 52 random bits for each (seed, position)."""
     stream = mix(seeds + GOLDEN)
     bits = mix(stream + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN)
     # 52 and not 53: the number times a mass just above 1 must not round up to that mass.

@@ -1,8 +1,8 @@
-"""Logits to tokens, for a whole batch at once: the processors in the order of proto/worker.proto, then the choice.
+"""Logits to tokens for a whole batch: the processors in the order of proto/worker.proto, then the choice.
 
-A row's token and logprobs depend on its own logits, history, parameters, seed and position only, bit for bit: every
-reduction used here works on one row at a time or on whole numbers, never across a split that moves with the number of
-rows. Rows with NaN or infinite logits come back as BROKEN; the others do not notice.
+A row's token and logprobs depend only on its own logits, history, parameters, seed and position, bit for bit: every
+reduction here works on one row at a time or on integers, never across a split that depends on the number of rows. Rows
+with NaN or infinite logits return BROKEN and do not affect other rows.
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ from penstock_server.engine.truncation import truncate
 from penstock_server.engine.watermark import Watermark
 from penstock_server.plan import Top
 
-BROKEN = -1  # in the place of a token id
+BROKEN = -1  # instead of a token id
 
-# Rows in work at a time. The buffers for so many rows, 8 numbers a logit, are all that is allocated for good.
+# Rows that are processed at a time. Only the buffers for these rows, 8 numbers per logit, are allocated permanently.
 # PERF: 8 to 32 rows of 49,152 are equally fast, 1 or 2 rows 15 % slower (EPYC, AVX-512, one thread).
 _CHUNK_ROWS = {"cpu": 16, "cuda": 128}
 
 
 class History(Protocol):
-    """The tokens of the batch's rows; asked for by chunks."""
+    """The tokens of the batch's rows."""
 
     def known(self, places: Places) -> npt.NDArray[np.int64]:
-        """[places, longest]: every token known, padded with one of their own."""
+        """[places, longest]: all known tokens; shorter rows are padded with a token of their own."""
         ...
 
     def generated(self, places: Places) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """[places, longest ≥ 1]: those behind the prompt, and which of them are real; the others are any id."""
+        """[places, longest ≥ 1]: the generated tokens, and whether each is real; padding may be any id."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What is asked of each row of the logits; host arrays [samples]."""
+    """How to sample each row of the logits; host arrays [samples]."""
 
     composition: Composition
-    positions: npt.NDArray[np.int64]  # of the token to be sampled in its sequence
-    num_generated: npt.NDArray[np.int64]  # tokens before it that are not the prompt's
+    positions: npt.NDArray[np.int64]  # position of the token to be sampled
+    num_generated: npt.NDArray[np.int64]  # tokens generated before it
     previous_ids: npt.NDArray[np.int64]  # the token before it
     history: History
-    constraints: Constraints | None = None  # of all rows whose records say constrained
+    constraints: Constraints | None = None  # masks of all rows whose record is constrained
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Chosen ids (BROKEN where the logits were) and logprobs, on the device [samples]."""
+    """Chosen ids (BROKEN where logits are not finite) and their logprobs, on the device [samples]."""
 
     ids: Tensor  # int64
     logprobs: Tensor  # float32 or float64
-    tops: dict[int, Top] = field(default_factory=dict)  # of the rows that asked for alternatives
+    tops: dict[int, Top] = field(default_factory=dict)  # by row, where alternatives were asked for
 
 
 class Sampler:
-    """Samples one token for each row of the logits; keeps its buffers and the last batch's parameters."""
+    """Samples one token per row of logits. Keeps its buffers and the last batch's parameters."""
 
     def __init__(self, vocab_size: int, device: torch.device, max_rows: int, watermark: Watermark) -> None:
         self._vocab_size = vocab_size
@@ -80,7 +80,7 @@ class Sampler:
         self._native_greedy = native_greedy(device)
         width = -(-vocab_size // BLOCK) * BLOCK
         rows = min(_CHUNK_ROWS[device.type], max_rows)
-        # The columns beyond the vocabulary stay at -inf: probability 0.
+        # Columns beyond the vocabulary stay at -inf: probability 0.
         self._scores = torch.full((rows, width), float("-inf"), dtype=torch.float32, device=device)
         self._probs = torch.zeros((rows, width), dtype=torch.float32, device=device)
         self._room = Room(rows, width, device)
@@ -88,7 +88,7 @@ class Sampler:
         self._parameters: Parameters | None = None
 
     def sample(self, logits: Tensor, request: SampleRequest) -> Sampled:
-        """`logits` [samples, vocab] in any float type; they are not changed."""
+        """Sample from logits [samples, vocab] of any float type, which are not changed."""
         parameters = self._of_batch(request.composition)
         masks: Masks | None = None
         if len(parameters.constrained_plain):
@@ -109,7 +109,8 @@ class Sampler:
         return out
 
     def score(self, logits: Tensor, ids: Tensor, top_n: npt.NDArray[np.int64]) -> tuple[Tensor, dict[int, Top]]:
-        """Logprobs [rows] of given ids in the model's own distribution, and alternatives where rows ask for some."""
+        """Logprobs [rows] of the given ids in the model's own distribution, NaN where logits are not finite, and top_n
+        [rows] alternatives."""
         favourite = self._choose_plain(logits)
         level = level_of(logits, favourite.ids.clamp(min=0), favourite.logprobs)
         tops: dict[int, Top] = {}
@@ -126,11 +127,11 @@ class Sampler:
         return self._parameters
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
-        # A copy: columns of records have strides that torch refuses.
+        # Copied, because torch refuses the strides of a record's columns.
         return torch.from_numpy(np.array(values, order="C")).to(self._device)
 
     def _places(self, ascending: Places, rows: slice) -> Tensor | None:
-        """Those of some ascending places that lie in a range of rows, counted from its start."""
+        """The places within a range of rows, relative to its start; None if there are none."""
         inside = within(ascending, rows)
         return self._tensor(inside - rows.start) if len(inside) else None
 
@@ -139,7 +140,7 @@ class Sampler:
         return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
     def _choose_plain(self, logits: Tensor, masks: Masks | None = None) -> Sampled:
-        """The model's own favourite of each row, among what its mask allows where it has one."""
+        """The most probable token of each row, among the tokens that its mask allows if it has one."""
         if self._native_greedy is not None and logits.dtype == torch.bfloat16:
             ids, logprobs = self._native_greedy(logits.contiguous(), masks)
             finite = np.isfinite(logprobs.numpy())
@@ -156,7 +157,7 @@ class Sampler:
         return Sampled(out.ids.masked_fill_(~(out.logprobs > 0), BROKEN), out.logprobs.log_())
 
     def _choose_processed(self, logits: Tensor, request: SampleRequest, parameters: Parameters) -> Sampled:
-        """Every row through the processors; `logits` holds the processed places only."""
+        """Sample through the processors; `logits` holds only the rows `parameters.processed`."""
         mine = parameters.processed
         with self._threads(len(logits)):
             draws = self._tensor(uniform(parameters.seeds, request.positions[mine]))
@@ -207,7 +208,7 @@ class Sampler:
     def _take_tops(
         self, scores: Tensor, probs: Tensor, level: Level, parameters: Parameters, rows: slice, tops: dict[int, Top]
     ) -> None:
-        """Alternatives of the processed distribution: what was cut off is not among them."""
+        """Store alternatives of the processed distribution, without tokens that truncation removed."""
         if (places := self._places(parameters.topped, rows)) is None:
             return
         mine = scores[places]
@@ -220,7 +221,7 @@ class Sampler:
 
     @contextmanager
     def _threads(self, num_rows: int) -> Iterator[None]:
-        """One thread for few rows: some ten small operators, each of which would wait for all threads at its end."""
+        """Use one thread for few rows: each of about ten small operators would end with a barrier of all threads."""
         threads = torch.get_num_threads()
         if self._device.type != "cpu" or num_rows >= PARALLEL_ROWS or threads == 1:
             yield
@@ -234,7 +235,8 @@ class Sampler:
     def _process(
         self, padded: Tensor, room: Tensor, request: SampleRequest, parameters: Parameters, rows: slice
     ) -> None:
-        """All that comes before truncation, in order, on scores [rows, padded vocab], in place; `room` is as large."""
+        """Run all processors before truncation, in order, on scores [rows, padded vocab] in place; `room` is scratch
+        memory of the same size."""
         scores, mine = padded[:, : self._vocab_size], parameters.processed
         if (places := self._places(parameters.watermarked, rows)) is not None:
             previous = request.previous_ids[mine[within(parameters.watermarked, rows)]]
@@ -257,11 +259,11 @@ class Sampler:
             words = request.constraints.of(mine[within(parameters.constrained, rows)])
             self._constrainer.apply(scores, places, words)
         if parameters.temperature is not None:
-            # From the maximum, so that a small temperature cannot overflow.
+            # Relative to the maximum, so that a small temperature cannot overflow.
             scores.sub_(scores.amax(-1, keepdim=True)).div_(parameters.temperature[rows])
 
     def _buffers(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Some rows' logits as float32 scores, and room for their probabilities; both [rows, padded vocab]."""
+        """The logits of some rows as float32 scores, and a buffer for probabilities; both [rows, padded vocab]."""
         num_rows = rows.stop - rows.start
         scores = self._scores[:num_rows]
         scores[:, : self._vocab_size].copy_(logits[rows])
@@ -275,6 +277,6 @@ class Sampler:
 
 
 def _take_greatest(scores: Tensor, probs: Tensor, ids: Tensor, chosen: Tensor) -> None:
-    """The greatest of each row into `ids`, its probability into `chosen`."""
+    """Write the greatest token of each row to `ids`, and its probability to `chosen`."""
     ids.copy_(greatest(scores))
     chosen.copy_(probs.gather(1, ids[:, None]).squeeze(1))

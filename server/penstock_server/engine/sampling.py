@@ -1,4 +1,4 @@
-"""How rows are sampled, as arrays: a record for each sequence, and lists of single logits for those that name some."""
+"""Sampling parameters as arrays: a record per sequence, and lists of the single logits that some sequences name."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ SAMPLING_FIELDS = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Single logits of some rows, ascending by row; arrays [entries]."""
+    """Single logits of some rows, in the order of the rows; arrays [entries]."""
 
     places: npt.NDArray[np.int64]  # row of the batch's logits
     ids: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
 
     def within(self, rows: slice) -> Entries:
-        """Those of a range of rows, with places counted from its start."""
+        """The entries of a range of rows, with places relative to its start."""
         start, stop = np.searchsorted(self.places, (rows.start, rows.stop))
         return Entries(self.places[start:stop] - rows.start, self.ids[start:stop], self.values[start:stop])
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """How each row of a batch is sampled. The very same object again says that nothing has changed."""
+    """How each row of a batch is sampled. The same object again means that nothing has changed."""
 
     records: npt.NDArray[np.void]  # [samples] of SAMPLING_FIELDS
     biases: Entries  # what is added to single logits
-    stops: Entries  # which cannot be sampled before so many tokens (the value) were
+    stops: Entries  # tokens that cannot be sampled before `value` tokens were generated
 
 
 def record(sampling: Sampling) -> tuple[object, ...]:
-    """One of SAMPLING_FIELDS."""
+    """A record of SAMPLING_FIELDS."""
     return tuple(getattr(sampling, name) for name in SAMPLING_FIELDS.names or ())
 
 
 def names_tokens(sampling: Sampling) -> bool:
-    """Whether it has anything to say about single tokens."""
+    """Whether it has a bias or a ban on single tokens."""
     return bool(sampling.logit_bias) or (sampling.min_new_tokens > 0 and bool(sampling.stop_token_ids))
 
 
@@ -66,7 +66,7 @@ def reads_history(sampling: Sampling) -> bool:
 
 
 def compose(records: npt.NDArray[np.void], naming: Mapping[int, Sampling]) -> Composition:
-    """From the rows' records, and the whole of the samplings that name tokens, by row in ascending order."""
+    """From the rows' records, and by row, ascending, the samplings that name tokens."""
     biases: list[tuple[int, int, float]] = []
     stops: list[tuple[int, int, float]] = []
     for place, sampling in naming.items():
@@ -85,7 +85,7 @@ def _entries(rows: list[tuple[int, int, float]]) -> Entries:
 
 
 def refusal(sampling: Sampling, vocab_size: int) -> str:
-    """Why nothing can be sampled so; empty: it can."""
+    """Why these parameters are invalid; empty: they are valid."""
     if not 0 < sampling.temperature < math.inf:
         return f"temperature is {sampling.temperature}, must be above 0 and finite"
     for name in ("top_p", "typical_p"):

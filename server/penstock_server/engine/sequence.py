@@ -1,7 +1,7 @@
-"""What the worker knows of every sequence: its tokens, its blocks, how far it is computed, how it is sampled.
+"""The worker's state of every sequence: its tokens, its blocks, how far it is computed, how it is sampled.
 
-One row for each sequence in plain numpy arrays, so that a step's tensors are made by indexing and not by loops over
-tokens. A sequence that broke the protocol, or whose logits broke, is remembered with its reason until it is freed.
+One row per sequence in numpy arrays, so that a step's tensors are made by indexing, without loops over tokens. A
+sequence that broke a rule of the protocol, or whose logits were not finite, is kept with its reason until it is freed.
 INVARIANT: the block table of a row is 0 beyond its `num_blocks`; `computed` ≤ `known` ≤ the row's width.
 """
 
@@ -27,13 +27,13 @@ from penstock_server.plan import NewSequence, Sampling
 
 @dataclass(frozen=True, slots=True)
 class TableLimits:
-    """What no sequence may exceed."""
+    """Limits that hold for every sequence."""
 
     vocab_size: int
     block_tokens: int
     num_blocks: int
     max_sequence_tokens: int
-    num_rows: int  # sequences expected at a time; more only cost a copy
+    num_rows: int  # sequences expected at a time; the table grows by copying when there are more
     max_source_tokens: int = 0  # 0: the model has no encoder
 
 
@@ -43,22 +43,22 @@ class SequenceTable:
     def __init__(self, limits: TableLimits) -> None:
         self.limits = limits
         self._composition: tuple[bytes, Composition] | None = None
-        self._naming: dict[int, Sampling] = {}  # by row: those that name single tokens
+        self._naming: dict[int, Sampling] = {}  # by row: samplings that name single tokens
         self._row_of: dict[int, int] = {}
-        self._broken: dict[int, str] = {}
+        self._failures: dict[int, str] = {}
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
-        # The token sampled last at full length is known but never computed, hence one more. Pages of these arrays that
-        # no sequence reached are never touched.
+        # One more, because the last token of a sequence at full length is known but never computed. Pages of these
+        # arrays that no sequence reaches are never touched.
         width = limits.max_sequence_tokens + 1
         self.token_ids = np.zeros((limits.num_rows, width), np.int32)
         self.block_ids = np.zeros((limits.num_rows, -(-width // limits.block_tokens)), np.int32)
         self.known = np.zeros(limits.num_rows, np.int64)
-        self.prompt = np.zeros(limits.num_rows, np.int64)  # how many of the known are the prompt
-        self.source = np.zeros(limits.num_rows, np.int64)  # how many of the prompt are the encoder's
+        self.prompt = np.zeros(limits.num_rows, np.int64)  # leading known tokens that are the prompt
+        self.source = np.zeros(limits.num_rows, np.int64)  # leading prompt tokens that the encoder reads
         self.computed = np.zeros(limits.num_rows, np.int64)
         self.num_blocks = np.zeros(limits.num_rows, np.int64)
         self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
-        # A number that no other stay of a sequence in the table has or had; 0: the row is free.
+        # A number that no other residency (from `add` until the row is released) ever has; 0: the row is free.
         self.residency = np.zeros(limits.num_rows, np.int64)
         self._num_residencies = 0
         self._reading_history: set[int] = set()  # rows
@@ -74,19 +74,19 @@ class SequenceTable:
 
     def failure(self, sequence_id: int) -> str:
         """Why a sequence without a row cannot advance."""
-        return self._broken.get(sequence_id, "unknown sequence id")
+        return self._failures.get(sequence_id, "unknown sequence id")
 
     def add(self, new: NewSequence) -> None:
-        """Take in a new sequence; one that is not acceptable is remembered as broken."""
+        """Add a sequence. One that breaks a rule is kept as failed."""
         sequence_id = new.sequence_id
         if sequence_id in self._row_of:
             self.fail(sequence_id, "sequence id is already in use")
             return
-        if sequence_id in self._broken:
+        if sequence_id in self._failures:
             return
         reason = self._refusal(new)
         if reason:
-            self._broken[sequence_id] = reason
+            self._failures[sequence_id] = reason
             return
         if not self._free_rows:
             self._grow()
@@ -109,15 +109,15 @@ class SequenceTable:
         self.residency[row] = self._num_residencies
 
     def free(self, sequence_id: int) -> bool:
-        """Forget a sequence, broken or not; false when there was none."""
-        if self._broken.pop(sequence_id, None) is not None:
+        """Forget a sequence, failed or not. Returns false when it is unknown."""
+        if self._failures.pop(sequence_id, None) is not None:
             return True
         return self._release(sequence_id)
 
     def fail(self, sequence_id: int, reason: str) -> None:
-        """The sequence is over: every later advance of it gets this reason, until it is freed."""
+        """End a sequence: every later advance of it fails with this reason, until it is freed."""
         self._release(sequence_id)
-        self._broken[sequence_id] = reason
+        self._failures[sequence_id] = reason
 
     def append_blocks(
         self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], block_ids: npt.NDArray[np.uint32]
@@ -137,7 +137,7 @@ class SequenceTable:
         return ""
 
     def composition(self, rows: npt.NDArray[np.int64]) -> Composition:
-        """How rows are sampled; the very same object as last time when nothing has changed since."""
+        """How rows are sampled; the same object as last time when nothing has changed."""
         key = rows.tobytes()
         if self._composition is None or self._composition[0] != key:
             naming = {place: self._naming[row] for place, row in enumerate(rows.tolist()) if row in self._naming}
@@ -145,13 +145,13 @@ class SequenceTable:
         return self._composition[1]
 
     def known_ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[rows, longest]: every token known that is not the encoder's, the shorter rows filled up with the first."""
+        """[rows, longest]: all known tokens that are not the encoder's; shorter rows are padded with their first."""
         first, known = self.source[rows][:, None], self.known[rows][:, None]
         places = first + np.arange(int((known - first).max()))
         return self.token_ids[rows[:, None], np.where(places < known, places, first)].astype(np.int64)
 
     def generated_ids(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """[rows, longest ≥ 1]: the tokens behind each prompt, and which of them are real."""
+        """[rows, longest ≥ 1]: the tokens after each prompt, and whether each is real."""
         num = self.known[rows] - self.prompt[rows]
         columns = np.arange(max(1, int(num.max())))
         real = columns < num[:, None]
@@ -200,7 +200,7 @@ class SequenceTable:
         if num >= new.num_prompt_tokens:
             return f"has {num} source tokens, so its prompt must have more than {new.num_prompt_tokens}"
         if 0 < new.num_computed_tokens < num:
-            return f"has {new.num_computed_tokens} computed tokens of a source of {num}, which go together"
+            return f"has {new.num_computed_tokens} computed tokens of a source of {num}, which are computed together"
         return ""
 
     def _grow(self) -> None:

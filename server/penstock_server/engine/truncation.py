@@ -1,7 +1,7 @@
-"""Which tokens may be sampled: top-k, top-p, typical-p and min-p, in this order, on the probabilities of many rows.
+"""Truncation by top-k, top-p, typical-p and min-p, in this order, on the probabilities of many rows.
 
-What is cut off becomes 0; what stays is not scaled. A row's result is the same bits alone and in any batch.
-PERF: all of sampling by top_p = 0.95 from 32 flat rows of 49,152 takes 13 ms of one EPYC core (sorting took 89 ms), of
+Removed tokens get probability 0; the rest is not rescaled. A row's result has the same bits alone and in any batch.
+PERF: sampling with top_p = 0.95 from 32 flat rows of 49,152 takes 13 ms of one EPYC core (with sorting, 89 ms), from
 peaked rows 14 ms (22 ms); 2.4 ms of it are temperature, softmax and choice.
 """
 
@@ -22,18 +22,19 @@ from penstock_server.engine.cut import Room
 class Truncation:
     """Where each row's distribution is cut."""
 
-    top_k: Tensor  # [rows] int64; 0: all; equals of the last one stay
-    top_p: Tensor  # [rows] float64 in (0, 1]; counts what top_k left; equals of the last one stay in the order of ids
-    typical_p: Tensor  # [rows] float64 in (0, 1]; counts what top_p left; equals of the last one stay
-    min_p: Tensor  # [rows] float32 in [0, 1]; of the greatest probability that is left
+    top_k: Tensor  # [rows] int64; 0: all; tokens as probable as the last one stay
+    top_p: Tensor  # [rows] float64 in (0, 1], of what top_k left; equally probable tokens are taken in the order of ids
+    typical_p: Tensor  # [rows] float64 in (0, 1], of what top_p left; tokens as typical as the last one stay
+    min_p: Tensor  # [rows] float32 in [0, 1], relative to the greatest remaining probability
 
     def at(self, places: Tensor | slice) -> Truncation:
-        """Of some rows."""
+        """The limits of some rows."""
         return Truncation(self.top_k[places], self.top_p[places], self.typical_p[places], self.min_p[places])
 
 
 def truncate(probs: Tensor, limits: Truncation, room: Room) -> None:
-    """probs [rows, a multiple of BLOCK] float32, in place; every row a distribution. The room has as many rows."""
+    """Truncate probs [rows, a multiple of BLOCK] float32 in place; every row is a distribution. The scratch buffers
+    have as many rows."""
     has_top_k, has_top_p = limits.top_k > 0, limits.top_p < 1
     if head.is_worth_it(probs):
         found = _by_head(probs, limits, (has_top_k | has_top_p).nonzero().squeeze(1), room)
@@ -50,7 +51,7 @@ def truncate(probs: Tensor, limits: Truncation, room: Room) -> None:
 
 
 def _on_rows(probs: Tensor, places: Tensor, step: Callable[[Tensor], None]) -> None:
-    """A step on some rows; without a copy when they are all."""
+    """Run a step on some rows; without a copy when they are all rows."""
     if len(places) == len(probs):
         step(probs)
         return
@@ -60,7 +61,7 @@ def _on_rows(probs: Tensor, places: Tensor, step: Callable[[Tensor], None]) -> N
 
 
 def _by_head(probs: Tensor, limits: Truncation, places: Tensor, room: Room) -> Tensor:
-    """Top-k and top-p of the rows whose head shows the cut; which they were [rows]."""
+    """Apply top-k and top-p to the rows whose cut lies in their head. Returns which rows those are [rows]."""
     found = torch.zeros(len(probs), dtype=torch.bool, device=probs.device)
     if len(places):
         mine = probs if len(places) == len(probs) else probs[places]
@@ -84,7 +85,7 @@ def _top_k(probs: Tensor, limits: Truncation, room: Room) -> None:
 def _top_p(probs: Tensor, limits: Truncation, room: Room) -> None:
     keys, weights = cut.descending_keys(probs, room), cut.weights_of(probs, room)
     present = weights.sum(-1)
-    # As the head does it: rounding apart, all of a row is 1 where top-k left all.
+    # As in the head: without top-k a row's total counts as 1, without its rounding.
     total = torch.where(limits.top_k > 0, present, cut.ONE)
     mass = torch.minimum(cut.target_of(limits.top_p, total), present)
     cut.keep(probs, keys, cut.find_cut(keys, weights, mass, room), room, all_equals=False)
@@ -94,8 +95,8 @@ def _typical_p(probs: Tensor, limits: Truncation, room: Room) -> None:
     """Locally typical sampling (Meister et al. 2022): the tokens whose information is nearest to the entropy."""
     weights = cut.weights_of(probs, room)
     total = weights.sum(-1)
-    information = torch.log(probs, out=room.floats[: len(probs)]).neg_()  # infinite where nothing is left
-    # In whole numbers too, so that the sum has no order: 37 bits behind the point.
+    information = torch.log(probs, out=room.floats[: len(probs)]).neg_()  # infinite where the probability is 0
+    # Integers with 37 fractional bits, so that the sum does not depend on its order.
     share = torch.mul(probs, information, out=room.upper[: len(probs)].view(torch.float32)).nan_to_num_(0.0)
     expected = room.bins[: len(probs)].copy_(share.mul_(2.0**37)).sum(-1).double() * 2.0**-37
     entropy = expected * cut.ONE / total
