@@ -1,12 +1,12 @@
-//! Between the scheduler's and the engine's types and the protocol's. Nothing else does this.
+//! Converts between the protocol's messages and the types of scheduler and engine.
 
 use std::time::Duration;
 
 use penstock_proto as proto;
 use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId};
 
-use super::step::{Fault, Output, OutputError, StepReport};
-use super::{WorkerError, WorkerTiming};
+use super::WorkerError;
+use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
 use crate::sequence::{Grammar, LogprobSource, Sampling, Token, TopToken};
 
 pub(super) fn plan<'a>(plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling) -> proto::Plan {
@@ -125,11 +125,11 @@ fn failed(error: proto::SequenceError) -> Output {
         proto::Fault::Server => Fault::Server,
         proto::Fault::Request => Fault::Request,
     };
-    let error_of = OutputError { reason: error.reason, fault };
-    Output { id: SequenceId(error.sequence_id), tokens: Err(error_of), prompt_tokens: Vec::new() }
+    let id = SequenceId(error.sequence_id);
+    Output { id, tokens: Err(OutputError { reason: error.reason, fault }), prompt_tokens: Vec::new() }
 }
 
-/// Fails a sequence with a logprob that is not a number: logits that are not finite are one sequence's, not the group's.
+/// Fails a sequence with a logprob that is not a number. Its logits were not finite, which says nothing about the group.
 fn fail_unless_numbers(output: &mut Output) {
     // Rounding may take a logprob a little above 0.
     let is_logprob = |logprob: f32| logprob < 0.01;

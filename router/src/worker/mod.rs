@@ -7,6 +7,7 @@ mod error;
 mod grammar;
 mod group;
 mod rank;
+mod report;
 mod step;
 
 pub use error::WorkerError;
@@ -14,7 +15,8 @@ pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmU
 pub use rank::RankHealth;
 
 pub(crate) use grammar::GrammarCompiler;
-pub(crate) use step::{Fault, Output, OutputError, StepReport, Steps, WorkerTiming};
+pub(crate) use report::{Fault, Output, OutputError, StepReport, WorkerTiming};
+pub(crate) use step::Steps;
 
 /// The version of the worker protocol that this build speaks; a worker with another version is refused.
 pub const PROTOCOL_VERSION: u32 = penstock_proto::ProtocolVersion::Current as u32;

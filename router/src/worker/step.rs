@@ -4,7 +4,6 @@
 
 use std::future::poll_fn;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use futures::StreamExt;
 use futures::stream::BoxStream;
@@ -12,8 +11,9 @@ use penstock_proto as proto;
 use penstock_scheduler::{Plan, SequenceId};
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::report::StepReport;
 use super::{WorkerError, convert};
-use crate::sequence::{Sampling, Token};
+use crate::sequence::Sampling;
 
 type Results = BoxStream<'static, Result<proto::StepResult, WorkerError>>;
 
@@ -28,51 +28,6 @@ struct RankSteps {
     results: Results,
     /// This rank's result of step `last_reported + 1`, while other ranks have not sent theirs.
     result: Option<proto::StepResult>,
-}
-
-/// The result of one step.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct StepReport {
-    pub(crate) step: u64,
-    pub(crate) outputs: Vec<Output>,
-    pub(crate) timing: WorkerTiming,
-}
-
-/// The output of one sequence in a step.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Output {
-    pub(crate) id: SequenceId,
-    /// `Err`: the worker could not continue this sequence.
-    pub(crate) tokens: Result<Vec<Token>, OutputError>,
-    pub(crate) prompt_tokens: Vec<Token>,
-}
-
-/// Why the worker could not continue a sequence.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct OutputError {
-    pub(crate) reason: String,
-    pub(crate) fault: Fault,
-}
-
-/// What is at fault for an error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
-    Server,
-    /// The request asked for something that cannot be continued.
-    Request,
-}
-
-/// How rank 0 spent a step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct WorkerTiming {
-    /// Turning the plan into tensors.
-    pub(crate) prepare: Duration,
-    /// In the model.
-    pub(crate) forward: Duration,
-    /// Turning logits into tokens.
-    pub(crate) sample: Duration,
-    /// Waiting for the plan since the end of the previous step.
-    pub(crate) idle: Duration,
 }
 
 impl Steps {

@@ -1,6 +1,6 @@
 //! A worker without a model: a real tonic server on a unix socket whose next token is a hash of all tokens before it.
 //!
-//! It keeps per sequence what a real worker keeps, and panics the test when a plan breaks the protocol.
+//! It tracks each sequence as a real worker does, and panics the test when a plan breaks the protocol.
 
 pub mod fleet;
 pub mod sequences;
@@ -25,50 +25,50 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
-/// How this worker differs from one that does its job.
+/// How this worker misbehaves.
 #[derive(Clone, Debug, Default)]
 pub struct Script {
     /// Instead of the real protocol version.
     pub protocol_version: Option<u32>,
     /// Refuses to load with this message.
     pub load_failure: Option<String>,
-    /// Answers this step with a status instead of a result.
+    /// Fails this step with a status that carries this message.
     pub failure_at_step: Option<(u64, String)>,
-    /// Results from this step on are not what they should be.
+    /// Results from this step on are wrong.
     pub garbled_step: Option<(u64, Garble)>,
     /// Closes its stream instead of answering this step.
     pub close_at_step: Option<u64>,
     /// Never answers this step.
     pub hang_at_step: Option<(u64, Hang)>,
-    /// Is killed when it has executed this step and not answered yet.
+    /// Dies after executing this step, before answering it.
     pub die_at_step: Option<u64>,
-    /// Is killed when a sequence that begins with the first samples its token at the position of the second.
+    /// (first token, position): dies when a sequence that begins with the token samples the token at the position.
     pub deadly: Option<(u32, usize)>,
     /// The sequence whose prompt begins with this token gets a logprob that is not a number.
     pub nan_first_token: Option<u32>,
     /// The sequence whose prompt begins with this token fails when it is sampled for the second time.
     pub broken_first_token: Option<u32>,
-    /// Whose fault that is.
+    /// What is at fault for that failure.
     pub broken_fault: proto::Fault,
-    /// It is an encoder–decoder.
+    /// Not empty: the model is an encoder–decoder.
     pub decoder_prefix: Vec<u32>,
-    /// Steps wait until this lets them: the number of the last step that may be answered.
+    /// The last step that may be answered; later steps wait.
     pub gate: Option<watch::Receiver<u64>>,
     pub num_blocks: u64,
-    /// While it is true, nobody learns how the worker is.
+    /// While true, health requests get no response.
     pub silence: Option<watch::Receiver<bool>>,
 }
 
 /// How a worker hangs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hang {
-    /// It answers when asked about itself.
+    /// Health requests are still answered.
     Step,
-    /// It says nothing at all any more.
+    /// Nothing is answered.
     Process,
 }
 
-/// How a result is wrong. Those about outputs need one.
+/// How a result is wrong. Most need a result with a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Garble {
     Step,
@@ -124,16 +124,16 @@ impl Garble {
     }
 }
 
-/// What the worker saw; shared with the test.
+/// What the worker received; shared with the test.
 #[derive(Debug, Default)]
 pub struct Seen {
     pub loads: Vec<proto::LoadRequest>,
     pub warm_ups: Vec<proto::WarmUpRequest>,
     pub grammars: Vec<String>,
     pub plans: Vec<proto::Plan>,
-    /// Most plans received without their result sent.
+    /// The most plans in flight.
     pub max_in_flight: usize,
-    /// Sequences that hold blocks now.
+    /// Sequences that hold blocks.
     pub sequences: HashSet<u64>,
 }
 
@@ -144,7 +144,7 @@ pub struct FakeWorker {
     connections: Arc<Mutex<Vec<StdUnixStream>>>,
 }
 
-/// Ranks of one group in a folder of their own.
+/// The ranks of one group, with their sockets in a folder.
 pub struct FakeGroup {
     pub ranks: Vec<FakeWorker>,
     _folder: TempDir,
@@ -190,7 +190,7 @@ impl FakeWorker {
         Self { socket: socket.to_owned(), seen, server, connections }
     }
 
-    /// As when its process is killed: the sockets close at once.
+    /// Closes the sockets at once, as the death of its process would.
     pub fn kill(&self) {
         self.server.abort();
         close(&self.connections);
@@ -200,7 +200,7 @@ impl FakeWorker {
         question(&self.seen.borrow().lock().unwrap())
     }
 
-    /// Waits until what the worker saw satisfies the test.
+    /// Waits until `satisfied` holds for what the worker received.
     pub async fn wait_until(&self, mut satisfied: impl FnMut(&Seen) -> bool) {
         let mut seen = self.seen.clone();
         seen.wait_for(|seen| satisfied(&seen.lock().unwrap())).await.unwrap();
@@ -214,7 +214,7 @@ fn close(connections: &Mutex<Vec<StdUnixStream>>) {
     }
 }
 
-/// The token after these.
+/// The token that follows these.
 pub fn next_token(token_ids: &[u32]) -> u32 {
     let hash = token_ids
         .iter()
@@ -222,7 +222,7 @@ pub fn next_token(token_ids: &[u32]) -> u32 {
     (hash >> 33) as u32 % 50_000
 }
 
-/// What a sequence with this prompt must be answered.
+/// The tokens that a sequence with this prompt must generate.
 pub fn expected_tokens(prompt: &[u32], num_tokens: usize) -> Vec<u32> {
     let mut token_ids = prompt.to_vec();
     for _ in 0..num_tokens {
@@ -279,7 +279,7 @@ impl Worker for Service {
         Ok(Response::new(proto::WarmUpResponse { num_blocks: self.script.num_blocks, ..Default::default() }))
     }
 
-    /// Whatever says that it is broken is refused; what says that it is deadly kills; what is endless is never done.
+    /// A grammar that contains "broken" is refused, one with "deadly" kills the worker, one with "endless" never ends.
     async fn compile_grammar(
         &self,
         request: Request<proto::CompileGrammarRequest>,

@@ -1,4 +1,4 @@
-//! What the fake worker keeps of each sequence; panics the test when a plan breaks the protocol.
+//! The fake worker's state of each sequence; panics the test when a plan breaks the protocol.
 
 use std::collections::{HashMap, HashSet};
 
@@ -24,7 +24,7 @@ pub struct Sequence {
 }
 
 impl Sequences {
-    /// Whether one that begins with the token has sampled the one at the position.
+    /// Whether a sequence that begins with the token has sampled the token at the position.
     pub fn has(&self, (first_token, position): (u32, usize)) -> bool {
         let mut sequences = self.by_id.values();
         sequences.any(|sequence| sequence.token_ids[0] == first_token && sequence.token_ids.len() > position)

@@ -1,4 +1,4 @@
-//! What the tests of the engine ask of it, unless they care.
+//! Default limits and requests of the engine's tests.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub fn limits() -> Limits {
     }
 }
 
-/// Greedy, and of a decoder alone.
+/// A greedy request to a model without an encoder.
 pub fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
     SequenceRequest {
         prompt_token_ids: prompt.to_vec(),

@@ -1,0 +1,52 @@
+//! The result of a step in the router's own types.
+
+use std::time::Duration;
+
+use penstock_scheduler::SequenceId;
+
+use crate::sequence::Token;
+
+/// The result of one step.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StepReport {
+    pub(crate) step: u64,
+    pub(crate) outputs: Vec<Output>,
+    pub(crate) timing: WorkerTiming,
+}
+
+/// The output of one sequence in a step.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Output {
+    pub(crate) id: SequenceId,
+    /// `Err`: the worker could not continue this sequence.
+    pub(crate) tokens: Result<Vec<Token>, OutputError>,
+    pub(crate) prompt_tokens: Vec<Token>,
+}
+
+/// Why the worker could not continue a sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct OutputError {
+    pub(crate) reason: String,
+    pub(crate) fault: Fault,
+}
+
+/// What is at fault for an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    Server,
+    /// The request asked for something that cannot be continued.
+    Request,
+}
+
+/// How rank 0 spent a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct WorkerTiming {
+    /// Turning the plan into tensors.
+    pub(crate) prepare: Duration,
+    /// In the model.
+    pub(crate) forward: Duration,
+    /// Turning logits into tokens.
+    pub(crate) sample: Duration,
+    /// Waiting for the plan since the end of the previous step.
+    pub(crate) idle: Duration,
+}
