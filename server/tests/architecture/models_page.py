@@ -41,9 +41,9 @@ SWEEP_HEADING = "## Other models of transformers"
 SWEEP = """
 All other causal models of the installed `transformers` run on its modules, on one rank, with our attention and cache,
 if they fit. {served} of {total} do, each tried as one tiny model with random weights whose configuration is the default
-with small sizes. Such a model generates the tokens of `transformers` in chunks and batches, with a shared prefix and a
-preemption, or it is refused at load with a reason. A published model may be refused although its type is served here,
-because its configuration differs from the default. *not tried*: no tiny model could be made automatically.
+with small sizes. A served model generates the tokens of `transformers` in chunks and batches, with a shared prefix and
+a preemption. Any other model is refused at load with a reason. A published model may be refused although its type is
+served here, because its configuration differs from the default. *not tried*: no tiny model could be made automatically.
 
 """
 
