@@ -13,8 +13,8 @@ mod window;
 use std::time::Duration;
 
 use crate::{
-    ApplyError, Event, FinishReason, Limits, Plan, Scheduler, SequenceId, SequenceOutput, StepResult, Submission,
-    SubmitError, TokenId,
+    ApplyError, Event, FinishReason, Limits, Plan, Scheduler, SequenceId, SequenceOutput, Stats, StepResult,
+    Submission, SubmitError, TokenId,
 };
 
 const TOKEN: TokenId = 1;
@@ -83,6 +83,12 @@ fn step(scheduler: &mut Scheduler) -> (Plan, Vec<Event>) {
     let plan = plan(scheduler);
     let events = scheduler.apply(&answer(&plan, TOKEN)).unwrap();
     (plan, events)
+}
+
+/// Runs until all sequences have ended.
+fn run_to_end(scheduler: &mut Scheduler) -> Vec<Plan> {
+    let has_sequences = |stats: Stats| stats.num_queued + stats.num_running > 0;
+    std::iter::from_fn(|| has_sequences(scheduler.stats()).then(|| step(scheduler).0)).collect()
 }
 
 /// Id and number of tokens of each advance.

@@ -25,11 +25,7 @@ fn hits(plan: &Plan) -> Vec<(u64, u32)> {
 
 /// Runs until all sequences have ended; returns the hits.
 fn run(scheduler: &mut Scheduler) -> Vec<(u64, u32)> {
-    let mut all_hits = Vec::new();
-    while scheduler.stats().num_running + scheduler.stats().num_queued > 0 {
-        all_hits.extend(hits(&step(scheduler).0));
-    }
-    all_hits
+    run_to_end(scheduler).iter().flat_map(hits).collect()
 }
 
 /// Cached tokens of `second` when it runs after `first`.

@@ -27,11 +27,7 @@ fn a_sequence_holds_the_blocks_of_its_window_however_long_it_is() {
 fn a_sequence_is_accepted_if_its_window_fits_into_the_pool() {
     let mut scheduler = Scheduler::new(windowed(6, limits(3, 1)));
     submit(&mut scheduler, submission(1, 50, 50));
-    let mut num_tokens = 0;
-    while scheduler.stats().num_queued + scheduler.stats().num_running > 0 {
-        num_tokens += advances(&step(&mut scheduler).0)[0].1;
-    }
-    assert_eq!(num_tokens, 99);
+    assert_eq!(run_to_end(&mut scheduler).iter().map(|plan| plan.advances[0].num_tokens).sum::<u32>(), 99);
     let rejected = Scheduler::new(windowed(6, limits(2, 1))).submit(submission(1, 50, 50), Duration::ZERO);
     assert_eq!(rejected, Err(SubmitError::TooManyBlocks { num_required_blocks: 3, num_blocks: 2 }));
 }
@@ -86,9 +82,7 @@ fn a_hit_needs_only_the_blocks_in_the_window_of_the_next_token() {
         let (plan, _) = step(&mut scheduler);
         let start = &plan.new_sequences[0];
         assert_eq!((start.num_computed_tokens, start.block_ids.len()), (hit, hit as usize / 4), "{id}");
-        while scheduler.stats().num_running > 0 {
-            step(&mut scheduler);
-        }
+        run_to_end(&mut scheduler);
         scheduler.audit();
     }
 }
@@ -126,9 +120,5 @@ fn a_preempted_sequence_reuses_its_window() {
 #[test]
 fn a_window_of_zero_is_raised_to_one() {
     let mut scheduler = scheduler(windowed(0, limits(1, 1)), &[(1, 9, 3)]);
-    let mut num_tokens = 0;
-    while scheduler.stats().num_queued + scheduler.stats().num_running > 0 {
-        num_tokens += advances(&step(&mut scheduler).0)[0].1;
-    }
-    assert_eq!(num_tokens, 11);
+    assert_eq!(run_to_end(&mut scheduler).iter().map(|plan| plan.advances[0].num_tokens).sum::<u32>(), 11);
 }
