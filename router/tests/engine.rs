@@ -15,7 +15,7 @@ use futures::future::BoxFuture;
 use penstock_router::engine::{
     Engine, EngineOptions, Generator, Health, RestartError, RestartGroup, Restarted, SequenceStream,
 };
-use penstock_router::sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest};
+use penstock_router::sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, greedy};
 use penstock_router::worker::{Group, LoadOptions, PROTOCOL_VERSION, Phase, WarmUpOptions, WorkerError};
 use penstock_scheduler::Limits;
 use tokio::runtime::Builder;
@@ -87,10 +87,9 @@ async fn a_stop_token_ends_the_sequence_and_is_reported() {
     let group = FakeGroup::start(vec![Script::default()]);
     let tokens = expected_tokens(&[7, 7], 10);
     let stop_token_ids = [tokens[4]].into();
-    let stream = engine(&group).await.submit(SequenceRequest {
-        sampling: Sampling { stop_token_ids, ..Sampling::default() },
-        ..request(&[7, 7], 100)
-    });
+    let stream = engine(&group)
+        .await
+        .submit(SequenceRequest { sampling: Sampling { stop_token_ids, ..greedy() }, ..request(&[7, 7], 100) });
     assert_eq!(collect(stream).await, (tokens[..5].to_vec(), SequenceEvent::Finished(FinishReason::StopToken)));
 }
 

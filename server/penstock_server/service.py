@@ -336,23 +336,23 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
         block_ids=list(message.block_ids),
-        sampling=_sampling(message.sampling),
+        sampling=_sampling(message.sampling, message.grammar),
         num_source_tokens=message.num_source_tokens,
     )
 
 
 _SCALARS = tuple(
-    name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in ("logit_bias", "stop_token_ids", "grammar")
+    name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in ("logit_bias", "stop_token_ids")
 )
 
 
-def _sampling(message: pb.Sampling) -> Sampling:
+def _sampling(message: pb.Sampling, grammar: pb.Grammar) -> Sampling:
     """Fields have the same names on both sides."""
     return Sampling(
         **{name: getattr(message, name) for name in _SCALARS},
         logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
         stop_token_ids=tuple(message.stop_token_ids),
-        grammar=_grammar(message.grammar),
+        grammar=_grammar(grammar),
     )
 
 

@@ -371,8 +371,9 @@ def test_a_grammar_is_compiled_while_a_step_runs_and_then_constrains(client: Cli
     assert "Invalid type: shoe" in client.stub.CompileGrammar(broken, timeout=TIMEOUT_S).error
     assert "is empty" in client.stub.CompileGrammar(pb.CompileGrammarRequest(), timeout=TIMEOUT_S).error
     client.model.gate.set()
-    asked = sampling(grammar=regex.grammar, stop_token_ids=[END])
-    steps.send(advance(2, 2), advance(1), new=[new_sequence(2, [5, 6], asked)])
+    constrained = new_sequence(2, [5, 6], sampling(stop_token_ids=[END]))
+    constrained.grammar.CopyFrom(regex.grammar)
+    steps.send(advance(2, 2), advance(1), new=[constrained])
     steps.send(advance(2), advance(1))
     results = [next(steps.results) for _ in range(3)]
     ids = [sampled(result)[2] for result in results[1:]]

@@ -3,13 +3,14 @@
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::options::MAX_LOSSES;
-use crate::sequence::{Sampling, SequenceEvent, Token};
+use crate::sequence::{Grammar, Sampling, SequenceEvent, Token};
 
 /// A sequence that was being computed in this many group losses in a row runs alone next time.
 const QUARANTINE_LOSSES: u32 = 2;
 
 pub(super) struct OpenSequence {
     sampling: Sampling,
+    grammar: Option<Grammar>,
     events: UnboundedSender<SequenceEvent>,
     is_started: bool,
     /// Prompt tokens sent to the stream, and those that arrived in the current residency. After a preemption, and from a new
@@ -23,9 +24,10 @@ pub(super) struct OpenSequence {
 }
 
 impl OpenSequence {
-    pub(super) fn new(sampling: Sampling, events: UnboundedSender<SequenceEvent>) -> Self {
+    pub(super) fn new(sampling: Sampling, grammar: Option<Grammar>, events: UnboundedSender<SequenceEvent>) -> Self {
         Self {
             sampling,
+            grammar,
             events,
             is_started: false,
             num_prompt_tokens_sent: 0,
@@ -36,8 +38,8 @@ impl OpenSequence {
         }
     }
 
-    pub(super) fn sampling(&self) -> &Sampling {
-        &self.sampling
+    pub(super) fn sampling(&self) -> (&Sampling, Option<&Grammar>) {
+        (&self.sampling, self.grammar.as_ref())
     }
 
     /// Begins a residency. Only the first one is announced.

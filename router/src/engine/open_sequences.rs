@@ -5,7 +5,6 @@
 //! sequence of the lost steps is as likely a cause (docs/adr/0009).
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_scheduler::{
@@ -16,7 +15,7 @@ use tokio::time::Instant;
 
 use super::open_sequence::OpenSequence;
 use super::options::MAX_LOSSES;
-use crate::sequence::{Sampling, SequenceEvent, SequenceFailure, SequenceRequest};
+use crate::sequence::{Grammar, Sampling, SequenceEvent, SequenceFailure, SequenceRequest};
 use crate::worker::{Fault, Output, OutputError, StepReport};
 
 pub(super) struct OpenSequences {
@@ -41,13 +40,13 @@ impl OpenSequences {
             id,
             prompt_token_ids: request.prompt_token_ids,
             max_new_tokens: request.max_new_tokens,
-            stop_token_ids: Arc::clone(&request.sampling.stop_token_ids),
+            stop_token_ids: request.sampling.stop_token_ids.as_slice().into(),
             priority: request.priority,
             group: request.group,
             needs_prompt_logprobs: request.sampling.prompt_logprobs,
             num_source_tokens: request.num_source_tokens,
         };
-        let sequence = OpenSequence::new(request.sampling, events);
+        let sequence = OpenSequence::new(request.sampling, request.grammar, events);
         match self.scheduler.submit(submission, self.epoch.elapsed()) {
             Ok(()) => drop(self.open.insert(id, sequence)),
             Err(error) => sequence.end(SequenceEvent::Failed(SequenceFailure::Sequence(error.to_string()))),
@@ -72,8 +71,8 @@ impl OpenSequences {
         Some(plan)
     }
 
-    /// How the tokens of a planned sequence are chosen.
-    pub(super) fn sampling(&self, id: SequenceId) -> &Sampling {
+    /// How the tokens of a planned sequence are chosen, and what they must match.
+    pub(super) fn sampling(&self, id: SequenceId) -> (&Sampling, Option<&Grammar>) {
         self.open.get(&id).expect("invariant: a planned sequence is open").sampling()
     }
 

@@ -90,11 +90,11 @@ impl<'a> ChatAnswer<'a> {
 
     /// Sets the grammar of the answer: the client's own or that of the tools, applied after any reasoning.
     pub(super) fn constrain(&self, checked: &mut Checked, grammar_support: bool) -> Result<(), GenerationError> {
-        let own = checked.sampling.grammar.take();
+        let own = checked.grammar.take();
         if own.is_some() && !grammar_support {
             return Err(ValidationError::GrammarDisabled.into());
         }
-        checked.sampling.grammar = match (own, &self.tools) {
+        checked.grammar = match (own, &self.tools) {
             (Some(_), Some(_)) => {
                 let message =
                     "a grammar (`response_format`) and tools cannot both say what the answer is; send one of them";
@@ -113,7 +113,7 @@ impl<'a> ChatAnswer<'a> {
                 grammar.filter(|_| grammar_support)
             }
         };
-        if checked.ignore_eos && checked.sampling.grammar.is_some() {
+        if checked.ignore_eos && checked.grammar.is_some() {
             return Err(ValidationError::IgnoreEosWithGrammar.into());
         }
         Ok(())

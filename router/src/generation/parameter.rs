@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::validation::ValidationError;
 use crate::config::RequestLimits;
-use crate::sequence::{Grammar, LogprobSource, Sampling};
+use crate::sequence::{Grammar, LogitBias, Sampling};
 
 /// The most generations of one prompt, whatever the server's limits.
 const MAX_GENERATIONS: usize = 128;
@@ -39,7 +39,8 @@ pub(crate) struct Parameters {
     pub(crate) max_top_n_tokens: u32,
     pub(crate) grammar: Option<Grammar>,
     pub(crate) adapter_id: Option<String>,
-    pub(crate) logprob_source: LogprobSource,
+    /// Whether logprobs are the model's own (OpenAI) or those of the distribution that was sampled from (TGI), which costs less.
+    pub(crate) model_logprobs: bool,
     pub(crate) extension: Extension,
 }
 
@@ -64,6 +65,7 @@ pub(crate) struct Extension {
 pub(super) struct Checked {
     /// With the request's seed ([`Checked::seed_of`] has each generation's) and the client's stop tokens only.
     pub(super) sampling: Sampling,
+    pub(super) grammar: Option<Grammar>,
     /// `None` if nothing is sampled.
     pub(super) seed: Option<u64>,
     /// At least 1.
@@ -140,17 +142,17 @@ impl Parameters {
             repetition_penalty: self.repetition_penalty.map_or(1.0, finite_penalty),
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
             presence_penalty: extension.presence_penalty.unwrap_or(0.0),
-            logit_bias: extension.logit_bias,
-            stop_token_ids: extension.stop_token_ids.into(),
+            logit_bias: extension.logit_bias.into_iter().map(|(token_id, bias)| LogitBias { token_id, bias }).collect(),
+            stop_token_ids: extension.stop_token_ids,
             min_new_tokens: extension.min_tokens.unwrap_or(0),
             watermark: self.watermark,
             top_n: self.top_n_tokens.unwrap_or(0),
             prompt_logprobs: self.decoder_input_details,
-            logprob_source: self.logprob_source,
-            grammar: self.grammar,
+            model_logprobs: self.model_logprobs,
         };
         Checked {
             sampling,
+            grammar: self.grammar,
             seed,
             num_generations,
             max_new_tokens: self.max_new_tokens,
@@ -226,7 +228,7 @@ impl Default for Parameters {
             max_top_n_tokens: u32::MAX,
             grammar: None,
             adapter_id: None,
-            logprob_source: LogprobSource::Processed,
+            model_logprobs: false,
             extension: Extension::default(),
         }
     }
@@ -274,7 +276,7 @@ impl Checked {
 
     /// Every token id in the parameters must be in the vocabulary.
     pub(super) fn check_token_ids(&self, vocabulary: u32) -> Result<(), ValidationError> {
-        let biased = self.sampling.logit_bias.iter().map(|(token_id, _)| token_id);
+        let biased = self.sampling.logit_bias.iter().map(|entry| &entry.token_id);
         let mut named = self.sampling.stop_token_ids.iter().chain(biased);
         match named.find(|&&id| id >= vocabulary) {
             Some(&given) => Err(ValidationError::TokenId { vocabulary, given }),

@@ -171,12 +171,12 @@ impl GenerationService {
         };
         let max_new_tokens = checked.fit(&mut token_ids, &config.limits)?;
         checked.check_token_ids(vocabulary)?;
-        if checked.sampling.grammar.is_some() && !config.grammar_support {
+        if checked.grammar.is_some() && !config.grammar_support {
             return Err(ValidationError::GrammarDisabled.into());
         }
         let num_tokens = token_ids.len() as u64 + u64::from(max_new_tokens);
         let reservations = admission.reserve(checked.num_generations, num_tokens)?;
-        if let Some(grammar) = &checked.sampling.grammar {
+        if let Some(grammar) = &checked.grammar {
             let compiled = generator.compile_grammar(grammar);
             let compiled = self.in_time(deadlines, async { Ok(compiled.await?) }).await;
             compiled.map_err(|error| match &answer {
@@ -205,6 +205,7 @@ impl GenerationService {
                 decoder_prefix: Arc::clone(&config.decoder_prefix),
                 max_new_tokens,
                 sampling: Sampling { seed, ..checked.sampling.clone() },
+                grammar: checked.grammar.clone(),
                 ignore_eos: checked.ignore_eos,
                 stop_strings: checked.stop_strings.clone(),
                 stop_text,

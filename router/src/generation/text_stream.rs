@@ -12,7 +12,7 @@ use super::delta::{Finish, FinishReason, PromptToken, TextDelta, TextToken, Timi
 use super::error::GenerationError;
 use super::held_text::HeldText;
 use crate::engine::{Generator, SequenceStream};
-use crate::sequence::{self, Sampling, SequenceEvent, SequenceRequest, Token};
+use crate::sequence::{self, Grammar, Sampling, SequenceEvent, SequenceRequest, Token};
 use crate::text::{Detokenizer, Piece, StopMatcher, StopOutcome, TextModel};
 
 /// What happens to the stop string that ended a text.
@@ -33,6 +33,7 @@ pub(super) struct SequenceOptions {
     pub(super) max_new_tokens: u32,
     /// With the client's stop tokens only; [`TextStream::start`] adds the model's own unless `ignore_eos`.
     pub(super) sampling: Sampling,
+    pub(super) grammar: Option<Grammar>,
     pub(super) ignore_eos: bool,
     /// None is empty.
     pub(super) stop_strings: Vec<String>,
@@ -57,7 +58,7 @@ pub(super) struct TextStream {
     stop_text: StopText,
     held: HeldText,
     /// The sequence ends with one of these; their text is not part of the answer.
-    stop_token_ids: Arc<[u32]>,
+    stop_token_ids: Vec<u32>,
     shown_token_ids: Arc<[u32]>,
     /// Empty unless prompt logprobs were requested.
     prompt_tokens: Vec<PromptToken>,
@@ -83,7 +84,7 @@ impl TextStream {
         if !options.ignore_eos {
             sampling.stop_token_ids = union(&model.eos_token_ids(), &sampling.stop_token_ids);
         }
-        let stop_token_ids = Arc::clone(&sampling.stop_token_ids);
+        let stop_token_ids = sampling.stop_token_ids.clone();
         let has_source = !decoder_prefix.is_empty();
         let detokenizer = model.detokenizer(if has_source { &[] } else { &prompt_token_ids });
         // COMPAT: for an encoder–decoder TGI reports the decoder's first tokens, without logprobs.
@@ -99,6 +100,7 @@ impl TextStream {
             num_source_tokens,
             max_new_tokens: options.max_new_tokens,
             sampling,
+            grammar: options.grammar,
             priority: options.priority,
             group: options.group,
         });
@@ -272,10 +274,7 @@ impl TextStream {
     }
 }
 
-fn union(ours: &Arc<[u32]>, theirs: &[u32]) -> Arc<[u32]> {
-    if theirs.is_empty() {
-        return Arc::clone(ours);
-    }
+fn union(ours: &[u32], theirs: &[u32]) -> Vec<u32> {
     let new = theirs.iter().filter(|id| !ours.contains(id));
     ours.iter().chain(new).copied().collect()
 }

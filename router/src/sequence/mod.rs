@@ -2,11 +2,13 @@
 //!
 //! The engine, the worker client and everything above them use these types; this module uses none of them.
 
+mod grammar;
 mod sampling;
 
 pub use penstock_scheduler::FinishReason;
 
-pub use sampling::{Grammar, GrammarError, LogprobSource, Sampling};
+pub use grammar::{Grammar, GrammarError};
+pub use sampling::{LogitBias, Sampling, greedy};
 
 /// One sequence to generate, already checked against the server's limits.
 #[derive(Clone, Debug)]
@@ -19,6 +21,8 @@ pub struct SequenceRequest {
     pub max_new_tokens: u32,
     /// How tokens are chosen.
     pub sampling: Sampling,
+    /// What the generation must match; compiled before (`Generator::compile_grammar`).
+    pub grammar: Option<Grammar>,
     /// Queued sequences with a higher priority start first; the default is 0.
     pub priority: i32,
     /// Sequences of one group have the same prompt and share its KV blocks, even without prefix caching.

@@ -7,50 +7,30 @@ use penstock_scheduler::{Advance, NewSequence, Plan, SequenceId};
 
 use super::WorkerError;
 use super::report::{Fault, Output, OutputError, StepReport, WorkerTiming};
-use crate::sequence::{Grammar, LogprobSource, Sampling, Token, TopToken};
+use crate::sequence::{Grammar, Sampling, Token, TopToken};
 
-pub(super) fn plan<'a>(plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling) -> proto::Plan {
+pub(super) fn plan<'a>(
+    plan: Plan,
+    sampling: impl Fn(SequenceId) -> (&'a Sampling, Option<&'a Grammar>),
+) -> proto::Plan {
     proto::Plan {
         step: plan.step,
         freed_sequence_ids: plan.freed_sequence_ids.into_iter().map(|id| id.0).collect(),
-        new_sequences: plan.new_sequences.into_iter().map(|start| new_sequence(sampling(start.id), start)).collect(),
+        new_sequences: plan.new_sequences.into_iter().map(|new| new_sequence(sampling(new.id), new)).collect(),
         advances: Some(advances(&plan.advances)),
     }
 }
 
-fn new_sequence(sampling: &Sampling, start: NewSequence) -> proto::NewSequence {
+fn new_sequence((sampling, constraint): (&Sampling, Option<&Grammar>), new: NewSequence) -> proto::NewSequence {
     proto::NewSequence {
-        sequence_id: start.id.0,
-        token_ids: start.token_ids,
-        num_prompt_tokens: start.num_prompt_tokens,
-        num_computed_tokens: start.num_computed_tokens,
-        block_ids: start.block_ids,
-        sampling: Some(message(sampling)),
-        num_source_tokens: start.num_source_tokens,
-    }
-}
-
-fn message(sampling: &Sampling) -> proto::Sampling {
-    let bias = |&(token_id, bias): &(u32, f32)| proto::LogitBias { token_id, bias };
-    proto::Sampling {
-        do_sample: sampling.do_sample,
-        seed: sampling.seed,
-        temperature: sampling.temperature,
-        top_k: sampling.top_k,
-        top_p: sampling.top_p,
-        typical_p: sampling.typical_p,
-        min_p: sampling.min_p,
-        repetition_penalty: sampling.repetition_penalty,
-        frequency_penalty: sampling.frequency_penalty,
-        presence_penalty: sampling.presence_penalty,
-        logit_bias: sampling.logit_bias.iter().map(bias).collect(),
-        min_new_tokens: sampling.min_new_tokens,
-        stop_token_ids: sampling.stop_token_ids.to_vec(),
-        watermark: sampling.watermark,
-        top_n: sampling.top_n,
-        prompt_logprobs: sampling.prompt_logprobs,
-        model_logprobs: sampling.logprob_source == LogprobSource::Model,
-        grammar: sampling.grammar.as_ref().map(grammar),
+        sequence_id: new.id.0,
+        token_ids: new.token_ids,
+        num_prompt_tokens: new.num_prompt_tokens,
+        num_computed_tokens: new.num_computed_tokens,
+        block_ids: new.block_ids,
+        sampling: Some(sampling.clone()),
+        num_source_tokens: new.num_source_tokens,
+        grammar: constraint.map(grammar),
     }
 }
 

@@ -13,7 +13,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::report::StepReport;
 use super::{WorkerError, convert};
-use crate::sequence::Sampling;
+use crate::sequence::{Grammar, Sampling};
 
 type Results = BoxStream<'static, Result<proto::StepResult, WorkerError>>;
 
@@ -36,9 +36,9 @@ impl Steps {
         Self { ranks, last_reported: 0 }
     }
 
-    /// Sends a plan to every rank, with the `sampling` of each sequence that it starts. When a rank is gone, `next` returns
-    /// the error.
-    pub(crate) fn send<'a>(&self, plan: Plan, sampling: impl Fn(SequenceId) -> &'a Sampling) {
+    /// Sends a plan to every rank, with how the tokens of each sequence that it starts are chosen. When a rank is gone, `next`
+    /// returns the error.
+    pub(crate) fn send<'a>(&self, plan: Plan, sampling: impl Fn(SequenceId) -> (&'a Sampling, Option<&'a Grammar>)) {
         let plan = convert::plan(plan, sampling);
         if let Some((last, others)) = self.ranks.split_last() {
             for rank in others {

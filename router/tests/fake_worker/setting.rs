@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use penstock_router::sequence::{Sampling, SequenceRequest};
+use penstock_router::sequence::{SequenceRequest, greedy};
 use penstock_scheduler::Limits;
 
 pub fn limits() -> Limits {
@@ -27,7 +27,8 @@ pub fn request(prompt: &[u32], max_new_tokens: u32) -> SequenceRequest {
         prompt_token_ids: prompt.to_vec(),
         num_source_tokens: 0,
         max_new_tokens,
-        sampling: Sampling::default(),
+        sampling: greedy(),
+        grammar: None,
         priority: 0,
         group: None,
     }

@@ -1,9 +1,7 @@
 //! `/v1/chat/completions`.
 
 use axum::http::StatusCode;
-use penstock_router::sequence::{
-    FinishReason, Grammar, LogprobSource, SequenceEvent, SequenceFailure, Token, TopToken,
-};
+use penstock_router::sequence::{FinishReason, Grammar, LogitBias, SequenceEvent, SequenceFailure, Token, TopToken};
 use serde_json::{Value, json};
 
 use crate::fold::{SEED, seed_index};
@@ -186,10 +184,10 @@ async fn parameters_reach_the_engine() {
     let sampling = server.last_request().sampling;
     assert_eq!((sampling.presence_penalty, sampling.frequency_penalty, sampling.seed), (0.5, -0.5, 9));
     assert_eq!((sampling.temperature, sampling.top_p, sampling.top_n), (0.5, 0.25, 20));
-    assert_eq!(sampling.logit_bias, [(5, 1.5)]);
-    assert_eq!(*sampling.stop_token_ids, [IM_END, 7]);
-    assert_eq!(sampling.logprob_source, LogprobSource::Model);
-    assert_eq!(sampling.grammar, Some(Grammar::JsonSchema(r#"{"type":"integer"}"#.to_owned())));
+    assert_eq!(sampling.logit_bias, [LogitBias { token_id: 5, bias: 1.5 }]);
+    assert_eq!(sampling.stop_token_ids, [IM_END, 7]);
+    assert!(sampling.model_logprobs);
+    assert_eq!(server.last_request().grammar, Some(Grammar::JsonSchema(r#"{"type":"integer"}"#.to_owned())));
 }
 
 #[tokio::test]

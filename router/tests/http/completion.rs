@@ -1,7 +1,7 @@
 //! `/v1/completions`.
 
 use axum::http::StatusCode;
-use penstock_router::sequence::{FinishReason, LogprobSource, SequenceEvent, Token, TopToken};
+use penstock_router::sequence::{FinishReason, SequenceEvent, Token, TopToken};
 use serde_json::{Value, json};
 
 use crate::fold::{SEED, completion_fold, seed_index, with};
@@ -152,7 +152,7 @@ async fn logprobs_of_prompt_and_answer_have_openai_s_first_shape() {
     let body = json!({"prompt": "né", "echo": true, "logprobs": 1});
     let plain = server.post(PATH, body.clone()).await.json();
     let sampling = server.last_request().sampling;
-    assert!(sampling.prompt_logprobs && sampling.top_n == 1 && sampling.logprob_source == LogprobSource::Model);
+    assert!(sampling.prompt_logprobs && sampling.top_n == 1 && sampling.model_logprobs);
     insta::assert_snapshot!(plain["choices"], @r#"[{"index":0,"text":"néé world","logprobs":{"tokens":["n","","é","","é"," world","<|im_end|>"],"token_logprobs":[null,-0.25,-0.25,-0.25,-0.25,-0.25,-0.25],"top_logprobs":[null,{"END":-0.125,"":-0.25},{"END":-0.125,"é":-0.25},{"END":-0.125,"":-0.25},{"END":-0.125,"é":-0.25},{"END":-0.125," world":-0.25},{"END":-0.125,"<|im_end|>":-0.25}],"text_offset":[0,1,1,2,2,3,9]},"finish_reason":"stop"}]"#);
     let streamed = server.post(PATH, with(body, json!({"stream": true}))).await;
     assert_eq!(completion_fold(&streamed), plain["choices"]);

@@ -1,7 +1,7 @@
 //! `/generate` and `/`: answers, headers, sampling defaults, stop strings, lengths.
 
 use axum::http::StatusCode;
-use penstock_router::sequence::Sampling;
+use penstock_router::sequence::{Sampling, greedy};
 use serde_json::json;
 
 use crate::model::{IM_END, bytes, word};
@@ -60,7 +60,7 @@ async fn parameters_reach_the_engine() {
     let request = server.last_request();
     assert_eq!(request.prompt_token_ids, bytes("Hi"));
     assert_eq!(request.max_new_tokens, 3);
-    assert_eq!(*request.sampling.stop_token_ids, [IM_END]);
+    assert_eq!(request.sampling.stop_token_ids, [IM_END]);
     let sampling = Sampling {
         do_sample: true,
         seed: 42,
@@ -69,7 +69,7 @@ async fn parameters_reach_the_engine() {
         top_p: 0.75,
         repetition_penalty: 1.5,
         stop_token_ids: [IM_END].into(),
-        ..Sampling::default()
+        ..greedy()
     };
     assert_eq!(request.sampling, sampling);
 }

@@ -205,9 +205,9 @@ async fn a_grammar_reaches_the_engine_under_either_name_and_in_either_shape() {
     {
         let answer = server.post("/generate", json!({"inputs": "Hi", "parameters": {field: grammar}})).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
-        grammars.push(server.last_request().sampling.grammar.unwrap());
+        grammars.push(server.last_request().grammar.unwrap());
     }
     assert!(grammars.windows(2).all(|pair| pair[0] == pair[1]), "{grammars:?}");
     server.post("/generate", json!({"inputs": "Hi", "parameters": {"grammar": {"type": "text"}}})).await;
-    assert_eq!(server.last_request().sampling.grammar, None);
+    assert_eq!(server.last_request().grammar, None);
 }

@@ -2,6 +2,7 @@
 
 use axum::http::StatusCode;
 use penstock_router::Config;
+use penstock_router::sequence::{Sampling, greedy};
 use serde_json::{Value, json};
 
 use crate::model::IM_END;
@@ -102,7 +103,7 @@ async fn every_optional_field_may_be_null() {
         assert_eq!(answer.status, StatusCode::OK, "{path}: {}", answer.body);
     }
     let sampling = server.last_request().sampling;
-    let expected = penstock_router::sequence::Sampling { stop_token_ids: [IM_END].into(), ..Default::default() };
+    let expected = Sampling { stop_token_ids: vec![IM_END], ..greedy() };
     assert_eq!(sampling, expected);
 }
 

@@ -65,7 +65,7 @@ fn prompt(server: &Server) -> String {
 }
 
 fn grammar(server: &Server) -> Option<String> {
-    server.last_request().sampling.grammar.map(|grammar| match grammar {
+    server.last_request().grammar.map(|grammar| match grammar {
         Grammar::Lark(text) => text,
         other => panic!("{other:?}"),
     })

@@ -6,7 +6,7 @@ use utoipa::ToSchema;
 
 use super::message::Message;
 use super::tool::{ToolChoiceField, ToolField};
-use super::value::{SamplingFields, StreamOptions, is_given, logprob_source};
+use super::value::{SamplingFields, StreamOptions, is_given};
 use crate::api::field::or_default;
 use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, StopText, ToolSet, ValidationError};
 use crate::text::{ChatInputs, ToolChoice};
@@ -138,7 +138,7 @@ impl ChatRequest {
             max_new_tokens: max_tokens,
             // COMPAT: as in TGI, without `logprobs` they are accepted and not shown.
             top_n_tokens: self.top_logprobs.filter(|_| self.logprobs),
-            logprob_source: logprob_source(self.logprobs),
+            model_logprobs: self.logprobs,
             ..self.sampling.parameters()?
         })
     }

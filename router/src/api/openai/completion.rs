@@ -4,7 +4,7 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 
-use super::value::{OneOrMany, SamplingFields, StreamOptions, logprob_source};
+use super::value::{OneOrMany, SamplingFields, StreamOptions};
 use crate::api::error::ApiError;
 use crate::api::field::or_default;
 use crate::config::{Config, RequestLimits};
@@ -131,7 +131,7 @@ impl CompletionRequest {
         }
         parameters.max_new_tokens = if self.hides_generated() { Some(1) } else { self.max_tokens };
         parameters.top_n_tokens = self.logprobs;
-        parameters.logprob_source = logprob_source(self.logprobs.is_some());
+        parameters.model_logprobs = self.logprobs.is_some();
         parameters.decoder_input_details = self.echo && self.logprobs.is_some();
         Ok((parameters, n))
     }

@@ -8,7 +8,7 @@ use crate::api::extension::ExtensionFields;
 use crate::api::field::named;
 use crate::api::grammar::GrammarField;
 use crate::generation::{Extension, Parameters, ValidationError};
-use crate::sequence::{Grammar, LogprobSource};
+use crate::sequence::Grammar;
 
 /// `"stop"` or `["stop", …]`.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -102,11 +102,6 @@ impl<'de> Deserialize<'de> for SamplingFields {
         // Calls the derived function, which `remote` makes an inherent one.
         named(deserializer, |deserializer| Self::deserialize(deserializer))
     }
-}
-
-/// OpenAI's logprobs are the model's own. Without logprobs the worker need not compute a second distribution.
-pub(super) fn logprob_source(are_shown: bool) -> LogprobSource {
-    if are_shown { LogprobSource::Model } else { LogprobSource::Processed }
 }
 
 impl SamplingFields {
