@@ -20,7 +20,6 @@ fn refusal(flags: &str) -> String {
 
 fn model(device: &str) -> Description {
     Description {
-        worker_version: String::new(),
         architecture: "llama".to_owned(),
         dtype: "bfloat16".to_owned(),
         device: device.to_owned(),

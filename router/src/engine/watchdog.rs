@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::health::Health;
 use super::status::Status;
-use crate::worker::{HealthProbe, RankHealth};
+use crate::worker::HealthProbe;
 
 /// Time between two health checks, and for the answers.
 const TICK: Duration = Duration::from_secs(1);
@@ -54,11 +54,11 @@ pub(super) async fn watch(
     loop {
         let since = Instant::now();
         tokio::time::sleep(tick).await;
-        let answers = probe.ask(tick).await;
+        let processor_times = probe.processor_times(tick).await;
         // One tick of sleep and at most one of health checks: this process was not running for the rest.
         let elapsed = since.elapsed().min(2 * tick);
         let num_reports = progress.is_waiting.get().then(|| progress.num_reports.get());
-        let symptom = observations.add(elapsed, num_reports, &answers);
+        let symptom = observations.add(elapsed, num_reports, &processor_times);
         if let Some(symptom) = &symptom
             && symptom.is_conclusive()
         {
@@ -99,7 +99,7 @@ struct Observations {
     /// By rank: how long it has not answered.
     unanswered: Vec<Duration>,
     /// By rank: its processor time at the last answer.
-    processor_time: Vec<Duration>,
+    processor_times: Vec<Duration>,
     num_reports: Option<u64>,
     /// How long the oldest step has been in flight, and how much of that since a rank was last seen computing.
     waiting: Duration,
@@ -111,7 +111,7 @@ impl Observations {
         Self {
             step_deadline,
             unanswered: Vec::new(),
-            processor_time: Vec::new(),
+            processor_times: Vec::new(),
             num_reports: None,
             waiting: Duration::ZERO,
             idle: Duration::ZERO,
@@ -119,17 +119,22 @@ impl Observations {
     }
 
     /// Adds one health check, `elapsed` after the one before: the number of reports so far (`None`: no step is in flight), and
-    /// each rank's answer. Returns the most severe symptom.
-    fn add(&mut self, elapsed: Duration, num_reports: Option<u64>, answers: &[Option<RankHealth>]) -> Option<Symptom> {
-        self.unanswered.resize(answers.len(), Duration::ZERO);
-        self.processor_time.resize(answers.len(), Duration::ZERO);
+    /// each rank's processor time, if it answered. Returns the most severe symptom.
+    fn add(
+        &mut self,
+        elapsed: Duration,
+        num_reports: Option<u64>,
+        processor_times: &[Option<Duration>],
+    ) -> Option<Symptom> {
+        self.unanswered.resize(processor_times.len(), Duration::ZERO);
+        self.processor_times.resize(processor_times.len(), Duration::ZERO);
         let mut computes = false;
-        for (rank, answer) in answers.iter().enumerate() {
-            match answer {
-                Some(health) => {
-                    let used = health.processor_time.saturating_sub(self.processor_time[rank]);
+        for (rank, processor_time) in processor_times.iter().enumerate() {
+            match processor_time {
+                Some(processor_time) => {
+                    let used = processor_time.saturating_sub(self.processor_times[rank]);
                     computes |= used >= elapsed.mul_f64(BUSY_SHARE);
-                    self.processor_time[rank] = health.processor_time;
+                    self.processor_times[rank] = *processor_time;
                     self.unanswered[rank] = Duration::ZERO;
                 }
                 None => self.unanswered[rank] += elapsed,
@@ -172,14 +177,14 @@ mod tests {
 
     const DEADLINE: Duration = Duration::from_secs(10);
 
-    fn answer(processor_s: f64) -> Option<RankHealth> {
-        Some(RankHealth { stepping: None, processor_time: Duration::from_secs_f64(processor_s) })
+    fn answer(processor_s: f64) -> Option<Duration> {
+        Some(Duration::from_secs_f64(processor_s))
     }
 
     /// The tick (of one second each) at which the group is taken to hang, and the reason.
     fn hangs(
         mut num_reports: impl FnMut(u32) -> Option<u64>,
-        mut answers: impl FnMut(u32) -> Vec<Option<RankHealth>>,
+        mut answers: impl FnMut(u32) -> Vec<Option<Duration>>,
     ) -> Option<(u32, String)> {
         let mut observations = Observations::new(DEADLINE);
         (1..=200).find_map(|tick| {

@@ -8,7 +8,7 @@ use futures::future::{join_all, try_join_all};
 use penstock_proto as proto;
 
 use super::grammar::GrammarCompiler;
-use super::rank::{Rank, RankHealth};
+use super::rank::Rank;
 use super::step::Steps;
 use super::{PROTOCOL_VERSION, WorkerError};
 
@@ -43,8 +43,6 @@ pub struct LoadOptions {
 /// The model that was loaded.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Description {
-    /// Version of the worker's Python package.
-    pub worker_version: String,
     /// The model's architecture, as `llama`.
     pub architecture: String,
     /// Data type of weights and computation.
@@ -174,7 +172,6 @@ impl Group {
             return Err(WorkerError::Garbled { rank: 0, reason: "KV blocks of 0 tokens".to_owned() });
         }
         Ok(Description {
-            worker_version: first.worker_version,
             architecture: first.architecture,
             dtype: first.dtype,
             device: first.device,
@@ -236,8 +233,8 @@ pub struct HealthProbe {
 }
 
 impl HealthProbe {
-    /// Each rank's answer, by rank; `None`: it did not answer within `timeout`.
-    pub async fn ask(&mut self, timeout: Duration) -> Vec<Option<RankHealth>> {
+    /// Each rank's processor time since its start, by rank; `None`: it did not answer within `timeout`.
+    pub async fn processor_times(&mut self, timeout: Duration) -> Vec<Option<Duration>> {
         let ask = |rank| async move { tokio::time::timeout(timeout, Rank::health(rank)).await.ok()?.ok() };
         join_all(self.ranks.iter_mut().map(ask)).await
     }

@@ -12,7 +12,6 @@ mod step;
 
 pub use error::WorkerError;
 pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmUpOptions};
-pub use rank::RankHealth;
 
 pub(crate) use grammar::GrammarCompiler;
 pub(crate) use report::{Fault, Output, OutputError, StepReport, WorkerTiming};

@@ -26,15 +26,6 @@ pub(super) struct Rank {
     client: WorkerClient<Channel>,
 }
 
-/// A rank's answer to a health check.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RankHealth {
-    /// How long the current step has run; `None`: no step is running.
-    pub stepping: Option<Duration>,
-    /// Processor time of the process since its start, over all cores.
-    pub processor_time: Duration,
-}
-
 impl Rank {
     /// Waits until the worker listens and answers, for at most `timeout`.
     pub(super) async fn connect(index: usize, socket: &Path, timeout: Duration) -> Result<Self, WorkerError> {
@@ -87,13 +78,10 @@ impl Rank {
         self.index
     }
 
-    pub(super) async fn health(&mut self) -> Result<RankHealth, WorkerError> {
+    /// A health check. Returns the processor time of the worker's process since its start, over all cores.
+    pub(super) async fn health(&mut self) -> Result<Duration, WorkerError> {
         let answer = self.client.health(proto::HealthRequest {}).await.map_err(|status| self.error(&status))?;
-        let health = answer.into_inner();
-        let stepping =
-            health.stepping.then(|| Duration::try_from_secs_f64(health.stepping_seconds).unwrap_or_default());
-        let processor_time = Duration::try_from_secs_f64(health.processor_seconds).unwrap_or_default();
-        Ok(RankHealth { stepping, processor_time })
+        Ok(Duration::try_from_secs_f64(answer.into_inner().processor_seconds).unwrap_or_default())
     }
 
     pub(super) async fn load(&mut self, request: proto::LoadRequest) -> Result<proto::LoadResponse, WorkerError> {
