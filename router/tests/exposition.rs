@@ -1,4 +1,4 @@
-//! What a scrape of a whole router shows after every kind of traffic: all of TGI's metrics, under TGI's labels.
+//! A scrape of a whole router after every kind of traffic: all of TGI's metrics, with TGI's types and labels.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 #[allow(dead_code, reason = "shared with tests/engine.rs")]
@@ -38,7 +38,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::server::whole;
 
-/// Spec §4. A summary there, and a histogram here because TGI's own dashboard asks for its buckets: skipped_tokens.
+/// Name, type and label of TGI's metrics. `skipped_tokens` is a summary in TGI, whose own dashboard expects a histogram.
 const TGI: [(&str, &str, &str); 27] = [
     ("tgi_request_count", "counter", ""),
     ("tgi_request_success", "counter", ""),
@@ -69,7 +69,7 @@ const TGI: [(&str, &str, &str); 27] = [
     ("tgi_batch_total_tokens", "gauge", ""),
 ];
 
-/// A prompt that begins with it breaks in the worker.
+/// Sequences whose prompt begins with this byte fail in the worker.
 const BROKEN: u8 = b'!';
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -124,7 +124,7 @@ impl Router {
         whole(self.client.request(request).await.unwrap()).await.body
     }
 
-    /// Scrapes until the last of the traffic has been counted: a record is closed just after its answer's end.
+    /// Scrapes until the line appears: a request is counted just after the end of its response.
     async fn scrape_until(&self, line: &str) -> String {
         let wait = async {
             loop {
@@ -147,7 +147,7 @@ fn generate(inputs: &str, max_new_tokens: u32) -> Value {
     json!({"inputs": inputs, "parameters": {"max_new_tokens": max_new_tokens}})
 }
 
-/// Everything that can happen to requests and steps.
+/// Every outcome of requests and steps.
 async fn traffic(router: &Router) -> String {
     assert_eq!(router.status("/generate", generate("Hi", 5)).await, StatusCode::OK);
     assert_eq!(router.status("/generate", generate("", 5)).await, StatusCode::UNPROCESSABLE_ENTITY);
@@ -155,7 +155,7 @@ async fn traffic(router: &Router) -> String {
     let chat = json!({"messages": [{"role": "user", "content": "Hi"}]});
     assert_eq!(router.status("/v1/chat/completions", chat).await, StatusCode::BAD_REQUEST);
 
-    // One runs, held by the worker; another joins it; a third finds the server full.
+    // The worker holds one request while another joins it and a third is refused.
     let before = router.last_step();
     router.open_gate.send_replace(before);
     let first = router.open("/generate_stream", generate("Hi", 100)).await;
@@ -172,7 +172,7 @@ async fn traffic(router: &Router) -> String {
     drop(left);
     router.scrape_until(r#"tgi_request_failure{err="dropped"} 1"#).await;
 
-    // The worker dies in the middle of a step, and another one takes its place. Nobody takes the place of that one.
+    // The worker dies during a step and is replaced. The second one dies as well, and there is no third.
     router.open_gate.send_replace(router.last_step() + 4);
     let cut = router.open("/generate_stream", generate("Hi", 200)).await;
     router.group.ranks[0].kill();
@@ -189,7 +189,7 @@ async fn every_metric_of_tgi_appears_with_its_type_and_labels() {
     let router = Router::start().await;
     let text = traffic(&router).await;
     for (name, kind, label) in TGI {
-        assert!(text.contains(&format!("# TYPE {name} {kind}\n")), "{name} is no {kind} in\n{text}");
+        assert!(text.contains(&format!("# TYPE {name} {kind}\n")), "{name} is not a {kind} in\n{text}");
         let labels = labels(&text, name, kind);
         let expected: Vec<&str> = [label].into_iter().filter(|label| !label.is_empty()).collect();
         assert_eq!(labels.keys().collect::<Vec<_>>(), expected, "the labels of {name}");
@@ -201,7 +201,7 @@ async fn every_metric_of_tgi_appears_with_its_type_and_labels() {
         assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
     }
 
-    // The page of the documentation says the same of every series, ours among them.
+    // The documentation lists every series, ours included, with the same type and labels.
     let page = include_str!("../../docs/metrics.md");
     for (name, kind) in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' ')) {
         let row = page.lines().find(|row| row.starts_with(&format!("| `{name}` | {kind}")));
@@ -213,7 +213,7 @@ async fn every_metric_of_tgi_appears_with_its_type_and_labels() {
     }
 }
 
-/// The labels that a metric's series have, and their values; without those of its format.
+/// The labels of a metric's series and their values, without the format's own (`le`).
 fn labels(text: &str, name: &str, kind: &str) -> BTreeMap<String, BTreeSet<String>> {
     let series = if kind == "histogram" { format!("{name}_count") } else { name.to_owned() };
     let mut labels: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Workers that are lost lose nobody's tokens and repeat none: the engine against scripted workers over real sockets.
+//! The loss of a worker group loses and repeats no token: the engine with scripted workers over real sockets.
 #![allow(clippy::unwrap_used)]
 
 #[allow(dead_code, reason = "shared with tests/engine.rs")]
@@ -33,7 +33,7 @@ fn dies_at(step: u64) -> Vec<Script> {
     vec![Script { die_at_step: Some(step), ..Script::default() }]
 }
 
-/// Tokens and the terminal event. The start is announced once, before all else.
+/// The tokens and the terminal event. The start is announced once, first.
 async fn collect(stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
     let mut events: Vec<SequenceEvent> = stream.collect().await;
     let terminal = events.pop().expect("a stream has at least its terminal event");
@@ -55,7 +55,7 @@ fn worker_failure(event: SequenceEvent) -> String {
     }
 }
 
-/// Prompts of which some need several steps.
+/// Prompts of several lengths; some need several steps.
 fn prompts() -> Vec<Vec<u32>> {
     [3, 40, 1, 17].iter().map(|length| (*length..3 * length).collect()).collect()
 }
@@ -72,7 +72,7 @@ async fn streams_are_undisturbed(fleet: &Fleet, options: EngineOptions) {
 }
 
 #[tokio::test]
-async fn streams_go_on_with_the_same_tokens_whatever_step_a_worker_is_lost_in() {
+async fn streams_continue_with_the_same_tokens_in_whichever_step_a_worker_is_lost() {
     for step in 1..=24 {
         for fault in [
             Script { die_at_step: Some(step), ..Script::default() },
@@ -87,12 +87,12 @@ async fn streams_go_on_with_the_same_tokens_whatever_step_a_worker_is_lost_in() 
 }
 
 #[tokio::test]
-async fn sources_are_sent_again_whole_and_the_answers_behind_them() {
+async fn sources_are_sent_again_whole_with_their_answers() {
     for step in [1, 2, 5, 9] {
         let fleet = Fleet::new([dies_at(step), healthy()]);
         let limits = Limits { max_step_tokens: 64, ..options().limits };
         let engine = fleet.engine(EngineOptions { limits, ..options() }).await;
-        // Sources of several lengths, and two tokens that every answer follows.
+        // Sources of several lengths, each followed by a decoder prefix of two tokens.
         let prompts: Vec<Vec<u32>> = [1, 5, 16, 11].iter().map(|&n| (n..2 * n).chain([7, 8]).collect()).collect();
         let streams = prompts.iter().map(|prompt| {
             let num_source_tokens = prompt.len() as u32 - 2;
@@ -113,7 +113,7 @@ async fn sources_are_sent_again_whole_and_the_answers_behind_them() {
 }
 
 #[tokio::test]
-async fn it_does_not_matter_which_rank_is_lost() {
+async fn streams_continue_whichever_rank_is_lost() {
     for step in [1, 5, 11] {
         let fleet = Fleet::new([
             [healthy(), dies_at(step)].concat(),
@@ -126,7 +126,7 @@ async fn it_does_not_matter_which_rank_is_lost() {
 }
 
 #[tokio::test]
-async fn a_result_that_cannot_be_is_never_handed_on() {
+async fn a_garbled_result_never_reaches_a_stream() {
     for garble in Garble::ALL {
         for step in [1, 2, 7] {
             let garbled = vec![Script { garbled_step: Some((step, garble)), ..Script::default() }];
@@ -142,7 +142,7 @@ async fn a_worker_that_hangs_is_replaced_after_the_step_deadline() {
     for hang in [Hang::Step, Hang::Process] {
         for step in [1, 15] {
             let hangs = vec![Script { hang_at_step: Some((step, hang)), ..Script::default() }];
-            // A machine that is busy with other things may be slow enough to be taken for a hang too.
+            // On a busy machine a healthy worker may be taken for one that hangs as well.
             let fleet = Fleet::new([[healthy(), hangs].concat(), healthy(), healthy(), healthy()]);
             let step_deadline = Duration::from_millis(500);
             streams_are_undisturbed(&fleet, EngineOptions { step_deadline, ..options() }).await;
@@ -152,7 +152,7 @@ async fn a_worker_that_hangs_is_replaced_after_the_step_deadline() {
 }
 
 #[tokio::test]
-async fn any_number_of_losses_is_survived_while_steps_are_finished_between_them() {
+async fn any_number_of_losses_is_survived_if_steps_are_finished_between_them() {
     for seed in 0..6_u64 {
         let deaths = (0..30).map(|number| dies_at(12 + (seed * 7 + number * number * 5) % 9));
         let fleet = Fleet::new(deaths.chain([healthy()]));
@@ -167,7 +167,7 @@ async fn any_number_of_losses_is_survived_while_steps_are_finished_between_them(
 }
 
 #[tokio::test]
-async fn requests_that_come_during_a_restart_wait_for_it_and_health_tells() {
+async fn requests_during_a_restart_wait_for_it_and_health_reports_it() {
     let fleet = Fleet::new([dies_at(4), healthy()]);
     fleet.allow(0);
     let engine = fleet.engine(options()).await;
@@ -188,7 +188,7 @@ async fn requests_that_come_during_a_restart_wait_for_it_and_health_tells() {
 }
 
 #[tokio::test]
-async fn who_leaves_during_a_restart_is_not_computed_again() {
+async fn a_sequence_aborted_during_a_restart_is_not_computed_again() {
     let fleet = Fleet::new([dies_at(6), healthy()]);
     fleet.allow(0);
     let engine = fleet.engine(options()).await;
@@ -218,7 +218,7 @@ async fn shutting_down_does_not_wait_for_a_restart() {
 }
 
 #[tokio::test]
-async fn a_loss_while_idle_is_repaired_before_anybody_comes() {
+async fn a_group_lost_while_idle_is_restarted_at_once() {
     let fleet = Fleet::new([healthy(), healthy()]);
     let engine = fleet.engine(options()).await;
     collect(engine.submit(request(&[1], 1))).await;
@@ -231,14 +231,14 @@ async fn a_loss_while_idle_is_repaired_before_anybody_comes() {
 }
 
 #[tokio::test]
-async fn failed_restarts_are_tried_again() {
+async fn failed_restarts_are_retried() {
     let fleet = Fleet::new([dies_at(9), vec![], vec![], healthy()]);
     streams_are_undisturbed(&fleet, options()).await;
     assert_eq!((fleet.num_asked(), fleet.num_started()), (3, 2));
 }
 
 #[tokio::test]
-async fn after_too_many_failures_in_a_row_every_stream_fails_once_and_later_ones_too() {
+async fn after_too_many_failures_in_a_row_open_and_later_streams_fail_once() {
     let fleet = Fleet::new([dies_at(5), dies_at(1), vec![], healthy()]);
     let engine = fleet.engine(EngineOptions { max_failures: 3, ..options() }).await;
     let streams: Vec<_> = (1..9).map(|first| collect(engine.submit(request(&[first], 50)))).collect();
@@ -254,7 +254,7 @@ async fn after_too_many_failures_in_a_row_every_stream_fails_once_and_later_ones
     assert!(matches!(grammar, Err(GrammarError::Worker(_))), "{grammar:?}");
 }
 
-/// Killed whenever the sequence that begins with 13 samples its fifth token.
+/// Dies whenever a sequence that begins with 13 samples the token at position 6.
 fn deadly() -> Vec<Script> {
     vec![Script { deadly: Some((13, 6)), ..Script::default() }]
 }
@@ -277,20 +277,20 @@ async fn a_sequence_that_kills_its_workers_fails_alone() {
 }
 
 #[tokio::test]
-async fn who_was_there_at_every_loss_and_is_innocent_goes_on() {
-    // Each dies in its first step: nobody gets past it, and who was in both is tried alone.
+async fn an_innocent_sequence_that_was_in_every_loss_continues() {
+    // No sequence gets past the steps that were lost, so those in both losses run alone next.
     let fleet = Fleet::new([dies_at(4), dies_at(1), healthy()]);
     streams_are_undisturbed(&fleet, options()).await;
     let plans = fleet.started(3).await.ranks[0].look(|seen| seen.plans.clone());
     let alone = plans.iter().take_while(|plan| unpack(plan).len() <= 1).count();
-    // At most all four: their prompts in pieces of a step, and the two tokens that steps in flight would have given.
+    // At most all four sequences: their prompts in chunks, and the two tokens that the steps in flight would have given.
     assert!((3..=15).contains(&alone), "{alone} steps with one sequence");
-    assert!(plans[alone..].iter().any(|plan| unpack(plan).len() == 4), "they never run together again");
+    assert!(plans[alone..].iter().any(|plan| unpack(plan).len() == 4), "the sequences never run together again");
 }
 
 #[tokio::test]
-async fn a_third_loss_is_blamed_on_nobody_but_the_one_that_was_alone() {
-    // All four are suspects after the second loss, and the third comes while one is tried.
+async fn a_third_loss_fails_only_the_sequence_that_ran_alone() {
+    // After the second loss all four are in quarantine, and the third loss happens while one of them runs alone.
     let fleet = Fleet::new([dies_at(4), dies_at(1), dies_at(1), healthy()]);
     let engine = fleet.engine(options()).await;
     let prompts = prompts();
@@ -315,7 +315,7 @@ async fn compile(engine: &Engine, grammar: &str) -> Result<(), GrammarError> {
 }
 
 #[tokio::test]
-async fn a_grammar_is_compiled_by_whatever_workers_come_next() {
+async fn a_compilation_waits_for_the_next_group() {
     let (_keep_shut, gate) = watch::channel(0);
     let fleet = Fleet::new([vec![Script { gate: Some(gate), ..Script::default() }], healthy()]);
     fleet.allow(0);
@@ -332,8 +332,8 @@ async fn a_grammar_is_compiled_by_whatever_workers_come_next() {
 }
 
 #[tokio::test]
-async fn a_grammar_that_kills_its_workers_is_given_up_and_nobody_else() {
-    // The streams are there at all three losses, and tried alone after the second: the grammar must not be tried then.
+async fn a_grammar_that_kills_its_workers_is_given_up_and_no_sequence() {
+    // The streams are in all three losses, and in quarantine after the second: the grammar must not be compiled then.
     let fleet = Fleet::new((0..5).map(|_| healthy()));
     let engine = fleet.engine(options()).await;
     let prompts: Vec<Vec<u32>> = (1..30).map(|first| (first..first + 5).collect()).collect();
