@@ -18,12 +18,9 @@ from penstock_server.parallel import RankGroup
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, save_model
 
+pytestmark = pytest.mark.usefixtures("model_cache")
+
 TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<|end|>"}]}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -20,15 +20,12 @@ from transformers.models.mbart.tokenization_mbart import FAIRSEQ_LANGUAGE_CODES 
 from transformers.models.mbart50.tokenization_mbart50 import FAIRSEQ_LANGUAGE_CODES as MBART50_LANGUAGES
 from transformers.tokenization_utils_base import generate_merges
 
+pytestmark = pytest.mark.usefixtures("model_cache")
+
 MODELS = Path(__file__).parent / "sentencepiece"
 EXPECTED: dict[str, Any] = json.loads((MODELS / "expected.json").read_text(encoding="utf-8"))
 TEXTS: list[str] = EXPECTED["texts"]
 NLLB_LANGUAGES = ["deu_Latn", "eng_Latn", "zho_Hans"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
 
 def field(number: int, content: bytes) -> bytes:

@@ -24,11 +24,7 @@ from penstock_server.weights.gguf.tokenizer import tokenizer_config, tokenizer_j
 from tiny_models import make_model, prompts, save_model
 from tokenizers import Tokenizer
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("model_cache")
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,7 @@ from penstock_server.weights.gguf.folder import gguf_folder
 from penstock_server.weights.gguf.header import read_header
 from tiny_models import make_model, prompts
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("model_cache")
 
 
 def test_a_tensor_for_each_expert_equals_the_stacked_layout(tmp_path: Path) -> None:

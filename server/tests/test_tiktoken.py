@@ -19,6 +19,8 @@ from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers.integrations.mistral.tokenizer import MistralConverter
 
+pytestmark = pytest.mark.usefixtures("model_cache")
+
 EXPECTED = Path(__file__).parent / "sentencepiece" / "expected.json"
 TEXTS: list[str] = json.loads(EXPECTED.read_text(encoding="utf-8"))["texts"]
 # The patterns in the publishers' code.
@@ -38,11 +40,6 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-@pytest.fixture(autouse=True)
-def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
 
 @cache

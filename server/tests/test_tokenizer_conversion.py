@@ -24,14 +24,11 @@ from penstock_server.weights.gguf.tokenizer import tokenizer_json as gguf_tokeni
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
+pytestmark = pytest.mark.usefixtures("model_cache")
+
 MODELS = Path(__file__).parent / "sentencepiece"
 EXPECTED: dict[str, Any] = json.loads((MODELS / "expected.json").read_text(encoding="utf-8"))
 TEXTS: list[str] = EXPECTED["texts"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
 
 def model_folder(tmp_path: Path, file: str, **config: Any) -> Path:

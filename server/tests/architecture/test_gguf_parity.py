@@ -34,12 +34,9 @@ from tiny_model import make_model, save_model
 from tiny_models import prompts
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+pytestmark = pytest.mark.usefixtures("model_cache")
+
 NUM_TOKENS = 24
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
 
 def made(name: str, folder: Path) -> tuple[Any, Path]:
