@@ -9,11 +9,31 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 LETTERS = "ab01"
 WORDS = [*LETTERS, "aa", "ab", "ba", "01", "10", "aab", "ba1", "0101"]
 END, OTHER_END = len(WORDS), len(WORDS) + 1
+
+
+# A regular expression and all texts that it matches.
+Language = tuple[str, frozenset[str]]
+
+
+def languages(*words: str) -> st.SearchStrategy[Language]:
+    """Small languages over these words."""
+    leaf = st.sampled_from(words).map(lambda text: (text, frozenset([text])))
+
+    def grow(inner: st.SearchStrategy[Language]) -> st.SearchStrategy[Language]:
+        pairs = st.tuples(inner, inner)
+        either = pairs.map(lambda p: (f"({p[0][0]}|{p[1][0]})", p[0][1] | p[1][1]))
+        both = pairs.map(lambda p: (p[0][0] + p[1][0], frozenset(x + y for x in p[0][1] for y in p[1][1])))
+        maybe = inner.map(lambda one: (f"({one[0]})?", one[1] | {""}))
+        twice = inner.map(lambda one: (f"({one[0]}){{1,2}}", one[1] | {x + y for x in one[1] for y in one[1]}))
+        return st.one_of(either, both, maybe, twice)
+
+    return st.recursive(leaf, grow, max_leaves=6).filter(lambda language: len(language[1]) < 400)
 
 
 def write_small_tokenizer(folder: Path) -> None:
