@@ -1,4 +1,4 @@
-"""A model without arithmetic: its next token is a function of the token ids that really stand in the cache."""
+"""A model without arithmetic: its next token is a function of the token ids in its cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CRASH = 14  # a step with this token raises
 
 
 def next_token(context: list[int]) -> int:
-    """What the model says after a context; never POISON or CRASH."""
+    """The model's greedy token after a context; never POISON or CRASH."""
     state = 7
     for token in context:
         state = (state * 31 + token + 1) % 1_000_003
@@ -34,7 +34,7 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
 
 
 class FakeModel:
-    """A CausalModel. `gate` holds every step while it is cleared; `started` is set when a step is in the model."""
+    """A CausalModel. Steps wait while `gate` is cleared; `started` is set when a step reaches the model."""
 
     architecture = "fake"
     attention_name = "fake"

@@ -1,4 +1,4 @@
-"""One worker engine in a process of its own: prints, as JSON, what the worst real steps take and what its warm-up took.
+"""One engine in a process of its own. Prints as JSON the memory that the most expensive real steps and warm-up take.
 
 Arguments: "process" or "tensors", model folder. "process": how far it goes above what it had when it was ready, and how
 far its warm-up said that it may. "tensors": the most that tensors had at a time, which is the same in every run. The
@@ -43,12 +43,12 @@ EVERYTHING = Sampling(
 )
 
 
-# Beside the rest each makes the sampler work on a part of the rows.
+# In a batch with other rows, each of these makes the sampler process a part of the rows.
 OTHERS = [Sampling(), Sampling(grammar=EVERYTHING.grammar), Sampling(top_n=20), replace(EVERYTHING, grammar=None)]
 
 
 class Driver:
-    """Sends plans, and fails with the first error of a sequence."""
+    """Runs plans, and fails at the first error of a sequence."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -75,14 +75,14 @@ class Driver:
 
 @dataclass
 class Peak:
-    """The most bytes of tensors that there were at a time."""
+    """The most bytes that tensors occupied at a time."""
 
     num_bytes: int = 0
 
 
 @contextmanager
 def watched() -> Iterator[Peak]:
-    """What is allocated inside, above what was there; known when it ends."""
+    """Measures tensors allocated in the body; `num_bytes` is set at its end."""
     peak = Peak()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         yield peak
@@ -94,7 +94,7 @@ def watched() -> Iterator[Peak]:
 
 
 def warm_up(engine: Engine, watch: Callable[[], AbstractContextManager[Peak]]) -> tuple[capacity.Measured, Peak]:
-    """What its worst steps showed, and took while they were watched."""
+    """Warm up. Returns what warm-up measured, and the tensors it needed."""
     measure: Callable[..., capacity.Measured] = capacity.CapacityProbe.measure
     found: list[tuple[capacity.Measured, Peak]] = []
 
@@ -110,13 +110,13 @@ def warm_up(engine: Engine, watch: Callable[[], AbstractContextManager[Peak]]) -
 
 
 def run_worst(driver: Driver) -> None:
-    # Prompts up to the longest sequence, each alone in its steps: the last of them end with the longest contexts.
+    # Prompts up to the longest sequence, one at a time: the last chunks have the longest contexts.
     for place in range(SEQUENCES):
         driver.prefill(place, LONGEST - 32 if place < 8 else 64, [])
     everybody = [Advance(i, 1, sample=True) for i in range(SEQUENCES)]
     for _ in range(4):
         driver.run(everybody)
-    # The end of the longest prompt beside all others' decodes.
+    # The end of the longest prompt, in a batch with all other sequences' decodes.
     driver.prefill(SEQUENCES - 1, LONGEST - 1, everybody[:-1], freed=[SEQUENCES - 1])
     driver.run(everybody)
 

@@ -1,4 +1,4 @@
-"""From plans to tensors: the arithmetic of slots, positions and block tables, and the isolation of broken sequences."""
+"""From plans to tensors: slots, positions and block tables, and the isolation of broken sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def new_table(
 
 
 def step(table: SequenceTable, advances: list[Advance]) -> tuple[StepBatch | None, dict[int, str]]:
-    """Select, build and account for a step, as the engine does; sampled tokens are all 7."""
+    """Select and build a step, and update the table as the engine does; every sampled token is 7."""
     chosen = batch.select(table, columns(advances))
     built = batch.build(table, chosen, CPU).batch if len(chosen.rows) else None
     table.computed[chosen.rows] += chosen.num_tokens
@@ -35,7 +35,7 @@ def step(table: SequenceTable, advances: list[Advance]) -> tuple[StepBatch | Non
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_every_token_goes_once_to_its_own_slot_whatever_the_chunks(data: st.DataObject) -> None:
+def test_every_token_is_written_once_to_its_own_slot_for_any_chunks(data: st.DataObject) -> None:
     block_tokens = data.draw(st.integers(1, 5))
     table = new_table(block_tokens, num_blocks=200, rows=2)
     free_blocks = data.draw(st.permutations(range(200)))
@@ -82,7 +82,7 @@ def check(
     computed: dict[int, int],
     block_tokens: int,
 ) -> None:
-    """The batch, told token by token."""
+    """The batch, token by token."""
     token_ids, positions, slots, starts, sample_rows = [], [], [], [0], []
     for advance in advances:
         for position in range(computed[advance.sequence_id], computed[advance.sequence_id] + advance.num_tokens):
@@ -110,7 +110,7 @@ def check(
     assert [t.dtype for t in (built.query_starts, built.context_lens, built.block_tables)] == [torch.int32] * 3
 
 
-def test_a_freed_row_leaves_no_blocks_behind_for_its_next_owner() -> None:
+def test_a_freed_row_keeps_no_blocks_for_its_next_sequence() -> None:
     table = new_table(rows=1)
     table.add(NewSequence(1, [1] * 12, 12, 0, [9, 8, 7]))
     table.free(1)
@@ -212,7 +212,7 @@ def test_an_unacceptable_sequence_is_reported_at_its_advance(new: NewSequence, r
     assert built.token_ids.tolist() == [2]
 
 
-def test_an_id_in_use_cannot_come_again() -> None:
+def test_an_id_in_use_cannot_be_added_again() -> None:
     table = new_table()
     table.add(NewSequence(1, [1], 1, 0, [1]))
     table.add(NewSequence(1, [2], 1, 0, [2]))

@@ -1,4 +1,4 @@
-"""Sources in plans and batches: what breaks their rules fails its sequence alone; a step is split where they end."""
+"""Encoder sources in plans and batches: a broken rule fails one sequence; a step is split into sources and decoder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def new_table(max_source_tokens: int = 10) -> SequenceTable:
 
 
 def sequence(sequence_id: int, num_source: int, num_prompt: int, num_tokens: int | None = None) -> NewSequence:
-    """Its tokens are 10, 11, 12 …; its blocks are its own."""
+    """A sequence with the tokens 10, 11, 12, … and its own blocks."""
     ids = [10 + place for place in range(num_tokens or num_prompt)]
     blocks = range(sequence_id * 10, sequence_id * 10 + 10)
     return NewSequence(sequence_id, ids, num_prompt, 0, blocks, num_source_tokens=num_source)
@@ -52,7 +52,7 @@ def test_a_sequence_that_breaks_the_rules_of_sources_is_reported_at_its_advance(
     assert chosen.sequence_ids.tolist() == [2]
 
 
-def test_a_source_that_is_cut_fails_its_sequence_alone() -> None:
+def test_a_split_source_fails_its_sequence_alone() -> None:
     table = new_table()
     table.add(sequence(1, 7, 9))
     table.add(sequence(2, 7, 9))
@@ -63,9 +63,9 @@ def test_a_source_that_is_cut_fails_its_sequence_alone() -> None:
     assert chosen.sequence_ids.tolist() == [2]
 
 
-def test_penalties_see_the_answers_tokens_only() -> None:
+def test_penalties_count_decoder_tokens_only() -> None:
     table = new_table()
-    table.add(sequence(1, 5, 7, num_tokens=9))  # 15, 16 begin the answer, 17, 18 were sampled
+    table.add(sequence(1, 5, 7, num_tokens=9))  # 15, 16 start the decoder, 17, 18 were sampled
     table.add(sequence(2, 2, 3))
     rows = table.rows([1, 2])
     assert table.known_ids(rows).tolist() == [[15, 16, 17, 18], [12, 12, 12, 12]]
@@ -73,7 +73,7 @@ def test_penalties_see_the_answers_tokens_only() -> None:
     assert (ids[real].tolist(), real.tolist()) == ([17, 18], [[True, True], [False, False]])
 
 
-def test_prompt_logprobs_are_of_the_answers_beginning_only() -> None:
+def test_prompt_logprobs_are_of_the_decoder_s_prompt_only() -> None:
     table = new_table()
     new = sequence(1, 4, 7)
     table.add(NewSequence(1, new.token_ids, 7, 0, new.block_ids, Sampling(prompt_logprobs=True), num_source_tokens=4))
@@ -83,7 +83,7 @@ def test_prompt_logprobs_are_of_the_answers_beginning_only() -> None:
     assert built.batch.sample_rows.tolist() == [4, 5, 6]
 
 
-def test_a_model_without_an_encoder_is_told_of_no_sources() -> None:
+def test_a_model_without_an_encoder_gets_no_source_lengths() -> None:
     table = new_table(max_source_tokens=0)
     table.add(sequence(1, 0, 5))
     assert batch.build(table, batch.select(table, columns([Advance(1, 5)])), CPU).batch.source_lens is None
@@ -91,7 +91,7 @@ def test_a_model_without_an_encoder_is_told_of_no_sources() -> None:
 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_step_is_split_into_its_sources_and_its_answers(data: st.DataObject) -> None:
+def test_a_step_is_split_into_sources_and_decoder_tokens(data: st.DataObject) -> None:
     table = new_table()
     advances, of_source, of_answer = [], [], []
     for sequence_id in range(1, data.draw(st.integers(1, 4)) + 1):
@@ -139,7 +139,7 @@ def test_warm_up_runs_a_step_full_of_sources() -> None:
 
 
 @pytest.mark.parametrize("max_step_tokens", [16, 40, 47, 100])
-def test_no_answer_that_warm_up_plans_is_longer_than_there_is_one(max_step_tokens: int) -> None:
+def test_warm_up_plans_no_continuation_beyond_the_decoder_s_limit(max_step_tokens: int) -> None:
     limits = warmup.WorstStep(max_step_tokens, 8, 48, 200, 4, max_source_tokens=24, max_answer_tokens=24)
     for name, plan in worst_steps_and_first(limits):
         answers = [len(new.token_ids) - new.num_source_tokens for new in plan.new_sequences]
@@ -152,7 +152,7 @@ def worst_steps_and_first(limits: warmup.WorstStep) -> list[tuple[str, Plan]]:
 
 @pytest.mark.parametrize("max_source_tokens", [0, 1, 24, 80])
 @pytest.mark.parametrize(("max_step_tokens", "max_context_tokens"), [(8, 60), (100, 200), (101, 70), (101, 101)])
-def test_nothing_that_warm_up_plans_is_refused(
+def test_the_table_accepts_every_plan_of_warm_up(
     max_source_tokens: int, max_step_tokens: int, max_context_tokens: int
 ) -> None:
     limits = warmup.WorstStep(max_step_tokens, 8, 60, max_context_tokens, 4, max_source_tokens)

@@ -1,4 +1,4 @@
-"""The engine over a model whose tokens tell what stands in its cache."""
+"""The engine over a model whose tokens reveal the contents of its cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from plans import Advance, Output, plan, step
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Small operators on a busy machine spend their time in OpenMP's barriers otherwise."""
+    """With more threads, small operators on a busy machine spend their time in OpenMP's barriers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock_server.engine.engine.choose_num_threads", lambda config, world_size: 1)
         yield
@@ -74,7 +74,7 @@ def prompt_of(sequence_id: int, length: int) -> list[int]:
 
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
-def test_chunks_neighbours_and_order_do_not_change_a_sequence(data: st.DataObject) -> None:
+def test_chunks_batch_and_order_do_not_change_a_sequence(data: st.DataObject) -> None:
     driver = Driver(ready_engine())
     free_blocks = data.draw(st.permutations(range(40)))
     blocks: dict[int, list[int]] = {}
@@ -134,7 +134,7 @@ def test_a_sampled_token_is_known_in_the_next_step_without_being_sent() -> None:
     ],
     ids=str,
 )
-def test_a_recomputed_sequence_goes_on_with_the_same_tokens(options: dict[str, Any]) -> None:
+def test_a_recomputed_sequence_continues_with_the_same_tokens(options: dict[str, Any]) -> None:
     driver = Driver(ready_engine())
     prompt = prompt_of(1, 6)
     random = Sampling(do_sample=True, seed=5, temperature=50.0, **options)
@@ -150,12 +150,12 @@ def test_a_recomputed_sequence_goes_on_with_the_same_tokens(options: dict[str, A
     assert driver.tokens[1] == expected[3:]
 
 
-def test_frequency_and_presence_count_what_was_generated_and_not_the_prompt() -> None:
+def test_frequency_and_presence_count_generated_tokens_and_not_the_prompt() -> None:
     for option in ("frequency_penalty", "presence_penalty"):
         driver = Driver(ready_engine())
         prompt = prompt_of(1, 6)
         favourite = continuation(prompt, 1)[0]
-        # The biases are added behind the penalties, so a penalized token needs more than that to win.
+        # Biases are added after the penalties, so a penalized token needs a larger bias to win.
         liked = Sampling(logit_bias=((prompt[0], 21.0),), **{option: 30.0})
         in_prompt = NewSequence(1, [*prompt, 5], 7, 0, [1, 2], liked)
         driver.run([Advance(1, 7, sample=True)], [in_prompt])
@@ -190,7 +190,7 @@ def test_a_row_with_nan_ends_its_sequence_and_no_other() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_nan_in_a_chunk_with_prompt_logprobs_ends_its_sequence_and_no_other(num_ranks: int) -> None:
-    """On every rank, so that their batches stay the same."""
+    """On every rank, because the ranks must keep the same batch."""
     engines = [ready_engine()] if num_ranks == 1 else paired_engines()
     asking = Sampling(prompt_logprobs=True)
     prompts = {1: prompt_of(1, 6), 2: [30, POISON, 31, 32, 33, 34], 3: prompt_of(3, 6)}
@@ -206,7 +206,7 @@ def test_nan_in_a_chunk_with_prompt_logprobs_ends_its_sequence_and_no_other(num_
     assert all(torch.equal(model.cache, models[0].cache) for model in models if isinstance(model, FakeModel))
 
 
-def test_outputs_stand_in_the_order_of_the_advances() -> None:
+def test_outputs_keep_the_order_of_the_advances() -> None:
     driver = Driver(ready_engine())
     new = [NewSequence(i, prompt_of(i, 3), 3, 0, [i]) for i in (1, 2, 3, 4)]
     advances = [Advance(3, 3, sample=True), Advance(9, 1), Advance(1, 1), Advance(4, 9), Advance(2, 3, sample=True)]
@@ -250,7 +250,7 @@ def test_a_broken_plan_is_refused_as_a_whole(broken: Plan, message: str) -> None
 
 
 class PairedGroup(RankGroup):
-    """Rank 0 and rank 1 in one thread: what the first broadcasts waits for the second."""
+    """Rank 0 and rank 1 in one thread: rank 1 takes the broadcasts of rank 0 later."""
 
     sent: ClassVar[list[torch.Tensor]] = []
 
@@ -273,7 +273,7 @@ def paired_engines() -> list[Engine]:
     return engines
 
 
-def test_the_other_rank_follows_the_first_and_says_nothing() -> None:
+def test_the_second_rank_follows_the_first_and_returns_no_outputs() -> None:
     engines = paired_engines()
     prompts = {1: prompt_of(1, 5), 2: [*prompt_of(2, 4), POISON], 3: prompt_of(3, 5)}
     drivers = [Driver(engine) for engine in engines]
@@ -296,7 +296,7 @@ def test_the_other_rank_follows_the_first_and_says_nothing() -> None:
     assert torch.equal(first.cache, second.cache)
 
 
-def test_warm_up_runs_the_worst_steps() -> None:
+def test_warm_up_runs_the_most_expensive_steps() -> None:
     limits = warmup.WorstStep(100, 4, 30, max_context_tokens=60, block_tokens=4)
     assert warmup.prefill(limits) == ([30, 30, 30, 10], [30, 30, 30, 10])
     assert warmup.decode(limits) == ([1] * 4, [30, 10, 10, 10])
@@ -306,7 +306,7 @@ def test_warm_up_runs_the_worst_steps() -> None:
     assert warmup.mixed(limits) == ([13, 1, 1, 1], [50, 10, 10, 10])
 
 
-def test_the_worst_steps_are_plans_that_a_router_could_send() -> None:
+def test_the_most_expensive_steps_are_plans_that_a_router_could_send() -> None:
     limits = warmup.WorstStep(16, 4, 50, max_context_tokens=80, block_tokens=4)
     worst = warmup.plan(limits, warmup.mixed(limits), prompt_logprobs=True)
     assert worst.advances.num_tokens.tolist() == [13, 1, 1, 1]
@@ -322,7 +322,7 @@ def test_the_worst_steps_are_plans_that_a_router_could_send() -> None:
     assert not any(new.sampling.constrained for new in without.new_sequences)
 
 
-def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
+def test_warm_up_allocates_the_default_pool() -> None:
     engine, description = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS), load_model=load_fake)
     assert isinstance(engine.model, FakeModel)
     engine.model.kv_bytes_per_block = 1 << 24
@@ -339,7 +339,7 @@ def test_warm_up_finds_as_many_blocks_as_the_default_cap_allows() -> None:
 
 
 def test_with_a_window_a_sequence_may_be_longer_than_the_pool() -> None:
-    """The table goes round: a block behind the window is the next one's."""
+    """Its block table reuses the blocks before the window."""
     engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS), load_model=load_fake)
     assert isinstance(engine.model, FakeModel)
     engine.model.window_tokens = 6
@@ -387,7 +387,7 @@ def test_options_that_cannot_be_served_are_refused(options: dict[str, str], mess
 
 
 @pytest.mark.parametrize(("asked", "given"), [(4, 4), (0, ReferenceAttention.preferred_block_tokens)])
-def test_the_worker_chooses_the_tokens_of_a_block_unless_it_is_told(asked: int, given: int) -> None:
+def test_the_worker_chooses_the_block_size_unless_it_is_given(asked: int, given: int) -> None:
     loaded: list[LoadOptions] = []
 
     def load(options: LoadOptions, group: RankGroup) -> FakeModel:
@@ -404,7 +404,7 @@ def test_several_ranks_need_a_rendezvous() -> None:
         Engine.load(LoadConfig(Path("x"), 4), world_size=2, load_model=load_fake)
 
 
-def test_the_pool_shares_what_is_left() -> None:
+def test_ranks_share_the_memory_that_is_left() -> None:
     gib = 1 << 30
     left = memory.Memory(total=100 * gib, available=50 * gib, transient=gib)
     assert memory.usable_bytes(left, memory.Share(1.0, 1)) == 49 * gib

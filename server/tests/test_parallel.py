@@ -1,4 +1,4 @@
-"""How dimensions are split among ranks: everything is somewhere, once, and in whole groups."""
+"""Dimensions split among ranks: every index on one rank, in whole groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock_server.parallel import split_evenly, split_heads
 
 
 @given(total=st.integers(0, 5000), size=st.integers(1, 9), unit=st.integers(1, 64))
-def test_parts_stand_one_behind_the_other(total: int, size: int, unit: int) -> None:
+def test_parts_are_contiguous(total: int, size: int, unit: int) -> None:
     parts = [split_evenly(total, rank, size, unit) for rank in range(size)]
     assert [i for part in parts for i in part] == list(range(total))
     lengths = [-(-len(part) // unit) for part in parts]
@@ -19,7 +19,7 @@ def test_parts_stand_one_behind_the_other(total: int, size: int, unit: int) -> N
 
 
 @given(kv_heads=st.integers(1, 12), per_group=st.integers(1, 8), size=st.integers(1, 16))
-def test_every_head_is_on_one_rank_beside_its_kv_head(kv_heads: int, per_group: int, size: int) -> None:
+def test_every_head_is_on_one_rank_with_its_kv_head(kv_heads: int, per_group: int, size: int) -> None:
     heads = kv_heads * per_group
     if size > heads:
         for rank in range(size):
@@ -40,7 +40,7 @@ def test_nine_heads_in_three_groups_over_two_ranks_are_six_and_three() -> None:
     assert split_heads(9, 3, 1, 2) == (range(6, 9), range(2, 3))
 
 
-def test_kv_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
+def test_kv_heads_are_copied_when_there_are_fewer_than_ranks() -> None:
     assert [split_heads(8, 2, rank, 4) for rank in range(4)] == [
         (range(2), range(1)),
         (range(2, 4), range(1)),

@@ -1,4 +1,4 @@
-"""Prompt logprobs through the whole engine against a forward of transformers, however the prompt is cut into steps."""
+"""Prompt logprobs of the whole engine compared with a forward pass of transformers, for any chunks of the prompt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ready(folder: Path) -> Engine:
 
 
 def reference(model: torch.nn.Module, text: list[int]) -> torch.Tensor:
-    """[tokens - 1, vocab]: logprobs of what stands behind each token."""
+    """[tokens - 1, vocab]: logprobs of the token that follows each token."""
     with torch.inference_mode():
         return torch.log_softmax(model(torch.tensor([text])).logits[0, :-1].double(), -1)
 

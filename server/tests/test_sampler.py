@@ -1,4 +1,4 @@
-"""Sampling against a per-row oracle of transformers' processors, against the distribution, and against neighbours."""
+"""Sampling compared with transformers' processors row by row, with the distribution, and across batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small operators on a busy machine spend their time in OpenMP's barriers otherwise."""
+    """With more threads, small operators on a busy machine spend their time in OpenMP's barriers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 class Listed:
-    """A History of plain lists."""
+    """A History made of lists."""
 
     def __init__(self, prompts: list[list[int]], generated: list[list[int]]) -> None:
         self.prompts, self.behind = prompts, generated
@@ -75,7 +75,7 @@ def sample(
     histories: list[list[int]] | None = None,
     generated: list[list[int]] | None = None,
 ) -> Sampled:
-    """`histories` are the prompts; what is behind them is `generated`."""
+    """`histories` are the prompts; `generated` follows them."""
     prompts, behind = histories or [[0]] * len(rows), generated or [[] for _ in rows]
     request = request_for(rows, positions or [0] * len(rows), prompts, behind)
     vocab = logits.shape[1]
@@ -83,7 +83,7 @@ def sample(
 
 
 def oracle_scores(logits: torch.Tensor, row: Row, prompt: list[int], behind: Sequence[int] = ()) -> torch.Tensor:
-    """One row through transformers' processors, or the formula where it has none, in the protocol's order."""
+    """One row through transformers' processors, or a formula where it has none, in the protocol's order."""
     asked, ids = Sampling(**row), torch.tensor([[*prompt, *behind]])
     scores = logits.float()[None].clone()
     vocab = scores.shape[1]
@@ -176,7 +176,7 @@ def test_tokens_and_logprobs_agree_with_transformers_processors(vocab: int, scal
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
-def test_a_cut_found_in_the_head_is_that_of_the_whole_row(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_found_in_the_head_equals_that_of_the_whole_row(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = (random_logits(200, 20_000, scale) * 8).round() / 8  # many equals
     rows: list[Row] = [
         {"do_sample": True, "seed": place, **SETTINGS[7 + place % 10], "repetition_penalty": 1.0}
@@ -189,7 +189,7 @@ def test_a_cut_found_in_the_head_is_that_of_the_whole_row(scale: float, monkeypa
     assert quick.logprobs.tolist() == full.logprobs.tolist()
 
 
-def test_top_p_keeps_the_first_ids_of_equals_and_typical_p_all_of_them() -> None:
+def test_among_equals_top_p_keeps_the_first_ids_and_typical_p_keeps_all() -> None:
     draws = 400
     logits = torch.zeros(1, 100).expand(draws, -1)
     for row, kept in (({"top_p": 0.095}, 10), ({"typical_p": 0.1}, 100)):
@@ -204,7 +204,7 @@ def test_alternatives_are_best_first_and_lower_ids_first_among_equals() -> None:
     assert [top_id for top_id, _ in sample(logits, [{"top_n": 4}]).tops[0]] == [4, 1, 2, 5]
 
 
-def test_what_was_cut_off_is_no_alternative_but_in_the_model_s_own_distribution() -> None:
+def test_truncated_tokens_are_alternatives_only_in_the_model_s_own_distribution() -> None:
     logits = random_logits(1, 300, 2.0)
     row: Row = {"do_sample": True, "top_k": 2, "top_n": 5, "temperature": 0.5}
     assert len(sample(logits, [row]).tops[0]) == 2
@@ -214,19 +214,19 @@ def test_what_was_cut_off_is_no_alternative_but_in_the_model_s_own_distribution(
     assert [logprob for _, logprob in own.tops[0]] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-def test_alternatives_too_unlikely_for_a_float_have_finite_logprobs() -> None:
+def test_alternatives_whose_probability_underflows_have_finite_logprobs() -> None:
     sampled = sample(torch.tensor([[0.0, 90.0, 50.0]]), [{"temperature": 0.1, "top_n": 3}])
     assert [top_id for top_id, _ in sampled.tops[0]] == [1, 2, 0]
     assert [logprob for _, logprob in sampled.tops[0]] == pytest.approx([0, -400, -900])
 
 
-def test_a_stop_token_is_free_as_soon_as_enough_tokens_were_generated() -> None:
+def test_a_stop_token_is_allowed_once_enough_tokens_were_generated() -> None:
     logits = torch.tensor([[0.0, 9.0, 5.0]] * 2)
     row: Row = {"min_new_tokens": 2, "stop_token_ids": (1,)}
     assert sample(logits, [row, row], generated=[[2], [2, 2]]).ids.tolist() == [2, 1]
 
 
-def test_plain_greedy_rows_are_the_same_bits_beside_rows_with_alternatives() -> None:
+def test_greedy_rows_have_the_same_bits_in_a_batch_with_alternatives() -> None:
     logits = random_logits(6, 1000, 2.0).bfloat16()
     alone = sample(logits, [{}] * 6)
     mixed = sample(logits, [{"top_n": 3} if place % 2 else {} for place in range(6)])
@@ -240,7 +240,7 @@ def test_plain_greedy_rows_are_the_same_bits_beside_rows_with_alternatives() -> 
     share=st.floats(0.01, 1.0),
 )
 @settings(max_examples=100, deadline=None)
-def test_a_cut_is_that_of_sorting_and_adding_up(values: list[list[int]], share: float) -> None:
+def test_a_cut_equals_that_of_sorting_and_summing(values: list[list[int]], share: float) -> None:
     weights = torch.tensor(values) * 3 + 1
     probs = weights / 128.0
     room = cut.Room(len(values), 9, CPU)
@@ -298,7 +298,7 @@ def test_samples_follow_the_distribution(row: Row, vocab: int, monkeypatch: pyte
     common = expected >= 5
     chi_square = float(((counts - expected) ** 2 / expected)[common].sum())
     degrees = int(common.sum()) - 1
-    # Seeds are fixed, so this cannot flicker; 4 standard deviations of a chi-square distribution.
+    # The seeds are fixed, so this is deterministic; 4 standard deviations of a chi-square distribution.
     assert chi_square < degrees + 4 * math.sqrt(2 * degrees) + 4
 
 
@@ -364,9 +364,7 @@ def test_a_large_vocabulary_gives_the_same_bits_for_any_number_of_rows_and_threa
 @pytest.mark.parametrize("row", SETTINGS, ids=str)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, "all -inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_broken_row_is_reported_and_its_neighbours_do_not_notice(
-    row: Row, poison: float | str, dtype: torch.dtype
-) -> None:
+def test_a_broken_row_is_reported_and_changes_no_other_row(row: Row, poison: float | str, dtype: torch.dtype) -> None:
     logits = random_logits(5, 100, 2.0).to(dtype)
     rows: list[Row] = [{**row, "seed": seed} for seed in range(5)]
     clean = sample(logits, rows)
@@ -382,7 +380,7 @@ def test_a_broken_row_is_reported_and_its_neighbours_do_not_notice(
         assert float(sampled.logprobs[place]) == float(clean.logprobs[place])
 
 
-def test_a_broken_row_leaves_nothing_behind_for_later_batches() -> None:
+def test_a_broken_row_does_not_affect_later_batches() -> None:
     logits = random_logits(1, 100, 2.0)
     row: Row = {"temperature": 0.5}
     sampler = Sampler(100, CPU, 4, Watermark.of(100))
@@ -413,7 +411,7 @@ def test_bf16_greedy_agrees_with_float32() -> None:
     torch.testing.assert_close(short.logprobs.double(), long.logprobs, atol=1e-5, rtol=0)
 
 
-def test_seed_and_position_alone_decide() -> None:
+def test_only_seed_and_position_decide_a_random_choice() -> None:
     logits = random_logits(1, 5000, 0.5).expand(3, -1)
     rows: list[Row] = [{"do_sample": True, "seed": 1}, {"do_sample": True, "seed": 1}, {"do_sample": True, "seed": 2}]
     ids = sample(logits, rows, [4, 4, 4]).ids.tolist()

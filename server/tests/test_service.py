@@ -212,10 +212,10 @@ def test_a_router_of_another_version_is_refused_with_both_versions(client: Clien
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert "protocol version 99" in caught.value.details()
     assert f"speaks version {PROTOCOL_VERSION}" in caught.value.details()
-    client.make_ready()  # and the worker is as good as before
+    client.make_ready()  # the worker is unaffected
 
 
-def test_what_cannot_be_served_is_refused_with_the_reason(client: Client) -> None:
+def test_an_invalid_option_is_refused_with_the_reason(client: Client) -> None:
     request = pb.LoadRequest()
     request.CopyFrom(LOAD)
     request.dtype = "int3"
@@ -241,7 +241,7 @@ def test_calls_out_of_order_are_refused(client: Client) -> None:
         assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_the_load_and_warm_up_answers_describe_the_model(client: Client) -> None:
+def test_the_load_and_warm_up_responses_describe_the_model(client: Client) -> None:
     description = client.stub.Load(LOAD, timeout=TIMEOUT_S)
     assert description.protocol_version == PROTOCOL_VERSION
     assert (description.architecture, description.dtype, description.device) == ("fake", "float32", "cpu")
@@ -251,7 +251,7 @@ def test_the_load_and_warm_up_answers_describe_the_model(client: Client) -> None
     assert client.stub.WarmUp(WARM_UP, timeout=TIMEOUT_S).num_blocks == 40
 
 
-def test_sources_and_windows_cross_the_line(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_and_windows_reach_both_sides(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("max_source_tokens", 8), ("decoder_prefix", (5, 6)), ("window_tokens", 32)):
         monkeypatch.setattr(FakeModel, name, value)
     description = client.stub.Load(LOAD, timeout=TIMEOUT_S)
@@ -286,7 +286,7 @@ def sampling(**options: Any) -> pb.Sampling:
     return message
 
 
-def test_a_broken_sequence_is_its_own_error_and_the_others_go_on(client: Client) -> None:
+def test_a_broken_sequence_fails_alone(client: Client) -> None:
     client.make_ready()
     steps = client.steps()
     fine, outside = new_sequence(1, [5, 6]), new_sequence(2, [5, 2000])

@@ -1,4 +1,4 @@
-"""After the warm-up no allocation fails: the worst steps of real plans need no more than what it saw."""
+"""After warm-up no allocation fails: the most expensive real steps need no more memory than warm-up measured."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from penstock_server.service import _tokens
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 @pytest.mark.parametrize("kind", ["process", "tensors"])
-def test_the_worst_real_steps_need_no_more_than_the_warm_up_saw(kind: str) -> None:
+def test_the_most_expensive_real_steps_need_no_more_memory_than_warm_up_measured(kind: str) -> None:
     program = Path(__file__).with_name("memory_program.py")
     command = [sys.executable, str(program), kind, str(prepare(None).folder)]
-    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert said.returncode == 0, said.stderr
-    figures = json.loads(said.stdout.splitlines()[-1])
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert finished.returncode == 0, finished.stderr
+    figures = json.loads(finished.stdout.splitlines()[-1])
     assert 0 < figures["needed"] <= figures["promised"], figures
 
 
 def test_results_and_known_tokens_are_counted() -> None:
-    """Those of a step and those of the one before it, as they are and as messages."""
+    """The results of two steps, as Python objects and as messages."""
     top = tuple((50_000 + place, -1.5 - place) for place in range(20))
     tokens = Tokens(np.array([50_000]), np.array([-1.5]), {0: top})
     objects = sum(map(sys.getsizeof, (*top, *(part for pair in top for part in pair))))
@@ -40,7 +40,7 @@ def test_results_and_known_tokens_are_counted() -> None:
     assert capacity.unseen_bytes(many) - capacity.unseen_bytes(few) > 100 * (sys.getsizeof(1 << 20) + 8 + 4 + 4)
 
 
-def test_touching_pages_keeps_what_they_hold() -> None:
+def test_touching_pages_keeps_their_contents() -> None:
     tensor = torch.arange(1 << 20)
     memory.touch_pages_in_background([tensor])
     if memory._populate(tensor):

@@ -1,4 +1,4 @@
-"""Green lists and the detector, without a model; test_embedded_model.py has one generate the text."""
+"""Green lists and the detector, without a model; in test_embedded_model.py a model generates the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from test_sampler import request_for
 
 @pytest.mark.parametrize("vocab", [7, 997, 49_152])
 @pytest.mark.parametrize("gamma", [0.25, 0.5])
-def test_every_list_has_its_share_of_the_vocabulary_and_lists_differ(vocab: int, gamma: float) -> None:
+def test_every_list_has_a_share_gamma_of_the_vocabulary_and_lists_differ(vocab: int, gamma: float) -> None:
     lists = GreenLists(vocab, gamma)
     every = np.arange(vocab)
     greens = np.stack([lists.are_green(np.full(vocab, previous), every) for previous in range(7)])
@@ -38,7 +38,7 @@ def test_a_token_is_green_after_a_share_gamma_of_all_tokens() -> None:
 
 
 def tgi_green_ids(previous_id: int, vocab_size: int, gamma: float) -> torch.Tensor:
-    """The green list as TGI's recipe has it, step by step."""
+    """The green list by TGI's recipe, step by step."""
     rng = torch.Generator(device="cpu")
     rng.manual_seed(15485863 * previous_id)
     greenlist_size = int(vocab_size * gamma)
@@ -47,7 +47,7 @@ def tgi_green_ids(previous_id: int, vocab_size: int, gamma: float) -> torch.Tens
 
 
 def tgi_z_score(ids: list[int], vocab_size: int, gamma: float) -> float:
-    """A detector of its own: the green tokens among all pairs, against their expectation."""
+    """A detector written from that recipe: green tokens among all pairs, compared with their expectation."""
     num_green = sum(token in tgi_green_ids(previous, vocab_size, gamma) for previous, token in itertools.pairwise(ids))
     num = len(ids) - 1
     return (num_green - gamma * num) / math.sqrt(num * gamma * (1 - gamma))
@@ -61,7 +61,7 @@ def test_the_green_lists_are_tgi_s(vocab: int, gamma: float) -> None:
         assert green.tolist() == sorted(tgi_green_ids(previous, vocab, gamma).tolist())
 
 
-def test_a_list_that_left_the_cache_comes_back_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_evicted_from_the_cache_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watermark, "_CACHE_BYTES", 3 * 125)
     few, previous = GreenLists(997), np.array([1, 2, 3, 4, 1, 5, 2, 2, 1])
     assert (few.bits(previous) == GreenLists(997).bits(previous)).all()
@@ -82,7 +82,7 @@ def test_a_detector_of_tgi_s_recipe_finds_the_sampler_s_watermark(gamma: float) 
     assert abs(tgi_z_score(texts[1], 997, gamma)) < 3
 
 
-def test_the_processor_adds_delta_to_the_green_and_to_nothing_else() -> None:
+def test_the_processor_adds_delta_to_green_logits_only() -> None:
     lists = GreenLists(300, 0.3)
     scores = torch.randn(3, 300)
     before = scores.clone()
@@ -113,7 +113,7 @@ def test_green_text_is_detected_and_random_text_is_not() -> None:
     assert float(np.std(scores)) == pytest.approx(1, abs=0.2)
 
 
-def test_repeating_a_pair_says_nothing_new() -> None:
+def test_a_repeated_pair_counts_once() -> None:
     lists = GreenLists(997)
     assert detect([5, 6] * 100, lists).num_scored == 2
 
