@@ -47,7 +47,7 @@ class GreenLists:
         # PERF: a permutation of 49,152 takes 0.2 ms (EPYC), so the last used lists are kept, one bit a token.
         # All of the memory is touched here, so that none is missing after the warm-up.
         width = -(-vocab_size // 8)
-        self._kept = np.full((max(1, _CACHE_BYTES // width), width), 0, np.uint8)
+        self._kept = np.full((min(vocab_size, max(1, _CACHE_BYTES // width)), width), 0, np.uint8)
         self._place_of: OrderedDict[int, int] = OrderedDict()  # by previous id, the least recently used first
 
     def bits(self, previous_ids: Ids) -> npt.NDArray[np.uint8]:
