@@ -55,7 +55,7 @@ struct Prepared {
 }
 
 impl GenerationService {
-    /// Cancelling `draining` stops admission, cancelling `abandoned` fails whatever still runs.
+    /// Cancelling `draining` stops admission, cancelling `abandoned` fails the generations that still run.
     pub(crate) fn new(
         config: Arc<Config>,
         generator: Arc<dyn Generator>,

@@ -81,7 +81,7 @@ pub(super) async fn completions(
     Ok((headers, Json(Completion { envelope, choices, usage: usage(&summary, hides_generated) })).into_response())
 }
 
-/// The usage that the client is told; a token that is not shown is not counted.
+/// The usage as reported to the client: a hidden token is not counted.
 fn usage(summary: &RequestSummary, hides_generated: bool) -> Usage {
     let num_generated_tokens = if hides_generated { 0 } else { summary.num_generated_tokens };
     Usage::from(&RequestSummary { num_generated_tokens, ..*summary })

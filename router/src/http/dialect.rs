@@ -70,6 +70,11 @@ impl IntoResponse for OpenAiError {
     }
 }
 
+/// The error in the dialect of the route with this path.
+pub(super) fn error_response(path: &str, error: ApiError) -> Response {
+    if is_openai(path) { OpenAiError(error).into_response() } else { TgiError(error).into_response() }
+}
+
 /// Attaches the error to its response, for the one place that logs and counts it (`observe`).
 fn render(status: StatusCode, body: impl Serialize, error: ApiError) -> Response {
     let mut response = (status, Json(body)).into_response();

@@ -5,10 +5,10 @@ use std::panic::AssertUnwindSafe;
 use axum::extract::Request;
 use axum::http::{Method, StatusCode};
 use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use futures::FutureExt;
 
-use super::dialect::{OpenAiError, TgiError, is_openai};
+use super::dialect;
 use super::guarded_body;
 use crate::api::error::ApiError;
 use crate::generation::GenerationError;
@@ -23,7 +23,7 @@ pub(super) async fn observe(mut request: Request, next: Next) -> Response {
         Closing { record, method: request.method().clone(), path: request.uri().path().to_owned(), status: None };
     let response = match AssertUnwindSafe(next.run(request)).catch_unwind().await {
         Ok(response) => response,
-        Err(panic) => internal_error(&closing.path, panic.as_ref()),
+        Err(panic) => dialect::error_response(&closing.path, bug(panic.as_ref())),
     };
     closing.status = Some(response.status());
     if let Some(error) = response.extensions().get::<ApiError>() {
@@ -42,11 +42,6 @@ pub(super) fn fail(record: &RequestRecord, error: &ApiError) {
         error.tgi_status().is_server_error() || matches!(error, ApiError::Generation(GenerationError::Failed(_)));
     let is_expected = matches!(error, ApiError::Generation(GenerationError::ShuttingDown) | ApiError::Unhealthy);
     record.failed(error.failure(), error.error_type(), (is_server_fault && !is_expected).then(|| error.to_string()));
-}
-
-fn internal_error(path: &str, panic: &(dyn std::any::Any + Send)) -> Response {
-    let error = bug(panic);
-    if is_openai(path) { OpenAiError(error).into_response() } else { TgiError(error).into_response() }
 }
 
 /// Logs a panic and returns the request's error, which has the same id.

@@ -10,11 +10,11 @@ use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use http_body::{Frame, SizeHint};
 use tokio::time::Sleep;
 
-use super::dialect::{OpenAiError, TgiError, is_openai};
+use super::dialect;
 use crate::api::error::ApiError;
 
 pub(super) async fn limit(State(timeout): State<Duration>, request: Request, next: Next) -> Response {
@@ -36,7 +36,7 @@ fn too_late(timeout: Duration, path: &str) -> Response {
     let seconds = timeout.as_secs_f64();
     let message = format!("the request's body was not complete after {seconds} s");
     let error = ApiError::Malformed { status: StatusCode::REQUEST_TIMEOUT, message };
-    if is_openai(path) { OpenAiError(error).into_response() } else { TgiError(error).into_response() }
+    dialect::error_response(path, error)
 }
 
 struct TimedBody {

@@ -22,13 +22,13 @@ pub(super) struct VertexError(ApiError);
 
 impl IntoResponse for VertexError {
     fn into_response(self) -> Response {
-        let (status, told) = match &self.0 {
+        let (status, message) = match &self.0 {
             ApiError::Generation(GenerationError::Validation(ValidationError::NoInstances)) => {
                 (StatusCode::UNPROCESSABLE_ENTITY, "Input validation error")
             }
             _ => (StatusCode::INTERNAL_SERVER_ERROR, "Incomplete generation"),
         };
-        let body = TgiErrorBody { error: told.to_owned(), error_type: told };
+        let body = TgiErrorBody { error: message.to_owned(), error_type: message };
         let mut response = (status, Json(body)).into_response();
         if let Some(seconds) = self.0.retry_after_s() {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));

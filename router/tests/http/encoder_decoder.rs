@@ -112,7 +112,7 @@ async fn source_and_answer_have_limits_of_their_own() {
     // After the longest source the rest of the total is below the answer's own limit.
     server.post("/generate", json!({"inputs": "a".repeat(200)})).await;
     assert_eq!(server.last_request().max_new_tokens, 50);
-    assert_eq!(server.engine.requests.lock().unwrap().len(), 1, "nobody who was refused was submitted");
+    assert_eq!(server.engine.requests.lock().unwrap().len(), 1, "no refused request was submitted");
 }
 
 #[tokio::test]

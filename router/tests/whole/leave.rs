@@ -212,6 +212,9 @@ async fn a_disconnect_during_a_restart_is_not_replayed() {
         let second = fleet.started(2).await;
         let started = |seen: &Seen| seen.plans.iter().flat_map(|plan| plan.new_sequences.clone()).collect::<Vec<_>>();
         let started = second.ranks[0].look(started);
-        assert!(started.iter().all(|new| new.token_ids.len() == 2), "only who found room later: {started:?}");
+        assert!(
+            started.iter().all(|new| new.token_ids.len() == 2),
+            "only sequences that were admitted later: {started:?}"
+        );
     }
 }

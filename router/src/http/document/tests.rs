@@ -18,7 +18,7 @@ fn schema<'a>(document: &'a Value, name: &str) -> &'a Value {
     schema
 }
 
-/// With those of the schemas that are part of it.
+/// The schema's fields, including those of schemas that it references.
 fn fields<'a>(document: &'a Value, schema: &'a Value) -> BTreeSet<&'a str> {
     let own = schema["properties"].as_object().into_iter().flatten().map(|(name, _)| name.as_str());
     let parts = schema["allOf"].as_array().into_iter().flatten();
@@ -29,8 +29,8 @@ fn fields<'a>(document: &'a Value, schema: &'a Value) -> BTreeSet<&'a str> {
     own.chain(of_parts).collect()
 }
 
-/// The names in the first column of the table under a heading.
-fn named_under<'a>(page: &'a str, heading: &str) -> BTreeSet<&'a str> {
+/// The names in the first column of the tables under a heading.
+fn names_under<'a>(page: &'a str, heading: &str) -> BTreeSet<&'a str> {
     let (_, rest) = page.split_once(&format!("\n## {heading}\n")).unwrap_or_else(|| panic!("no heading {heading}"));
     let section = rest.split("\n## ").next().unwrap_or_default();
     let first_cells = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
@@ -38,7 +38,7 @@ fn named_under<'a>(page: &'a str, heading: &str) -> BTreeSet<&'a str> {
 }
 
 #[test]
-fn pages_name_exactly_the_fields_that_requests_have() {
+fn the_compatibility_pages_list_exactly_the_requests_fields() {
     let document = document();
     let tgi = include_str!("../../../../docs/tgi-compatibility.md");
     let openai = include_str!("../../../../docs/openai-compatibility.md");
@@ -47,8 +47,8 @@ fn pages_name_exactly_the_fields_that_requests_have() {
         (openai, "Chat", "ChatRequest"),
         (openai, "Completions", "CompletionRequest"),
     ] {
-        let both = || named_under(page, "Both routes");
-        let mut named = named_under(page, heading);
+        let both = || names_under(page, "Both routes");
+        let mut named = names_under(page, heading);
         if request != "GenerateParameters" {
             named.append(&mut both());
         }
@@ -57,7 +57,7 @@ fn pages_name_exactly_the_fields_that_requests_have() {
 }
 
 #[test]
-fn examples_are_requests() {
+fn examples_are_valid_requests() {
     fn check<T: DeserializeOwned>(document: &Value, name: &str) {
         let schema = schema(document, name);
         let several = schema["examples"].as_array().into_iter().flatten();
@@ -77,9 +77,9 @@ fn examples_are_requests() {
     check::<GrammarField>(&document, "Grammar");
 }
 
-/// `ExtensionFields` is part of every request that generates.
+/// `ExtensionFields` is part of every generating request.
 #[test]
-fn what_tgi_did_not_have_is_everywhere() {
+fn every_request_has_the_extension_fields() {
     let document = document();
     let extension = fields(&document, schema(&document, "ExtensionFields"));
     assert!(extension.contains("min_p"));
