@@ -100,6 +100,11 @@ class Attention(Protocol):
         ...
 
     @property
+    def preferred_block_tokens(self) -> int:
+        """The block size that the implementation computes fastest with."""
+        ...
+
+    @property
     def shape(self) -> AttentionShape: ...
 
     def allocate(self, num_blocks: int) -> Tensor:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None) -> CausalModel:
     """This rank's shard of the model in a prepared folder. It still needs `allocate_cache`.
 
-    exact: whether several ranks compute the results of one to the bit (`Shard.exact`); None: on a CPU, and if the
-    options ask for it. Raises ConfigError if the folder's model cannot be served on this many ranks.
+    exact: whether several ranks compute the results of one to the bit (`Shard.exact`); None: on a CPU. Raises
+    ConfigError if the folder's model cannot be served on this many ranks.
     """
     from penstock_server.attention import ModelAttention
     from penstock_server.kernels import choose_ops
