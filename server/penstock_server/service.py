@@ -341,9 +341,7 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
     )
 
 
-_SCALARS = tuple(
-    name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in ("logit_bias", "stop_token_ids")
-)
+_SCALARS = tuple(name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in ("logit_bias", "stop_token_ids"))
 
 
 def _sampling(message: pb.Sampling, grammar: pb.Grammar) -> Sampling:

@@ -305,7 +305,8 @@ def test_a_broken_sequence_fails_alone(client: Client) -> None:
 
 
 def test_the_message_sampling_and_the_engine_s_type_have_the_same_fields() -> None:
-    assert list(pb.Sampling.DESCRIPTOR.fields_by_name) == [field.name for field in fields(Sampling)]
+    # The protocol carries the grammar in NewSequence.
+    assert [*pb.Sampling.DESCRIPTOR.fields_by_name, "grammar"] == [field.name for field in fields(Sampling)]
     assert set(SAMPLING_FIELDS.names or ()) < {*pb.Sampling.DESCRIPTOR.fields_by_name, "constrained"}
 
 
