@@ -26,7 +26,7 @@ test-rust:
 	cargo test --workspace --locked --quiet
 
 test-python: setup ## pytest with ARGS; without ARGS, every test, in two processes
-	$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup)
+	$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup --durations 15)
 
 # STEPS=1 runs only the scenario of SEED. Without SEED, the clock chooses one.
 SEED ?= $(shell date +%s)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Several test processes share the cores. Threads that wait at an OpenMP barrier must not spin on them; torch is not
+    # imported yet, so the setting takes effect.
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,10 +7,12 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,6 +94,15 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pop
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
     )
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that no other process gets within the context. The server can bind it: it sets SO_REUSEADDR too."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def start(*arguments: str, hostname: str = "127.0.0.1") -> Server:

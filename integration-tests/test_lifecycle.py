@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from binary import PENSTOCK, Server, launch, start
+from binary import PENSTOCK, Server, launch, reserved_port, start
 
 SHUTTING_DOWN = {"error": "the server is shutting down", "error_type": "shutting_down"}
 
@@ -47,22 +47,6 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_running_streams_and_exits_0(number: int) -> None:
-    server = start()
-    processes = [*server.processes(), *server.renderer_pids()]
-    events: list[dict] = []
-    client = threading.Thread(target=lambda: events.extend(stream(server, 150)))
-    client.start()
-    while b"tgi_batch_current_size 1" not in urllib.request.urlopen(server.url + "/metrics").read():
-        assert client.is_alive()
-    assert server.stop(number) == 0
-    client.join()
-    assert len(events) == 150
-    assert events[-1]["generated_text"]
-    wait_until_gone(processes)
-
-
 @contextlib.contextmanager
 def streams(server: Server, num: int, tokens: int) -> Iterator[list[Future[list[dict]]]]:
     """Start `num` streams and wait until all of them run. Yields futures of their events."""
@@ -85,10 +69,12 @@ def ask(server: Server, path: str, body: dict | None = None) -> tuple[int, dict]
         return error.code, json.load(error)
 
 
-def test_a_draining_server_finishes_streams_and_refuses_requests() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_running_streams_refuses_requests_and_exits_0(number: int) -> None:
     server = start()
+    processes = [*server.processes(), *server.renderer_pids()]
     with streams(server, 16, 150) as futures:
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         while ask(server, "/health")[0] == 200:
             pass
         status, report = ask(server, "/health/ready")
@@ -103,6 +89,7 @@ def test_a_draining_server_finishes_streams_and_refuses_requests() -> None:
         assert len(future.result()) == 150
         assert future.result()[-1]["generated_text"]
     assert server.process.wait(60) == 0
+    wait_until_gone(processes)
 
 
 def test_streams_beyond_the_grace_period_get_an_error_and_the_exit_status_is_0() -> None:
@@ -258,10 +245,13 @@ def test_version_and_help_are_printed() -> None:
     assert "--num-shard" in subprocess.run([PENSTOCK, "--help"], capture_output=True, text=True).stdout
 
 
-def test_the_port_accepts_connections_only_after_warm_up() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
+
+
+def test_the_port_accepts_connections_only_after_warm_up(port: int) -> None:
     process = launch("--port", str(port), "--hostname", "127.0.0.1")
     lines: list[str] = []
     assert process.stdout is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from binary import PENSTOCK, START_TIMEOUT_S, Server
+from binary import PENSTOCK, START_TIMEOUT_S, Server, reserved_port
 
 from .probe import health, wait_until
 
@@ -65,28 +64,26 @@ def jumping_clock(compiler: str, folder: Path) -> Path:
 @contextmanager
 def logging_to(output: int | IO[Any], *arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     """A running server that writes stdout and stderr to `output`. It must exit with status 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [PENSTOCK, "--json-output", "--hostname", "127.0.0.1", "--port", str(port), *arguments]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
-    process = subprocess.Popen(command, stdout=output, stderr=output, text=True, env=environment)
-    server = Server(process, f"http://127.0.0.1:{port}")
+    with reserved_port() as port:
+        command = [PENSTOCK, "--json-output", "--hostname", "127.0.0.1", "--port", str(port), *arguments]
+        process = subprocess.Popen(command, stdout=output, stderr=output, text=True, env=environment)
+        server = Server(process, f"http://127.0.0.1:{port}")
 
-    def is_healthy() -> bool:
-        assert process.poll() is None, "the server exited before it was ready"
+        def is_healthy() -> bool:
+            assert process.poll() is None, "the server exited before it was ready"
+            try:
+                return health(server) == 200
+            except OSError:
+                return False
+
         try:
-            return health(server) == 200
-        except OSError:
-            return False
-
-    try:
-        wait_until(is_healthy, "the server is healthy", START_TIMEOUT_S)
-        yield server
-        assert server.stop() == 0
-    finally:
-        process.kill()
-        process.wait()
+            wait_until(is_healthy, "the server is healthy", START_TIMEOUT_S)
+            yield server
+            assert server.stop() == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
