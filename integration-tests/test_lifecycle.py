@@ -267,7 +267,10 @@ def test_the_port_accepts_connections_only_after_warm_up(port: int) -> None:
                 num_refused += 1
                 time.sleep(0.02)
         assert num_refused > 10
-        assert any("allocate KV pool" in line for line in lines), "the port was open before the end of warm-up"
+        # The log is read on another thread, so the line may arrive later than the response.
+        while not any("allocate KV pool" in line for line in lines):
+            assert time.monotonic() < deadline, "the port was open before the end of warm-up"
+            time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
