@@ -4,8 +4,6 @@
 //! Exit status: 0 after a signal; 1 if the server could not start, or if its workers failed repeatedly; 2 for wrong settings;
 //! 128 + n after a second signal n.
 
-#![warn(missing_docs, unreachable_pub)]
-
 mod args;
 mod command_line;
 mod compat;

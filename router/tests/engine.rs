@@ -1,5 +1,5 @@
 //! The engine with scripted workers over real sockets: what every sequence's stream promises.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, unreachable_pub)]
 
 #[allow(dead_code, reason = "shared with tests/recovery.rs")]
 mod fake_worker;

@@ -1,5 +1,5 @@
 //! A scrape of a whole router after every kind of traffic: all of TGI's metrics, with TGI's types and labels.
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
 #[allow(dead_code, reason = "shared with tests/engine.rs")]
 mod fake_worker;

@@ -1,5 +1,5 @@
 //! What a scrape sees after a known number of requests. A process of its own: its counts are nobody else's.
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
 #[allow(dead_code, reason = "shared with tests/http")]
 #[path = "http/model.rs"]

@@ -1,5 +1,5 @@
 //! The loss of a worker group loses and repeats no token: the engine with scripted workers over real sockets.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, unreachable_pub)]
 
 #[allow(dead_code, reason = "shared with tests/engine.rs")]
 mod fake_worker;

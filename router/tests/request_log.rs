@@ -1,5 +1,5 @@
 //! One line for each request, with its ids and without its secrets. A process of its own: its log is nobody else's.
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
 #[allow(dead_code, reason = "shared with tests/http")]
 #[path = "http/model.rs"]

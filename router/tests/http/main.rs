@@ -1,5 +1,5 @@
 //! The router over real HTTP, with an engine that the test scripts.
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
 mod admission;
 mod auth;

@@ -1,5 +1,5 @@
 //! The router from its port to a scripted worker's socket: disconnects.
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
 #[allow(dead_code, reason = "shared with tests/engine.rs")]
 #[path = "../fake_worker/mod.rs"]
