@@ -29,7 +29,7 @@ pub struct Logits {
     pub address: Source<u16>,
     pub num_rows: usize,
     pub vocab: usize,
-    /// [num_rows]: address of each row's mask (32-bit words, one bit per token, lowest bit first), where 0 allows every token. Null
+    /// `[num_rows]`: address of each row's mask (32-bit words, one bit per token, lowest bit first), where 0 allows every token. Null
     /// when no row has a mask.
     pub masks: Source<usize>,
 }

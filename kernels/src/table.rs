@@ -9,7 +9,7 @@ pub const NUM_PATTERNS: usize = 1 << 16;
 /// Elements from which a parallel section pays off.
 const PART_NUMBERS: usize = 1 << 14;
 
-/// output[row][i] = table[x[row][i]] for rows of `dim` elements; rows of x are `stride` elements apart, those of output contiguous.
+/// `output[row][i] = table[x[row][i]]` for rows of `dim` elements; rows of x are `stride` elements apart, those of output contiguous.
 ///
 /// # Safety
 /// The table must have `NUM_PATTERNS` results, indexed by the argument's bits. The pointers must be valid for `num_rows` rows and must

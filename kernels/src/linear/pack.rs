@@ -15,7 +15,7 @@ pub(super) const VECTORS: usize = PANEL / LANES;
 /// bf16 elements of a panel per input pair.
 pub(super) const PAIR: usize = PANEL * 2;
 
-/// The shape of a weight [out_features, in_features] in bf16, and its bias [out_features] or null.
+/// The shape of a weight `[out_features, in_features]` in bf16, and its bias `[out_features]` or null.
 #[derive(Clone, Copy)]
 pub struct Weight {
     pub bias: *const u16,
