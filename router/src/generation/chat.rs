@@ -88,24 +88,20 @@ impl<'a> ChatAnswer<'a> {
         Self { style, thinking: style.reasoning_state(prompt), tools }
     }
 
-    /// Sets the grammar of the answer: the client's own or that of the tools, applied after any reasoning.
+    /// Sets the grammar of the answer, applied after any reasoning: the client's own, that of the tools, or a choice of
+    /// both.
     pub(super) fn constrain(&self, checked: &mut Checked, grammar_support: bool) -> Result<(), GenerationError> {
         let own = checked.grammar.take();
         if own.is_some() && !grammar_support {
             return Err(ValidationError::GrammarDisabled.into());
         }
         checked.grammar = match (own, &self.tools) {
-            (Some(_), Some(_)) => {
-                let message =
-                    "a grammar (`response_format`) and tools cannot both say what the answer is; send one of them";
-                return Err(GenerationError::Tool(message.to_owned()));
-            }
             (Some(grammar), None) => Some(self.style.after_reasoning(self.thinking, grammar)),
             (None, None) => None,
-            (None, Some(set)) => {
-                let refused = |error: ToolError| GenerationError::Tool(error.to_string());
-                let grammar = self.style.tool_grammar(self.thinking, &set.tools, &set.choice, set.parallel);
-                let grammar = grammar.map_err(refused)?;
+            (own, Some(set)) => {
+                let ToolSet { tools, choice, parallel, .. } = set;
+                let grammar = self.style.tool_grammar(self.thinking, tools, choice, *parallel, own.as_ref());
+                let grammar = grammar.map_err(|error: ToolError| GenerationError::Tool(error.to_string()))?;
                 // Without grammars the model may still call tools as it was trained to, but cannot be made to.
                 if !grammar_support && set.choice != ToolChoice::Auto {
                     return Err(ValidationError::GrammarDisabled.into());
@@ -119,11 +115,12 @@ impl<'a> ChatAnswer<'a> {
         Ok(())
     }
 
-    /// The client of a chat with tools sent no grammar: an invalid one comes from its tools' schemas.
+    /// In a chat with tools an invalid grammar comes from their schemas, or from the client's `response_format`.
     pub(super) fn grammar_error(&self, error: GenerationError) -> GenerationError {
         match error {
             GenerationError::Validation(ValidationError::Grammar(reason)) if self.tools.is_some() => {
-                GenerationError::Tool(format!("the tools' parameters are not schemas that can be used: {reason}"))
+                let message = "the tools' parameters, or `response_format`, are not schemas that can be used";
+                GenerationError::Tool(format!("{message}: {reason}"))
             }
             error => error,
         }
@@ -135,7 +132,7 @@ impl<'a> ChatAnswer<'a> {
     }
 
     pub(super) fn parser(&self) -> AnswerParser {
-        self.style.parser(self.tools.is_some(), self.thinking)
+        self.style.parser(self.tools.as_ref().map(|tools| &tools.choice), self.thinking)
     }
 
     pub(super) fn tool_call_ids(&self) -> Option<ToolCallIds> {

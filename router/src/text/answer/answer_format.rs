@@ -54,8 +54,10 @@ impl AnswerFormat {
     }
 
     /// A parser for one answer.
-    pub(crate) fn parser(&self, with_tools: bool, reasoning_state: ReasoningState) -> AnswerParser {
-        AnswerParser::new(with_tools.then_some(self.tool_format), reasoning_state)
+    /// `choice`: `None` without tools.
+    pub(crate) fn parser(&self, choice: Option<&ToolChoice>, reasoning_state: ReasoningState) -> AnswerParser {
+        let only_calls = matches!(choice, Some(ToolChoice::Required | ToolChoice::Named(_)));
+        AnswerParser::new(choice.map(|_| self.tool_format), reasoning_state, only_calls)
     }
 
     /// Text to append to the last message so that the model knows the tools and how to call them, unless the template
@@ -64,15 +66,17 @@ impl AnswerFormat {
         tool_prompt(self.tool_format, &self.template, tools, instruction)
     }
 
-    /// The grammar of an answer with these tools; `None` where any answer is allowed.
+    /// The grammar of an answer with these tools; `None` where any answer is allowed. An answer without a call must match
+    /// `content`, if given.
     pub(crate) fn tool_grammar(
         &self,
         reasoning_state: ReasoningState,
         tools: &[Tool],
         choice: &ToolChoice,
         parallel: bool,
+        content: Option<&Grammar>,
     ) -> Result<Option<Grammar>, ToolError> {
-        self.with_grammar(reasoning_state, |grammar| grammar.tools(tools, choice, parallel))
+        self.with_grammar(reasoning_state, |grammar| grammar.tools(tools, choice, parallel, content))
     }
 
     /// The client's grammar, applied to the answer after its reasoning.

@@ -27,6 +27,7 @@ impl AnswerGrammar<'_> {
         tools: &[Tool],
         choice: &ToolChoice,
         parallel: bool,
+        content: Option<&Grammar>,
     ) -> Result<Option<Grammar>, ToolError> {
         let named: Vec<_>;
         let (tools, parallel) = match choice {
@@ -52,10 +53,13 @@ impl AnswerGrammar<'_> {
 
         let mut lark = Lark { rules: String::new(), token_id: self.token_id };
         lark.run(self.format.shape(), tools, parallel)?;
-        if *choice == ToolChoice::Auto {
-            self.text_or_run(&mut lark);
-        } else {
-            lark.rule("answer", "run");
+        match content {
+            _ if *choice != ToolChoice::Auto => lark.rule("answer", "run"),
+            Some(content) => {
+                lark.rule("content", &nested(content));
+                lark.rule("answer", "content | run");
+            }
+            None => self.text_or_run(&mut lark),
         }
         Ok(Some(self.with_reasoning(lark)))
     }
@@ -66,12 +70,7 @@ impl AnswerGrammar<'_> {
             return grammar;
         }
         let mut lark = Lark { rules: String::new(), token_id: self.token_id };
-        let answer = match grammar {
-            Grammar::JsonSchema(schema) => format!("%json {schema}"),
-            Grammar::Regex(pattern) => format!("/{}/", regex_literal(&pattern)),
-            Grammar::Lark(text) => format!("%lark {{\n{text}\n}}"),
-        };
-        lark.rule("answer", &answer);
+        lark.rule("answer", &nested(&grammar));
         self.with_reasoning(lark)
     }
 
@@ -259,6 +258,15 @@ impl Phrase {
     fn finish(mut self, lark: &mut Lark<'_>) -> String {
         self.flush(lark);
         self.sequence.join(" ")
+    }
+}
+
+/// A grammar as the body of a rule.
+fn nested(grammar: &Grammar) -> String {
+    match grammar {
+        Grammar::JsonSchema(schema) => format!("%json {schema}"),
+        Grammar::Regex(pattern) => format!("/{}/", regex_literal(pattern)),
+        Grammar::Lark(text) => format!("%lark {{\n{text}\n}}"),
     }
 }
 

@@ -170,7 +170,7 @@ fn with_reasoning(
 fn tool_cases() -> Vec<Case> {
     let case = |format: ToolCallFormat, setting: &Setting| {
         let grammar = grammar_of(format, setting.reasoning_state, setting.with_tokens);
-        let grammar = grammar.tools(&tools(), &setting.choice, setting.parallel).unwrap().unwrap();
+        let grammar = grammar.tools(&tools(), &setting.choice, setting.parallel, None).unwrap().unwrap();
         let (accepted, refused) = with_reasoning(setting.reasoning_state, texts(format, setting));
         let markers = if setting.with_tokens { "token" } else { "text" };
         let reasoning_state = match setting.reasoning_state {
@@ -219,6 +219,25 @@ fn after_reasoning_cases() -> Vec<Case> {
     cases
 }
 
+/// A client's grammar for the content, or a call.
+fn content_cases() -> Vec<Case> {
+    let schema = Grammar::JsonSchema(r#"{"type":"object","properties":{"a":{"const":1}},"required":["a"]}"#.to_owned());
+    let of = [(schema, r#"{"a":1}"#), (Grammar::Regex("[0-9]{2}".to_owned()), "42")];
+    let case = |format: ToolCallFormat, (grammar, text): &(Grammar, &str), with_tokens| {
+        let writer = grammar_of(format, ReasoningState::Off, with_tokens);
+        let markers = if with_tokens { "token" } else { "text" };
+        Case {
+            name: format!("{format:?} content {text} {markers}"),
+            lark: lark(writer.tools(&tools(), &ToolChoice::Auto, true, Some(grammar)).unwrap().unwrap()),
+            with_tokens,
+            accepted: vec![(*text).to_owned(), written(format, &[NOW]), written(format, &[WEATHER, NOW])],
+            refused: vec!["Hello.".to_owned(), r#"{"a":2}"#.to_owned(), written(format, &[("other", "{}")])],
+        }
+    };
+    let pairs = FORMATS.iter().flat_map(|&format| of.iter().map(move |of| (format, of)));
+    pairs.flat_map(|(format, of)| [case(format, of, false), case(format, of, true)]).collect()
+}
+
 /// A name that must be escaped twice.
 fn name_cases() -> Vec<Case> {
     let name = "say \"\\é/\n\u{1}\"";
@@ -229,7 +248,7 @@ fn name_cases() -> Vec<Case> {
         assert_eq!(parse_whole(&accepted, Some(format), ReasoningState::Off).tool_calls[0].name, name);
         Case {
             name: format!("{format:?} name"),
-            lark: lark(grammar.tools(&[tool], &ToolChoice::Required, true).unwrap().unwrap()),
+            lark: lark(grammar.tools(&[tool], &ToolChoice::Required, true, None).unwrap().unwrap()),
             with_tokens: false,
             accepted: vec![accepted],
             refused: vec![written(format, &[("say", "{}")])],
@@ -263,7 +282,7 @@ fn check(name: &str, answer: &Answer, setting: &Setting, text: &str) {
 
 #[test]
 fn the_fixture_holds_the_current_grammars() {
-    let cases: Vec<_> = [tool_cases(), after_reasoning_cases(), name_cases()].into_iter().flatten().collect();
+    let cases: Vec<_> = [tool_cases(), after_reasoning_cases(), content_cases(), name_cases()].into_iter().flatten().collect();
     let now = serde_json::to_string_pretty(&json!({"tokens": tokens(), "cases": cases})).unwrap() + "\n";
     if std::env::var_os("UPDATE_FIXTURE").is_some() {
         std::fs::write(fixture("grammar.json"), &now).unwrap();
@@ -292,8 +311,8 @@ fn the_parser_understands_every_text_that_a_grammar_allows() {
 #[test]
 fn without_tools_or_reasoning_there_is_no_grammar_to_add() {
     let grammar = grammar_of(ToolCallFormat::Hermes, ReasoningState::Off, false);
-    assert_eq!(grammar.tools(&[], &ToolChoice::Auto, true), Ok(None));
-    assert_eq!(grammar.tools(&tools(), &ToolChoice::None, true), Ok(None));
+    assert_eq!(grammar.tools(&[], &ToolChoice::Auto, true, None), Ok(None));
+    assert_eq!(grammar.tools(&tools(), &ToolChoice::None, true, None), Ok(None));
     assert_eq!(grammar.after_reasoning(Grammar::Regex("a".to_owned())), Grammar::Regex("a".to_owned()));
 }
 
@@ -301,7 +320,7 @@ fn without_tools_or_reasoning_there_is_no_grammar_to_add() {
 fn unusable_tools_are_refused_by_name() {
     let grammar = grammar_of(ToolCallFormat::DeepSeek, ReasoningState::Off, false);
     let tool = |name: &str, parameters| Tool { name: name.to_owned(), parameters };
-    let refusal = |tools: &[Tool], choice: &ToolChoice| grammar.tools(tools, choice, true).unwrap_err();
+    let refusal = |tools: &[Tool], choice: &ToolChoice| grammar.tools(tools, choice, true, None).unwrap_err();
     assert_eq!(refusal(&[], &ToolChoice::Required), ToolError::NoTools);
     let other = "other".to_owned();
     assert_eq!(refusal(&tools(), &ToolChoice::Named(other.clone())), ToolError::Unknown { name: other });
@@ -336,7 +355,7 @@ fn undeclared_arguments_are_excluded_unless_the_schema_allows_them() {
 fn a_grammar_has_this_text() {
     let tools = [Tool { name: "f\"/é".to_owned(), parameters: None }];
     let grammar = grammar_of(ToolCallFormat::Hermes, ReasoningState::Possible(think()), true);
-    let text = lark(grammar.tools(&tools, &ToolChoice::Auto, true).unwrap().unwrap());
+    let text = lark(grammar.tools(&tools, &ToolChoice::Auto, true, None).unwrap().unwrap());
     insta::assert_snapshot!(text, @r##"
     start: (reasoning SPACE?)? answer
     TEXT: /(?s:.*)/

@@ -22,6 +22,8 @@ pub(crate) struct AnswerParser {
     num_calls: usize,
     /// Whether the last part belongs to a call: whitespace after a call is content only if text follows.
     after_call: bool,
+    /// Whether the grammar allows nothing but calls after the reasoning: an unfinished call is then never content.
+    only_calls: bool,
 }
 
 /// The items of a format, split at the points between which the parser matches.
@@ -58,7 +60,7 @@ enum Stage {
 /// Parses a whole answer in one push.
 #[cfg(test)]
 pub(super) fn parse_whole(text: &str, format: Option<ToolCallFormat>, reasoning_state: ReasoningState) -> Answer {
-    let mut parser = AnswerParser::new(format, reasoning_state);
+    let mut parser = AnswerParser::new(format, reasoning_state, false);
     let mut answer = Answer::default();
     answer.extend(parser.push(text, false));
     answer.end(parser.finish());
@@ -81,8 +83,8 @@ impl CallSyntax {
 }
 
 impl AnswerParser {
-    /// `format`: `None` if the answer may not contain tool calls.
-    pub(crate) fn new(format: Option<ToolCallFormat>, reasoning_state: ReasoningState) -> Self {
+    /// `format`: `None` if the answer may not contain tool calls. `only_calls`: the grammar allows nothing else.
+    pub(crate) fn new(format: Option<ToolCallFormat>, reasoning_state: ReasoningState, only_calls: bool) -> Self {
         let stage = match reasoning_state {
             ReasoningState::Started(_) => Stage::Reasoning { begun: false },
             ReasoningState::Off | ReasoningState::Possible(_) => Stage::Start { after_reasoning: false },
@@ -95,6 +97,7 @@ impl AnswerParser {
             parts: Vec::new(),
             num_calls: 0,
             after_call: false,
+            only_calls,
         }
     }
 
@@ -119,6 +122,8 @@ impl AnswerParser {
             Stage::Between if self.is_closing() => {}
             Stage::Start { after_reasoning: true } if is_layout => {}
             _ if is_layout && self.after_call => {}
+            // `max_tokens` cut the answer inside a call's head.
+            _ if self.only_calls => {}
             _ => self.show(self.pending.len()),
         }
         Rest { parts: self.parts, is_cut: false }

@@ -48,6 +48,20 @@ fn a_python_tag_before_a_llama_call_is_dropped() {
 }
 
 #[test]
+fn a_forced_call_cut_before_its_arguments_is_not_content() {
+    for format in FORMATS {
+        let text = written(format, &[("get_weather", r#"{"city": "Rome"}"#)]);
+        let arguments = text.find("{\"city").unwrap();
+        for end in (0..=arguments).filter(|&end| text.is_char_boundary(end)) {
+            let mut parser = AnswerParser::new(Some(format), ReasoningState::Off, true);
+            let mut parts = parser.push(&text[..end], false);
+            parts.extend(parser.finish().parts);
+            assert!(!parts.iter().any(|part| matches!(part, Part::Content(_))), "{format:?}: {:?}", &text[..end]);
+        }
+    }
+}
+
+#[test]
 fn names_are_unescaped() {
     let text = r#"<tool_call>{"name": "a\"\u00e9", "arguments": {}}</tool_call>"#;
     assert_eq!(calls_of(&parse_whole(text, Some(ToolCallFormat::Hermes), ReasoningState::Off)), [("a\"é", "{}")]);
@@ -55,7 +69,7 @@ fn names_are_unescaped() {
 
 #[test]
 fn the_name_is_sent_once_and_arguments_as_they_arrive() {
-    let mut parser = AnswerParser::new(Some(ToolCallFormat::Hermes), ReasoningState::Off);
+    let mut parser = AnswerParser::new(Some(ToolCallFormat::Hermes), ReasoningState::Off, false);
     assert_eq!(parser.push("Hi <tool", false), [Part::Content("Hi".to_owned())]);
     assert_eq!(parser.push("_call>\n{\"name\": \"f\", \"argu", false), []);
     let start = Part::ToolCallStart { index: 0, name: "f".to_owned() };
@@ -140,7 +154,7 @@ fn calls_are_found_after_reasoning_and_not_inside_it() {
 
 #[test]
 fn special_tokens_other_than_markers_are_dropped() {
-    let mut parser = AnswerParser::new(Some(ToolCallFormat::MistralNamed), ReasoningState::Off);
+    let mut parser = AnswerParser::new(Some(ToolCallFormat::MistralNamed), ReasoningState::Off, false);
     let mut answer = Answer::default();
     let pieces = [("[TOOL_CALLS]", true), ("f", false), ("[ARGS]", true), ("{}", false), ("</s>", true)];
     for (text, special) in pieces {
@@ -152,7 +166,7 @@ fn special_tokens_other_than_markers_are_dropped() {
 
 #[test]
 fn without_tools_and_reasoning_no_piece_is_held_back() {
-    let mut parser = AnswerParser::new(None, ReasoningState::Off);
+    let mut parser = AnswerParser::new(None, ReasoningState::Off, false);
     for text in ["a", "b \n", "\n", " <tool_call>"] {
         assert_eq!(parser.push(text, false), [Part::Content(text.to_owned())]);
     }
@@ -161,7 +175,7 @@ fn without_tools_and_reasoning_no_piece_is_held_back() {
 #[test]
 fn an_endless_name_is_content() {
     let text = format!("<tool_call>{{\"name\": \"{}", "x".repeat(10_000));
-    let mut parser = AnswerParser::new(Some(ToolCallFormat::Hermes), ReasoningState::Off);
+    let mut parser = AnswerParser::new(Some(ToolCallFormat::Hermes), ReasoningState::Off, false);
     assert_eq!(parser.push(&text, false).iter().filter(|part| matches!(part, Part::Content(_))).count(), 2);
     assert!(parser.pending.is_empty());
 }
@@ -247,7 +261,7 @@ fn any_answer(format: ToolCallFormat) -> impl Strategy<Value = String> {
 }
 
 fn fold(pieces: &[&str], format: ToolCallFormat, reasoning_state: ReasoningState) -> Answer {
-    let mut parser = AnswerParser::new(Some(format), reasoning_state);
+    let mut parser = AnswerParser::new(Some(format), reasoning_state, false);
     let mut answer = Answer::default();
     for piece in pieces {
         answer.extend(parser.push(piece, false));
