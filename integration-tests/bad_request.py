@@ -134,7 +134,7 @@ def conversations() -> Iterator[Bad]:
     for prompt in ([], "", [[]], ["a", ""]):
         yield _completion("no prompt", "prompt", prompt=prompt)
     yield _completion("prompt", "prompt", prompt={"a": 1})
-    yield _completion("prompts", "at most 4", prompt=["a"] * 5)
+    yield _completion("prompts", "at most 128", prompt=["a"] * 129)
     for ids in ([VOCAB_SIZE], [1, 2**32 - 1], [[1], [VOCAB_SIZE]]):
         yield _completion("token ids", str(VOCAB_SIZE), prompt=ids)
     for ids in ([-1], [2**40], [1.5], [[[1]]], [1, "a"]):

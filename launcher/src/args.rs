@@ -70,8 +70,8 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 5)]
     pub(crate) max_top_n_tokens: u32,
 
-    /// Maximum number of inputs in a request
-    #[arg(long, env, default_value_t = 4)]
+    /// Maximum number of prompts in a request to /v1/completions
+    #[arg(long, env, default_value_t = 128)]
     pub(crate) max_client_batch_size: usize,
 
     /// Maximum length of a prompt in tokens; an encoder must read its prompt in one step [default: max-total-tokens - 1;

@@ -23,7 +23,7 @@ pub(crate) enum ApiError {
     BatchSize { given: usize, max: usize },
     /// The body is not the route's request (OpenAI's routes; on TGI's axum's extractor answers).
     #[error("{message}")]
-    Malformed { status: StatusCode, message: String },
+    Malformed { status: StatusCode, message: String, param: Option<String> },
     #[error("{0}")]
     NotFound(String),
     /// The API key is missing or wrong.
@@ -64,8 +64,8 @@ struct OpenAiErrorFields {
     #[serde(rename = "type")]
     kind: &'static str,
     /// The invalid field, if a single field is invalid.
-    param: Option<&'static str>,
-    /// For programs: the same as TGI's `error_type`.
+    param: Option<String>,
+    /// For programs: `context_length_exceeded`, or the same as TGI's `error_type`.
     code: &'static str,
     /// The status that a plain answer would have. Only in events.
     // COMPAT: TGI's events have it.
@@ -171,7 +171,8 @@ impl ApiError {
         TgiErrorBody { error: self.to_string(), error_type: self.error_type() }
     }
 
-    pub(crate) fn openai_body(&self) -> OpenAiErrorBody {
+    /// `prompt_field`: the request's field for the prompt.
+    pub(crate) fn openai_body(&self, prompt_field: &'static str) -> OpenAiErrorBody {
         let status = self.openai_status();
         let kind = match status {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
@@ -179,26 +180,28 @@ impl ApiError {
             status if status.is_server_error() => "server_error",
             _ => "invalid_request_error",
         };
-        let param = match self {
-            Self::Generation(GenerationError::Validation(error)) => error.param(),
-            Self::Suffix => Some("suffix"),
-            Self::BatchSize { .. } => Some("prompt"),
-            Self::Generation(GenerationError::Tool(_)) => Some("tools"),
-            _ => None,
+        let (message, param, code) = match self {
+            Self::Generation(GenerationError::Validation(error)) => {
+                let code = if error.exceeds_context() { "context_length_exceeded" } else { self.error_type() };
+                (error.openai_message(prompt_field), error.openai_param(prompt_field).map(str::to_owned), code)
+            }
+            Self::Malformed { message, param, .. } => (message.clone(), param.clone(), self.error_type()),
+            error => {
+                let param = match error {
+                    Self::Suffix => Some("suffix"),
+                    Self::BatchSize { .. } => Some("prompt"),
+                    Self::Generation(GenerationError::Tool(_)) => Some("tools"),
+                    _ => None,
+                };
+                (error.to_string(), param.map(str::to_owned), self.error_type())
+            }
         };
-        let fields = OpenAiErrorFields {
-            message: self.to_string(),
-            kind,
-            param,
-            code: self.error_type(),
-            http_status_code: None,
-        };
-        OpenAiErrorBody { error: fields }
+        OpenAiErrorBody { error: OpenAiErrorFields { message, kind, param, code, http_status_code: None } }
     }
 
     /// The body as an event of a stream.
     pub(crate) fn openai_event(&self) -> OpenAiErrorBody {
-        let mut body = self.openai_body();
+        let mut body = self.openai_body("prompt");
         body.error.http_status_code = Some(self.openai_status().as_u16());
         body
     }

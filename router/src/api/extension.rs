@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 use utoipa::openapi::schema::{AdditionalProperties, ArrayBuilder, ObjectBuilder, OneOfBuilder, Schema, Type};
 
-use super::field::{named, or_default};
+use super::field::{integer, named, or_default};
 use crate::generation::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES};
 
 /// Parameters that TGI does not have, under the same names on every route.
@@ -25,7 +25,8 @@ pub(crate) struct ExtensionFields {
     #[schema(schema_with = logit_bias_schema, required = false)]
     logit_bias: Vec<(u32, f32)>,
     /// Do not sample a stop token before this many tokens were generated.
-    #[schema(default = 0)]
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>, default = 0)]
     min_tokens: Option<u32>,
     /// Continue after the model's end-of-sequence tokens.
     #[serde(default, deserialize_with = "or_default")]
@@ -36,7 +37,8 @@ pub(crate) struct ExtensionFields {
     #[schema(value_type = Option<Vec<u32>>, max_items = 128)]
     stop_token_ids: Vec<u32>,
     /// Number of answers to the same prompt.
-    #[schema(minimum = 1, maximum = 128, default = 1)]
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<usize>, minimum = 1, maximum = 128, default = 1)]
     n: Option<usize>,
     /// From -100 to 100; requests with a higher priority are served first.
     #[schema(minimum = -100, maximum = 100, default = 0)]

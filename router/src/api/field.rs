@@ -1,6 +1,9 @@
 //! How fields are deserialized in every dialect.
 
-use serde::de::Error;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_path_to_error::Track;
 
@@ -22,4 +25,43 @@ pub(super) fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de
     deserializer: D,
 ) -> Result<T, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
+/// Deserializes an optional integer. Accepts `2.0`, because JSON does not distinguish it from `2`.
+pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<u64> + TryFrom<i64>>(
+    deserializer: D,
+) -> Result<Option<T>, D::Error> {
+    struct Integer<T>(T);
+
+    impl<'de, T: TryFrom<u64> + TryFrom<i64>> Deserialize<'de> for Integer<T> {
+        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+            deserializer.deserialize_any(IntegerVisitor(PhantomData)).map(Self)
+        }
+    }
+
+    struct IntegerVisitor<T>(PhantomData<T>);
+
+    impl<T: TryFrom<u64> + TryFrom<i64>> Visitor<'_> for IntegerVisitor<T> {
+        type Value = T;
+
+        fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+            formatter.write_str(std::any::type_name::<T>())
+        }
+
+        fn visit_u64<E: Error>(self, value: u64) -> Result<T, E> {
+            T::try_from(value).map_err(|_| E::invalid_value(Unexpected::Unsigned(value), &self))
+        }
+
+        fn visit_i64<E: Error>(self, value: i64) -> Result<T, E> {
+            T::try_from(value).map_err(|_| E::invalid_value(Unexpected::Signed(value), &self))
+        }
+
+        fn visit_f64<E: Error>(self, value: f64) -> Result<T, E> {
+            let is_exact = value.fract() == 0.0 && value.abs() < 9e15;
+            let integer = is_exact.then_some(value as i64).and_then(|value| T::try_from(value).ok());
+            integer.ok_or_else(|| E::invalid_type(Unexpected::Float(value), &self))
+        }
+    }
+
+    Ok(Option::deserialize(deserializer)?.map(|Integer(value)| value))
 }

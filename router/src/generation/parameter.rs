@@ -28,6 +28,8 @@ pub(crate) struct Parameters {
     pub(crate) typical_p: Option<f32>,
     pub(crate) do_sample: bool,
     pub(crate) max_new_tokens: Option<u32>,
+    /// Limit of an answer without `max_new_tokens`, if the context leaves room for more.
+    pub(crate) default_new_tokens: u32,
     pub(crate) stop: Vec<String>,
     pub(crate) truncate: Option<usize>,
     pub(crate) watermark: bool,
@@ -71,6 +73,7 @@ pub(super) struct Checked {
     /// At least 1.
     pub(super) num_generations: usize,
     pub(super) max_new_tokens: Option<u32>,
+    default_new_tokens: u32,
     pub(super) stop_strings: Vec<String>,
     pub(super) truncate: Option<usize>,
     pub(super) ignore_eos: bool,
@@ -156,6 +159,7 @@ impl Parameters {
             seed,
             num_generations,
             max_new_tokens: self.max_new_tokens,
+            default_new_tokens: self.default_new_tokens,
             stop_strings: self.stop,
             truncate: self.truncate,
             ignore_eos: extension.ignore_eos,
@@ -219,6 +223,7 @@ impl Default for Parameters {
             typical_p: None,
             do_sample: false,
             max_new_tokens: None,
+            default_new_tokens: u32::MAX,
             stop: Vec::new(),
             truncate: None,
             watermark: false,
@@ -316,6 +321,6 @@ impl Checked {
         if num_input_tokens > limits.max_input_tokens || room == 0 {
             return Err(ValidationError::InputTokens { max: limits.max_input_tokens, given: num_input_tokens });
         }
-        Ok(self.max_new_tokens.unwrap_or(room))
+        Ok(self.max_new_tokens.unwrap_or(room.min(self.default_new_tokens)))
     }
 }

@@ -87,6 +87,8 @@ pub(crate) enum ValidationError {
     Timeout { max: f64, given: f64 },
     #[error("`ignore_eos` cannot be combined with a grammar, whose end is the end of the answer")]
     IgnoreEosWithGrammar,
+    #[error("`stream_options` is only allowed with `stream`")]
+    StreamOptions,
     #[error("`max_tokens` and `max_completion_tokens` are the same thing; send one of them")]
     TwoLengths,
     #[error("`{field}` must be >= 0 and <= {max}. Given: {given}")]
@@ -98,9 +100,30 @@ pub(crate) enum ValidationError {
 }
 
 impl ValidationError {
-    /// The request's field, when it has the same name in both dialects.
-    pub(crate) fn param(&self) -> Option<&'static str> {
+    /// The message with the names and ranges of OpenAI's API. `prompt_field`: the request's field for the prompt.
+    pub(crate) fn openai_message(&self, prompt_field: &str) -> String {
         match self {
+            Self::Temperature => "`temperature` must be >= 0.0".to_owned(),
+            Self::TopP => "`top_p` must be >= 0.0 and <= 1.0".to_owned(),
+            Self::TypicalP => "`typical_p` must be > 0.0 and <= 1.0".to_owned(),
+            Self::TopK => "`top_k` must be >= -1".to_owned(),
+            error => error
+                .to_string()
+                .replace("`inputs`", &format!("`{prompt_field}`"))
+                .replace("`max_new_tokens`", "`max_tokens`")
+                .replace("`top_n_tokens`", "`top_logprobs`"),
+        }
+    }
+
+    /// Whether the prompt, with the tokens to generate, is longer than the context.
+    pub(crate) fn exceeds_context(&self) -> bool {
+        matches!(self, Self::TotalTokens { .. } | Self::InputTokens { .. })
+    }
+
+    /// The invalid field of OpenAI's API, if a single field is invalid.
+    pub(crate) fn openai_param(&self, prompt_field: &'static str) -> Option<&'static str> {
+        match self {
+            Self::EmptyInput | Self::InputTokens { .. } | Self::TotalTokens { .. } => Some(prompt_field),
             Self::BestOf { .. } | Self::BestOfStream | Self::BestOfSampling => Some("best_of"),
             Self::BestOfSeed => Some("seed"),
             Self::Temperature => Some("temperature"),
@@ -110,9 +133,7 @@ impl ValidationError {
             Self::TopP => Some("top_p"),
             Self::TypicalP => Some("typical_p"),
             Self::TopK => Some("top_k"),
-            Self::NoNewTokens | Self::NewTokens { .. } | Self::TotalTokens { .. } | Self::TwoLengths => {
-                Some("max_tokens")
-            }
+            Self::NoNewTokens | Self::NewTokens { .. } | Self::TwoLengths => Some("max_tokens"),
             Self::StopCount { .. } | Self::EmptyStop => Some("stop"),
             Self::TopNTokens { .. } => Some("top_logprobs"),
             Self::Logprobs { field, .. } | Self::Unsupported { field, .. } => Some(field),
@@ -127,14 +148,10 @@ impl ValidationError {
             Self::Priority { .. } => Some("priority"),
             Self::Timeout { .. } => Some("timeout"),
             Self::IgnoreEosWithGrammar => Some("ignore_eos"),
+            Self::StreamOptions => Some("stream_options"),
             Self::NoMessages | Self::ContentPart { .. } => Some("messages"),
             Self::NoPrompts | Self::TokenId { .. } => Some("prompt"),
-            Self::PrefillDetailsStream
-            | Self::EmptyInput
-            | Self::NoInstances
-            | Self::Truncate { .. }
-            | Self::Tokenizer(_)
-            | Self::InputTokens { .. } => None,
+            Self::PrefillDetailsStream | Self::NoInstances | Self::Truncate { .. } | Self::Tokenizer(_) => None,
         }
     }
 }

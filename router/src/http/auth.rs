@@ -63,7 +63,7 @@ pub(super) fn is_open(path: &str, method: &Method) -> bool {
 /// COMPAT: TGI's refusal has no body.
 fn unauthorized(error: ApiError, path: &str) -> Response {
     let mut response = if is_openai(path) {
-        OpenAiError(error).into_response()
+        OpenAiError::from(error).into_response()
     } else {
         let mut response = StatusCode::UNAUTHORIZED.into_response();
         response.extensions_mut().insert(error);

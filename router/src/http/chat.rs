@@ -41,13 +41,15 @@ pub(super) async fn chat_completions(
     OpenAiJson(request): OpenAiJson<ChatRequest>,
 ) -> Result<Response, OpenAiError> {
     record.generates();
-    let (streams, with_usage) = (request.stream, request.stream_options.include_usage);
+    let (streams, with_usage) =
+        (request.stream, request.stream_options.as_ref().is_some_and(|options| options.include_usage));
     let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
     // COMPAT: any model name is accepted and echoed; "tgi" means the served model.
     let model = request.model.as_ref().filter(|model| *model != "tgi").unwrap_or(&service.config().model_id).clone();
     let envelope = envelope::new(object, "chatcmpl", model);
     let logprobs_of = request.logprobs.then(|| service.generation().text().clone());
-    let generations = service.generation().start(request.into_generation()?, record.received()).await?;
+    let generations = service.generation().start(request.into_generation()?, record.received()).await;
+    let generations = generations.map_err(OpenAiError::of_chat)?;
     let num_characters = generations.num_prompt_characters();
     let call_ids = generations.prompts.first().and_then(|prompt| prompt.tool_call_ids);
     let mut readers: Vec<_> =

@@ -44,7 +44,8 @@ pub(super) async fn completions(
     record.generates();
     let model = service.generation().text();
     let envelope = envelope::new("text_completion", "cmpl", service.config().model_id.clone());
-    let (streams, with_usage) = (request.stream, request.stream_options.include_usage);
+    let (streams, with_usage) =
+        (request.stream, request.stream_options.as_ref().is_some_and(|options| options.include_usage));
     let (echoes, with_logprobs) = (request.echo, request.logprobs.is_some());
     let hides_generated = request.hides_generated();
     let (request, num_choices) = request.into_generation(service.config())?;
@@ -108,14 +109,13 @@ fn frames(
                 }
             };
             total = delta.total;
-            let usage = delta.summary.filter(|_| !with_usage).map(|summary| usage(&summary));
             let choices = vec![readers[delta.index].read(delta)];
-            yield Frame::json(&CompletionChunk { envelope: &envelope, choices, usage });
+            yield Frame::json(&CompletionChunk { envelope: &envelope, choices, usage: with_usage.then_some(None) });
         }
         let summary = total.unwrap_or_default();
         record.answered(summary);
         if with_usage {
-            let usage = Some(usage(&summary));
+            let usage = Some(Some(usage(&summary)));
             yield Frame::json(&CompletionChunk { envelope: &envelope, choices: Vec::new(), usage });
         }
         yield Frame::done();

@@ -44,7 +44,18 @@ pub(super) struct TgiError(pub(super) ApiError);
 
 /// An error as OpenAI writes it.
 #[derive(Debug)]
-pub(super) struct OpenAiError(pub(super) ApiError);
+pub(super) struct OpenAiError {
+    error: ApiError,
+    /// The request's field for the prompt.
+    prompt_field: &'static str,
+}
+
+impl OpenAiError {
+    /// An error of a chat, whose prompt is its messages.
+    pub(super) fn of_chat(error: impl Into<ApiError>) -> Self {
+        Self { error: error.into(), prompt_field: "messages" }
+    }
+}
 
 impl<E: Into<ApiError>> From<E> for TgiError {
     fn from(error: E) -> Self {
@@ -54,7 +65,7 @@ impl<E: Into<ApiError>> From<E> for TgiError {
 
 impl<E: Into<ApiError>> From<E> for OpenAiError {
     fn from(error: E) -> Self {
-        Self(error.into())
+        Self { error: error.into(), prompt_field: "prompt" }
     }
 }
 
@@ -66,13 +77,13 @@ impl IntoResponse for TgiError {
 
 impl IntoResponse for OpenAiError {
     fn into_response(self) -> Response {
-        render(self.0.openai_status(), self.0.openai_body(), self.0)
+        render(self.error.openai_status(), self.error.openai_body(self.prompt_field), self.error)
     }
 }
 
 /// The error in the dialect of the route with this path.
 pub(super) fn error_response(path: &str, error: ApiError) -> Response {
-    if is_openai(path) { OpenAiError(error).into_response() } else { TgiError(error).into_response() }
+    if is_openai(path) { OpenAiError::from(error).into_response() } else { TgiError(error).into_response() }
 }
 
 /// Attaches the error to its response, for the one place that logs and counts it (`observe`).
@@ -99,8 +110,21 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for OpenAiJson<T> {
                     StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
                     status => status,
                 };
-                Err(OpenAiError(ApiError::Malformed { status, message: rejection.body_text() }))
+                let message = rejection.body_text();
+                let param = invalid_field(&message).map(str::to_owned);
+                Err(ApiError::Malformed { status, message, param }.into())
             }
         }
     }
+}
+
+/// The top-level field that a rejection of `axum::Json` is about: it names the path, or the missing field.
+fn invalid_field(message: &str) -> Option<&str> {
+    let (_, error) = message.split_once("into the target type: ")?;
+    if let Some(missing) = error.strip_prefix("missing field `") {
+        return missing.split('`').next();
+    }
+    let end = error.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))?;
+    let (field, rest) = error.split_at(end);
+    (!field.is_empty() && rest.starts_with([':', '.', '['])).then_some(field)
 }

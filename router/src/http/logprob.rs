@@ -31,6 +31,12 @@ fn top_text(text_model: &TextModel, top: &TopToken, chosen_id: u32, chosen_text:
     spelled.unwrap_or_else(|| top.text.clone())
 }
 
+/// The key of a token that is a part of a character, as OpenAI writes it: its text would be that of other such tokens.
+fn partial_character(text_model: &TextModel, id: u32) -> Option<String> {
+    let bytes = text_model.token_bytes(id).filter(|bytes| std::str::from_utf8(bytes).is_err())?;
+    Some(bytes.iter().fold("bytes:".to_owned(), |key, byte| format!("{key}\\x{byte:02x}")))
+}
+
 /// Writes the logprobs of one text, token by token.
 pub(super) struct CompletionLogprobWriter {
     text_model: TextModel,
@@ -62,11 +68,12 @@ impl CompletionLogprobWriter {
     fn push(&mut self, logprobs: &mut CompletionLogprobs, entry: Entry) {
         let Entry { id, text, special, logprob, top } = entry;
         let top_tokens = logprob.map(|logprob| {
-            let written = |top: &TopToken| (top_text(&self.text_model, top, id, &text), top.logprob);
+            let key = |id, text: String| partial_character(&self.text_model, id).unwrap_or(text);
+            let written = |top: &TopToken| (key(top.id, top_text(&self.text_model, top, id, &text)), top.logprob);
             let mut tokens: Vec<_> = top.iter().map(written).collect();
             // OpenAI always includes the chosen token: last, if it is not among the most probable.
             if !top.iter().any(|top| top.id == id) {
-                tokens.push((text.clone(), logprob));
+                tokens.push((key(id, text.clone()), logprob));
             }
             TopTokens(tokens)
         });

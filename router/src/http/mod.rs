@@ -99,7 +99,7 @@ fn routes() -> (Router<Service>, OpenApi) {
 async fn unknown_route(request: Request) -> Response {
     let path = request.uri().path();
     if dialect::is_openai(path) {
-        return dialect::OpenAiError(ApiError::NotFound(format!("there is no route {path}"))).into_response();
+        return dialect::OpenAiError::from(ApiError::NotFound(format!("there is no route {path}"))).into_response();
     }
     StatusCode::NOT_FOUND.into_response()
 }

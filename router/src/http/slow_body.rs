@@ -35,7 +35,7 @@ pub(super) async fn limit(State(timeout): State<Duration>, request: Request, nex
 fn too_late(timeout: Duration, path: &str) -> Response {
     let seconds = timeout.as_secs_f64();
     let message = format!("the request's body was not complete after {seconds} s");
-    let error = ApiError::Malformed { status: StatusCode::REQUEST_TIMEOUT, message };
+    let error = ApiError::Malformed { status: StatusCode::REQUEST_TIMEOUT, message, param: None };
     dialect::error_response(path, error)
 }
 

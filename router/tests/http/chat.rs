@@ -36,7 +36,7 @@ fn content(answer: &Answer) -> String {
 async fn an_answer_has_openai_s_shape() {
     let server = Server::answering(&[word("Hello"), IM_END]).await;
     let answer = server.post(PATH, hello(json!({"logprobs": true}))).await;
-    insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello"},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}]},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,"prompt_tokens_details":{"cached_tokens":0}}}"#);
+    insta::assert_snapshot!(stable(&answer.body), @r#"{"object":"chat.completion","id":"chatcmpl-ID","created":SECONDS,"model":"test/model","system_fingerprint":"0.1.0-native","choices":[{"index":0,"message":{"role":"assistant","content":"Hello","refusal":null},"logprobs":{"content":[{"token":"Hello","logprob":-0.5,"bytes":[72,101,108,108,111],"top_logprobs":[]},{"token":"<|im_end|>","logprob":-0.5,"bytes":[60,124,105,109,95,101,110,100,124,62],"top_logprobs":[]}]},"finish_reason":"stop"}],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,"prompt_tokens_details":{"cached_tokens":0}}}"#);
     assert_eq!(answer.header("x-prompt-tokens"), "21");
 }
 

@@ -65,7 +65,7 @@ async fn refusals_are_openai_s_error_objects() {
         (json!({"prompt": "a", "best_of": 2, "stream": true}), "validation", "`best_of` != 1 is not supported when"),
         (json!({"prompt": "a", "n": 5}), "validation", "`n` must be >= 1 and <= 4. Given: 5"),
         (json!({"prompt": ["a", "b"], "n": 3}), "validation", "`n` must be >= 1 and <= 2. Given: 3"),
-        (json!({"prompt": "a", "max_tokens": 0}), "validation", "`max_new_tokens` must be strictly positive"),
+        (json!({"prompt": "a", "max_tokens": 0}), "validation", "`max_tokens` must be strictly positive"),
         (json!({"prompt": "a", "logit_bias": {"999": 1}}), "validation", "token ids must be < 264. Given: 999"),
         (json!({"prompt": "a", "response_format": {"type": "xml"}}), "malformed_request", "`xml` is unknown"),
         (json!({"prompt": {"a": 1}}), "malformed_request", "a string, a list of strings"),
@@ -153,7 +153,7 @@ async fn logprobs_of_prompt_and_answer_have_openai_s_first_shape() {
     let plain = server.post(PATH, body.clone()).await.json();
     let sampling = server.last_request().sampling;
     assert!(sampling.prompt_logprobs && sampling.top_n == 1 && sampling.model_logprobs);
-    insta::assert_snapshot!(plain["choices"], @r#"[{"index":0,"text":"néé world","logprobs":{"tokens":["n","","é","","é"," world","<|im_end|>"],"token_logprobs":[null,-0.25,-0.25,-0.25,-0.25,-0.25,-0.25],"top_logprobs":[null,{"END":-0.125,"":-0.25},{"END":-0.125,"é":-0.25},{"END":-0.125,"":-0.25},{"END":-0.125,"é":-0.25},{"END":-0.125," world":-0.25},{"END":-0.125,"<|im_end|>":-0.25}],"text_offset":[0,1,1,2,2,3,9]},"finish_reason":"stop"}]"#);
+    insta::assert_snapshot!(plain["choices"], @r#"[{"index":0,"text":"néé world","logprobs":{"tokens":["n","","é","","é"," world","<|im_end|>"],"token_logprobs":[null,-0.25,-0.25,-0.25,-0.25,-0.25,-0.25],"top_logprobs":[null,{"END":-0.125,"bytes:\\xc3":-0.25},{"END":-0.125,"bytes:\\xa9":-0.25},{"END":-0.125,"bytes:\\xc3":-0.25},{"END":-0.125,"bytes:\\xa9":-0.25},{"END":-0.125," world":-0.25},{"END":-0.125,"<|im_end|>":-0.25}],"text_offset":[0,1,1,2,2,3,9]},"finish_reason":"stop"}]"#);
     let streamed = server.post(PATH, with(body, json!({"stream": true}))).await;
     assert_eq!(completion_fold(&streamed), plain["choices"]);
     // Without the prompt.

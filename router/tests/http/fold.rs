@@ -65,7 +65,9 @@ fn message(mut choice: Value) -> Value {
             call.as_object_mut().unwrap().remove("index");
         }
     }
-    message.as_object_mut().unwrap().entry("content").or_insert(Value::Null);
+    for field in ["content", "refusal"] {
+        message.as_object_mut().unwrap().entry(field).or_insert(Value::Null);
+    }
     json!({"index": choice["index"], "message": message, "logprobs": choice["logprobs"],
            "finish_reason": choice["finish_reason"]})
 }

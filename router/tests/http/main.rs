@@ -16,6 +16,7 @@ mod fold;
 mod fold_property;
 mod generate;
 mod model;
+mod openai;
 mod request_id;
 mod server;
 mod status;

@@ -84,7 +84,7 @@ async fn calls_are_not_part_of_the_content() {
     let answer = server.post(PATH, ask(json!({}))).await;
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
     let choice = &answer.json()["choices"][0];
-    insta::assert_snapshot!(without_ids(&choice.to_string()), @r#"{"index":0,"message":{"role":"assistant","content":null,"tool_calls":[{"id":"call_ID","type":"function","function":{"name":"f","arguments":"{\"city\": \"né\"}"}},{"id":"call_ID","type":"function","function":{"name":"g","arguments":"{}"}}]},"logprobs":null,"finish_reason":"tool_calls"}"#);
+    insta::assert_snapshot!(without_ids(&choice.to_string()), @r#"{"index":0,"message":{"role":"assistant","content":null,"refusal":null,"tool_calls":[{"id":"call_ID","type":"function","function":{"name":"f","arguments":"{\"city\": \"né\"}"}},{"id":"call_ID","type":"function","function":{"name":"g","arguments":"{}"}}]},"logprobs":null,"finish_reason":"tool_calls"}"#);
     let calls = choice["message"]["tool_calls"].as_array().unwrap();
     assert_ne!(calls[0]["id"], calls[1]["id"]);
 }
@@ -118,7 +118,7 @@ async fn reasoning_is_separate_from_content() {
     let server = answering(&[bytes("<think>hm</think>\n\n"), vec![word("Hello"), IM_END]].concat()).await;
     for fields in [json!({}), json!({"tools": null})] {
         let plain = server.post(PATH, ask(fields.clone())).await.json();
-        let message = json!({"role": "assistant", "content": "Hello", "reasoning_content": "hm"});
+        let message = json!({"role": "assistant", "content": "Hello", "refusal": null, "reasoning_content": "hm"});
         assert_eq!(plain["choices"][0]["message"], message);
         let streamed = server.post(PATH, ask(with(fields, json!({"stream": true})))).await;
         assert_eq!(chat_fold(&streamed), plain["choices"]);
@@ -150,7 +150,10 @@ async fn the_request_decides_how_the_prompt_ends() {
     let messages = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]);
     let ends = [
         (json!({"continue_final_message": true, "add_generation_prompt": false}), "assistant:Well,"),
+        (json!({"continue_final_message": true}), "assistant:Well,"),
         (json!({"add_generation_prompt": true}), "assistant:Well,\n"),
+        // As in OpenAI, the assistant's message is not continued unless the request says so.
+        (json!({}), "assistant:Well,\n"),
     ];
     for (fields, end) in ends {
         let answer = server.post(PATH, with(json!({"messages": messages}), fields)).await;
@@ -220,7 +223,7 @@ async fn the_choice_decides_the_grammar() {
 
     for fields in [json!({"tool_choice": "none"}), json!({"tools": []}), json!({"tools": [], "tool_choice": "auto"})] {
         let answer = server.post(PATH, ask(fields)).await.json();
-        assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": ""}));
+        assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": "", "refusal": null}));
         assert_eq!((grammar(&server), prompt(&server).contains("city")), (None, false));
     }
 }
@@ -232,9 +235,12 @@ async fn invalid_tools_are_refused() {
         (json!({"tool_choice": "h"}), "tool_error", "the function \"h\", which is not one of the tools"),
         (json!({"tool_choice": "required", "tools": []}), "tool_error", "the request has no tools"),
         (json!({"tools": [tool("")]}), "tool_error", "name cannot be empty"),
-        (json!({"tools": [tool("broken")]}), "tool_error", "the tools' parameters are not schemas"),
+        (
+            json!({"tools": [tool("broken")]}),
+            "tool_error",
+            "the tools' parameters, or `response_format`, are not schemas",
+        ),
         (json!({"tools": [tool("f"), tool("f")]}), "tool_error", "\"f\" is used twice"),
-        (json!({"response_format": {"type": "json_object"}}), "tool_error", "send one of them"),
         (json!({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}), "malformed_request", "`retrieval`"),
         (json!({"tools": [{"type": "function"}]}), "malformed_request", "missing field `function`"),
         (json!({"tool_choice": 5}), "malformed_request", "tool_choice: "),
@@ -248,6 +254,31 @@ async fn invalid_tools_are_refused() {
             assert_eq!(error["code"], code);
             assert!(error["message"].as_str().unwrap().contains(message), "{error}");
         }
+    }
+}
+
+#[tokio::test]
+async fn content_follows_response_format_and_calls_follow_their_tools() {
+    let server = answering(&[IM_END]).await;
+    let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}});
+    let answer = server.post(PATH, ask(json!({"response_format": format}))).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+    let both = grammar(&server).unwrap();
+    assert!(both.contains("answer: content | run") && both.contains("content: %json {\"type\":\"integer\"}"), "{both}");
+    server.post(PATH, ask(json!({"response_format": format, "tool_choice": "required"}))).await;
+    assert!(!grammar(&server).unwrap().contains("content"));
+}
+
+#[tokio::test]
+async fn a_forced_call_that_is_cut_leaves_no_text() {
+    let server = answering(&call(r#"{"name": "f", "arguments": {"city": "x"}}"#)).await;
+    for max_tokens in [1, 9, 20] {
+        let fields = json!({"max_tokens": max_tokens, "tool_choice": "required"});
+        let plain = server.post(PATH, ask(fields.clone())).await.json();
+        let choice = &plain["choices"][0];
+        assert_eq!((&choice["finish_reason"], &choice["message"]["content"]), (&json!("length"), &json!("")));
+        let streamed = server.post(PATH, ask(with(fields, json!({"stream": true})))).await;
+        assert_eq!(chat_fold(&streamed), plain["choices"]);
     }
 }
 

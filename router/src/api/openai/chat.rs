@@ -6,8 +6,8 @@ use utoipa::ToSchema;
 
 use super::message::Message;
 use super::tool::{ToolChoiceField, ToolField};
-use super::value::{SamplingFields, StreamOptions, is_given};
-use crate::api::field::or_default;
+use super::value::{IgnoredFields, SamplingFields, StreamOptions, is_given};
+use crate::api::field::{integer, or_default};
 use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, StopText, ToolSet, ValidationError};
 use crate::text::{ChatInputs, ToolChoice};
 
@@ -23,26 +23,29 @@ pub(crate) struct ChatRequest {
     pub(crate) model: Option<String>,
     #[serde(flatten)]
     sampling: SamplingFields,
+    #[serde(flatten)]
+    _ignored: IgnoredFields,
     /// Maximum number of generated tokens. By default limited only by the context.
-    #[schema(minimum = 1)]
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>, minimum = 1)]
     max_tokens: Option<u32>,
     /// The newer name of `max_tokens`. If both are given they must be equal.
-    #[schema(minimum = 1)]
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>, minimum = 1)]
     max_completion_tokens: Option<u32>,
     /// Include the logprobs of the generated tokens.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) logprobs: bool,
     /// Number of most probable alternatives to return with each token. Requires `logprobs`.
-    #[schema(maximum = 20)]
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>, maximum = 20)]
     top_logprobs: Option<u32>,
     /// Answer with a stream of events.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) stream: bool,
-    #[serde(default, deserialize_with = "or_default")]
-    #[schema(value_type = Option<StreamOptions>)]
-    pub(crate) stream_options: StreamOptions,
+    pub(crate) stream_options: Option<StreamOptions>,
     tools: Option<Vec<ToolField>>,
     /// `auto`, `none`, `required` or a function. By default `auto`.
     tool_choice: Option<ToolChoiceField>,
@@ -55,7 +58,8 @@ pub(crate) struct ChatRequest {
     documents: Option<Value>,
     /// End the prompt with the beginning of an answer. By default true unless `continue_final_message` is set.
     add_generation_prompt: Option<bool>,
-    /// Continue the last message instead of answering it.
+    /// Continue the last message instead of answering it, which is TGI's default if the assistant wrote it.
+    #[schema(default = false)]
     continue_final_message: Option<bool>,
     /// Further variables for the template.
     chat_template_kwargs: Option<Map<String, Value>>,
@@ -105,7 +109,7 @@ impl ChatRequest {
             tools: None,
             documents: self.documents.take(),
             add_generation_prompt: self.add_generation_prompt,
-            continue_final_message: self.continue_final_message,
+            continue_final_message: Some(self.continue_final_message.unwrap_or(false)),
             kwargs,
         })
     }
@@ -126,6 +130,9 @@ impl ChatRequest {
     }
 
     fn parameters(&mut self) -> Result<Parameters, ValidationError> {
+        if self.stream_options.is_some() && !self.stream {
+            return Err(ValidationError::StreamOptions);
+        }
         self.check_supported()?;
         let max_tokens = match (self.max_tokens, self.max_completion_tokens) {
             (Some(one), Some(other)) if one != other => return Err(ValidationError::TwoLengths),

@@ -26,6 +26,8 @@ pub(crate) struct OutputMessage {
     pub(crate) role: &'static str,
     /// Null if the answer consists of tool calls.
     pub(crate) content: Option<String>,
+    /// Always null: a model's refusal is part of its content.
+    pub(crate) refusal: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reasoning_content: Option<String>,
     /// Each call is the sum of its deltas.

@@ -4,14 +4,16 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 
-use super::value::{OneOrMany, SamplingFields, StreamOptions};
+use super::value::{IgnoredFields, OneOrMany, SamplingFields, StreamOptions};
 use crate::api::error::ApiError;
-use crate::api::field::or_default;
+use crate::api::field::{integer, or_default};
 use crate::config::{Config, RequestLimits};
 use crate::generation::{GenerationRequest, Parameters, Prompt, StopText, ValidationError};
 
 /// OpenAI's limit.
 const MAX_LOGPROBS: u32 = 5;
+/// OpenAI's default of `max_tokens`.
+const DEFAULT_MAX_TOKENS: u32 = 16;
 
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(example = json!({"model": "tgi", "prompt": "What is deep learning?", "max_tokens": 20, "temperature": 0.7}))]
@@ -24,20 +26,22 @@ pub(crate) struct CompletionRequest {
     _model: Option<IgnoredAny>,
     #[serde(flatten)]
     sampling: SamplingFields,
-    /// Maximum number of generated tokens. By default limited only by the context. 0 with `echo` scores the prompt.
-    #[schema(minimum = 0)]
+    #[serde(flatten)]
+    _ignored: IgnoredFields,
+    /// Maximum number of generated tokens. 0 with `echo` scores the prompt.
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>, minimum = 0, default = 16)]
     max_tokens: Option<u32>,
     /// Answer with a stream of events.
     #[serde(default, deserialize_with = "or_default")]
     #[schema(value_type = Option<bool>, default = false)]
     pub(crate) stream: bool,
-    #[serde(default, deserialize_with = "or_default")]
-    #[schema(value_type = Option<StreamOptions>)]
-    pub(crate) stream_options: StreamOptions,
+    pub(crate) stream_options: Option<StreamOptions>,
     /// Not supported unless empty: the model completes text only at its end.
     suffix: Option<String>,
     /// Number of generations for each prompt, of which the `n` with the highest mean logprob are returned. Not in streams.
-    #[schema(default = 1)]
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<usize>, default = 1)]
     best_of: Option<usize>,
     /// Begin the answer with the prompt. With `logprobs` also the prompt's logprobs, on servers that run with `--enable-prefill-logprobs`.
     #[serde(default, deserialize_with = "or_default")]
@@ -83,6 +87,9 @@ impl CompletionRequest {
         // Some clients always send an empty suffix.
         if self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
             return Err(ApiError::Suffix);
+        }
+        if self.stream_options.is_some() && !self.stream {
+            return Err(ValidationError::StreamOptions.into());
         }
         let prompts = std::mem::replace(&mut self.prompt, Prompts::TokenIds(Vec::new())).into_vec()?;
         let max = config.limits.max_client_batch_size;
@@ -130,6 +137,7 @@ impl CompletionRequest {
             return Err(ValidationError::Logprobs { field: "logprobs", max: MAX_LOGPROBS, given });
         }
         parameters.max_new_tokens = if self.hides_generated() { Some(1) } else { self.max_tokens };
+        parameters.default_new_tokens = DEFAULT_MAX_TOKENS;
         parameters.top_n_tokens = self.logprobs;
         parameters.model_logprobs = self.logprobs.is_some();
         parameters.decoder_input_details = self.echo && self.logprobs.is_some();

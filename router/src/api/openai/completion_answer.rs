@@ -29,7 +29,8 @@ pub(crate) struct CompletionChunk<'a> {
     pub(crate) envelope: &'a Envelope,
     /// Empty in the chunk with the request's usage.
     pub(crate) choices: Vec<CompletionChoice>,
-    /// COMPAT: as in TGI, without `include_usage` the last chunk of each choice has the choice's usage.
+    /// Only with `include_usage`: the request's usage in the last chunk, null in the others.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) usage: Option<Usage>,
+    #[schema(value_type = Option<Usage>)]
+    pub(crate) usage: Option<Option<Usage>>,
 }

@@ -1,11 +1,12 @@
 //! Fields that both OpenAI routes have. Clients send some of them in more than one shape.
 
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use utoipa::ToSchema;
 
 use crate::api::extension::ExtensionFields;
-use crate::api::field::named;
+use crate::api::field::{integer, named};
 use crate::api::grammar::GrammarField;
 use crate::generation::{Extension, Parameters, ValidationError};
 use crate::sequence::Grammar;
@@ -33,7 +34,10 @@ fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Er
     #[serde(untagged, expecting = "an integer of 64 bits")]
     enum Seed {
         Unsigned(u64),
-        Signed(i64),
+        Signed(#[serde(deserialize_with = "signed")] i64),
+    }
+    fn signed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<i64, D::Error> {
+        integer(deserializer)?.ok_or_else(|| serde::de::Error::custom("null"))
     }
     Ok(Option::deserialize(deserializer)?.map(|seed| match seed {
         Seed::Unsigned(seed) => seed,
@@ -52,7 +56,7 @@ pub(super) fn is_given(value: Option<&Value>) -> bool {
     }
 }
 
-/// Options of a streamed answer.
+/// Options of a streamed answer, which only streams may have.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct StreamOptions {
     /// End the stream with a chunk that has the usage and no choices.
@@ -69,7 +73,8 @@ pub(crate) struct SamplingFields {
     #[schema(minimum = 0, default = 1)]
     temperature: Option<f32>,
     /// Sample from the smallest set of most probable tokens whose probabilities add up to `top_p`. 1 means all tokens.
-    #[schema(exclusive_minimum = 0, maximum = 1, default = 1)]
+    /// 0 means the most probable one.
+    #[schema(minimum = 0, maximum = 1, default = 1)]
     top_p: Option<f32>,
     /// Seed of the sampling, any 64-bit integer: the same request with the same seed gives the same tokens. By default random.
     #[schema(value_type = Option<i64>)]
@@ -85,7 +90,8 @@ pub(crate) struct SamplingFields {
     /// TGI's name for `response_format`.
     grammar: Option<GrammarField>,
     /// Sample from the `top_k` most probable tokens. -1 and 0 mean all tokens.
-    #[schema(minimum = -1, default = 0)]
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<i32>, minimum = -1, default = 0)]
     top_k: Option<i32>,
     /// Divides the logits of tokens that occurred in the prompt or the answer. 1 means no penalty.
     #[schema(exclusive_minimum = 0, default = 1)]
@@ -105,17 +111,18 @@ impl<'de> Deserialize<'de> for SamplingFields {
 }
 
 impl SamplingFields {
-    /// Applies OpenAI's rules: sampling unless the temperature is 0; neutral values have no effect. Sets no logprobs.
+    /// Applies OpenAI's rules: sampling unless `temperature` or `top_p` is 0; neutral values have no effect. Sets no
+    /// logprobs.
     pub(super) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
-        let greedy = self.temperature == Some(0.0);
+        let greedy = self.temperature == Some(0.0) || self.top_p == Some(0.0);
         let is_fraction = |value: f32| value > 0.0 && value < 1.0;
         let counts = |value: &f32| *value != 1.0 && !(greedy && is_fraction(*value));
         let mut extension = Extension::from(self.extension.clone());
         extension.min_p = extension.min_p.filter(|min_p| !(greedy && (0.0..=1.0).contains(min_p)));
         Ok(Parameters {
             do_sample: !greedy,
-            temperature: self.temperature.filter(|_| !greedy),
-            top_p: self.top_p.filter(counts),
+            temperature: self.temperature.filter(|&temperature| !(greedy && temperature >= 0.0)),
+            top_p: self.top_p.filter(|&top_p| top_p != 0.0).filter(counts),
             // Other OpenAI-compatible servers use -1 and 0 for all tokens.
             top_k: self.top_k.filter(|&top_k| !(matches!(top_k, -1 | 0) || greedy && top_k > 0)),
             typical_p: self.typical_p.filter(counts),
@@ -139,4 +146,37 @@ impl SamplingFields {
             [one, other] => Ok(one.or(other)),
         }
     }
+}
+
+/// OpenAI's fields that have no effect here. They are known, so that clients which always send them work.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(crate) struct IgnoredFields {
+    /// Accepted without effect.
+    #[serde(rename = "user")]
+    #[schema(value_type = Option<String>)]
+    _user: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "service_tier")]
+    #[schema(value_type = Option<String>)]
+    _service_tier: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "store")]
+    #[schema(value_type = Option<bool>)]
+    _store: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "metadata")]
+    #[schema(value_type = Option<Object>)]
+    _metadata: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "safety_identifier")]
+    #[schema(value_type = Option<String>)]
+    _safety_identifier: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "prompt_cache_key")]
+    #[schema(value_type = Option<String>)]
+    _prompt_cache_key: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "verbosity")]
+    #[schema(value_type = Option<String>)]
+    _verbosity: Option<IgnoredAny>,
 }

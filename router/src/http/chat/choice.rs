@@ -124,7 +124,7 @@ impl ChoiceSum {
 
     pub(super) fn into_choice(self, index: usize) -> ChatChoice {
         let Self { content, reasoning_content, tool_calls, logprobs, finish_reason } = self;
-        let message = OutputMessage { role: ROLE, content, reasoning_content, tool_calls };
+        let message = OutputMessage { role: ROLE, content, refusal: None, reasoning_content, tool_calls };
         ChatChoice { index, message, logprobs, finish_reason }
     }
 }

@@ -282,7 +282,8 @@ fn check(name: &str, answer: &Answer, setting: &Setting, text: &str) {
 
 #[test]
 fn the_fixture_holds_the_current_grammars() {
-    let cases: Vec<_> = [tool_cases(), after_reasoning_cases(), content_cases(), name_cases()].into_iter().flatten().collect();
+    let cases: Vec<_> =
+        [tool_cases(), after_reasoning_cases(), content_cases(), name_cases()].into_iter().flatten().collect();
     let now = serde_json::to_string_pretty(&json!({"tokens": tokens(), "cases": cases})).unwrap() + "\n";
     if std::env::var_os("UPDATE_FIXTURE").is_some() {
         std::fs::write(fixture("grammar.json"), &now).unwrap();
