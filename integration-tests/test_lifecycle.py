@@ -266,6 +266,8 @@ def test_the_port_accepts_connections_only_after_warm_up(port: int) -> None:
             except urllib.error.URLError:
                 num_refused += 1
                 time.sleep(0.02)
+        else:
+            pytest.fail("the server did not become ready within 180 s")
         assert num_refused > 10
         # The log is read on another thread, so the line may arrive later than the response.
         while not any("allocate KV pool" in line for line in lines):
