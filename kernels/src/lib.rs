@@ -1,12 +1,10 @@
 //! Native CPU kernels: bf16 linear layers, paged attention, and the small operators between them, for x86-64 with AVX-512 BF16.
-//! The kernels work on raw addresses that the caller owns.
+//! The kernels work on raw addresses that the caller owns; the Python module checks tensors before it passes their addresses on.
 //!
 //! INVARIANT: a row's result does not depend on other rows, on the grouping of rows into calls, or on the number of threads.
 
 #[cfg(target_arch = "x86_64")]
 pub mod attention;
-#[cfg(target_arch = "x86_64")]
-pub mod gate;
 #[cfg(target_arch = "x86_64")]
 pub mod linear;
 pub mod memory;

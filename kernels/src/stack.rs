@@ -104,7 +104,7 @@ impl Stack {
     ) -> Result<Stack, String> {
         let layout = &attention.layout;
         let query_size = layout.num_heads * layout.head_dim;
-        if layout.value_dim != layout.head_dim || layout.values_in_keys || attention.has_bias {
+        if layout.value_dim != layout.head_dim || layout.values_in_keys || attention.has_relative_bias {
             return Err(
                 "a stack's values are as wide as its keys, beside them, and its scores have no learned bias".to_owned()
             );
@@ -132,7 +132,8 @@ impl Stack {
         Ok(Stack { layers, final_norm, eps, attention, cos, sin, half, buffers: Mutex::default() })
     }
 
-    fn hidden(&self) -> usize {
+    /// Elements of a residual row.
+    pub fn hidden(&self) -> usize {
         self.layers[0].qkv.in_features()
     }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from penstock_server.layers.step import StepContext
 from torch import Tensor
 
 pytestmark = pytest.mark.native
+penstock_kernels = pytest.importorskip("penstock_kernels")
 
 BF16 = torch.bfloat16
 SHAPES = [(1, 1), (17, 3), (48, 64), (100, 31), (576, 576), (960, 576), (130, 1536)]
@@ -361,9 +365,9 @@ def test_queries_may_be_views_of_a_fused_tensor() -> None:
     assert torch.equal(actual, world.native.attend(queries, world.caches[0], metadata))
 
 
-@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=70)])
-def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, mask: AttentionMask) -> None:
-    hidden, eps, rope = 96, 1e-5, angles(32)
+def make_layers(
+    ops: native_ops.NativeOps, mask: AttentionMask, hidden: int
+) -> tuple[native.NativeAttention, list[StackLayer]]:
     attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16, mask=mask))
     layers = [
         StackLayer(
@@ -376,6 +380,13 @@ def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, mask:
         )
         for layer in range(3)
     ]
+    return attention, layers
+
+
+@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=70)])
+def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, mask: AttentionMask) -> None:
+    hidden, eps, rope = 96, 1e-5, angles(32)
+    attention, layers = make_layers(ops, mask, hidden)
     final_norm = random(hidden)
     stack = NativeStack(attention, layers, final_norm, rope, eps)
     caches, plain_caches = ([attention.allocate(80) for _ in layers] for _ in range(2))
@@ -430,3 +441,201 @@ def test_an_elementwise_function_depends_on_the_element_only(ops: native_ops.Nat
         assert torch.equal(torch.cat([function(gate[row : row + 1]) for row in range(rows)]), together)
     odd = torch.tensor([[float("inf"), -float("inf"), float("nan"), -0.0, 3e38]]).bfloat16()
     torch.testing.assert_close(function(odd), ACTIVATIONS[name](odd), rtol=2**-7, atol=1e-6, equal_nan=True)
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def integers(*numbers: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def batch_of(
+    query_starts: tuple[int, ...] = (0, 1, 3),
+    context_lens: tuple[int, ...] = (1, 20),
+    tables: tuple[tuple[int, ...], ...] = ((0, 0), (1, 2)),
+    source_lens: tuple[int, ...] | None = None,
+) -> object:
+    sources = None if source_lens is None else torch.tensor(source_lens, dtype=torch.int32)
+    starts, contexts = (torch.tensor(numbers, dtype=torch.int32) for numbers in (query_starts, context_lens))
+    return penstock_kernels.Batch(starts, contexts, torch.tensor(tables, dtype=torch.int32), sources)
+
+
+REJECTED: dict[str, tuple[type[Exception], str, Callable[[native_ops.NativeOps], object]]] = {
+    "another object": (
+        TypeError,
+        "is list, must be a tensor\nwhile processing 'x'",
+        lambda ops: ops._kernels.rms_norm([], *[None] * 3),
+    ),
+    "dtype": (
+        TypeError,
+        "has dtype torch.float32, must be torch.bfloat16\nwhile processing 'x'",
+        lambda ops: ops.rms_norm(zeros(2, 8).float(), zeros(8), 1.0),
+    ),
+    "dimensions": (
+        TypeError,
+        "has 1 dimensions, must have 2\nwhile processing 'x'",
+        lambda ops: ops.rms_norm(zeros(8), zeros(8), 1.0),
+    ),
+    "device": (
+        TypeError,
+        "is on device meta, must be on the CPU\nwhile processing 'x'",
+        lambda ops: ops.rms_norm(zeros(2, 8).to("meta"), zeros(8), 1.0),
+    ),
+    "shape": (ValueError, "weight has shape", lambda ops: ops.rms_norm(zeros(2, 8), zeros(7), 1.0)),
+    "residual's shape": (
+        ValueError,
+        "residual has shape",
+        lambda ops: ops.add_rms_norm(zeros(2, 8), zeros(1, 8), zeros(8), 1.0),
+    ),
+    "rows that are not contiguous": (ValueError, "x has shape", lambda ops: ops.rms_norm(zeros(8, 2).T, zeros(8), 1.0)),
+    "output that is not contiguous": (
+        ValueError,
+        "output has shape",
+        lambda ops: ops.pack_linear(zeros(4, 8), None).packed.apply(zeros(2, 8), zeros(2, 9)[:, :4]),
+    ),
+    "output that is too small": (
+        ValueError,
+        "output has shape",
+        lambda ops: ops.pack_linear(zeros(4, 8), None).packed.apply(zeros(2, 8), zeros(1, 4)),
+    ),
+    "features": (ValueError, "x has shape", lambda ops: ops.pack_linear(zeros(4, 8), None)(zeros(2, 7))),
+    "bias": (ValueError, "bias has shape", lambda ops: ops.pack_linear(zeros(4, 8), zeros(3))),
+    "size of a weight": (ValueError, "a weight cannot", lambda ops: ops._kernels.linear(1 << 40, 1 << 40, None, False)),
+    "rows of a weight": (
+        ValueError,
+        "rows has 5 rows, the weight lacks 4",
+        lambda ops: ops._kernels.linear(4, 8, None, False).add_rows(zeros(5, 8)),
+    ),
+    "weight that is incomplete": (
+        ValueError,
+        "3 rows were packed",
+        lambda ops: (
+            packing := ops._kernels.linear(4, 8, None, False),
+            packing.add_rows(zeros(3, 8)),
+            packing.finish(),
+        ),
+    ),
+    "id of an embedding": (ValueError, "ids contains 4", lambda ops: ops.pack_tied(zeros(4, 8))[1](integers(0, 4))),
+    "negative id": (ValueError, "ids contains -1", lambda ops: ops.pack_tied(zeros(4, 8))[1](integers(-1))),
+    "position": (
+        ValueError,
+        "positions contains 500",
+        lambda ops: ops.rotate(zeros(1, 2, 64), zeros(1, 1, 64), *angles(64), integers(500)),
+    ),
+    "rotary dimensions": (
+        ValueError,
+        "cos has 33 columns",
+        lambda ops: ops.rotate(zeros(1, 2, 64), zeros(1, 1, 64), *angles(66), integers(0)),
+    ),
+    "rows that overlap": (
+        ValueError,
+        "keys has strides",
+        lambda ops: ops.rotate(zeros(2, 2, 64), zeros(1, 1, 64).expand(2, 1, 64), *angles(64), integers(0, 1)),
+    ),
+    "row of a mask": (
+        ValueError,
+        "rows contains 2",
+        lambda ops: ops.argmax_logprob(zeros(2, 40), np.array([2]), np.zeros((1, 2), np.int32)),
+    ),
+    "words of a mask": (
+        ValueError,
+        "masks has 1 words",
+        lambda ops: ops.argmax_logprob(zeros(2, 40), np.array([0]), np.zeros((1, 1), np.int32)),
+    ),
+    "number of masks": (
+        ValueError,
+        "masks has shape",
+        lambda ops: ops.argmax_logprob(zeros(2, 40), np.array([0, 1]), np.zeros((1, 2), np.int32)),
+    ),
+    "first query row": (ValueError, "query_starts is", lambda _: batch_of(query_starts=(1, 1, 3))),
+    "descending query rows": (ValueError, "query_starts is", lambda _: batch_of(query_starts=(0, 3, 2))),
+    "number of query rows": (ValueError, "query_starts has shape", lambda _: batch_of(query_starts=(0, 3))),
+    "context shorter than its queries": (ValueError, "context_lens.1.", lambda _: batch_of(context_lens=(1, 1))),
+    "context beyond its block table": (ValueError, "block_tables has 2", lambda _: batch_of(context_lens=(1, 33))),
+    "negative block": (ValueError, "block_tables.1. contains -1", lambda _: batch_of(tables=((0, 0), (1, -1)))),
+    "negative source": (ValueError, "source_lens.0. is -1", lambda _: batch_of(source_lens=(-1, 0))),
+    "source beyond its block table": (ValueError, "block_tables has 2", lambda _: batch_of(source_lens=(40, 0))),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_wrong_tensor_is_an_error_that_names_it(ops: native_ops.NativeOps, name: str) -> None:
+    error, message, call = REJECTED[name]
+    with pytest.raises(error, match=message):
+        call(ops)
+
+
+def test_attention_rejects_what_lies_outside_of_its_cache() -> None:
+    attention = native.NativeAttention(AttentionShape(2, 1, 64, 0.125, 16))
+    cache, keys, queries = attention.allocate(3), random(1, 1, 64), random(3, 2, 64)
+    attention.write_kv(cache, keys, keys, integers(47))
+    attention.attend(queries, cache, batch_of())
+    for slot in (48, -1):
+        with pytest.raises(ValueError, match=f"slots contains {slot}, there are 48 slots"):
+            attention.write_kv(cache, keys, keys, integers(slot))
+    with pytest.raises(ValueError, match="slots has shape"):
+        attention.write_kv(cache, keys, keys, integers(1, 2))
+    with pytest.raises(ValueError, match="block_tables contains 3, the cache has 3 blocks"):
+        attention.attend(queries, cache, batch_of(tables=((0, 0), (1, 3))))
+    attention.attend(queries, cache, batch_of(tables=((0, 99), (1, 2))))  # the first sequence has one block
+    for wrong in (random(2, 2, 64), random(3, 1, 64), random(3, 2, 48)):
+        with pytest.raises(ValueError, match="queries has shape"):
+            attention.attend(wrong, cache, batch_of())
+    with pytest.raises(ValueError, match="cache has shape"):
+        attention.attend(queries, cache[:, 1:], batch_of())
+    with pytest.raises(ValueError, match="sinks has shape"):
+        attention.attend(queries, cache, batch_of(), zeros(1))
+    with pytest.raises(ValueError, match="bias must be given"):
+        attention.attend(queries, cache, batch_of(), None, zeros(2, 3))
+
+
+def test_a_stack_rejects_what_lies_outside_of_its_tables_and_caches(ops: native_ops.NativeOps) -> None:
+    attention, layers = make_layers(ops, AttentionMask(), 96)
+    stack = NativeStack(attention, layers, random(96), angles(32), 1e-5)
+    caches = [attention.allocate(num_blocks) for num_blocks in (3, 2, 3)]
+    batch = StepBatch(
+        token_ids=integers(1, 2),
+        positions=integers(0, 499),
+        slots=integers(0, 31),
+        query_starts=integers(0, 1, 2, dtype=torch.int32),
+        context_lens=integers(1, 17, dtype=torch.int32),
+        block_tables=torch.tensor([[0, 0], [0, 1]], dtype=torch.int32),
+        sample_rows=integers(0, 1),
+        max_query_tokens=1,
+        max_context_tokens=17,
+    )
+
+    def run(batch: StepBatch, residual: Tensor, caches: list[Tensor]) -> Tensor:
+        return stack.run(residual, caches, StepContext(batch, {attention.name: attention.prepare(batch)}))
+
+    run(batch, random(2, 96), caches)
+    for message, wrong in {
+        "positions contains 500": replace(batch, positions=integers(0, 500)),
+        "positions has shape": replace(batch, positions=integers(0)),
+        "slots contains 32": replace(batch, slots=integers(0, 32)),
+        "sample_rows contains 2": replace(batch, sample_rows=integers(0, 2)),
+        "sample_rows has 3 rows": replace(batch, sample_rows=integers(0, 1, 1)),
+        "block_tables contains 2": replace(batch, block_tables=torch.tensor([[0, 0], [0, 2]], dtype=torch.int32)),
+        "has shape": replace(batch, query_starts=integers(0, 1, 3, dtype=torch.int32)),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run(wrong, random(2, 96), caches)
+    with pytest.raises(ValueError, match="2 caches for 3 layers"):
+        run(batch, random(2, 96), caches[:2])
+    with pytest.raises(ValueError, match="attention_norm has shape"):
+        NativeStack(attention, [replace(layers[0], attention_norm=random(95))], random(96), angles(32), 1e-5)
+    with pytest.raises(ValueError, match="sin has shape"):
+        NativeStack(attention, layers, random(96), (angles(32)[0], angles(16)[1]), 1e-5)
+
+
+def test_checks_do_not_depend_on_assertions() -> None:
+    program = """
+import torch
+from penstock_server.kernels.native_ops import NativeOps
+lookup = NativeOps().pack_tied(torch.zeros(4, 8, dtype=torch.bfloat16))[1]
+lookup(torch.tensor([4]))
+"""
+    ran = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True)
+    assert "ValueError: ids contains 4, there are 4 rows" in ran.stderr

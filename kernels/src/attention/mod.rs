@@ -16,7 +16,7 @@ mod tile;
 mod unit;
 
 pub use cache::{BLOCK, Layout, NewTokens};
-pub use shape::{Alibi, Attention, DistanceBias, MAX_DIM, Part, Sight};
+pub use shape::{Alibi, Attention, AttentionMask, DistanceBias, MAX_DIM, Part};
 
 use crate::pool::{Executor, Source, Target};
 use plan::{Plan, Unit};
@@ -50,7 +50,7 @@ pub struct Operands {
     pub output: Target<u16>,
     /// One bf16 score per head that joins the softmax without a value.
     pub sinks: Option<Source<u16>>,
-    /// Present exactly when `Attention::has_bias`.
+    /// Present exactly when `Attention::has_relative_bias`.
     pub bias: Option<DistanceBias>,
 }
 
@@ -75,7 +75,7 @@ impl Attention {
     pub unsafe fn plan(&self, batch: &Batch, num_threads: usize) -> Work {
         // SAFETY: guaranteed by the caller.
         let plan = unsafe { Plan::make(self, batch, num_threads) };
-        let is_merge = |unit: &&Unit| unit.partial.is_some() && unit.first_segment == unit.segments(&self.sight).start;
+        let is_merge = |unit: &&Unit| unit.partial.is_some() && unit.first_segment == unit.segments(&self.mask).start;
         let merges = plan.units.iter().filter(is_merge).copied().collect();
         Work { plan, merges }
     }

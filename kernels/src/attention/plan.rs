@@ -1,7 +1,7 @@
 //! Divides a batch's attention into units of work.
 
 use super::softmax::state_floats;
-use super::{Attention, Batch, Layout, SEGMENT, Sight};
+use super::{Attention, AttentionMask, Batch, Layout, SEGMENT};
 use std::ops::Range;
 
 /// Query rows (token and head) that share the loads of keys and values.
@@ -27,14 +27,14 @@ pub struct Unit {
 
 impl Unit {
     /// The interval of positions that the unit's tokens see.
-    pub fn sees(&self, sight: &Sight) -> Range<usize> {
+    pub fn sees(&self, mask: &AttentionMask) -> Range<usize> {
         let last = self.first_position + self.num_tokens - 1;
-        sight.first(self.first_position, self.source_len)..sight.end(last, self.source_len)
+        mask.first(self.first_position, self.source_len)..mask.end(last, self.source_len)
     }
 
     /// The segments that the unit's tokens see.
-    pub fn segments(&self, sight: &Sight) -> Range<usize> {
-        let Range { start, end } = self.sees(sight);
+    pub fn segments(&self, mask: &AttentionMask) -> Range<usize> {
+        let Range { start, end } = self.sees(mask);
         start / SEGMENT..end.div_ceil(SEGMENT)
     }
 }
@@ -79,7 +79,7 @@ impl Plan {
                         end_segment: 0,
                         partial: None,
                     };
-                    let Range { start, end } = unit.segments(&attention.sight);
+                    let Range { start, end } = unit.segments(&attention.mask);
                     (unit.first_segment, unit.end_segment) = (start, end);
                     units.push(unit);
                 }

@@ -22,7 +22,7 @@ pub enum Part {
 /// The interval of positions that a query sees. It ends with the query's own position, except for `Part::Source`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
-pub struct Sight {
+pub struct AttentionMask {
     /// Sliding window in tokens, the query's own included.
     pub window: Option<usize>,
     /// Chunk size in tokens: a query sees only its own chunk.
@@ -30,7 +30,7 @@ pub struct Sight {
     pub part: Part,
 }
 
-impl Sight {
+impl AttentionMask {
     /// First visible position of the query at `position`. Monotonic in `position`.
     pub fn first(&self, position: usize, source_len: usize) -> usize {
         let part = match self.part {
@@ -41,6 +41,11 @@ impl Sight {
         let window = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
         let chunk = self.chunk.map_or(0, |chunk| position - position % chunk);
         part.max(window).max(chunk)
+    }
+
+    /// Upper bound on the positions that one query sees, counted back from its own; `None`: unbounded.
+    pub fn max_span(&self) -> Option<usize> {
+        self.window.into_iter().chain(self.chunk).min()
     }
 
     /// End of the visible interval, exclusive. Monotonic in `position`.
@@ -73,23 +78,23 @@ pub struct DistanceBias {
 #[derive(Clone, Debug)]
 pub struct Attention {
     pub layout: Layout,
-    pub sight: Sight,
+    pub mask: AttentionMask,
     /// Scores become cap · tanh(score / cap).
     pub soft_cap: Option<f32>,
     pub alibi: Option<Alibi>,
     /// Whether every call has a `DistanceBias`.
-    pub has_bias: bool,
+    pub has_relative_bias: bool,
 }
 
 impl Attention {
     /// Causal attention.
     pub fn plain(layout: Layout) -> Attention {
-        Attention { layout, sight: Sight::default(), soft_cap: None, alibi: None, has_bias: false }
+        Attention { layout, mask: AttentionMask::default(), soft_cap: None, alibi: None, has_relative_bias: false }
     }
 
     /// Validates the shape. The error names the inconsistent sizes.
     pub fn checked(self) -> Result<Attention, String> {
-        let Attention { layout, sight, soft_cap, alibi, .. } = &self;
+        let Attention { layout, mask, soft_cap, alibi, .. } = &self;
         let &Layout { num_heads, num_kv_heads, head_dim, value_dim, values_in_keys, .. } = layout;
         if num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
             return Err(format!("{num_heads} heads do not divide among {num_kv_heads} kv heads"));
@@ -104,7 +109,7 @@ impl Attention {
                 "value_dim is {value_dim}, must be at most head_dim, {head_dim}, when values are in keys"
             ));
         }
-        if sight.window == Some(0) || sight.chunk == Some(0) {
+        if mask.window == Some(0) || mask.chunk == Some(0) {
             return Err("window or chunk is 0, must be at least 1".to_owned());
         }
         if let Some(cap) = soft_cap.filter(|cap| cap.is_nan() || *cap <= 0.0) {
@@ -118,11 +123,11 @@ impl Attention {
 
     /// Whether scores are just q·k · scale.
     pub(super) fn has_plain_scores(&self) -> bool {
-        self.soft_cap.is_none() && self.alibi.is_none() && !self.has_bias
+        self.soft_cap.is_none() && self.alibi.is_none() && !self.has_relative_bias
     }
 
     /// Whether this is plain causal attention.
     pub(super) fn is_plain(&self) -> bool {
-        self.sight == Sight::default() && self.has_plain_scores()
+        self.mask == AttentionMask::default() && self.has_plain_scores()
     }
 }

@@ -50,7 +50,7 @@ impl World {
             values = keys.iter().map(|keys| keys.chunks(layout.head_dim).flat_map(first).collect()).collect();
         }
         let bias = attention
-            .has_bias
+            .has_relative_bias
             .then(|| (0..layout.num_heads * (2 * BIAS_REACH + 1)).map(|_| to_f32(random.bf16s(1)[0]) * 3.0).collect());
         let source_lens = lengths.iter().map(|length| (length / 2).min(100) as i32).collect();
         let mut world =
@@ -81,7 +81,7 @@ impl World {
     /// The interval that the query at this position sees.
     fn seen(&self, sequence: usize, position: usize) -> std::ops::Range<usize> {
         let source_len = self.source_lens[sequence] as usize;
-        self.attention.sight.first(position, source_len)..self.attention.sight.end(position, source_len)
+        self.attention.mask.first(position, source_len)..self.attention.mask.end(position, source_len)
     }
 
     /// Concatenated results of the steps' tokens. Blocks that a step's tokens do not see have been released.
@@ -111,7 +111,7 @@ impl World {
             block_tables: Source::new(tables.as_ptr()),
             max_blocks,
             num_sequences: steps.len(),
-            source_lens: (self.attention.sight.part != Part::Context).then(|| Source::new(source_lens.as_ptr())),
+            source_lens: (self.attention.mask.part != Part::Context).then(|| Source::new(source_lens.as_ptr())),
         };
         let operands = Operands {
             queries: Source::new(queries.as_ptr()),

@@ -75,7 +75,7 @@ pub unsafe fn merge_partials<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, pa
     let total = State::new(partials.at(offset), rows.count, layout.value_dim);
     // SAFETY: guaranteed by the caller.
     unsafe {
-        for segment in unit.segments(&call.attention.sight).skip(1) {
+        for segment in unit.segments(&call.attention.mask).skip(1) {
             let place = offset + (segment - unit.first_segment) * size;
             let state = State::new(partials.at(place), rows.count, layout.value_dim);
             total.merge(state, rows.first_that_reaches(segment));
@@ -109,18 +109,18 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
 
     /// The first position that a row sees.
     fn first(&self, row: usize) -> usize {
-        if PLAIN { 0 } else { self.call.attention.sight.first(self.position(row), self.unit.source_len) }
+        if PLAIN { 0 } else { self.call.attention.mask.first(self.position(row), self.unit.source_len) }
     }
 
     /// The end of the interval that a row sees, exclusive.
     fn end(&self, row: usize) -> usize {
         let position = self.position(row);
-        if PLAIN { position + 1 } else { self.call.attention.sight.end(position, self.unit.source_len) }
+        if PLAIN { position + 1 } else { self.call.attention.mask.end(position, self.unit.source_len) }
     }
 
     /// The first row that sees a part of a segment. At least one row does.
     fn first_that_reaches(&self, segment: usize) -> usize {
-        if !PLAIN && self.call.attention.sight.part == Part::Source {
+        if !PLAIN && self.call.attention.mask.part == Part::Source {
             return 0;
         }
         (segment * SEGMENT).saturating_sub(self.unit.first_position) * self.layout().group()
@@ -167,7 +167,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                 } else if segment + 1 < self.unit.end_segment {
                     self.block_addresses(self.unit, end)
                 } else {
-                    let first = if PLAIN { 0 } else { self.following.sees(&self.call.attention.sight).start };
+                    let first = if PLAIN { 0 } else { self.following.sees(&self.call.attention.mask).start };
                     self.block_addresses(self.following, first_tile(self.following.first_segment, first))
                 };
                 // PERF: reordered values are in the cache already.
@@ -222,7 +222,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
 
     /// Addresses of the keys of a tile's blocks. Invisible blocks are replaced by the last visible one and not read.
     unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const u16; BLOCKS] {
-        let end = if PLAIN { unit.first_position + unit.num_tokens } else { unit.sees(&self.call.attention.sight).end };
+        let end = if PLAIN { unit.first_position + unit.num_tokens } else { unit.sees(&self.call.attention.mask).end };
         let last_block = end.saturating_sub(1) / BLOCK;
         std::array::from_fn(|index| {
             let column = (start / BLOCK + index).min(last_block);

@@ -67,39 +67,26 @@ class NativeStack:
         """rope: cos, sin [max positions, rotary_dim / 2] float32. Raises ValueError if sizes do not fit together."""
         import penstock_kernels
 
-        cos, sin = rope
         self._name = attention.name
-        self._kept = layers, final_norm, cos, sin  # the native side holds their addresses
-        self._native = penstock_kernels.Stack(
-            attention.native,
-            [
-                (
-                    layer.attention_norm.data_ptr(),
-                    layer.qkv.native,
-                    layer.output.native,
-                    layer.mlp_norm.data_ptr(),
-                    layer.gate_up.native,
-                    layer.down.native,
-                )
-                for layer in layers
-            ],
-            final_norm.data_ptr(),
-            (cos.data_ptr(), sin.data_ptr(), cos.shape[1]),
-            eps,
-        )
+        parts = [
+            (
+                layer.attention_norm,
+                layer.qkv.native,
+                layer.output.native,
+                layer.mlp_norm,
+                layer.gate_up.native,
+                layer.down.native,
+            )
+            for layer in layers
+        ]
+        self._native = penstock_kernels.Stack(attention.native, parts, final_norm, *rope, eps)
 
     def run(self, residual: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
         """residual: embeddings [tokens, hidden], overwritten. Returns the normed output of the sampled rows [samples,
         hidden]."""
-        assert residual.is_contiguous()
         batch = step.batch
-        num_tokens, hidden = residual.shape
-        num_samples = batch.sample_rows.shape[0]
-        output = residual.new_empty((num_samples, hidden))
+        output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))
         self._native.run(
-            (residual.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(), num_tokens),
-            step.metadata[self._name].addresses,
-            [cache.data_ptr() for cache in caches],
-            (batch.sample_rows.data_ptr(), num_samples, output.data_ptr()),
+            residual, batch.positions, batch.slots, step.metadata[self._name], caches, batch.sample_rows, output
         )
         return output

@@ -18,55 +18,55 @@ pub fn score(attention: &Attention, product: f32, head: usize, position: usize) 
 /// Length of the longest sequence: three segments, so that some are outside of a window.
 const LENGTH: usize = 560;
 
-fn window(tokens: usize) -> Sight {
-    Sight { window: Some(tokens), ..Sight::default() }
+fn window(tokens: usize) -> AttentionMask {
+    AttentionMask { window: Some(tokens), ..AttentionMask::default() }
 }
 
-fn chunk(tokens: usize) -> Sight {
-    Sight { chunk: Some(tokens), ..Sight::default() }
+fn chunk(tokens: usize) -> AttentionMask {
+    AttentionMask { chunk: Some(tokens), ..AttentionMask::default() }
 }
 
-fn part(part: Part) -> Sight {
-    Sight { part, ..Sight::default() }
+fn part(part: Part) -> AttentionMask {
+    AttentionMask { part, ..AttentionMask::default() }
 }
 
 impl World {
     /// The first query position in the longest sequence.
     fn begin(&self) -> usize {
-        if self.attention.sight.part == Part::Answer { self.source_lens[2] as usize } else { 0 }
+        if self.attention.mask.part == Part::Answer { self.source_lens[2] as usize } else { 0 }
     }
 }
 
 /// Every feature alone, and some combinations.
 fn shapes(layout: Layout) -> Vec<(String, World)> {
-    let sights = [1, 16, 65, 100, 300, 5000].map(window);
+    let masks = [1, 16, 65, 100, 300, 5000].map(window);
     let chunks = [16, 23, 256, 300].map(chunk);
     let more = [
-        Sight { chunk: Some(90), ..window(40) },
-        Sight { part: Part::Answer, ..window(40) },
+        AttentionMask { chunk: Some(90), ..window(40) },
+        AttentionMask { part: Part::Answer, ..window(40) },
         part(Part::Source),
         part(Part::Answer),
     ];
     let mut shapes: Vec<_> =
-        [&sights[..], &chunks, &more].concat().into_iter().map(|sight| (sight, None, None, false)).collect();
+        [&masks[..], &chunks, &more].concat().into_iter().map(|mask| (mask, None, None, false)).collect();
     let alibi = |is_scaled, is_bfloat16| {
         let slopes = (0..layout.num_heads).map(|head| 0.9 / (1 << head) as f32).collect();
         Some(Alibi { slopes, is_scaled, is_bfloat16 })
     };
-    for sight in [Sight::default(), window(70)] {
-        shapes.push((sight, Some(0.6), None, false));
-        shapes.push((sight, None, None, true));
-        shapes.push((sight, Some(3.0), alibi(false, false), true));
+    for mask in [AttentionMask::default(), window(70)] {
+        shapes.push((mask, Some(0.6), None, false));
+        shapes.push((mask, None, None, true));
+        shapes.push((mask, Some(3.0), alibi(false, false), true));
         for (is_scaled, is_bfloat16) in [(false, false), (true, false), (false, true), (true, true)] {
-            shapes.push((sight, None, alibi(is_scaled, is_bfloat16), false));
+            shapes.push((mask, None, alibi(is_scaled, is_bfloat16), false));
         }
     }
     let mut shapes: Vec<_> =
-        shapes.into_iter().map(|(sight, cap, alibi, sinks)| (sight, cap, alibi, sinks, false)).collect();
+        shapes.into_iter().map(|(mask, cap, alibi, sinks)| (mask, cap, alibi, sinks, false)).collect();
     shapes.extend([Part::Context, Part::Source, Part::Answer].map(|of| (part(of), None, None, false, true)));
-    let world = |(sight, soft_cap, alibi, has_sinks, has_bias): (_, _, _, bool, bool)| {
-        let name = format!("{layout:?} {sight:?} cap {soft_cap:?} {alibi:?} sinks {has_sinks} bias {has_bias}");
-        let attention = Attention { layout, sight, soft_cap, alibi, has_bias }.checked().unwrap();
+    let world = |(mask, soft_cap, alibi, has_sinks, has_relative_bias): (_, _, _, bool, bool)| {
+        let name = format!("{layout:?} {mask:?} cap {soft_cap:?} {alibi:?} sinks {has_sinks} bias {has_relative_bias}");
+        let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias }.checked().unwrap();
         let mut world = World::of(attention, &[1, 70, LENGTH], true);
         let sinks = (0..layout.num_heads).map(|head| to_bf16(head as f32 * 2.0 - 1.0)).collect();
         world.sinks = has_sinks.then_some(sinks);
@@ -77,15 +77,15 @@ fn shapes(layout: Layout) -> Vec<(String, World)> {
 
 #[test]
 fn visible_positions_are_an_interval() {
-    let firsts = |sight: Sight| (0..8).map(|position| sight.first(position, 2)).collect::<Vec<_>>();
-    let ends = |sight: Sight| (0..8).map(|position| sight.end(position, 2)).collect::<Vec<_>>();
-    assert_eq!(firsts(Sight::default()), [0; 8]);
+    let firsts = |mask: AttentionMask| (0..8).map(|position| mask.first(position, 2)).collect::<Vec<_>>();
+    let ends = |mask: AttentionMask| (0..8).map(|position| mask.end(position, 2)).collect::<Vec<_>>();
+    assert_eq!(firsts(AttentionMask::default()), [0; 8]);
     assert_eq!(firsts(window(3)), [0, 0, 0, 1, 2, 3, 4, 5]);
     assert_eq!(firsts(chunk(3)), [0, 0, 0, 3, 3, 3, 6, 6]);
-    assert_eq!(firsts(Sight { chunk: Some(3), ..window(2) }), [0, 0, 1, 3, 3, 4, 6, 6]);
-    assert_eq!(ends(Sight { chunk: Some(3), ..window(2) }), [1, 2, 3, 4, 5, 6, 7, 8]);
+    assert_eq!(firsts(AttentionMask { chunk: Some(3), ..window(2) }), [0, 0, 1, 3, 3, 4, 6, 6]);
+    assert_eq!(ends(AttentionMask { chunk: Some(3), ..window(2) }), [1, 2, 3, 4, 5, 6, 7, 8]);
     assert_eq!((firsts(part(Part::Source)), ends(part(Part::Source))), (vec![0; 8], vec![2; 8]));
-    assert_eq!(firsts(Sight { part: Part::Answer, ..window(3) })[2..], [2, 2, 2, 3, 4, 5]);
+    assert_eq!(firsts(AttentionMask { part: Part::Answer, ..window(3) })[2..], [2, 2, 2, 3, 4, 5]);
 }
 
 #[test]
@@ -136,8 +136,8 @@ fn a_window_over_everything_changes_no_bit() {
     }
     let steps = [(0, 0, 300), (0, 299, 1), (1, 3, 60)];
     let plain = World::new(layout(6, 2, 48), &[300, 63], true);
-    for sight in [window(300), chunk(300)] {
-        let world = World::of(Attention { sight, ..plain.attention.clone() }, &[300, 63], true);
+    for mask in [window(300), chunk(300)] {
+        let world = World::of(Attention { mask, ..plain.attention.clone() }, &[300, 63], true);
         assert_eq!(world.attend(&spawning_pool(2), &steps), plain.attend(&spawning_pool(2), &steps));
     }
 }
@@ -147,22 +147,28 @@ fn invalid_shapes_are_refused() {
     let good = layout(4, 2, 64);
     let slopes = Alibi { slopes: vec![1.0; 3], is_scaled: false, is_bfloat16: false };
     let wide = Layout { value_dim: 80, values_in_keys: true, ..good };
-    for (layout, sight, soft_cap, alibi, message) in [
-        (layout(4, 3, 64), Sight::default(), None, None, "4 heads do not divide among 3 kv heads"),
-        (layout(4, 2, 20), Sight::default(), None, None, "head_dim is 20, must be a multiple of 16 up to 1024"),
+    for (layout, mask, soft_cap, alibi, message) in [
+        (layout(4, 3, 64), AttentionMask::default(), None, None, "4 heads do not divide among 3 kv heads"),
+        (layout(4, 2, 20), AttentionMask::default(), None, None, "head_dim is 20, must be a multiple of 16 up to 1024"),
         (
             Layout { value_dim: 0, ..good },
-            Sight::default(),
+            AttentionMask::default(),
             None,
             None,
             "value_dim is 0, must be a multiple of 16 up to 1024",
         ),
-        (wide, Sight::default(), None, None, "value_dim is 80, must be at most head_dim, 64, when values are in keys"),
+        (
+            wide,
+            AttentionMask::default(),
+            None,
+            None,
+            "value_dim is 80, must be at most head_dim, 64, when values are in keys",
+        ),
         (good, window(0), None, None, "window or chunk is 0, must be at least 1"),
-        (good, Sight::default(), Some(0.0), None, "soft_cap is 0, must be more than 0"),
-        (good, Sight::default(), None, Some(slopes), "3 slopes for 4 heads"),
+        (good, AttentionMask::default(), Some(0.0), None, "soft_cap is 0, must be more than 0"),
+        (good, AttentionMask::default(), None, Some(slopes), "3 slopes for 4 heads"),
     ] {
-        let attention = Attention { layout, sight, soft_cap, alibi, has_bias: false };
+        let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias: false };
         assert_eq!(attention.checked().unwrap_err(), message);
     }
 }

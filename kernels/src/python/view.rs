@@ -1,0 +1,175 @@
+//! Typed views of torch tensors: the check between Python and the kernels. An argument's type says its dtype and number of dimensions;
+//! a tensor on another device, or another object, raises TypeError. A method checks sizes, which raise ValueError, before it passes
+//! addresses on.
+
+use crate::pool::{Source, Target};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyTuple, PyType};
+
+/// A number that a tensor may contain.
+pub(super) trait Element: Copy {
+    /// Its dtype's name in torch.
+    const DTYPE: &'static str;
+    /// The cached dtype object.
+    fn dtype() -> &'static PyOnceLock<Py<PyAny>>;
+}
+
+macro_rules! element {
+    ($number:ty, $dtype:literal) => {
+        impl Element for $number {
+            const DTYPE: &'static str = $dtype;
+            fn dtype() -> &'static PyOnceLock<Py<PyAny>> {
+                static DTYPE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+                &DTYPE
+            }
+        }
+    };
+}
+
+element!(u16, "bfloat16");
+element!(f32, "float32");
+element!(i32, "int32");
+element!(i64, "int64");
+
+/// A tensor on the CPU with `N` dimensions. It keeps the tensor alive. INVARIANT: the elements that shape and strides describe are
+/// memory of the tensor, which the caller does not change during a call.
+pub(super) struct View<'py, T, const N: usize> {
+    tensor: Bound<'py, PyAny>,
+    address: *mut T,
+    shape: [usize; N],
+    strides: [usize; N],
+}
+
+impl<'py, T: Element, const N: usize> FromPyObject<'_, 'py> for View<'py, T, N> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        static TENSOR: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        let py = object.py();
+        if !object.is_instance(TENSOR.import(py, "torch", "Tensor")?)? {
+            return Err(PyTypeError::new_err(format!("is {}, must be a tensor", object.get_type().name()?)));
+        }
+        let dtype = object.getattr(intern!(py, "dtype"))?;
+        let wanted = T::dtype().get_or_try_init(py, || py.import("torch")?.getattr(T::DTYPE).map(Bound::unbind))?;
+        if !dtype.is(wanted) {
+            return Err(PyTypeError::new_err(format!("has dtype {dtype}, must be torch.{}", T::DTYPE)));
+        }
+        if !object.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+            let device = object.getattr("device")?;
+            return Err(PyTypeError::new_err(format!("is on device {device}, must be on the CPU")));
+        }
+        let shape = object.getattr(intern!(py, "shape"))?;
+        let strides = object.call_method0(intern!(py, "stride"))?;
+        let address: usize = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        Ok(View {
+            address: address as *mut T,
+            shape: sizes(&shape)?,
+            strides: sizes(&strides)?,
+            tensor: object.to_owned(),
+        })
+    }
+}
+
+fn sizes<const N: usize>(tuple: &Bound<'_, PyAny>) -> PyResult<[usize; N]> {
+    let tuple = tuple.cast::<PyTuple>()?;
+    if tuple.len() != N {
+        return Err(PyTypeError::new_err(format!("has {} dimensions, must have {N}", tuple.len())));
+    }
+    let mut sizes = [0; N];
+    for (index, size) in sizes.iter_mut().enumerate() {
+        *size = tuple.get_borrowed_item(index)?.extract()?;
+    }
+    Ok(sizes)
+}
+
+impl<'py, T: Element, const N: usize> View<'py, T, N> {
+    /// The sizes of its dimensions.
+    pub(super) fn shape(&self) -> [usize; N] {
+        self.shape
+    }
+
+    /// The tensor, for an owner of its address.
+    pub(super) fn tensor(&self) -> Py<PyAny> {
+        self.tensor.clone().unbind()
+    }
+
+    /// Fails unless it has this shape.
+    pub(super) fn expect(&self, name: &str, shape: [usize; N]) -> PyResult<&Self> {
+        if self.shape == shape {
+            return Ok(self);
+        }
+        Err(PyValueError::new_err(format!("{name} has shape {:?}, must be {shape:?}", self.shape)))
+    }
+
+    /// Elements of a row, which is everything but the first dimension.
+    fn row_size(&self) -> usize {
+        self.shape[1..].iter().product()
+    }
+
+    /// The address, and the elements from row to row, whose own elements must be contiguous. Rows may repeat or overlap.
+    pub(super) fn rows(&self, name: &str) -> PyResult<(Source<T>, usize)> {
+        let mut size = 1;
+        let is_empty = self.shape.contains(&0);
+        for (&length, &stride) in self.shape.iter().zip(&self.strides).skip(1).rev() {
+            if length > 1 && stride != size && !is_empty {
+                let (shape, strides) = (self.shape, self.strides);
+                let message = format!("{name} has shape {shape:?} and strides {strides:?}, must have contiguous rows");
+                return Err(PyValueError::new_err(message));
+            }
+            size *= length;
+        }
+        let stride = if self.shape[0] > 1 && !is_empty { self.strides[0] } else { size };
+        Ok((Source::new(self.address), stride))
+    }
+
+    /// Like `rows`, for rows that are written: they must not overlap.
+    pub(super) fn rows_mut(&self, name: &str) -> PyResult<(Target<T>, usize)> {
+        let (_, stride) = self.rows(name)?;
+        if stride < self.row_size() {
+            let message = format!("{name} has strides {:?}, its rows must not overlap", self.strides);
+            return Err(PyValueError::new_err(message));
+        }
+        Ok((Target::new(self.address), stride))
+    }
+
+    /// The address of contiguous elements.
+    pub(super) fn source(&self, name: &str) -> PyResult<Source<T>> {
+        let (address, stride) = self.rows(name)?;
+        if stride != self.row_size() {
+            let (shape, strides) = (self.shape, self.strides);
+            let message = format!("{name} has shape {shape:?} and strides {strides:?}, must be contiguous");
+            return Err(PyValueError::new_err(message));
+        }
+        Ok(address)
+    }
+
+    /// The address of contiguous elements that are written.
+    pub(super) fn target(&self, name: &str) -> PyResult<Target<T>> {
+        self.source(name).map(|_| Target::new(self.address))
+    }
+
+    /// Contiguous elements.
+    pub(super) fn elements(&self, name: &str) -> PyResult<&[T]> {
+        let address = self.source(name)?.at(0);
+        let count = self.shape.iter().product();
+        if count == 0 {
+            return Ok(&[]);
+        }
+        // SAFETY: the tensor is contiguous, lives as long as `self`, and is not changed during the call.
+        Ok(unsafe { std::slice::from_raw_parts(address, count) })
+    }
+}
+
+impl View<'_, i64, 1> {
+    /// The address of indices that are contiguous and below `end`. The error names `what` they index.
+    pub(super) fn indices(&self, name: &str, end: usize, what: &str) -> PyResult<Source<i64>> {
+        let is_outside = |&index: &i64| usize::try_from(index).map_or(true, |index| index >= end);
+        if let Some(index) = self.elements(name)?.iter().copied().find(is_outside) {
+            return Err(PyValueError::new_err(format!("{name} contains {index}, there are {end} {what}")));
+        }
+        self.source(name)
+    }
+}
