@@ -6,6 +6,7 @@ use utoipa::ToSchema;
 
 use crate::generation::{Bound, GenerationError, MIN_RETRY_AFTER_S, Refusal, ValidationError};
 use crate::telemetry::metrics::{Failure, RefusalReason};
+use crate::text::TemplateError;
 
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum ApiError {
@@ -102,6 +103,7 @@ impl ApiError {
         match self {
             Self::Generation(E::Overloaded(_)) => StatusCode::TOO_MANY_REQUESTS,
             Self::Generation(E::ShuttingDown) | Self::Unhealthy => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Generation(E::Template(TemplateError::Renderer(_))) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Generation(E::Validation(_) | E::Template(_) | E::Tool(_))
             | Self::Suffix
             | Self::BatchSize { .. } => StatusCode::UNPROCESSABLE_ENTITY,
@@ -204,5 +206,19 @@ impl ApiError {
         let mut body = self.openai_body("prompt");
         body.error.http_status_code = Some(self.openai_status().as_u16());
         body
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_renderer_that_cannot_start_is_the_servers_fault() {
+        let error = |error| ApiError::from(GenerationError::Template(error));
+        let failed = error(TemplateError::Renderer("no memory".to_owned()));
+        assert_eq!(failed.tgi_status(), StatusCode::INTERNAL_SERVER_ERROR);
+        assert_eq!(failed.openai_status(), StatusCode::INTERNAL_SERVER_ERROR);
+        assert_eq!(error(TemplateError::TooSlow).tgi_status(), StatusCode::UNPROCESSABLE_ENTITY);
     }
 }
