@@ -1,4 +1,4 @@
-//! What a scrape sees after a known number of requests. A process of its own: its counts are nobody else's.
+//! The metrics after a known number of requests, in a separate process, so that no other test adds to the counts.
 #![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
 #[allow(dead_code, reason = "shared with tests/http")]

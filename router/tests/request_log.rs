@@ -1,4 +1,4 @@
-//! One line for each request, with its ids and without its secrets. A process of its own: its log is nobody else's.
+//! One log line per request, with its ids and without its secrets, in a separate process, so that no other test logs.
 #![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
 #[allow(dead_code, reason = "shared with tests/http")]

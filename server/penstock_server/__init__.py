@@ -3,5 +3,5 @@
 import os
 
 # torch asks for huge pages under its large CPU tensors. PERF: new memory is touched by the huge page, not by 4 KiB.
-# Here, because torch looks once, at its first tensor; whoever sets it otherwise is obeyed.
+# Set here, because torch reads it once, at its first tensor. A value in the environment takes precedence.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

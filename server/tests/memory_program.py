@@ -113,12 +113,12 @@ def run_worst(driver: Driver) -> None:
     # Prompts up to the longest sequence, one at a time: the last chunks have the longest contexts.
     for place in range(SEQUENCES):
         driver.prefill(place, LONGEST - 32 if place < 8 else 64, [])
-    everybody = [Advance(i, 1, sample=True) for i in range(SEQUENCES)]
+    all_sequences = [Advance(i, 1, sample=True) for i in range(SEQUENCES)]
     for _ in range(4):
-        driver.run(everybody)
+        driver.run(all_sequences)
     # The end of the longest prompt, in a batch with all other sequences' decodes.
-    driver.prefill(SEQUENCES - 1, LONGEST - 1, everybody[:-1], freed=[SEQUENCES - 1])
-    driver.run(everybody)
+    driver.prefill(SEQUENCES - 1, LONGEST - 1, all_sequences[:-1], freed=[SEQUENCES - 1])
+    driver.run(all_sequences)
 
 
 def main() -> None:

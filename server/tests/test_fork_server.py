@@ -40,7 +40,7 @@ ForkServer(run).serve()
 
 
 class Pipe:
-    """A FIFO that is read, whoever writes."""
+    """A FIFO with its reader, which any process may write to."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
@@ -48,7 +48,7 @@ class Pipe:
         self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def read(self, enough: Callable[[str], bool] = lambda text: False) -> str:
-        """What was written, until it is enough or nobody has the pipe open any more."""
+        """What was written, until it is enough or every writer has closed the pipe."""
         text = b""
         while not enough(text.decode()):
             assert select.select([self._file], [], [], TIMEOUT_S)[0], f"nothing after {text!r}, and it is open"
@@ -139,7 +139,7 @@ def test_each_worker_has_its_flags_its_files_and_its_end(launcher: Launcher) -> 
         assert Path(f"/proc/{worker.pid}/comm").read_text() == f"worker-0.{rank}\n"
     launcher.signal("worker-0.1", signal.SIGKILL)
     assert launcher.hear("ended") == {"name": "worker-0.1", "status": signal.SIGKILL}
-    assert first.stdout.read() + first.stderr.read() == ""  # and nobody else holds them
+    assert first.stdout.read() + first.stderr.read() == ""  # and no other process has them open
     launcher.signal("worker-0.1", signal.SIGKILL)  # too late, and no harm
     launcher.signal("worker-0.2", signal.SIGTERM)
     assert launcher.hear("ended") == {"name": "worker-0.2", "status": signal.SIGTERM}
