@@ -19,6 +19,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("hostname", "also `localhost`"),
     ("max-batch-prefill-tokens", "limits a step; TGI derives it from FLOPs, or uses 4096"),
     ("max-batch-total-tokens", "applies to every model; TGI ignores it for paged models"),
+    ("max-client-batch-size", "TGI's default: 4"),
     ("model-id", "also .gguf files; TGI's default: `bigscience/bloom-560m`"),
     ("port", "0 picks a free port"),
     ("rope-scaling", "`linear` only; its factor is applied"),
