@@ -26,12 +26,12 @@ from load import percentile
 sys.path.insert(0, str(peers.ROOT / "integration-tests"))
 
 from binary import Server, start
-from disturbance import mix, slow
-from disturbance.cancel import cancel, leaves_nothing_behind
-from disturbance.kill import kill_workers
-from disturbance.malformed import malform
-from disturbance.probe import Footprint, footprint, wait_for_rest, wait_until
-from disturbance.soak import Soak, soak
+from fault import mix, slow
+from fault.cancel import cancel, leaves_nothing_behind
+from fault.kill import kill_workers
+from fault.malformed import malform
+from fault.probe import Footprint, footprint, wait_for_rest, wait_until
+from fault.soak import Soak, soak
 from result import heading, new_path, revision
 
 NUM_PERMITS = 64

@@ -12,13 +12,13 @@ from contextlib import suppress
 
 import pytest
 from binary import Server, start
-from disturbance import host, http2, network, slow
-from disturbance.cancel import cancel, leaves_nothing_behind
-from disturbance.kill import kill_workers
-from disturbance.malformed import malform
-from disturbance.mix import Answer, Repeated, Request, answer_of, answers, connect, error_in, events, requests
-from disturbance.probe import footprint, health, metrics, wait_for_rest, wait_until
-from disturbance.soak import soak
+from fault import host, http2, network, slow
+from fault.cancel import cancel, leaves_nothing_behind
+from fault.kill import kill_workers
+from fault.malformed import malform
+from fault.mix import Answer, Repeated, Request, answer_of, answers, connect, error_in, events, requests
+from fault.probe import footprint, health, metrics, wait_for_rest, wait_until
+from fault.soak import soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.native]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from binary import Server, launch, start
-from disturbance.probe import metrics, wait_for_rest, wait_until
+from fault.probe import metrics, wait_for_rest, wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from binary import Server, start
-from disturbance.probe import wait_for_rest
+from fault.probe import wait_for_rest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 WINDOW, POOL, LONGEST = 20, 64, 512
