@@ -2,6 +2,7 @@
 //! kernel: a wrong tensor raises TypeError or ValueError and touches no memory.
 
 mod attention;
+mod dlpack;
 mod linear;
 mod stack;
 mod view;

@@ -2,37 +2,38 @@
 //! a tensor on another device, or another object, raises TypeError. A method checks sizes, which raise ValueError, before it passes
 //! addresses on.
 
+use super::dlpack::{self, DlType};
 use crate::pool::{Source, Target};
 use pyo3::exceptions::{PyTypeError, PyValueError};
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyTuple, PyType};
 
 /// A number that a tensor may contain.
 pub(super) trait Element: Copy {
     /// Its dtype's name in torch.
-    const DTYPE: &'static str;
-    /// The cached dtype object.
-    fn dtype() -> &'static PyOnceLock<Py<PyAny>>;
+    const NAME: &'static str;
+    /// Its dtype in DLPack.
+    const DTYPE: DlType;
 }
 
-macro_rules! element {
-    ($number:ty, $dtype:literal) => {
-        impl Element for $number {
-            const DTYPE: &'static str = $dtype;
-            fn dtype() -> &'static PyOnceLock<Py<PyAny>> {
-                static DTYPE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-                &DTYPE
-            }
-        }
-    };
+impl Element for u16 {
+    const NAME: &'static str = "bfloat16";
+    const DTYPE: DlType = DlType::new(dlpack::BFLOAT, 16);
 }
 
-element!(u16, "bfloat16");
-element!(f32, "float32");
-element!(i32, "int32");
-element!(i64, "int64");
+impl Element for f32 {
+    const NAME: &'static str = "float32";
+    const DTYPE: DlType = DlType::new(dlpack::FLOAT, 32);
+}
+
+impl Element for i32 {
+    const NAME: &'static str = "int32";
+    const DTYPE: DlType = DlType::new(dlpack::INT, 32);
+}
+
+impl Element for i64 {
+    const NAME: &'static str = "int64";
+    const DTYPE: DlType = DlType::new(dlpack::INT, 64);
+}
 
 /// A tensor on the CPU with `N` dimensions. It keeps the tensor alive. INVARIANT: the elements that shape and strides describe are
 /// memory of the tensor, which the caller does not change during a call.
@@ -47,42 +48,21 @@ impl<'py, T: Element, const N: usize> FromPyObject<'_, 'py> for View<'py, T, N> 
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        static TENSOR: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-        let py = object.py();
-        if !object.is_instance(TENSOR.import(py, "torch", "Tensor")?)? {
-            return Err(PyTypeError::new_err(format!("is {}, must be a tensor", object.get_type().name()?)));
-        }
-        let dtype = object.getattr(intern!(py, "dtype"))?;
-        let wanted = T::dtype().get_or_try_init(py, || py.import("torch")?.getattr(T::DTYPE).map(Bound::unbind))?;
-        if !dtype.is(wanted) {
-            return Err(PyTypeError::new_err(format!("has dtype {dtype}, must be torch.{}", T::DTYPE)));
-        }
-        if !object.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+        let described = dlpack::describe(&object)?;
+        if described.device_type != dlpack::CPU {
             let device = object.getattr("device")?;
             return Err(PyTypeError::new_err(format!("is on device {device}, must be on the CPU")));
         }
-        let shape = object.getattr(intern!(py, "shape"))?;
-        let strides = object.call_method0(intern!(py, "stride"))?;
-        let address: usize = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        Ok(View {
-            address: address as *mut T,
-            shape: sizes(&shape)?,
-            strides: sizes(&strides)?,
-            tensor: object.to_owned(),
-        })
+        if described.dtype != T::DTYPE {
+            let dtype = object.getattr("dtype")?;
+            return Err(PyTypeError::new_err(format!("has dtype {dtype}, must be torch.{}", T::NAME)));
+        }
+        let Some((shape, strides)) = described.sizes() else {
+            let given = described.num_dimensions;
+            return Err(PyTypeError::new_err(format!("has {given} dimensions, must have {N}")));
+        };
+        Ok(View { address: described.address().cast(), shape, strides, tensor: object.to_owned() })
     }
-}
-
-fn sizes<const N: usize>(tuple: &Bound<'_, PyAny>) -> PyResult<[usize; N]> {
-    let tuple = tuple.cast::<PyTuple>()?;
-    if tuple.len() != N {
-        return Err(PyTypeError::new_err(format!("has {} dimensions, must have {N}", tuple.len())));
-    }
-    let mut sizes = [0; N];
-    for (index, size) in sizes.iter_mut().enumerate() {
-        *size = tuple.get_borrowed_item(index)?.extract()?;
-    }
-    Ok(sizes)
 }
 
 impl<'py, T: Element, const N: usize> View<'py, T, N> {
