@@ -3,23 +3,26 @@
 //!
 //! INVARIANT: a row's result does not depend on other rows, on the grouping of rows into calls, or on the number of threads.
 
+// The kernels' only caller outside of tests.
+#![cfg_attr(not(feature = "python"), allow(dead_code, unused_imports))]
+
 #[cfg(target_arch = "x86_64")]
-pub mod attention;
+mod attention;
 #[cfg(target_arch = "x86_64")]
-pub mod linear;
-pub mod memory;
+mod linear;
+mod memory;
 #[cfg(target_arch = "x86_64")]
-pub mod norm;
-pub mod pool;
+mod norm;
+mod pool;
 #[cfg(target_arch = "x86_64")]
-pub mod rotate;
+mod rotate;
 #[cfg(target_arch = "x86_64")]
-pub mod sample;
+mod sample;
 #[cfg(target_arch = "x86_64")]
 mod simd;
 #[cfg(target_arch = "x86_64")]
-pub mod stack;
-pub mod table;
+mod stack;
+mod table;
 
 #[cfg(feature = "python")]
 mod python;
@@ -27,7 +30,7 @@ mod python;
 mod testing;
 
 /// Whether this CPU has the instructions that the kernels need.
-pub fn supported() -> bool {
+pub(crate) fn supported() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
         is_x86_feature_detected!("avx512f")

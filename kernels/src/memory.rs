@@ -13,7 +13,7 @@ const REGION_BYTES: usize = 64 << 20;
 ///
 /// # Safety
 /// The range must be mapped memory of this process.
-pub unsafe fn advise_huge_pages(address: *mut u8, bytes: usize) {
+pub(crate) unsafe fn advise_huge_pages(address: *mut u8, bytes: usize) {
     let start = (address as usize).next_multiple_of(HUGE_PAGE);
     let end = (address as usize + bytes) / HUGE_PAGE * HUGE_PAGE;
     if start < end {
@@ -75,14 +75,14 @@ impl Drop for Region {
 }
 
 /// A zeroed piece of a region.
-pub struct Piece {
+pub(crate) struct Piece {
     region: Arc<Region>,
     offset: usize,
 }
 
 impl Piece {
     /// The start of the piece; 64-byte aligned.
-    pub fn as_ptr(&self) -> *mut u8 {
+    pub(crate) fn as_ptr(&self) -> *mut u8 {
         // SAFETY: the offset is inside the region.
         unsafe { self.region.base.as_ptr().add(self.offset) }
     }
@@ -90,13 +90,13 @@ impl Piece {
 
 /// A bump allocator over regions of 64 MiB; larger pieces get their own region.
 #[derive(Default)]
-pub struct Arena {
+pub(crate) struct Arena {
     current: Mutex<Option<(Arc<Region>, usize)>>,
 }
 
 impl Arena {
     /// A zeroed piece of `bytes` bytes, or the system's error.
-    pub fn allocate(&self, bytes: usize) -> io::Result<Piece> {
+    pub(crate) fn allocate(&self, bytes: usize) -> io::Result<Piece> {
         let bytes = bytes.next_multiple_of(64).max(64);
         if bytes > REGION_BYTES / 4 {
             return Ok(Piece { region: Arc::new(Region::map(bytes)?), offset: 0 });

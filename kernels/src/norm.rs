@@ -10,11 +10,11 @@ const PART_NUMBERS: usize = 1 << 14;
 
 /// The norm of `num_rows` contiguous rows of `dim` elements.
 #[derive(Clone, Copy)]
-pub struct RmsNorm {
-    pub weight: Source<u16>,
-    pub eps: f32,
-    pub dim: usize,
-    pub num_rows: usize,
+pub(crate) struct RmsNorm {
+    pub(crate) weight: Source<u16>,
+    pub(crate) eps: f32,
+    pub(crate) dim: usize,
+    pub(crate) num_rows: usize,
 }
 
 impl RmsNorm {
@@ -22,7 +22,7 @@ impl RmsNorm {
     ///
     /// # Safety
     /// The pointers must be valid for `num_rows` rows, the weight for `dim` elements. The CPU must be `supported()`.
-    pub unsafe fn apply(&self, executor: &impl Executor, x: Source<u16>, output: Target<u16>) {
+    pub(crate) unsafe fn apply(&self, executor: &impl Executor, x: Source<u16>, output: Target<u16>) {
         executor.for_ranges(self.num_rows, PART_NUMBERS / self.dim.max(1), |range| {
             for row in range {
                 let (source, target) = (x.at(row * self.dim), output.at(row * self.dim));
@@ -36,7 +36,7 @@ impl RmsNorm {
     ///
     /// # Safety
     /// As for `apply`; x, residual and output must not overlap, but output may be x.
-    pub unsafe fn add_apply(
+    pub(crate) unsafe fn add_apply(
         &self,
         executor: &impl Executor,
         x: Source<u16>,

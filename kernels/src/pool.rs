@@ -16,18 +16,18 @@ use std::sync::atomic::Ordering;
 use loom::sync::atomic::AtomicUsize;
 
 /// `GOMP_parallel(fn, data, num_threads, flags)` of libgomp's C ABI.
-pub type GompParallel = unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
+pub(crate) type GompParallel = unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
 
 /// Runs parallel sections.
 #[derive(Clone, Copy, Debug)]
-pub struct Pool {
+pub(crate) struct Pool {
     num_threads: usize,
     parallel: Option<GompParallel>,
 }
 
 /// An address that a section only reads. INVARIANT: the memory stays valid and unchanged during the section.
 #[derive(Clone, Copy, Debug)]
-pub struct Source<T>(*const T);
+pub(crate) struct Source<T>(*const T);
 
 // SAFETY: see the invariant above.
 unsafe impl<T> Send for Source<T> {}
@@ -35,20 +35,20 @@ unsafe impl<T> Send for Source<T> {}
 unsafe impl<T> Sync for Source<T> {}
 
 impl<T> Source<T> {
-    pub fn new(address: *const T) -> Source<T> {
+    pub(crate) fn new(address: *const T) -> Source<T> {
         Source(address)
     }
 
     /// The address of an element. The caller must check the bounds.
     #[inline]
-    pub fn at(self, index: usize) -> *const T {
+    pub(crate) fn at(self, index: usize) -> *const T {
         self.0.wrapping_add(index)
     }
 }
 
 /// An address that a section writes to. INVARIANT: no two parts write the same element.
 #[derive(Clone, Copy, Debug)]
-pub struct Target<T>(*mut T);
+pub(crate) struct Target<T>(*mut T);
 
 // SAFETY: see the invariant above.
 unsafe impl<T> Send for Target<T> {}
@@ -56,24 +56,24 @@ unsafe impl<T> Send for Target<T> {}
 unsafe impl<T> Sync for Target<T> {}
 
 impl<T> Target<T> {
-    pub fn new(address: *mut T) -> Target<T> {
+    pub(crate) fn new(address: *mut T) -> Target<T> {
         Target(address)
     }
 
     /// The same address, for a later part that reads it.
-    pub fn as_source(self) -> Source<T> {
+    pub(crate) fn to_source(self) -> Source<T> {
         Source(self.0)
     }
 
     /// The address of an element. The caller must check the bounds.
     #[inline]
-    pub fn at(self, index: usize) -> *mut T {
+    pub(crate) fn at(self, index: usize) -> *mut T {
         self.0.wrapping_add(index)
     }
 }
 
 /// Runs the parts of a kernel's work.
-pub trait Executor {
+pub(crate) trait Executor {
     /// Number of threads.
     fn num_threads(&self) -> usize;
 
@@ -97,12 +97,12 @@ extern "C" fn enter<F: Fn() + Sync>(work: *mut c_void) {
 
 impl Pool {
     /// Runs everything on the calling thread.
-    pub fn single() -> Pool {
+    pub(crate) fn single() -> Pool {
         Pool { num_threads: 1, parallel: None }
     }
 
     /// Runs sections on `num_threads` threads of the OpenMP runtime behind `parallel`.
-    pub fn new(num_threads: usize, parallel: GompParallel) -> Pool {
+    pub(crate) fn new(num_threads: usize, parallel: GompParallel) -> Pool {
         Pool { num_threads: num_threads.max(1), parallel: Some(parallel) }
     }
 
@@ -122,7 +122,7 @@ impl Pool {
 
     /// Runs a series of kernels in one section. `walk` runs on every thread and must make the same calls on each, at most
     /// `max_phases` in total.
-    pub fn section<F: Fn(&Walker<'_>) + Sync>(&self, max_phases: usize, walk: F) {
+    pub(crate) fn section<F: Fn(&Walker<'_>) + Sync>(&self, max_phases: usize, walk: F) {
         let phases: Vec<Phase> = (0..max_phases).map(|_| Phase::default()).collect();
         self.on_all_threads(|| walk(&Walker { phases: &phases, at: Cell::new(0), num_threads: self.num_threads }));
     }
@@ -169,7 +169,7 @@ struct Line(AtomicUsize);
 
 /// One thread's progress through the kernels of a section. The barrier counts finished parts, not threads, so a thread that is not
 /// scheduled delays no other.
-pub struct Walker<'a> {
+pub(crate) struct Walker<'a> {
     phases: &'a [Phase],
     at: Cell<usize>,
     num_threads: usize,

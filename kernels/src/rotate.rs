@@ -7,21 +7,21 @@ use std::arch::x86_64::*;
 
 /// The angles: cosines and sines [positions, half] in float32, and the position of each token.
 #[derive(Clone, Copy)]
-pub struct Angles {
-    pub cos: Source<f32>,
-    pub sin: Source<f32>,
-    pub positions: Source<i64>,
+pub(crate) struct Angles {
+    pub(crate) cos: Source<f32>,
+    pub(crate) sin: Source<f32>,
+    pub(crate) positions: Source<i64>,
     /// Half of the rotated dims; later dims are unchanged.
-    pub half: usize,
+    pub(crate) half: usize,
 }
 
 /// Heads to rotate: [tokens, heads, head_dim], `stride` elements from token to token.
 #[derive(Clone, Copy)]
-pub struct Heads {
-    pub address: Target<u16>,
-    pub stride: usize,
-    pub num_heads: usize,
-    pub head_dim: usize,
+pub(crate) struct Heads {
+    pub(crate) address: Target<u16>,
+    pub(crate) stride: usize,
+    pub(crate) num_heads: usize,
+    pub(crate) head_dim: usize,
 }
 
 const PART_NUMBERS: usize = 1 << 13;
@@ -30,7 +30,7 @@ const PART_NUMBERS: usize = 1 << 13;
 ///
 /// # Safety
 /// The pointers must be valid for the stated shapes, positions inside the tables. The CPU must be `supported()`.
-pub unsafe fn rotate(executor: &impl Executor, angles: &Angles, heads: [Heads; 2], num_tokens: usize) {
+pub(crate) unsafe fn rotate(executor: &impl Executor, angles: &Angles, heads: [Heads; 2], num_tokens: usize) {
     let numbers = heads.iter().map(|heads| heads.num_heads * heads.head_dim).sum::<usize>();
     executor.for_ranges(num_tokens, PART_NUMBERS / numbers.max(1), |range| {
         for token in range {
@@ -47,7 +47,7 @@ pub unsafe fn rotate(executor: &impl Executor, angles: &Angles, heads: [Heads; 2
 ///
 /// # Safety
 /// As for `rotate` and `Layout::write`; `tokens.keys` must be the address of `heads[1]`.
-pub unsafe fn rotate_and_write(
+pub(crate) unsafe fn rotate_and_write(
     executor: &impl Executor,
     angles: &Angles,
     heads: [Heads; 2],

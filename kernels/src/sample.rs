@@ -24,14 +24,14 @@ struct Summary {
 const NOTHING: Summary = Summary { maximum: f32::NEG_INFINITY, index: 0, sum: 0.0, is_broken: false };
 
 /// Contiguous bf16 logits, and the tokens that may be chosen.
-pub struct Logits {
+pub(crate) struct Logits {
     /// [num_rows, vocab]
-    pub address: Source<u16>,
-    pub num_rows: usize,
-    pub vocab: usize,
+    pub(crate) address: Source<u16>,
+    pub(crate) num_rows: usize,
+    pub(crate) vocab: usize,
     /// `[num_rows]`: address of each row's mask (32-bit words, one bit per token, lowest bit first), where 0 allows every token. Null
     /// when no row has a mask.
-    pub masks: Source<usize>,
+    pub(crate) masks: Source<usize>,
 }
 
 impl Logits {
@@ -51,7 +51,12 @@ impl Logits {
 ///
 /// # Safety
 /// The pointers must be valid for `num_rows` rows. The CPU must be `supported()`.
-pub unsafe fn argmax_logprob(executor: &impl Executor, logits: &Logits, ids: Target<i64>, logprobs: Target<f32>) {
+pub(crate) unsafe fn argmax_logprob(
+    executor: &impl Executor,
+    logits: &Logits,
+    ids: Target<i64>,
+    logprobs: Target<f32>,
+) {
     let &Logits { address, num_rows, vocab, .. } = logits;
     let num_chunks = vocab.div_ceil(CHUNK);
     let mut summaries = vec![NOTHING; num_rows * num_chunks];

@@ -4,11 +4,11 @@
 use std::arch::x86_64::*;
 
 /// float32 elements per vector register, bf16 elements per half register.
-pub const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 
 /// Mask of the first `count` (at most 16) lanes.
 #[inline]
-pub fn first_lanes(count: usize) -> __mmask16 {
+pub(crate) fn first_lanes(count: usize) -> __mmask16 {
     if count >= LANES { 0xffff } else { (1 << count) - 1 }
 }
 
@@ -18,7 +18,7 @@ pub fn first_lanes(count: usize) -> __mmask16 {
 /// The selected elements must be readable.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub unsafe fn load_bf16_masked(address: *const u16, mask: __mmask16) -> __m512 {
+pub(crate) unsafe fn load_bf16_masked(address: *const u16, mask: __mmask16) -> __m512 {
     // SAFETY: the caller vouches for the selected elements; the others are not touched.
     let halves = unsafe { _mm256_maskz_loadu_epi16(mask, address.cast()) };
     widen(halves)
@@ -32,7 +32,7 @@ fn widen(halves: __m256i) -> __m512 {
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub fn narrow(values: __m512) -> __m256i {
+pub(crate) fn narrow(values: __m512) -> __m256i {
     // SAFETY: both types are 256 bits of plain data.
     unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values)) }
 }
@@ -40,7 +40,7 @@ pub fn narrow(values: __m512) -> __m256i {
 /// Rounds to bf16 and back.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub fn round_bf16(values: __m512) -> __m512 {
+pub(crate) fn round_bf16(values: __m512) -> __m512 {
     widen(narrow(values))
 }
 
@@ -50,7 +50,7 @@ pub fn round_bf16(values: __m512) -> __m512 {
 /// 32 bytes must be writable at `address`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub unsafe fn store_bf16(address: *mut u16, values: __m512) {
+pub(crate) unsafe fn store_bf16(address: *mut u16, values: __m512) {
     // SAFETY: the caller vouches for 32 bytes.
     unsafe { _mm256_storeu_si256(address.cast(), narrow(values)) };
 }
@@ -61,7 +61,7 @@ pub unsafe fn store_bf16(address: *mut u16, values: __m512) {
 /// The selected elements must be writable.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub unsafe fn store_bf16_masked(address: *mut u16, mask: __mmask16, values: __m512) {
+pub(crate) unsafe fn store_bf16_masked(address: *mut u16, mask: __mmask16, values: __m512) {
     // SAFETY: the caller vouches for the selected elements; the others are not touched.
     unsafe { _mm256_mask_storeu_epi16(address.cast(), mask, narrow(values)) };
 }
@@ -72,7 +72,7 @@ pub unsafe fn store_bf16_masked(address: *mut u16, mask: __mmask16, values: __m5
 /// 4 bytes must be readable at `address`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub unsafe fn broadcast_pair(address: *const u16) -> __m512i {
+pub(crate) unsafe fn broadcast_pair(address: *const u16) -> __m512i {
     // SAFETY: the caller vouches for 4 bytes.
     _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
 }
@@ -83,7 +83,7 @@ pub unsafe fn broadcast_pair(address: *const u16) -> __m512i {
 /// 64 bytes must be readable in each row of `source`, and writable in each row of `target`, which are 64-byte aligned.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub unsafe fn transpose_pairs(source: *const u16, stride: usize, target: *mut u16, target_stride: usize) {
+pub(crate) unsafe fn transpose_pairs(source: *const u16, stride: usize, target: *mut u16, target_stride: usize) {
     let mut rows = [_mm512_setzero_si512(); LANES];
     for (index, row) in rows.iter_mut().enumerate() {
         // SAFETY: the caller vouches for the rows.
@@ -122,7 +122,7 @@ pub unsafe fn transpose_pairs(source: *const u16, stride: usize, target: *mut u1
 /// `sum + a·b` over pairs of bf16 elements, per lane.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub fn dot_pairs(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
+pub(crate) fn dot_pairs(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
     // SAFETY: `__m512bh` and `__m512i` are both 512 bits of plain data.
     unsafe {
         let a = std::mem::transmute::<__m512i, __m512bh>(a);
@@ -135,14 +135,14 @@ pub fn dot_pairs(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
 /// 1 at 0.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub fn exp2(x: __m512) -> __m512 {
+pub(crate) fn exp2(x: __m512) -> __m512 {
     power(x, [1.326_471_4e-3, 9.671_513e-3, 5.550_734e-2, 2.402_224_2e-1, std::f32::consts::LN_2])
 }
 
 /// 2^x per lane to about 3e-6, which is enough before rounding to bf16.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub fn exp2_coarse(x: __m512) -> __m512 {
+pub(crate) fn exp2_coarse(x: __m512) -> __m512 {
     power(x, [9.582_836e-3, 5.590_641e-2, 2.402_41e-1, 6.931_242e-1])
 }
 
@@ -165,7 +165,7 @@ fn power<const N: usize>(x: __m512, coefficients: [f32; N]) -> __m512 {
 /// tanh(x), absolute error about 2e-7. NaN stays NaN.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub fn tanh(x: __m512) -> __m512 {
+pub(crate) fn tanh(x: __m512) -> __m512 {
     let (one, two) = (_mm512_set1_ps(1.0), _mm512_set1_ps(2.0));
     // tanh(x) is 1 from 10 on. `min` returns its second operand when one is NaN.
     let x = _mm512_min_ps(_mm512_set1_ps(10.0), x);
@@ -176,7 +176,7 @@ pub fn tanh(x: __m512) -> __m512 {
 /// x / (1 + e^-x) in float32.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub fn silu(x: __m512) -> __m512 {
+pub(crate) fn silu(x: __m512) -> __m512 {
     let power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(-std::f32::consts::LOG2_E)));
     _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0), power))
 }

@@ -11,42 +11,42 @@ use crate::rotate::{self, Angles, Heads};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// One layer: norm and attention, norm and gated MLP.
-pub struct Layer {
-    pub attention_norm: Source<u16>,
-    pub qkv: Arc<PackedLinear>,
-    pub output: Arc<PackedLinear>,
-    pub mlp_norm: Source<u16>,
+pub(crate) struct Layer {
+    pub(crate) attention_norm: Source<u16>,
+    pub(crate) qkv: Arc<PackedLinear>,
+    pub(crate) output: Arc<PackedLinear>,
+    pub(crate) mlp_norm: Source<u16>,
     /// Packed with `gated`.
-    pub gate_up: Arc<PackedLinear>,
-    pub down: Arc<PackedLinear>,
+    pub(crate) gate_up: Arc<PackedLinear>,
+    pub(crate) down: Arc<PackedLinear>,
 }
 
 /// All layers and the final norm. The caller owns norm weights and angles and keeps them alive.
-pub struct Stack {
-    pub layers: Vec<Layer>,
-    pub final_norm: Source<u16>,
-    pub eps: f32,
-    pub attention: Attention,
-    pub cos: Source<f32>,
-    pub sin: Source<f32>,
-    pub half: usize,
+pub(crate) struct Stack {
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) final_norm: Source<u16>,
+    pub(crate) eps: f32,
+    pub(crate) attention: Attention,
+    pub(crate) cos: Source<f32>,
+    pub(crate) sin: Source<f32>,
+    pub(crate) half: usize,
     buffers: Mutex<Buffers>,
 }
 
 /// One step: its tokens, their sequences, and the rows to output.
-pub struct Step<'a> {
+pub(crate) struct Step<'a> {
     /// [tokens, hidden]: the embeddings; overwritten.
-    pub residual: Target<u16>,
-    pub num_tokens: usize,
-    pub positions: Source<i64>,
-    pub slots: Source<i64>,
-    pub batch: Batch,
+    pub(crate) residual: Target<u16>,
+    pub(crate) num_tokens: usize,
+    pub(crate) positions: Source<i64>,
+    pub(crate) slots: Source<i64>,
+    pub(crate) batch: Batch,
     /// One per layer.
-    pub caches: &'a [Target<u16>],
-    pub sample_rows: Source<i64>,
-    pub num_samples: usize,
+    pub(crate) caches: &'a [Target<u16>],
+    pub(crate) sample_rows: Source<i64>,
+    pub(crate) num_samples: usize,
     /// [samples, hidden]: the normalized output of the last layer.
-    pub output: Target<u16>,
+    pub(crate) output: Target<u16>,
 }
 
 /// Intermediate results, reused from step to step; they grow to the largest step's size.
@@ -95,7 +95,7 @@ impl Buffers {
 
 impl Stack {
     /// Validates that the layers' sizes match. The error names the mismatch.
-    pub fn new(
+    pub(crate) fn new(
         layers: Vec<Layer>,
         final_norm: Source<u16>,
         eps: f32,
@@ -133,7 +133,7 @@ impl Stack {
     }
 
     /// Elements of a residual row.
-    pub fn hidden(&self) -> usize {
+    pub(crate) fn hidden(&self) -> usize {
         self.layers[0].qkv.in_features()
     }
 
@@ -146,7 +146,7 @@ impl Stack {
     ///
     /// # Safety
     /// The step's pointers must be valid for the stated shapes, with a cache for each layer. The CPU must be `supported()`.
-    pub unsafe fn run(&self, pool: &Pool, step: &Step<'_>) {
+    pub(crate) unsafe fn run(&self, pool: &Pool, step: &Step<'_>) {
         // SAFETY: the caller vouches for the batch.
         let work = unsafe { self.attention.plan(&step.batch, Executor::num_threads(pool)) };
         let gated_size = self.layers.iter().map(|layer| layer.down.in_features()).max().unwrap_or(0);
@@ -201,7 +201,7 @@ impl Stack {
     unsafe fn norm(&self, walker: &Walker<'_>, weight: Source<u16>, x: Target<u16>, num_rows: usize, to: Target<u16>) {
         let norm = RmsNorm { weight, eps: self.eps, dim: self.hidden(), num_rows };
         // SAFETY: the caller of `run` vouches for the step.
-        unsafe { norm.apply(walker, x.as_source(), to) };
+        unsafe { norm.apply(walker, x.to_source(), to) };
     }
 
     /// Projects and rotates queries and keys of the new tokens, and stores keys and values.
@@ -212,7 +212,7 @@ impl Stack {
         let keys = Target::new(places.qkv.at(num_heads * head_dim));
         let keys = Heads { address: keys, stride, num_heads: num_kv_heads, head_dim };
         let tokens = NewTokens {
-            keys: keys.address.as_source(),
+            keys: keys.address.to_source(),
             keys_stride: stride,
             values: Source::new(places.qkv.at((num_heads + num_kv_heads) * head_dim)),
             values_stride: stride,
@@ -230,9 +230,9 @@ impl Stack {
 
     unsafe fn attend(&self, walker: &Walker<'_>, step: &Step<'_>, cache: Target<u16>, work: &Work, places: Places) {
         let operands = Operands {
-            queries: places.qkv.as_source(),
+            queries: places.qkv.to_source(),
             stride: self.layers[0].qkv.output_columns(),
-            cache: cache.as_source(),
+            cache: cache.to_source(),
             output: places.attended,
             sinks: None,
             bias: None,
@@ -259,5 +259,5 @@ impl Stack {
 }
 
 fn rows(address: Target<u16>, stride: usize, num_rows: usize) -> Rows {
-    Rows { address: address.as_source(), stride, num_rows }
+    Rows { address: address.to_source(), stride, num_rows }
 }

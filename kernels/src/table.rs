@@ -4,7 +4,7 @@
 use crate::pool::{Executor, Source, Target};
 
 /// Number of bf16 bit patterns.
-pub const NUM_PATTERNS: usize = 1 << 16;
+pub(crate) const NUM_PATTERNS: usize = 1 << 16;
 
 /// Elements from which a parallel section pays off.
 const PART_NUMBERS: usize = 1 << 14;
@@ -14,7 +14,7 @@ const PART_NUMBERS: usize = 1 << 14;
 /// # Safety
 /// The table must have `NUM_PATTERNS` results, indexed by the argument's bits. The pointers must be valid for `num_rows` rows and must
 /// not overlap.
-pub unsafe fn look_up(
+pub(crate) unsafe fn look_up(
     executor: &impl Executor,
     table: Source<u16>,
     (x, stride): (Source<u16>, usize),

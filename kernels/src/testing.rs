@@ -27,16 +27,16 @@ unsafe extern "C" fn spawn_parallel(
     });
 }
 
-pub fn spawning_pool(num_threads: usize) -> Pool {
+pub(crate) fn spawning_pool(num_threads: usize) -> Pool {
     Pool::new(num_threads, spawn_parallel)
 }
 
-pub fn to_f32(value: u16) -> f32 {
+pub(crate) fn to_f32(value: u16) -> f32 {
     f32::from_bits(u32::from(value) << 16)
 }
 
 /// Rounds to nearest even, like the hardware.
-pub fn to_bf16(value: f32) -> u16 {
+pub(crate) fn to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
         return 0x7fc0;
@@ -45,14 +45,14 @@ pub fn to_bf16(value: f32) -> u16 {
 }
 
 /// A small generator (xorshift); the same seed gives the same numbers.
-pub struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    pub fn new(seed: u64) -> Random {
+    pub(crate) fn new(seed: u64) -> Random {
         Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -60,16 +60,16 @@ impl Random {
     }
 
     /// Uniform in [-1, 1).
-    pub fn uniform(&mut self) -> f32 {
+    pub(crate) fn uniform(&mut self) -> f32 {
         ((self.next() >> 40) as f32) / ((1u64 << 23) as f32) - 1.0
     }
 
-    pub fn bf16s(&mut self, count: usize) -> Vec<u16> {
+    pub(crate) fn bf16s(&mut self, count: usize) -> Vec<u16> {
         (0..count).map(|_| to_bf16(self.uniform())).collect()
     }
 }
 
-pub fn assert_close(actual: u16, expected: f32, tolerance: f32, what: &str) {
+pub(crate) fn assert_close(actual: u16, expected: f32, tolerance: f32, what: &str) {
     let actual = to_f32(actual);
     assert!((actual - expected).abs() <= tolerance * (1.0 + expected.abs()), "{what}: {actual} is not {expected}");
 }

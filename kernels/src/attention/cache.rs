@@ -9,48 +9,48 @@ use crate::simd::LANES;
 use std::arch::x86_64::*;
 
 /// Tokens per block.
-pub const BLOCK: usize = 16;
+pub(crate) const BLOCK: usize = 16;
 
 /// The attention heads on this rank.
 #[derive(Clone, Copy, Debug)]
-pub struct Layout {
-    pub num_heads: usize,
-    pub num_kv_heads: usize,
+pub(crate) struct Layout {
+    pub(crate) num_heads: usize,
+    pub(crate) num_kv_heads: usize,
     /// Elements per query and key head; a multiple of 16.
-    pub head_dim: usize,
+    pub(crate) head_dim: usize,
     /// Elements per value and output head; a multiple of 16.
-    pub value_dim: usize,
+    pub(crate) value_dim: usize,
     /// Whether values are the first `value_dim` elements of keys.
-    pub values_in_keys: bool,
+    pub(crate) values_in_keys: bool,
     /// Factor of q·k.
-    pub scale: f32,
+    pub(crate) scale: f32,
 }
 
 /// Keys [tokens, KV heads, head_dim] and values [tokens, KV heads, value_dim] to store, and a slot per token. Strides are in
 /// elements, from token to token. The values are ignored when `Layout::values_in_keys`.
 #[derive(Clone, Copy)]
-pub struct NewTokens {
-    pub keys: Source<u16>,
-    pub keys_stride: usize,
-    pub values: Source<u16>,
-    pub values_stride: usize,
-    pub slots: Source<i64>,
-    pub num_tokens: usize,
+pub(crate) struct NewTokens {
+    pub(crate) keys: Source<u16>,
+    pub(crate) keys_stride: usize,
+    pub(crate) values: Source<u16>,
+    pub(crate) values_stride: usize,
+    pub(crate) slots: Source<i64>,
+    pub(crate) num_tokens: usize,
 }
 
 impl Layout {
     /// Query heads per KV head.
-    pub fn group(&self) -> usize {
+    pub(crate) fn group(&self) -> usize {
         self.num_heads / self.num_kv_heads
     }
 
     /// Elements of one block's keys for one KV head.
-    pub fn block_keys(&self) -> usize {
+    pub(crate) fn block_keys(&self) -> usize {
         BLOCK * self.head_dim
     }
 
     /// Offset of a block's keys for a KV head, in elements; stored values follow them.
-    pub fn offset(&self, block: usize, kv_head: usize) -> usize {
+    pub(crate) fn offset(&self, block: usize, kv_head: usize) -> usize {
         let values = if self.values_in_keys { 0 } else { BLOCK * self.value_dim };
         (block * self.num_kv_heads + kv_head) * (self.block_keys() + values)
     }
@@ -60,7 +60,7 @@ impl Layout {
     /// # Safety
     /// All pointers must be valid for the stated shapes. Slots must be distinct and inside the cache. The CPU must be
     /// `supported()`.
-    pub unsafe fn write(&self, executor: &impl Executor, cache: Target<u16>, tokens: NewTokens) {
+    pub(crate) unsafe fn write(&self, executor: &impl Executor, cache: Target<u16>, tokens: NewTokens) {
         // Two threads may write to the same vector of values; masked stores touch only their own elements.
         executor.for_ranges(tokens.num_tokens, 64, |range| {
             for token in range {

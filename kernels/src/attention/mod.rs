@@ -15,8 +15,8 @@ mod softmax;
 mod tile;
 mod unit;
 
-pub use cache::{BLOCK, Layout, NewTokens};
-pub use shape::{Alibi, Attention, AttentionMask, DistanceBias, MAX_DIM, Part};
+pub(crate) use cache::{BLOCK, Layout, NewTokens};
+pub(crate) use shape::{Alibi, Attention, AttentionMask, DistanceBias, MAX_DIM, Part};
 
 use crate::pool::{Executor, Source, Target};
 use plan::{Plan, Unit};
@@ -29,40 +29,40 @@ const SEGMENT: usize = 256;
 
 /// The sequences of one call, as in Python's `StepBatch`.
 #[derive(Clone, Copy)]
-pub struct Batch {
-    pub query_starts: Source<i32>,
-    pub context_lens: Source<i32>,
-    pub block_tables: Source<i32>,
+pub(crate) struct Batch {
+    pub(crate) query_starts: Source<i32>,
+    pub(crate) context_lens: Source<i32>,
+    pub(crate) block_tables: Source<i32>,
     /// Columns of `block_tables`.
-    pub max_blocks: usize,
-    pub num_sequences: usize,
+    pub(crate) max_blocks: usize,
+    pub(crate) num_sequences: usize,
     /// Number of source tokens of each sequence; `None` for models without an encoder.
-    pub source_lens: Option<Source<i32>>,
+    pub(crate) source_lens: Option<Source<i32>>,
 }
 
 /// Queries [tokens, heads, head_dim], `stride` elements from token to token, the layer's cache, and the contiguous output
 /// [tokens, heads, value_dim].
 #[derive(Clone, Copy)]
-pub struct Operands {
-    pub queries: Source<u16>,
-    pub stride: usize,
-    pub cache: Source<u16>,
-    pub output: Target<u16>,
+pub(crate) struct Operands {
+    pub(crate) queries: Source<u16>,
+    pub(crate) stride: usize,
+    pub(crate) cache: Source<u16>,
+    pub(crate) output: Target<u16>,
     /// One bf16 score per head that joins the softmax without a value.
-    pub sinks: Option<Source<u16>>,
+    pub(crate) sinks: Option<Source<u16>>,
     /// Present exactly when `Attention::has_relative_bias`.
-    pub bias: Option<DistanceBias>,
+    pub(crate) bias: Option<DistanceBias>,
 }
 
 /// The work units of a batch's attention; the same for every layer.
-pub struct Work {
+pub(crate) struct Work {
     plan: Plan,
     merges: Vec<Unit>,
 }
 
 impl Work {
     /// Floats that `Attention::attend` needs for partial states.
-    pub fn room_floats(&self) -> usize {
+    pub(crate) fn room_floats(&self) -> usize {
         self.plan.partial_floats
     }
 }
@@ -72,7 +72,7 @@ impl Attention {
     ///
     /// # Safety
     /// The batch's pointers must be valid for the stated sizes.
-    pub unsafe fn plan(&self, batch: &Batch, num_threads: usize) -> Work {
+    pub(crate) unsafe fn plan(&self, batch: &Batch, num_threads: usize) -> Work {
         // SAFETY: guaranteed by the caller.
         let plan = unsafe { Plan::make(self, batch, num_threads) };
         let is_merge = |unit: &&Unit| unit.partial.is_some() && unit.first_segment == unit.segments(&self.mask).start;
@@ -85,7 +85,7 @@ impl Attention {
     /// # Safety
     /// The batch and the operands must be consistent: every block id is inside the cache, every visible token was written. The CPU
     /// must be `supported()`.
-    pub unsafe fn attend(
+    pub(crate) unsafe fn attend(
         &self,
         executor: &impl Executor,
         work: &Work,

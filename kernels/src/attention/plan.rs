@@ -9,45 +9,45 @@ const UNIT_ROWS: usize = 48;
 
 /// Consecutive tokens of one sequence, for one KV head.
 #[derive(Clone, Copy, Debug)]
-pub struct Unit {
-    pub sequence: usize,
-    pub kv_head: usize,
+pub(crate) struct Unit {
+    pub(crate) sequence: usize,
+    pub(crate) kv_head: usize,
     /// Batch row of the first query token.
-    pub first_token: usize,
-    pub num_tokens: usize,
+    pub(crate) first_token: usize,
+    pub(crate) num_tokens: usize,
     /// Position of the first query token in its sequence.
-    pub first_position: usize,
+    pub(crate) first_position: usize,
     /// Source length of its sequence; 0 without an encoder.
-    pub source_len: usize,
-    pub first_segment: usize,
-    pub end_segment: usize,
+    pub(crate) source_len: usize,
+    pub(crate) first_segment: usize,
+    pub(crate) end_segment: usize,
     /// Offset in floats of the unit's partial states, one per segment, when its segments are separate units.
-    pub partial: Option<usize>,
+    pub(crate) partial: Option<usize>,
 }
 
 impl Unit {
     /// The interval of positions that the unit's tokens see.
-    pub fn sees(&self, mask: &AttentionMask) -> Range<usize> {
+    pub(crate) fn sees(&self, mask: &AttentionMask) -> Range<usize> {
         let last = self.first_position + self.num_tokens - 1;
         mask.first(self.first_position, self.source_len)..mask.end(last, self.source_len)
     }
 
     /// The segments that the unit's tokens see.
-    pub fn segments(&self, mask: &AttentionMask) -> Range<usize> {
+    pub(crate) fn segments(&self, mask: &AttentionMask) -> Range<usize> {
         let Range { start, end } = self.sees(mask);
         start / SEGMENT..end.div_ceil(SEGMENT)
     }
 }
 
-pub struct Plan {
-    pub units: Vec<Unit>,
-    pub partial_floats: usize,
+pub(crate) struct Plan {
+    pub(crate) units: Vec<Unit>,
+    pub(crate) partial_floats: usize,
 }
 
 impl Plan {
     /// # Safety
     /// The batch's arrays must have `num_sequences` entries.
-    pub unsafe fn make(attention: &Attention, batch: &Batch, num_threads: usize) -> Plan {
+    pub(crate) unsafe fn make(attention: &Attention, batch: &Batch, num_threads: usize) -> Plan {
         let layout = &attention.layout;
         let unit_tokens = (UNIT_ROWS / layout.group()).max(1);
         let mut prefills = Vec::new();

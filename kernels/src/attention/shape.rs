@@ -5,11 +5,11 @@ use crate::pool::Source;
 use crate::simd::LANES;
 
 /// Largest head size in elements.
-pub const MAX_DIM: usize = 1024;
+pub(crate) const MAX_DIM: usize = 1024;
 
 /// Which part of an encoder–decoder sequence a query sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Part {
+pub(crate) enum Part {
     /// Everything up to its own position; for models without an encoder.
     #[default]
     Context,
@@ -22,17 +22,17 @@ pub enum Part {
 /// The interval of positions that a query sees. It ends with the query's own position, except for `Part::Source`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
-pub struct AttentionMask {
+pub(crate) struct AttentionMask {
     /// Sliding window in tokens, the query's own included.
-    pub window: Option<usize>,
+    pub(crate) window: Option<usize>,
     /// Chunk size in tokens: a query sees only its own chunk.
-    pub chunk: Option<usize>,
-    pub part: Part,
+    pub(crate) chunk: Option<usize>,
+    pub(crate) part: Part,
 }
 
 impl AttentionMask {
     /// First visible position of the query at `position`. Monotonic in `position`.
-    pub fn first(&self, position: usize, source_len: usize) -> usize {
+    pub(crate) fn first(&self, position: usize, source_len: usize) -> usize {
         let part = match self.part {
             Part::Context => 0,
             Part::Source => return 0,
@@ -44,12 +44,12 @@ impl AttentionMask {
     }
 
     /// Upper bound on the positions that one query sees, counted back from its own; `None`: unbounded.
-    pub fn max_span(&self) -> Option<usize> {
+    pub(crate) fn max_span(&self) -> Option<usize> {
         self.window.into_iter().chain(self.chunk).min()
     }
 
     /// End of the visible interval, exclusive. Monotonic in `position`.
-    pub fn end(&self, position: usize, source_len: usize) -> usize {
+    pub(crate) fn end(&self, position: usize, source_len: usize) -> usize {
         if self.part == Part::Source { source_len } else { position + 1 }
     }
 }
@@ -57,43 +57,44 @@ impl AttentionMask {
 /// ALiBi: a head's slope times the key's position, added to the score (<https://arxiv.org/abs/2108.12409>).
 #[derive(Clone, Debug)]
 #[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
-pub struct Alibi {
+pub(crate) struct Alibi {
     /// One per head.
-    pub slopes: Vec<f32>,
+    pub(crate) slopes: Vec<f32>,
     /// Whether the bias is added before scores are scaled.
-    pub is_scaled: bool,
+    pub(crate) is_scaled: bool,
     /// Whether slope, position and product are rounded to bf16.
-    pub is_bfloat16: bool,
+    pub(crate) is_bfloat16: bool,
 }
 
 /// A learned bias on scores by relative position (T5): [heads][2 · reach + 1], for key minus query from -reach to reach.
 /// Larger distances are clamped.
 #[derive(Clone, Copy)]
-pub struct DistanceBias {
-    pub table: Source<f32>,
-    pub reach: usize,
+pub(crate) struct DistanceBias {
+    pub(crate) table: Source<f32>,
+    pub(crate) reach: usize,
 }
 
 /// Attention of one shape: scores are q·k · scale, then soft-capped, then biased.
 #[derive(Clone, Debug)]
-pub struct Attention {
-    pub layout: Layout,
-    pub mask: AttentionMask,
+pub(crate) struct Attention {
+    pub(crate) layout: Layout,
+    pub(crate) mask: AttentionMask,
     /// Scores become cap · tanh(score / cap).
-    pub soft_cap: Option<f32>,
-    pub alibi: Option<Alibi>,
+    pub(crate) soft_cap: Option<f32>,
+    pub(crate) alibi: Option<Alibi>,
     /// Whether every call has a `DistanceBias`.
-    pub has_relative_bias: bool,
+    pub(crate) has_relative_bias: bool,
 }
 
 impl Attention {
     /// Causal attention.
-    pub fn plain(layout: Layout) -> Attention {
+    #[cfg(test)]
+    pub(crate) fn plain(layout: Layout) -> Attention {
         Attention { layout, mask: AttentionMask::default(), soft_cap: None, alibi: None, has_relative_bias: false }
     }
 
     /// Validates the shape. The error names the inconsistent sizes.
-    pub fn checked(self) -> Result<Attention, String> {
+    pub(crate) fn checked(self) -> Result<Attention, String> {
         let Attention { layout, mask, soft_cap, alibi, .. } = &self;
         let &Layout { num_heads, num_kv_heads, head_dim, value_dim, values_in_keys, .. } = layout;
         if num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {

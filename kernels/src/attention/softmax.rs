@@ -11,32 +11,32 @@ const NO_MAXIMUM: f32 = -1e30;
 /// The states of some rows, in the caller's memory: maxima, sums (16 lanes each, added up at the end), then `value_dim` weighted
 /// values per row.
 #[derive(Clone, Copy)]
-pub struct State {
+pub(crate) struct State {
     address: *mut f32,
     num_rows: usize,
     value_dim: usize,
 }
 
 /// Floats in the state of `num_rows` rows.
-pub fn state_floats(num_rows: usize, value_dim: usize) -> usize {
+pub(crate) fn state_floats(num_rows: usize, value_dim: usize) -> usize {
     num_rows * (1 + LANES + value_dim)
 }
 
 impl State {
     /// `address` must point to `state_floats` floats.
-    pub fn new(address: *mut f32, num_rows: usize, value_dim: usize) -> State {
+    pub(crate) fn new(address: *mut f32, num_rows: usize, value_dim: usize) -> State {
         State { address, num_rows, value_dim }
     }
 
-    pub fn maximum(self, row: usize) -> *mut f32 {
+    pub(crate) fn maximum(self, row: usize) -> *mut f32 {
         self.address.wrapping_add(row)
     }
 
-    pub fn sums(self, row: usize) -> *mut f32 {
+    pub(crate) fn sums(self, row: usize) -> *mut f32 {
         self.address.wrapping_add(self.num_rows + row * LANES)
     }
 
-    pub fn values(self, row: usize) -> *mut f32 {
+    pub(crate) fn values(self, row: usize) -> *mut f32 {
         self.address.wrapping_add(self.num_rows * (1 + LANES) + row * self.value_dim)
     }
 
@@ -44,7 +44,7 @@ impl State {
     ///
     /// # Safety
     /// No other reference to the memory may exist.
-    pub unsafe fn clear(self) {
+    pub(crate) unsafe fn clear(self) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             std::slice::from_raw_parts_mut(self.address, self.num_rows).fill(NO_MAXIMUM);
@@ -57,7 +57,7 @@ impl State {
     /// # Safety
     /// Both states must have the same rows. The CPU must be `supported()`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub unsafe fn merge(self, later: State, first_row: usize) {
+    pub(crate) unsafe fn merge(self, later: State, first_row: usize) {
         for row in first_row..self.num_rows {
             // SAFETY: guaranteed by the caller.
             unsafe {
@@ -83,7 +83,7 @@ impl State {
     /// # Safety
     /// `output` must point to `value_dim` elements. The CPU must be `supported()`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut u16) {
+    pub(crate) unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut u16) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             let mut sum = _mm512_reduce_add_ps(_mm512_loadu_ps(self.sums(row)));
@@ -106,7 +106,7 @@ impl State {
     /// The tile's rows must be rows of the state. The CPU must be `supported()`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub unsafe fn weigh<const PLAIN: bool>(self, tile: &mut TileRows, scale: f32) {
+    pub(crate) unsafe fn weigh<const PLAIN: bool>(self, tile: &mut TileRows, scale: f32) {
         let rows = simd::first_lanes(tile.count);
         let mut highest = [0.0f32; LANES];
         for row in 0..tile.count {
@@ -139,22 +139,22 @@ impl State {
 
 /// Consecutive rows at one tile of the context.
 #[repr(align(64))]
-pub struct TileRows {
+pub(crate) struct TileRows {
     /// First row of the unit, and the number of rows.
-    pub first: usize,
-    pub count: usize,
+    pub(crate) first: usize,
+    pub(crate) count: usize,
     /// The tokens of the tile that each row sees. `first_visible` is ignored for plain attention.
-    pub first_visible: [usize; ROWS],
-    pub end_visible: [usize; ROWS],
-    pub scores: [[f32; TILE]; ROWS],
+    pub(crate) first_visible: [usize; ROWS],
+    pub(crate) end_visible: [usize; ROWS],
+    pub(crate) scores: [[f32; TILE]; ROWS],
     /// bf16, in pairs of consecutive tokens.
-    pub weights: [[u32; TILE / 2]; ROWS],
+    pub(crate) weights: [[u32; TILE / 2]; ROWS],
     /// Factor of each row's accumulated values.
-    pub factors: [f32; LANES],
+    pub(crate) factors: [f32; LANES],
 }
 
 impl TileRows {
-    pub fn new(first: usize, count: usize) -> TileRows {
+    pub(crate) fn new(first: usize, count: usize) -> TileRows {
         TileRows {
             first,
             count,

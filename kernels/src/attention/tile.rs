@@ -7,26 +7,26 @@ use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
 /// Rows per register tile: 6 rows of 4 vectors use 24 of the 32 vector registers.
-pub const ROWS: usize = 6;
+pub(crate) const ROWS: usize = 6;
 /// Blocks per tile.
-pub const BLOCKS: usize = TILE / BLOCK;
+pub(crate) const BLOCKS: usize = TILE / BLOCK;
 
 /// Addresses of a tile's keys and values, per block.
 #[derive(Clone, Copy)]
-pub struct Addresses {
-    pub keys: [*const u16; BLOCKS],
-    pub values: [*const u16; BLOCKS],
+pub(crate) struct Addresses {
+    pub(crate) keys: [*const u16; BLOCKS],
+    pub(crate) values: [*const u16; BLOCKS],
 }
 
 /// The visible blocks of one tile, and the number of its tokens that exist for these rows.
 #[derive(Clone, Copy)]
-pub struct Blocks {
-    pub here: Addresses,
+pub(crate) struct Blocks {
+    pub(crate) here: Addresses,
     /// The blocks of the next tile, prefetched at the same pace. PERF: blocks are too short for the hardware prefetcher.
-    pub next: Addresses,
-    pub num_tokens: usize,
-    pub head_dim: usize,
-    pub value_dim: usize,
+    pub(crate) next: Addresses,
+    pub(crate) num_tokens: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) value_dim: usize,
 }
 
 macro_rules! for_vectors {
@@ -58,7 +58,7 @@ macro_rules! for_rows {
 /// # Safety
 /// Each query must have `head_dim` elements, `scores` room for all rows. The CPU must be `supported()`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub unsafe fn score(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
+pub(crate) unsafe fn score(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
     // SAFETY: guaranteed by the caller.
     unsafe { for_rows!(queries.len(), score_rows(queries, blocks, scores)) }
 }
@@ -103,10 +103,10 @@ unsafe fn score_blocks<const R: usize, const B: usize>(queries: &[*const u16], b
 
 /// One row's accumulators [value_dim], the factor that rescales them first, and the tile's weights.
 #[derive(Clone, Copy)]
-pub struct Weighted {
-    pub sums: *mut f32,
-    pub factor: f32,
-    pub weights: *const u32,
+pub(crate) struct Weighted {
+    pub(crate) sums: *mut f32,
+    pub(crate) factor: f32,
+    pub(crate) weights: *const u32,
 }
 
 impl Default for Weighted {
@@ -120,7 +120,7 @@ impl Default for Weighted {
 /// # Safety
 /// Each row's pointers must be valid for `value_dim` floats and TILE / 2 pairs. The CPU must be `supported()`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub unsafe fn weigh(rows: &[Weighted], blocks: &Blocks) {
+pub(crate) unsafe fn weigh(rows: &[Weighted], blocks: &Blocks) {
     // SAFETY: guaranteed by the caller.
     unsafe { for_rows!(rows.len(), weigh_rows(rows, blocks)) }
 }

@@ -26,17 +26,17 @@ const LINE: usize = 32;
 
 /// The arguments that all units of a call share.
 #[derive(Clone, Copy)]
-pub struct Call<'a> {
-    pub attention: &'a Attention,
-    pub batch: &'a Batch,
-    pub operands: &'a Operands,
+pub(crate) struct Call<'a> {
+    pub(crate) attention: &'a Attention,
+    pub(crate) batch: &'a Batch,
+    pub(crate) operands: &'a Operands,
 }
 
 /// Computes a unit: its output rows, or its partial state.
 ///
 /// # Safety
 /// As for `Attention::attend`; `partials` must have `Work::room_floats` floats.
-pub unsafe fn run<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, following: &Unit, partials: Target<f32>) {
+pub(crate) unsafe fn run<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, following: &Unit, partials: Target<f32>) {
     let layout = &call.attention.layout;
     let rows = Rows::<PLAIN> { call, unit, following, count: unit.num_tokens * layout.group() };
     // SAFETY: guaranteed by the caller.
@@ -67,7 +67,7 @@ pub unsafe fn run<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, following: &U
 ///
 /// # Safety
 /// As for `run`; all segments must have been computed.
-pub unsafe fn merge_partials<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, partials: Target<f32>) {
+pub(crate) unsafe fn merge_partials<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, partials: Target<f32>) {
     let Some(offset) = unit.partial else { return };
     let layout = &call.attention.layout;
     let rows = Rows::<PLAIN> { call, unit, following: unit, count: unit.num_tokens * layout.group() };

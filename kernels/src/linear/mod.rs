@@ -7,7 +7,7 @@
 mod pack;
 mod tile;
 
-pub use pack::{PANEL, PackedLinear, Weight};
+pub(crate) use pack::{PANEL, PackedLinear, Weight};
 
 use crate::pool::{Executor, Source, Target};
 use tile::{Ahead, Outcome};
@@ -19,15 +19,15 @@ const PART_ROWS: usize = 128;
 
 /// Input: `num_rows` rows of `in_features` bf16 elements, `stride` elements apart.
 #[derive(Clone, Copy)]
-pub struct Rows {
-    pub address: Source<u16>,
-    pub stride: usize,
-    pub num_rows: usize,
+pub(crate) struct Rows {
+    pub(crate) address: Source<u16>,
+    pub(crate) stride: usize,
+    pub(crate) num_rows: usize,
 }
 
 /// The output, contiguous rows of bf16, and how results are combined with it.
 #[derive(Clone, Copy)]
-pub enum Output {
+pub(crate) enum Output {
     /// y = x·Wᵀ
     Store(Target<u16>),
     /// y += x·Wᵀ, with the product rounded to bf16 before the addition, like two separate operators
@@ -47,7 +47,7 @@ impl PackedLinear {
     ///
     /// # Safety
     /// `rows` must be readable, `output` writable for every row, and the two must not overlap. The CPU must be `supported()`.
-    pub unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output) {
+    pub(crate) unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output) {
         if rows.num_rows == 0 {
             return;
         }

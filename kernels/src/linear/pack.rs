@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 
 /// Output columns per panel.
-pub const PANEL: usize = 48;
+pub(crate) const PANEL: usize = 48;
 /// Vectors per panel row.
 pub(super) const VECTORS: usize = PANEL / LANES;
 /// bf16 elements of a panel per input pair.
@@ -17,16 +17,16 @@ pub(super) const PAIR: usize = PANEL * 2;
 
 /// The shape of a weight `[out_features, in_features]` in bf16, and its bias `[out_features]` or null.
 #[derive(Clone, Copy)]
-pub struct Weight {
-    pub bias: *const u16,
-    pub out_features: usize,
-    pub in_features: usize,
+pub(crate) struct Weight {
+    pub(crate) bias: *const u16,
+    pub(crate) out_features: usize,
+    pub(crate) in_features: usize,
     /// Whether the first half of the rows is a gate for the second half; their panels alternate.
-    pub gated: bool,
+    pub(crate) gated: bool,
 }
 
 /// A weight in panels.
-pub struct PackedLinear {
+pub(crate) struct PackedLinear {
     panels: Piece,
     /// By column of the panels, padded; empty without a bias.
     bias: Vec<f32>,
@@ -54,7 +54,7 @@ impl PackedLinear {
     ///
     /// # Safety
     /// The bias must be null or point to `out_features` elements.
-    pub unsafe fn new(arena: &Arena, weight: Weight) -> io::Result<PackedLinear> {
+    pub(crate) unsafe fn new(arena: &Arena, weight: Weight) -> io::Result<PackedLinear> {
         let Weight { bias: address, out_features, in_features, gated } = weight;
         let columns = if gated { out_features / 2 } else { out_features };
         let num_panels = columns.div_ceil(PANEL) * if gated { 2 } else { 1 };
@@ -79,7 +79,7 @@ impl PackedLinear {
     /// # Safety
     /// `source` must hold these rows, the weight must have them, and nothing may use the layer meanwhile. The CPU must be
     /// `supported()`.
-    pub unsafe fn fill(&self, executor: &impl Executor, source: Source<u16>, first: usize, num_rows: usize) {
+    pub(crate) unsafe fn fill(&self, executor: &impl Executor, source: Source<u16>, first: usize, num_rows: usize) {
         if num_rows == 0 {
             return;
         }
@@ -120,7 +120,13 @@ impl PackedLinear {
     ///
     /// # Safety
     /// `rows` must point to `num_rows` row numbers below `out_features`, `output` to room for as many rows.
-    pub unsafe fn copy_rows(&self, executor: &impl Executor, rows: Source<i64>, num_rows: usize, output: Target<u16>) {
+    pub(crate) unsafe fn copy_rows(
+        &self,
+        executor: &impl Executor,
+        rows: Source<i64>,
+        num_rows: usize,
+        output: Target<u16>,
+    ) {
         debug_assert!(!self.gated);
         let pairs = self.in_features.div_ceil(2);
         let panels = Source::new(self.panels.as_ptr().cast::<u16>().cast_const());
@@ -137,20 +143,20 @@ impl PackedLinear {
         });
     }
 
-    pub fn out_features(&self) -> usize {
+    pub(crate) fn out_features(&self) -> usize {
         self.out_features
     }
 
-    pub fn in_features(&self) -> usize {
+    pub(crate) fn in_features(&self) -> usize {
         self.in_features
     }
 
     /// Columns of the output: half of the weight's rows when gated.
-    pub fn output_columns(&self) -> usize {
+    pub(crate) fn output_columns(&self) -> usize {
         if self.gated { self.out_features / 2 } else { self.out_features }
     }
 
-    pub fn is_gated(&self) -> bool {
+    pub(crate) fn is_gated(&self) -> bool {
         self.gated
     }
 

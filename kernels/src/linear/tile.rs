@@ -11,7 +11,7 @@ const LINE: usize = 64;
 
 /// The prefetches during a tile.
 #[derive(Clone, Copy)]
-pub enum Ahead {
+pub(crate) enum Ahead {
     Nothing,
     /// Prefetch the stream of panels a fixed distance ahead: three lines per pair.
     Stream,
@@ -25,7 +25,7 @@ pub enum Ahead {
 
 impl Ahead {
     /// The prefetches of tile `tile` of `num_tiles` on the same panel. The first three tiles share the next panel's lines.
-    pub fn plan(tile: usize, num_tiles: usize, panels: usize) -> Ahead {
+    pub(crate) fn plan(tile: usize, num_tiles: usize, panels: usize) -> Ahead {
         match num_tiles {
             1 => Ahead::Stream,
             2 => Ahead::Share { tile, lines_per_pair: 2, panels },
@@ -37,27 +37,27 @@ impl Ahead {
 
 /// The addresses of one panel.
 #[derive(Clone, Copy)]
-pub struct Panel {
-    pub weights: *const u16,
-    pub bias: *const f32,
-    pub ahead: Ahead,
-    pub bytes: usize,
+pub(crate) struct Panel {
+    pub(crate) weights: *const u16,
+    pub(crate) bias: *const f32,
+    pub(crate) ahead: Ahead,
+    pub(crate) bytes: usize,
 }
 
 /// The input's shape.
 #[derive(Clone, Copy)]
-pub struct Shape {
-    pub stride: usize,
-    pub in_features: usize,
+pub(crate) struct Shape {
+    pub(crate) stride: usize,
+    pub(crate) in_features: usize,
 }
 
 /// The output of a tile.
 #[derive(Clone, Copy)]
-pub struct Outcome {
-    pub target: *mut u16,
-    pub stride: usize,
-    pub num_columns: usize,
-    pub add: bool,
+pub(crate) struct Outcome {
+    pub(crate) target: *mut u16,
+    pub(crate) stride: usize,
+    pub(crate) num_columns: usize,
+    pub(crate) add: bool,
 }
 
 type Sums<const R: usize> = [[__m512; VECTORS]; R];
@@ -81,7 +81,7 @@ macro_rules! for_height {
 ///
 /// # Safety
 /// `height` rows of `shape` must be readable at `input`, `outcome` writable for them, and the panel made for `shape.in_features`.
-pub unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
+pub(crate) unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
     // SAFETY: guaranteed by the caller.
     unsafe { for_height!(height, plain(input, shape, panel, outcome)) }
 }
@@ -90,7 +90,7 @@ pub unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel: Panel
 ///
 /// # Safety
 /// As for `apply`.
-pub unsafe fn apply_gated(height: usize, input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
+pub(crate) unsafe fn apply_gated(height: usize, input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
     // SAFETY: guaranteed by the caller.
     unsafe { for_height!(height, gated(input, shape, panels, outcome)) }
 }

@@ -3,7 +3,7 @@
 use super::*;
 
 /// One score by its formula.
-pub fn score(attention: &Attention, product: f32, head: usize, position: usize) -> f32 {
+pub(crate) fn score(attention: &Attention, product: f32, head: usize, position: usize) -> f32 {
     let scale = attention.layout.scale;
     let mut score = product * scale;
     if let Some(cap) = attention.soft_cap {
