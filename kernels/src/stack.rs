@@ -201,7 +201,7 @@ impl Stack {
     unsafe fn norm(&self, walker: &Walker<'_>, weight: Source<u16>, x: Target<u16>, num_rows: usize, to: Target<u16>) {
         let norm = RmsNorm { weight, eps: self.eps, dim: self.hidden(), num_rows };
         // SAFETY: the caller of `run` vouches for the step.
-        unsafe { norm.apply(walker, x.to_source(), to) };
+        unsafe { norm.apply(walker, x.source(), to) };
     }
 
     /// Projects and rotates queries and keys of the new tokens, and stores keys and values.
@@ -212,7 +212,7 @@ impl Stack {
         let keys = Target::new(places.qkv.at(num_heads * head_dim));
         let keys = Heads { address: keys, stride, num_heads: num_kv_heads, head_dim };
         let tokens = NewTokens {
-            keys: keys.address.to_source(),
+            keys: keys.address.source(),
             keys_stride: stride,
             values: Source::new(places.qkv.at((num_heads + num_kv_heads) * head_dim)),
             values_stride: stride,
@@ -230,9 +230,9 @@ impl Stack {
 
     unsafe fn attend(&self, walker: &Walker<'_>, step: &Step<'_>, cache: Target<u16>, work: &Work, places: Places) {
         let operands = Operands {
-            queries: places.qkv.to_source(),
+            queries: places.qkv.source(),
             stride: self.layers[0].qkv.output_columns(),
-            cache: cache.to_source(),
+            cache: cache.source(),
             output: places.attended,
             sinks: None,
             bias: None,
@@ -259,5 +259,5 @@ impl Stack {
 }
 
 fn rows(address: Target<u16>, stride: usize, num_rows: usize) -> Rows {
-    Rows { address: address.to_source(), stride, num_rows }
+    Rows { address: address.source(), stride, num_rows }
 }

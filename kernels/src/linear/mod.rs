@@ -7,7 +7,8 @@
 mod pack;
 mod tile;
 
-pub(crate) use pack::{PANEL, PackedLinear, Weight};
+pub(crate) use pack::{PackedLinear, Weight};
+pub(crate) use tile::PANEL;
 
 use crate::pool::{Executor, Source, Target};
 use tile::{Ahead, Outcome};

@@ -1,19 +1,12 @@
 //! The packed form of a weight: panels of 48 output columns, each [input pair][column][2], so that one vector load brings a pair
 //! of input features for 16 columns. Padding columns, and the second half of an odd last pair, are zero.
 
-use super::tile::{Ahead, Panel};
+use super::tile::{Ahead, PAIR, PANEL, Panel};
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
 use std::io;
 use std::ops::Range;
-
-/// Output columns per panel.
-pub(crate) const PANEL: usize = 48;
-/// Vectors per panel row.
-pub(super) const VECTORS: usize = PANEL / LANES;
-/// bf16 elements of a panel per input pair.
-pub(super) const PAIR: usize = PANEL * 2;
 
 /// The shape of a weight `[out_features, in_features]` in bf16, and its bias `[out_features]` or null.
 #[derive(Clone, Copy)]

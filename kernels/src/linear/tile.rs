@@ -1,8 +1,14 @@
 //! The register tile: up to 8 rows by one panel of 48 columns, with the sums over all input features in registers.
 
-use super::pack::{PAIR, VECTORS};
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
+
+/// Output columns per panel.
+pub(crate) const PANEL: usize = 48;
+/// Vectors per panel row.
+const VECTORS: usize = PANEL / LANES;
+/// bf16 elements of a panel per input pair.
+pub(super) const PAIR: usize = PANEL * 2;
 
 /// Prefetch distance in bytes while a single tile streams a panel. PERF: 8 and 16 rows of 3072 × 576 took 90 and 140 µs with this
 /// distance into the second-level cache, 102 to 106 and 161 to 164 µs with 2 to 16 KiB into the first (Zen 4, 2 threads).
@@ -188,7 +194,7 @@ unsafe fn accumulate<const R: usize, const LINES: usize>(
 ) -> Sums<R> {
     let mut sums = [[_mm512_setzero_ps(); VECTORS]; R];
     for pair in 0..shape.in_features / 2 {
-        // SAFETY: the caller of `apply` vouches for R rows and a panel of so many pairs; panels are 64-byte aligned.
+        // SAFETY: the caller of `apply` vouches for R rows and a panel with that many pairs; panels are 64-byte aligned.
         unsafe {
             let base = weights.add(pair * PAIR);
             let mut columns = [_mm512_setzero_si512(); VECTORS];

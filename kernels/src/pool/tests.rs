@@ -29,7 +29,7 @@ fn a_walk_finishes_each_kernel_before_the_next() {
                 assert!(sum.load(Ordering::Relaxed) >= expected);
             }
         });
-        assert_eq!(sum.load(Ordering::Relaxed), (0..100).map(|round| round % 7).sum());
+        assert_eq!(sum.load(Ordering::Relaxed), (0..100).map(|round| round % 7).sum::<usize>());
     }
 }
 

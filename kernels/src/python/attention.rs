@@ -222,7 +222,7 @@ impl PagedAttention {
             None => None,
         };
         let output = output.expect("output", [num_tokens, num_heads, value_dim])?.target("output")?;
-        let operands = Operands { queries, stride, cache: cache.to_source(), output, sinks, bias };
+        let operands = Operands { queries, stride, cache: cache.source(), output, sinks, bias };
         let span =
             self.attention.mask.max_span().map_or(batch.max_context_tokens, |span| span.min(batch.max_context_tokens));
         let work = num_tokens * span * num_heads * head_dim;
