@@ -65,7 +65,7 @@ def only_adapter(folder: Path) -> None:
         (put_nan, "tensor model.norm.weight holds NaN"),
         (empty_vocabulary, "has no vocabulary"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
-        (only_adapter, "holds a LORA adapter, not a model; it is for some/base"),
+        (only_adapter, "holds a LORA adapter, not a model; merge it into its base model some/base"),
     ],
 )
 def test_a_damaged_folder_ends_startup_with_one_message(

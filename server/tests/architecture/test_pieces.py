@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from penstock_server.weights import loader, safetensors_file
 from penstock_server.weights.gguf import matrix
 from shares import open_loader
 from test_gguf_parity import made as made_gguf
-from test_parity import Made, make, one_thread  # noqa: F401 - fixtures
+from test_parity import one_thread  # noqa: F401 - a fixture
+from tiny_model import save_case
 
 RANKS = [(RankGroup(), True), (RankGroup(1, 2), True), (RankGroup(1, 2), False)]
 
@@ -28,8 +28,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_of_a_checkpoint_make_the_whole(make: Callable[[str], Made], name: str) -> None:  # noqa: F811
-    check(make(name).folder)
+def test_pieces_of_a_checkpoint_make_the_whole(name: str, tmp_path: Path) -> None:
+    check(save_case(name, tmp_path))
 
 
 @pytest.mark.parametrize("name", GGUF_CASES)

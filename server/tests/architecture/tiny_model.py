@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from cases import NEVER, Case
+from cases import CASES, NEVER, Case
 
 
 def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
@@ -45,3 +45,11 @@ def make_model(name: str, case: Case) -> transformers.PreTrainedModel:
 def save_model(model: transformers.PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     return folder
+
+
+def save_case(name: str, folder: Path) -> Path:
+    """The folder of a case's checkpoint, in the published layout where transformers' own differs."""
+    case = CASES[name]
+    reference = make_model(name, case)
+    save_model(reference, folder)
+    return folder if case.published is None else case.published.save(reference, folder / "published")
