@@ -12,7 +12,7 @@ use crate::workers::{WorkerOptions, Workers, WorkersError};
 /// Time limit for the workers to listen. Python's imports read hundreds of megabytes, perhaps from a cold disk.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(300);
 /// After a lost connection: how long to wait for the exit that explains it.
-const EXIT_REASON_TIMEOUT: Duration = Duration::from_secs(2);
+pub(crate) const EXIT_REASON_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How to start a group like the first one.
 pub(crate) struct Recipe {

@@ -10,12 +10,9 @@ use penstock_router::engine::{RestartError, RestartGroup, RestartTimes, Restarte
 use tokio::sync::{mpsc, oneshot};
 
 use crate::fork_server::ForkServer;
-use crate::group::{self, GroupError, Loaded, Recipe};
+use crate::group::{self, EXIT_REASON_TIMEOUT, GroupError, Loaded, Recipe};
 use crate::standby::{StandbyEvent, StandbyGroup};
 use crate::workers::Workers;
-
-/// How long a restart waits for the reason of a worker's exit. A process that has exited has reported it by then.
-const EXIT_REASON_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A standby group starts this long after a group became ready, so that its load does not slow the first steps down.
 const STANDBY_DELAY: Duration = Duration::from_secs(1);
