@@ -56,7 +56,9 @@ def penstock_server(extra: Sequence[str]) -> Server:
     paths = [str(peers.ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {} if binary == installed else {"PYTHONPATH": ":".join(paths), "PENSTOCK_PYTHON": sys.executable}
     command = [str(binary), *extra, "--port"]
-    return Server("penstock", "bf16", lambda port: [*command, str(port)], PENSTOCK, environment, "in reserve")
+    return Server(
+        "penstock", "bf16", lambda port: [*command, str(port)], PENSTOCK, environment, "the standby group is ready"
+    )
 
 
 def llama_server(name: str, gguf: Path, max_streams: int, extra: Sequence[str]) -> Server:

@@ -115,11 +115,11 @@ def stream(port: int, prompt: str, arrivals: list[float]) -> None:
 
 def measure_kill(server: Running, index: int, with_reserve: bool, since: int) -> dict[str, Any]:
     """Kill a rank under running streams. `since`: number of log records before the serving group started."""
-    server.wait_for("workers are in reserve", since)
+    server.wait_for("the standby group is ready", since)
     if not with_reserve:
         for pid in worker_groups(server.process.pid)[1]:
             os.kill(pid, signal.SIGKILL)
-        server.wait_for("no workers are in reserve any more", since)
+        server.wait_for("the standby group failed", since)
     arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
     threads = [
         threading.Thread(target=stream, args=(server.port, f"Story {index}.{place}: once upon a time", arrivals[place]))
