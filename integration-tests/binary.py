@@ -96,6 +96,13 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pop
     )
 
 
+def logged(server: Server, prefix: str, key: str = "seconds", since: int = 0) -> dict[str, float]:
+    """The values of `key` in the log after the first `since` lines, by the rest of the message after `prefix`."""
+    records = [json.loads(line)["fields"] for line in server.lines[since:] if line.startswith("{")]
+    found = [record for record in records if key in record and record.get("message", "").startswith(prefix)]
+    return {record["message"].removeprefix(prefix): float(record[key]) for record in found}
+
+
 @contextmanager
 def reserved_port() -> Iterator[int]:
     """A port that no other process gets within the context. The server can bind it: it sets SO_REUSEADDR too."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from binary import Server
+from client import ask
 from openai import BadRequestError, InternalServerError, OpenAI
 
 QUESTION = [{"role": "user", "content": "Name a colour of the rainbow, and why you like it."}]
@@ -29,16 +28,10 @@ def openai(server: Server) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
 
 
-def post(server: Server, path: str, body: Any) -> tuple[Any, dict[str, str]]:
-    """(answer, headers)"""
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response), {name.lower(): value for name, value in response.headers.items()}
-
-
 def generate(server: Server, inputs: str, **parameters: Any) -> dict[str, Any]:
-    answer, _ = post(server, "/generate", {"inputs": inputs, "parameters": {"details": True, **parameters}})
-    return answer
+    answer = ask(server, "/generate", {"inputs": inputs, "parameters": {"details": True, **parameters}})
+    assert answer.status == 200, answer.text
+    return answer.json
 
 
 def ids(answer: dict[str, Any]) -> list[int]:
@@ -106,12 +99,9 @@ def test_every_chunk_has_a_usage_key_and_only_the_last_one_has_a_value(server: S
     plain = openai.chat.completions.create(**GREEDY, messages=QUESTION)
     for with_usage in (False, True):
         body = {**GREEDY, "messages": QUESTION, "stream": True, "stream_options": {"include_usage": with_usage}}
-        request = urllib.request.Request(
-            server.url + "/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            *lines, done = [line[6:] for line in response if line.startswith(b"data: ")]
-        assert done == b"[DONE]\n"
+        answer = ask(server, "/v1/chat/completions", body)
+        *lines, done = [line[6:] for line in answer.body.split(b"\n") if line.startswith(b"data: ")]
+        assert done == b"[DONE]"
         chunks = [json.loads(line) for line in lines]
         if with_usage:
             last = chunks.pop()
@@ -156,12 +146,12 @@ def test_all_parameters_together_are_reproducible_and_keep_the_stop_string(serve
 @pytest.mark.native
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 11}], ids=["greedy", "seeded"])
 def test_concurrent_identical_requests_have_one_answer(server: Server, sampling: dict[str, Any]) -> None:
-    def ask(_: int) -> dict[str, Any]:
+    def generate_again(_: int) -> dict[str, Any]:
         return generate(server, "The three things that matter most are", max_new_tokens=24, **sampling)
 
-    alone = ask(0)
+    alone = generate_again(0)
     with ThreadPoolExecutor(12) as clients:
-        assert all(answer == alone for answer in clients.map(ask, range(12)))
+        assert all(answer == alone for answer in clients.map(generate_again, range(12)))
     assert alone["details"]["seed"] == sampling.get("seed")
 
 
@@ -171,7 +161,8 @@ def test_every_route_reports_times_in_headers(server: Server) -> None:
         ("/v1/chat/completions", {**GREEDY, "messages": QUESTION}),
         ("/v1/completions", {**GREEDY, "prompt": "Hello"}),
     ):
-        answer, headers = post(server, path, body)
+        response = ask(server, path, body)
+        answer, headers = response.json, response.headers
         times_ms = {name: int(headers[f"x-{name}-time"]) for name in TIMES}
         assert times_ms["total"] >= times_ms["inference"] > 0
         assert int(headers["x-time-per-token"]) > 0
@@ -218,10 +209,9 @@ def test_a_request_ends_at_its_timeout(server: Server, openai: OpenAI) -> None:
         )
     assert raised.value.status_code == 504
     assert 0.4 < time.monotonic() - begin < 10
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        generate(server, "Hello", max_new_tokens=2000, timeout=0.5, ignore_eos=True)
-    assert refused.value.code == 504
-    assert json.load(refused.value)["error_type"] == "timeout"
+    parameters = {"max_new_tokens": 2000, "timeout": 0.5, "ignore_eos": True}
+    answer = ask(server, "/generate", {"inputs": "Hello", "parameters": parameters})
+    assert (answer.status, answer.json["error_type"]) == (504, "timeout")
 
 
 def test_priority_changes_no_token_and_has_limits(server: Server, openai: OpenAI) -> None:

@@ -12,11 +12,12 @@ from contextlib import suppress
 
 import pytest
 from binary import Server, start
+from client import connect
 from fault import host, http2, network, slow
 from fault.cancel import cancel, leaves_nothing_behind
 from fault.kill import kill_workers
 from fault.malformed import malform
-from fault.mix import Answer, Repeated, Request, answer_of, answers, connect, error_in, events, requests
+from fault.mix import Answer, Repeated, Request, answer_of, answers, error_in, events, requests
 from fault.probe import footprint, health, metrics, wait_for_rest, wait_until
 from fault.soak import soak
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import re
 import socket
 import threading
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,6 +15,8 @@ from typing import Any
 import pytest
 from bad_request import Bad, every
 from binary import Server
+from client import ask, connect, events
+from fault.probe import wait_for_rest
 
 pytestmark = pytest.mark.native
 
@@ -50,20 +49,6 @@ STREAMS = [
 ]
 
 
-def connect(server: Server, timeout_s: float = 60) -> http.client.HTTPConnection:
-    address = urllib.parse.urlsplit(server.url)
-    return http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
-
-
-def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """All events of a stream, with ids, texts, logprobs and top tokens."""
-    request = urllib.request.Request(
-        server.url + "/generate_stream", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return [json.loads(line[5:]) for line in response if line.startswith(b"data:")]
-
-
 class Streams:
     """Runs all of STREAMS concurrently and repeats each until the context ends."""
 
@@ -77,12 +62,12 @@ class Streams:
 
     def _run_all(self) -> list[list[dict[str, Any]]]:
         with ThreadPoolExecutor(len(STREAMS)) as pool:
-            return list(pool.map(lambda body: events(self._server, body), STREAMS))
+            return list(pool.map(lambda body: events(self._server, "/generate_stream", body), STREAMS))
 
     def _repeat(self, n: int) -> None:
         while not self._stopping.is_set():
             try:
-                answer = events(self._server, STREAMS[n])
+                answer = events(self._server, "/generate_stream", STREAMS[n])
             except OSError as error:
                 self.differences.append(f"stream {n}: {error!r}")
                 return
@@ -102,25 +87,13 @@ class Streams:
             thread.join()
 
 
-def gauge(server: Server, name: str) -> float:
-    text = urllib.request.urlopen(server.url + "/metrics").read().decode()
-    found = re.search(rf"^{name} ([0-9.e+]+)$", text, re.MULTILINE)
-    assert found, f"{name} is not in /metrics"
-    return float(found[1])
-
-
 @contextmanager
 def leaks_nothing(server: Server) -> Iterator[None]:
     """Check that the context leaks no request and no block, and loses no worker."""
     workers = server.worker_pids()
     yield
-    deadline = time.monotonic() + 30
-    while gauge(server, "penstock_kv_free_blocks") != gauge(server, "penstock_kv_blocks"):
-        assert time.monotonic() < deadline, "KV blocks were not freed"
-        time.sleep(0.05)
-    assert gauge(server, "tgi_batch_current_size") == 0
-    assert gauge(server, "tgi_queue_size") == 0
-    assert urllib.request.urlopen(server.url + "/health").status == 200
+    wait_for_rest(server)
+    assert ask(server, "/health").status == 200
     assert set(workers) <= set(server.worker_pids())  # a standby group may start later
     assert server.process.poll() is None
     assert not [line for line in server.lines if "panicked" in line or "Traceback" in line]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from binary import PENSTOCK, Server, launch, reserved_port, start
+from client import ask, events
 
 SHUTTING_DOWN = {"error": "the server is shutting down", "error_type": "shutting_down"}
 
@@ -27,10 +28,7 @@ SHUTTING_DOWN = {"error": "the server is shutting down", "error_type": "shutting
 def stream(server: Server, tokens: int) -> list[dict]:
     """All events of a stream."""
     parameters = {"max_new_tokens": tokens, "ignore_eos": True}
-    body = json.dumps({"inputs": "A long story:", "parameters": parameters}).encode()
-    request = urllib.request.Request(server.url + "/generate_stream", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return [json.loads(line[5:]) for line in response if line.startswith(b"data:")]
+    return events(server, "/generate_stream", {"inputs": "A long story:", "parameters": parameters})
 
 
 def alive(pid: int) -> bool:
@@ -58,32 +56,22 @@ def streams(server: Server, num: int, tokens: int) -> Iterator[list[Future[list[
         yield futures
 
 
-def ask(server: Server, path: str, body: dict | None = None) -> tuple[int, dict]:
-    """(status, JSON body or {})"""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.loads(response.read() or b"{}")
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_running_streams_refuses_requests_and_exits_0(number: int) -> None:
     server = start()
     processes = [*server.processes(), *server.renderer_pids()]
     with streams(server, 16, 150) as futures:
         server.process.send_signal(number)
-        while ask(server, "/health")[0] == 200:
+        while ask(server, "/health").status == 200:
             pass
-        status, report = ask(server, "/health/ready")
-        assert (status, report["live"]["ok"], report["ready"]["ok"]) == (503, True, False)
-        assert ask(server, "/health/live")[0] == 200
+        report = ask(server, "/health/ready")
+        assert (report.status, report.json["live"]["ok"], report.json["ready"]["ok"]) == (503, True, False)
+        assert ask(server, "/health/live").status == 200
         for path in ("/generate", "/generate_stream"):
-            assert ask(server, path, {"inputs": "Hi"}) == (503, SHUTTING_DOWN)
-        status, answer = ask(server, "/v1/completions", {"prompt": "Hi", "stream": True})
-        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+            answer = ask(server, path, {"inputs": "Hi"})
+            assert (answer.status, answer.json) == (503, SHUTTING_DOWN)
+        answer = ask(server, "/v1/completions", {"prompt": "Hi", "stream": True})
+        assert (answer.status, answer.json["error"]["code"]) == (503, "shutting_down")
         assert not any(future.done() for future in futures)
     for future in futures:
         assert len(future.result()) == 150
@@ -105,7 +93,7 @@ def test_a_second_signal_stops_the_server_immediately(number: int) -> None:
     processes = [*server.processes(), *server.renderer_pids()]
     with streams(server, 4, 4000) as futures:
         server.process.send_signal(signal.SIGTERM)
-        while ask(server, "/health")[0] == 200:
+        while ask(server, "/health").status == 200:
             pass
         assert server.stop(number, timeout_s=10) == 128 + number
         for future in futures:
@@ -118,19 +106,20 @@ def test_a_hung_worker_makes_the_server_unhealthy_until_it_resumes() -> None:
     server = start("--step-timeout", "30")
     worker = server.worker_groups()[0][0]
     with streams(server, 1, 120) as futures:
-        assert ask(server, "/health/ready")[0] == 200
+        assert ask(server, "/health/ready").status == 200
         os.kill(worker, signal.SIGSTOP)
         try:
             deadline = time.monotonic() + 60
-            while ask(server, "/health/ready")[1]["progressing"]["ok"]:
+            while ask(server, "/health/ready").json["progressing"]["ok"]:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-            assert ask(server, "/health") == (503, {"error": "unhealthy", "error_type": "healthcheck"})
-            assert ask(server, "/health/live")[0] == 200
+            answer = ask(server, "/health")
+            assert (answer.status, answer.json) == (503, {"error": "unhealthy", "error_type": "healthcheck"})
+            assert ask(server, "/health/live").status == 200
         finally:
             os.kill(worker, signal.SIGCONT)
         assert len(futures[0].result()) == 120
-    while ask(server, "/health")[0] != 200:
+    while ask(server, "/health").status != 200:
         assert time.monotonic() < deadline + 60
         time.sleep(0.2)
     assert server.stop() == 0
@@ -147,8 +136,8 @@ def test_a_killed_launcher_leaves_no_worker() -> None:
 
 def test_repeated_worker_failures_end_streams_with_an_error_and_the_server_with_status_1() -> None:
     server = start()
-    events: list[dict] = []
-    client = threading.Thread(target=lambda: events.extend(stream(server, 2000)))
+    received: list[dict] = []
+    client = threading.Thread(target=lambda: received.extend(stream(server, 2000)))
     client.start()
     while b"tgi_batch_current_size 1" not in urllib.request.urlopen(server.url + "/metrics").read():
         assert client.is_alive()
@@ -162,8 +151,8 @@ def test_repeated_worker_failures_end_streams_with_an_error_and_the_server_with_
             pass  # the process has already exited
         time.sleep(0.05)
     client.join()
-    assert events[-1]["error_type"] == "generation"
-    assert "5 failures in a row" in events[-1]["error"]
+    assert received[-1]["error_type"] == "generation"
+    assert "5 failures in a row" in received[-1]["error"]
     assert server.process.returncode == 1
 
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import os
-import re
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,17 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 from binary import Server, start
+from client import ask, connect, send
+from fault.probe import metrics, wait_until
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from openai import OpenAI
 
 PROMPTS = [f"Fact number {n}: the" for n in range(64)]
-
-
-def gauge(server: Server, name: str) -> float:
-    text = urllib.request.urlopen(server.url + "/metrics").read().decode()
-    found = re.search(rf"^{name} ([0-9.e+]+)$", text, re.MULTILINE)
-    assert found, f"{name} is not in /metrics"
-    return float(found[1])
 
 
 def test_each_of_64_concurrent_streams_ends_exactly_once(server: Server) -> None:
@@ -49,20 +39,16 @@ def test_each_of_64_concurrent_streams_ends_exactly_once(server: Server) -> None
 
 
 def test_disconnected_clients_free_their_blocks(server: Server) -> None:
-    before = gauge(server, "penstock_kv_free_blocks")
-    address = urllib.parse.urlsplit(server.url)
+    before = metrics(server)["penstock_kv_free_blocks"]
     for n in range(20):
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        connection = connect(server)
         body = json.dumps({"inputs": f"Story {n}: " + "word " * 200, "parameters": {"max_new_tokens": 500}})
         connection.request("POST", "/generate_stream", body, {"content-type": "application/json"})
         if n % 2:
             connection.getresponse().readline()
         connection.close()
-    deadline = time.monotonic() + 30
-    while gauge(server, "penstock_kv_free_blocks") != before:
-        assert time.monotonic() < deadline, "blocks of disconnected clients were not freed"
-        time.sleep(0.05)
-    assert gauge(server, "tgi_batch_current_size") == 0
+    wait_until(lambda: metrics(server)["penstock_kv_free_blocks"] == before, "disconnected clients' blocks are free")
+    assert metrics(server)["tgi_batch_current_size"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +89,10 @@ def small() -> Iterator[Server]:
 
 def test_overload_gets_429_with_its_error_type(small: Server) -> None:
     def one(_: int) -> tuple[int, str]:
-        body = json.dumps({"inputs": "Hello", "parameters": {"max_new_tokens": 64}}).encode()
-        request = urllib.request.Request(small.url + "/generate", body, {"content-type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, ""
-        except urllib.error.HTTPError as error:
-            retry_after_s = int(error.headers["retry-after"])
-            return error.code if retry_after_s > 0 else 0, json.load(error)["error_type"]
+        answer = ask(small, "/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 64}})
+        if answer.status == 200:
+            return 200, ""
+        return answer.status if int(answer.headers["retry-after"]) > 0 else 0, answer.json["error_type"]
 
     with ThreadPoolExecutor(8) as clients:
         answers = set(clients.map(one, range(8)))
@@ -118,9 +100,8 @@ def test_overload_gets_429_with_its_error_type(small: Server) -> None:
 
 
 def test_refused_clients_retry_after_the_stated_delay(small: Server) -> None:
-    body = json.dumps({"inputs": "A long story:", "parameters": {"max_new_tokens": 4000, "ignore_eos": True}}).encode()
-    request = urllib.request.Request(small.url + "/generate_stream", body, {"content-type": "application/json"})
-    occupant = urllib.request.urlopen(request, timeout=60)
+    body = {"inputs": "A long story:", "parameters": {"max_new_tokens": 4000, "ignore_eos": True}}
+    connection, occupant = send(small, "/generate_stream", body)
     occupant.readline()
     asked: list[float] = []
     answered: list[tuple[float, int, str | None]] = []
@@ -128,6 +109,7 @@ def test_refused_clients_retry_after_the_stated_delay(small: Server) -> None:
     def on_answer(response: httpx.Response) -> None:
         answered.append((time.monotonic(), response.status_code, response.headers.get("retry-after")))
         occupant.close()
+        connection.close()
 
     hooks = {"request": [lambda _: asked.append(time.monotonic())], "response": [on_answer]}
     with httpx.Client(event_hooks=hooks) as transport:
@@ -146,15 +128,13 @@ def test_refused_clients_retry_after_the_stated_delay(small: Server) -> None:
         assert retry_after_s is not None
         assert 1 <= int(retry_after_s) <= 60
         assert asked_again_at - refused_at >= int(retry_after_s)
-    assert gauge(small, "penstock_queue_tokens") == 0
+    assert metrics(small)["penstock_queue_tokens"] == 0
 
 
 @pytest.mark.parametrize("prompt_words", [1, 900])
 def test_tokenize_counts_the_tokens_that_generation_reports(server: Server, prompt_words: int) -> None:
     prompt = "word " * prompt_words
-    body = json.dumps({"inputs": prompt}).encode()
-    request = urllib.request.Request(server.url + "/tokenize", body, {"content-type": "application/json"})
-    tokens = json.loads(urllib.request.urlopen(request).read())
+    tokens = ask(server, "/tokenize", {"inputs": prompt}).json
     client = InferenceClient(server.url)
     events = list(client.text_generation(prompt, max_new_tokens=1, details=True, stream=True))
     assert events[-1].details.input_length == len(tokens)

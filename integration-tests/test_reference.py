@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from binary import Server, start
+from client import ask
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 from openai import AuthenticationError, OpenAI
@@ -41,10 +40,8 @@ def openai(keyed: Server) -> OpenAI:
 
 
 def generate(keyed: Server, inputs: str, **parameters: Any) -> dict[str, Any]:
-    body = json.dumps({"inputs": inputs, "parameters": {"details": True, **parameters}}).encode()
-    headers = {"content-type": "application/json", "authorization": f"Bearer {KEYS[1]}"}
-    with urllib.request.urlopen(urllib.request.Request(keyed.url + "/generate", body, headers), timeout=60) as response:
-        return json.load(response)
+    body = {"inputs": inputs, "parameters": {"details": True, **parameters}}
+    return ask(keyed, "/generate", body, authorization=f"Bearer {KEYS[1]}").json
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -70,12 +67,9 @@ def test_a_wrong_key_gets_401_in_every_client(keyed: Server, key: str) -> None:
 
 def test_without_a_key_only_health_routes_answer(keyed: Server) -> None:
     for path in ("/", "/generate", "/generate_stream", "/tokenize", "/invocations", "/vertex", "/v1/completions"):
-        request = urllib.request.Request(keyed.url + path, b"{}", {"content-type": "application/json"})
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request)
-        assert refused.value.code == 401, path
+        assert ask(keyed, path, {}).status == 401, path
     for path in ("/health", "/ping", "/"):
-        assert urllib.request.urlopen(keyed.url + path).status == 200
+        assert ask(keyed, path).status == 200
 
 
 def reference_logprobs(token_ids: list[int]) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
-import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import pytest
 import torch
 import transformers
 from binary import Server, launch, start
+from client import ask, events, send
 from fault.probe import metrics, wait_for_rest, wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedModel
@@ -124,25 +123,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert server.stop() == 0
 
 
-def send(server: Server, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    address = urllib.parse.urlsplit(server.url)
-    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=120)
-    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-    return connection, connection.getresponse()
-
-
 def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
-    connection, response = send(server, path, body)
-    answer = json.loads(response.read())
-    connection.close()
-    return response.status, answer
-
-
-def events(server: Server, path: str, body: Any) -> list[Any]:
-    connection, response = send(server, path, body)
-    lines = response.read().decode().splitlines()
-    connection.close()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    answer = ask(server, path, body)
+    return answer.status, answer.json
 
 
 def generate(pair: Pair, text: str, **parameters: Any) -> tuple[list[int], str]:
@@ -247,11 +230,7 @@ def test_the_root_route_does_not_repeat_the_source(pair: Pair) -> None:
 
 
 def test_info_has_the_task_and_the_limits(pair: Pair) -> None:
-    address = urllib.parse.urlsplit(pair.server.url)
-    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
-    connection.request("GET", "/info")
-    info = json.loads(connection.getresponse().read())
-    connection.close()
+    info = ask(pair.server, "/info").json
     assert (info["model_pipeline_tag"], info["max_input_tokens"]) == ("text2text-generation", LONGEST)
     logged = [line for line in pair.server.lines if "prefix-caching is false" in line]
     assert len(logged) == 1, "the log says once that prefixes are not shared"

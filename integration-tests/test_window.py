@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from binary import Server, start
+from binary import start
+from client import ask
 from fault.probe import wait_for_rest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -44,22 +43,15 @@ def save(folder: Path) -> tuple[Any, Tokenizer]:
     return model, tokenizer
 
 
-def post(server: Server, path: str, body: Any) -> Any:
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return json.load(response)
-
-
 def test_a_windowed_sequence_may_exceed_the_kv_cache(tmp_path: Path) -> None:
     model, tokenizer = save(tmp_path)
     server = start("--model-id", str(tmp_path), "--dtype", "float32", "--max-batch-total-tokens", str(POOL))
-    with urllib.request.urlopen(server.url + "/info", timeout=60) as response:
-        assert json.load(response)["max_total_tokens"] == LONGEST
+    assert ask(server, "/info").json["max_total_tokens"] == LONGEST
 
     def generate(text: str) -> list[int]:
         parameters = {"max_new_tokens": NUM_TOKENS, "details": True}
-        answer = post(server, "/generate", {"inputs": text, "parameters": parameters})
-        return [token["id"] for token in answer["details"]["tokens"]]
+        answer = ask(server, "/generate", {"inputs": text, "parameters": parameters})
+        return [token["id"] for token in answer.json["details"]["tokens"]]
 
     with ThreadPoolExecutor(len(TEXTS)) as pool:
         answers = list(pool.map(generate, TEXTS))

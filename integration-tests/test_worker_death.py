@@ -8,12 +8,12 @@ import random
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
 from binary import Server, start
+from client import send
+from fault.probe import health, metric, wait_until
 
 pytestmark = pytest.mark.native
 
@@ -53,14 +53,11 @@ class Stream:
             self.failure = error
 
     def _follow(self) -> None:
-        body = json.dumps(self._request).encode()
-        request = urllib.request.Request(
-            self._server.url + "/generate_stream", body, {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=180) as response:
-            for line in response:
-                if line.startswith(b"data:"):
-                    self.events.append(json.loads(line[5:]))
+        connection, response = send(self._server, "/generate_stream", self._request)
+        for line in response:
+            if line.startswith(b"data:"):
+                self.events.append(json.loads(line[5:]))
+        connection.close()
 
     def running(self) -> bool:
         return self._thread.is_alive()
@@ -74,25 +71,6 @@ class Stream:
         tokens = [event["token"] for event in self.events]
         assert len(tokens) <= TOKENS
         return [(token["id"], token["logprob"], token["text"]) for token in tokens], self.events[-1]["generated_text"]
-
-
-def health(server: Server) -> int:
-    try:
-        return urllib.request.urlopen(server.url + "/health", timeout=10).status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-def metric(server: Server, name: str) -> float:
-    text = urllib.request.urlopen(server.url + "/metrics", timeout=10).read().decode()
-    return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(name + " "))
-
-
-def wait_until(condition, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def ranks(server: Server) -> list[int]:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from binary import Server, start
+from fault.probe import health, metric, wait_until
 from reference_model import model_folder
-from test_worker_death import REQUESTS, Stream, health, metric, ranks, wait_until
+from test_worker_death import REQUESTS, Stream, ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.native]
 

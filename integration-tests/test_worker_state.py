@@ -3,17 +3,17 @@ logprobs and several choices. Clients get the same bytes as from an undisturbed 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from binary import Server, start
-from test_worker_death import health, metric, ranks, wait_until
+from client import ask
+from fault.probe import health, metric, metrics, wait_until
+from test_worker_death import ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.native]
 
@@ -47,10 +47,11 @@ REQUESTS = {
 VOLATILE = ("id", "created", "prompt_tokens_details")  # differ between answers; the last depends on the prefix cache
 
 
-def ask(server: Server, path: str, body: dict) -> Any:
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=240) as response:
-        return anonymous(json.load(response))
+def reproducible(server: Server, name: str) -> Any:
+    """The part of the answer to REQUESTS[name] that is equal in every run."""
+    answer = ask(server, *REQUESTS[name])
+    assert answer.status == 200, answer.text
+    return anonymous(answer.json)
 
 
 def anonymous(value: Any) -> Any:
@@ -65,7 +66,7 @@ def ask_all(server: Server) -> tuple[dict[str, Any], list[threading.Thread]]:
 
     def run(name: str) -> None:
         try:
-            answers[name] = ask(server, *REQUESTS[name])
+            answers[name] = reproducible(server, name)
         except Exception as error:  # noqa: BLE001 - the assertion reports it with the end of the log
             answers[name] = error
 
@@ -84,7 +85,7 @@ def mortal() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def undisturbed(mortal: Server) -> dict[str, Any]:
-    return {name: ask(mortal, *request) for name, request in REQUESTS.items()}
+    return {name: reproducible(mortal, name) for name in REQUESTS}
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
@@ -103,6 +104,4 @@ def test_a_restart_changes_no_answer(mortal: Server, undisturbed: dict[str, Any]
 
 def steps(server: Server) -> float:
     """Number of steps so far."""
-    text = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
-    lines = [line for line in text.splitlines() if line.startswith("tgi_batch_inference_count")]
-    return sum(float(line.split()[-1]) for line in lines)
+    return sum(value for name, value in metrics(server).items() if name.startswith("tgi_batch_inference_count"))

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from binary import Server
+from client import connect
 
 from . import http2
-from .mix import REGEX, Request, answer_of, connect, events
+from .mix import REGEX, Request, answer_of, events
 from .probe import wait_for_rest, wait_until
 
 TIMEOUT_S = 300

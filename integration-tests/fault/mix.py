@@ -6,7 +6,6 @@ import http.client
 import itertools
 import json
 import threading
-import urllib.parse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from binary import Server
+from client import connect
 
 TIMEOUT_S = 600
 SCHEMA = {
@@ -79,14 +79,9 @@ def requests(num_tokens: int) -> list[Request]:
     ]
 
 
-def connect(server: Server, timeout_s: float = TIMEOUT_S) -> http.client.HTTPConnection:
-    address = urllib.parse.urlsplit(server.url)
-    return http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
-
-
 def events(server: Server, request: Request) -> Iterator[dict[str, Any]]:
     """The events of a stream as they arrive. Raises OSError if the request is refused."""
-    connection = connect(server)
+    connection = connect(server, TIMEOUT_S)
     try:
         connection.request("POST", request.path, request.data, {"content-type": "application/json"})
         response = connection.getresponse()

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from binary import Server
+from client import ask
 
 
 def metrics(server: Server) -> dict[str, float]:
     """Every sample of /metrics except histogram buckets, by name with labels."""
-    text = urllib.request.urlopen(server.url + "/metrics", timeout=60).read().decode()
+    text = ask(server, "/metrics").text
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#") and "_bucket{" not in line]
     return {name: float(value) for name, _, value in lines if name}
 
 
+def metric(server: Server, name: str) -> float:
+    """One sample of /metrics; 0 if it does not exist yet."""
+    return metrics(server).get(name, 0.0)
+
+
 def health(server: Server) -> int:
-    try:
-        return urllib.request.urlopen(server.url + "/health", timeout=60).status
-    except urllib.error.HTTPError as error:
-        return error.code
+    return ask(server, "/health").status
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 240) -> None:
+def wait_until(condition: Callable[[], bool], what: str = "the condition", timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"after {timeout_s} s this is still not true: {what}"
