@@ -47,8 +47,8 @@ loom: ## test every interleaving of the kernels' threads
 miri: ## look for undefined behaviour in the kernels' pool; needs a nightly toolchain with miri
 	cargo +nightly miri test --locked --quiet --package penstock-kernels --lib --target-dir target/miri pool::
 
-bench-scheduler: setup ## measure the cost of planning a step; raw result under bench/runs/
-	$(BIN)/python scheduler/benches/record.py
+bench-scheduler: setup ## measure the cost of planning a step; raw result under bench/runs/; ARGS="--simulate 10000000" records a simulation
+	$(BIN)/python bench/scheduler.py $(ARGS)
 
 lint: setup ## check formatting, lints, types, API documentation, dependencies and import rules
 	cargo fmt --all --check

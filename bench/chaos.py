@@ -19,11 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import peers
-from compare import in_own_process
 from load import percentile
+from result import ROOT, heading, machine, new_path, option_parser, revision
 
-sys.path.insert(0, str(peers.ROOT / "integration-tests"))
+sys.path.insert(0, str(ROOT / "integration-tests"))
 
 from binary import Server, start
 from fault import mix, slow
@@ -32,7 +31,6 @@ from fault.kill import kill_workers
 from fault.malformed import malform
 from fault.probe import Footprint, footprint, wait_for_rest, wait_until
 from fault.soak import Soak, soak
-from result import heading, new_path, revision
 
 NUM_PERMITS = 64
 # Just enough for the request mix, because every worker touches its whole pool before it serves.
@@ -201,7 +199,7 @@ def run_slow(run: Run, asked: Sequence[mix.Request], num_pairs: int) -> None:
 def new_record(options: argparse.Namespace) -> dict[str, Any]:
     return {
         **heading(),
-        "machine": in_own_process("limits.py")["machine"],
+        "machine": machine(),
         "seed": options.seed,
         "tokens": options.tokens,
         "parts": {},
@@ -209,7 +207,7 @@ def new_record(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="in total; half of them with two ranks")
     parser.add_argument("--cancels", type=int, default=250)
     parser.add_argument("--malformed", type=int, default=500)
@@ -218,7 +216,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="per stream of the request mix")
     parser.add_argument("--seed", default="1")
     parser.add_argument("--resume", type=Path, metavar="RAW", help="continue this raw result")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     if options.resume:
         record = json.loads(options.resume.read_text(encoding="utf-8"))
@@ -226,7 +223,7 @@ def main() -> None:
         run = Run(options.resume, record)
     else:
         record = new_record(options)
-        run = Run(new_path(record, record["machine"], "chaos", options.out), record)
+        run = Run(new_path(record, "chaos", options.out), record)
     asked = mix.requests(options.tokens)
     print(f"raw: {run.path}", flush=True)
     run_kills(run, asked, 1, options.kills - options.kills // 2)

@@ -6,7 +6,6 @@ ratios: the machines are shared and noisy.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,19 +18,20 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import peers
 from load import LLAMA_CPP, PENSTOCK, Dialect, Load, LoadError, run
-from result import from_root, heading, keep
+from result import ROOT, from_root, heading, keep, option_parser
 from table import report
 
 START_TIMEOUT_S = 240
 INPUT_TOKENS, OUTPUT_TOKENS = 128, 64
 REQUESTS_PER_STREAM = {1: 8, 8: 3, 32: 2}
+Measure = Callable[[str], dict[str, Any]]  # seed of the prompts → result
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class Server:
 def penstock_server(extra: Sequence[str]) -> Server:
     """Penstock: the installed binary, or the one that cargo built."""
     installed = Path(sys.executable).with_name("penstock")
-    built = peers.ROOT / "target" / "release" / "penstock"
+    built = ROOT / "target" / "release" / "penstock"
     binary = installed if installed.exists() else built
     if not binary.exists():
         raise SystemExit("error: no penstock binary; run `make setup` (or cargo build --release) first")
-    paths = [str(peers.ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {} if binary == installed else {"PYTHONPATH": ":".join(paths), "PENSTOCK_PYTHON": sys.executable}
     command = [str(binary), *extra, "--port"]
     return Server(
@@ -193,6 +193,32 @@ def measure(server: Server, loads: Sequence[Load], words: Sequence[str], seed: s
         return {"healthy_s": healthy_s, "loads": measured, "memory": memory_of(pid), "metrics": gauges}
 
 
+def measure_all(measures: Mapping[str, Measure], repeat: int) -> dict[str, Any]:
+    """The result of each measurement by name; a failed one has its error as the result."""
+    results: dict[str, Any] = {}
+    for name, measure_one in measures.items():
+        print(f"{name}, repeat {repeat + 1}", flush=True)
+        try:
+            results[name] = measure_one(str(repeat))
+        except (LoadError, OSError, subprocess.CalledProcessError) as error:
+            print(f"error: {name}: {error}", file=sys.stderr)
+            results[name] = {"error": str(error)}
+    return results
+
+
+def exit_on_errors(record: Mapping[str, Any]) -> None:
+    """Exits with status 1 if a measurement failed."""
+    if any("error" in result for measured in record["repeats"] for result in measured.values()):
+        raise SystemExit(1)
+
+
+def embedded_folder() -> Path:
+    """The embedded model as a prepared folder."""
+    command = [sys.executable, "-m", "penstock_server.prepare"]
+    prepared = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return Path(prepared["folder"])
+
+
 def in_own_process(script: str, *arguments: str) -> Any:
     """Runs a script of this folder and reads the JSON it prints last."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
@@ -206,15 +232,13 @@ def torch_rss_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__, num_repeats=2)
     names = ("penstock", "llama.cpp", "llama.cpp-q4", "transformers")
     parser.add_argument("--only", nargs="+", choices=names, default=["penstock", "llama.cpp", "transformers"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one repeat with few requests, as a smoke test")
     parser.add_argument("--penstock-args", default="", help="more flags for penstock, as one string")
     parser.add_argument("--llama-args", default="", help="more flags for llama-server, as one string")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
 
@@ -238,33 +262,21 @@ def main() -> None:
         "servers": {
             server.name: {"weights": server.weights, "command": from_root(server.command(0))} for server in servers
         },
-        "repeats": [],
     }
     if "llama.cpp" in options.only:
         record["servers"]["llama.cpp"]["source"] = peers.LLAMA_SOURCE
-    for repeat in range(1 if options.quick else options.repeats):
-        measured: dict[str, Any] = {}
-        record["repeats"].append(measured)
-        for server in servers:
-            print(f"{server.name}, repeat {repeat + 1}", flush=True)
-            try:
-                measured[server.name] = measure(server, loads, words, str(repeat))
-            except (LoadError, OSError) as error:
-                print(f"error: {server.name}: {error}", file=sys.stderr)
-                measured[server.name] = {"error": str(error)}
-        if "transformers" in options.only:
-            print(f"transformers, repeat {repeat + 1}", flush=True)
-            streams = [str(count) for count in options.streams]
-            try:
-                measured["transformers"] = in_own_process(
-                    "peers.py", "transformers", "--seed", str(repeat), "--streams", *streams
-                )
-            except subprocess.CalledProcessError as error:
-                measured["transformers"] = {"error": str(error)}
+    measures: dict[str, Measure] = {
+        server.name: lambda seed, server=server: measure(server, loads, words, seed) for server in servers
+    }
+    if "transformers" in options.only:
+        streams = [str(count) for count in options.streams]
+        measures["transformers"] = lambda seed: in_own_process(
+            "peers.py", "transformers", "--seed", seed, "--streams", *streams
+        )
+    record["repeats"] = [measure_all(measures, i) for i in range(1 if options.quick else options.repeats)]
     record["limits_after"] = in_own_process("limits.py")
-    keep(record, record["limits"]["machine"], "compare", report(record), options.out)
-    if any("error" in result for measured in record["repeats"] for result in measured.values()):
-        raise SystemExit(1)
+    keep(record, "compare", report(record), options.out)
+    exit_on_errors(record)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,20 @@ as in a decode; of more rows only one does, as in a prefill. Quote the ratios.
 
 from __future__ import annotations
 
-import argparse
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import limits
 import peers
 import torch
-from result import heading, keep
+from result import ROOT, heading, keep, machine, option_parser, title
 from table import markdown
 from torch import Tensor
 
-sys.path.insert(0, str(peers.ROOT / "server"))
+sys.path.insert(0, str(ROOT / "server"))
 
 from penstock_server.kernels.activation import ACTIVATIONS
 from penstock_server.kernels.native_ops import NativeOps
@@ -141,23 +139,18 @@ def report(record: dict[str, Any]) -> str:
         medians = [f"{statistics.median(times[name]) * 1e3:.2f}" for name in names]
         rows.append([num_rows, *medians, *(f"{ratio:.2f}" for ratio in ratios), *bits])
     return (
-        f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
-        f"`{record['command']}`, {record['revision']}\n\n"
-        "The matrix products of a step of the embedded model, medians. A ratio above 1 means that Penstock is "
-        "faster. Other bits: rows whose result in a batch differs from their result alone.\n\n"
+        f"{title(record)}The matrix products of a step of the embedded model, medians. A ratio above 1 means that "
+        "Penstock is faster. Other bits: rows whose result in a batch differs from their result alone.\n\n"
         f"{markdown(header, rows)}\n"
         f"Activations, medians:\n\n{activations_table(record['activations'])}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="for each number of rows")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
+    parser = option_parser(__doc__, num_repeats=9)
     options = parser.parse_args()
 
-    machine = limits.machine()
-    torch.set_num_threads(machine["num_cores"])
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(1)
     num_layers, layer, head_size = matrix_sizes()
     packs = implementations()
@@ -168,7 +161,7 @@ def main() -> None:
             linears[name].append(pack(weight))
     record: dict[str, Any] = {
         **heading(),
-        "machine": machine,
+        "machine": machine(),
         "torch": torch.__version__,
         "implementations": {name: type(found[0]).__name__ for name, found in linears.items()},
         "matrices": {"layers": num_layers, "layer": layer, "head": head_size},
@@ -190,7 +183,7 @@ def main() -> None:
             record["rows"][str(num_rows)] = results
             print(f"  {num_rows} rows", flush=True)
         record["activations"] = measure_activations(options.repeats)
-    keep(record, machine, "determinism", report(record), options.out)
+    keep(record, "determinism", report(record), options.out)
 
 
 if __name__ == "__main__":

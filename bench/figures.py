@@ -127,6 +127,7 @@ def rendered(page: str, by_benchmark: dict[str, Quoted | None]) -> str:
             text = headline(quoted)
         else:
             raise FigureError(f'no raw result may be quoted for "{found["name"]}"')
+        text = re.sub(r"\b1 streams", "1 stream", text)
         return f"{found['open']}\n{text}\n{found['close']}"
 
     return BLOCK.sub(block, page)

@@ -6,7 +6,6 @@ step, so that a busy machine slows all of them alike. Quote the ratios.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -14,11 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-import peers
 from compare import in_own_process
-from result import heading, keep
+from result import ROOT, heading, keep, option_parser
 
-sys.path.insert(0, str(peers.ROOT / "server"))
+sys.path.insert(0, str(ROOT / "server"))
 
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
@@ -125,11 +123,9 @@ def report(repeats: list[dict[str, list[Step]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__, num_repeats=5)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     limits = in_own_process("limits.py")
     engine, description = Engine.load(LoadConfig(Path(prepare(None).folder), BLOCK_TOKENS))
@@ -156,7 +152,7 @@ def main() -> None:
         "repeats": repeats,
     }
     text = f"{options.streams} streams; compiled in " + ", ".join(f"{s:.3f} s ({n})" for n, s in compile_s.items())
-    keep(record, limits["machine"], "grammar", f"```\n{text}\n{report(repeats)}\n```\n", options.out)
+    keep(record, "grammar", f"```\n{text}\n{report(repeats)}\n```\n", options.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ ratios.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -17,31 +16,20 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import peers
-from compare import Server, free_port, in_own_process, llama_server, metrics_of, penstock_server, running
-from load import Dialect, Load, LoadError, Sample, _ask, _run, percentile, prompt_of, run
-from result import from_root, heading, keep
+from compare import Server, exit_on_errors, free_port, llama_server, measure_all, metrics_of, penstock_server, running
+from load import Dialect, Load, LoadError, Sample, _ask, _run, openai_dialect, percentile, prompt_of, run
+from result import from_root, heading, keep, machine, option_parser, title
 from table import markdown
 
 NUM_STREAMS, STREAM_INPUT_TOKENS = 8, 32
 PROMPT_TOKENS, ANSWER_TOKENS = 4000, 4
 MAX_PROMPTS = 200
-# The OpenAI route accepts `ignore_eos`, so that no stream ends before the others.
-COMPLETIONS = Dialect(
-    path="/v1/completions",
-    body=lambda prompt, num: {
-        "model": "any",
-        "prompt": prompt,
-        "max_tokens": num,
-        "min_tokens": num,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    },
-    counts=lambda last: (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]),
+# The OpenAI route accepts `min_tokens`, so that no stream ends before the others.
+COMPLETIONS = openai_dialect(
+    "/v1/completions", lambda prompt, num: {"model": "any", "prompt": prompt, "min_tokens": num}
 )
 
 
@@ -143,20 +131,16 @@ def report(record: dict[str, Any]) -> str:
             rows.append([name, load, *cells, ratio, count, ttft])
     rows.append(["vLLM", "its wheel has kernels for CUDA only: not measured", "", "", "", "", "", ""])
     return (
-        f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
-        f"`{record['command']}`, {record['revision']}\n\n"
-        f"Gaps between the tokens of {NUM_STREAMS} streams, without and with prompts of {PROMPT_TOKENS} tokens that "
-        f"arrive one after the other:\n\n{markdown(header, rows)}"
+        f"{title(record)}Gaps between the tokens of {NUM_STREAMS} streams, without and with prompts of {PROMPT_TOKENS} "
+        f"tokens that arrive one after the other:\n\n{markdown(header, rows)}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__, num_repeats=2)
     parser.add_argument("--only", nargs="+", choices=("penstock", "llama.cpp"), default=["penstock", "llama.cpp"])
     parser.add_argument("--tokens", type=int, default=512, help="tokens generated per stream")
-    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--penstock-args", default="", help="more flags for penstock, as one string")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
 
@@ -171,24 +155,17 @@ def main() -> None:
     words = peers.prompt_words()
     record: dict[str, Any] = {
         **heading(),
-        "machine": in_own_process("limits.py")["machine"],
+        "machine": machine(),
         "load": {"streams": NUM_STREAMS, "tokens": options.tokens, "prompt_tokens": PROMPT_TOKENS},
         "servers": {name: {"command": from_root(server.command(0))} for name, (server, _) in servers.items()},
-        "repeats": [],
     }
-    for repeat in range(options.repeats):
-        measured: dict[str, Any] = {}
-        record["repeats"].append(measured)
-        for name, (server, dialect) in servers.items():
-            print(f"{name}, repeat {repeat + 1}", flush=True)
-            try:
-                measured[name] = measure(server, dialect, words, str(repeat), options.tokens)
-            except (LoadError, OSError) as error:
-                print(f"error: {name}: {error}", file=sys.stderr)
-                measured[name] = {"error": str(error)}
-    keep(record, record["machine"], "latency", report(record), options.out)
-    if any("error" in result for measured in record["repeats"] for result in measured.values()):
-        raise SystemExit(1)
+    measures = {
+        name: lambda seed, server=server, dialect=dialect: measure(server, dialect, words, seed, options.tokens)
+        for name, (server, dialect) in servers.items()
+    }
+    record["repeats"] = [measure_all(measures, repeat) for repeat in range(options.repeats)]
+    keep(record, "latency", report(record), options.out)
+    exit_on_errors(record)
 
 
 if __name__ == "__main__":

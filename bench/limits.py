@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from result import machine
 
 READ_BYTES = 512 << 20  # far larger than any last-level cache
 MATRIX_ROWS = 1536
@@ -49,25 +48,6 @@ def product_rate(dtype: torch.dtype) -> float:
     left = torch.randn(MATRIX_ROWS, MATRIX_ROWS).to(dtype)
     right = torch.randn(MATRIX_ROWS, MATRIX_ROWS).to(dtype)
     return 2 * MATRIX_ROWS**3 / best_s(lambda: left @ right, 12)
-
-
-def machine() -> dict[str, Any]:
-    """CPU model, cores, memory and the relevant instruction sets."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    fields = dict(line.split(":", 1) for line in info.split("\n\n")[0].splitlines() if ":" in line)
-    facts = {key.strip(): value.strip() for key, value in fields.items()}
-    flags = set(facts.get("flags", "").split())
-    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16")
-    return {
-        "cpu": f"{facts.get('model name', platform.processor())} (family {facts.get('cpu family', '?')}, "
-        f"model {facts.get('model', '?')})",
-        "vendor": {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(facts.get("vendor_id", ""), platform.machine()),
-        "num_cores": len(os.sched_getaffinity(0)),
-        "features": [flag for flag in wanted if flag in flags],
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load_average": os.getloadavg()[0],
-        "kernel": platform.release(),
-    }
 
 
 def measure() -> dict[str, Any]:

@@ -50,6 +50,16 @@ LLAMA_CPP = Dialect(
 )
 
 
+def openai_dialect(path: str, body: Callable[[str, int], dict[str, Any]]) -> Dialect:
+    """A stream of OpenAI's API. body: the fields that depend on the route."""
+    fixed = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    return Dialect(
+        path,
+        lambda prompt, num: {**body(prompt, num), "max_tokens": num, **fixed},
+        lambda last: (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]),
+    )
+
+
 class EventParser:
     """Parses an HTTP/1.1 response incrementally and returns the payloads of its `data:` lines."""
 

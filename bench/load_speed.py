@@ -15,22 +15,24 @@ import json
 import mmap
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from compare import in_own_process
-from result import heading, keep
+from compare import embedded_folder, in_own_process
+from result import ROOT, heading, keep, machine, option_parser, title
 from table import markdown
+
+sys.path.insert(0, str(ROOT / "integration-tests"))
+
+from binary import logged, start
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCABULARY = 2048, 8192, 16, 4, 49152
 SHARD_BYTES = 1_000_000_000
 READ_BYTES = 16 << 20
 TOUCHED = 1.3  # relative to the files' bytes
-PENSTOCK = Path(sys.executable).with_name("penstock")
 
 
 def make_checkpoint(folder: Path, total_bytes: int, tokenizer: Path, vocabulary: int = VOCABULARY) -> None:
@@ -150,21 +152,11 @@ def status_bytes(name: str) -> int:
 
 def start_server(model: list[str]) -> dict[str, Any]:
     """Seconds to ready as the server reports them, in total and by phase."""
-    command = [str(PENSTOCK), "--json-output", "--port", "0", "--hostname", "127.0.0.1", *model]
     began = time.perf_counter()
-    phases: dict[str, float] = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            fields = json.loads(line).get("fields", {}) if line.startswith("{") else {}
-            message = fields.get("message", "")
-            if message.startswith("phase "):
-                phases[message.removeprefix("phase ")] = fields["seconds"]
-            if message == "ready":
-                wall = time.perf_counter() - began
-                process.terminate()
-                return {"ready_s": fields["seconds"], "wall_s": wall, "phases": phases}
-    raise RuntimeError(f"{' '.join(command)} did not become ready")
+    server = start(*model)
+    wall_s = time.perf_counter() - began
+    server.stop()
+    return {"ready_s": logged(server, "ready")[""], "wall_s": wall_s, "phases": logged(server, "phase ")}
 
 
 def measure(folder: Path, model: list[str], is_cold: bool) -> dict[str, Any]:
@@ -202,40 +194,33 @@ def report(record: dict[str, Any]) -> str:
             rows.append([*row, f"{ready:.2f}", f"{ready / raw:.2f}", f"{weights:.2f}", f"{peak:.2f}"])
     header = ["model", "pages", "raw read s", "load s", "÷ raw", "NaN check", "ready s", "÷ raw", "of it load model s"]
     header.append("peak ÷ weights")
-    return (
-        f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, load average "
-        f"{record['machine']['load_average']:.1f}, `{record['command']}`, {record['revision']}\n\n"
-        + markdown(header, rows)
-    )
+    return f"{title(record)}Load average {record['machine']['load_average']:.1f}\n\n{markdown(header, rows)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__, num_repeats=3)
     parser.add_argument("--gigabytes", type=float, default=4.0)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--load-unchecked", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.load or options.load_unchecked:
         print(json.dumps(load_here(options.load or options.load_unchecked, bool(options.load))))
         return
-    command = [sys.executable, "-m", "penstock_server.prepare"]
-    embedded = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)["folder"]
+    embedded = embedded_folder()
     record: dict[str, Any] = {
         **heading(),
-        "machine": in_own_process("limits.py")["machine"],
+        "machine": machine(),
         "models": {},
     }
     with tempfile.TemporaryDirectory(prefix="penstock-load-") as scratch:
-        models: dict[str, tuple[Path, list[str]]] = {"embedded": (Path(embedded), [])}
+        models: dict[str, tuple[Path, list[str]]] = {"embedded": (embedded, [])}
         large = (f"synthetic {options.gigabytes:g} GB", options.gigabytes, VOCABULARY)
         head = ("large head", options.gigabytes / 4, 2 * VOCABULARY)
         for name, gigabytes, vocabulary in (large, head):
             folder = Path(scratch) / name.replace(" ", "-")
             folder.mkdir()
-            make_checkpoint(folder, int(gigabytes * 1e9), Path(embedded) / "tokenizer.json", vocabulary)
+            make_checkpoint(folder, int(gigabytes * 1e9), embedded / "tokenizer.json", vocabulary)
             models[name] = (folder, ["--model-id", str(folder)])
         for name, (folder, flags) in models.items():
             repeats: dict[str, list[Any]] = {state: [] for state in options.states}
@@ -244,7 +229,7 @@ def main() -> None:
                 results.append(measure(folder, flags, state == "cold"))
             size = sum(path.stat().st_size for path in weight_files(folder))
             record["models"][name] = {"file_bytes": size, "repeats": repeats}
-    keep(record, record["machine"], "load", report(record), options.out)
+    keep(record, "load", report(record), options.out)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,18 @@ and then to the other, in alternating order; each ratio is that of one pair. The
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import peers
-from compare import Server, free_port, in_own_process, metrics_of, penstock_server, running
+from compare import Server, free_port, metrics_of, penstock_server, running
 from load import PENSTOCK, Load, _ask, percentile, prompt_of, run
-from result import heading, keep
+from result import heading, keep, machine, option_parser, title
 from table import markdown
 
 NUM_CONVERSATIONS = 8
@@ -112,26 +110,22 @@ def report(record: dict[str, Any]) -> str:
         )
     table = markdown(["history tokens", "off: TTFT ms", "on: TTFT ms", "off / on", "hit rate"], rows)
     mean, error = overhead(record["random"])
-    head = f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores"
     return (
-        f"{head}, `{record['command']}`, {record['revision']}\n\n"
-        f"{NUM_CONVERSATIONS} conversations at once, {TURN_TOKENS} tokens a turn:\n\n{table}\n"
+        f"{title(record)}{NUM_CONVERSATIONS} conversations at once, {TURN_TOKENS} tokens a turn:\n\n{table}\n"
         f"Random prompts, where nothing is found: throughput {100 * mean:+.2f} % ± {100 * error:.2f} % "
         f"({len(record['random'])} pairs).\n"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser = option_parser(__doc__, num_repeats=2)
     parser.add_argument("--turns", type=int, default=TARGET_HISTORY_TOKENS // TURN_TOKENS + 1)
     parser.add_argument("--pairs", type=int, default=24, help="pairs of random-prompt loads")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     words = peers.prompt_words()
     record: dict[str, Any] = {
         **heading(),
-        "machine": in_own_process("limits.py")["machine"],
+        "machine": machine(),
         "turns": [],
         "random": [],
     }
@@ -145,7 +139,7 @@ def main() -> None:
             record["turns"].append(measure_turns(ports, words, options.turns, f"turns {repeat} {os.getpid()}"))
         print("random prompts", flush=True)
         record["random"] = measure_overhead(ports, words, options.pairs, f"random {os.getpid()}")
-    keep(record, record["machine"], "multi-turn", report(record), options.out)
+    keep(record, "multi-turn", report(record), options.out)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import peers
 from compare import free_port, in_own_process, metrics_of, penstock_server, running
 from load import PENSTOCK, Load, LoadError, ask, percentile, prompt_of, run
-from result import heading, keep
+from result import heading, keep, option_parser, title
 from table import markdown
 
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 32
@@ -140,22 +139,18 @@ def report(record: dict[str, Any]) -> str:
         "latest arrival ms",
     ]
     ratio = statistics.median(repeat["ratio"] for repeat in record["repeats"])
-    machine = record["limits"]["machine"]
     return (
-        f"{record['started']}, {machine['vendor']}, {machine['num_cores']} cores, `{record['command']}`, "
-        f"{record['revision']}\n\n{RUNNING} generations at once, {WAITING} more may wait; {INPUT_TOKENS} tokens in, "
+        f"{title(record)}{RUNNING} generations at once, {WAITING} more may wait; {INPUT_TOKENS} tokens in, "
         f"{OUTPUT_TOKENS} out; arrivals at {record['factor']:g} times the closed loop's rate. Median ratio: "
         f"{ratio:.3f}\n\n{markdown(head, rows)}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__, num_repeats=3)
     parser.add_argument("--factor", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=25.0, help="duration of the arrivals, per repeat")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=4, help="requests per client of a closed loop")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     words = peers.prompt_words()
     record: dict[str, Any] = {
@@ -172,7 +167,7 @@ def main() -> None:
             measured = measure(port, words, options, str(repeat))
             record["repeats"].append(measured)
             print(f"repeat {repeat + 1}: ratio {measured['ratio']:.3f}", flush=True)
-    keep(record, record["limits"]["machine"], "overload", report(record), options.out)
+    keep(record, "overload", report(record), options.out)
 
 
 if __name__ == "__main__":

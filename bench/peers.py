@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from load import prompt_of
+from result import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".peers"
 LLAMA_SOURCE = "llama-cpp-python==0.3.36"
 ACCELERATE = ("accelerate==1.15.0", "psutil==7.2.2")

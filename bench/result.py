@@ -1,10 +1,13 @@
-"""Writes a benchmark's raw result and its table under bench/runs/."""
+"""What all benchmarks share: their options, the heading of a result, and its files under bench/runs/."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import itertools
 import json
+import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -14,6 +17,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "bench" / "runs"
+
+
+def option_parser(description: str | None, num_repeats: int | None = None) -> argparse.ArgumentParser:
+    """The options of every benchmark: `--out`, and `--repeats` if it has a default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if num_repeats is not None:
+        parser.add_argument("--repeats", type=int, default=num_repeats)
+    parser.add_argument("--out", type=Path, default=RUNS)
+    return parser
 
 
 def from_root(command: Sequence[str]) -> str:
@@ -34,17 +46,52 @@ def heading() -> dict[str, Any]:
     return {"command": command, "started": started.isoformat(timespec="seconds"), "revision": revision()}
 
 
-def new_path(record: Mapping[str, Any], machine: Mapping[str, Any], name: str, out: Path) -> Path:
+def title(record: Mapping[str, Any]) -> str:
+    """The first paragraph of a report: when, where and how the benchmark ran."""
+    machine = machine_of(record)
+    return (
+        f"{record['started']}, {machine['vendor']}, {machine['num_cores']} cores, `{record['command']}`, "
+        f"{record['revision']}\n\n"
+    )
+
+
+def machine() -> dict[str, Any]:
+    """CPU model, cores, memory and the relevant instruction sets."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    fields = dict(line.split(":", 1) for line in info.split("\n\n")[0].splitlines() if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = set(facts.get("flags", "").split())
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16")
+    return {
+        "cpu": f"{facts.get('model name', platform.processor())} (family {facts.get('cpu family', '?')}, "
+        f"model {facts.get('model', '?')})",
+        "vendor": {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(facts.get("vendor_id", ""), platform.machine()),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "features": [flag for flag in wanted if flag in flags],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": os.getloadavg()[0],
+        "kernel": platform.release(),
+    }
+
+
+def machine_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The machine of a result, which may be part of the machine's limits."""
+    found: Mapping[str, Any] = record["machine"] if "machine" in record else record["limits"]["machine"]
+    return found
+
+
+def new_path(record: Mapping[str, Any], name: str, out: Path) -> Path:
     """The path of a new result: DATE-VENDOR-CORES-NAME.json, numbered if that exists."""
     out.mkdir(exist_ok=True)
+    machine = machine_of(record)
     stem = f"{record['started'][:10]}-{machine['vendor']}-{machine['num_cores']}c-{name}"
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     return next(path for number in numbers if not (path := out / f"{stem}{number}.json").exists())
 
 
-def keep(record: Mapping[str, Any], machine: Mapping[str, Any], name: str, text: str, out: Path) -> None:
+def keep(record: Mapping[str, Any], name: str, text: str, out: Path) -> None:
     """Writes the raw result and its table, and prints the table."""
-    path = new_path(record, machine, name, out)
+    path = new_path(record, name, out)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"\n{text}\nraw: {path}")

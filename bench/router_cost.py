@@ -6,7 +6,6 @@ delay of other streams when a prompt of 32,000 tokens arrives.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -20,24 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from compare import Server, free_port, in_own_process, penstock_server, running
-from load import PENSTOCK, Dialect, Load, percentile, run
+from compare import Server, embedded_folder, free_port, penstock_server, running
+from load import PENSTOCK, Dialect, Load, openai_dialect, percentile, run
 from load import _run as run_async
-from result import heading, keep
+from result import ROOT, heading, keep, machine, option_parser, title
 from table import markdown
 from tokenizers import Tokenizer
 
-CHAT = Dialect(
-    path="/v1/chat/completions",
-    body=lambda prompt, num: {
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": num,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    },
-    counts=lambda last: (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]),
-)
+CHAT = openai_dialect("/v1/chat/completions", lambda prompt, _: {"messages": [{"role": "user", "content": prompt}]})
 DIALECTS = {"generate": PENSTOCK, "chat": CHAT}
 SHORT_TOKENS, LONG_TOKENS = 2, 130
 PROMPT_TOKENS = 64
@@ -48,8 +37,8 @@ STEP_MICROSECONDS = 2000
 def build_worker() -> Path:
     """The release build of the mock worker."""
     command = ["cargo", "build", "--release", "--locked", "--quiet", "--package", "penstock-bench-worker"]
-    subprocess.run(command, cwd=peers.ROOT, check=True)
-    return peers.ROOT / "target" / "release" / "penstock-bench-worker"
+    subprocess.run(command, cwd=ROOT, check=True)
+    return ROOT / "target" / "release" / "penstock-bench-worker"
 
 
 # Replaces penstock_server.fork_server and forks the mock worker.
@@ -175,10 +164,8 @@ def measure_delay(port: int, words: Sequence[str], repeats: int) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__, num_repeats=3)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 512])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     parser.add_argument(
         "--send-long-prompts", type=int, metavar="PORT", help="only send long prompts to a running server"
     )
@@ -189,12 +176,7 @@ def main() -> None:
     if options.send_long_prompts:
         run(options.send_long_prompts, PENSTOCK, Load("long", 1, 3, LONG_PROMPT_TOKENS, 2), words, options.seed)
         return
-    folder = json.loads(
-        subprocess.run(
-            [sys.executable, "-m", "penstock_server.prepare"], check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
-    )["folder"]
-    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(embedded_folder() / "tokenizer.json"))
     token_ids = [tokenizer.encode(f" {word}").ids[0] for word in words[:64]]
     most = max(options.streams)
     flags = [
@@ -209,7 +191,7 @@ def main() -> None:
     ]
     record: dict[str, Any] = {
         **heading(),
-        "machine": in_own_process("limits.py")["machine"],
+        "machine": machine(),
         "step_microseconds": STEP_MICROSECONDS,
         "costs": [],
     }
@@ -222,7 +204,7 @@ def main() -> None:
                 print(f"repeat {repeat + 1}", flush=True)
                 record["costs"].append(measure_cost(port, pid, words, options.streams, str(repeat)))
             record["delay"] = measure_delay(port, words, options.repeats)
-    keep(record, record["machine"], "router", report(record), options.out)
+    keep(record, "router", report(record), options.out)
 
 
 def report(record: dict[str, Any]) -> str:
@@ -252,8 +234,7 @@ def report(record: dict[str, Any]) -> str:
         for name in ("without", "with")
     ]
     return (
-        f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
-        f"`{record['command']}`, {record['revision']}\n\n{table}\n"
+        f"{title(record)}{table}\n"
         f"Gaps of 64 streams at steps of {record['step_microseconds']} µs, without and with prompts of "
         f"{LONG_PROMPT_TOKENS} tokens:\n\n" + markdown(["long prompts", "p50 µs", "p99.9 µs", "max µs"], delays)
     )

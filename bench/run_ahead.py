@@ -6,17 +6,15 @@ idle time is the worker's own measurement, from the difference of its histogram 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import peers
-from compare import free_port, in_own_process, metrics_of, penstock_server, running
+from compare import free_port, metrics_of, penstock_server, running
 from load import PENSTOCK, Load, percentile, run
-from result import heading, keep
+from result import heading, keep, machine, option_parser, title
 from table import markdown
 
 DEPTHS = (1, 2)  # the default is 2
@@ -57,23 +55,18 @@ def report(record: dict[str, Any]) -> str:
     table = markdown(
         ["streams", "steps in flight", "idle µs a step", "model µs a step", "idle share", "tokens/s"], rows
     )
-    return (
-        f"{record['started']}, {record['machine']['vendor']}, {record['machine']['num_cores']} cores, "
-        f"`{record['command']}`, {record['revision']}\n\nDecode steps, medians of the repeats:\n\n{table}"
-    )
+    return f"{title(record)}Decode steps, medians of the repeats:\n\n{table}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__, num_repeats=5)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     words = peers.prompt_words()
     record: dict[str, Any] = {
         **heading(),
-        "machine": in_own_process("limits.py")["machine"],
+        "machine": machine(),
         "loads": {str(streams): [] for streams in options.streams},
     }
     with contextlib.ExitStack() as servers:
@@ -89,7 +82,7 @@ def main() -> None:
             record["loads"][str(streams)].append(row)
             idle = ", ".join(f"{depth}: {row[str(depth)]['idle_s'] * 1e6:.0f} µs" for depth in DEPTHS)
             print(f"  {streams:3d} streams, idle time per step by steps in flight: {idle}", flush=True)
-    keep(record, record["machine"], "run-ahead", report(record), options.out)
+    keep(record, "run-ahead", report(record), options.out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Each part runs for many steps at a time, because reading that clock takes longer
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -15,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from limits import machine
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.service import _plan, _result_message
-from result import heading, keep
+from result import heading, keep, machine, option_parser
 from table import markdown
 
 BLOCK_TOKENS, MAX_TOKENS, VOCAB = 16, 1024, 1024
@@ -120,18 +118,16 @@ def report(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__, num_repeats=5)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("runs"))
     options = parser.parse_args()
     modes: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     for _ in range(options.repeats):
         for mode, sampling in MODES.items():
             modes[mode].append(measure(options.sequences, options.steps, sampling))
     record = {**heading(), "machine": machine(), "sequences": options.sequences, "modes": modes}
-    keep(record, record["machine"], "step-overhead", report(record), options.out)
+    keep(record, "step-overhead", report(record), options.out)
 
 
 if __name__ == "__main__":

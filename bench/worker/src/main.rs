@@ -52,7 +52,6 @@ impl Worker for Script {
     async fn load(&self, _: Request<proto::LoadRequest>) -> Result<Response<proto::LoadResponse>, Status> {
         Ok(Response::new(proto::LoadResponse {
             protocol_version: proto::ProtocolVersion::Current as u32,
-            worker_version: "script".to_owned(),
             architecture: "script".to_owned(),
             dtype: "bfloat16".to_owned(),
             device: "cpu".to_owned(),
