@@ -88,6 +88,28 @@ class Case:
     save: dict[str, Any] = field(default_factory=dict)
 
 
+def dbrx(num_experts: int, norm_power: float) -> Case:
+    experts = {"moe_num_experts": num_experts, "moe_top_k": 2, "moe_normalize_expert_weights": norm_power}
+    return Case(
+        "DbrxConfig",
+        {
+            "d_model": HIDDEN,
+            "n_heads": 4,
+            "n_layers": 1,
+            "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 40, **experts},
+        },
+        MoeSpec(RoutingSpec(num_experts, 2, norm_power=norm_power), 40, storage="rows"),
+        {
+            "router.weight": f"{DBRX}.router.layer.weight",
+            "experts.gate.weight": f"{DBRX}.experts.mlp.w1",
+            "experts.up.weight": f"{DBRX}.experts.mlp.v1",
+            "experts.down.weight": f"{DBRX}.experts.mlp.w2",
+        },
+    )
+
+
 CASES = {
     "mixtral": Case(
         "MixtralConfig",
@@ -218,54 +240,8 @@ CASES = {
             "router.correction": f"{QWEN}.gate.e_score_correction_bias",
         },
     ),
-    "dbrx": Case(
-        "DbrxConfig",
-        {
-            "d_model": HIDDEN,
-            "n_heads": 4,
-            "n_layers": 1,
-            "max_seq_len": 64,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-            "ffn_config": {
-                "hidden_size": HIDDEN,
-                "ffn_hidden_size": 40,
-                "moe_num_experts": 4,
-                "moe_top_k": 2,
-                "moe_normalize_expert_weights": 1.0,
-            },
-        },
-        MoeSpec(RoutingSpec(4, 2, norm_power=1.0), 40, storage="rows"),
-        {
-            "router.weight": f"{DBRX}.router.layer.weight",
-            "experts.gate.weight": f"{DBRX}.experts.mlp.w1",
-            "experts.up.weight": f"{DBRX}.experts.mlp.v1",
-            "experts.down.weight": f"{DBRX}.experts.mlp.w2",
-        },
-    ),
-    "dbrx-two-experts": Case(
-        "DbrxConfig",
-        {
-            "d_model": HIDDEN,
-            "n_heads": 4,
-            "n_layers": 1,
-            "max_seq_len": 64,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-            "ffn_config": {
-                "hidden_size": HIDDEN,
-                "ffn_hidden_size": 40,
-                "moe_num_experts": 2,
-                "moe_top_k": 2,
-                "moe_normalize_expert_weights": 2.0,
-            },
-        },
-        MoeSpec(RoutingSpec(2, 2, norm_power=2.0), 40, storage="rows"),
-        {
-            "router.weight": f"{DBRX}.router.layer.weight",
-            "experts.gate.weight": f"{DBRX}.experts.mlp.w1",
-            "experts.up.weight": f"{DBRX}.experts.mlp.v1",
-            "experts.down.weight": f"{DBRX}.experts.mlp.w2",
-        },
-    ),
+    "dbrx": dbrx(num_experts=4, norm_power=1.0),
+    "dbrx-two-experts": dbrx(num_experts=2, norm_power=2.0),
     **{
         f"gpt-oss-{num_experts}": Case(
             "GptOssConfig",

@@ -12,9 +12,8 @@ from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 
 LAYER = "model.layers.{i}"
 NAMES = replace(
-    llama.NAMES,
-    names={
-        **llama.NAMES.names,
+    llama.NAMES
+    | {
         "layers.{i}.attention_norm": f"{LAYER}.attention_layernorm",
         "layers.{i}.mlp_norm": f"{LAYER}.feedforward_layernorm",
         "layers.{i}.mlp.alpha_p": f"{LAYER}.mlp.act_fn.alpha_p",

@@ -27,5 +27,5 @@ def baichuan(config: Config) -> tuple[ModelSpec, NameMap]:
     layer = LayerSpec(attention, llama.llama_mlp(config), llama.rms_norm(config))
     spec = llama.llama_model(config, "baichuan", (layer,) * llama.num_layers(config))
     qkv = fused("layers.{i}.attention", "model.layers.{i}.self_attn.W_pack", attention.widths)
-    names = replace(llama.NAMES, names={**llama.NAMES.names, **qkv})
+    names = llama.NAMES | qkv
     return replace(spec, head=replace(spec.head, is_normalized=is_second)), names

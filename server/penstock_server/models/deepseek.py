@@ -24,18 +24,14 @@ EXPERT_NAMES = moe.with_experts(
         "shared.down": f"{moe.MLP}.shared_experts.down_proj",
     }
 )
-NAMES = replace(
-    EXPERT_NAMES,
-    names={
-        **EXPERT_NAMES.names,
-        "layers.{i}.attention.q_a": f"{ATTENTION}.q_a_proj",
-        "layers.{i}.attention.q_norm": f"{ATTENTION}.q_a_layernorm",
-        "layers.{i}.attention.q_b": f"{ATTENTION}.q_b_proj",
-        "layers.{i}.attention.kv_a": f"{ATTENTION}.kv_a_proj_with_mqa",
-        "layers.{i}.attention.kv_norm": f"{ATTENTION}.kv_a_layernorm",
-        "layers.{i}.attention.kv_b": f"{ATTENTION}.kv_b_proj",
-    },
-)
+NAMES = EXPERT_NAMES | {
+    "layers.{i}.attention.q_a": f"{ATTENTION}.q_a_proj",
+    "layers.{i}.attention.q_norm": f"{ATTENTION}.q_a_layernorm",
+    "layers.{i}.attention.q_b": f"{ATTENTION}.q_b_proj",
+    "layers.{i}.attention.kv_a": f"{ATTENTION}.kv_a_proj_with_mqa",
+    "layers.{i}.attention.kv_norm": f"{ATTENTION}.kv_a_layernorm",
+    "layers.{i}.attention.kv_b": f"{ATTENTION}.kv_b_proj",
+}
 
 
 # Values of keys that a configuration leaves out.

@@ -7,25 +7,20 @@ from dataclasses import replace
 
 from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.attention import AttentionSpec
-from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.models.config import Config
-from penstock_server.models.llama import NAMES, num_layers
+from penstock_server.models.llama import NAMES, llama_model, num_layers
 from penstock_server.models.rope_config import read_rope
-from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap, NormPlacement
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, NormPlacement
 
-BOTH_NAMES = replace(
-    NAMES,
-    names={
-        **NAMES.names,
-        "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm",
-        "layers.{i}.mlp_norm": "model.layers.{i}.pre_feedforward_layernorm",
-        "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm",
-    },
-)
+BOTH_NAMES = NAMES | {
+    "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm",
+    "layers.{i}.mlp_norm": "model.layers.{i}.pre_feedforward_layernorm",
+    "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm",
+}
 
 
 def gemma(config: Config) -> tuple[ModelSpec, NameMap]:
@@ -105,15 +100,6 @@ def _layer(config: Config, attention: AttentionSpec, activation: str | None = No
 def _model(
     config: Config, architecture: str, layers: tuple[LayerSpec, ...], soft_cap: float | None = None
 ) -> ModelSpec:
-    hidden_size = config.require("hidden_size", int)
-    return ModelSpec(
-        architecture=architecture,
-        hidden_size=hidden_size,
-        max_position_tokens=config.require("max_position_embeddings", int),
-        embedding=EmbeddingSpec(
-            config.require("vocab_size", int), multiplier=hidden_size**0.5, multiplier_is_rounded=True
-        ),
-        layers=layers,
-        final_norm=_norm(config),
-        head=HeadSpec(config.get("tie_word_embeddings", True), soft_cap=soft_cap),
-    )
+    spec = llama_model(config, architecture, layers, tied=True)
+    embedding = replace(spec.embedding, multiplier=spec.hidden_size**0.5, multiplier_is_rounded=True)
+    return replace(spec, embedding=embedding, head=replace(spec.head, soft_cap=soft_cap))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
@@ -25,7 +23,7 @@ def glm4(config: Config) -> tuple[ModelSpec, NameMap]:
         "layers.{i}.attention_post_norm": f"{LAYER}.post_self_attn_layernorm",
         "layers.{i}.mlp_post_norm": f"{LAYER}.post_mlp_layernorm",
     }
-    return spec, replace(names, names={**names.names, **around})
+    return spec, names | around
 
 
 def _glm(config: Config, architecture: str, placement: NormPlacement) -> tuple[ModelSpec, MlpSpec]:
@@ -40,4 +38,4 @@ def _glm(config: Config, architecture: str, placement: NormPlacement) -> tuple[M
 
 def _names(mlp: MlpSpec) -> NameMap:
     gate_up = fused("layers.{i}.mlp", f"{LAYER}.mlp.gate_up_proj", mlp.widths)
-    return replace(llama.NAMES, names={**llama.NAMES.names, **gate_up})
+    return llama.NAMES | gate_up

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from penstock_server.layers.attention import AttentionSpec
-from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
+from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.rope_config import read_rope
-from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 from penstock_server.weights.location import fused
 
 LAYER = "gpt_neox.layers.{i}"
@@ -25,16 +25,7 @@ def gpt_neox(config: Config) -> tuple[ModelSpec, NameMap]:
     mlp = MlpSpec(config.require("intermediate_size", int), activation, gated=False, bias=True, down_bias=True)
     norm = NormSpec("layer", config.get("layer_norm_eps", 1e-5), bias=True)
     layer = LayerSpec(attention, mlp, norm, parallel=config.get("use_parallel_residual", True))
-    spec = ModelSpec(
-        architecture="gpt_neox",
-        hidden_size=config.require("hidden_size", int),
-        max_position_tokens=config.require("max_position_embeddings", int),
-        embedding=EmbeddingSpec(config.require("vocab_size", int)),
-        layers=(layer,) * config.require("num_hidden_layers", int),
-        final_norm=norm,
-        head=HeadSpec(config.get("tie_word_embeddings", False)),
-    )
-    return spec, _names(attention)
+    return llama.llama_model(config, "gpt_neox", (layer,) * llama.num_layers(config)), _names(attention)
 
 
 def _names(attention: AttentionSpec) -> NameMap:

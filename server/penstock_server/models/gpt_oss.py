@@ -20,10 +20,7 @@ EXPERT_NAMES = moe.with_experts(
         "experts.down.bias": f"{moe.MLP}.experts.down_proj_bias",
     }
 )
-NAMES = replace(
-    EXPERT_NAMES,
-    names={**EXPERT_NAMES.names, "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks"},
-)
+NAMES = EXPERT_NAMES | {"layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks"}
 # The rope of a configuration that leaves it out.
 ROPE = {
     "rope_type": "yarn",

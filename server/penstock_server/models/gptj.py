@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
@@ -45,7 +43,7 @@ def codegen(config: Config) -> tuple[ModelSpec, NameMap]:
         raise config.refuse(f"n_head must be a multiple of {CODEGEN_BLOCKS}, not {attention.num_heads}")
     widths = {name: attention.widths[name] for name in ("q", "v", "k")}
     qkv = fused("layers.{i}.attention", f"{LAYER}.attn.qkv_proj", widths, CODEGEN_BLOCKS)
-    return _model(config, "codegen", attention), replace(NAMES, names={**NAMES.names, **qkv})
+    return _model(config, "codegen", attention), NAMES | qkv
 
 
 def _attention(config: Config) -> AttentionSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from penstock_server.layers.qk_norm import QkNormSpec
@@ -10,14 +9,10 @@ from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 
-NAMES = replace(
-    llama.NAMES,
-    names={
-        **llama.NAMES.names,
-        "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.query_layernorm",
-        "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.key_layernorm",
-    },
-)
+NAMES = llama.NAMES | {
+    "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.query_layernorm",
+    "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.key_layernorm",
+}
 
 
 def hunyuan(config: Config) -> tuple[ModelSpec, NameMap]:

@@ -163,15 +163,18 @@ def llama_attention(
     qk_norm: QkNormSpec | None = None,
     interleaved: bool = False,
     layer_type: str | None = None,
+    default_partial: float = 1.0,
 ) -> AttentionSpec:
-    """interleaved, layer_type: see `read_rope`."""
+    """interleaved, layer_type, default_partial: see `read_rope`."""
     num_heads, head_dim = config.heads()
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads", num_heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=read_rope(config, head_dim, interleaved=interleaved, layer_type=layer_type),
+        rope=read_rope(
+            config, head_dim, interleaved=interleaved, layer_type=layer_type, default_partial=default_partial
+        ),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mask=mask,

@@ -22,7 +22,7 @@ SHARED = "model.layers.{i}.shared_mlp"
 def with_experts(names: dict[str, str | Location]) -> NameMap:
     """Llama's names, and these for the parameters under `layers.{i}.mlp`."""
     own = {f"layers.{{i}}.mlp.{name}": source for name, source in names.items()}
-    return replace(llama.NAMES, names={**llama.NAMES.names, **own})
+    return llama.NAMES | own
 
 
 MIXTRAL_NAMES = with_experts(
@@ -112,8 +112,8 @@ def granitemoeshared(config: Config) -> tuple[ModelSpec, NameMap]:
     shared_size = config.get("shared_intermediate_size", 0)
     widths = dict.fromkeys(("gate", "up"), shared_size)
     own = fused("layers.{i}.mlp.shared", f"{SHARED}.input_linear", widths) if shared_size else {}
-    names = {**GRANITE_NAMES.names, **own, "layers.{i}.mlp.shared.down": f"{SHARED}.output_linear"}
-    return _granite(config, "granitemoeshared", shared_size), replace(GRANITE_NAMES, names=names)
+    names = GRANITE_NAMES | {**own, "layers.{i}.mlp.shared.down": f"{SHARED}.output_linear"}
+    return _granite(config, "granitemoeshared", shared_size), names
 
 
 def _granite(config: Config, architecture: str, shared_size: int = 0) -> ModelSpec:

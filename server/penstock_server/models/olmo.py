@@ -12,14 +12,10 @@ from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap, NormPlacement
 
-POST_NAMES = replace(
-    llama.NAMES,
-    names={
-        **llama.NAMES.names,
-        "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm",
-        "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm",
-    },
-)
+POST_NAMES = llama.NAMES | {
+    "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm",
+    "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm",
+}
 
 
 def olmo(config: Config) -> tuple[ModelSpec, NameMap]:

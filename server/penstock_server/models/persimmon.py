@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models import llama
@@ -23,8 +21,7 @@ def persimmon(config: Config) -> tuple[ModelSpec, NameMap]:
     attention = llama.llama_attention(config, qkv_bias=True, output_bias=True, qk_norm=qk_norm)
     layer = LayerSpec(attention, llama.llama_mlp(config, gated=False, bias=True), norm)
     qkv = f"{LAYER}.self_attn.query_key_value"
-    names = {
-        **llama.NAMES.names,
+    names = llama.NAMES | {
         **fused("layers.{i}.attention", qkv, attention.widths, attention.num_heads),
         "layers.{i}.attention.q_norm": f"{LAYER}.self_attn.q_layernorm",
         "layers.{i}.attention.k_norm": f"{LAYER}.self_attn.k_layernorm",
@@ -34,4 +31,4 @@ def persimmon(config: Config) -> tuple[ModelSpec, NameMap]:
         "norm": "model.final_layernorm",
     }
     spec = llama.llama_model(config, "persimmon", (layer,) * llama.num_layers(config))
-    return spec, replace(llama.NAMES, names=names)
+    return spec, names

@@ -178,6 +178,10 @@ class NameMap:
     ignored: tuple[str, ...] = field(default=())  # regular expressions, matched against whole names
     prefix: str = ""  # of names; absent from a model that was saved without its head
 
+    def __or__(self, names: Mapping[str, str | Location]) -> NameMap:
+        """This map with these names added or replaced."""
+        return replace(self, names={**self.names, **names})
+
     def locate(self, parameter: str) -> Location:
         """layers.3.attention.q.weight → model.layers.3.self_attn.q_proj.weight"""
         layer, name = split_layer(parameter)

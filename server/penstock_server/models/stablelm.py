@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from penstock_server.layers.attention import AttentionSpec
-from penstock_server.layers.embedding import EmbeddingSpec
 from penstock_server.layers.mlp import MlpSpec
 from penstock_server.layers.norm import NormSpec
 from penstock_server.layers.qk_norm import QkNormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
-from penstock_server.models.rope_config import read_rope
-from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec, NameMap
+from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 from penstock_server.weights.location import Location
 
 ATTENTION = "model.layers.{i}.self_attn"
-NAMES = replace(
-    llama.NAMES,
-    names={
-        **llama.NAMES.names,
-        "layers.{i}.attention.q_norm": Location(f"{ATTENTION}.q_layernorm.norms.{{e}}"),
-        "layers.{i}.attention.k_norm": Location(f"{ATTENTION}.k_layernorm.norms.{{e}}"),
-    },
-)
+NAMES = llama.NAMES | {
+    "layers.{i}.attention.q_norm": Location(f"{ATTENTION}.q_layernorm.norms.{{e}}"),
+    "layers.{i}.attention.k_norm": Location(f"{ATTENTION}.k_layernorm.norms.{{e}}"),
+}
 
 
 def stablelm(config: Config) -> tuple[ModelSpec, NameMap]:
-    num_heads, head_dim = config.heads()
     eps = config.get("layer_norm_eps", 1e-5)
     norm = NormSpec("layer", eps, bias=True)
-    attention = AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=read_rope(config, head_dim, default_partial=config.get("rope_pct", 0.25)),
+    attention = llama.llama_attention(
+        config,
+        default_partial=config.get("rope_pct", 0.25),
         qkv_bias=config.get("use_qkv_bias", False),
         qk_norm=QkNormSpec(NormSpec("layer", eps), over="heads") if config.get("qk_layernorm", False) else None,
     )
     mlp = MlpSpec(config.require("intermediate_size", int), config.activation())
     is_parallel = config.get("use_parallel_residual", False)
     layer = LayerSpec(attention, mlp, norm, parallel=is_parallel, shares_norm=is_parallel)
-    spec = ModelSpec(
-        architecture="stablelm",
-        hidden_size=config.require("hidden_size", int),
-        max_position_tokens=config.require("max_position_embeddings", int),
-        embedding=EmbeddingSpec(config.require("vocab_size", int)),
-        layers=(layer,) * llama.num_layers(config),
-        final_norm=norm,
-        head=HeadSpec(config.get("tie_word_embeddings", False)),
-    )
-    return spec, NAMES
+    return llama.llama_model(config, "stablelm", (layer,) * llama.num_layers(config)), NAMES

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock_server.attention.interface import AttentionMask
 from penstock_server.layers.norm import NormSpec
 from penstock_server.models import llama
 from penstock_server.models.config import Config
 from penstock_server.models.spec import LayerSpec, ModelSpec, NameMap
 
-NAMES = replace(
-    llama.NAMES,
-    names={
-        **llama.NAMES.names,
-        "layers.{i}.mlp.up": "model.layers.{i}.mlp.c_fc",
-        "layers.{i}.mlp.down": "model.layers.{i}.mlp.c_proj",
-    },
-)
+NAMES = llama.NAMES | {
+    "layers.{i}.mlp.up": "model.layers.{i}.mlp.c_fc",
+    "layers.{i}.mlp.down": "model.layers.{i}.mlp.c_proj",
+}
 
 
 def starcoder2(config: Config) -> tuple[ModelSpec, NameMap]:
