@@ -12,6 +12,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # imported yet, so the setting takes effect.
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Triton decides at its import whether kernels are interpreted, on the CPU, or compiled. On a GPU, set it to 0.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,6 +43,7 @@ _PACKAGES = ("attention", "engine", "grammar", "kernels", "layers", "models", "w
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _READ_BYTES = 1 << 16
 _TASKS = Path("/proc/self/task")
+_NVIDIA_DRIVER = Path("/dev/nvidiactl")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 
@@ -205,10 +206,13 @@ def _import_all() -> Callable[[WorkerConfig], int]:
     from penstock_server.kernels import native_ops
 
     native_ops.available()
+    has_gpu = _NVIDIA_DRIVER.exists()
     for package in _PACKAGES:
         path = Path(__file__).parent / package
         for module in pkgutil.walk_packages([str(path)], f"{__package__}.{package}."):
-            importlib.import_module(module.name)
+            # Triton takes long to import and may not be installed on a machine without a GPU.
+            if has_gpu or "triton" not in module.name:
+                importlib.import_module(module.name)
     return worker.run
 
 
@@ -225,4 +229,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Without the interpreter's finalization, in which Triton's library prints what it considers leaks.
+    os._exit(main())

@@ -226,3 +226,21 @@ print(*sorted({name for name in set(sys.modules) - before if name.startswith(("p
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     assert subprocess.check_output([sys.executable, "-c", program], env=environment, text=True).strip() == ""
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_triton_is_imported_where_there_is_a_gpu_and_cuda_is_never_initialized(has_gpu: bool, tmp_path: Path) -> None:
+    driver = tmp_path / "nvidiactl"
+    if has_gpu:
+        driver.touch()
+    program = f"""
+import pathlib, sys
+from penstock_server import fork_server
+fork_server._NVIDIA_DRIVER = pathlib.Path({str(driver)!r})
+fork_server._import_all()
+import torch
+print("triton" in sys.modules, torch.cuda.is_initialized())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TRITON_INTERPRET": "0"}
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert printed.split() == [str(has_gpu), "False"]

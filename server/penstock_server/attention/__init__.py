@@ -26,7 +26,18 @@ def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.d
             return native.NativeAttention(shape)
     from penstock_server.attention.reference import ReferenceAttention
 
-    logger.info("attention: reference")
+    if device.type == "cuda":
+        from penstock_server.attention import triton
+
+        reason = triton.unavailable_reason(device) or triton.unsupported_reason(shape)
+        if reason is None:
+            from penstock_server.attention.triton.backend import TritonAttention
+
+            logger.info("attention: triton")
+            return TritonAttention(shape, device, dtype)
+        logger.warning("attention: reference, which is slow, because Triton kernels cannot be used: %s", reason)
+    else:
+        logger.info("attention: reference")
     return ReferenceAttention(shape, device, dtype)
 
 
@@ -64,6 +75,11 @@ def preferred_block_tokens(device: torch.device, dtype: torch.dtype) -> int:
         from penstock_server.attention.native import NativeAttention
 
         return NativeAttention.preferred_block_tokens
+    if device.type == "cuda":
+        from penstock_server.attention import triton
+
+        if triton.unavailable_reason(device) is None:
+            return triton.PREFERRED_BLOCK_TOKENS
     from penstock_server.attention.reference import ReferenceAttention
 
     return ReferenceAttention.preferred_block_tokens

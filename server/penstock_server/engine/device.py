@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -81,4 +80,4 @@ class HostCopy:
     def wait(self) -> npt.NDArray[Any]:
         if self._copied is not None:
             self._copied.synchronize()
-        return np.asarray(self._tensor)
+        return self._tensor.numpy()

@@ -1,0 +1,240 @@
+"""Implements `Attention` with the kernels of this folder.
+
+A row's result has the same bits in every batch and for every cut of its prompt into chunks: tiles and splits are at
+fixed positions of the sequence, their sizes depend on the layer alone, and one compiled kernel computes prompts and
+decode rows. The bits may differ on another device, for another block size, and from another version of Triton.
+
+Neither `prepare` nor `attend` reads a device tensor on the host: grids come from `max_query_tokens`,
+`max_context_tokens` and the tensors' shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock_server.attention.interface import AttentionShape, StepBatch
+from penstock_server.attention.triton import PREFERRED_BLOCK_TOKENS, kernel
+from penstock_server.attention.triton.tile import Tile, key_parts, padded_dim, query_tile
+
+# Memory for the partial results of splits. Steps that would need more compute all splits of a sequence in one program.
+MAX_PARTIAL_BYTES = 128 << 20
+MAX_WRITE_ELEMENTS = 4096  # of the tile of heads that a program of `write_kernel` stores
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """The sequence of each query tile, and the tile's first query. The number of tiles is an upper bound."""
+
+    sequences: Tensor  # [tiles] int32; the number of sequences: the tile is unused
+    queries: Tensor  # [tiles] int32
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMetadata:
+    """A step's tensors, and its query tiles by the number of queries of a tile."""
+
+    batch: StepBatch
+    by_size: dict[int, QueryTiles] = field(default_factory=dict)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.batch.context_lens.shape[0]
+
+    def tiles(self, size: int, num_tokens: int) -> QueryTiles:
+        """The tiles of `size` queries each."""
+        if self.batch.max_query_tokens == 1:
+            size = 1
+        if size not in self.by_size:
+            self.by_size[size] = self._tiles(size, num_tokens)
+        return self.by_size[size]
+
+    def _tiles(self, size: int, num_tokens: int) -> QueryTiles:
+        device, num_sequences = self.batch.query_starts.device, self.num_sequences
+        if size >= self.batch.max_query_tokens:  # a tile per sequence
+            sequences = torch.arange(num_sequences, dtype=torch.int32, device=device)
+            return QueryTiles(sequences, torch.zeros_like(sequences))
+        counts = self.batch.query_starts.diff().add_(size - 1).div_(size, rounding_mode="floor")
+        ends = counts.cumsum(0)
+        tiles = torch.arange(num_tokens // size + num_sequences, device=device)
+        sequences = torch.searchsorted(ends, tiles, right=True)
+        starts = torch.nn.functional.pad(ends, (1, 0))
+        return QueryTiles(sequences.int(), tiles.sub_(starts[sequences]).mul_(size).int())
+
+
+class TritonAttention:
+    """Implements `Attention`. Cache of one layer: [blocks, kv_heads, block_tokens, head_dim + value_dim], keys
+    first."""
+
+    name = "triton"
+    preferred_block_tokens = PREFERRED_BLOCK_TOKENS
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, tile: Tile | None = None
+    ) -> None:
+        """tile: sizes for tests that exercise many tiles and splits."""
+        self.shape = shape
+        self.device = device
+        self.dtype = dtype
+        self.tile = tile or Tile.of(shape, dtype)
+        assert self.tile.split_tokens % self.tile.keys == 0
+        value_dim = 0 if shape.values_in_keys else shape.output_dim
+        self.stored_dim = shape.head_dim + value_dim
+        group = shape.num_heads // shape.num_kv_heads
+        self._tile_heads, self._tile_queries = query_tile(group, self.tile.rows)
+        self._head_tiles = shape.num_kv_heads * -(-group // self._tile_heads)
+        self._slopes = None
+        if shape.alibi is not None:
+            slopes = torch.tensor(shape.alibi.slopes, device=device)
+            self._slopes = slopes.bfloat16().float() if shape.alibi.is_bfloat16 else slopes
+        main, rest = key_parts(shape.head_dim)
+        mask = {"WINDOW": shape.mask.window or 0, "CHUNK": shape.mask.chunk or 0, "PART": shape.mask.part}
+        self._shared = {
+            **mask,
+            "HEADS": shape.num_heads,
+            "VALUE_DIM": shape.output_dim,
+            "SPLIT": self.tile.split_tokens,
+            "VALUE_WIDTH": padded_dim(shape.output_dim),
+        }
+        self._attend = {
+            **self._shared,
+            "GROUP": group,
+            "HEAD_DIM": shape.head_dim,
+            "VALUE_OFFSET": 0 if shape.values_in_keys else shape.head_dim,
+            "STORED_DIM": self.stored_dim,
+            "BLOCK_TOKENS": shape.block_tokens,
+            "HAS_SOFT_CAP": shape.soft_cap is not None,
+            "IS_ALIBI_BFLOAT16": shape.alibi is not None and shape.alibi.is_bfloat16,
+            # Tensor cores would round float32 to tf32.
+            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+            "ROWS": self.tile.rows,
+            "TILE_HEADS": self._tile_heads,
+            "TILE_QUERIES": self._tile_queries,
+            "KEYS": self.tile.keys,
+            "MAIN_DIM": main,
+            "REST_DIM": rest,
+            "IS_VALUE_MAIN": shape.values_in_keys and shape.output_dim == main,
+            "num_warps": self.tile.num_warps,
+            "num_stages": self.tile.num_stages,
+        }
+        width = padded_dim(max(shape.head_dim, value_dim))
+        write_heads = min(padded_dim(shape.num_kv_heads), max(1, MAX_WRITE_ELEMENTS // width))
+        self._write_grid_heads = -(-shape.num_kv_heads // write_heads)
+        self._write = {
+            "KV_HEADS": shape.num_kv_heads,
+            "BLOCK_TOKENS": shape.block_tokens,
+            "KEY_DIM": shape.head_dim,
+            "VALUE_DIM": value_dim,
+            "WIDTH": width,
+            "TILE_HEADS": write_heads,
+            "num_warps": 4,
+        }
+
+    def allocate(self, num_blocks: int) -> Tensor:
+        shape = (num_blocks, self.shape.num_kv_heads, self.shape.block_tokens, self.stored_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def bytes_per_block(self) -> int:
+        return self.shape.block_tokens * self.shape.num_kv_heads * self.stored_dim * self.dtype.itemsize
+
+    @staticmethod
+    def prepare(batch: StepBatch) -> TritonMetadata:
+        return TritonMetadata(batch)
+
+    def write_kv(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        keys, values = _with_dense_heads(keys), _with_dense_heads(values)
+        launch(
+            kernel.write_kernel,
+            (slots.shape[0], self._write_grid_heads),
+            cache=cache,
+            keys=keys,
+            values=values,
+            slots=slots,
+            key_token_stride=keys.stride(0),
+            key_head_stride=keys.stride(1),
+            value_token_stride=values.stride(0),
+            value_head_stride=values.stride(1),
+            **self._write,
+        )
+
+    def attend(
+        self,
+        queries: Tensor,
+        cache: Tensor,
+        metadata: TritonMetadata,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        shape, batch = self.shape, metadata.batch
+        assert sinks is None or shape.alibi is None, "sinks need scores without an offset"
+        queries = _with_dense_heads(queries)
+        num_tokens, num_sequences = queries.shape[0], metadata.num_sequences
+        output = queries.new_empty((num_tokens, shape.num_heads, shape.output_dim))
+        num_splits = self._num_splits(batch, num_sequences)
+        # Always tensors: a kernel compiled for None would be another one.
+        sizes = (num_sequences, shape.num_heads, num_splits) if num_splits > 1 else (0,)
+        partial_acc = torch.empty((*sizes, shape.output_dim), dtype=torch.float32, device=queries.device)
+        tiles = metadata.tiles(self._tile_queries, num_tokens)
+        is_decode = batch.max_query_tokens == 1
+        # A step of decode rows alone needs either its query tiles or its splits.
+        num_tiles = 0 if is_decode and num_splits > 1 else tiles.sequences.shape[0]
+        of_batch = {
+            "output": output,
+            "partial_acc": partial_acc,
+            "partial_stats": torch.empty((*sizes, 2), dtype=torch.float32, device=queries.device),
+            "query_starts": batch.query_starts,
+            "context_lens": batch.context_lens,
+            "source_lens": batch.source_lens,
+            "sinks": sinks,
+            "num_splits": num_splits,
+        }
+        launch(
+            kernel.attend_kernel,
+            (num_tiles + (num_sequences * num_splits if num_splits > 1 else 0), self._head_tiles),
+            **of_batch,
+            queries=queries,
+            cache=cache,
+            block_tables=batch.block_tables,
+            tile_sequences=tiles.sequences,
+            tile_queries=tiles.queries,
+            slopes=self._slopes,
+            bias=None if bias is None else bias.float().contiguous(),
+            num_tiles=num_tiles,
+            num_sequences=num_sequences,
+            table_stride=batch.block_tables.stride(0),
+            token_stride=queries.stride(0),
+            head_stride=queries.stride(1),
+            bias_width=0 if bias is None else bias.shape[1],
+            scale=shape.scale,
+            soft_cap=shape.soft_cap or 0.0,
+            alibi_scale=shape.scale if shape.alibi is not None and shape.alibi.is_scaled else 1.0,
+            **self._attend,
+        )
+        if num_splits > 1:
+            launch(kernel.reduce_kernel, (num_sequences, shape.num_heads), **of_batch, **self._shared, num_warps=1)
+        return output
+
+    def _num_splits(self, batch: StepBatch, num_sequences: int) -> int:
+        """Upper bound on the splits of one query. 1: one program computes all splits of a sequence."""
+        split_tokens = self.tile.split_tokens
+        num_splits = -(-batch.max_context_tokens // split_tokens)
+        if self.shape.mask.part != "source" and (span := self.shape.mask.max_span) is not None:
+            num_splits = min(num_splits, -(-(span - 1) // split_tokens) + 1)
+        needed = num_sequences * num_splits * self.shape.num_heads * self.shape.output_dim * 4
+        return num_splits if needed <= MAX_PARTIAL_BYTES else 1
+
+
+def _with_dense_heads(x: Tensor) -> Tensor:
+    """[tokens, heads, dim], whose elements of one head are adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def launch(function: Any, grid: tuple[int, int], **arguments: Any) -> None:
+    """Enqueues a kernel on the current stream. An empty grid is none."""
+    if all(grid):
+        runner: Callable[..., object] = function[grid]
+        runner(**arguments)

@@ -1,0 +1,120 @@
+"""A CUDA device without a GPU: tensors have a device, a dtype and a shape, but no data (torch's FakeTensorMode).
+
+A step that runs here mixes no devices and waits for nothing: reading a device tensor on the host (`item`, `nonzero`,
+an index by a boolean tensor) raises, because there is no data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from penstock_server.attention.triton import backend
+from penstock_server.config import LoadConfig, WarmUpConfig
+from penstock_server.engine import Engine, prompt, step
+from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+DEVICE = torch.device("cuda", 0)
+
+# Operators that launch nothing: they make views, allocate, or answer questions.
+NO_LAUNCH = {"prim.device"} | {
+    f"aten.{name}"
+    for name in (
+        *("alias", "chunk", "detach", "empty", "expand", "new_empty", "permute", "reshape", "select", "slice"),
+        *("split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
+    )
+}
+
+
+@dataclass
+class Launches:
+    """What a step launches on the device, by name; and its copies from the host."""
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    num_host_copies: int = 0
+
+    @property
+    def num_kernels(self) -> int:
+        return self.kernels.total()
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the operators that run on the device."""
+
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()
+        self._launches = launches
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).rsplit(".", 1)[0]
+        if not isinstance(result, torch.Tensor) or result.device.type != "cuda" or name in NO_LAUNCH:
+            return result
+        source = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        if name.startswith("aten.to") and source is not None:
+            if source.device != result.device:
+                self._launches.num_host_copies += 1
+                return result
+            if source.dtype == result.dtype:
+                return result
+        self._launches.kernels[name] += 1
+        return result
+
+
+class FakeCopy:
+    """Stands in for `HostCopy`: zeros of the tensor's shape."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._zeros = np.zeros(tensor.shape, np.int64 if tensor.dtype == torch.int64 else np.float64)
+
+    def wait(self) -> npt.NDArray[Any]:
+        return self._zeros
+
+
+@contextmanager
+def fake_cuda() -> Iterator[Launches]:
+    """Engines that are loaded and run inside have a fake GPU. Yields what they launch while a Recorder is on."""
+    launches = Launches()
+    mode = FakeTensorMode()
+    from_numpy = torch.from_numpy
+
+    def fake_from_numpy(array: npt.NDArray[Any]) -> torch.Tensor:
+        # torch's own fake remembers the data, and copies it to a real device.
+        with _disable_current_modes():
+            tensor = from_numpy(array)
+        return mode.from_tensor(tensor)
+
+    def record_launch(function: Any, grid: tuple[int, int], **arguments: Any) -> None:
+        devices = {value.device for value in arguments.values() if isinstance(value, torch.Tensor)}
+        assert devices == {DEVICE}, devices
+        if all(grid):
+            launches.kernels[function.fn.__name__] += 1
+
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(SafetensorsCheckpoint, "read", lambda self, name, part, out: None)
+        patch.setattr("penstock_server.engine.engine.choose_device", lambda name, rank: DEVICE)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(torch, "from_numpy", fake_from_numpy)
+        patch.setattr(backend, "launch", record_launch)
+        for module in (step, prompt):
+            patch.setattr(module, "HostCopy", FakeCopy)
+        yield launches
+
+
+def load(folder: Path, max_sequences: int = 8) -> Engine:
+    """An engine of the checkpoint's shapes; call it inside of `fake_cuda`."""
+    engine, _ = Engine.load(LoadConfig(folder, dtype="bfloat16"))
+    engine.warm_up(WarmUpConfig(64, max_sequences, 128, num_blocks=32, proven=True))
+    return engine

@@ -1,0 +1,105 @@
+"""The whole step as a CUDA device would run it: nothing waits for the device, and few kernels are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+from fake_cuda import Launches, Recorder, fake_cuda, load
+from penstock_server.engine import Engine
+from penstock_server.plan import Advances, NewSequence, Plan, Sampling
+from penstock_server.watermark import GreenLists
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+Loaded = tuple[Engine, Launches]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_model(tiny_models.make_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def loaded(folder: Path) -> Iterator[Loaded]:
+    with fake_cuda() as launches:
+        engine = load(folder)
+        yield engine, launches
+        engine.close()
+
+
+def prefill(*samplings: Sampling) -> Plan:
+    """Three tokens of each sequence."""
+    ids = range(len(samplings))
+    new = [NewSequence(i, [1, 2, 3], 3, block_ids=[i], sampling=sampling) for i, sampling in enumerate(samplings)]
+    return Plan(1, new_sequences=new, advances=Advances.of([*ids], [3] * len(ids), [True] * len(ids)))
+
+
+def decode(step: int, num_sequences: int) -> Plan:
+    return Plan(step, advances=Advances.of([*range(num_sequences)], [1] * num_sequences, [True] * num_sequences))
+
+
+def launched(loaded: Loaded, plan: Plan) -> Launches:
+    """What one step launches, which is not collected yet."""
+    engine, launches = loaded
+    launches.kernels.clear()
+    launches.num_host_copies = 0
+    with Recorder(launches):
+        engine.launch(plan)
+    return launches
+
+
+def test_a_greedy_step_is_launched_before_the_last_one_is_collected(loaded: Loaded) -> None:
+    launched(loaded, prefill(Sampling(), Sampling()))
+    for step in (2, 3):
+        assert launched(loaded, decode(step, 2)).num_kernels
+
+
+def test_every_layer_launches_the_same_kernels_at_any_batch_size(loaded: Loaded) -> None:
+    launched(loaded, prefill(*[Sampling()] * 8))
+    of_eight = launched(loaded, decode(2, 8)).kernels.copy()
+    loaded[0].reset()
+    launched(loaded, prefill(Sampling()))
+    assert launched(loaded, decode(2, 1)).kernels == of_eight
+    num_layers = tiny_models.BASE["num_hidden_layers"]
+    assert of_eight["attend_kernel"] == of_eight["write_kernel"] == num_layers
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "prompt logprobs": {"prompt_logprobs": True},
+    "drawn": {"do_sample": True, "seed": 3},
+    "temperature": {"do_sample": True, "temperature": 0.5},
+    "top-k": {"do_sample": True, "top_k": 5},
+    "top-p": {"do_sample": True, "top_p": 0.9},
+    "typical-p": {"do_sample": True, "typical_p": 0.9},
+    "min-p": {"do_sample": True, "min_p": 0.1},
+    "bias": {"logit_bias": ((3, 1.5),)},
+    "minimum length": {"min_new_tokens": 2, "stop_token_ids": (1,)},
+    "alternatives": {"top_n": 3},
+    "own logprobs": {"do_sample": True, "model_logprobs": True},
+    "repetition penalty": {"repetition_penalty": 1.2},
+    "counting penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "watermark": {"watermark": True},
+}
+
+
+# Truncation finds its cut, and alternatives are ranked, with the host's help.
+WAITING = pytest.mark.xfail(
+    raises=(DataDependentOutputException, DynamicOutputShapeException),
+    strict=True,
+    reason="reads device tensors on the host",
+)
+WAITS = ("top-k", "top-p", "typical-p", "min-p", "alternatives")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[WAITING] if name in WAITS else []) for name in SAMPLINGS])
+def test_no_sampling_waits_for_the_device(loaded: Loaded, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The green lists are made on the host, from torch's generator, which has no data here.
+    monkeypatch.setattr(GreenLists, "bits", lambda self, ids: np.zeros((len(ids), -(-self.vocab_size // 8)), np.uint8))
+    sampling = Sampling(**SAMPLINGS[name])
+    launched(loaded, prefill(sampling, Sampling()))
+    launched(loaded, decode(2, 2))

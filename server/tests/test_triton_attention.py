@@ -1,0 +1,365 @@
+"""The Triton kernels in Triton's interpreter against the reference, and compiled for GPUs without running there.
+
+The interpreter's `tl.dot` is wrong for bfloat16, so the kernels run in float32 and float16 here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock_server.attention import choose_attention, preferred_block_tokens
+from penstock_server.attention import triton as triton_attention
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
+from penstock_server.attention.reference import ReferenceAttention
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are compiled in this process: TRITON_INTERPRET is not 1", allow_module_level=True)
+pytest.importorskip("triton")
+
+from penstock_server.attention.triton import backend
+from penstock_server.attention.triton.backend import TritonAttention
+from penstock_server.attention.triton.tile import Tile, key_parts, padded_dim, query_tile
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL = Tile(rows=16, keys=32, split_tokens=64, num_warps=4, num_stages=1)
+# (computed tokens, new tokens): a new prompt, decode rows with and without splits, a chunk after a prefix, and a
+# sequence without new tokens.
+MIXED = [(0, 20), (140, 1), (60, 9), (7, 1), (20, 0)]
+DECODE = [(130, 1), (0, 1), (63, 1), (64, 1)]
+Step = list[tuple[int, int, int]]  # (sequence, computed tokens, new tokens)
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored_rows(shape: AttentionShape, keys: Tensor, values: Tensor) -> Tensor:
+    """[tokens, kv_heads, elements of a cache row]"""
+    return keys if shape.values_in_keys else torch.cat([keys, values], dim=2)
+
+
+class Pages:
+    """Sequences whose keys and values lie in shuffled blocks of a Triton cache and of a reference cache. The former's
+    slots of no sequence are NaN, so that reading them is seen."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        lengths: list[int],
+        dtype: torch.dtype = torch.float32,
+        tile: Tile | None = SMALL,
+        source_lens: list[int] | None = None,
+        has_sinks: bool = False,
+    ) -> None:
+        self.shape = shape
+        self.source_lens = source_lens
+        self.triton = TritonAttention(shape, CPU, dtype, tile)
+        self.reference = ReferenceAttention(shape, CPU, dtype)
+        self.sinks = random(1, shape.num_heads).to(dtype) if has_sinks else None
+        self.bias = random(2, shape.num_heads, 2 * 20 + 1) if shape.has_relative_bias else None
+        counts = [-(-length // shape.block_tokens) for length in lengths]
+        shuffled = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3)).tolist()
+        self.tables = [[shuffled.pop() for _ in range(count)] for count in counts]
+        self.unused = sum(counts)  # a block of no sequence
+        self.caches = [attention.allocate(self.unused + 1) for attention in (self.triton, self.reference)]
+        self.caches[0].fill_(float("nan"))
+        self.queries = [
+            random(i, length, shape.num_heads, shape.head_dim).to(dtype) for i, length in enumerate(lengths)
+        ]
+        for sequence, length in enumerate(lengths):
+            keys = random(sequence + 100, length, shape.num_kv_heads, shape.head_dim).to(dtype)
+            values = random(sequence + 200, length, shape.num_kv_heads, shape.output_dim).to(dtype)
+            position = torch.arange(length)
+            blocks = torch.tensor(self.tables[sequence])[position // shape.block_tokens]
+            slots = blocks * shape.block_tokens + position % shape.block_tokens
+            # Not by `write_kv`, because the interpreter takes long for many tokens.
+            self.caches[0][blocks, :, position % shape.block_tokens] = stored_rows(shape, keys, values)
+            self.reference.write_kv(self.caches[1], keys, values, slots)
+
+    def batch(self, step: Step) -> tuple[Tensor, StepBatch]:
+        queries = torch.cat([self.queries[s][computed : computed + new] for s, computed, new in step])
+        starts = torch.tensor([0, *(new for _, _, new in step)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        lens = torch.tensor([computed + new for _, computed, new in step], dtype=torch.int32)
+        tables = torch.full((len(step), max(map(len, self.tables))), 0, dtype=torch.int32)
+        sources = None if self.source_lens is None else [self.source_lens[s] for s, _, _ in step]
+        for row, (sequence, computed, _) in enumerate(step):
+            blocks = self.tables[sequence]
+            tables[row, : len(blocks)] = torch.tensor(blocks)
+            first, _ = self.shape.mask.interval(torch.tensor([computed]), sources[row] if sources else 0)
+            tables[row, : int(first) // self.shape.block_tokens] = self.unused  # released before the window
+        none = torch.empty(0, dtype=torch.int64)
+        max_new, max_context = max(new for _, _, new in step), int(lens.max())
+        source_lens = None if sources is None else torch.tensor(sources, dtype=torch.int32)
+        return queries, StepBatch(none, none, none, starts, lens, tables, none, max_new, max_context, source_lens)
+
+    def attend(self, step: Step) -> Tensor:
+        queries, batch = self.batch(step)
+        return self.triton.attend(queries, self.caches[0], self.triton.prepare(batch), self.sinks, self.bias)
+
+    def assert_near_reference(self, step: Step, tolerance: float = 1e-5) -> None:
+        queries, batch = self.batch(step)
+        metadata = self.reference.prepare(batch)
+        expected = self.reference.attend(queries, self.caches[1], metadata, self.sinks, self.bias)
+        torch.testing.assert_close(self.attend(step), expected, atol=tolerance, rtol=tolerance)
+
+
+def assert_near_reference(shape: AttentionShape, spans: list[tuple[int, int]], **options: object) -> None:
+    pages = Pages(shape, [computed + new for computed, new in spans], **options)  # type: ignore[arg-type]
+    tolerance = 2e-3 if options.get("dtype") == torch.float16 else 1e-5
+    pages.assert_near_reference([(i, *span) for i, span in enumerate(spans)], tolerance)
+
+
+PLAIN = AttentionShape(4, 2, 16, 0.3, 16)
+# Query heads, KV heads, head size, block size: groups that are no power of two, that fill a tile and that need several.
+SIZES = [
+    (4, 4, 16, 16),
+    (4, 1, 64, 32),
+    (6, 2, 20, 64),
+    (7, 1, 5, 16),
+    (16, 1, 32, 128),
+    (19, 1, 96, 16),
+    (3, 3, 80, 32),
+    (2, 1, 256, 16),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_tokens"), SIZES)
+def test_every_size_computes_the_reference(heads: int, kv_heads: int, head_dim: int, block_tokens: int) -> None:
+    assert_near_reference(AttentionShape(heads, kv_heads, head_dim, head_dim**-0.5, block_tokens), MIXED)
+
+
+SLOPES = (0.5, 0.25, 0.1, 0.7)
+VARIANTS = {
+    "window": replace(PLAIN, mask=AttentionMask(window=5)),
+    "window-of-splits": replace(PLAIN, mask=AttentionMask(window=64)),
+    "chunk": replace(PLAIN, mask=AttentionMask(chunk=24)),
+    "window-and-chunk": replace(PLAIN, mask=AttentionMask(window=9, chunk=40)),
+    "soft-cap": replace(PLAIN, soft_cap=0.7),
+    "alibi": replace(PLAIN, alibi=Alibi(SLOPES)),
+    "scaled-alibi": replace(PLAIN, alibi=Alibi(SLOPES, is_scaled=True)),
+    "relative-bias": replace(PLAIN, has_relative_bias=True),
+    "sinks": replace(PLAIN, mask=AttentionMask(window=20)),
+    "value-dim": replace(PLAIN, value_dim=5),
+    "values-in-keys": replace(PLAIN, num_kv_heads=1, value_dim=6, values_in_keys=True),
+    "values-are-main-part": replace(PLAIN, num_kv_heads=1, head_dim=36, value_dim=32, values_in_keys=True),
+    "latent": AttentionShape(3, 1, 576, 0.05, 64, value_dim=512, values_in_keys=True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_computes_the_reference(name: str) -> None:
+    assert_near_reference(VARIANTS[name], MIXED, has_sinks=name == "sinks")
+
+
+@pytest.mark.parametrize("name", ["window-of-splits", "chunk", "sinks", "latent"])
+def test_steps_of_decode_rows_compute_the_reference(name: str) -> None:
+    assert_near_reference(VARIANTS[name], DECODE, has_sinks=name == "sinks")
+
+
+def test_alibi_in_bfloat16_rounds_as_the_reference() -> None:
+    """Positions beyond 256 are not exact in bfloat16."""
+    shape = replace(PLAIN, alibi=Alibi(SLOPES, is_scaled=True, is_bfloat16=True))
+    assert_near_reference(shape, [(290, 20), (300, 1)])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("part", ["source", "answer"])
+def test_sources_and_answers_compute_the_reference(part: str, has_bias: bool) -> None:
+    shape = replace(PLAIN, mask=AttentionMask(part=part), has_relative_bias=has_bias)  # type: ignore[arg-type]
+    spans = [(40, 9), (100, 1), (33, 1), (21, 40)]
+    assert_near_reference(shape, spans, source_lens=[40, 70, 5, 20])
+    if part == "source":  # an encoder's own queries attend to the whole source
+        assert_near_reference(shape, [(0, 40), (0, 7)], source_lens=[40, 7])
+
+
+@pytest.mark.parametrize("name", ["plain", "window-and-chunk", "soft-cap", "sinks", "latent"])
+def test_float16_computes_the_reference(name: str) -> None:
+    shape = {"plain": PLAIN, **VARIANTS}[name]
+    assert_near_reference(shape, MIXED, dtype=torch.float16, has_sinks=name == "sinks")
+
+
+def test_the_tiles_of_a_gpu_compute_the_reference() -> None:
+    shape = AttentionShape(4, 1, 64, 0.125, 64)
+    assert_near_reference(shape, [(0, 20), (530, 1), (500, 20)], tile=Tile.of(shape, torch.bfloat16))
+
+
+def test_strided_inputs_are_read_in_place() -> None:
+    pages = Pages(PLAIN, [50])
+    queries, batch = pages.batch([(0, 30, 20)])
+    wide = torch.cat([random(5, 20, 3, 16), queries], dim=1)[:, 3:]
+    metadata = pages.triton.prepare(batch)
+    assert torch.equal(pages.triton.attend(wide, pages.caches[0], metadata), pages.attend([(0, 30, 20)]))
+
+
+@pytest.mark.parametrize("name", ["plain", "value-dim", "values-in-keys", "latent"])
+def test_written_rows_are_at_their_slots_and_nothing_else_changes(name: str) -> None:
+    shape = {"plain": PLAIN, **VARIANTS}[name]
+    attention = TritonAttention(shape, CPU, torch.float32)
+    cache = attention.allocate(num_blocks=3)
+    fused = random(6, 9, 2 * shape.num_kv_heads, shape.head_dim)  # keys and values are views of one tensor
+    keys, values = fused.chunk(2, dim=1)
+    values = values[..., : shape.output_dim]
+    slots = torch.randperm(3 * shape.block_tokens, generator=torch.Generator().manual_seed(7))[:9]
+    attention.write_kv(cache, keys, values, slots)
+    expected = torch.zeros(3 * shape.block_tokens, shape.num_kv_heads, attention.stored_dim)
+    expected[slots] = stored_rows(shape, keys, values)
+    assert torch.equal(cache.transpose(1, 2).flatten(0, 1), expected)
+
+
+def test_few_partial_bytes_mean_no_splits_and_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(PLAIN, [150, 40])
+    step = [(0, 149, 1), (1, 39, 1)]
+    split = pages.attend(step)
+    monkeypatch.setattr(backend, "MAX_PARTIAL_BYTES", 0)
+    assert torch.equal(pages.attend(step), split)
+
+
+INVARIANT = {name: VARIANTS[name] for name in ("window", "chunk", "soft-cap", "alibi", "sinks", "values-in-keys")}
+LENGTHS = [75, 40]
+
+
+@cache
+def whole_prompts(name: str) -> tuple[Pages, list[Tensor]]:
+    """Sequences, and the outputs of all their tokens: each sequence alone, its prompt in one chunk."""
+    pages = Pages({"plain": PLAIN, **INVARIANT}[name], LENGTHS, has_sinks=name == "sinks")
+    return pages, [pages.attend([(sequence, 0, length)]) for sequence, length in enumerate(LENGTHS)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), name=st.sampled_from(["plain", *INVARIANT]))
+def test_bits_depend_neither_on_the_batch_nor_on_the_cut(data: st.DataObject, name: str) -> None:
+    pages, alone = whole_prompts(name)
+    step: Step = []
+    for sequence in data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3)):  # one sequence may come twice
+        computed = data.draw(st.integers(0, LENGTHS[sequence] - 1))
+        new = data.draw(st.one_of(st.just(1), st.integers(1, LENGTHS[sequence] - computed)))
+        step.append((sequence, computed, new))
+    expected = torch.cat([alone[sequence][computed : computed + new] for sequence, computed, new in step])
+    assert torch.equal(pages.attend(step), expected)
+
+
+@given(st.integers(1, 200), st.sampled_from([16, 32, 64]))
+def test_query_tiles_cover_a_group(group: int, rows: int) -> None:
+    heads, queries = query_tile(group, rows)
+    assert 1 <= heads * queries <= rows
+    assert heads * -(-group // heads) - group < heads
+
+
+@given(st.integers(1, 576))
+def test_key_parts_cover_a_head(head_dim: int) -> None:
+    main, rest = key_parts(head_dim)
+    assert main + rest >= head_dim
+    assert main + rest <= padded_dim(head_dim)
+    assert key_parts(576) == (512, 64)
+
+
+@pytest.mark.parametrize("spans", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize("name", ["window", "alibi", "value-dim", "latent"])
+def test_a_step_neither_waits_for_the_device_nor_leaves_it(
+    name: str, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors have no data: `.item()` and mixed devices raise."""
+    launched: list[str] = []
+
+    def launch(function: Any, grid: tuple[int, int], **arguments: Any) -> None:
+        assert all(type(size) is int for size in grid)
+        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+        assert all(tensor.device.type == "cuda" for tensor in tensors)
+        launched.append(function.fn.__name__)
+
+    monkeypatch.setattr(backend, "launch", launch)
+    shape, lens = VARIANTS[name], [computed + new for computed, new in spans]
+    num_tokens, max_new = sum(new for _, new in spans), max(new for _, new in spans)
+    with FakeTensorMode():
+        ints = torch.empty(num_tokens, dtype=torch.int64, device=CUDA)
+        starts, context_lens = (
+            torch.empty(len(spans) + 1, device=CUDA).int(),
+            torch.empty(len(spans), device=CUDA).int(),
+        )
+        tables = torch.empty(len(spans), 10, device=CUDA).int()
+        batch = StepBatch(ints, ints, ints, starts, context_lens, tables, ints, max_new, max(lens), context_lens)
+        attention = TritonAttention(shape, CUDA, torch.bfloat16, SMALL)
+        heads = torch.empty(
+            num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, device=CUDA
+        ).bfloat16()
+        queries, keys, values = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        cache = attention.allocate(num_blocks=7)
+        attention.write_kv(cache, keys, values[..., : shape.output_dim], ints)
+        metadata = attention.prepare(batch)
+        for _ in range(2):
+            output = attention.attend(queries, cache, metadata)
+        assert output.shape == (num_tokens, shape.num_heads, shape.output_dim)
+    assert launched == ["write_kernel", *["attend_kernel", "reduce_kernel"] * 2]
+
+
+def test_cuda_devices_get_triton_where_it_supports_the_shape(caplog: pytest.LogCaptureFixture) -> None:
+    attention = choose_attention(PLAIN, CUDA, torch.bfloat16)
+    assert attention.name == "triton"
+    assert attention.preferred_block_tokens == preferred_block_tokens(CUDA, torch.bfloat16) == 64
+    assert choose_attention(PLAIN, CPU, torch.float32).name == "reference"
+    assert choose_attention(replace(PLAIN, head_dim=257), CUDA, torch.bfloat16).name == "reference"
+    assert "heads have 257 elements, at most 256 are supported" in caplog.text
+
+
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(triton_attention.shutil, "which", lambda name: None)
+    assert "install one or set CC" in str(triton_attention.unavailable_reason(CUDA))
+    assert "not cuda" in str(triton_attention.unavailable_reason(CPU))
+    monkeypatch.setattr(triton_attention.importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in str(triton_attention.unavailable_reason(CUDA))
+    assert preferred_block_tokens(CUDA, torch.bfloat16) == ReferenceAttention.preferred_block_tokens
+
+
+def test_block_bytes_are_what_is_allocated() -> None:
+    for shape in (PLAIN, *VARIANTS.values()):
+        attention = TritonAttention(shape, CPU, torch.float16)
+        allocated = attention.allocate(num_blocks=5)
+        assert allocated.nbytes == 5 * attention.bytes_per_block()
+        assert not allocated.any()
+
+
+PROGRAM = Path(__file__).with_name("triton_compile_program.py")
+MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one program
+
+
+def test_kernels_compile_and_fit_without_a_gpu() -> None:
+    compile_and_check(["64", "128", "256", "latent"])
+
+
+@pytest.mark.slow
+def test_every_variant_compiles_and_fits_without_a_gpu() -> None:
+    variants = ["sinks", "soft-cap", "alibi", "relative-bias", "chunk"]
+    compile_and_check(["float16", "float32", "float32-256", "float32-latent", *variants])
+
+
+def compile_and_check(names: list[str]) -> None:
+    path = os.pathsep.join([str(Path(triton_attention.__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, str(PROGRAM), ",".join(map(str, MAX_SHARED_BYTES)), ",".join(names)],
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    kernels = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(kernels) == 3 * len(names) * len(MAX_SHARED_BYTES)
+    for each in kernels:
+        # The bits of a row would depend on its step if different steps launched different kernels.
+        assert each["num_compilations"] == 1, each
+        assert each["shared_bytes"] <= MAX_SHARED_BYTES[each["capability"]], each
+        # Spilled registers of a thread.
+        assert each["stack_bytes"] <= (512 if each["case"].startswith("float32") else 256), each

@@ -1,0 +1,123 @@
+"""Compiles the attention kernels for GPUs that are not there, and prints their resources as JSON.
+
+Runs in a process of its own, because `TRITON_INTERPRET` decides at import whether kernels are compiled. Arguments: the
+compute capabilities, then the names of CASES. Each line of the output is one compiled kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
+from penstock_server.attention.triton import backend
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LATENT = AttentionShape(16, 1, 576, 576**-0.5, 64, value_dim=512, values_in_keys=True)
+CASES: dict[str, tuple[AttentionShape, torch.dtype]] = {
+    "64": (AttentionShape(32, 8, 64, 0.125, 64), BF16),
+    "128": (AttentionShape(32, 8, 128, 0.088, 64), BF16),
+    "256": (AttentionShape(16, 8, 256, 0.0625, 64), BF16),
+    "latent": (LATENT, BF16),
+    "float16": (AttentionShape(32, 8, 128, 0.088, 64), FP16),
+    "float32": (AttentionShape(32, 8, 128, 0.088, 64), FP32),
+    "float32-256": (AttentionShape(16, 8, 256, 0.0625, 64), FP32),
+    "float32-latent": (LATENT, FP32),
+    "sinks": (AttentionShape(64, 8, 64, 0.125, 16, mask=AttentionMask(window=128)), BF16),
+    "soft-cap": (AttentionShape(16, 8, 256, 0.0625, 16, mask=AttentionMask(window=4096), soft_cap=50.0), BF16),
+    "alibi": (AttentionShape(71, 1, 64, 0.125, 64, alibi=Alibi((0.5,) * 71, True, True)), BF16),
+    "relative-bias": (
+        AttentionShape(8, 8, 64, 1.0, 64, mask=AttentionMask(part="source"), has_relative_bias=True),
+        BF16,
+    ),
+    "chunk": (AttentionShape(40, 8, 80, 0.1, 32, mask=AttentionMask(chunk=8192, part="answer")), BF16),
+}
+
+
+# Computed and new tokens of the sequences of a step: decode rows with splits, without, one alone, and with prompts.
+STEPS = [
+    [(4999, 1)] * 8,
+    [(300, 1), (20, 1), (0, 1)],
+    [(16, 1)],
+    [(0, 700), (3000, 1), (100, 64)],
+    [(0, 7)],
+]
+
+
+def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any]]:
+    """The arguments of each kernel that a step launches."""
+    shape, dtype = CASES[name]
+    found: dict[Any, dict[str, Any]] = {}
+    backend.launch = lambda function, grid, **arguments: found.update({function: arguments})
+    attention = backend.TritonAttention(shape, torch.device("cpu"), dtype)
+    lens = [computed + new for computed, new in spans]
+    num_tokens = sum(new for _, new in spans)
+    starts = torch.tensor([0, *(new for _, new in spans)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    context_lens = torch.tensor(lens, dtype=torch.int32)
+    tables = torch.zeros(len(spans), -(-max(lens) // shape.block_tokens), dtype=torch.int32)
+    tokens = torch.zeros(num_tokens, dtype=torch.int64)
+    sources = context_lens if shape.mask.part != "context" else None
+    max_new = max(new for _, new in spans)
+    batch = StepBatch(tokens, tokens, tokens, starts, context_lens, tables, tokens, max_new, max(lens), sources)
+    qkv = torch.zeros(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype)
+    queries, keys, values = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+    cache = attention.allocate(1)
+    attention.write_kv(cache, keys, values, tokens)
+    sinks = torch.zeros(shape.num_heads, dtype=dtype) if name == "sinks" else None
+    bias = torch.zeros(shape.num_heads, 257) if shape.has_relative_bias else None
+    attention.attend(queries, cache, attention.prepare(batch), sinks, bias)
+    return found
+
+
+def specialize(function: Any, arguments: dict[str, Any], target: GPUTarget) -> tuple[Any, ...]:
+    """What a launch with these arguments compiles: options, signature, constants and attributes."""
+    nvidia = make_backend(target)
+    binder = create_function_from_signature(function.signature, function.params, nvidia)
+    bound, specialization, options = binder(**arguments)
+    return function._pack_args(nvidia, arguments, bound, specialization, options)
+
+
+def check(name: str, capability: int) -> None:
+    """Prints the resources of each kernel, and how many compilations of it STEPS need."""
+    target = GPUTarget("cuda", capability, 32)
+    compilations: dict[Any, dict[str, tuple[Any, ...]]] = {}
+    for spans in STEPS:
+        for function, arguments in launches(name, spans).items():
+            specialized = specialize(function, arguments, target)
+            compilations.setdefault(function, {})[str(specialized)] = specialized
+    for function, specialized in compilations.items():
+        options, signature, constants, attributes = next(iter(specialized.values()))
+        source = ASTSource(function, signature, constants, attributes)
+        compiled = triton.compile(source, target=target, options=options.__dict__)
+        resources = {"shared_bytes": compiled.metadata.shared, **registers(compiled.asm["cubin"])}
+        identity = {"case": name, "kernel": function.__name__, "capability": capability}
+        print(json.dumps({**identity, "num_compilations": len(specialized), **resources}))
+
+
+def registers(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of spilled registers of one thread, as the cubin declares them."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"(REG|STACK):(\d+)", usage.stdout))
+    return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"])}
+
+
+for capability in sys.argv[1].split(","):
+    for name in sys.argv[2].split(","):
+        check(name, int(capability))
