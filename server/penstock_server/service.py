@@ -71,7 +71,6 @@ class Worker(rpc.WorkerServicer):
         self._stream: _Stream | None = None
         self._opening = threading.Lock()
         self._launched: deque[Pending] = deque()
-        self._stepping_since: float | None = None
         self._compute = ComputeThread(self._fault)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:  # noqa: N802
@@ -99,7 +98,6 @@ class Worker(rpc.WorkerServicer):
             self._abort_with_fault(context, error)
         return pb.LoadResponse(
             protocol_version=PROTOCOL_VERSION,
-            worker_version=_package_version(),
             architecture=description.architecture,
             dtype=description.dtype,
             device=description.device,
@@ -159,12 +157,7 @@ class Worker(rpc.WorkerServicer):
         return pb.CompileGrammarResponse()
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
-        since = self._stepping_since
-        return pb.HealthResponse(
-            stepping=since is not None,
-            stepping_seconds=0.0 if since is None else time.monotonic() - since,
-            processor_seconds=time.process_time(),
-        )
+        return pb.HealthResponse(processor_seconds=time.process_time())
 
     def Steps(  # noqa: N802
         self, requests: Iterator[pb.Plan], context: grpc.ServicerContext
@@ -210,7 +203,6 @@ class Worker(rpc.WorkerServicer):
     def _open(self, stream: _Stream) -> None:
         assert self._engine is not None
         self._launched.clear()
-        self._stepping_since = None
         if stream is self._stream:
             self._engine.reset()
 
@@ -218,7 +210,6 @@ class Worker(rpc.WorkerServicer):
         if stream is not self._stream or stream.ended:
             return
         assert self._engine is not None
-        self._stepping_since = self._stepping_since or time.monotonic()
         try:
             self._launched.append(self._engine.launch(plan))
         except PlanError as error:
@@ -235,7 +226,6 @@ class Worker(rpc.WorkerServicer):
             assert self._engine is not None
             result = self._engine.collect(self._launched.popleft())
             stream.results.put(result)
-        self._stepping_since = time.monotonic() if self._launched else None
 
     def _end(self, stream: _Stream) -> None:
         while self._launched and stream is self._stream:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from penstock_server.prepare import prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -15,3 +16,11 @@ def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty model cache; returns $HF_HOME."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def embedded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model as a prepared folder. Tests must not change it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
+        return Path(prepare(None).folder)

@@ -27,7 +27,7 @@ def step(table: SequenceTable, advances: list[Advance]) -> tuple[StepBatch | Non
     chosen = batch.select(table, columns(advances))
     built = batch.build(table, chosen, CPU).batch if len(chosen.rows) else None
     table.computed[chosen.rows] += chosen.num_tokens
-    sampled = chosen.rows[chosen.sample]
+    sampled = chosen.rows[chosen.samples]
     table.token_ids[sampled, table.known[sampled]] = 7
     table.known[sampled] += 1
     return built, {failure.sequence_id: failure.reason for failure in chosen.failures}

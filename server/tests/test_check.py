@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from gguf_files import save_gguf
 from hub_server import SHA, Hub, running
+from huggingface_hub import constants
 from penstock_server import catalog, check
+from penstock_server.hub import download
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES
@@ -147,25 +150,39 @@ def test_a_missing_model_is_one_problem(capsys: Any) -> None:
     assert messages.endswith("cannot be served\n")
 
 
-def test_only_headers_of_a_hub_model_s_weights_are_read(
-    folder: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with running(Hub(files)) as hub:
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with the model of `folder`, and an empty cache."""
+    with running(Hub({path.name: path.read_bytes() for path in folder.iterdir()})) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        status, report = run(capsys, "someone/tiny")
+        yield hub
+
+
+def test_only_headers_of_a_hub_model_s_weights_are_read(hub: Hub, capsys: Any) -> None:
+    status, report = run(capsys, "someone/tiny")
     assert (status, report["problems"]) == (0, [])
     assert report["origin"] == f"on the hub, commit {SHA}"
     assert report["stored_as"] == {"F32": 30}
     fetched = [asked for name, asked in hub.gets if name == "model.safetensors"]
     assert fetched
     assert all(fetched)
+
+
+def test_a_failing_hub_leaves_the_cached_model_to_describe(hub: Hub, capsys: Any) -> None:
+    hub.status = 503
+    status, report = run(capsys, "someone/tiny")
+    assert status == 1
+    assert report["problems"][0].startswith("someone/tiny is not in the cache, and the hub answered ")
+    hub.status = 200
+    snapshot = download("someone/tiny").folder
+    hub.status = 503
+    status, report = run(capsys, "someone/tiny")
+    assert (status, report["problems"], report["stored_as"]) == (0, [], {"F32": 30})
+    assert report["origin"] == f"from the hub, commit {SHA}, in the cache, {snapshot}"
 
 
 def test_the_list_of_models_equals_the_loader_s_table(capsys: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NewSequence, Sampling
-from penstock_server.prepare import prepare
 from penstock_server.watermark import GreenLists, detect
 from plans import Advance, plan, step
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -57,28 +55,16 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    before = os.environ.get("HF_HOME")
-    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    try:
-        return Path(prepare(None).folder)
-    finally:
-        del os.environ["HF_HOME"]
-        if before is not None:
-            os.environ["HF_HOME"] = before
+def tokenizer(embedded_folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(embedded_folder)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> transformers.PreTrainedModel:
+def reference(embedded_folder: Path) -> transformers.PreTrainedModel:
     """Built by transformers, from weights that transformers dequantized and put in order itself."""
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(embedded_folder)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
-    missing, unexpected = model.load_state_dict(dequantized(folder, model), strict=False)
+    missing, unexpected = model.load_state_dict(dequantized(embedded_folder, model), strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     return model.eval()
 
@@ -89,8 +75,8 @@ def dequantized(folder: Path, model: transformers.PreTrainedModel) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> CausalModel:
-    return load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16), RankGroup())
+def model(embedded_folder: Path) -> CausalModel:
+    return load_model(LoadOptions(embedded_folder, torch.bfloat16, torch.device("cpu"), 16), RankGroup())
 
 
 @pytest.fixture
@@ -103,8 +89,8 @@ def chat(tokenizer: Any, text: str) -> list[int]:
     return list(ids["input_ids"])
 
 
-def test_the_tokenizer_encodes_as_the_original(folder: Path, tokenizer: Any) -> None:
-    theirs = transformers.AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+def test_the_tokenizer_encodes_as_the_original(embedded_folder: Path, tokenizer: Any) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(embedded_folder, gguf_file="model.gguf")
     for text in CORPUS:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -137,9 +123,9 @@ def test_chat_template_and_special_tokens_are_the_models(tokenizer: Any) -> None
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_the_folder_is_one_that_transformers_understands(folder: Path) -> None:
-    config = transformers.AutoConfig.from_pretrained(folder)
-    theirs = transformers.AutoConfig.from_pretrained(folder, gguf_file="model.gguf")
+def test_the_folder_is_one_that_transformers_understands(embedded_folder: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(embedded_folder)
+    theirs = transformers.AutoConfig.from_pretrained(embedded_folder, gguf_file="model.gguf")
     for key in (
         "hidden_size",
         "num_hidden_layers",
@@ -150,7 +136,7 @@ def test_the_folder_is_one_that_transformers_understands(folder: Path) -> None:
         assert getattr(config, key) == getattr(theirs, key)
     assert config.tie_word_embeddings
     assert config.rms_norm_eps == 1e-5
-    assert transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 2
+    assert transformers.GenerationConfig.from_pretrained(embedded_folder).eos_token_id == 2
 
 
 @torch.inference_mode()
@@ -199,11 +185,11 @@ def test_greedy_tokens_are_those_of_transformers_but_for_ties(
 
 
 def test_in_float32_greedy_tokens_are_exactly_those_of_transformers(
-    folder: Path, reference: transformers.PreTrainedModel, tokenizer: Any
+    embedded_folder: Path, reference: transformers.PreTrainedModel, tokenizer: Any
 ) -> None:
     exact = copy.deepcopy(reference).float()
-    exact.load_state_dict(dequantized(folder, exact), strict=False)
-    model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
+    exact.load_state_dict(dequantized(embedded_folder, exact), strict=False)
+    model = load_model(LoadOptions(embedded_folder, torch.float32, torch.device("cpu"), 16), RankGroup())
     driver = ModelDriver(model, block_tokens=16, num_blocks=64)
     texts = [chat(tokenizer, prompt) for prompt in PROMPTS]
     for text, tokens in zip(texts, driver.greedy(texts, 12, chunk_tokens=24), strict=True):
@@ -215,8 +201,10 @@ def test_loading_takes_little_more_than_the_weights(model: CausalModel) -> None:
     assert (model.architecture, model.vocab_size, model.max_position_tokens) == ("llama", 49152, 8192)
 
 
-def test_a_watermark_is_found_in_what_was_generated_with_it_and_nowhere_else(folder: Path, tokenizer: Any) -> None:
-    engine, description = Engine.load(LoadConfig(folder, 16, num_threads=1))
+def test_a_watermark_is_found_in_what_was_generated_with_it_and_nowhere_else(
+    embedded_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    engine, description = Engine.load(LoadConfig(embedded_folder, 16, num_threads=1))
     engine.warm_up(WarmUpConfig(64, 2, max_sequence_tokens=256, num_blocks=32))
     text = chat(tokenizer, "Write a long story about a fisherman, his daughter and a storm.")
     samplings = [Sampling(do_sample=True, seed=7, temperature=0.9, watermark=marked) for marked in (True, False)]
@@ -236,5 +224,5 @@ def test_a_watermark_is_found_in_what_was_generated_with_it_and_nowhere_else(fol
     assert detect(generated[0], lists).z_score > 4
     assert abs(detect(generated[1], lists).z_score) < 3
     # And from the text alone, as the command reads it.
-    (folder / "story").write_text(tokenizer.decode(generated[0]))
-    assert watermark.main([str(folder), str(folder / "story")]) == 0
+    (tmp_path / "story").write_text(tokenizer.decode(generated[0]))
+    assert watermark.main([str(embedded_folder), str(tmp_path / "story")]) == 0

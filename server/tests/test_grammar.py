@@ -35,22 +35,14 @@ from penstock_server.grammar.state import GrammarStates
 from penstock_server.grammar.trial import Trial
 from penstock_server.grammar.vocabulary import read_vocabulary
 from penstock_server.plan import Grammar, NewSequence, Plan, Sampling
-from penstock_server.prepare import prepare
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.json"))
 VOCAB = 49152
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
-        return Path(prepare(None).folder)
-
-
-@pytest.fixture(scope="module")
-def vocabulary(folder: Path) -> LLTokenizer:
-    return read_vocabulary(folder, VOCAB).tokenizer
+def vocabulary(embedded_folder: Path) -> LLTokenizer:
+    return read_vocabulary(embedded_folder, VOCAB).tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Structured output of the embedded model: each completed output matches its grammar, in any batch."""
+"""Structured output of the embedded model: every complete output matches its grammar, in any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from penstock_server.engine.sampler import Sampler, SampleRequest
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.engine.watermark import Watermark
 from penstock_server.plan import Grammar, NewSequence, Sampling
-from penstock_server.prepare import prepare
 from plans import Advance, plan, step
 
 EOS = 2
@@ -49,41 +48,34 @@ atom: /[1-9]/ | "(" /[1-9]/ "-" /[1-9]/ ")"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
-        return Path(prepare(None).folder)
-
-
-@pytest.fixture(scope="module")
-def driver(folder: Path) -> Iterator[AnswerDriver]:
-    engine, _ = Engine.load(LoadConfig(folder, BLOCK_TOKENS, dtype="bfloat16", device="cpu"))
+def driver(embedded_folder: Path) -> Iterator[AnswerDriver]:
+    engine, _ = Engine.load(LoadConfig(embedded_folder, BLOCK_TOKENS, dtype="bfloat16", device="cpu"))
     engine.warm_up(WarmUpConfig(512, NUM_SEQUENCES, 512, num_blocks=16 * NUM_SEQUENCES))
     yield AnswerDriver(engine, EOS, num_blocks=16 * NUM_SEQUENCES)
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(folder)
+def tokenizer(embedded_folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(embedded_folder)
 
 
 @pytest.fixture(scope="module")
 def prompt(tokenizer: Any) -> list[int]:
-    question = [{"role": "user", "content": "Describe somebody as JSON."}]
+    question = [{"role": "user", "content": "Describe a person as JSON."}]
     return list(tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"])
 
 
-def of_schema(schema: dict[str, Any], **options: Any) -> Sampling:
+def constrained(schema: dict[str, Any], **options: Any) -> Sampling:
     return Sampling(grammar=Grammar("json_schema", json.dumps(schema)), stop_token_ids=(EOS,), **options)
 
 
 def test_every_output_matches_its_grammar(driver: AnswerDriver, tokenizer: Any, prompt: list[int]) -> None:
     regex = r"(19|20)\d\d-(0[1-9]|1[0-2])-[0-3]\d (AM|PM)"
-    kinds = [Grammar("json_schema", json.dumps(PERSON)), Grammar("regex", regex), Grammar("lark", ARITHMETIC)]
+    grammars = [Grammar("json_schema", json.dumps(PERSON)), Grammar("regex", regex), Grammar("lark", ARITHMETIC)]
     samplings = [
         Sampling(grammar=grammar, do_sample=seed > 0, temperature=1.0 + seed / 2, seed=seed)
-        for grammar in kinds
+        for grammar in grammars
         for seed in range(4)
     ]
     answers = driver.run([(prompt, sampling) for sampling in samplings], max_tokens=120)
@@ -99,7 +91,7 @@ def test_every_output_matches_its_grammar(driver: AnswerDriver, tokenizer: Any, 
         else:
             assert re.fullmatch(r"[1-9+*()-]+", text)
             assert isinstance(eval(text), int)
-    assert len({tuple(answer.tokens) for answer in answers}) > len(kinds), "outputs must depend on the seed"
+    assert len({tuple(answer.tokens) for answer in answers}) > len(grammars), "outputs must depend on the seed"
 
 
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
@@ -125,7 +117,9 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
         return st.one_of(
             st.builds(record, st.dictionaries(names, inner, max_size=3), st.booleans()),
             st.builds(
-                lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner, st.integers(0, 3)
+                lambda items, max_items: {"type": "array", "items": items, "maxItems": max_items},
+                inner,
+                st.integers(0, 3),
             ),
             st.lists(inner, min_size=1, max_size=2).map(lambda branches: {"anyOf": branches}),
         )
@@ -143,8 +137,8 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
 def test_outputs_for_any_schema_are_instances_of_it(
     driver: AnswerDriver, tokenizer: Any, prompt: list[int], batch: list[tuple[dict[str, Any], bool]]
 ) -> None:
-    asked = [of_schema(schema, do_sample=draws, seed=place) for place, (schema, draws) in enumerate(batch)]
-    answers = driver.run([(prompt, sampling) for sampling in asked], max_tokens=80)
+    samplings = [constrained(schema, do_sample=do_sample, seed=i) for i, (schema, do_sample) in enumerate(batch)]
+    answers = driver.run([(prompt, sampling) for sampling in samplings], max_tokens=80)
     for answer, (schema, _) in zip(answers, batch, strict=True):
         assert not answer.error, (schema, answer.error)
         if answer.has_ended:
@@ -154,38 +148,41 @@ def test_outputs_for_any_schema_are_instances_of_it(
 
 @pytest.fixture(scope="module")
 def alone(driver: AnswerDriver, prompt: list[int]) -> list[list[int]]:
-    """The tokens of four sequences that each ran alone: greedy and sampled, constrained and free."""
-    return [driver.run([one], max_tokens=40)[0].tokens for one in some(prompt)]
+    """The tokens of each of the four sequences when it runs alone."""
+    return [driver.run([sequence], max_tokens=40)[0].tokens for sequence in four_sequences(prompt)]
 
 
-def some(prompt: list[int]) -> list[tuple[list[int], Sampling]]:
-    drawn = of_schema(PERSON, do_sample=True, seed=11, temperature=1.2, top_p=0.95, repetition_penalty=1.1)
-    return [(prompt, sampling) for sampling in (of_schema(PERSON), drawn, Sampling(), Sampling(do_sample=True, seed=3))]
+def four_sequences(prompt: list[int]) -> list[tuple[list[int], Sampling]]:
+    """Greedy and sampled, constrained and free."""
+    sampled = constrained(PERSON, do_sample=True, seed=11, temperature=1.2, top_p=0.95, repetition_penalty=1.1)
+    return [
+        (prompt, sampling) for sampling in (constrained(PERSON), sampled, Sampling(), Sampling(do_sample=True, seed=3))
+    ]
 
 
 def test_chunks_and_batching_change_no_token(driver: AnswerDriver, prompt: list[int], alone: list[list[int]]) -> None:
-    together = driver.run(some(prompt), max_tokens=40, chunk_tokens=7)
+    together = driver.run(four_sequences(prompt), max_tokens=40, chunk_tokens=7)
     assert [answer.tokens for answer in together] == alone
 
 
 def test_a_preempted_sequence_resumes_in_its_grammar(
     driver: AnswerDriver, prompt: list[int], alone: list[list[int]]
 ) -> None:
-    preempted = driver.run(some(prompt)[:2], max_tokens=40, preempt_every=5)
+    preempted = driver.run(four_sequences(prompt)[:2], max_tokens=40, preempt_every=5)
     assert [answer.tokens for answer in preempted] == alone[:2]
 
 
-def test_a_broken_grammar_affects_no_other_sequence(
+def test_an_invalid_grammar_affects_no_other_sequence(
     driver: AnswerDriver, prompt: list[int], alone: list[list[int]]
 ) -> None:
-    broken = [
+    invalid = [
         Sampling(grammar=Grammar("regex", "(")),
         Sampling(grammar=Grammar("lark", 'start: start "a"'), do_sample=True),
-        of_schema({"not": {}}),
-        of_schema(PERSON, min_new_tokens=1, logit_bias=((5, 1.0),)),
+        constrained({"not": {}}),
+        constrained(PERSON, min_new_tokens=1, logit_bias=((5, 1.0),)),
     ]
-    first, second, *rest = some(prompt)
-    answers = driver.run([first, *((prompt, sampling) for sampling in broken), second, *rest], max_tokens=40)
+    first, second, *rest = four_sequences(prompt)
+    answers = driver.run([first, *((prompt, sampling) for sampling in invalid), second, *rest], max_tokens=40)
     assert [answer.tokens for answer in (answers[0], *answers[5:])] == alone
     errors = [answer.error for answer in answers[1:4]]
     assert "unclosed group" in errors[0]
@@ -206,7 +203,7 @@ def test_a_complete_grammar_overrides_min_new_tokens(driver: AnswerDriver, promp
 
 
 def test_model_logprobs_ignore_the_grammar(driver: AnswerDriver, prompt: list[int]) -> None:
-    """A forced text keeps the low probability that the model gives it."""
+    """Text that the grammar forces keeps the low probability that the model assigns to it."""
     driver.engine.reset()
     grammar = Grammar("regex", "zebra")
     samplings = [Sampling(grammar=grammar), Sampling(grammar=grammar, model_logprobs=True)]
@@ -215,15 +212,15 @@ def test_model_logprobs_ignore_the_grammar(driver: AnswerDriver, prompt: list[in
         for i, sampling in enumerate(samplings)
     ]
     outputs = step(driver.engine, plan(1, (), new, [Advance(i, len(prompt), (), True) for i in (0, 1)]))
-    processed, own = (output.tokens[0] for output in outputs)
-    assert processed.id == own.id
+    processed, model = (output.tokens[0] for output in outputs)
+    assert processed.id == model.id
     assert processed.logprob == 0
-    assert own.logprob < -5
+    assert model.logprob < -5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logprobs_are_normalized_over_the_allowed_tokens(dtype: torch.dtype) -> None:
-    """Greedy rows take a shortcut; here they share a batch with rows that do not."""
+    """Greedy rows take a shorter path; this batch mixes them with rows that cannot."""
     vocab, grammar = 999, Grammar("regex", "a")
     generator = np.random.default_rng(5)
     logits = torch.from_numpy(generator.normal(size=(5, vocab)) * 4).to(dtype)
@@ -238,8 +235,7 @@ def test_logprobs_are_normalized_over_the_allowed_tokens(dtype: torch.dtype) -> 
     logprobs = expected.log_softmax(-1)
     logprobs[4] = logits[4].float().log_softmax(-1)
     composition = compose(np.array([record(sampling) for sampling in samplings], SAMPLING_FIELDS), {})
-    zeros = np.zeros(5, np.int64)
-    request = SampleRequest(composition, zeros, zeros, zeros, NoHistory(), Constraints(np.array([0, 2, 3, 4]), words))
+    request = SampleRequest(composition, NoHistory(), Constraints(np.array([0, 2, 3, 4]), words))
     cpu = torch.device("cpu")
     sampled = Sampler(vocab, cpu, 5, Watermark.of(vocab)).sample(logits, request)
     assert sampled.ids.tolist() == expected.argmax(-1).tolist()
@@ -247,6 +243,9 @@ def test_logprobs_are_normalized_over_the_allowed_tokens(dtype: torch.dtype) -> 
 
 
 class NoHistory:
+    def positions(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.zeros(len(places), np.int64)
+
     def known(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         raise AssertionError("no request has a penalty")
 

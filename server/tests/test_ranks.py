@@ -17,7 +17,6 @@ from penstock_server.kernels import native_ops
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.prepare import prepare
 from rank_program import run
 from tiny_models import make_model, prompts, save_model
 
@@ -76,14 +75,10 @@ def test_ranks_agree_with_one(variant: str, size: int, exact: bool, tmp_path: Pa
         ),
     ],
 )
-def test_the_embedded_model_gives_the_same_logits_on_two_ranks(
-    tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    folder = Path(prepare(None).folder)
+def test_the_embedded_model_gives_the_same_logits_on_two_ranks(tolerance: float, embedded_folder: Path) -> None:
     texts = prompts(12, [40, 7], 49152)
-    one = run(folder, "bfloat16", RankGroup(), texts, 24)
-    two = run_ranks(folder, 2, texts, 24, "bfloat16")
+    one = run(embedded_folder, "bfloat16", RankGroup(), texts, 24)
+    two = run_ranks(embedded_folder, 2, texts, 24, "bfloat16")
     assert two["logits"].dtype == torch.bfloat16
     torch.testing.assert_close(two["logits"], one["logits"], atol=tolerance, rtol=0)
     if tolerance == 0.0:

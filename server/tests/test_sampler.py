@@ -41,8 +41,18 @@ Row = dict[str, Any]
 class Listed:
     """A History made of lists."""
 
-    def __init__(self, prompts: list[list[int]], generated: list[list[int]]) -> None:
+    def __init__(self, positions: list[int], prompts: list[list[int]], generated: list[list[int]]) -> None:
         self.prompts, self.behind = prompts, generated
+        self.at = positions
+
+    def positions(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.array(self.at)[places]
+
+    def num_generated(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.array([len(self.behind[place]) for place in places])
+
+    def previous_ids(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.array([(self.prompts[place] + self.behind[place])[-1] for place in places])
 
     def known(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         ids = [self.prompts[place] + self.behind[place] for place in places]
@@ -63,9 +73,7 @@ def request_for(
     assert not any(refusal(sampling, 1 << 40) for sampling in samplings)
     naming = {place: sampling for place, sampling in enumerate(samplings) if names_tokens(sampling)}
     composition = compose(np.array([record(sampling) for sampling in samplings], SAMPLING_FIELDS), naming)
-    last = [(prompt + behind)[-1] for prompt, behind in zip(prompts, generated, strict=True)]
-    counts = np.array([len(behind) for behind in generated])
-    return SampleRequest(composition, np.array(positions), counts, np.array(last), Listed(prompts, generated))
+    return SampleRequest(composition, Listed(positions, prompts, generated))
 
 
 def sample(

@@ -189,21 +189,38 @@ def test_an_asynchronous_device_gets_the_next_step_before_the_last_is_collected(
     assert [step for name, step in calls if name == "collect"] == [1, 2, 3, 4, 5]
 
 
+def test_a_result_is_returned_while_the_next_step_computes(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.make_ready()
+    steps = client.steps()
+    entered, forward, may_go_on = threading.Semaphore(0), client.model.forward, threading.Semaphore(0)
+
+    def wait_and_compute(batch: Any) -> Any:
+        entered.release()
+        may_go_on.acquire(timeout=TIMEOUT_S)
+        return forward(batch)
+
+    monkeypatch.setattr(client.model, "forward", wait_and_compute)
+    steps.send(advance(1, 2), new=[new_sequence(1, [5, 6])])
+    steps.send(advance(1))
+    assert entered.acquire(timeout=TIMEOUT_S)
+    may_go_on.release()
+    assert next(steps.results).step == 1, "the second step has not ended"
+    may_go_on.release()
+    steps.end()
+    assert [result.step for result in steps.results] == [2]
+
+
 def test_health_answers_while_a_step_runs(client: Client) -> None:
     client.make_ready()
     steps = client.steps()
-    assert not client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).stepping
     client.model.gate.clear()
     steps.send(advance(1, 2), new=[new_sequence(1, [5, 6])])
     assert client.model.started.wait(TIMEOUT_S)
-    health = client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S)
-    assert health.stepping
-    assert health.stepping_seconds > 0
+    assert client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).processor_seconds > 0
     client.model.gate.set()
     next(steps.results)
     steps.end()
     assert list(steps.results) == []
-    assert not client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).stepping
 
 
 def test_a_router_of_another_version_is_refused_with_both_versions(client: Client) -> None:

@@ -59,6 +59,14 @@ pub struct Script {
     pub silence: Option<watch::Receiver<bool>>,
 }
 
+impl Script {
+    /// Answers steps up to `last`, and later ones when the sender allows them.
+    pub fn gated(last: u64) -> (watch::Sender<u64>, Self) {
+        let (open_gate, gate) = watch::channel(last);
+        (open_gate, Self { gate: Some(gate), ..Self::default() })
+    }
+}
+
 /// How a worker hangs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hang {
@@ -257,7 +265,6 @@ impl Worker for Service {
         }
         Ok(Response::new(proto::LoadResponse {
             protocol_version: self.script.protocol_version.unwrap_or(proto::ProtocolVersion::Current as u32),
-            worker_version: "0".to_owned(),
             architecture: "hash".to_owned(),
             dtype: "float32".to_owned(),
             device: "cpu".to_owned(),

@@ -27,7 +27,7 @@ class Selection:
     sequence_ids: npt.NDArray[np.uint64]  # [selected]
     rows: Rows  # [selected] row in the sequence table
     num_tokens: Rows  # [selected]
-    sample: npt.NDArray[np.bool_]  # [selected]
+    samples: Rows  # [samples] the selected advances that sample
     failures: Sequence[Failure]
 
 
@@ -49,7 +49,7 @@ def select(table: SequenceTable, advances: Advances) -> Selection:
         num_new_blocks, sample = num_new_blocks[is_allowed], sample[is_allowed]
     if len(new_block_ids):
         table.append_blocks(rows, num_new_blocks, new_block_ids)
-    return Selection(sequence_ids, rows, num_tokens, sample, list(failures.values()))
+    return Selection(sequence_ids, rows, num_tokens, np.flatnonzero(sample), list(failures.values()))
 
 
 def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -71,8 +71,7 @@ def _allowed(table: SequenceTable, advances: Advances, rows: Rows) -> npt.NDArra
     is_outside = advances.new_block_ids >= table.limits.num_blocks
     if is_outside.any():
         allowed[np.repeat(np.arange(len(rows)), num_new_blocks)[is_outside]] = False
-    order = np.sort(rows)
-    if (order[1:] == order[:-1]).any():
+    if len(set(rows.tolist())) < len(rows):
         allowed &= np.bincount(rows + 1)[rows + 1] == 1
     return allowed
 
@@ -137,25 +136,26 @@ def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Buil
     else:
         token_rows = np.repeat(rows, counts)
         positions = np.arange(query_starts[-1]) + np.repeat(computed - query_starts[:-1], counts)
-    last = query_starts[1:][chosen.sample].astype(np.int64) - 1
-    outputs = np.zeros(query_starts[-1], np.bool_)
-    outputs[last] = True
-    asks = table.sampling["prompt_logprobs"][rows]
-    of_prompt: Rows | None = None
-    if asks.any():
-        in_prompt = (positions >= table.source[token_rows]) & (positions + 1 < table.prompt[token_rows])
-        is_prompt = np.repeat(asks, counts) & in_prompt
-        of_prompt = np.flatnonzero(is_prompt)
-        outputs |= is_prompt
-    output_of_row = np.cumsum(outputs) - 1
-    prompt = None
-    if of_prompt is not None and len(of_prompt):
-        ids = table.token_ids[token_rows[of_prompt], positions[of_prompt] + 1].astype(np.int64)
-        prompt = PromptRows(output_of_row[of_prompt], ids, np.repeat(np.arange(len(rows)), counts)[of_prompt])
+    outputs = last = query_starts[chosen.samples + 1].astype(np.int64) - 1
+    samples, prompt = np.arange(len(last)), None
+    if table.num_scoring_prompts:
+        of_prompt = np.flatnonzero(
+            np.repeat(table.sampling["prompt_logprobs"][rows], counts)
+            & (positions >= table.source[token_rows])
+            & (positions + 1 < table.prompt[token_rows])
+        )
+        if len(of_prompt):
+            outputs = np.union1d(last, of_prompt)
+            samples = np.searchsorted(outputs, last)
+            ids = table.token_ids[token_rows[of_prompt], positions[of_prompt] + 1].astype(np.int64)
+            places = np.repeat(np.arange(len(rows)), counts)[of_prompt]
+            prompt = PromptRows(np.searchsorted(outputs, of_prompt), ids, places)
     blocks = table.block_ids[token_rows, positions // block_tokens].astype(np.int64)
 
     def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        on_host = torch.from_numpy(array)
+        # PERF: even a `to` without effect lets other threads take the interpreter lock.
+        return on_host if device.type == "cpu" else on_host.to(device, non_blocking=True)
 
     batch = StepBatch(
         token_ids=tensor(table.token_ids[token_rows, positions].astype(np.int64)),
@@ -164,9 +164,9 @@ def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Buil
         query_starts=tensor(query_starts),
         context_lens=tensor(contexts.astype(np.int32)),
         block_tables=tensor(table.block_ids[rows, : -(-max_context // block_tokens)]),
-        sample_rows=tensor(np.flatnonzero(outputs)),
+        sample_rows=tensor(outputs),
         max_query_tokens=max_query,
         max_context_tokens=max_context,
         source_lens=tensor(table.source[rows].astype(np.int32)) if table.limits.max_source_tokens else None,
     )
-    return Built(batch, output_of_row[last], prompt)
+    return Built(batch, samples, prompt)

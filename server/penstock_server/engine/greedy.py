@@ -20,8 +20,8 @@ PARALLEL_ROWS = 8
 
 Masks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # rows that have one, and those [rows, words]
 
-# Logits [rows, vocab] → ids [rows] int64 and logprobs [rows] float32 among the tokens that masks allow. The logprob of
-# a row that is not finite is not finite.
+# Logits [rows, vocab] → ids [rows] int64 and logprobs [rows] float32 among the tokens that masks allow; -1 and NaN for
+# a row that is not finite or has no such token.
 Greedy = Callable[[Tensor, Masks | None], tuple[Tensor, Tensor]]
 
 

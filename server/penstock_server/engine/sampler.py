@@ -30,7 +30,7 @@ from penstock_server.engine.truncation import truncate
 from penstock_server.engine.watermark import Watermark
 from penstock_server.plan import Top
 
-BROKEN = -1  # instead of a token id
+BROKEN = -1  # instead of a token id; also what the native kernel returns
 
 # Rows that are processed at a time. Only the buffers for these rows, 8 numbers per logit, are allocated permanently.
 # PERF: 8 to 32 rows of 49,152 are equally fast, 1 or 2 rows 15 % slower (EPYC, AVX-512, one thread).
@@ -38,7 +38,19 @@ _CHUNK_ROWS = {"cpu": 16, "cuda": 128}
 
 
 class History(Protocol):
-    """The tokens of the batch's rows."""
+    """The tokens of the batch's rows, read only for rows that need them."""
+
+    def positions(self, places: Places) -> npt.NDArray[np.int64]:
+        """[places]: position of the token to be sampled."""
+        ...
+
+    def num_generated(self, places: Places) -> npt.NDArray[np.int64]:
+        """[places]: tokens generated before it."""
+        ...
+
+    def previous_ids(self, places: Places) -> npt.NDArray[np.int64]:
+        """[places]: the token before it."""
+        ...
 
     def known(self, places: Places) -> npt.NDArray[np.int64]:
         """[places, longest]: all known tokens; shorter rows are padded with a token of their own."""
@@ -51,12 +63,9 @@ class History(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """How to sample each row of the logits; host arrays [samples]."""
+    """How to sample each row of the logits."""
 
     composition: Composition
-    positions: npt.NDArray[np.int64]  # position of the token to be sampled
-    num_generated: npt.NDArray[np.int64]  # tokens generated before it
-    previous_ids: npt.NDArray[np.int64]  # the token before it
     history: History
     constraints: Constraints | None = None  # masks of all rows whose record is constrained
 
@@ -142,11 +151,7 @@ class Sampler:
     def _choose_plain(self, logits: Tensor, masks: Masks | None = None) -> Sampled:
         """The most probable token of each row, among the tokens that its mask allows if it has one."""
         if self._native_greedy is not None and logits.dtype == torch.bfloat16:
-            ids, logprobs = self._native_greedy(logits.contiguous(), masks)
-            finite = np.isfinite(logprobs.numpy())
-            if not finite.all():
-                ids[torch.from_numpy(~finite)] = BROKEN
-            return Sampled(ids, logprobs)
+            return Sampled(*self._native_greedy(logits.contiguous(), masks))
         if masks is not None:
             logits = self._constrainer.applied(logits, self._tensor(masks[0]), masks[1])
         out = self._empty(len(logits))
@@ -160,7 +165,7 @@ class Sampler:
         """Sample through the processors; `logits` holds only the rows `parameters.processed`."""
         mine = parameters.processed
         with self._threads(len(logits)):
-            draws = self._tensor(uniform(parameters.seeds, request.positions[mine]))
+            draws = self._tensor(uniform(parameters.seeds, request.history.positions(mine)))
             out = self._empty(len(logits))
             for rows in self._chunks(len(logits)):
                 self._choose_chunk(logits, request, parameters, rows, draws[rows], out)
@@ -187,8 +192,9 @@ class Sampler:
         ids, logprobs = out.ids[rows], out.logprobs[rows]
         _take_greatest(scores, probs, ids, logprobs)
         broken = ~(logprobs > 0)  # NaN is not above 0
-        if broken.any():
-            probs[broken] = self._probs.new_zeros(probs.shape[1]).index_fill_(0, ids.new_zeros(1), 1.0)
+        if self._device.type != "cpu" or broken.any():  # only a CPU can tell without waiting
+            probs.masked_fill_(broken[:, None], 0.0)
+            probs[:, 0].masked_fill_(broken, 1.0)
         level = level_of(scores, ids, logprobs.log())
         if (places := self._places(parameters.drawn, rows)) is not None:
             all_mine = len(places) == len(probs)
@@ -239,7 +245,7 @@ class Sampler:
         memory of the same size."""
         scores, mine = padded[:, : self._vocab_size], parameters.processed
         if (places := self._places(parameters.watermarked, rows)) is not None:
-            previous = request.previous_ids[mine[within(parameters.watermarked, rows)]]
+            previous = request.history.previous_ids(mine[within(parameters.watermarked, rows)])
             self._watermark.apply(scores, places, previous)
         if (places := self._places(parameters.repeating, rows)) is not None:
             seen = self._tensor(request.history.known(mine[within(parameters.repeating, rows)]))
@@ -252,7 +258,7 @@ class Sampler:
             entries = (self._tensor(column) for column in (biases.places, biases.ids, biases.values))
             penalty.add_biases(scores, *entries)
         if len((stops := parameters.stops.within(rows)).places):
-            early = request.num_generated[mine[rows]][stops.places] < stops.values
+            early = request.history.num_generated(mine[rows][stops.places]) < stops.values
             penalty.forbid(scores, self._tensor(stops.places[early]), self._tensor(stops.ids[early]))
         if (places := self._places(parameters.constrained, rows)) is not None:
             assert request.constraints is not None

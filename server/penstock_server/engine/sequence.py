@@ -62,11 +62,17 @@ class SequenceTable:
         self.residency = np.zeros(limits.num_rows, np.int64)
         self._num_residencies = 0
         self._reading_history: set[int] = set()  # rows
+        self._scoring_prompts: set[int] = set()  # rows
 
     @property
     def num_reading_history(self) -> int:
         """Sequences whose sampling needs their tokens on the host."""
         return len(self._reading_history)
+
+    @property
+    def num_scoring_prompts(self) -> int:
+        """Sequences that asked for logprobs of their prompt."""
+        return len(self._scoring_prompts)
 
     def rows(self, sequence_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """[sequence_ids]: the row of each; -1 where the sequence is unknown or has failed."""
@@ -105,6 +111,8 @@ class SequenceTable:
             self._naming[row] = new.sampling
         if reads_history(new.sampling):
             self._reading_history.add(row)
+        if new.sampling.prompt_logprobs:
+            self._scoring_prompts.add(row)
         self._num_residencies += 1
         self.residency[row] = self._num_residencies
 
@@ -165,6 +173,7 @@ class SequenceTable:
         self.block_ids[row, : self.num_blocks[row]] = 0
         self._naming.pop(row, None)
         self._reading_history.discard(row)
+        self._scoring_prompts.discard(row)
         self.residency[row] = 0
         self._free_rows.append(row)
         return True

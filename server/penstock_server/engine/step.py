@@ -48,19 +48,18 @@ class Pending:
     chosen: Selection
     residencies: Ids  # [selected]
     failures: dict[int, Failure]  # by sequence id
-    timing: StepTiming = field(default_factory=StepTiming)
-    positions: Ids = field(default_factory=lambda: np.zeros(0, np.int64))  # [samples] of the sampled tokens
-    ids: Tensor | None = None  # [samples] on the device, BROKEN where the logits are
-    verdict: HostCopy | None = None  # ids, then for each sequence of `prompt` its number of broken rows
+    rows: Ids  # [samples] in the table
+    positions: Ids  # [samples] of the sampled tokens
+    # On the device: [samples] ids, BROKEN where the logits are; then for each sequence of `prompt` its number of broken
+    # rows. None: the step has neither.
+    verdict: Tensor | None = None
+    host_verdict: HostCopy | None = None
     logprobs: HostCopy | None = None  # [samples]; None: not the first rank
     tops: Mapping[int, Top] = field(default_factory=dict)
     reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its grammar ended it
     prompt: PromptScores | None = None
     host_ids: Ids | None = None  # [samples]; set by settling
-
-    @property
-    def sampled(self) -> npt.NDArray[np.bool_]:
-        return self.chosen.sample
+    timing: StepTiming = field(default_factory=StepTiming)
 
 
 class StepRunner:
@@ -117,7 +116,9 @@ class StepRunner:
                 self._settle(earlier)
         chosen = batch.select(table, plan.advances)
         failures = {failure.sequence_id: failure for failure in chosen.failures}
-        pending = Pending(plan.step, chosen, table.residency[chosen.rows], failures)
+        sampled_rows = chosen.rows[chosen.samples]
+        residencies, positions = table.residency[chosen.rows], table.known[sampled_rows]
+        pending = Pending(plan.step, chosen, residencies, failures, sampled_rows, positions)
         prepared = forwarded = time.perf_counter()
         if len(chosen.rows):
             built = batch.build(table, chosen, self._device)
@@ -160,47 +161,48 @@ class StepRunner:
     def _take_sampled_inputs(self, pending: Pending, token_ids: Tensor, query_starts: Tensor) -> None:
         """Write the input tokens that are not on the host yet into token_ids [tokens], on the device."""
         for earlier in self._in_flight:
-            if earlier.ids is None or earlier.host_ids is not None:
+            if earlier.verdict is None or earlier.host_ids is not None:
                 continue
-            sampled = earlier.residencies[earlier.sampled]
+            sampled = earlier.residencies[earlier.chosen.samples]
             _, *places = np.intersect1d(sampled, pending.residencies, assume_unique=True, return_indices=True)
             source, target = (torch.from_numpy(place).to(self._device) for place in places)
             # A sequence samples after its last known token, so what it sampled is all that it has left to compute.
-            token_ids[query_starts[target].long()] = earlier.ids[source].clamp(min=0)
+            token_ids[query_starts[target].long()] = earlier.verdict[source].clamp(min=0)
 
     def _start_masks(self, chosen: Selection) -> Masks:
         """Start the masks of this step's samples, so that they are made while the model computes."""
         if self._grammars is None:
             return NO_MASKS
-        return self._grammars.start(chosen.sequence_ids[chosen.sample].tolist())
+        return self._grammars.start(chosen.sequence_ids[chosen.samples].tolist())
 
     def _sample(self, pending: Pending, logits: Tensor | None, masks: Masks) -> None:
         """Choose the tokens on the first rank, give them to the others, and start their copy to the host."""
-        table, rows = self._table, pending.chosen.rows[pending.sampled]
-        num_prompts = 0 if pending.prompt is None else len(pending.prompt.places)
-        if not len(rows) and not num_prompts:
+        table, rows, prompt = self._table, pending.rows, pending.prompt
+        if not len(rows) and prompt is None:
             return
-        pending.positions = table.known[rows]
-        verdict = torch.empty(len(rows) + num_prompts, dtype=torch.int64, device=self._device)
         if logits is not None:
             words, pending.reasons = masks.finish()
-            sampled = self._sampler.sample(logits, _request(table, rows, Constraints(masks.places, words)))
+            request = SampleRequest(table.composition(rows), _History(table, rows), Constraints(masks.places, words))
+            sampled = self._sampler.sample(logits, request)
             for place in pending.reasons:
                 sampled.ids[place] = BROKEN
-            verdict[: len(rows)] = sampled.ids
+            verdict = sampled.ids
             pending.logprobs, pending.tops = HostCopy(sampled.logprobs), sampled.tops
-        if pending.prompt is not None and pending.prompt.num_broken is not None:
-            verdict[len(rows) :] = pending.prompt.num_broken
-        self._group.broadcast(verdict)
-        pending.ids, pending.verdict = verdict[: len(rows)], HostCopy(verdict)
+        else:
+            verdict = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        if prompt is not None:
+            num_broken = verdict.new_empty(len(prompt.places)) if prompt.num_broken is None else prompt.num_broken
+            verdict = torch.cat((verdict, num_broken))
+        pending.verdict = self._group.broadcast(verdict)
+        pending.host_verdict = HostCopy(verdict)
         table.known[rows] += 1
 
     def _settle(self, pending: Pending) -> None:
         """Bring a step's tokens into the table, and fail the sequences whose logits are broken."""
-        if pending.verdict is None or pending.host_ids is not None:
+        if pending.host_verdict is None or pending.host_ids is not None:
             return
-        chosen, verdict = pending.chosen, pending.verdict.wait()
-        places = np.flatnonzero(chosen.sample)
+        chosen, verdict = pending.chosen, pending.host_verdict.wait()
+        places, rows, positions = chosen.samples, pending.rows, pending.positions
         pending.host_ids = ids = verdict[: len(places)]
         for sample in np.flatnonzero(ids == BROKEN).tolist():
             # A grammar ends where it outgrows its limits or allows no token: the request brought it.
@@ -209,12 +211,13 @@ class StepRunner:
         if pending.prompt is not None:
             for place in pending.prompt.places[verdict[len(places) :] > 0].tolist():
                 self._fail(pending, place, BROKEN_LOGITS)
-        # A later plan may have freed the sequence, and given its row to another.
-        rows = chosen.rows[places]
-        stays = (ids != BROKEN) & (self._table.residency[rows] == pending.residencies[places])
-        self._table.token_ids[rows[stays], pending.positions[stays]] = ids[stays]
+        # The sequence may have failed, or a later plan freed it and gave its row to another.
+        stays = self._table.residency[rows] == pending.residencies[places]
+        if not stays.all():
+            places, rows, positions, ids = places[stays], rows[stays], positions[stays], ids[stays]
+        self._table.token_ids[rows, positions] = ids
         if self._grammars is not None:
-            self._grammars.chosen(chosen.sequence_ids[places][stays].tolist(), ids[stays].tolist())
+            self._grammars.chosen(chosen.sequence_ids[places].tolist(), ids.tolist())
 
     def _fail(self, pending: Pending, place: int, reason: str, request_is_at_fault: bool = False) -> None:
         """End the sequence of one of the step's advances, in later steps in flight too."""
@@ -242,7 +245,7 @@ class StepRunner:
 
 def _sampled_tokens(pending: Pending) -> tuple[npt.NDArray[np.uint64], Tokens]:
     """The sequences that sampled and did not fail, and their tokens."""
-    sequence_ids = pending.chosen.sequence_ids[pending.sampled]
+    sequence_ids = pending.chosen.sequence_ids[pending.chosen.samples]
     if pending.host_ids is None or pending.logprobs is None:
         return sequence_ids[:0], NO_TOKENS
     tokens = Tokens(pending.host_ids, pending.logprobs.wait(), pending.tops)
@@ -261,20 +264,17 @@ class _History:
     table: SequenceTable
     rows: Ids
 
+    def positions(self, places: Ids) -> Ids:
+        return self.table.known[self.rows[places]]
+
+    def num_generated(self, places: Ids) -> Ids:
+        return self.positions(places) - self.table.prompt[self.rows[places]]
+
+    def previous_ids(self, places: Ids) -> Ids:
+        return self.table.token_ids[self.rows[places], self.positions(places) - 1].astype(np.int64)
+
     def known(self, places: Ids) -> Ids:
         return self.table.known_ids(self.rows[places])
 
     def generated(self, places: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
         return self.table.generated_ids(self.rows[places])
-
-
-def _request(table: SequenceTable, rows: Ids, constraints: Constraints) -> SampleRequest:
-    known = table.known[rows]
-    return SampleRequest(
-        table.composition(rows),
-        known,
-        known - table.prompt[rows],
-        table.token_ids[rows, known - 1].astype(np.int64),
-        _History(table, rows),
-        constraints,
-    )

@@ -43,8 +43,8 @@ def argmax_logprob(
     logprobs [rows] float32.
 
     places: the rows whose choice is restricted by masks [places, words]; bit b of word w allows token 32 * w + b. A row
-    that contains NaN or +infinity, in an allowed place or not, has id -1 and logprob NaN; a row whose mask allows no
-    token has logprob NaN.
+    that contains NaN or +infinity, in an allowed place or not, and a row whose mask allows no token, has id -1 and
+    logprob NaN.
     """
     return NativeOps().argmax_logprob(logits, places, masks)
 
