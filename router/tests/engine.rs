@@ -8,13 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
-use fake_worker::setting::{limits, request};
+use fake_worker::setting::{FINISHED, collect, limits, request, streams_are_complete, worker_failure};
 use fake_worker::{FakeGroup, Garble, Hang, Script, expected_tokens};
 use futures::StreamExt;
 use futures::future::BoxFuture;
-use penstock_router::engine::{
-    Engine, EngineOptions, Generator, Health, RestartError, RestartGroup, Restarted, SequenceStream,
-};
+use penstock_router::engine::{Engine, EngineOptions, Generator, Health, RestartError, RestartGroup, Restarted};
 use penstock_router::sequence::{FinishReason, Sampling, SequenceEvent, SequenceFailure, SequenceRequest, greedy};
 use penstock_router::worker::{Group, LoadOptions, PROTOCOL_VERSION, Phase, WarmUpOptions, WorkerError};
 use penstock_scheduler::Limits;
@@ -29,47 +27,23 @@ fn options(limits: Limits) -> EngineOptions {
     EngineOptions { limits, step_deadline: PATIENCE, max_failures: 1 }
 }
 
+async fn connect(group: &FakeGroup) -> Group {
+    Group::connect(&group.sockets(), PATIENCE).await.unwrap()
+}
+
 async fn engine(group: &FakeGroup) -> Engine {
-    Engine::start(
-        Group::connect(&group.sockets(), PATIENCE).await.unwrap(),
-        options(limits()),
-        Arc::new(Fleet::new([])),
-    )
+    engine_with(group, options(limits())).await
 }
 
-/// The tokens and the terminal event. Fails unless exactly one terminal event ends the stream.
-async fn collect(stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
-    let mut events: Vec<SequenceEvent> = stream.collect().await;
-    let terminal = events.pop().expect("a stream has at least its terminal event");
-    assert!(is_terminal(&terminal), "the last event is {terminal:?}");
-    assert!(!events.iter().any(is_terminal), "a terminal event before the last: {events:?}");
-    let token = |event: SequenceEvent| match event {
-        SequenceEvent::Token(token) => Some(token.id),
-        _ => None,
-    };
-    (events.into_iter().filter_map(token).collect(), terminal)
-}
-
-fn is_terminal(event: &SequenceEvent) -> bool {
-    matches!(event, SequenceEvent::Finished(_) | SequenceEvent::Failed(_))
-}
-
-fn worker_failure(event: SequenceEvent) -> String {
-    match event {
-        SequenceEvent::Failed(SequenceFailure::Worker(reason)) => reason,
-        other => panic!("{other:?} is not a failure of the worker"),
-    }
+async fn engine_with(group: &FakeGroup, options: EngineOptions) -> Engine {
+    Engine::start(connect(group).await, options, Arc::new(Fleet::new([])))
 }
 
 #[tokio::test]
 async fn concurrent_sequences_get_their_own_tokens_and_one_terminal_event() {
     let group = FakeGroup::start(vec![Script::default()]);
     let engine = engine(&group).await;
-    let prompts: Vec<Vec<u32>> = (1..40_u32).map(|first| (first..first + 3 * first).collect()).collect();
-    let streams: Vec<_> = prompts.iter().map(|prompt| engine.submit(request(prompt, 25))).collect();
-    for (prompt, stream) in prompts.iter().zip(futures::future::join_all(streams.into_iter().map(collect)).await) {
-        assert_eq!(stream, (expected_tokens(prompt, 25), SequenceEvent::Finished(FinishReason::Length)));
-    }
+    streams_are_complete(&engine, (1..40).map(|first| (first..first + 3 * first).collect()).collect(), 25).await;
     assert!(engine.health().is_healthy());
 }
 
@@ -95,8 +69,8 @@ async fn a_stop_token_ends_the_sequence_and_is_reported() {
 
 #[tokio::test]
 async fn dropping_a_stream_frees_its_sequence_and_no_other() {
-    let (open_gate, gate) = watch::channel(3);
-    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
+    let (open_gate, script) = Script::gated(3);
+    let group = FakeGroup::start(vec![script]);
     let engine = engine(&group).await;
     let dropped = engine.submit(request(&[1, 2, 3], 400));
     let kept = engine.submit(request(&[4, 5, 6], 20));
@@ -145,8 +119,7 @@ async fn two_ranks_get_the_same_plans_and_give_the_same_tokens() {
 
 #[tokio::test]
 async fn a_result_waits_for_the_slowest_rank() {
-    let (open_gate, gate) = watch::channel(1);
-    let slow = Script { gate: Some(gate), ..Script::default() };
+    let (open_gate, slow) = Script::gated(1);
     let group = FakeGroup::start(vec![Script::default(), slow]);
     let engine = engine(&group).await;
     let mut stream = engine.submit(request(&[9], 3));
@@ -163,22 +136,16 @@ async fn a_result_waits_for_the_slowest_rank() {
 async fn the_depth_of_run_ahead_does_not_change_tokens() {
     for max_steps_in_flight in [1, 2] {
         let group = FakeGroup::start(vec![Script::default()]);
-        let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
-        let engine =
-            Engine::start(connected, options(Limits { max_steps_in_flight, ..limits() }), Arc::new(Fleet::new([])));
-        let prompts: Vec<Vec<u32>> = (1..20).map(|length| (0..length * 7).collect()).collect();
-        let streams = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 17))));
-        for (prompt, (tokens, _)) in prompts.iter().zip(futures::future::join_all(streams).await) {
-            assert_eq!(tokens, expected_tokens(prompt, 17));
-        }
+        let engine = engine_with(&group, options(Limits { max_steps_in_flight, ..limits() })).await;
+        streams_are_complete(&engine, (1..20).map(|length| (0..length * 7).collect()).collect(), 17).await;
         assert!(group.ranks[0].look(|seen| seen.max_in_flight) <= max_steps_in_flight as usize);
     }
 }
 
 #[tokio::test]
 async fn plans_run_ahead_of_results() {
-    let (open_gate, gate) = watch::channel(0);
-    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
+    let (open_gate, script) = Script::gated(0);
+    let group = FakeGroup::start(vec![script]);
     let stream = engine(&group).await.submit(request(&[1, 2, 3], 10));
     // No result can arrive before the gate opens.
     group.ranks[0].wait_until(|seen| seen.plans.len() == 2).await;
@@ -188,8 +155,8 @@ async fn plans_run_ahead_of_results() {
 
 #[tokio::test]
 async fn a_worker_that_dies_fails_open_and_later_sequences_once() {
-    let (_keep_shut, gate) = watch::channel(5);
-    let group = FakeGroup::start(vec![Script::default(), Script { gate: Some(gate), ..Script::default() }]);
+    let (_keep_shut, script) = Script::gated(5);
+    let group = FakeGroup::start(vec![Script::default(), script]);
     let engine = engine(&group).await;
     let streams: Vec<_> = (1..30).map(|first| engine.submit(request(&[first], 100))).collect();
     group.ranks[1].wait_until(|seen| seen.plans.len() > 5).await;
@@ -235,16 +202,15 @@ async fn a_logprob_that_is_not_a_number_fails_its_sequence_alone() {
     let (broken, neighbour) = tokio::join!(collect(engine.submit(request(&[13], 10))), neighbour);
     let SequenceEvent::Failed(SequenceFailure::Sequence(reason)) = broken.1 else { panic!("{:?}", broken.1) };
     assert!(reason.contains("a logprob that is not a number"), "{reason}");
-    assert_eq!(neighbour, (expected_tokens(&[1], 10), SequenceEvent::Finished(FinishReason::Length)));
+    assert_eq!(neighbour, (expected_tokens(&[1], 10), FINISHED));
     assert!(engine.health().is_healthy());
 }
 
 #[tokio::test]
 async fn a_worker_that_hangs_is_lost_after_the_step_deadline() {
     let group = FakeGroup::start(vec![Script { hang_at_step: Some((2, Hang::Step)), ..Script::default() }]);
-    let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     let options = EngineOptions { step_deadline: Duration::from_millis(200), ..options(limits()) };
-    let engine = Engine::start(connected, options, Arc::new(Fleet::new([])));
+    let engine = engine_with(&group, options).await;
     let (_, terminal) = collect(engine.submit(request(&[1], 10))).await;
     let reason = worker_failure(terminal);
     assert!(reason.starts_with("a step was not finished after "), "{reason}");
@@ -281,11 +247,10 @@ impl RestartGroup for PanickingRestart {
 
 #[tokio::test]
 async fn a_panic_of_the_engines_thread_fails_open_and_later_sequences() {
-    let (_keep_shut, gate) = watch::channel(2);
-    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
-    let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let (_keep_shut, script) = Script::gated(2);
+    let group = FakeGroup::start(vec![script]);
     let options = EngineOptions { max_failures: 2, ..options(limits()) };
-    let engine = Engine::start(connected, options, Arc::new(PanickingRestart));
+    let engine = Engine::start(connect(&group).await, options, Arc::new(PanickingRestart));
     let stream = engine.submit(request(&[1], 10));
     group.ranks[0].wait_until(|seen| !seen.sequences.is_empty()).await;
     group.ranks[0].kill();
@@ -297,8 +262,8 @@ async fn a_panic_of_the_engines_thread_fails_open_and_later_sequences() {
 
 #[tokio::test]
 async fn shutting_down_ends_open_and_later_sequences() {
-    let (_keep_shut, gate) = watch::channel(2);
-    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
+    let (_keep_shut, script) = Script::gated(2);
+    let group = FakeGroup::start(vec![script]);
     let engine = engine(&group).await;
     let stream = engine.submit(request(&[1], 10));
     group.ranks[0].wait_until(|seen| !seen.sequences.is_empty()).await;
@@ -327,7 +292,7 @@ fn load_options() -> LoadOptions {
 async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
     let script = Script { num_blocks: 77, ..Script::default() };
     let group = FakeGroup::start(vec![script.clone(), script]);
-    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let mut connected = connect(&group).await;
     let description = connected.load(&load_options()).await.unwrap();
     assert_eq!((description.weight_bytes, description.kv_bytes_per_block), (2000, 32));
     assert_eq!(description.block_tokens, 16, "the worker's choice");
@@ -356,7 +321,7 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
 #[tokio::test]
 async fn a_worker_of_another_version_is_refused_naming_both() {
     let group = FakeGroup::start(vec![Script { protocol_version: Some(9), ..Script::default() }]);
-    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let mut connected = connect(&group).await;
     let error = connected.load(&load_options()).await.unwrap_err();
     assert_eq!(error, WorkerError::Version { rank: 0, theirs: 9, ours: PROTOCOL_VERSION });
     let told = format!("rank 0 speaks version 9 of the worker protocol, this router speaks version {PROTOCOL_VERSION}");
@@ -367,7 +332,7 @@ async fn a_worker_of_another_version_is_refused_naming_both() {
 async fn a_refused_load_reports_the_workers_words() {
     let message = "the model has 3 KV groups and cannot be split over 5 ranks";
     let group = FakeGroup::start(vec![Script { load_failure: Some(message.to_owned()), ..Script::default() }]);
-    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let mut connected = connect(&group).await;
     assert_eq!(connected.load(&load_options()).await.unwrap_err().to_string(), message);
 }
 
@@ -375,14 +340,14 @@ async fn a_refused_load_reports_the_workers_words() {
 async fn an_encoder_decoder_reports_its_decoder_prefix_and_its_limits() {
     let of = |decoder_prefix: &[u32]| Script { decoder_prefix: decoder_prefix.to_vec(), ..Script::default() };
     let group = FakeGroup::start(vec![of(&[2, 0]), of(&[2, 0])]);
-    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let mut connected = connect(&group).await;
     let description = connected.load(&load_options()).await.unwrap();
     assert_eq!((&*description.decoder_prefix, description.max_source_tokens), (&[2, 0][..], 3000));
     assert_eq!((description.max_total_tokens(), description.max_new_tokens()), (4094, Some(1094)));
     assert_eq!(description.pipeline_tag(), Some("text2text-generation"));
 
     let group = FakeGroup::start(vec![of(&[2]), of(&[0])]);
-    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let mut connected = connect(&group).await;
     let error = connected.load(&load_options()).await.unwrap_err();
     assert_eq!(error.to_string(), "the ranks do not agree on the decoder's prefix: [[2], [0]]");
 }
@@ -391,7 +356,7 @@ async fn an_encoder_decoder_reports_its_decoder_prefix_and_its_limits() {
 async fn ranks_that_disagree_are_refused() {
     let scripts = [10, 11].map(|num_blocks| Script { num_blocks, ..Script::default() });
     let group = FakeGroup::start(scripts.to_vec());
-    let mut connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let mut connected = connect(&group).await;
     let options = WarmUpOptions {
         max_step_tokens: 1,
         max_step_sequences: 1,
@@ -421,11 +386,10 @@ async fn until(engine: &Engine, is_so: impl Fn(&Health) -> bool) {
 
 #[tokio::test]
 async fn a_worker_is_healthy_until_half_of_its_step_deadline_is_over() {
-    let (open_gate, gate) = watch::channel(0);
-    let group = FakeGroup::start(vec![Script { gate: Some(gate), ..Script::default() }]);
-    let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
+    let (open_gate, script) = Script::gated(0);
+    let group = FakeGroup::start(vec![script]);
     let options = EngineOptions { step_deadline: NOTICEABLE, ..options(limits()) };
-    let engine = Engine::start(connected, options, Arc::new(Fleet::new([])));
+    let engine = engine_with(&group, options).await;
     let stream = engine.submit(request(&[1, 2, 3], 10));
     group.ranks[0].wait_until(|seen| !seen.plans.is_empty()).await;
     assert_eq!(engine.health(), Health::Healthy);
@@ -440,9 +404,8 @@ async fn a_worker_that_does_not_answer_is_noticed_even_while_idle() {
     let silence = watch::Sender::new(false);
     let silent = Script { silence: Some(silence.subscribe()), ..Script::default() };
     let group = FakeGroup::start(vec![Script::default(), silent]);
-    let connected = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
     let options = EngineOptions { step_deadline: NOTICEABLE, ..options(limits()) };
-    let engine = Engine::start(connected, options, Arc::new(Fleet::new([])));
+    let engine = engine_with(&group, options).await;
     collect(engine.submit(request(&[1], 1))).await;
     assert_eq!(engine.health(), Health::Healthy);
     silence.send_replace(true);

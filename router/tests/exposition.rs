@@ -11,32 +11,21 @@ mod model;
 mod server;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Bytes;
-use axum::http::{Request, Response, StatusCode};
+use axum::http::StatusCode;
 use fake_worker::fleet::Fleet;
 use fake_worker::setting::limits;
 use fake_worker::{FakeGroup, Script};
-use http_body_util::{BodyExt, Full};
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use http_body_util::BodyExt;
 use penstock_router::engine::{Engine, EngineOptions};
 use penstock_router::telemetry::metrics::batch_total_tokens;
-use penstock_router::text::TextModel;
-use penstock_router::worker::Group;
-use penstock_router::{Services, serve};
 use penstock_scheduler::Limits;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
-use crate::server::whole;
+use crate::server::Server;
 
 /// Name, type and label of TGI's metrics. `skipped_tokens` is a summary in TGI, whose own dashboard expects a histogram.
 const TGI: [(&str, &str, &str); 27] = [
@@ -74,61 +63,37 @@ const BROKEN: u8 = b'!';
 const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Router {
-    address: SocketAddr,
-    client: Client<HttpConnector, Full<Bytes>>,
+    server: Server<Engine>,
     group: Arc<FakeGroup>,
     fleet: Fleet,
     open_gate: watch::Sender<u64>,
-    _folder: tempfile::TempDir,
 }
 
 impl Router {
     async fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        model::write_with_template(folder.path(), &json!("{{ raise_exception('no chat') }}"));
-        let mut config = server::config(folder.path());
-        config.limits.max_concurrent_requests = 2;
-        let (open_gate, gate) = watch::channel(u64::MAX);
-        let script = Script { gate: Some(gate), broken_first_token: Some(BROKEN.into()), ..Script::default() };
+        let (open_gate, script) = Script::gated(u64::MAX);
+        let script = Script { broken_first_token: Some(BROKEN.into()), ..script };
         let fleet = Fleet::new([vec![script.clone()], vec![script]]);
-        let group = fleet.next().unwrap();
         let limits = Limits { max_sequence_tokens: 256, ..limits() };
-        let metrics = server::exporter();
-        batch_total_tokens(256 * 16);
-        let ranks = Group::connect(&group.sockets(), PATIENCE).await.unwrap();
         let options = EngineOptions { limits, step_deadline: PATIENCE, max_failures: 2 };
-        let engine = Arc::new(Engine::start(ranks, options, Arc::new(fleet.clone())));
-        let text = TextModel::load(folder.path(), 1, None, Path::new(env!("CARGO_BIN_EXE_chat-renderer"))).unwrap();
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        tokio::spawn(serve(config, Services { engine, text, metrics }, listener, CancellationToken::new()));
-        let client = Client::builder(TokioExecutor::new()).build_http();
-        Self { address, client, group, fleet, open_gate, _folder: folder }
-    }
-
-    async fn open(&self, path: &str, body: Value) -> Response<hyper::body::Incoming> {
-        let request = Request::post(format!("http://{}{path}", self.address));
-        let body = Full::new(Bytes::from(body.to_string()));
-        self.client.request(request.header("content-type", "application/json").body(body).unwrap()).await.unwrap()
+        let server = Server::serve(fleet.engine(options).await, |config| {
+            model::write_with_template(&config.model_folder, &json!("{{ raise_exception('no chat') }}"));
+            config.limits.max_concurrent_requests = 2;
+        });
+        let server = server.await;
+        batch_total_tokens(256 * 16);
+        Self { server, group: fleet.started(1).await, fleet, open_gate }
     }
 
     async fn status(&self, path: &str, body: Value) -> StatusCode {
-        let response = self.open(path, body).await;
-        let status = response.status();
-        response.into_body().collect().await.unwrap();
-        status
-    }
-
-    async fn scrape(&self) -> String {
-        let request = Request::get(format!("http://{}/metrics", self.address)).body(Full::default()).unwrap();
-        whole(self.client.request(request).await.unwrap()).await.body
+        self.server.post(path, body).await.status
     }
 
     /// Scrapes until the line appears: a request is counted just after the end of its response.
     async fn scrape_until(&self, line: &str) -> String {
         let wait = async {
             loop {
-                let text = self.scrape().await;
+                let text = self.server.get("/metrics").await.body;
                 if text.lines().any(|found| found == line) {
                     return text;
                 }
@@ -158,23 +123,23 @@ async fn traffic(router: &Router) -> String {
     // The worker holds one request while another joins it and a third is refused.
     let before = router.last_step();
     router.open_gate.send_replace(before);
-    let first = router.open("/generate_stream", generate("Hi", 100)).await;
+    let first = router.server.open("/generate_stream", generate("Hi", 100)).await;
     router.group.ranks[0].wait_until(|seen| seen.plans.last().is_some_and(|plan| plan.step > before)).await;
-    let second = router.open("/generate_stream", generate("Ho", 100)).await;
+    let second = router.server.open("/generate_stream", generate("Ho", 100)).await;
     assert_eq!(router.status("/generate", generate("Hi", 5)).await, StatusCode::TOO_MANY_REQUESTS);
     router.open_gate.send_replace(u64::MAX);
     for response in [first, second] {
         response.into_body().collect().await.unwrap();
     }
 
-    let mut left = router.open("/generate_stream", generate("Hi", 200)).await;
+    let mut left = router.server.open("/generate_stream", generate("Hi", 200)).await;
     left.body_mut().frame().await.unwrap().unwrap();
     drop(left);
     router.scrape_until(r#"tgi_request_failure{err="dropped"} 1"#).await;
 
     // The worker dies during a step and is replaced. The second one dies as well, and there is no third.
     router.open_gate.send_replace(router.last_step() + 4);
-    let cut = router.open("/generate_stream", generate("Hi", 200)).await;
+    let cut = router.server.open("/generate_stream", generate("Hi", 200)).await;
     router.group.ranks[0].kill();
     let second = router.fleet.started(2).await;
     second.ranks[0].wait_until(|seen| seen.plans.len() > 3).await;

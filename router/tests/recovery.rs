@@ -8,17 +8,14 @@ use std::time::Duration;
 
 use fake_worker::fleet::Fleet;
 use fake_worker::sequences::unpack;
-use fake_worker::setting::{limits, request};
+use fake_worker::setting::{FINISHED, collect, limits, request, streams_are_complete, worker_failure};
 use fake_worker::{Garble, Hang, Script, expected_tokens};
-use futures::StreamExt;
 use futures::future::join_all;
-use penstock_router::engine::{Engine, EngineOptions, Generator, Health, SequenceStream};
-use penstock_router::sequence::{FinishReason, Grammar, GrammarError, SequenceEvent, SequenceFailure, SequenceRequest};
+use penstock_router::engine::{Engine, EngineOptions, Generator, Health};
+use penstock_router::sequence::{Grammar, GrammarError, SequenceEvent, SequenceFailure, SequenceRequest};
 use penstock_scheduler::Limits;
-use tokio::sync::watch;
 
 const PATIENCE: Duration = Duration::from_secs(30);
-const FINISHED: SequenceEvent = SequenceEvent::Finished(FinishReason::Length);
 
 fn options() -> EngineOptions {
     let limits = Limits { max_step_tokens: 16, ..limits() };
@@ -33,28 +30,6 @@ fn dies_at(step: u64) -> Vec<Script> {
     vec![Script { die_at_step: Some(step), ..Script::default() }]
 }
 
-/// The tokens and the terminal event. The start is announced once, first.
-async fn collect(stream: SequenceStream) -> (Vec<u32>, SequenceEvent) {
-    let mut events: Vec<SequenceEvent> = stream.collect().await;
-    let terminal = events.pop().expect("a stream has at least its terminal event");
-    let mut tokens = Vec::new();
-    for (index, event) in events.into_iter().enumerate() {
-        match event {
-            SequenceEvent::Started { .. } => assert_eq!(index, 0, "it started twice"),
-            SequenceEvent::Token(token) => tokens.push(token.id),
-            other => panic!("{other:?} before the end"),
-        }
-    }
-    (tokens, terminal)
-}
-
-fn worker_failure(event: SequenceEvent) -> String {
-    match event {
-        SequenceEvent::Failed(SequenceFailure::Worker(reason)) => reason,
-        other => panic!("{other:?} is not a failure of the worker"),
-    }
-}
-
 /// Prompts of several lengths; some need several steps.
 fn prompts() -> Vec<Vec<u32>> {
     [3, 40, 1, 17].iter().map(|length| (*length..3 * length).collect()).collect()
@@ -62,11 +37,7 @@ fn prompts() -> Vec<Vec<u32>> {
 
 async fn streams_are_undisturbed(fleet: &Fleet, options: EngineOptions) {
     let engine = fleet.engine(options).await;
-    let prompts = prompts();
-    let streams: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 20)))).collect();
-    for (prompt, stream) in prompts.iter().zip(join_all(streams).await) {
-        assert_eq!(stream, (expected_tokens(prompt, 20), FINISHED));
-    }
+    streams_are_complete(&engine, prompts(), 20).await;
     assert!(engine.health().is_healthy());
     assert_eq!(engine.stats().num_running, 0);
 }
@@ -157,11 +128,7 @@ async fn any_number_of_losses_is_survived_if_steps_are_finished_between_them() {
         let deaths = (0..30).map(|number| dies_at(12 + (seed * 7 + number * number * 5) % 9));
         let fleet = Fleet::new(deaths.chain([healthy()]));
         let engine = fleet.engine(options()).await;
-        let prompts: Vec<Vec<u32>> = (1..12).map(|first| (first..first + 5).collect()).collect();
-        let streams: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 60)))).collect();
-        for (prompt, stream) in prompts.iter().zip(join_all(streams).await) {
-            assert_eq!(stream, (expected_tokens(prompt, 60), FINISHED));
-        }
+        streams_are_complete(&engine, (1..12).map(|first| (first..first + 5).collect()).collect(), 60).await;
         assert!(fleet.num_started() > 6, "{}", fleet.num_started());
     }
 }
@@ -263,15 +230,12 @@ fn deadly() -> Vec<Script> {
 async fn a_sequence_that_kills_its_workers_fails_alone() {
     let fleet = Fleet::new((0..9).map(|_| deadly()));
     let engine = fleet.engine(options()).await;
-    let prompts: Vec<Vec<u32>> = (1..12).map(|first| (first..first + 5).collect()).collect();
-    let neighbours: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 80)))).collect();
+    let neighbours = streams_are_complete(&engine, (1..12).map(|first| (first..first + 5).collect()).collect(), 80);
     let (tokens, terminal) = collect(engine.submit(request(&[13, 1], 50))).await;
     assert!(expected_tokens(&[13, 1], 4).starts_with(&tokens), "{tokens:?}");
     let SequenceEvent::Failed(SequenceFailure::Sequence(reason)) = terminal else { panic!("{terminal:?}") };
     assert!(reason.starts_with("the model workers stopped 3 times in a row while they computed this sequence"));
-    for (prompt, stream) in prompts.iter().zip(join_all(neighbours).await) {
-        assert_eq!(stream, (expected_tokens(prompt, 80), FINISHED));
-    }
+    neighbours.await;
     assert_eq!(fleet.num_started(), 4, "three workers died of it");
     assert!(engine.health().is_healthy());
 }
@@ -316,8 +280,8 @@ async fn compile(engine: &Engine, grammar: &str) -> Result<(), GrammarError> {
 
 #[tokio::test]
 async fn a_compilation_waits_for_the_next_group() {
-    let (_keep_shut, gate) = watch::channel(0);
-    let fleet = Fleet::new([vec![Script { gate: Some(gate), ..Script::default() }], healthy()]);
+    let (_keep_shut, script) = Script::gated(0);
+    let fleet = Fleet::new([vec![script], healthy()]);
     fleet.allow(0);
     let engine = fleet.engine(options()).await;
     assert_eq!(compile(&engine, "broken").await, Err(GrammarError::Invalid("it is broken".to_owned())));
@@ -336,13 +300,10 @@ async fn a_grammar_that_kills_its_workers_is_given_up_and_no_sequence() {
     // The streams are in all three losses, and in quarantine after the second: the grammar must not be compiled then.
     let fleet = Fleet::new((0..5).map(|_| healthy()));
     let engine = fleet.engine(options()).await;
-    let prompts: Vec<Vec<u32>> = (1..30).map(|first| (first..first + 5).collect()).collect();
-    let streams: Vec<_> = prompts.iter().map(|prompt| collect(engine.submit(request(prompt, 200)))).collect();
+    let streams = streams_are_complete(&engine, (1..30).map(|first| (first..first + 5).collect()).collect(), 200);
     let compiled = compile(&engine, "deadly").await;
     assert!(matches!(compiled, Err(GrammarError::Worker(_))), "{compiled:?}");
-    for (prompt, stream) in prompts.iter().zip(join_all(streams).await) {
-        assert_eq!(stream, (expected_tokens(prompt, 200), FINISHED));
-    }
+    streams.await;
     assert_eq!(fleet.num_started(), 4);
     assert_eq!(compile(&engine, "fine").await, Ok(()));
 }

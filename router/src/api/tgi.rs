@@ -136,7 +136,7 @@ impl GenerateParameters {
             decoder_input_details: self.decoder_input_details,
             seed: self.seed,
             top_n_tokens: self.top_n_tokens,
-            max_top_n_tokens: config.limits.max_top_n_tokens,
+            max_top_n_tokens: Some(config.limits.max_top_n_tokens),
             grammar: self.grammar.or(self.response_format).and_then(|field| field.0),
             adapter_id: self.adapter_id,
             extension: self.extension.into(),

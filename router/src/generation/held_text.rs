@@ -30,8 +30,4 @@ impl HeldText {
         }
         text
     }
-
-    pub(super) fn release_all(&mut self) -> String {
-        self.release(usize::MAX)
-    }
 }

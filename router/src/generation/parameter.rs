@@ -17,7 +17,7 @@ const MAX_PRIORITY: i32 = 100;
 const MAX_TIMEOUT_S: f64 = 86_400.0;
 
 /// Parameters as the client sent them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Parameters {
     pub(crate) best_of: Option<usize>,
     pub(crate) temperature: Option<f32>,
@@ -28,8 +28,8 @@ pub(crate) struct Parameters {
     pub(crate) typical_p: Option<f32>,
     pub(crate) do_sample: bool,
     pub(crate) max_new_tokens: Option<u32>,
-    /// Limit of an answer without `max_new_tokens`, if the context leaves room for more.
-    pub(crate) default_new_tokens: u32,
+    /// Limit of an answer without `max_new_tokens`; `None`: the room that the context leaves.
+    pub(crate) default_new_tokens: Option<u32>,
     pub(crate) stop: Vec<String>,
     pub(crate) truncate: Option<usize>,
     pub(crate) watermark: bool,
@@ -37,8 +37,8 @@ pub(crate) struct Parameters {
     pub(crate) decoder_input_details: bool,
     pub(crate) seed: Option<u64>,
     pub(crate) top_n_tokens: Option<u32>,
-    /// The dialect's limit of `top_n_tokens`.
-    pub(crate) max_top_n_tokens: u32,
+    /// The limit of `top_n_tokens`, unless the dialect has checked it.
+    pub(crate) max_top_n_tokens: Option<u32>,
     pub(crate) grammar: Option<Grammar>,
     pub(crate) adapter_id: Option<String>,
     /// Whether logprobs are the model's own (OpenAI) or those of the distribution that was sampled from (TGI), which costs less.
@@ -73,7 +73,7 @@ pub(super) struct Checked {
     /// At least 1.
     pub(super) num_generations: usize,
     pub(super) max_new_tokens: Option<u32>,
-    default_new_tokens: u32,
+    default_new_tokens: Option<u32>,
     pub(super) stop_strings: Vec<String>,
     pub(super) truncate: Option<usize>,
     pub(super) ignore_eos: bool,
@@ -105,29 +105,20 @@ impl Parameters {
     pub(super) fn check(self, limits: &RequestLimits, num_generations: usize) -> Result<Checked, ValidationError> {
         let samples = self.samples();
         let best_of = self.best_of.unwrap_or(1);
-        if best_of > 1 && !samples {
-            return Err(ValidationError::BestOfSampling);
-        }
+        ensure(best_of <= 1 || samples, ValidationError::BestOfSampling)?;
         self.check_ranges()?;
-        if self.stop.len() > limits.max_stop_sequences {
-            return Err(ValidationError::StopCount { max: limits.max_stop_sequences, given: self.stop.len() });
-        }
-        if self.stop.iter().any(String::is_empty) {
-            return Err(ValidationError::EmptyStop);
-        }
-        if best_of > 1 && self.seed.is_some() {
-            return Err(ValidationError::BestOfSeed);
-        }
-        if let Some(given) = self.top_n_tokens.filter(|&given| given > self.max_top_n_tokens) {
-            return Err(ValidationError::TopNTokens { max: self.max_top_n_tokens, given });
+        let (max, given) = (limits.max_stop_sequences, self.stop.len());
+        ensure(given <= max, ValidationError::StopCount { max, given })?;
+        ensure(!self.stop.iter().any(String::is_empty), ValidationError::EmptyStop)?;
+        ensure(best_of <= 1 || self.seed.is_none(), ValidationError::BestOfSeed)?;
+        if let (Some(given), Some(max)) = (self.top_n_tokens, self.max_top_n_tokens) {
+            ensure(given <= max, ValidationError::TopNTokens { max, given })?;
         }
         if let Some(adapter_id) = self.adapter_id {
             return Err(ValidationError::Adapter(adapter_id));
         }
         self.extension.check(self.max_new_tokens)?;
-        if self.extension.ignore_eos && self.grammar.is_some() {
-            return Err(ValidationError::IgnoreEosWithGrammar);
-        }
+        ensure(!self.extension.ignore_eos || self.grammar.is_none(), ValidationError::IgnoreEosWithGrammar)?;
         let seed = samples.then(|| self.seed.unwrap_or_else(rand::random));
         Ok(self.into_checked(samples, seed, num_generations))
     }
@@ -142,7 +133,8 @@ impl Parameters {
             top_p: self.top_p.unwrap_or(1.0),
             typical_p: self.typical_p.unwrap_or(1.0),
             min_p: extension.min_p.unwrap_or(0.0),
-            repetition_penalty: self.repetition_penalty.map_or(1.0, finite_penalty),
+            // A factor beyond these bounds changes nothing more, and could take logits to infinity.
+            repetition_penalty: self.repetition_penalty.unwrap_or(1.0).clamp(1e-6, 1e6),
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
             presence_penalty: extension.presence_penalty.unwrap_or(0.0),
             logit_bias: extension.logit_bias.into_iter().map(|(token_id, bias)| LogitBias { token_id, bias }).collect(),
@@ -181,87 +173,40 @@ impl Parameters {
     fn check_ranges(&self) -> Result<(), ValidationError> {
         let positive = |value: Option<f32>| value.is_none_or(|value| value > 0.0 && value.is_finite());
         let fraction = |value: Option<f32>| value.is_none_or(|value| value > 0.0 && value < 1.0);
-        if !positive(self.temperature) {
-            return Err(ValidationError::Temperature);
-        }
-        if !positive(self.repetition_penalty) {
-            return Err(ValidationError::RepetitionPenalty);
-        }
-        if self.frequency_penalty.is_some_and(|penalty| !(-2.0..=2.0).contains(&penalty)) {
-            return Err(ValidationError::FrequencyPenalty);
-        }
-        if !fraction(self.top_p) {
-            return Err(ValidationError::TopP);
-        }
-        if !fraction(self.typical_p) {
-            return Err(ValidationError::TypicalP);
-        }
-        if self.top_k.is_some_and(|top_k| top_k <= 0) {
-            return Err(ValidationError::TopK);
-        }
-        if self.max_new_tokens == Some(0) {
-            return Err(ValidationError::NoNewTokens);
-        }
-        Ok(())
+        ensure(positive(self.temperature), ValidationError::Temperature)?;
+        ensure(positive(self.repetition_penalty), ValidationError::RepetitionPenalty)?;
+        ensure(is_penalty(self.frequency_penalty), ValidationError::FrequencyPenalty)?;
+        ensure(fraction(self.top_p), ValidationError::TopP)?;
+        ensure(fraction(self.typical_p), ValidationError::TypicalP)?;
+        ensure(self.top_k.is_none_or(|top_k| top_k > 0), ValidationError::TopK)?;
+        ensure(self.max_new_tokens != Some(0), ValidationError::NoNewTokens)
     }
 }
 
-/// A factor beyond these bounds changes nothing more, and could take logits to infinity.
-fn finite_penalty(penalty: f32) -> f32 {
-    penalty.clamp(1e-6, 1e6)
+fn ensure(holds: bool, error: ValidationError) -> Result<(), ValidationError> {
+    if holds { Ok(()) } else { Err(error) }
 }
 
-impl Default for Parameters {
-    fn default() -> Self {
-        Self {
-            best_of: None,
-            temperature: None,
-            repetition_penalty: None,
-            frequency_penalty: None,
-            top_k: None,
-            top_p: None,
-            typical_p: None,
-            do_sample: false,
-            max_new_tokens: None,
-            default_new_tokens: u32::MAX,
-            stop: Vec::new(),
-            truncate: None,
-            watermark: false,
-            decoder_input_details: false,
-            seed: None,
-            top_n_tokens: None,
-            max_top_n_tokens: u32::MAX,
-            grammar: None,
-            adapter_id: None,
-            model_logprobs: false,
-            extension: Extension::default(),
-        }
-    }
+/// Whether this is a penalty that is subtracted from logits, or none.
+fn is_penalty(value: Option<f32>) -> bool {
+    value.is_none_or(|penalty| (-2.0..=2.0).contains(&penalty))
 }
 
 impl Extension {
     fn check(&self, max_new_tokens: Option<u32>) -> Result<(), ValidationError> {
-        if self.min_p.is_some_and(|min_p| !(0.0..=1.0).contains(&min_p)) {
-            return Err(ValidationError::MinP);
-        }
-        if self.presence_penalty.is_some_and(|penalty| !(-2.0..=2.0).contains(&penalty)) {
-            return Err(ValidationError::PresencePenalty);
-        }
-        if self.logit_bias.len() > MAX_LOGIT_BIASES {
-            return Err(ValidationError::LogitBiasCount { max: MAX_LOGIT_BIASES, given: self.logit_bias.len() });
-        }
+        ensure(self.min_p.is_none_or(|min_p| (0.0..=1.0).contains(&min_p)), ValidationError::MinP)?;
+        ensure(is_penalty(self.presence_penalty), ValidationError::PresencePenalty)?;
+        let (max, given) = (MAX_LOGIT_BIASES, self.logit_bias.len());
+        ensure(given <= max, ValidationError::LogitBiasCount { max, given })?;
         let beyond = |(_, bias): &&(u32, f32)| !(-MAX_LOGIT_BIAS..=MAX_LOGIT_BIAS).contains(bias);
         if let Some(&(token_id, bias)) = self.logit_bias.iter().find(beyond) {
             return Err(ValidationError::LogitBias { token_id, bias });
         }
-        if let (Some(min), Some(max)) = (self.min_tokens, max_new_tokens)
-            && min > max
-        {
-            return Err(ValidationError::MinTokens { min, max });
+        if let (Some(min), Some(max)) = (self.min_tokens, max_new_tokens) {
+            ensure(min <= max, ValidationError::MinTokens { min, max })?;
         }
-        if self.stop_token_ids.len() > MAX_STOP_TOKENS {
-            return Err(ValidationError::StopTokenCount { max: MAX_STOP_TOKENS, given: self.stop_token_ids.len() });
-        }
+        let (max, given) = (MAX_STOP_TOKENS, self.stop_token_ids.len());
+        ensure(given <= max, ValidationError::StopTokenCount { max, given })?;
         if let Some(given) = self.priority.filter(|priority| !(-MAX_PRIORITY..=MAX_PRIORITY).contains(priority)) {
             return Err(ValidationError::Priority { max: MAX_PRIORITY, given });
         }
@@ -306,9 +251,7 @@ impl Checked {
             prompt_token_ids.drain(..prompt_token_ids.len().saturating_sub(truncate));
         }
         let num_input_tokens = prompt_token_ids.len();
-        if num_input_tokens == 0 {
-            return Err(ValidationError::EmptyInput);
-        }
+        ensure(num_input_tokens > 0, ValidationError::EmptyInput)?;
         let max_new_tokens = limits.max_new_tokens.unwrap_or(u32::MAX);
         if let Some(given) = self.max_new_tokens.filter(|&given| given > max_new_tokens) {
             return Err(ValidationError::NewTokens { max: max_new_tokens, given });
@@ -321,6 +264,6 @@ impl Checked {
         if num_input_tokens > limits.max_input_tokens || room == 0 {
             return Err(ValidationError::InputTokens { max: limits.max_input_tokens, given: num_input_tokens });
         }
-        Ok(self.max_new_tokens.unwrap_or(room.min(self.default_new_tokens)))
+        Ok(self.max_new_tokens.unwrap_or(self.default_new_tokens.map_or(room, |default| room.min(default))))
     }
 }

@@ -17,7 +17,7 @@ use super::text_stream::{SequenceOptions, StopText, TextStream};
 use super::validation::ValidationError;
 use crate::config::Config;
 use crate::engine::{Generator, Health};
-use crate::sequence::Sampling;
+use crate::sequence::{Sampling, SequenceRequest};
 use crate::telemetry::metrics;
 use crate::text::{AnswerParser, TextModel, TokenSpan};
 
@@ -200,18 +200,22 @@ impl GenerationService {
         for (index, reservation) in reservations.into_iter().enumerate() {
             metrics::prompt_accepted(prompt.token_ids.len(), max_new_tokens);
             let seed = checked.seed_of(index);
-            let options = SequenceOptions {
+            let request = SequenceRequest {
                 prompt_token_ids: prompt.token_ids.clone(),
-                decoder_prefix: Arc::clone(&config.decoder_prefix),
+                num_source_tokens: 0,
                 max_new_tokens,
                 sampling: Sampling { seed, ..checked.sampling.clone() },
                 grammar: checked.grammar.clone(),
+                priority: checked.priority,
+                group,
+            };
+            let options = SequenceOptions {
+                request,
+                decoder_prefix: Arc::clone(&config.decoder_prefix),
                 ignore_eos: checked.ignore_eos,
                 stop_strings: checked.stop_strings.clone(),
                 stop_text,
                 shown_token_ids: Arc::clone(&shown_token_ids),
-                priority: checked.priority,
-                group,
                 deadlines,
             };
             let stream = TextStream::start(generator.as_ref(), model, options, reservation, abandoned.clone());

@@ -12,7 +12,7 @@ use super::delta::{Finish, FinishReason, PromptToken, TextDelta, TextToken, Timi
 use super::error::GenerationError;
 use super::held_text::HeldText;
 use crate::engine::{Generator, SequenceStream};
-use crate::sequence::{self, Grammar, Sampling, SequenceEvent, SequenceRequest, Token};
+use crate::sequence::{self, SequenceEvent, SequenceRequest, Token};
 use crate::text::{Detokenizer, Piece, StopMatcher, StopOutcome, TextModel};
 
 /// What happens to the stop string that ended a text.
@@ -27,21 +27,17 @@ pub(crate) enum StopText {
 /// One sequence to generate, already checked against the limits.
 #[derive(Debug)]
 pub(super) struct SequenceOptions {
-    pub(super) prompt_token_ids: Vec<u32>,
+    /// With the client's prompt and stop tokens only: [`TextStream::start`] adds `decoder_prefix`, and the model's stop
+    /// tokens unless `ignore_eos`.
+    pub(super) request: SequenceRequest,
     /// Of an encoder–decoder, whose prompt is the encoder's source: the answer continues from these. Otherwise empty.
     pub(super) decoder_prefix: Arc<[u32]>,
-    pub(super) max_new_tokens: u32,
-    /// With the client's stop tokens only; [`TextStream::start`] adds the model's own unless `ignore_eos`.
-    pub(super) sampling: Sampling,
-    pub(super) grammar: Option<Grammar>,
     pub(super) ignore_eos: bool,
     /// None is empty.
     pub(super) stop_strings: Vec<String>,
     pub(super) stop_text: StopText,
     /// Special tokens that are part of the visible text: the marks of tool calls and reasoning.
     pub(super) shown_token_ids: Arc<[u32]>,
-    pub(super) priority: i32,
-    pub(super) group: Option<u64>,
     pub(super) deadlines: Deadlines,
 }
 
@@ -80,32 +76,27 @@ impl TextStream {
         reservation: QueueReservation,
         abandoned: CancellationToken,
     ) -> Self {
-        let SequenceOptions { mut prompt_token_ids, decoder_prefix, mut sampling, .. } = options;
+        let SequenceOptions { mut request, decoder_prefix, .. } = options;
+        let SequenceRequest { prompt_token_ids, sampling, max_new_tokens, .. } = &mut request;
         if !options.ignore_eos {
             sampling.stop_token_ids = union(&model.eos_token_ids(), &sampling.stop_token_ids);
         }
         let stop_token_ids = sampling.stop_token_ids.clone();
         let has_source = !decoder_prefix.is_empty();
-        let detokenizer = model.detokenizer(if has_source { &[] } else { &prompt_token_ids });
+        let detokenizer = model.detokenizer(if has_source { &[] } else { prompt_token_ids });
         // COMPAT: for an encoder–decoder TGI reports the decoder's first tokens, without logprobs.
         let given = if has_source { &decoder_prefix[..] } else { &prompt_token_ids[..prompt_token_ids.len().min(1)] };
         let prompt_token = |&id| PromptToken { id, text: detokenizer.token_text(id), logprob: None, top: Vec::new() };
         let prompt_tokens = given.iter().filter(|_| sampling.prompt_logprobs).map(prompt_token).collect();
         sampling.prompt_logprobs &= !has_source;
-        let num_source_tokens = if has_source { prompt_token_ids.len() as u32 } else { 0 };
-        prompt_token_ids.extend_from_slice(&decoder_prefix);
+        let max_new_tokens = *max_new_tokens;
+        if has_source {
+            request.num_source_tokens = prompt_token_ids.len() as u32;
+            request.prompt_token_ids.extend_from_slice(&decoder_prefix);
+        }
         let submitted = Instant::now();
-        let events = generator.submit(SequenceRequest {
-            prompt_token_ids,
-            num_source_tokens,
-            max_new_tokens: options.max_new_tokens,
-            sampling,
-            grammar: options.grammar,
-            priority: options.priority,
-            group: options.group,
-        });
         Self {
-            events,
+            events: generator.submit(request),
             reservation,
             pending: None,
             abandoned,
@@ -116,7 +107,7 @@ impl TextStream {
             stop_token_ids,
             shown_token_ids: options.shown_token_ids,
             prompt_tokens,
-            max_new_tokens: options.max_new_tokens,
+            max_new_tokens,
             num_generated_tokens: 0,
             num_cached_tokens: 0,
             deadlines: options.deadlines,
@@ -222,7 +213,7 @@ impl TextStream {
                 piece.text.push_str(&rest);
             }
             self.held.push(&rest, false);
-            text.push_str(&self.held.release_all());
+            text.push_str(&self.held.release(usize::MAX));
         }
         let finish = reason.map(|reason| Finish {
             reason,

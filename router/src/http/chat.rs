@@ -1,24 +1,19 @@
 //! `/v1/chat/completions`.
-//!
-//! INVARIANT: a plain answer is the sum of the chunks that a stream would have had.
 
 mod choice;
 
+use axum::Extension;
 use axum::extract::State;
-use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
-use futures::{Stream, StreamExt};
+use axum::response::Response;
 
 use super::dialect::{OpenAiError, OpenAiJson};
 use super::document::OpenAiFailures;
 use super::envelope;
-use super::header;
+use super::openai_answer::OpenAiAnswer;
 use super::service::Service;
-use super::sse::{self, Frame};
-use crate::api::openai::{ChatChunk, ChatCompletion, ChatRequest, Envelope, Usage};
-use crate::generation::{GenerationDelta, GenerationError};
+use crate::api::openai::{ChatChunk, ChatCompletion, ChatRequest};
 use crate::telemetry::RequestRecord;
-use choice::{ChoiceReader, ChoiceSum};
+use choice::{ChatReader, ChatSum};
 
 /// Answer a conversation.
 #[utoipa::path(
@@ -50,61 +45,15 @@ pub(super) async fn chat_completions(
     let logprobs_of = request.logprobs.then(|| service.generation().text().clone());
     let generations = service.generation().start(request.into_generation()?, record.received()).await;
     let generations = generations.map_err(OpenAiError::of_chat)?;
-    let num_characters = generations.num_prompt_characters();
     let call_ids = generations.prompts.first().and_then(|prompt| prompt.tool_call_ids);
-    let mut readers: Vec<_> =
-        (0..generations.len()).map(|index| ChoiceReader::new(index, logprobs_of.clone(), call_ids)).collect();
+    let readers = (0..generations.len()).map(|index| ChatReader::new(index, logprobs_of.clone(), call_ids)).collect();
+    let answer = OpenAiAnswer { service, record, envelope, generations, readers, with_usage, hides_generated: false };
     if streams {
-        let headers = header::of_stream(&service, num_characters);
-        let frames = frames(generations.deltas(), readers, envelope, with_usage, record.clone());
-        return Ok(sse::response(headers, record, sse::openai_error, frames));
+        return Ok(answer.stream());
     }
-    let mut deltas = std::pin::pin!(generations.deltas());
-    let mut sums: Vec<_> = readers.iter().map(|_| ChoiceSum::default()).collect();
-    let mut total = None;
-    while let Some(delta) = deltas.next().await {
-        let delta = delta?;
-        total = delta.total;
-        let index = delta.index;
-        readers[index].read(delta).into_iter().for_each(|chunk| sums[index].add(chunk));
-    }
-    let summary = total.unwrap_or_default();
-    record.answered(summary);
-    let choices = sums.into_iter().enumerate().map(|(index, sum)| sum.into_choice(index)).collect();
-    let headers = header::of_answer(&service, num_characters, &summary);
-    Ok((headers, Json(ChatCompletion { envelope, choices, usage: Usage::from(&summary) })).into_response())
-}
-
-/// The chunks of all choices as they arrive: at least one for each token, unless the parser holds its text back.
-fn frames(
-    deltas: impl Stream<Item = Result<GenerationDelta, GenerationError>> + Send,
-    mut readers: Vec<ChoiceReader>,
-    envelope: Envelope,
-    with_usage: bool,
-    record: RequestRecord,
-) -> impl Stream<Item = Frame> + Send {
-    async_stream::stream! {
-        let mut total = None;
-        let mut deltas = std::pin::pin!(deltas);
-        while let Some(delta) = deltas.next().await {
-            let delta = match delta {
-                Ok(delta) => delta,
-                Err(error) => {
-                    yield Frame::Error(error.into());
-                    return;
-                }
-            };
-            total = delta.total;
-            for choice in readers[delta.index].read(delta) {
-                yield Frame::json(&ChatChunk { envelope: &envelope, choices: vec![choice], usage: None });
-            }
-        }
-        let summary = total.unwrap_or_default();
-        record.answered(summary);
-        if with_usage {
-            let usage = Some(Usage::from(&summary));
-            yield Frame::json(&ChatChunk { envelope: &envelope, choices: Vec::new(), usage });
-        }
-        yield Frame::done();
-    }
+    let render = |envelope, sums: Vec<(_, ChatSum)>, usage| {
+        let choices = sums.into_iter().enumerate().map(|(index, (_, sum))| sum.into_choice(index)).collect();
+        ChatCompletion { envelope, choices, usage }
+    };
+    answer.plain(render).await
 }

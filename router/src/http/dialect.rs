@@ -87,7 +87,7 @@ pub(super) fn error_response(path: &str, error: ApiError) -> Response {
 }
 
 /// Attaches the error to its response, for the one place that logs and counts it (`observe`).
-fn render(status: StatusCode, body: impl Serialize, error: ApiError) -> Response {
+pub(super) fn render(status: StatusCode, body: impl Serialize, error: ApiError) -> Response {
     let mut response = (status, Json(body)).into_response();
     if let Some(seconds) = error.retry_after_s() {
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use axum::http::HeaderMap;
+use axum::response::sse::Event;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures::{Stream, StreamExt};
@@ -13,7 +14,7 @@ use super::dialect::TgiError;
 use super::document::TgiFailures;
 use super::header;
 use super::service::Service;
-use super::sse::{self, Frame};
+use super::sse;
 use crate::api::error::ApiError;
 use crate::api::tgi::{
     BestOfSequence, Details, GenerateRequest, GenerateResponse, StreamDetails, StreamResponse, Token,
@@ -190,24 +191,22 @@ pub(super) async fn answer(
 async fn stream(service: Service, record: RequestRecord, request: GenerateRequest) -> Result<Response, ApiError> {
     let (generations, shape) = start(&service, &record, request, true).await?;
     let headers = header::of_stream(&service, shape.num_characters());
-    let frames = frames(generations, shape, record.clone());
-    Ok(sse::response(headers, record, sse::tgi_error, frames))
+    let events = events(generations, shape, record.clone());
+    Ok(sse::response(headers, record, sse::tgi_error, events))
 }
 
 /// One event for each token; the last has the full text.
-fn frames(generations: Generations, shape: Shape, record: RequestRecord) -> impl Stream<Item = Frame> + Send {
-    async_stream::stream! {
+fn events(
+    generations: Generations,
+    shape: Shape,
+    record: RequestRecord,
+) -> impl Stream<Item = Result<Event, ApiError>> + Send {
+    async_stream::try_stream! {
         let (mut text, mut index) = (String::new(), 0);
         let seed = generations.seed();
         let mut deltas = std::pin::pin!(generations.deltas());
         while let Some(delta) = deltas.next().await {
-            let delta = match delta {
-                Ok(delta) => delta,
-                Err(error) => {
-                    yield Frame::Error(of_stream(error));
-                    return;
-                }
-            };
+            let delta = delta.map_err(of_stream)?;
             index += 1;
             text.push_str(&delta.delta.text);
             let (token, top_tokens) = Token::with_top(delta.delta.token);
@@ -222,7 +221,7 @@ fn frames(generations: Generations, shape: Shape, record: RequestRecord) -> impl
                 });
                 event.generated_text = Some(shape.generated_text(std::mem::take(&mut text)));
             }
-            yield Frame::json(&event);
+            yield sse::event(&event);
         }
     }
 }

@@ -17,6 +17,7 @@ mod health;
 mod invocations;
 mod logprob;
 mod observe;
+mod openai_answer;
 mod request_id;
 mod service;
 mod slow_body;

@@ -3,13 +3,13 @@
 //! COMPAT: the failure of one instance fails the request with `Incomplete generation`; the log has the reason.
 
 use axum::extract::State;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures::future::try_join_all;
 
-use super::generate;
 use super::service::Service;
+use super::{dialect, generate};
 use crate::api::error::{ApiError, TgiErrorBody};
 use crate::api::openai::ChatRequest;
 use crate::api::vertex::{VertexInstance, VertexRequest, VertexResponse};
@@ -29,13 +29,7 @@ impl IntoResponse for VertexError {
             _ => (StatusCode::INTERNAL_SERVER_ERROR, "Incomplete generation"),
         };
         let body = TgiErrorBody { error: message.to_owned(), error_type: message };
-        let mut response = (status, Json(body)).into_response();
-        if let Some(seconds) = self.0.retry_after_s() {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
-        }
-        // For the one place that logs and counts it.
-        response.extensions_mut().insert(self.0);
-        response
+        dialect::render(status, body, self.0)
     }
 }
 

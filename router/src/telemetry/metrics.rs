@@ -8,6 +8,7 @@ use penstock_scheduler::Stats;
 
 pub(crate) use super::label::{Failure, Method, RefusalReason, RestartPhase};
 use super::metric::{Kind, Metric};
+use super::summary::RequestSummary;
 use super::table::*;
 use crate::config::RequestLimits;
 
@@ -108,25 +109,15 @@ pub(crate) fn connection_refused() {
     CONNECTIONS_REFUSED.increment();
 }
 
-/// How long the parts of an answered request took.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct RequestDurations {
-    pub(crate) validation: Duration,
-    pub(crate) queue: Duration,
-    pub(crate) inference: Duration,
-    pub(crate) total: Duration,
-    pub(crate) per_token: Duration,
-}
-
 /// A generation request was answered in full.
-pub(crate) fn request_succeeded(durations: RequestDurations, num_generated_tokens: usize) {
+pub(crate) fn request_succeeded(summary: &RequestSummary) {
     REQUEST_SUCCESS.increment();
-    REQUEST_DURATION.record(durations.total);
-    REQUEST_VALIDATION_DURATION.record(durations.validation);
-    REQUEST_QUEUE_DURATION.record(durations.queue);
-    REQUEST_INFERENCE_DURATION.record(durations.inference);
-    REQUEST_TIME_PER_TOKEN.record(durations.per_token);
-    REQUEST_GENERATED_TOKENS.record(num_generated_tokens as f64);
+    REQUEST_DURATION.record(summary.total());
+    REQUEST_VALIDATION_DURATION.record(summary.validation);
+    REQUEST_QUEUE_DURATION.record(summary.queue);
+    REQUEST_INFERENCE_DURATION.record(summary.inference);
+    REQUEST_TIME_PER_TOKEN.record(summary.per_token());
+    REQUEST_GENERATED_TOKENS.record(summary.num_generated_tokens as f64);
 }
 
 /// A prompt passed validation.
@@ -286,7 +277,7 @@ mod tests {
             request_received();
             request_failed(Failure::Overloaded);
             prompt_accepted(3, 20);
-            request_succeeded(RequestDurations::default(), 7);
+            request_succeeded(&RequestSummary { num_generated_tokens: 7, ..RequestSummary::default() });
             step_lost(Method::Prefill);
             BATCH_FORWARD_DURATION.with(Method::Prefill.value()).record(0.001);
         });

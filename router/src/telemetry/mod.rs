@@ -5,7 +5,9 @@ mod label;
 mod metric;
 pub mod metrics;
 mod record;
+mod summary;
 mod table;
 
 pub(crate) use identity::RequestIdentity;
-pub(crate) use record::{RequestRecord, RequestSummary};
+pub(crate) use record::RequestRecord;
+pub(crate) use summary::RequestSummary;

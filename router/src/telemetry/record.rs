@@ -1,12 +1,13 @@
 //! The outcome of one HTTP request: filled in while it is served, logged and counted once at its end.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use axum::http::{Method, StatusCode};
 
 use super::identity::RequestIdentity;
-use super::metrics::{self, Failure, RequestDurations};
+use super::metrics::{self, Failure};
+use super::summary::RequestSummary;
 
 /// A handle on a request's record. Clones share the record.
 #[derive(Clone, Debug)]
@@ -26,40 +27,6 @@ struct State {
 enum Outcome {
     Answered(RequestSummary),
     Failed { failure: Option<Failure>, error_type: &'static str, detail: Option<String> },
-}
-
-/// The generations of an answered request: the sum of their tokens, and the longest of their durations.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct RequestSummary {
-    pub(crate) num_prompt_tokens: usize,
-    pub(crate) num_generated_tokens: usize,
-    /// Prompt tokens that were found in the prefix cache.
-    pub(crate) num_cached_tokens: usize,
-    pub(crate) validation: Duration,
-    pub(crate) queue: Duration,
-    pub(crate) inference: Duration,
-}
-
-impl RequestSummary {
-    /// Adds another generation of the same request.
-    pub(crate) fn add(&mut self, other: &Self) {
-        self.num_prompt_tokens += other.num_prompt_tokens;
-        self.num_generated_tokens += other.num_generated_tokens;
-        self.num_cached_tokens += other.num_cached_tokens;
-        self.validation = self.validation.max(other.validation);
-        self.queue = self.queue.max(other.queue);
-        self.inference = self.inference.max(other.inference);
-    }
-
-    /// From the request's arrival to its last token.
-    pub(crate) fn total(&self) -> Duration {
-        self.validation + self.queue + self.inference
-    }
-
-    /// Mean inference time per generated token.
-    pub(crate) fn per_token(&self) -> Duration {
-        self.inference / u32::try_from(self.num_generated_tokens.max(1)).unwrap_or(u32::MAX)
-    }
 }
 
 impl RequestRecord {
@@ -100,7 +67,7 @@ impl RequestRecord {
         let (request_id, trace_id) = (self.identity.request_id_text(), self.identity.trace_id());
         match outcome {
             Some(Outcome::Answered(summary)) => {
-                summary.count();
+                metrics::request_succeeded(&summary);
                 tracing::info!(
                     %method, path, status, duration_ms, request_id, trace_id,
                     prompt_tokens = summary.num_prompt_tokens,
@@ -139,18 +106,5 @@ impl RequestRecord {
     fn state(&self) -> MutexGuard<'_, State> {
         // Plain data: nothing can be half-written by a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl RequestSummary {
-    fn count(&self) {
-        let durations = RequestDurations {
-            validation: self.validation,
-            queue: self.queue,
-            inference: self.inference,
-            total: self.total(),
-            per_token: self.per_token(),
-        };
-        metrics::request_succeeded(durations, self.num_generated_tokens);
     }
 }

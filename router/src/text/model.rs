@@ -165,11 +165,6 @@ impl TextModel {
         self.template.render(inputs).await
     }
 
-    /// Whether the chat template writes the tools of a request. If not, they have to be written into a message.
-    pub fn shows_tools(&self) -> bool {
-        self.template.uses_tools()
-    }
-
     /// The format of answers to requests with or without tools.
     pub(crate) fn answer_format(&self, with_tools: bool) -> &AnswerFormat {
         self.tool_answer_format.as_ref().filter(|_| with_tools).unwrap_or(&self.answer_format)

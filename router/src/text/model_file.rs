@@ -43,11 +43,8 @@ pub enum LoadError {
 pub(super) fn read_eos_token_ids(folder: &Path) -> Result<Vec<u32>, LoadError> {
     for name in ["generation_config.json", "config.json"] {
         let config = read_json::<EosConfig>(&folder.join(name))?.unwrap_or_default();
-        let ids = match config.eos_token_id {
-            Some(EosTokenId::One(id)) => vec![id],
-            Some(EosTokenId::Many(ids)) => ids,
-            None => config.text_config.and_then(|text| text.eos_token_id).map(EosTokenId::into_vec).unwrap_or_default(),
-        };
+        let id = config.eos_token_id.or(config.text_config.and_then(|text| text.eos_token_id));
+        let ids = id.map(EosTokenId::into_vec).unwrap_or_default();
         if !ids.is_empty() {
             return Ok(ids);
         }

@@ -51,8 +51,6 @@ pub struct Description {
     pub device: String,
     /// The attention implementation, as `native`.
     pub attention: String,
-    /// Logits per token.
-    pub vocab_size: u32,
     /// Tokens per KV block.
     pub block_tokens: u32,
     /// The longest sequence that the model supports.
@@ -176,7 +174,6 @@ impl Group {
             dtype: first.dtype,
             device: first.device,
             attention: first.attention,
-            vocab_size: first.vocab_size,
             block_tokens: first.block_tokens,
             max_position_tokens: first.max_position_tokens,
             window_tokens: (first.window_tokens > 0).then_some(first.window_tokens),

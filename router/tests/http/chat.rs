@@ -4,18 +4,14 @@ use axum::http::StatusCode;
 use penstock_router::sequence::{FinishReason, Grammar, LogitBias, SequenceEvent, SequenceFailure, Token, TopToken};
 use serde_json::{Value, json};
 
-use crate::fold::{SEED, seed_index};
+use crate::fold::{SEED, seed_index, with};
 use crate::model::{IM_END, IM_START, bytes, word};
 use crate::server::{Answer, Server, whole};
 
 const PATH: &str = "/v1/chat/completions";
 
 fn hello(fields: Value) -> Value {
-    let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
-    for (name, value) in fields.as_object().unwrap() {
-        body[name] = value.clone();
-    }
-    body
+    with(json!({"messages": [{"role": "user", "content": "Hi"}]}), fields)
 }
 
 /// Replaces what differs from run to run.

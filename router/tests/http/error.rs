@@ -4,6 +4,7 @@ use axum::http::StatusCode;
 use penstock_router::Config;
 use serde_json::{Value, json};
 
+use crate::fold::with;
 use crate::model::IM_END;
 use crate::server::Server;
 
@@ -121,8 +122,7 @@ async fn a_value_of_a_wrong_type_is_refused_with_its_field() {
         let answer = server.post("/generate", json!({"inputs": "Hi", "parameters": fields})).await;
         assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY);
         assert!(answer.body.contains(told), "{}", answer.body);
-        let mut chat = json!({"messages": [{"role": "user", "content": "Hi"}]});
-        chat.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let chat = with(json!({"messages": [{"role": "user", "content": "Hi"}]}), fields);
         let answer = server.post("/v1/chat/completions", chat).await;
         assert_eq!(answer.status, StatusCode::BAD_REQUEST);
         let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();

@@ -3,6 +3,7 @@
 use axum::http::StatusCode;
 use serde_json::{Value, json};
 
+use crate::fold::with;
 use crate::model::{IM_END, word};
 use crate::server::Server;
 
@@ -15,11 +16,6 @@ fn chat(fields: Value) -> Value {
 
 fn completion(fields: Value) -> Value {
     with(json!({"prompt": "Hi"}), fields)
-}
-
-fn with(mut body: Value, fields: Value) -> Value {
-    body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
-    body
 }
 
 /// The error object of a refused request.

@@ -1,4 +1,4 @@
-//! A server on a free port with an engine that the test scripts, and a client.
+//! A server on a free port, with an engine that the test scripts unless it brings its own, and a client.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -127,9 +127,9 @@ impl Generator for Engine {
     }
 }
 
-pub struct Server {
+pub struct Server<E = Engine> {
     pub address: SocketAddr,
-    pub engine: Arc<Engine>,
+    pub engine: Arc<E>,
     pub shutdown: CancellationToken,
     pub served: JoinHandle<Result<(), ServeError>>,
     client: Client<hyper_util::client::legacy::connect::HttpConnector, Full<Bytes>>,
@@ -184,15 +184,23 @@ impl Server {
     }
 
     pub async fn start(script: impl Fn(Sequence) + Send + Sync + 'static, adjust: impl FnOnce(&mut Config)) -> Self {
+        let health = Mutex::new(Health::Healthy);
+        Self::serve(Engine { script: Box::new(script), requests: Mutex::default(), health }, adjust).await
+    }
+
+    pub fn last_request(&self) -> SequenceRequest {
+        self.engine.requests.lock().unwrap().last().unwrap().clone()
+    }
+}
+
+impl<E: Generator + 'static> Server<E> {
+    /// Serves the test model with this engine.
+    pub async fn serve(engine: E, adjust: impl FnOnce(&mut Config)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         model::write(folder.path());
         let mut config = config(folder.path());
         adjust(&mut config);
-        let engine = Arc::new(Engine {
-            script: Box::new(script),
-            requests: Mutex::default(),
-            health: Mutex::new(Health::Healthy),
-        });
+        let engine = Arc::new(engine);
         let text =
             TextModel::load(&config.model_folder, 1, None, Path::new(env!("CARGO_BIN_EXE_chat-renderer"))).unwrap();
         let services = Services { engine: Arc::clone(&engine) as Arc<dyn Generator>, text, metrics: exporter() };
@@ -237,10 +245,6 @@ impl Server {
         let request = request.body(Full::new(Bytes::from(body.to_owned()))).unwrap();
         within("an answer", self.client.request(request)).await.unwrap()
     }
-
-    pub fn last_request(&self) -> SequenceRequest {
-        self.engine.requests.lock().unwrap().last().unwrap().clone()
-    }
 }
 
 /// Fails the test, instead of hanging, if the future does not complete.
@@ -256,7 +260,7 @@ pub async fn whole(response: Response<hyper::body::Incoming>) -> Answer {
 }
 
 /// The configuration for a model in this folder.
-pub fn config(folder: &Path) -> Config {
+fn config(folder: &Path) -> Config {
     Config {
         model_id: "test/model".to_owned(),
         model_sha: None,
@@ -279,7 +283,7 @@ pub fn config(folder: &Path) -> Config {
 }
 
 /// The process's metrics recorder, which the tests of one process share.
-pub fn exporter() -> Exporter {
+fn exporter() -> Exporter {
     static EXPORTER: OnceLock<Exporter> = OnceLock::new();
     EXPORTER.get_or_init(|| Exporter::install(&LIMITS).unwrap()).clone()
 }

@@ -19,10 +19,13 @@ const TEMPLATE: &str = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if ena
     {{ m.tool_call_id }}{{ m.name }}\n{% endfor %}{# writes <tool_call> and removes </think> #}";
 
 pub async fn server(script: impl Fn(Sequence) + Send + Sync + 'static) -> Server {
-    let folder = tempfile::tempdir().unwrap();
-    write_model(folder.path());
+    server_with(write_model, script).await
+}
+
+/// `write` changes the model's folder.
+async fn server_with(write: impl Fn(&Path), script: impl Fn(Sequence) + Send + Sync + 'static) -> Server {
     Server::start(script, |config| {
-        config.model_folder = folder.path().to_owned();
+        write(&config.model_folder);
         (config.limits.max_input_tokens, config.limits.max_total_tokens) = (8000, 9000);
     })
     .await
@@ -167,15 +170,9 @@ async fn the_request_decides_how_the_prompt_ends() {
 
 #[tokio::test]
 async fn a_template_without_tools_gets_them_in_the_last_message() {
-    let folder = tempfile::tempdir().unwrap();
-    model::write(folder.path());
     let answer = bytes(r#"{"name": "f", "arguments": {"city": "x"}}"#);
     let tokens = [answer, vec![IM_END]].concat();
-    let adjust = |config: &mut penstock_router::Config| {
-        config.model_folder = folder.path().to_owned();
-        (config.limits.max_input_tokens, config.limits.max_total_tokens) = (8000, 9000);
-    };
-    let server = Server::start(move |sequence| sequence.answer(&tokens), adjust).await;
+    let server = server_with(|_| (), move |sequence| sequence.answer(&tokens)).await;
     let parts = json!([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]);
     for fields in [json!({"tool_prompt": "Call!"}), json!({"tool_prompt": "Call!", "messages": parts})] {
         let plain = server.post(PATH, ask(fields)).await.json();
@@ -192,14 +189,9 @@ async fn a_template_without_tools_gets_them_in_the_last_message() {
 
 #[tokio::test]
 async fn mistral_s_call_ids_are_accepted_by_its_templates() {
-    let folder = tempfile::tempdir().unwrap();
-    model::write_with_template(folder.path(), &json!("{{ tools }}[TOOL_CALLS]"));
+    let write = |folder: &Path| model::write_with_template(folder, &json!("{{ tools }}[TOOL_CALLS]"));
     let tokens = [bytes(r#"[TOOL_CALLS][{"name": "f", "arguments": {}}]"#), vec![IM_END]].concat();
-    let adjust = |config: &mut penstock_router::Config| {
-        config.model_folder = folder.path().to_owned();
-        (config.limits.max_input_tokens, config.limits.max_total_tokens) = (8000, 9000);
-    };
-    let server = Server::start(move |sequence| sequence.answer(&tokens), adjust).await;
+    let server = server_with(write, move |sequence| sequence.answer(&tokens)).await;
     let plain = server.post(PATH, ask(json!({}))).await.json();
     let id = plain["choices"][0]["message"]["tool_calls"][0]["id"].as_str().unwrap().to_owned();
     assert!(id.len() == 9 && id.chars().all(|c| c.is_ascii_alphanumeric()), "{id}");

@@ -30,51 +30,28 @@ struct State {
     is_reached: fn(&[Advance]) -> bool,
 }
 
+/// A request with a short prompt, alongside one witness.
+const SHORT: State =
+    State { name: "", num_witnesses: 1, num_prompt_tokens: 5, max_new_tokens: 50, is_reached: <[Advance]>::is_empty };
+const LONG: State = State { num_prompt_tokens: LONG_PROMPT_TOKENS, ..SHORT };
+
 /// The advances of the plans; the last plan is in flight.
 const STATES: [State; 6] = [
-    State {
-        name: "queued",
-        num_witnesses: 2,
-        num_prompt_tokens: 5,
-        max_new_tokens: 50,
-        is_reached: <[Advance]>::is_empty,
-    },
-    State {
-        name: "prefilling",
-        num_witnesses: 1,
-        num_prompt_tokens: LONG_PROMPT_TOKENS,
-        max_new_tokens: 50,
-        is_reached: |advances| matches!(advances, [first] if !first.sample),
-    },
+    State { name: "queued", num_witnesses: 2, ..SHORT },
+    State { name: "prefilling", is_reached: |advances| matches!(advances, [first] if !first.sample), ..LONG },
     State {
         name: "in the middle of its chunks",
-        num_witnesses: 1,
-        num_prompt_tokens: LONG_PROMPT_TOKENS,
-        max_new_tokens: 50,
         is_reached: |advances| matches!(advances, [_, .., last] if !last.sample),
+        ..LONG
     },
-    State {
-        name: "at the end of its prompt",
-        num_witnesses: 1,
-        num_prompt_tokens: LONG_PROMPT_TOKENS,
-        max_new_tokens: 50,
-        is_reached: |advances| advances.iter().filter(|advance| advance.sample).count() == 1,
-    },
-    State {
-        name: "generating",
-        num_witnesses: 1,
-        num_prompt_tokens: 5,
-        max_new_tokens: 50,
-        is_reached: |advances| advances.iter().filter(|advance| advance.sample).count() >= 3,
-    },
-    State {
-        name: "finishing",
-        num_witnesses: 1,
-        num_prompt_tokens: 5,
-        max_new_tokens: 2,
-        is_reached: |advances| advances.iter().filter(|advance| advance.sample).count() == 2,
-    },
+    State { name: "at the end of its prompt", is_reached: |advances| num_samples(advances) == 1, ..LONG },
+    State { name: "generating", is_reached: |advances| num_samples(advances) >= 3, ..SHORT },
+    State { name: "finishing", max_new_tokens: 2, is_reached: |advances| num_samples(advances) == 2, ..SHORT },
 ];
+
+fn num_samples(advances: &[Advance]) -> usize {
+    advances.iter().filter(|advance| advance.sample).count()
+}
 
 fn body(num_prompt_tokens: u32, max_new_tokens: u32) -> Value {
     // One token for each byte.
@@ -83,7 +60,7 @@ fn body(num_prompt_tokens: u32, max_new_tokens: u32) -> Value {
 }
 
 fn witness(server: &Server) -> SequenceStream {
-    server.engine.submit(SequenceRequest { priority: 1, ..request(&[7], 400) })
+    server.engine().submit(SequenceRequest { priority: 1, ..request(&[7], 400) })
 }
 
 fn advances(seen: &Seen, sequence_id: u64) -> Vec<Advance> {
@@ -95,7 +72,7 @@ fn advances(seen: &Seen, sequence_id: u64) -> Vec<Advance> {
 async fn run_all(server: &Server, num_witnesses: usize, worker: &FakeWorker, gate: &watch::Sender<u64>) {
     server.wait_until("taken in", |stats| stats.num_queued + stats.num_running == num_witnesses).await;
     worker.wait_until(|seen| seen.plans.len() == 2).await;
-    while server.engine.stats().num_running < num_witnesses {
+    while server.engine().stats().num_running < num_witnesses {
         answer_next(worker, gate).await;
     }
 }

@@ -4,6 +4,9 @@
 #[allow(dead_code, reason = "shared with tests/engine.rs")]
 #[path = "../fake_worker/mod.rs"]
 mod fake_worker;
+#[allow(dead_code, reason = "shared with tests/http")]
+#[path = "../http/server.rs"]
+mod http_server;
 mod leave;
 #[allow(dead_code, reason = "shared with tests/http")]
 #[path = "../http/model.rs"]

@@ -137,7 +137,7 @@ impl CompletionRequest {
             return Err(ValidationError::Logprobs { field: "logprobs", max: MAX_LOGPROBS, given });
         }
         parameters.max_new_tokens = if self.hides_generated() { Some(1) } else { self.max_tokens };
-        parameters.default_new_tokens = DEFAULT_MAX_TOKENS;
+        parameters.default_new_tokens = Some(DEFAULT_MAX_TOKENS);
         parameters.top_n_tokens = self.logprobs;
         parameters.model_logprobs = self.logprobs.is_some();
         parameters.decoder_input_details = self.echo && self.logprobs.is_some();

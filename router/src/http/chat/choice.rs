@@ -1,15 +1,20 @@
 //! One choice of a chat: its deltas as chunks, and its chunks added up.
 
+use axum::response::sse::Event;
+
 use crate::api::openai::{
-    ChatChoice, ChatChunkChoice, ChatLogprobs, Delta, FinishReason, FunctionDelta, OutputMessage, ToolCallDelta,
+    ChatChoice, ChatChunk, ChatChunkChoice, ChatLogprobs, Delta, Envelope, FinishReason, FunctionDelta, OutputMessage,
+    ToolCallDelta, Usage,
 };
 use crate::generation::{self, GenerationDelta, ToolCallIds};
 use crate::http::logprob;
+use crate::http::openai_answer::ChoiceReader;
+use crate::http::sse;
 use crate::text::{Part, TextModel};
 
 const ROLE: &str = "assistant";
 
-pub(super) struct ChoiceReader {
+pub(super) struct ChatReader {
     index: usize,
     /// `None` without logprobs.
     logprobs_of: Option<TextModel>,
@@ -20,29 +25,9 @@ pub(super) struct ChoiceReader {
     num_calls: usize,
 }
 
-impl ChoiceReader {
+impl ChatReader {
     pub(super) fn new(index: usize, logprobs_of: Option<TextModel>, call_ids: Option<ToolCallIds>) -> Self {
         Self { index, logprobs_of, call_ids, is_first: true, has_content: false, num_calls: 0 }
-    }
-
-    pub(super) fn read(&mut self, delta: GenerationDelta) -> Vec<ChatChunkChoice> {
-        let GenerationDelta { delta: text_delta, parts, ends_in_call, .. } = delta;
-        let finish = text_delta.finish;
-        let mut logprobs = self.logprobs_of.as_ref().map(|model| logprob::of_chat(model, text_delta.token));
-        let mut deltas: Vec<_> = parts.into_iter().map(|part| self.delta(part)).collect();
-        self.complete(&mut deltas, finish.is_some(), logprobs.is_some());
-        let num_deltas = deltas.len();
-        let chunk = |(at, mut delta): (usize, Delta)| {
-            delta.role = std::mem::take(&mut self.is_first).then_some(ROLE);
-            let finish = finish.filter(|_| at + 1 == num_deltas);
-            ChatChunkChoice {
-                index: self.index,
-                delta,
-                logprobs: logprobs.take(),
-                finish_reason: finish.map(|finish| reason(finish.reason, self.num_calls > 0 && !ends_in_call)),
-            }
-        };
-        deltas.into_iter().enumerate().map(chunk).collect()
     }
 
     fn delta(&mut self, part: Part) -> Delta {
@@ -85,6 +70,51 @@ impl ChoiceReader {
     }
 }
 
+impl ChoiceReader for ChatReader {
+    type Chunk = ChatChunkChoice;
+    type Sum = ChatSum;
+
+    /// At least one chunk for each token, unless the parser holds its text back.
+    fn read(&mut self, delta: GenerationDelta) -> Vec<ChatChunkChoice> {
+        let GenerationDelta { delta: text_delta, parts, ends_in_call, .. } = delta;
+        let finish = text_delta.finish;
+        let mut logprobs = self.logprobs_of.as_ref().map(|model| logprob::of_chat(model, text_delta.token));
+        let mut deltas: Vec<_> = parts.into_iter().map(|part| self.delta(part)).collect();
+        self.complete(&mut deltas, finish.is_some(), logprobs.is_some());
+        let num_deltas = deltas.len();
+        let chunk = |(at, mut delta): (usize, Delta)| {
+            delta.role = std::mem::take(&mut self.is_first).then_some(ROLE);
+            let finish = finish.filter(|_| at + 1 == num_deltas);
+            ChatChunkChoice {
+                index: self.index,
+                delta,
+                logprobs: logprobs.take(),
+                finish_reason: finish.map(|finish| reason(finish.reason, self.num_calls > 0 && !ends_in_call)),
+            }
+        };
+        deltas.into_iter().enumerate().map(chunk).collect()
+    }
+
+    fn add(sum: &mut ChatSum, chunk: ChatChunkChoice) {
+        append(&mut sum.content, chunk.delta.content);
+        append(&mut sum.reasoning_content, chunk.delta.reasoning_content);
+        for delta in chunk.delta.tool_calls.into_iter().flatten() {
+            match sum.tool_calls.get_mut(delta.index) {
+                Some(call) => call.function.arguments.push_str(&delta.function.arguments),
+                None => sum.tool_calls.push(delta),
+            }
+        }
+        if let Some(logprobs) = chunk.logprobs {
+            sum.logprobs.get_or_insert_default().content.extend(logprobs.content);
+        }
+        sum.finish_reason = chunk.finish_reason.or(sum.finish_reason);
+    }
+
+    fn event(envelope: &Envelope, choices: Vec<ChatChunkChoice>, usage: Option<Option<Usage>>) -> Event {
+        sse::event(&ChatChunk { envelope, choices, usage: usage.flatten() })
+    }
+}
+
 fn of_call(call: ToolCallDelta) -> Delta {
     Delta { tool_calls: Some([call]), ..Delta::default() }
 }
@@ -98,7 +128,7 @@ fn reason(reason: generation::FinishReason, has_called: bool) -> FinishReason {
 
 /// The chunks of one choice, added up as clients do.
 #[derive(Default)]
-pub(super) struct ChoiceSum {
+pub(super) struct ChatSum {
     content: Option<String>,
     reasoning_content: Option<String>,
     tool_calls: Vec<ToolCallDelta>,
@@ -106,22 +136,7 @@ pub(super) struct ChoiceSum {
     finish_reason: Option<FinishReason>,
 }
 
-impl ChoiceSum {
-    pub(super) fn add(&mut self, chunk: ChatChunkChoice) {
-        append(&mut self.content, chunk.delta.content);
-        append(&mut self.reasoning_content, chunk.delta.reasoning_content);
-        for delta in chunk.delta.tool_calls.into_iter().flatten() {
-            match self.tool_calls.get_mut(delta.index) {
-                Some(call) => call.function.arguments.push_str(&delta.function.arguments),
-                None => self.tool_calls.push(delta),
-            }
-        }
-        if let Some(logprobs) = chunk.logprobs {
-            self.logprobs.get_or_insert_default().content.extend(logprobs.content);
-        }
-        self.finish_reason = chunk.finish_reason.or(self.finish_reason);
-    }
-
+impl ChatSum {
     pub(super) fn into_choice(self, index: usize) -> ChatChoice {
         let Self { content, reasoning_content, tool_calls, logprobs, finish_reason } = self;
         let message = OutputMessage { role: ROLE, content, refusal: None, reasoning_content, tool_calls };

@@ -2,9 +2,13 @@
 
 use std::sync::Arc;
 
-use crate::api::openai::{CompletionChoice, CompletionLogprobs, FinishReason};
+use axum::response::sse::Event;
+
+use crate::api::openai::{CompletionChoice, CompletionChunk, CompletionLogprobs, Envelope, FinishReason, Usage};
 use crate::generation::GenerationDelta;
 use crate::http::logprob::CompletionLogprobWriter;
+use crate::http::openai_answer::ChoiceReader;
+use crate::http::sse;
 use crate::text::TextModel;
 
 /// The prompt, which the answer repeats before the generated text.
@@ -24,27 +28,42 @@ impl Echo {
     }
 }
 
-pub(super) struct ChoiceReader {
+pub(super) struct CompletionReader {
     index: usize,
     /// Until the first chunk.
     echo: Option<Echo>,
     /// `None` without logprobs.
     logprobs: Option<CompletionLogprobWriter>,
     hides_generated: bool,
+    /// Sum over the generated tokens.
+    logprob: f64,
+    num_tokens: u32,
 }
 
-impl ChoiceReader {
+impl CompletionReader {
     pub(super) fn new(
         index: usize,
         echo: Option<Echo>,
         logprobs: Option<CompletionLogprobWriter>,
         hides_generated: bool,
     ) -> Self {
-        Self { index, echo, logprobs, hides_generated }
+        Self { index, echo, logprobs, hides_generated, logprob: 0.0, num_tokens: 0 }
     }
 
-    pub(super) fn read(&mut self, delta: GenerationDelta) -> CompletionChoice {
+    fn mean_logprob(&self) -> f64 {
+        self.logprob / f64::from(self.num_tokens.max(1))
+    }
+}
+
+impl ChoiceReader for CompletionReader {
+    type Chunk = CompletionChoice;
+    type Sum = CompletionChoice;
+
+    /// One chunk for each token.
+    fn read(&mut self, delta: GenerationDelta) -> Vec<CompletionChoice> {
         let GenerationDelta { delta, prompt_tokens, .. } = delta;
+        self.logprob += f64::from(delta.token.logprob);
+        self.num_tokens += 1;
         let mut text = String::new();
         let mut logprobs = self.logprobs.is_some().then(CompletionLogprobs::default);
         if let Some(echo) = self.echo.take() {
@@ -64,48 +83,34 @@ impl ChoiceReader {
             _ if self.hides_generated => FinishReason::Length,
             reason => reason,
         });
-        CompletionChoice { index: self.index, text, logprobs, finish_reason }
+        vec![CompletionChoice { index: self.index, text, logprobs, finish_reason }]
     }
-}
 
-/// The chunks of one choice, added up as clients do.
-#[derive(Default)]
-pub(super) struct ChoiceSum {
-    choice: CompletionChoice,
-    logprob: f64,
-    num_tokens: u32,
-}
-
-impl ChoiceSum {
-    /// `logprob`: the generated token's.
-    pub(super) fn add(&mut self, logprob: f32, chunk: CompletionChoice) {
-        self.logprob += f64::from(logprob);
-        self.num_tokens += 1;
-        self.choice.index = chunk.index;
-        self.choice.text.push_str(&chunk.text);
+    fn add(sum: &mut CompletionChoice, chunk: CompletionChoice) {
+        sum.text.push_str(&chunk.text);
         if let Some(logprobs) = chunk.logprobs {
-            self.choice.logprobs.get_or_insert_default().extend(logprobs);
+            sum.logprobs.get_or_insert_default().extend(logprobs);
         }
-        self.choice.finish_reason = chunk.finish_reason.or(self.choice.finish_reason);
+        sum.finish_reason = chunk.finish_reason.or(sum.finish_reason);
     }
 
-    fn mean_logprob(&self) -> f64 {
-        self.logprob / f64::from(self.num_tokens.max(1))
+    fn event(envelope: &Envelope, choices: Vec<CompletionChoice>, usage: Option<Option<Usage>>) -> Event {
+        sse::event(&CompletionChunk { envelope, choices, usage })
     }
 }
 
 /// The `num_choices` choices of each prompt with the highest mean logprob; best first if any are left out.
-pub(super) fn best(sums: Vec<ChoiceSum>, num_per_prompt: usize, num_choices: usize) -> Vec<CompletionChoice> {
-    let mut sums = sums;
-    let mut shown = Vec::with_capacity(sums.len());
-    while !sums.is_empty() {
-        let rest = sums.split_off(num_per_prompt.min(sums.len()));
-        let mut of_prompt = std::mem::replace(&mut sums, rest);
-        if num_choices < num_per_prompt {
-            of_prompt.sort_by(|one, other| other.mean_logprob().total_cmp(&one.mean_logprob()));
+pub(super) fn best(
+    mut sums: Vec<(CompletionReader, CompletionChoice)>,
+    num_per_prompt: usize,
+    num_choices: usize,
+) -> Vec<CompletionChoice> {
+    if num_choices < num_per_prompt {
+        for of_prompt in sums.chunks_mut(num_per_prompt) {
+            of_prompt.sort_by(|(one, _), (other, _)| other.mean_logprob().total_cmp(&one.mean_logprob()));
         }
-        shown.extend(of_prompt.into_iter().take(num_choices).map(|sum| sum.choice));
     }
-    shown.iter_mut().enumerate().for_each(|(index, choice)| choice.index = index);
-    shown
+    let is_shown = |position: &usize| position % num_per_prompt < num_choices;
+    let shown = sums.into_iter().enumerate().filter(|(position, _)| is_shown(position));
+    shown.enumerate().map(|(index, (_, (_, choice)))| CompletionChoice { index, ..choice }).collect()
 }

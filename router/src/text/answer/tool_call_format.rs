@@ -51,69 +51,40 @@ pub(super) enum Body {
 const ARGUMENTS: Body = Body::Object { arguments_key: "\"arguments\"" };
 const PARAMETERS: Body = Body::Object { arguments_key: "\"parameters\"" };
 
-static HERMES: Shape = Shape {
-    hint: None,
-    open: &[],
-    call: Call { before: &["<tool_call>"], body: ARGUMENTS, after: &["</tool_call>"] },
-    separator: &[],
-    close: &[],
-};
-static LLAMA: Shape = Shape {
-    hint: Some("<|python_tag|>"),
-    open: &[],
-    call: Call { before: &[], body: PARAMETERS, after: &[] },
-    separator: &[";"],
-    close: &[],
-};
-static MISTRAL_LIST: Shape = Shape {
-    hint: None,
-    open: &["[TOOL_CALLS]", "["],
-    call: Call { before: &[], body: ARGUMENTS, after: &[] },
-    separator: &[","],
-    close: &["]"],
-};
+const BARE_CALL: Call = Call { before: &[], body: ARGUMENTS, after: &[] };
+
+/// Calls with nothing before, between and after them.
+const BARE: Shape = Shape { hint: None, open: &[], call: BARE_CALL, separator: &[], close: &[] };
+
+static GENERIC: Shape = BARE;
+static HERMES: Shape = Shape { call: Call { before: &["<tool_call>"], after: &["</tool_call>"], ..BARE_CALL }, ..BARE };
+static LLAMA: Shape =
+    Shape { hint: Some("<|python_tag|>"), call: Call { body: PARAMETERS, ..BARE_CALL }, separator: &[";"], ..BARE };
+static MISTRAL_LIST: Shape = Shape { open: &["[TOOL_CALLS]", "["], separator: &[","], close: &["]"], ..BARE };
 static MISTRAL_NAMED: Shape = Shape {
-    hint: None,
-    open: &[],
     call: Call { before: &["[TOOL_CALLS]"], body: Body::Named { before_arguments: &["[ARGS]"] }, after: &[] },
-    separator: &[],
-    close: &[],
+    ..BARE
 };
-static GEMMA: Shape = Shape {
-    hint: None,
-    open: &[],
-    call: Call { before: &["```tool_code"], body: PARAMETERS, after: &["```"] },
-    separator: &[],
-    close: &[],
-};
-static DEEPSEEK_FENCED: Shape = Shape {
-    hint: None,
-    open: &["<｜tool▁calls▁begin｜>"],
-    call: Call {
-        before: &["<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>"],
-        body: Body::Named { before_arguments: &["```json"] },
-        after: &["```", "<｜tool▁call▁end｜>"],
-    },
-    separator: &[],
-    close: &["<｜tool▁calls▁end｜>"],
-};
+static GEMMA: Shape = Shape { call: Call { before: &["```tool_code"], body: PARAMETERS, after: &["```"] }, ..BARE };
 static DEEPSEEK: Shape = Shape {
-    hint: None,
     open: &["<｜tool▁calls▁begin｜>"],
     call: Call {
         before: &["<｜tool▁call▁begin｜>"],
         body: Body::Named { before_arguments: &["<｜tool▁sep｜>"] },
         after: &["<｜tool▁call▁end｜>"],
     },
-    separator: &[],
     close: &["<｜tool▁calls▁end｜>"],
+    ..BARE
 };
-static GENERIC: Shape = Shape {
-    hint: None,
-    open: &[],
-    call: Call { before: &[], body: ARGUMENTS, after: &[] },
-    separator: &[],
-    close: &[],
+static DEEPSEEK_FENCED: Shape = Shape {
+    open: &["<｜tool▁calls▁begin｜>"],
+    call: Call {
+        before: &["<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>"],
+        body: Body::Named { before_arguments: &["```json"] },
+        after: &["```", "<｜tool▁call▁end｜>"],
+    },
+    close: &["<｜tool▁calls▁end｜>"],
+    ..BARE
 };
 
 impl ToolCallFormat {

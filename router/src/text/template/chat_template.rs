@@ -69,11 +69,6 @@ impl ChatTemplate {
         task.await.unwrap_or_else(|error| Err(failed(&error)))
     }
 
-    /// Whether the template writes the tools of a request. If not, the caller has to write them into a message.
-    pub(in crate::text) fn uses_tools(&self) -> bool {
-        self.choose(true).is_ok_and(|renderer| renderer.uses_tools())
-    }
-
     fn choose(&self, with_tools: bool) -> Result<&Arc<Renderer>, TemplateError> {
         let template = self.tool_use.as_ref().filter(|_| with_tools).unwrap_or(&self.default);
         template.as_ref().map_err(TemplateError::clone)

@@ -23,7 +23,6 @@ const RESERVED: [&str; 5] = ["messages", "tools", "documents", "add_generation_p
 pub(super) struct Compiled {
     environment: Environment<'static>,
     special_tokens: Map<String, serde_json::Value>,
-    uses_tools: bool,
     writes_content: bool,
     shapes: SupportedShapes,
 }
@@ -37,17 +36,11 @@ impl Compiled {
     ) -> Result<Self, TemplateError> {
         let mut environment = environment(clock);
         environment.add_template_owned(NAME, source::adapted(source))?;
-        let uses_tools = environment.get_template(NAME)?.undeclared_variables(false).contains("tools");
         let writes_content = source.contains("content");
         let shapes = SupportedShapes::default();
-        let mut compiled = Self { environment, special_tokens, uses_tools, writes_content, shapes };
+        let mut compiled = Self { environment, special_tokens, writes_content, shapes };
         compiled.shapes = trial::supported_shapes(|inputs| compiled.render(inputs).ok());
         Ok(compiled)
-    }
-
-    /// Whether the template reads the variable `tools`.
-    pub(super) fn uses_tools(&self) -> bool {
-        self.uses_tools
     }
 
     /// Renders messages of OpenAI's clients, converted to the shapes that the template supports.

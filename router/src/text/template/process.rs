@@ -36,17 +36,10 @@ pub(super) struct Start {
     pub(super) special_tokens: Map<String, Value>,
 }
 
-/// The reply to [`Start`].
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(super) struct Started {
-    pub(super) uses_tools: bool,
-}
-
 /// Renders one template in processes that it starts on demand and reuses.
 pub(super) struct Renderer {
     program: PathBuf,
     start: Start,
-    uses_tools: bool,
     idle: Mutex<Vec<RendererProcess>>,
 }
 
@@ -55,14 +48,9 @@ impl Renderer {
     /// template is unusable.
     pub(super) fn start(program: &Path, start: Start) -> io::Result<Result<Self, TemplateError>> {
         let mut process = RendererProcess::spawn(program)?;
-        let started: Result<Started, _> = process.call(&start, START_DEADLINE);
+        let started: Result<(), _> = process.call(&start, START_DEADLINE);
         let idle = Mutex::new(vec![process]);
-        Ok(started.map(|Started { uses_tools }| Self { program: program.to_owned(), start, uses_tools, idle }))
-    }
-
-    /// Whether the template reads `tools`.
-    pub(super) fn uses_tools(&self) -> bool {
-        self.uses_tools
+        Ok(started.map(|()| Self { program: program.to_owned(), start, idle }))
     }
 
     /// Blocks for up to [`START_DEADLINE`] and [`RENDER_DEADLINE`].
@@ -84,7 +72,7 @@ impl Renderer {
         }
         let failed = |error: io::Error| TemplateError::Renderer(error.to_string());
         let mut process = RendererProcess::spawn(&self.program).map_err(failed)?;
-        process.call::<Started>(&self.start, START_DEADLINE)?;
+        process.call::<()>(&self.start, START_DEADLINE)?;
         Ok(process)
     }
 

@@ -14,7 +14,7 @@ use super::compiled::Compiled;
 use super::error::TemplateError;
 use super::input::ChatInputs;
 use super::limit::{MAX_MEMORY_BYTES, MAX_PROMPT_BYTES, RENDER_DEADLINE, START_DEADLINE};
-use super::process::{Start, Started, receive, send};
+use super::process::{Start, receive, send};
 
 /// Renders a chat template for the server until the server closes the Unix socket that is this process's standard input.
 ///
@@ -30,7 +30,7 @@ pub fn run_chat_renderer() -> io::Result<()> {
     let mut requests = BufReader::new(socket.try_clone()?);
     let Some(Start { source, special_tokens }) = receive(&mut requests)? else { return Ok(()) };
     let template = within(START_DEADLINE, || Compiled::new(&source, special_tokens, jiff::Zoned::now));
-    send(&socket, &template.as_ref().map(|template| Started { uses_tools: template.uses_tools() }))?;
+    send(&socket, &template.as_ref().map(|_| ()))?;
     let Ok(template) = template else { return Ok(()) };
     while let Some(inputs) = receive::<ChatInputs>(&mut requests)? {
         let prompt = within(RENDER_DEADLINE, || template.render_adapted(inputs));

@@ -117,15 +117,6 @@ fn arguments_of_calls_are_objects_unless_the_template_concatenates_them() {
 }
 
 #[test]
-fn a_template_uses_tools_if_it_reads_the_variable() {
-    assert!(template("{% if tools %}{% endif %}").uses_tools());
-    assert!(template("{%- if not tools is defined %}{%- set tools = none %}{% endif %}{{ tools }}").uses_tools());
-    assert!(template("{% for m in messages %}{{ m.content ~ (tools | tojson) }}{% endfor %}").uses_tools());
-    assert!(!template(STRINGS).uses_tools());
-    assert!(!template("{% set tools = [] %}{{ tools }}{{ messages[0].tools }} tools").uses_tools());
-}
-
-#[test]
 fn kwargs_are_variables_and_cannot_replace_a_field_of_the_request() {
     let with = |kwargs: Value| {
         let kwargs = kwargs.as_object().unwrap().clone();
