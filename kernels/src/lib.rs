@@ -8,6 +8,7 @@
 
 #[cfg(target_arch = "x86_64")]
 mod attention;
+mod cpu;
 #[cfg(target_arch = "x86_64")]
 mod linear;
 mod memory;
@@ -29,17 +30,4 @@ mod python;
 #[cfg(test)]
 mod testing;
 
-/// Whether this CPU has the instructions that the kernels need.
-pub(crate) fn supported() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512bf16")
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        false
-    }
-}
+pub(crate) use cpu::supported;

@@ -96,10 +96,8 @@ mod tests {
     use crate::testing::{Random, assert_close, spawning_pool, to_f32};
 
     #[test]
+    #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
     fn pairs_rotate_by_their_angle_and_other_dims_are_unchanged() {
-        if !crate::supported() {
-            return;
-        }
         for (num_heads, head_dim, half, num_tokens) in [(2, 64, 32, 5), (3, 48, 8, 70), (1, 20, 10, 2)] {
             let stride = num_heads * head_dim + 6;
             let before = Random::new(half as u64).bf16s(num_tokens * stride);

@@ -79,23 +79,21 @@ pub(crate) struct WorkerTable(HashMap<String, WorkerEventSender>);
 impl WorkerTable {
     /// The line that sends `command`; empty if it cannot be expressed in JSON. A worker to be started joins the table.
     pub(crate) fn request(&mut self, command: Command) -> String {
-        let request = match &command {
-            Command::Start { flags, .. } => serde_json::to_string(&Request::Start(flags)),
+        let line = |request: Request<'_>| serde_json::to_string(&request).map(|request| request + "\n");
+        match command {
             Command::Signal { name, signal } => {
-                serde_json::to_string(&Request::Signal { name, number: *signal as i32 })
+                line(Request::Signal { name: &name, number: signal as i32 }).unwrap_or_default()
             }
-        };
-        match (command, request) {
-            (Command::Start { flags, events }, Ok(request)) => {
-                self.0.insert(flags.name, events);
-                request + "\n"
-            }
-            (Command::Signal { .. }, Ok(request)) => request + "\n",
-            (Command::Start { events, .. }, Err(error)) => {
-                let _ = events.exited.send(Err(format!("its flags cannot be sent: {error}")));
-                String::new()
-            }
-            (Command::Signal { .. }, Err(_)) => String::new(),
+            Command::Start { flags, events } => match line(Request::Start(&flags)) {
+                Ok(request) => {
+                    self.0.insert(flags.name, events);
+                    request
+                }
+                Err(error) => {
+                    let _ = events.exited.send(Err(format!("its flags cannot be sent: {error}")));
+                    String::new()
+                }
+            },
         }
     }
 

@@ -84,12 +84,12 @@ fn flags() -> String {
         Verdict::Neutral(_) => None,
     });
     page += "\n## Other environment variables\n\n| variable | effect |\n|---|---|\n";
-    for variable in VARIABLES {
-        let effect = match variable.effect {
+    for (name, effect) in VARIABLES {
+        let effect = match effect {
             Effect::Honoured(what) => cell(what),
             Effect::Neutral(why) => format!("none: {}", cell(why)),
         };
-        let _ = writeln!(page, "| `{}` | {effect} |", variable.name);
+        let _ = writeln!(page, "| `{name}` | {effect} |");
     }
     page
 }

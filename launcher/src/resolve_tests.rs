@@ -24,7 +24,6 @@ fn model(device: &str) -> Description {
         dtype: "bfloat16".to_owned(),
         device: device.to_owned(),
         attention: "reference".to_owned(),
-        vocab_size: 100,
         block_tokens: 16,
         max_position_tokens: 8192,
         window_tokens: None,

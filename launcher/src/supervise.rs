@@ -74,8 +74,8 @@ impl Supervisor {
     pub(crate) async fn run(&mut self) -> Infallible {
         loop {
             tokio::select! {
-                reason = worker_exit(self.workers.as_mut()) => self.reap(reason),
-                event = standby_event(self.standby.as_mut()) => match event {
+                reason = or_never(self.workers.as_mut().map(Workers::exit)) => self.reap(reason),
+                event = or_never(self.standby.as_mut().map(StandbyGroup::next_event)) => match event {
                     StandbyEvent::Ready => tracing::info!("the standby group is ready"),
                     StandbyEvent::Lost(reason) => {
                         let seconds = STANDBY_RETRY.as_secs();
@@ -84,7 +84,7 @@ impl Supervisor {
                         self.standby_due = Some(Instant::now() + STANDBY_RETRY);
                     }
                 },
-                () = sleep_until(self.standby_due) => self.start_standby(),
+                () = or_never(self.standby_due.map(|due| tokio::time::sleep_until(due.into()))) => self.start_standby(),
                 Some(mut request) = self.requests.recv() => {
                     tokio::select! {
                         answer = self.restart() => {
@@ -194,26 +194,10 @@ fn restart_error(error: impl Display) -> RestartError {
     RestartError(error.to_string())
 }
 
-/// Never resolves without workers.
-async fn worker_exit(workers: Option<&mut Workers>) -> String {
-    match workers {
-        Some(workers) => workers.exit().await,
-        None => std::future::pending().await,
-    }
-}
-
-/// Never resolves without a standby group.
-async fn standby_event(standby: Option<&mut StandbyGroup>) -> StandbyEvent {
-    match standby {
-        Some(standby) => standby.next_event().await,
-        None => std::future::pending().await,
-    }
-}
-
-/// Never resolves without a time.
-async fn sleep_until(due: Option<Instant>) {
-    match due {
-        Some(due) => tokio::time::sleep_until(due.into()).await,
+/// Never resolves without a future.
+async fn or_never<F: Future>(future: Option<F>) -> F::Output {
+    match future {
+        Some(future) => future.await,
         None => std::future::pending().await,
     }
 }

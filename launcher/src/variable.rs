@@ -1,12 +1,6 @@
 //! Environment variables that do not belong to a flag: those of TGI, the platforms and libraries. A variable of TGI that has
 //! no effect is reported in the log.
 
-/// An environment variable and what it does here.
-pub(crate) struct Variable {
-    pub(crate) name: &'static str,
-    pub(crate) effect: Effect,
-}
-
 /// What a variable does.
 pub(crate) enum Effect {
     /// Describes the effect.
@@ -17,83 +11,71 @@ pub(crate) enum Effect {
 
 use Effect::{Honoured, Neutral};
 
-const fn variable(name: &'static str, effect: Effect) -> Variable {
-    Variable { name, effect }
-}
-
 const SAME_EVERYWHERE: &str = "one attention implementation serves every model; there is no choice of libraries";
 const NO_SUCH_KERNELS: &str = "it selects kernels for quantized weights, which this server lacks";
 const NO_SUCH_DEVICE: &str = "it is for devices that this server does not support";
 
-pub(crate) const VARIABLES: &[Variable] = &[
-    variable("HF_TOKEN", Honoured("access token for the Hub; never logged")),
-    variable("HUGGING_FACE_HUB_TOKEN", Honoured("former name of HF_TOKEN")),
-    variable("HF_API_TOKEN", Honoured("used as HF_TOKEN if that is not set")),
-    variable("HF_HOME", Honoured("folder for all files of the Hub's library; models are under hub/")),
-    variable("HF_HUB_CACHE", Honoured("folder that holds Hub models; --huggingface-hub-cache overrides it")),
-    variable("HF_HUB_OFFLINE", Honoured("1: use cached models only")),
-    variable("HF_HUB_USER_AGENT_ORIGIN", Honoured("sent to the Hub by its library; this server sends nothing else")),
-    variable("HF_HUB_ENABLE_HF_TRANSFER", Neutral("the Hub's library has a fast download of its own")),
-    variable("LOG_LEVEL", Honoured("trace, debug, info, warn, error, off, or a filter such as `hyper=debug`")),
-    variable("LOG_COLORIZE", Neutral("colours are used if stdout is a terminal")),
-    variable("COMPUTE_TYPE", Honoured("value of the response header x-compute-type")),
-    variable(
-        "PENSTOCK_PYTHON",
-        Honoured("Python interpreter that has penstock_server [default: the one next to the binary]"),
-    ),
-    variable("VIRTUAL_ENV", Honoured("where to look for the interpreter if there is none next to the binary")),
-    variable("CUDA_VISIBLE_DEVICES", Honoured("visible devices; without --num-shard, each gets one rank")),
-    variable("NVIDIA_VISIBLE_DEVICES", Honoured("visible devices if CUDA_VISIBLE_DEVICES is not set")),
-    variable("ZE_AFFINITY_MASK", Honoured("number of visible devices if neither of the above is set")),
-    variable("OMP_NUM_THREADS", Honoured("threads per rank for its libraries [default: cores divided by ranks]")),
-    variable(
-        "GLOO_SOCKET_IFNAME",
-        Honoured("network interface between ranks on CPUs [default: lo, the loopback interface]"),
-    ),
-    variable(
-        "NCCL_SOCKET_IFNAME",
-        Honoured("network interface between ranks on GPUs [default: lo, the loopback interface]"),
-    ),
-    variable("ATTENTION", Neutral(SAME_EVERYWHERE)),
-    variable("USE_FLASH_ATTENTION", Neutral(SAME_EVERYWHERE)),
-    variable("PREFILL_CHUNKING", Neutral("prefill is always chunked; --max-batch-prefill-tokens limits a chunk")),
-    variable("TGI_WIGGLE_ROOM", Neutral("memory is measured during warm-up; --cuda-memory-fraction sets the total")),
-    variable("REQUEST_LOGPROBS", Neutral("TGI set it for its own workers; use --enable-prefill-logprobs")),
-    variable("MAX_IMAGE_FETCH_SIZE", Neutral("images are refused, so none are fetched")),
-    variable("DISABLE_EXLLAMA", Neutral(NO_SUCH_KERNELS)),
-    variable("EXLLAMA_VERSION", Neutral(NO_SUCH_KERNELS)),
-    variable("EXLLAMA_NO_FLASH_ATTN", Neutral(NO_SUCH_KERNELS)),
-    variable("USE_CUTLASS_W8A8", Neutral(NO_SUCH_KERNELS)),
-    variable("XPU_MEMORY_FRACTION", Neutral(NO_SUCH_DEVICE)),
-    variable("ROCM_USE_FLASH_ATTN_V2_TRITON", Neutral(NO_SUCH_DEVICE)),
-    variable("ROCM_USE_CUSTOM_PAGED_ATTN", Neutral(NO_SUCH_DEVICE)),
-    variable("ROCM_USE_SKINNY_GEMM", Neutral(NO_SUCH_DEVICE)),
-    variable("PYTORCH_TUNABLEOP_ENABLED", Neutral(NO_SUCH_DEVICE)),
-    variable("PYTORCH_TUNABLEOP_TUNING", Neutral(NO_SUCH_DEVICE)),
-    variable("PYTORCH_TUNABLEOP_SEQLENS", Neutral(NO_SUCH_DEVICE)),
-    variable("PYTORCH_TUNABLEOP_TUNING_AFTER_WARMUP", Neutral(NO_SUCH_DEVICE)),
-    variable("DEBUG", Neutral("in TGI it made one worker simulate several ranks")),
-    variable("DOCKER_LABEL", Neutral("TGI read it at build time; this build reports its own version")),
-    variable("GIT_SHA", Neutral("TGI read it at build time; this build reports its own version")),
-    variable("HF_MODEL_ID", Honoured("SageMaker's MODEL_ID")),
-    variable("HF_MODEL_REVISION", Honoured("SageMaker's REVISION")),
-    variable("SM_NUM_GPUS", Honoured("SageMaker's NUM_SHARD; on SageMaker the port is 8080, whatever PORT says")),
-    variable("HF_MODEL_QUANTIZE", Honoured("SageMaker's QUANTIZE; refused like --quantize")),
-    variable("HF_MODEL_TRUST_REMOTE_CODE", Honoured("SageMaker's TRUST_REMOTE_CODE")),
-    variable("SAGEMAKER_BIND_TO_PORT", Honoured("port on SageMaker")),
-    variable("AIP_HTTP_PORT", Honoured("port on Vertex AI; overrides PORT")),
-    variable(
+/// Each variable's name and effect.
+pub(crate) const VARIABLES: &[(&str, Effect)] = &[
+    ("HF_TOKEN", Honoured("access token for the Hub; never logged")),
+    ("HUGGING_FACE_HUB_TOKEN", Honoured("former name of HF_TOKEN")),
+    ("HF_API_TOKEN", Honoured("used as HF_TOKEN if that is not set")),
+    ("HF_HOME", Honoured("folder for all files of the Hub's library; models are under hub/")),
+    ("HF_HUB_CACHE", Honoured("folder that holds Hub models; --huggingface-hub-cache overrides it")),
+    ("HF_HUB_OFFLINE", Honoured("1: use cached models only")),
+    ("HF_HUB_USER_AGENT_ORIGIN", Honoured("sent to the Hub by its library; this server sends nothing else")),
+    ("HF_HUB_ENABLE_HF_TRANSFER", Neutral("the Hub's library has a fast download of its own")),
+    ("LOG_LEVEL", Honoured("trace, debug, info, warn, error, off, or a filter such as `hyper=debug`")),
+    ("LOG_COLORIZE", Neutral("colours are used if stdout is a terminal")),
+    ("COMPUTE_TYPE", Honoured("value of the response header x-compute-type")),
+    ("PENSTOCK_PYTHON", Honoured("Python interpreter that has penstock_server [default: the one next to the binary]")),
+    ("VIRTUAL_ENV", Honoured("where to look for the interpreter if there is none next to the binary")),
+    ("CUDA_VISIBLE_DEVICES", Honoured("visible devices; without --num-shard, each gets one rank")),
+    ("NVIDIA_VISIBLE_DEVICES", Honoured("visible devices if CUDA_VISIBLE_DEVICES is not set")),
+    ("ZE_AFFINITY_MASK", Honoured("number of visible devices if neither of the above is set")),
+    ("OMP_NUM_THREADS", Honoured("threads per rank for its libraries [default: cores divided by ranks]")),
+    ("GLOO_SOCKET_IFNAME", Honoured("network interface between ranks on CPUs [default: lo, the loopback interface]")),
+    ("NCCL_SOCKET_IFNAME", Honoured("network interface between ranks on GPUs [default: lo, the loopback interface]")),
+    ("ATTENTION", Neutral(SAME_EVERYWHERE)),
+    ("USE_FLASH_ATTENTION", Neutral(SAME_EVERYWHERE)),
+    ("PREFILL_CHUNKING", Neutral("prefill is always chunked; --max-batch-prefill-tokens limits a chunk")),
+    ("TGI_WIGGLE_ROOM", Neutral("memory is measured during warm-up; --cuda-memory-fraction sets the total")),
+    ("REQUEST_LOGPROBS", Neutral("TGI set it for its own workers; use --enable-prefill-logprobs")),
+    ("MAX_IMAGE_FETCH_SIZE", Neutral("images are refused, so none are fetched")),
+    ("DISABLE_EXLLAMA", Neutral(NO_SUCH_KERNELS)),
+    ("EXLLAMA_VERSION", Neutral(NO_SUCH_KERNELS)),
+    ("EXLLAMA_NO_FLASH_ATTN", Neutral(NO_SUCH_KERNELS)),
+    ("USE_CUTLASS_W8A8", Neutral(NO_SUCH_KERNELS)),
+    ("XPU_MEMORY_FRACTION", Neutral(NO_SUCH_DEVICE)),
+    ("ROCM_USE_FLASH_ATTN_V2_TRITON", Neutral(NO_SUCH_DEVICE)),
+    ("ROCM_USE_CUSTOM_PAGED_ATTN", Neutral(NO_SUCH_DEVICE)),
+    ("ROCM_USE_SKINNY_GEMM", Neutral(NO_SUCH_DEVICE)),
+    ("PYTORCH_TUNABLEOP_ENABLED", Neutral(NO_SUCH_DEVICE)),
+    ("PYTORCH_TUNABLEOP_TUNING", Neutral(NO_SUCH_DEVICE)),
+    ("PYTORCH_TUNABLEOP_SEQLENS", Neutral(NO_SUCH_DEVICE)),
+    ("PYTORCH_TUNABLEOP_TUNING_AFTER_WARMUP", Neutral(NO_SUCH_DEVICE)),
+    ("DEBUG", Neutral("in TGI it made one worker simulate several ranks")),
+    ("DOCKER_LABEL", Neutral("TGI read it at build time; this build reports its own version")),
+    ("GIT_SHA", Neutral("TGI read it at build time; this build reports its own version")),
+    ("HF_MODEL_ID", Honoured("SageMaker's MODEL_ID")),
+    ("HF_MODEL_REVISION", Honoured("SageMaker's REVISION")),
+    ("SM_NUM_GPUS", Honoured("SageMaker's NUM_SHARD; on SageMaker the port is 8080, whatever PORT says")),
+    ("HF_MODEL_QUANTIZE", Honoured("SageMaker's QUANTIZE; refused like --quantize")),
+    ("HF_MODEL_TRUST_REMOTE_CODE", Honoured("SageMaker's TRUST_REMOTE_CODE")),
+    ("SAGEMAKER_BIND_TO_PORT", Honoured("port on SageMaker")),
+    ("AIP_HTTP_PORT", Honoured("port on Vertex AI; overrides PORT")),
+    (
         "AIP_PREDICT_ROUTE",
         Honoured(
             "path of the prediction route on Vertex AI (same as /vertex); requires an API key if the server has one",
         ),
     ),
-    variable("AIP_HEALTH_ROUTE", Honoured("path of the health route on Vertex AI (same as /health)")),
+    ("AIP_HEALTH_ROUTE", Honoured("path of the health route on Vertex AI (same as /health)")),
 ];
 
 /// A note for each variable that is set but has no effect.
 pub(crate) fn check(get_env: impl Fn(&str) -> Option<String>) -> Vec<String> {
-    let note = |Variable { name, effect }: &Variable| match effect {
+    let note = |(name, effect): &(&str, Effect)| match effect {
         Neutral(why) if get_env(name).is_some_and(|value| !value.is_empty()) => {
             Some(format!("environment variable {name} has no effect: {why}"))
         }
@@ -116,7 +98,7 @@ mod tests {
 
     #[test]
     fn names_are_unique() {
-        let mut names: Vec<_> = VARIABLES.iter().map(|variable| variable.name).collect();
+        let mut names: Vec<_> = VARIABLES.iter().map(|(name, _)| *name).collect();
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), VARIABLES.len());

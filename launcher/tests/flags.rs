@@ -221,10 +221,15 @@ fn both_names_of_the_input_limit_together_are_refused() {
     assert!(message.contains("cannot be used with"), "{message}");
 }
 
-#[test]
-fn a_busy_port_is_reported_before_anything_is_loaded() {
+fn busy_port() -> (std::net::TcpListener, String) {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = taken.local_addr().expect("a bound socket").port().to_string();
+    (taken, port)
+}
+
+#[test]
+fn a_busy_port_is_reported_before_anything_is_loaded() {
+    let (_taken, port) = busy_port();
     let output = penstock(&["--hostname", "127.0.0.1", "--port", &port], &[("PENSTOCK_PYTHON", "/nonexistent")]);
     assert_eq!(output.status.code(), Some(1));
     assert!(printed(&output).contains(&format!("port {port} on 127.0.0.1 is in use")), "{}", printed(&output));
@@ -316,8 +321,7 @@ fn platform_defaults_yield_to_flags_and_override_the_port_variable() {
     let settings = |arguments: &[&str], environment: &[(&str, &str)]| {
         printed(&penstock(&[arguments, &["--hostname", "127.0.0.1"]].concat(), environment))
     };
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let port = taken.local_addr().expect("a bound socket").port().to_string();
+    let (_taken, port) = busy_port();
     let busy = format!("port {port} on 127.0.0.1 is in use");
 
     let sagemaker = [("HF_MODEL_ID", "a/b"), ("SM_NUM_GPUS", "3"), ("PORT", "1"), ("SAGEMAKER_BIND_TO_PORT", &port)];
@@ -336,8 +340,7 @@ fn platform_defaults_yield_to_flags_and_override_the_port_variable() {
 
 #[test]
 fn a_variable_without_effect_is_reported() {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let port = taken.local_addr().expect("a bound socket").port().to_string();
+    let (_taken, port) = busy_port();
     let environment = [("ATTENTION", "flashinfer"), ("HOSTNAME", "127.0.0.1"), ("PORT", port.as_str())];
     let message = printed(&penstock(&[], &environment));
     assert!(message.contains("environment variable ATTENTION has no effect: "), "{message}");

@@ -195,10 +195,8 @@ fn uneven_layouts() -> Vec<Layout> {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn attention_is_right_for_all_shapes() {
-    if !crate::supported() {
-        return;
-    }
     let even = [(3, 1, 64), (9, 3, 64), (4, 4, 16), (8, 1, 80), (2, 1, 128), (14, 2, 256)];
     let even = even.map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
     for layout in even.into_iter().chain(uneven_layouts()) {
@@ -211,10 +209,8 @@ fn attention_is_right_for_all_shapes() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_row_has_the_same_bits_alone_chunked_and_split() {
-    if !crate::supported() {
-        return;
-    }
     let even = [(9, 3, 64), (4, 4, 32), (8, 1, 96)].map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
     for layout in even.into_iter().chain(uneven_layouts()) {
         let world = World::new(layout, &[700, 45], true);
@@ -242,10 +238,8 @@ fn a_row_has_the_same_bits_alone_chunked_and_split() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn nan_reaches_exactly_the_rows_that_see_it() {
-    if !crate::supported() {
-        return;
-    }
     let layout = layout(4, 2, 32);
     for (first, end) in [(300, 301), (256, 512)] {
         let mut world = World::new(layout, &[600, 40], false);
@@ -264,10 +258,8 @@ fn nan_reaches_exactly_the_rows_that_see_it() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn tokens_are_written_to_their_slots_only() {
-    if !crate::supported() {
-        return;
-    }
     let layout = layout(2, 2, 32);
     let mut random = Random::new(4);
     let slots: Vec<i64> = [5, 6, 7, 31, 32, 20].to_vec();

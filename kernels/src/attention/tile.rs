@@ -3,7 +3,7 @@
 
 use super::TILE;
 use super::cache::{BLOCK, load_first_of_pairs, load_pairs};
-use crate::simd::{self, LANES};
+use crate::simd::{self, LANES, with_constant};
 use std::arch::x86_64::*;
 
 /// Rows per register tile: 6 rows of 4 vectors use 24 of the 32 vector registers.
@@ -29,30 +29,6 @@ pub(crate) struct Blocks {
     pub(crate) value_dim: usize,
 }
 
-macro_rules! for_vectors {
-    ($count:expr, $function:ident :: <$rows:ident> ( $($argument:expr),* )) => {
-        match $count {
-            1 => $function::<$rows, 1>($($argument),*),
-            2 => $function::<$rows, 2>($($argument),*),
-            3 => $function::<$rows, 3>($($argument),*),
-            _ => $function::<$rows, 4>($($argument),*),
-        }
-    };
-}
-
-macro_rules! for_rows {
-    ($count:expr, $function:ident ( $($argument:expr),* )) => {
-        match $count {
-            1 => $function::<1>($($argument),*),
-            2 => $function::<2>($($argument),*),
-            3 => $function::<3>($($argument),*),
-            4 => $function::<4>($($argument),*),
-            5 => $function::<5>($($argument),*),
-            _ => $function::<6>($($argument),*),
-        }
-    };
-}
-
 /// Writes q·k of up to 6 rows with the tile's tokens to `scores` [rows][TILE].
 ///
 /// # Safety
@@ -60,14 +36,14 @@ macro_rules! for_rows {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(crate) unsafe fn score(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
     // SAFETY: guaranteed by the caller.
-    unsafe { for_rows!(queries.len(), score_rows(queries, blocks, scores)) }
+    unsafe { with_constant!(queries.len(), [1, 2, 3, 4, 5; 6], score_rows(queries, blocks, scores)) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn score_rows<const R: usize>(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
     // SAFETY: guaranteed by the caller.
     unsafe {
-        for_vectors!(blocks.num_tokens.div_ceil(BLOCK), score_blocks::<R>(queries, blocks, scores));
+        with_constant!(blocks.num_tokens.div_ceil(BLOCK), [1, 2, 3; 4], score_blocks::<R>(queries, blocks, scores));
     }
 }
 
@@ -122,7 +98,7 @@ impl Default for Weighted {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(crate) unsafe fn weigh(rows: &[Weighted], blocks: &Blocks) {
     // SAFETY: guaranteed by the caller.
-    unsafe { for_rows!(rows.len(), weigh_rows(rows, blocks)) }
+    unsafe { with_constant!(rows.len(), [1, 2, 3, 4, 5; 6], weigh_rows(rows, blocks)) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
@@ -131,7 +107,7 @@ unsafe fn weigh_rows<const R: usize>(rows: &[Weighted], blocks: &Blocks) {
     let vectors = blocks.value_dim / LANES;
     for first in (0..vectors).step_by(4) {
         // SAFETY: guaranteed by the caller.
-        unsafe { for_vectors!((vectors - first).min(4), weigh_dims::<R>(&rows, blocks, first * LANES)) }
+        unsafe { with_constant!((vectors - first).min(4), [1, 2, 3; 4], weigh_dims::<R>(&rows, blocks, first * LANES)) }
     }
 }
 

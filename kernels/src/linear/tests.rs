@@ -52,10 +52,8 @@ fn expected(case: &Case, row: &[u16], column: usize) -> f32 {
 const SHAPES: [(usize, usize); 8] = [(1, 1), (16, 2), (47, 33), (48, 64), (49, 7), (96, 128), (200, 96), (576, 100)];
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn products_are_right_for_all_edge_sizes() {
-    if !crate::supported() {
-        return;
-    }
     for (out_features, in_features) in SHAPES {
         for with_bias in [false, true] {
             let case = pack(out_features, in_features, with_bias, false);
@@ -73,10 +71,8 @@ fn products_are_right_for_all_edge_sizes() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_row_has_the_same_bits_alone_and_among_others() {
-    if !crate::supported() {
-        return;
-    }
     for (out_features, in_features) in SHAPES {
         for gated in [false, true] {
             let out_features = if gated { out_features * 2 } else { out_features };
@@ -96,10 +92,8 @@ fn a_row_has_the_same_bits_alone_and_among_others() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn strided_rows_are_read_where_they_are() {
-    if !crate::supported() {
-        return;
-    }
     let packed = pack(50, 20, false, false).packed;
     let x = Random::new(9).bf16s(30 * 3);
     let strided = apply(&packed, &Pool::single(), &x, 30, 3);
@@ -108,10 +102,8 @@ fn strided_rows_are_read_where_they_are() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn adding_to_a_residual_rounds_like_two_operators() {
-    if !crate::supported() {
-        return;
-    }
     for num_rows in [1, 9] {
         let packed = pack(70, 40, true, false).packed;
         let x = Random::new(1).bf16s(num_rows * 40);
@@ -130,10 +122,8 @@ fn adding_to_a_residual_rounds_like_two_operators() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn gated_layers_multiply_silu_of_the_gate_with_the_rest() {
-    if !crate::supported() {
-        return;
-    }
     for (columns, num_rows) in [(5, 1), (48, 3), (100, 20)] {
         let case = pack(columns * 2, 64, true, true);
         let x = Random::new(3).bf16s(num_rows * 64);

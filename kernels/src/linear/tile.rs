@@ -1,6 +1,6 @@
 //! The register tile: up to 8 rows by one panel of 48 columns, with the sums over all input features in registers.
 
-use crate::simd::{self, LANES};
+use crate::simd::{self, LANES, with_constant};
 use std::arch::x86_64::*;
 
 /// Output columns per panel.
@@ -68,28 +68,13 @@ pub(crate) struct Outcome {
 
 type Sums<const R: usize> = [[__m512; VECTORS]; R];
 
-macro_rules! for_height {
-    ($height:expr, $function:ident ( $($argument:expr),* )) => {
-        match $height {
-            1 => $function::<1>($($argument),*),
-            2 => $function::<2>($($argument),*),
-            3 => $function::<3>($($argument),*),
-            4 => $function::<4>($($argument),*),
-            5 => $function::<5>($($argument),*),
-            6 => $function::<6>($($argument),*),
-            7 => $function::<7>($($argument),*),
-            _ => $function::<8>($($argument),*),
-        }
-    };
-}
-
 /// Computes a tile of `height` (1 to 8) rows.
 ///
 /// # Safety
 /// `height` rows of `shape` must be readable at `input`, `outcome` writable for them, and the panel made for `shape.in_features`.
 pub(crate) unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
     // SAFETY: guaranteed by the caller.
-    unsafe { for_height!(height, plain(input, shape, panel, outcome)) }
+    unsafe { with_constant!(height, [1, 2, 3, 4, 5, 6, 7; 8], plain(input, shape, panel, outcome)) }
 }
 
 /// Like `apply`, for a gate panel and the panel that it gates.
@@ -98,7 +83,7 @@ pub(crate) unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel
 /// As for `apply`.
 pub(crate) unsafe fn apply_gated(height: usize, input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
     // SAFETY: guaranteed by the caller.
-    unsafe { for_height!(height, gated(input, shape, panels, outcome)) }
+    unsafe { with_constant!(height, [1, 2, 3, 4, 5, 6, 7; 8], gated(input, shape, panels, outcome)) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]

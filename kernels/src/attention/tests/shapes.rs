@@ -89,10 +89,8 @@ fn visible_positions_are_an_interval() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn every_shape_matches_its_formula() {
-    if !crate::supported() {
-        return;
-    }
     for layout in [layout(3, 1, 16), layout(4, 2, 80)] {
         for (name, world) in shapes(layout) {
             let steps = [(0, 0, 1), (1, 35, 35), (2, LENGTH - 1, 1), (2, 490, 50), (2, world.begin(), 20)];
@@ -104,10 +102,8 @@ fn every_shape_matches_its_formula() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
-    if !crate::supported() {
-        return;
-    }
     for layout in [layout(3, 1, 16), layout(2, 2, 32)] {
         let row = layout.num_heads * layout.head_dim;
         for (name, world) in shapes(layout) {
@@ -130,10 +126,8 @@ fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
 }
 
 #[test]
+#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_window_over_everything_changes_no_bit() {
-    if !crate::supported() {
-        return;
-    }
     let steps = [(0, 0, 300), (0, 299, 1), (1, 3, 60)];
     let plain = World::new(layout(6, 2, 48), &[300, 63], true);
     for mask in [window(300), chunk(300)] {
@@ -144,31 +138,18 @@ fn a_window_over_everything_changes_no_bit() {
 
 #[test]
 fn invalid_shapes_are_refused() {
-    let good = layout(4, 2, 64);
+    let (good, plain) = (layout(4, 2, 64), Attention::plain);
     let slopes = Alibi { slopes: vec![1.0; 3], is_scaled: false, is_bfloat16: false };
     let wide = Layout { value_dim: 80, values_in_keys: true, ..good };
-    for (layout, mask, soft_cap, alibi, message) in [
-        (layout(4, 3, 64), AttentionMask::default(), None, None, "4 heads do not divide among 3 kv heads"),
-        (layout(4, 2, 20), AttentionMask::default(), None, None, "head_dim is 20, must be a multiple of 16 up to 1024"),
-        (
-            Layout { value_dim: 0, ..good },
-            AttentionMask::default(),
-            None,
-            None,
-            "value_dim is 0, must be a multiple of 16 up to 1024",
-        ),
-        (
-            wide,
-            AttentionMask::default(),
-            None,
-            None,
-            "value_dim is 80, must be at most head_dim, 64, when values are in keys",
-        ),
-        (good, window(0), None, None, "window or chunk is 0, must be at least 1"),
-        (good, AttentionMask::default(), Some(0.0), None, "soft_cap is 0, must be more than 0"),
-        (good, AttentionMask::default(), None, Some(slopes), "3 slopes for 4 heads"),
+    for (attention, message) in [
+        (plain(layout(4, 3, 64)), "4 heads do not divide among 3 kv heads"),
+        (plain(layout(4, 2, 20)), "head_dim is 20, must be a multiple of 16 up to 1024"),
+        (plain(Layout { value_dim: 0, ..good }), "value_dim is 0, must be a multiple of 16 up to 1024"),
+        (plain(wide), "value_dim is 80, must be at most head_dim, 64, when values are in keys"),
+        (Attention { mask: window(0), ..plain(good) }, "window or chunk is 0, must be at least 1"),
+        (Attention { soft_cap: Some(0.0), ..plain(good) }, "soft_cap is 0, must be more than 0"),
+        (Attention { alibi: Some(slopes), ..plain(good) }, "3 slopes for 4 heads"),
     ] {
-        let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias: false };
         assert_eq!(attention.checked().unwrap_err(), message);
     }
 }

@@ -41,14 +41,10 @@ fn limits_of_zero_are_raised_to_one() {
         max_step_tokens: 0,
         max_step_sequences: 0,
         max_sequence_tokens: 10,
-        num_blocks: 2,
         block_tokens: 0,
-        max_steps_in_flight: 0,
         prefix_caching: true,
         priority_ageing: Duration::ZERO,
-        max_inter_token: None,
-        max_overtaking: 0,
-        window_tokens: None,
+        ..limits(2, 0)
     };
     let mut scheduler = scheduler(zero, &[(1, 2, 1)]);
     assert_eq!(advances(&step(&mut scheduler).0), [(1, 1)]);
