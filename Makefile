@@ -9,7 +9,7 @@ ARGS ?=
 RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml) Cargo.toml Cargo.lock
 KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml') Cargo.lock
 
-.PHONY: help setup run test test-rust test-python chaos simulate mutants loom miri bench-scheduler lint fmt bench docs wheel lock proto clean
+.PHONY: help setup run test test-rust test-python chaos simulate mutants loom miri bench-scheduler lint fmt bench gpu gpu-bundle docs wheel lock proto clean
 .DEFAULT_GOAL := help
 
 help: ## list the tasks
@@ -69,6 +69,12 @@ fmt: setup ## format both languages
 
 bench: setup ## compare with peers in one run; raw result and table under bench/runs/
 	$(BIN)/python bench/compare.py $(ARGS)
+
+gpu-bundle: setup ## pack gpu-bundle/: what a machine with a GPU, but without Rust or a network, lacks
+	$(BIN)/python packaging/gpu.py bundle $(ARGS)
+
+gpu: ## on a machine with a GPU: test kernels and models there, and measure; make gpu ARGS="--device cpu --quick" tries it
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) packaging/gpu.py run $(ARGS)
 
 docs: setup ## regenerate the reference pages and the figures from the code and the raw results
 	$(BIN)/python bench/figures.py

@@ -38,6 +38,7 @@ class NullModel:
     decoder_prefix = ()
     weight_bytes = 1
     kv_bytes_per_block = 1
+    is_recordable = False
 
     def __init__(self, max_rows: int) -> None:
         self.caches = [torch.zeros(0)]

@@ -43,7 +43,6 @@ _PACKAGES = ("attention", "engine", "grammar", "kernels", "layers", "models", "w
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _READ_BYTES = 1 << 16
 _TASKS = Path("/proc/self/task")
-_NVIDIA_DRIVER = Path("/dev/nvidiactl")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 
@@ -203,10 +202,11 @@ def _prctl(option: int, argument: object) -> None:
 def _import_all() -> Callable[[WorkerConfig], int]:
     """Import everything that a worker needs. Returns what a worker runs."""
     from penstock_server import worker
+    from penstock_server.engine import device
     from penstock_server.kernels import native_ops
 
     native_ops.available()
-    has_gpu = _NVIDIA_DRIVER.exists()
+    has_gpu = device.NVIDIA_DRIVER.exists()
     for package in _PACKAGES:
         path = Path(__file__).parent / package
         for module in pkgutil.walk_packages([str(path)], f"{__package__}.{package}."):

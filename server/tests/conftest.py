@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,12 @@ def embedded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
         return Path(prepare(None).folder)
+
+
+@pytest.fixture
+def on_tested_device() -> Iterator[None]:
+    """Tensors are made on the tested device."""
+    from tested_device import DEVICE
+
+    with DEVICE:
+        yield

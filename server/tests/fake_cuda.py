@@ -7,7 +7,7 @@ an index by a boolean tensor) raises, because there is no data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from penstock_server.attention.triton import backend
 from penstock_server.config import LoadConfig, WarmUpConfig
-from penstock_server.engine import Engine, prompt, step
+from penstock_server.engine import Engine, logprob, prompt, step
+from penstock_server.kernels import triton_device
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -83,6 +83,12 @@ class FakeCopy:
         return self._zeros
 
 
+def record_eagerly(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+    """Stands in for `CudaRecorder`: repeats the function itself."""
+    output = run()
+    return lambda: output.copy_(run()), output
+
+
 @contextmanager
 def fake_cuda() -> Iterator[Launches]:
     """Engines that are loaded and run inside have a fake GPU. Yields what they launch while a Recorder is on."""
@@ -105,10 +111,11 @@ def fake_cuda() -> Iterator[Launches]:
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(SafetensorsCheckpoint, "read", lambda self, name, part, out: None)
         patch.setattr("penstock_server.engine.engine.choose_device", lambda name, rank: DEVICE)
-        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr("penstock_server.engine.engine.open_device", lambda device: None)
         patch.setattr(torch, "from_numpy", fake_from_numpy)
-        patch.setattr(backend, "launch", record_launch)
-        for module in (step, prompt):
+        patch.setattr(triton_device, "launch", record_launch)
+        patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
+        for module in (step, prompt, logprob):
             patch.setattr(module, "HostCopy", FakeCopy)
         yield launches
 

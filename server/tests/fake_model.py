@@ -44,6 +44,7 @@ class FakeModel:
     max_source_tokens = 0
     decoder_prefix = ()
     window_tokens = 0
+    is_recordable = False
     weight_bytes = 1
     kv_bytes_per_block = 8 * BLOCK_TOKENS
 
@@ -70,7 +71,8 @@ class FakeModel:
         assert self.gate.wait(30)
         if (batch.token_ids == CRASH).any():
             raise RuntimeError("the model crashed")
-        self.cache.view(-1)[batch.slots] = batch.token_ids
+        is_stored = batch.slots >= 0
+        self.cache.view(-1)[batch.slots[is_stored]] = batch.token_ids[is_stored]
         outputs = torch.zeros(len(batch.sample_rows), 1, dtype=torch.int64)
         for place, row in enumerate(batch.sample_rows.tolist()):
             sequence = int(torch.searchsorted(batch.query_starts, row, right=True)) - 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from penstock_server.attention.interface import StepBatch
 from penstock_server.models.interface import CausalModel
+from tested_device import DEVICE
 from torch import Tensor
 
 
@@ -25,7 +26,7 @@ class ModelDriver:
     model: CausalModel
     block_tokens: int = 4
     num_blocks: int = 64
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = DEVICE
 
     def __post_init__(self) -> None:
         self.model.allocate_cache(self.num_blocks)
@@ -41,7 +42,7 @@ class ModelDriver:
     @torch.inference_mode()
     def step(self, advances: list[tuple[DrivenSequence, int]], every_row: bool = False) -> Tensor | None:
         """Advances each sequence by a number of tokens. Returns the logits [sequences, vocab] of the last token of
-        each, or with `every_row` of all tokens except the sources'."""
+        each, or with `every_row` of all tokens except the sources', on the CPU."""
         token_ids, positions, slots, starts, last_rows, rows = [], [], [], [0], [], []
         for sequence, num_tokens in advances:
             first, stop = sequence.num_computed, sequence.num_computed + num_tokens
@@ -76,7 +77,8 @@ class ModelDriver:
             if self.model.max_source_tokens
             else None,
         )
-        return self.model.logits(self.model.forward(batch))
+        logits = self.model.logits(self.model.forward(batch))
+        return None if logits is None else logits.cpu()
 
     def greedy(
         self,

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory, warmup
+from penstock_server.engine import device as device_module
 from penstock_server.engine.capacity import CapacityProbe
-from penstock_server.engine.device import choose_device, choose_dtype, usable_cores
+from penstock_server.engine.device import choose_device, choose_dtype, naming_full_memory, open_device, usable_cores
 from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.errors import ConfigError, PlanError
 from penstock_server.models.interface import LoadOptions
@@ -460,6 +461,70 @@ def test_a_cpu_quota_limits_the_threads(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 1
     write(tmp_path, {"cpu.max": "max 100000"})
     assert usable_cores(tmp_path) == cores
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_each_rank_needs_a_gpu_of_its_own() -> None:
+    assert [str(choose_device("", rank)) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(ConfigError, match=r"rank 2 has no GPU: torch sees 2 here.*at most 2 shards"):
+        choose_device("", 2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "cuda", "reason"),
+    [
+        ("7", "13.2", 'CUDA_VISIBLE_DEVICES is "7", which names none of them'),
+        (None, None, "is built without CUDA"),
+        (None, "13.2", "The NVIDIA driver on your system is too old"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_an_error_that_says_why(
+    visible: str | None, cuda: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(device_module, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=f"{reason}.*To serve on the CPU"):
+        choose_device("", 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("", 0) == torch.device("cpu")
+
+
+def test_a_gpu_that_cannot_be_opened_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore")
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    with pytest.raises(ConfigError, match=r"Tesla V100 has compute capability 7\.0; torch .* supports 7\.5 and later"):
+        open_device(gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "set_device", busy)
+    with pytest.raises(ConfigError, match=r"cuda:0 cannot be used: CUDA error: .*busy or unavailable; `nvidia-smi`"):
+        open_device(gpu)
+
+
+def test_full_memory_is_an_error_that_says_who_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 16 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
+    expected = "for the weights: of 16384 MiB, this rank used 10240 MiB, other processes used 5120 MiB, and 1024 MiB"
+    with pytest.raises(ConfigError, match=expected), naming_full_memory(torch.device("cuda"), "the weights", "do this"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_device_and_dtype_are_chosen_from_the_machine() -> None:

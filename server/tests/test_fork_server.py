@@ -235,9 +235,10 @@ def test_triton_is_imported_where_there_is_a_gpu_and_cuda_is_never_initialized(h
         driver.touch()
     program = f"""
 import pathlib, sys
-from penstock_server import fork_server
-fork_server._NVIDIA_DRIVER = pathlib.Path({str(driver)!r})
-fork_server._import_all()
+from penstock_server.engine import device
+from penstock_server.fork_server import _import_all
+device.NVIDIA_DRIVER = pathlib.Path({str(driver)!r})
+_import_all()
 import torch
 print("triton" in sys.modules, torch.cuda.is_initialized())
 """

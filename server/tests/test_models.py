@@ -12,13 +12,12 @@ from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
+from tested_device import DEVICE
 from tiny_models import VARIANTS, make_model, prompts, save_model
-
-CPU = torch.device("cpu")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, block_tokens: int = 4) -> CausalModel:
-    return load_model(LoadOptions(folder, dtype, CPU, block_tokens), RankGroup())
+    return load_model(LoadOptions(folder, dtype, DEVICE, block_tokens), RankGroup())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

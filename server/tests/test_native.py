@@ -132,10 +132,10 @@ def test_norms_equal_torch(ops: native_ops.NativeOps, torch_ops: TorchOps, dim: 
     weight = random(dim)
     for rows in ROWS:
         x, residual = random(rows, dim), random(rows + 1, dim)[1:].contiguous()
-        assert_near(ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
+        assert_near(ops.norm(x, weight, eps=1e-5), torch_ops.norm(x, weight, eps=1e-5))
         sum_native, sum_torch = residual.clone(), residual.clone()
-        normed = ops.add_rms_norm(x, sum_native, weight, 1e-5)
-        assert_near(normed, torch_ops.add_rms_norm(x, sum_torch, weight, 1e-5))
+        normed = ops.add_norm(x, sum_native, weight, eps=1e-5)
+        assert_near(normed, torch_ops.add_norm(x, sum_torch, weight, eps=1e-5))
         assert torch.equal(sum_native, sum_torch)
 
 
@@ -394,13 +394,13 @@ def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, mask:
     def plain(residual: Tensor, step: StepContext) -> Tensor:
         batch = step.batch
         for layer, cache in zip(layers, plain_caches, strict=True):
-            qkv = layer.qkv(ops.rms_norm(residual, layer.attention_norm, eps), step).view(-1, 8, 32)
+            qkv = layer.qkv(ops.norm(residual, layer.attention_norm, eps=eps), step).view(-1, 8, 32)
             ops.rotate(qkv[:, :4], qkv[:, 4:6], *rope, batch.positions)
             attention.write_kv(cache, qkv[:, 4:6], qkv[:, 6:], batch.slots)
             attended = attention.attend(qkv[:, :4], cache, step.metadata[attention.name]).flatten(1)
-            normed = ops.add_rms_norm(layer.output(attended, step), residual, layer.mlp_norm, eps)
+            normed = ops.add_norm(layer.output(attended, step), residual, layer.mlp_norm, eps=eps)
             residual += layer.down(layer.gate_up(normed, step), step)
-        return ops.rms_norm(residual, final_norm, eps)[batch.sample_rows]
+        return ops.norm(residual, final_norm, eps=eps)[batch.sample_rows]
 
     # sequence 0 in blocks 0.., sequence 1 in blocks 40..: chunks, single tokens, and steps that sample nothing
     computed = [0, 0]
@@ -466,7 +466,7 @@ Call = Callable[[native_ops.NativeOps], object]
 
 
 def norm(x: Tensor, width: int = 8) -> Call:
-    return lambda ops: ops.rms_norm(x, zeros(width), 1.0)
+    return lambda ops: ops.norm(x, zeros(width), eps=1.0)
 
 
 def linear(x: Tensor, output: Tensor) -> Call:
@@ -504,15 +504,15 @@ REJECTED: dict[str, tuple[type[Exception], str, Call]] = {
         "dtype torch.float32, must be torch.bfloat16\nwhile processing 'x'",
         norm(zeros(2, 8).float()),
     ),
-    "dimensions": (TypeError, "has 1 dimensions, must have 2\nwhile processing 'x'", norm(zeros(8))),
+    "dimensions": (TypeError, "has 1 dimensions, must have 2\nwhile processing 'x'", linear(zeros(8), zeros(2, 4))),
     "device": (TypeError, "device meta, must be on the CPU\nwhile processing 'x'", norm(zeros(2, 8).to("meta"))),
     "shape": (ValueError, "weight has shape", norm(zeros(2, 8), 7)),
     "residual's shape": (
         ValueError,
         "residual has shape",
-        lambda ops: ops.add_rms_norm(zeros(2, 8), zeros(1, 8), zeros(8), 1.0),
+        lambda ops: ops.add_norm(zeros(2, 8), zeros(1, 8), zeros(8), eps=1.0),
     ),
-    "rows that are not contiguous": (ValueError, "x has shape", norm(zeros(8, 2).T)),
+    "rows that are not contiguous": (ValueError, "x has shape", linear(zeros(8, 2).T, zeros(2, 4))),
     "output that is not contiguous": (ValueError, "output has shape", linear(zeros(2, 8), zeros(2, 9)[:, :4])),
     "output that is too small": (ValueError, "output has shape", linear(zeros(2, 8), zeros(1, 4))),
     "features": (ValueError, "x has shape", linear(zeros(2, 7), zeros(2, 4))),

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.engine import cut, head
 from penstock_server.engine import sampler as sampler_module
+from penstock_server.engine.logprob import tops_of
 from penstock_server.engine.random import uniform
 from penstock_server.engine.sampler import BROKEN, Sampled, Sampler, SampleRequest
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, names_tokens, record, refusal
@@ -178,9 +179,11 @@ def test_tokens_and_logprobs_agree_with_transformers_processors(vocab: int, scal
             assert token == int(expected.argmax())
         if row.get("top_n"):
             best = expected.topk(min(row["top_n"], int((expected > -math.inf).sum())))
-            assert [top_id for top_id, _ in sampled.tops[place]] == best.indices.tolist()
-            assert [lp for _, lp in sampled.tops[place]] == pytest.approx(best.values.tolist(), abs=tolerance)
-        assert (place in sampled.tops) == bool(row.get("top_n"))
+            assert [top_id for top_id, _ in tops_of(sampled.alternatives)[place]] == best.indices.tolist()
+            assert [lp for _, lp in tops_of(sampled.alternatives)[place]] == pytest.approx(
+                best.values.tolist(), abs=tolerance
+            )
+        assert (place in tops_of(sampled.alternatives)) == bool(row.get("top_n"))
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
@@ -209,23 +212,23 @@ def test_among_equals_top_p_keeps_the_first_ids_and_typical_p_keeps_all() -> Non
 
 def test_alternatives_are_best_first_and_lower_ids_first_among_equals() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 0.0, 7.0, 5.0]])
-    assert [top_id for top_id, _ in sample(logits, [{"top_n": 4}]).tops[0]] == [4, 1, 2, 5]
+    assert [top_id for top_id, _ in tops_of(sample(logits, [{"top_n": 4}]).alternatives)[0]] == [4, 1, 2, 5]
 
 
 def test_truncated_tokens_are_alternatives_only_in_the_model_s_own_distribution() -> None:
     logits = random_logits(1, 300, 2.0)
     row: Row = {"do_sample": True, "top_k": 2, "top_n": 5, "temperature": 0.5}
-    assert len(sample(logits, [row]).tops[0]) == 2
+    assert len(tops_of(sample(logits, [row]).alternatives)[0]) == 2
     own = sample(logits, [{**row, "model_logprobs": True}])
     best = torch.log_softmax(logits[0].double(), -1).topk(5)
-    assert [top_id for top_id, _ in own.tops[0]] == best.indices.tolist()
-    assert [logprob for _, logprob in own.tops[0]] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert [top_id for top_id, _ in tops_of(own.alternatives)[0]] == best.indices.tolist()
+    assert [logprob for _, logprob in tops_of(own.alternatives)[0]] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
 def test_alternatives_whose_probability_underflows_have_finite_logprobs() -> None:
     sampled = sample(torch.tensor([[0.0, 90.0, 50.0]]), [{"temperature": 0.1, "top_n": 3}])
-    assert [top_id for top_id, _ in sampled.tops[0]] == [1, 2, 0]
-    assert [logprob for _, logprob in sampled.tops[0]] == pytest.approx([0, -400, -900])
+    assert [top_id for top_id, _ in tops_of(sampled.alternatives)[0]] == [1, 2, 0]
+    assert [logprob for _, logprob in tops_of(sampled.alternatives)[0]] == pytest.approx([0, -400, -900])
 
 
 def test_a_stop_token_is_allowed_once_enough_tokens_were_generated() -> None:
@@ -240,7 +243,7 @@ def test_greedy_rows_have_the_same_bits_in_a_batch_with_alternatives() -> None:
     mixed = sample(logits, [{"top_n": 3} if place % 2 else {} for place in range(6)])
     assert mixed.ids.tolist() == alone.ids.tolist()
     assert mixed.logprobs[::2].tolist() == alone.logprobs.double()[::2].tolist()
-    assert sorted(mixed.tops) == [1, 3, 5]
+    assert sorted(tops_of(mixed.alternatives)) == [1, 3, 5]
 
 
 @given(
@@ -351,7 +354,7 @@ def test_a_row_is_bit_identical_alone_and_in_any_batch(data: st.DataObject) -> N
     for place in range(num_rows):
         alone = sample(logits[place : place + 1], [rows[place]], [place], [histories[place]], [behind[place]])
         assert int(alone.ids[0]) == int(together.ids[place])
-        assert alone.tops.get(0) == together.tops.get(place)
+        assert tops_of(alone.alternatives).get(0) == tops_of(together.alternatives).get(place)
         assert float(alone.logprobs[0]) == float(together.logprobs[place])
 
 

@@ -1,6 +1,7 @@
-"""The Triton kernels in Triton's interpreter against the reference, and compiled for GPUs without running there.
+"""The attention kernels against the reference, on a GPU or in Triton's interpreter; and all kernels compiled for GPUs
+without running there.
 
-The interpreter's `tl.dot` is wrong for bfloat16, so the kernels run in float32 and float16 here.
+The interpreter's `tl.dot` is wrong for bfloat16, so there the kernels run in float32 and float16 only.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.attention import choose_attention, preferred_block_tokens
-from penstock_server.attention import triton as triton_attention
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
+from penstock_server.kernels import triton_device
+from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.layers.rope import rotate_interleaved
+from tested_device import DEVICE, triton_skip_reason
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("kernels are compiled in this process: TRITON_INTERPRET is not 1", allow_module_level=True)
-pytest.importorskip("triton")
+if reason := triton_skip_reason():
+    pytest.skip(reason, allow_module_level=True)
 
 from penstock_server.attention.triton import backend
 from penstock_server.attention.triton.backend import TritonAttention
 from penstock_server.attention.triton.tile import Tile, key_parts, padded_dim, query_tile
 
+pytestmark = pytest.mark.usefixtures("on_tested_device")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = Tile(rows=16, keys=32, split_tokens=64, num_warps=4, num_stages=1)
 # (computed tokens, new tokens): a new prompt, decode rows with and without splits, a chunk after a prefix, and a
@@ -43,7 +47,7 @@ Step = list[tuple[int, int, int]]  # (sequence, computed tokens, new tokens)
 
 
 def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(DEVICE)
 
 
 def stored_rows(shape: AttentionShape, keys: Tensor, values: Tensor) -> Tensor:
@@ -66,12 +70,12 @@ class Pages:
     ) -> None:
         self.shape = shape
         self.source_lens = source_lens
-        self.triton = TritonAttention(shape, CPU, dtype, tile)
-        self.reference = ReferenceAttention(shape, CPU, dtype)
+        self.triton = TritonAttention(shape, DEVICE, dtype, tile)
+        self.reference = ReferenceAttention(shape, DEVICE, dtype)
         self.sinks = random(1, shape.num_heads).to(dtype) if has_sinks else None
         self.bias = random(2, shape.num_heads, 2 * 20 + 1) if shape.has_relative_bias else None
         counts = [-(-length // shape.block_tokens) for length in lengths]
-        shuffled = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3)).tolist()
+        shuffled = torch.randperm(sum(counts), generator=torch.Generator("cpu").manual_seed(3), device="cpu").tolist()
         self.tables = [[shuffled.pop() for _ in range(count)] for count in counts]
         self.unused = sum(counts)  # a block of no sequence
         self.caches = [attention.allocate(self.unused + 1) for attention in (self.triton, self.reference)]
@@ -118,7 +122,7 @@ class Pages:
 
 def assert_near_reference(shape: AttentionShape, spans: list[tuple[int, int]], **options: object) -> None:
     pages = Pages(shape, [computed + new for computed, new in spans], **options)  # type: ignore[arg-type]
-    tolerance = 2e-3 if options.get("dtype") == torch.float16 else 1e-5
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(options.get("dtype"), 1e-5)  # type: ignore[call-overload]
     pages.assert_near_reference([(i, *span) for i, span in enumerate(spans)], tolerance)
 
 
@@ -185,10 +189,14 @@ def test_sources_and_answers_compute_the_reference(part: str, has_bias: bool) ->
         assert_near_reference(shape, [(0, 40), (0, 7)], source_lens=[40, 7])
 
 
+NARROW_DTYPES = [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "window-and-chunk", "soft-cap", "sinks", "latent"])
-def test_float16_computes_the_reference(name: str) -> None:
+def test_narrow_dtypes_compute_the_reference(name: str, dtype: torch.dtype) -> None:
     shape = {"plain": PLAIN, **VARIANTS}[name]
-    assert_near_reference(shape, MIXED, dtype=torch.float16, has_sinks=name == "sinks")
+    assert_near_reference(shape, MIXED, dtype=dtype, has_sinks=name == "sinks")
 
 
 def test_the_tiles_of_a_gpu_compute_the_reference() -> None:
@@ -207,16 +215,42 @@ def test_strided_inputs_are_read_in_place() -> None:
 @pytest.mark.parametrize("name", ["plain", "value-dim", "values-in-keys", "latent"])
 def test_written_rows_are_at_their_slots_and_nothing_else_changes(name: str) -> None:
     shape = {"plain": PLAIN, **VARIANTS}[name]
-    attention = TritonAttention(shape, CPU, torch.float32)
+    attention = TritonAttention(shape, DEVICE, torch.float32)
     cache = attention.allocate(num_blocks=3)
     fused = random(6, 9, 2 * shape.num_kv_heads, shape.head_dim)  # keys and values are views of one tensor
     keys, values = fused.chunk(2, dim=1)
     values = values[..., : shape.output_dim]
-    slots = torch.randperm(3 * shape.block_tokens, generator=torch.Generator().manual_seed(7))[:9]
+    slots = torch.randperm(3 * shape.block_tokens, generator=torch.Generator("cpu").manual_seed(7), device="cpu")[
+        :9
+    ].to(DEVICE)
     attention.write_kv(cache, keys, values, slots)
     expected = torch.zeros(3 * shape.block_tokens, shape.num_kv_heads, attention.stored_dim)
     expected[slots] = stored_rows(shape, keys, values)
     assert torch.equal(cache.transpose(1, 2).flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "head_dim", "half"), [(4, 16, 8), (4, 20, 5), (70, 64, 16)])
+def test_writing_rotates_queries_in_place_and_keys_as_they_are_stored(
+    heads: int, head_dim: int, half: int, is_interleaved: bool
+) -> None:
+    shape = AttentionShape(heads, 2, head_dim, 1.0, 16, value_dim=7)
+    attention = TritonAttention(shape, DEVICE, torch.float32)
+    cos, sin = random(1, 30, half), random(2, 30, half)
+    positions, slots = torch.tensor([3, 0, 29]), torch.tensor([40, 2, 17])
+    fused = random(6, 3, heads + 4, head_dim)
+    expected_queries, expected_keys = fused[:, :heads].clone(), fused[:, heads : heads + 2].clone()
+    queries, keys, values = fused.split([heads, 2, 2], dim=1)
+    cache = attention.allocate(num_blocks=3)
+    attention.write_kv(cache, keys, values[..., :7], slots, Rotation(queries, cos, sin, positions, is_interleaved))
+    if is_interleaved:
+        for rotated in (expected_queries, expected_keys):
+            rotate_interleaved(rotated, cos, sin, positions)
+    else:
+        TorchOps().rotate(expected_queries, expected_keys, cos, sin, positions)
+    torch.testing.assert_close(queries, expected_queries)
+    stored = cache.transpose(1, 2).flatten(0, 1)[slots]
+    torch.testing.assert_close(stored, stored_rows(shape, expected_keys, values[..., :7]))
 
 
 def test_few_partial_bytes_mean_no_splits_and_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +314,7 @@ def test_a_step_neither_waits_for_the_device_nor_leaves_it(
         assert all(tensor.device.type == "cuda" for tensor in tensors)
         launched.append(function.fn.__name__)
 
-    monkeypatch.setattr(backend, "launch", launch)
+    monkeypatch.setattr(triton_device, "launch", launch)
     shape, lens = VARIANTS[name], [computed + new for computed, new in spans]
     num_tokens, max_new = sum(new for _, new in spans), max(new for _, new in spans)
     with FakeTensorMode():
@@ -314,19 +348,15 @@ def test_cuda_devices_get_triton_where_it_supports_the_shape(caplog: pytest.LogC
     assert "heads have 257 elements, at most 256 are supported" in caplog.text
 
 
-def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(triton_attention.shutil, "which", lambda name: None)
-    assert "install one or set CC" in str(triton_attention.unavailable_reason(CUDA))
-    assert "not cuda" in str(triton_attention.unavailable_reason(CPU))
-    monkeypatch.setattr(triton_attention.importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in str(triton_attention.unavailable_reason(CUDA))
+def test_without_triton_cuda_devices_get_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_device.importlib.util, "find_spec", lambda name: None)
     assert preferred_block_tokens(CUDA, torch.bfloat16) == ReferenceAttention.preferred_block_tokens
+    assert choose_attention(PLAIN, CUDA, torch.bfloat16).name == "reference"
 
 
 def test_block_bytes_are_what_is_allocated() -> None:
     for shape in (PLAIN, *VARIANTS.values()):
-        attention = TritonAttention(shape, CPU, torch.float16)
+        attention = TritonAttention(shape, DEVICE, torch.float16)
         allocated = attention.allocate(num_blocks=5)
         assert allocated.nbytes == 5 * attention.bytes_per_block()
         assert not allocated.any()
@@ -337,7 +367,7 @@ MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one prog
 
 
 def test_kernels_compile_and_fit_without_a_gpu() -> None:
-    compile_and_check(["64", "128", "256", "latent"])
+    compile_and_check(["64", "128", "256", "latent", "operators"])
 
 
 @pytest.mark.slow
@@ -347,7 +377,7 @@ def test_every_variant_compiles_and_fits_without_a_gpu() -> None:
 
 
 def compile_and_check(names: list[str]) -> None:
-    path = os.pathsep.join([str(Path(triton_attention.__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(triton_device.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, str(PROGRAM), ",".join(map(str, MAX_SHARED_BYTES)), ",".join(names)],
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
@@ -356,7 +386,8 @@ def compile_and_check(names: list[str]) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     kernels = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert len(kernels) == 3 * len(names) * len(MAX_SHARED_BYTES)
+    num_kernels = sum(4 if name == "operators" else 3 for name in names)
+    assert len(kernels) == num_kernels * len(MAX_SHARED_BYTES)
     for each in kernels:
         # The bits of a row would depend on its step if different steps launched different kernels.
         assert each["num_compilations"] == 1, each

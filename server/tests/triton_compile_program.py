@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for GPUs that are not there, and prints their resources as JSON.
+"""Compiles the Triton kernels for GPUs that are not there, and prints their resources as JSON.
 
 Runs in a process of its own, because `TRITON_INTERPRET` decides at import whether kernels are compiled. Arguments: the
 compute capabilities, then the names of CASES. Each line of the output is one compiled kernel.
@@ -18,8 +18,11 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
 from penstock_server.attention.triton import backend
+from penstock_server.engine import cut
+from penstock_server.kernels import triton_device
+from penstock_server.kernels.triton_ops import TritonOps
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
@@ -59,9 +62,12 @@ STEPS = [
 
 def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any]]:
     """The arguments of each kernel that a step launches."""
-    shape, dtype = CASES[name]
     found: dict[Any, dict[str, Any]] = {}
-    backend.launch = lambda function, grid, **arguments: found.update({function: arguments})
+    triton_device.launch = lambda function, grid, **arguments: found.update({function: arguments})
+    if name == "operators":
+        launch_operators(sum(new for _, new in spans))
+        return found
+    shape, dtype = CASES[name]
     attention = backend.TritonAttention(shape, torch.device("cpu"), dtype)
     lens = [computed + new for computed, new in spans]
     num_tokens = sum(new for _, new in spans)
@@ -75,11 +81,25 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
     qkv = torch.zeros(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype)
     queries, keys, values = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cache = attention.allocate(1)
-    attention.write_kv(cache, keys, values, tokens)
+    rope = torch.zeros(9, shape.head_dim // 2)
+    attention.write_kv(cache, keys, values, tokens, Rotation(queries, rope, rope, tokens, False))
     sinks = torch.zeros(shape.num_heads, dtype=dtype) if name == "sinks" else None
     bias = torch.zeros(shape.num_heads, 257) if shape.has_relative_bias else None
     attention.attend(queries, cache, attention.prepare(batch), sinks, bias)
     return found
+
+
+def launch_operators(num_tokens: int) -> None:
+    """Those of an 8B Llama and the truncation of its vocabulary."""
+    ops = TritonOps()
+    x, weight = torch.zeros(num_tokens, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
+    ops.add_norm(x, x.clone(), weight, eps=1e-5)
+    qkv = torch.zeros(num_tokens, 48, 128, dtype=BF16)
+    rope = torch.zeros(9, 64)
+    ops.rotate(qkv[:, :32], qkv[:, 32:40], rope, rope, torch.zeros(num_tokens, dtype=torch.int64))
+    ops.gated(torch.nn.functional.silu)(torch.zeros(num_tokens, 28672, dtype=BF16))
+    probs, mass = torch.zeros(2, 128256), torch.zeros(2, dtype=torch.int64)
+    cut.cut_rows(probs, probs.int(), mass, mass > 0, is_count=False, all_equals=False)
 
 
 def specialize(function: Any, arguments: dict[str, Any], target: GPUTarget) -> tuple[Any, ...]:

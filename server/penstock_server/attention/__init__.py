@@ -28,8 +28,9 @@ def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.d
 
     if device.type == "cuda":
         from penstock_server.attention import triton
+        from penstock_server.kernels import triton_device
 
-        reason = triton.unavailable_reason(device) or triton.unsupported_reason(shape)
+        reason = triton_device.unavailable_reason(device) or triton.unsupported_reason(shape)
         if reason is None:
             from penstock_server.attention.triton.backend import TritonAttention
 
@@ -77,8 +78,9 @@ def preferred_block_tokens(device: torch.device, dtype: torch.dtype) -> int:
         return NativeAttention.preferred_block_tokens
     if device.type == "cuda":
         from penstock_server.attention import triton
+        from penstock_server.kernels import triton_device
 
-        if triton.unavailable_reason(device) is None:
+        if triton_device.unavailable_reason(device) is None:
             return triton.PREFERRED_BLOCK_TOKENS
     from penstock_server.attention.reference import ReferenceAttention
 

@@ -18,7 +18,9 @@ class StepBatch:
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    slots: Tensor  # [tokens] int64: block id * block_tokens + offset, where the token's key and value are stored
+    # [tokens] int64: block id * block_tokens + offset, where the token's key and value are stored. In a recorded graph,
+    # -1: the token is padding and is not stored.
+    slots: Tensor
     query_starts: Tensor  # [sequences + 1] int32: each sequence's first row; the last entry is the number of tokens
     context_lens: Tensor  # [sequences] int32: length of the sequence including this step's tokens
     block_tables: Tensor  # [sequences, max blocks] int32, padded with 0
@@ -91,6 +93,17 @@ class AttentionShape:
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotary embedding of a layer's queries and keys."""
+
+    queries: Tensor  # [tokens, num_heads, head_dim]
+    cos: Tensor  # [max positions, rotary_dim / 2] float32
+    sin: Tensor  # the same
+    positions: Tensor  # [tokens] int64
+    is_interleaved: bool  # a pair is elements 2i and 2i + 1, not i and i + rotary_dim / 2
+
+
 class Attention(Protocol):
     """Attention of one shape: a batch's new tokens over their sequences' paged context. It keeps no state."""
 
@@ -102,6 +115,11 @@ class Attention(Protocol):
     @property
     def preferred_block_tokens(self) -> int:
         """The block size that the implementation computes fastest with."""
+        ...
+
+    @property
+    def rotates(self) -> bool:
+        """Whether `write_kv` accepts a rotation."""
         ...
 
     @property
@@ -121,9 +139,14 @@ class Attention(Protocol):
         depends on a layer's mask is computed for its first layer and kept for the others."""
         ...
 
-    def write_kv(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Stores keys [tokens, num_kv_heads, head_dim] (after rope) and values [tokens, num_kv_heads, value_dim] at
-        their slots [tokens] int64. With `values_in_keys`, `values` is ignored."""
+    def write_kv(
+        self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rotation: Rotation | None = None
+    ) -> None:
+        """Stores keys [tokens, num_kv_heads, head_dim] and values [tokens, num_kv_heads, value_dim] at their slots
+        [tokens] int64. With `values_in_keys`, `values` is ignored.
+
+        rotation: applied to its queries in place, and to the keys as they are stored. None: keys are as they should be
+        stored."""
         ...
 
     def attend(

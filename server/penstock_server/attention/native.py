@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock_kernels import Batch
     from torch import Tensor
 
-    from penstock_server.attention.interface import AttentionShape, StepBatch
+    from penstock_server.attention.interface import AttentionShape, Rotation, StepBatch
 
 HEAD_DIM_MULTIPLE = 16
 
@@ -39,6 +39,7 @@ class NativeAttention:
     """Implements `Attention`."""
 
     name = "native"
+    rotates = False
     preferred_block_tokens = 16  # penstock_kernels.BLOCK_TOKENS, the only size that the kernels know
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -74,7 +75,10 @@ class NativeAttention:
 
         return penstock_kernels.Batch(batch.query_starts, batch.context_lens, batch.block_tables, batch.source_lens)
 
-    def write_kv(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def write_kv(
+        self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rotation: Rotation | None = None
+    ) -> None:
+        assert rotation is None
         stored = None if self.shape.values_in_keys else _padded(values, self._padding[1])
         self.native.write(cache, _padded(keys, self._padding[0]), stored, slots)
 

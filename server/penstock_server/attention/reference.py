@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
 
 # Queries whose scores are computed at once: it bounds the score matrix of a long prompt.
 MAX_QUERY_ROWS = 256
@@ -63,6 +63,7 @@ class ReferenceAttention:
     first."""
 
     name = "reference"
+    rotates = False
     preferred_block_tokens = 16
 
     def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
@@ -85,7 +86,10 @@ class ReferenceAttention:
         source_lens = [0] * len(context_lens) if batch.source_lens is None else batch.source_lens.tolist()
         return ReferenceMetadata(batch, batch.query_starts.tolist(), context_lens, source_lens)
 
-    def write_kv(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def write_kv(
+        self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rotation: Rotation | None = None
+    ) -> None:
+        assert rotation is None
         stored = keys if self.shape.values_in_keys else torch.cat([keys, values], dim=-1)
         cache.flatten(0, 1).index_copy_(0, slots, stored)
 

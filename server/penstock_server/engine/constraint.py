@@ -44,8 +44,12 @@ class Constrainer:
         added = self._expand(words, scores.dtype)[:, : scores.shape[1]]
         everywhere = len(places) == len(scores)
         mine = scores.add_(added) if everywhere else scores[places].add_(added)
-        empty = (mine.amax(-1) == _NOTHING).nonzero().squeeze(1)
-        mine[empty] = added[empty]
+        is_empty = mine.amax(-1) == _NOTHING
+        if mine.device.type == "cpu":
+            empty = is_empty.nonzero().squeeze(1)
+            mine[empty] = added[empty]
+        else:  # without waiting for the device
+            mine.copy_(torch.where(is_empty[:, None], added, mine))
         if not everywhere:
             scores[places] = mine
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock_server.kernels import triton_device
+
 ONE = 1 << 44  # the weight of probability 1; a probability below 1 / ONE has weight 0
 _SHIFT = 16
 _HIGHEST = 128.0
@@ -112,6 +114,27 @@ def keep(values: Tensor, keys: Tensor, cut: Cut, room: Room, *, all_equals: bool
     rank = torch.arange(len(rows), device=keys.device) - first[rows]
     too_many = rank >= cut.num_equals[rows]
     values.view(-1)[places[too_many]] = 0.0
+
+
+def cut_rows(probs: Tensor, keys: Tensor, mass: Tensor, is_asked: Tensor, is_count: bool, all_equals: bool) -> None:
+    """`find_cut` and `keep` in one Triton kernel, for the rows that ask for it. probs [rows, width] in place, keys
+    [rows, width], mass [rows] int64, is_asked [rows] bool. is_count: each probability weighs 1, not its own weight."""
+    from penstock_server.engine.triton_cut import cut_kernel
+
+    triton_device.launch(
+        cut_kernel,
+        (len(probs), 1),
+        probs=probs,
+        keys=keys,
+        mass=mass,
+        is_asked=is_asked,
+        width=probs.shape[1],
+        ONE=ONE,
+        IS_COUNT=is_count,
+        ALL_EQUALS=all_equals,
+        BLOCK=4096,
+        num_warps=16,
+    )
 
 
 def places_where_equal(values: Tensor, wanted: Tensor, mask: Tensor) -> Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +15,28 @@ import numpy.typing as npt
 import torch
 
 from penstock_server.config import LoadConfig
+from penstock_server.engine.memory import mib
 from penstock_server.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def choose_device(name: str, rank: int) -> torch.device:
-    """The device asked for; else this rank's GPU; else the CPU."""
+    """The device asked for; else this rank's GPU; else the CPU, if no GPU was meant to be used. Raises ConfigError."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not name:
-        return torch.device("cuda", rank % num_gpus) if num_gpus else torch.device("cpu")
+        if num_gpus == 0:
+            _check_no_gpu_is_meant()
+            return torch.device("cpu")
+        if rank >= num_gpus:
+            raise ConfigError(
+                f"rank {rank} has no GPU: torch sees {num_gpus} here, and each rank needs one of its own; "
+                f"use at most {num_gpus} shards, or make more GPUs visible (CUDA_VISIBLE_DEVICES, docker's --gpus)"
+            )
+        return torch.device("cuda", rank)
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -30,6 +46,71 @@ def choose_device(name: str, rank: int) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise ConfigError(f'device is "{name}", but torch sees {num_gpus} GPUs here')
     return device
+
+
+def _check_no_gpu_is_meant() -> None:
+    """Raises ConfigError where torch sees no GPU although the machine has a driver for some and nobody hid them: a
+    server on the CPU would be a surprise."""
+    if not NVIDIA_DRIVER.exists():
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        logger.info('CUDA_VISIBLE_DEVICES is "%s", so the model runs on the CPU', visible)
+        return
+    if torch.version.cuda is None:
+        reason = f"torch {torch.__version__} is built without CUDA; install a build with it"
+    elif visible is not None:
+        reason = f'CUDA_VISIBLE_DEVICES is "{visible}", which names none of them; `nvidia-smi -L` lists them'
+    else:
+        try:
+            torch.cuda.init()
+            reason = "the driver lists none; `nvidia-smi` shows what it sees"
+        except RuntimeError as error:
+            reason = _first_line(error)
+    raise ConfigError(
+        f"this machine has an NVIDIA driver, but torch sees no GPU: {reason}. To serve on the CPU, set "
+        'CUDA_VISIBLE_DEVICES=""'
+    )
+
+
+def open_device(device: torch.device) -> None:
+    """Make it the default of this process, and use it for the first time. Raises ConfigError if that fails."""
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    supported = [re.fullmatch(r"sm_(\d+)(\d)[a-z]?", name) for name in torch.cuda.get_arch_list()]
+    least = min(((int(match[1]), int(match[2])) for match in supported if match), default=(0, 0))
+    if (major, minor) < least:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; torch {torch.__version__} "
+            f"supports {least[0]}.{least[1]} and later"
+        )
+    try:
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{device} cannot be used: {_first_line(error)}; `nvidia-smi` shows which processes use it, and in which "
+            "mode it is"
+        ) from error
+
+
+@contextmanager
+def naming_full_memory(device: torch.device, what: str, advice: str) -> Iterator[None]:
+    """Turns a GPU's lack of memory into a ConfigError: what was being done, what is used and free, what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        mine = torch.cuda.memory_reserved(device)
+        raise ConfigError(
+            f"{device} has too little memory for {what}: of {mib(total)}, this rank used {mib(mine)}, other processes "
+            f"used {mib(max(0, total - free - mine))}, and {mib(free)} were free; {advice}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
@@ -10,10 +11,19 @@ from penstock_server.attention import preferred_block_tokens
 from penstock_server.config import Capacity, Description, LoadConfig, WarmUpConfig
 from penstock_server.engine import memory, warmup
 from penstock_server.engine.capacity import CapacityProbe, Measured
-from penstock_server.engine.device import DTYPES, choose_device, choose_dtype, choose_num_threads, usable_cores
+from penstock_server.engine.device import (
+    DTYPES,
+    choose_device,
+    choose_dtype,
+    choose_num_threads,
+    naming_full_memory,
+    open_device,
+    usable_cores,
+)
+from penstock_server.engine.graphs import CudaRecorder, StepGraphs
 from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.engine.step import Pending, StepRunner
+from penstock_server.engine.step import Forward, Pending, StepRunner
 from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler
@@ -23,6 +33,8 @@ from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Advances, Grammar, NewSequence, Plan, StepResult
+
+logger = logging.getLogger(__name__)
 
 _MAX_MASK_THREADS = 8
 
@@ -72,8 +84,7 @@ class Engine:
         dtype = choose_dtype(config.dtype, device)
         block_tokens = config.block_tokens or preferred_block_tokens(device, dtype)
         torch.set_num_threads(choose_num_threads(config, world_size))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        open_device(device)
         trial = None
         if rank == 0 and (config.model_path / "tokenizer.json").is_file():
             # Its process starts while the model loads, so that no grammar waits for it.
@@ -89,7 +100,8 @@ class Engine:
             block_tokens,
             trust_remote_code=config.trust_remote_code,
         )
-        with clock.phase("load model"), torch.inference_mode():
+        advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
+        with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):
             model = load_model(options, group)
         watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
         compiler = None
@@ -129,6 +141,11 @@ class Engine:
     def warm_up(self, config: WarmUpConfig) -> Capacity:
         """Run the most expensive steps, measure the memory that is left, and allocate the pool. Raises ConfigError when
         the limits cannot be served."""
+        advice = "lower --max-batch-prefill-tokens, --max-batch-size or --cuda-memory-fraction, or use more shards"
+        with naming_full_memory(self._device, "the largest step and its KV cache", advice):
+            return self._warm_up(config)
+
+    def _warm_up(self, config: WarmUpConfig) -> Capacity:
         clock = PhaseClock()
         has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
         probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens, has_grammars)
@@ -139,8 +156,8 @@ class Engine:
         if self._compiler is not None:
             grammars = GrammarStates(self._compiler, max(1, min(_MAX_MASK_THREADS, usable_cores() // 2)))
 
-        def open_table(num_blocks: int) -> None:
-            limits = TableLimits(
+        def table_limits(num_blocks: int) -> TableLimits:
+            return TableLimits(
                 vocab_size=self.model.vocab_size,
                 block_tokens=self._block_tokens,
                 num_blocks=num_blocks,
@@ -148,11 +165,13 @@ class Engine:
                 num_rows=config.max_step_sequences,
                 max_source_tokens=self.model.max_source_tokens,
             )
-            table = SequenceTable(limits)
-            self._ready = StepRunner(self.model, self._group, self._device, config, sampler, table, grammars)
+
+        def open_table(num_blocks: int, forward: Forward) -> None:
+            table = SequenceTable(table_limits(num_blocks))
+            self._ready = StepRunner(self.model, self._group, self._device, config, sampler, table, grammars, forward)
 
         def run(plan: Plan, num_blocks: int) -> None:
-            open_table(num_blocks)
+            open_table(num_blocks, self.model.forward)
             self.step(plan)
             self.reset()
 
@@ -172,7 +191,13 @@ class Engine:
             memory.return_free_pages()
         longest = probe.longest_in(num_blocks, config)
         self.model.serve_up_to(longest)
-        open_table(num_blocks)
+        forward: Forward = self.model.forward
+        if self.model.is_recordable:
+            with clock.phase("record graphs"):
+                graphs = StepGraphs(self.model, table_limits(num_blocks), self._device, CudaRecorder())
+            logger.info("recorded %d graphs of decode steps", len(graphs))
+            forward = graphs.forward
+        open_table(num_blocks, forward)
         with clock.phase("rehearse"):
             self._rehearse()
         return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s)

@@ -6,13 +6,15 @@ logarithm, so no logprob underflows, as the logarithm of a tiny probability woul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock_server.engine.device import HostCopy
 from penstock_server.engine.greedy import BLOCK
 from penstock_server.plan import Top
 
@@ -44,46 +46,72 @@ def logprobs_at(scores: Tensor, ids: Tensor, level: Level) -> Tensor:
     return level.logprobs(scores.gather(1, ids[:, None])).squeeze(1)
 
 
-def tops_of(scores: Tensor, top_n: Tensor, level: Level) -> list[Top]:
-    """The top_n [rows] best tokens of each row of scores [rows, vocab]: lower ids first among equals, none at -inf."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Alternatives:
+    """The best tokens of some rows, which are being copied to the host."""
+
+    rows: npt.NDArray[np.int64]  # [asking] ascending
+    top_n: npt.NDArray[np.int64]  # [asking] how many tokens a row asked for
+    ids: HostCopy  # [asking, most] int64, best first; -1 where a row has no more tokens
+    logprobs: HostCopy  # [asking, most] float64
+
+    def renumbered(self, rows: npt.NDArray[np.int64]) -> Alternatives:
+        """The same for rows with other numbers; [asking]."""
+        return replace(self, rows=rows)
+
+    def tops(self) -> dict[int, Top]:
+        """By row. Waits for the copies."""
+        tops: dict[int, Top] = {}
+        lists = zip(self.rows.tolist(), self.top_n.tolist(), self.ids.wait(), self.logprobs.wait(), strict=True)
+        for row, num, ids, logprobs in lists:
+            num = min(num, int(np.count_nonzero(ids >= 0)))
+            tops[row] = tuple(zip(ids[:num].tolist(), logprobs[:num].tolist(), strict=True))
+        return tops
+
+
+def tops_of(alternatives: Iterable[Alternatives]) -> dict[int, Top]:
+    """All of a step's, by row."""
+    return {row: top for each in alternatives for row, top in each.tops().items()}
+
+
+def alternatives_of(
+    scores: Tensor, rows: npt.NDArray[np.int64], top_n: npt.NDArray[np.int64], level: Level
+) -> Alternatives:
+    """The best tokens of scores [asking, vocab], which are those of `rows` [asking]: top_n [asking] of each, lower ids
+    first among equals, none at -inf."""
     ids = best_ids(scores, int(top_n.max()))
-    found = scores.gather(1, ids.clamp(min=0))
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    counts = ((ids >= 0) & (columns < top_n[:, None])).sum(-1)
-    listed = zip(ids.tolist(), level.logprobs(found).tolist(), counts.tolist(), strict=True)
-    return [tuple(zip(row[:count], logprobs[:count], strict=True)) for row, logprobs, count in listed]
+    found = level.logprobs(scores.gather(1, ids.clamp(min=0)))
+    return Alternatives(rows, top_n, HostCopy(ids), HostCopy(found))
 
 
 def best_ids(scores: Tensor, num: int) -> Tensor:
     """[rows, num] int64, best first, lower ids first among equals; -1 where a row has fewer tokens above -inf."""
     num = min(num, scores.shape[1])
+    return (_best_ids_on_host if scores.device.type == "cpu" else best_ids_on_device)(scores, num)
+
+
+def best_ids_on_device(scores: Tensor, num: int) -> Tensor:
+    """Without reading anything on the host: the greatest keys of a score and an id, of which no two are equal."""
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    found = ((ordered << 32) + (0xFFFFFFFF - ids)).topk(num, -1).values
+    best = 0xFFFFFFFF - (found & 0xFFFFFFFF)
+    return torch.where(scores.gather(1, best) == float("-inf"), -1, best)
+
+
+def _best_ids_on_host(scores: Tensor, num: int) -> Tensor:
     # `num` blocks have a maximum at the bound or above it, hence at least `num` tokens are.
     is_blocked = scores.shape[1] % BLOCK == 0 and scores.shape[1] // BLOCK >= num
     maxima = scores.view(len(scores), -1, BLOCK).amax(-1) if is_blocked else scores
     bound = maxima.topk(num, -1).values[:, -1:].clamp(min=torch.finfo(scores.dtype).min)
-    rows, ids = _where_at_least(scores, bound)
-    order = np.lexsort((-_host(scores[rows, ids].double()), _host(rows)))  # stable: equals stay in the order of ids
-    rows, ids = rows[_like(order, rows)], ids[_like(order, rows)]
-    rank = torch.arange(len(rows), device=rows.device) - torch.searchsorted(rows, rows)
-    inside = rank < num
-    best = torch.full((len(scores), num), -1, dtype=torch.int64, device=scores.device)
-    best[rows[inside], rank[inside]] = ids[inside]
-    return best
-
-
-def _where_at_least(scores: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and ids of the scores [rows, vocab] that reach their row's bound [rows, 1]."""
-    if scores.device.type != "cpu":
-        rows, ids = (scores >= bound).nonzero(as_tuple=True)
-        return rows, ids
     # PERF: 10 times as fast as torch's nonzero.
-    places = torch.from_numpy(np.flatnonzero(np.greater_equal(scores.numpy(), bound.numpy())))
-    return places // scores.shape[1], places % scores.shape[1]
-
-
-def _host(values: Tensor) -> Any:
-    return values.cpu().numpy()
-
-
-def _like(order: Any, tensor: Tensor) -> Tensor:
-    return torch.from_numpy(order).to(tensor.device)
+    places = np.flatnonzero(np.greater_equal(scores.numpy(), bound.numpy()))
+    rows, ids = np.divmod(places, scores.shape[1])
+    order = np.lexsort((-scores.numpy()[rows, ids].astype(np.float64), rows))  # stable: equals stay in the order of ids
+    rows, ids = rows[order], ids[order]
+    rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    inside = rank < num
+    best = np.full((len(scores), num), -1)
+    best[rows[inside], rank[inside]] = ids[inside]
+    return torch.from_numpy(best)

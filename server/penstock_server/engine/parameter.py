@@ -85,8 +85,15 @@ def of_composition(composition: Composition, tensor: Callable[[npt.NDArray[Any]]
         frequency_penalty=tensor(mine["frequency_penalty"]),
         presence_penalty=tensor(mine["presence_penalty"]),
         is_truncated=tensor(is_cut),
-        truncation=Truncation(*(tensor(mine[name]) for name in ("top_k", "top_p", "typical_p", "min_p"))),
+        truncation=_truncation(mine, tensor),
     )
+
+
+def _truncation(records: npt.NDArray[np.void], tensor: Callable[[npt.NDArray[Any]], Tensor]) -> Truncation:
+    neutral = {"top_k": 0, "top_p": 1, "typical_p": 1, "min_p": 0}
+    asked = frozenset(name for name, value in neutral.items() if (records[name][records["do_sample"]] != value).any())
+    top_k, top_p, typical_p, min_p = (tensor(records[name]) for name in neutral)
+    return Truncation(top_k, top_p, typical_p, min_p, asked)
 
 
 def within(ascending: Places, rows: slice) -> Places:

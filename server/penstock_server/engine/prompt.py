@@ -3,7 +3,7 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from penstock_server.engine.batch import PromptRows
 from penstock_server.engine.device import HostCopy
+from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.sampler import Sampler
 from penstock_server.models.interface import CausalModel
-from penstock_server.plan import Tokens, Top
+from penstock_server.plan import Tokens
 
 # Rows for which the head's weight is read once, and whose logits are in memory together.
 CHUNK_ROWS = {"cpu": 64, "cuda": 256}
@@ -30,16 +31,16 @@ class PromptScores:
     starts: npt.NDArray[np.int64]  # [sequences] its first prompt token
     logprobs: HostCopy | None = None  # [prompt tokens]
     num_broken: Tensor | None = None  # [sequences] int64: rows with logits that are not finite
-    tops: Mapping[int, Top] | None = None  # by prompt token
+    alternatives: Sequence[Alternatives] = ()  # of the prompt tokens that asked for them
 
     def tokens(self, sequence_ids: npt.NDArray[np.uint64]) -> dict[int, Tokens]:
         """By sequence id; sequence_ids [selected] are those of the advances."""
-        if self.logprobs is None or self.tops is None:
+        if self.logprobs is None:
             return {}
-        logprobs, tokens = self.logprobs.wait(), {}
+        logprobs, all_tops, tokens = self.logprobs.wait(), tops_of(self.alternatives), {}
         ends = [*self.starts[1:].tolist(), len(self.ids)]
         for place, start, end in zip(self.places.tolist(), self.starts.tolist(), ends, strict=True):
-            tops = {index - start: self.tops[index] for index in range(start, end) if index in self.tops}
+            tops = {index - start: all_tops[index] for index in range(start, end) if index in all_tops}
             tokens[int(sequence_ids[place])] = Tokens(self.ids[start:end], logprobs[start:end], tops)
         return tokens
 
@@ -51,7 +52,7 @@ def score_prompt(
     must call it."""
     places, starts, owners = np.unique(prompt.places, return_index=True, return_inverse=True)
     chunks: list[Tensor] = []
-    tops: dict[int, Top] = {}
+    alternatives: list[Alternatives] = []
     step = CHUNK_ROWS[hidden.device.type]
     for start in range(0, len(prompt.ids), step):
         part = slice(start, start + step)
@@ -60,12 +61,12 @@ def score_prompt(
         if logits is None:
             continue
         ids = torch.from_numpy(prompt.ids[part]).to(hidden.device)
-        scored, part_tops = sampler.score(logits, ids, top_n[part])
+        scored, found = sampler.score(logits, ids, top_n[part])
         chunks.append(scored)
-        tops.update((start + place, top) for place, top in part_tops.items())
+        alternatives.extend(each.renumbered(start + each.rows) for each in found)
     if not chunks:
         return PromptScores(prompt.ids, places, starts)
     logprobs = torch.cat(chunks)
     num_broken = torch.zeros(len(places), dtype=torch.int64, device=logprobs.device)
     num_broken.index_add_(0, torch.from_numpy(owners).to(logprobs.device), logprobs.isnan().long())
-    return PromptScores(prompt.ids, places, starts, HostCopy(logprobs), num_broken, tops)
+    return PromptScores(prompt.ids, places, starts, HostCopy(logprobs), num_broken, alternatives)

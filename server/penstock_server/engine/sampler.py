@@ -22,13 +22,12 @@ from penstock_server.engine.choice import choose
 from penstock_server.engine.constraint import Constrainer, Constraints
 from penstock_server.engine.cut import Room
 from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Masks, greatest, native_greedy
-from penstock_server.engine.logprob import Level, level_of, logprobs_at, tops_of
+from penstock_server.engine.logprob import Alternatives, Level, alternatives_of, level_of, logprobs_at
 from penstock_server.engine.parameter import Parameters, Places, of_composition, within
 from penstock_server.engine.random import uniform
 from penstock_server.engine.sampling import Composition
 from penstock_server.engine.truncation import truncate
 from penstock_server.engine.watermark import Watermark
-from penstock_server.plan import Top
 
 BROKEN = -1  # instead of a token id; also what the native kernel returns
 
@@ -76,7 +75,7 @@ class Sampled:
 
     ids: Tensor  # int64
     logprobs: Tensor  # float32 or float64
-    tops: dict[int, Top] = field(default_factory=dict)  # by row, where alternatives were asked for
+    alternatives: list[Alternatives] = field(default_factory=list)  # of the rows that asked for them
 
 
 class Sampler:
@@ -114,21 +113,20 @@ class Sampler:
         for places, sampled in ((plain, self._choose_plain(logits[plain], masks)), (processed, rest)):
             out.ids[places] = sampled.ids
             out.logprobs[places] = sampled.logprobs.double()
-        out.tops.update((int(parameters.processed[place]), top) for place, top in rest.tops.items())
+        out.alternatives.extend(each.renumbered(parameters.processed[each.rows]) for each in rest.alternatives)
         return out
 
-    def score(self, logits: Tensor, ids: Tensor, top_n: npt.NDArray[np.int64]) -> tuple[Tensor, dict[int, Top]]:
+    def score(self, logits: Tensor, ids: Tensor, top_n: npt.NDArray[np.int64]) -> tuple[Tensor, list[Alternatives]]:
         """Logprobs [rows] of the given ids in the model's own distribution, NaN where logits are not finite, and top_n
         [rows] alternatives."""
         favourite = self._choose_plain(logits)
         level = level_of(logits, favourite.ids.clamp(min=0), favourite.logprobs)
-        tops: dict[int, Top] = {}
         asking = np.flatnonzero(top_n)
+        alternatives = []
         for part in (asking[rows] for rows in self._chunks(len(asking))):
             places = self._tensor(part)
-            found = tops_of(logits[places].float(), self._tensor(top_n[part]), level.at(places))
-            tops.update(zip(part.tolist(), found, strict=True))
-        return logprobs_at(logits, ids, level), tops
+            alternatives.append(alternatives_of(logits[places].float(), part, top_n[part], level.at(places)))
+        return logprobs_at(logits, ids, level), alternatives
 
     def _of_batch(self, composition: Composition) -> Parameters:
         if self._parameters is None or self._parameters.composition is not composition:
@@ -173,8 +171,8 @@ class Sampler:
                 places = self._tensor(parameters.unprocessed)
                 own = logits if len(places) == len(logits) else logits[places]
                 top_n = parameters.top_n[parameters.unprocessed]
-                out.logprobs[places], tops = self.score(own, out.ids[places].clamp(min=0), top_n)
-                out.tops.update((int(parameters.unprocessed[place]), top) for place, top in tops.items())
+                out.logprobs[places], found = self.score(own, out.ids[places].clamp(min=0), top_n)
+                out.alternatives.extend(each.renumbered(parameters.unprocessed[each.rows]) for each in found)
         return out
 
     def _choose_chunk(
@@ -208,13 +206,19 @@ class Sampler:
             if truncated is not None:
                 level.logprob[places] -= torch.where(parameters.is_truncated[rows][places], mass.log(), 0.0)
         logprobs.copy_(logprobs_at(scores, ids, level))
-        self._take_tops(scores, probs, level, parameters, rows, out.tops)
+        self._take_alternatives(scores, probs, level, parameters, rows, out.alternatives)
         ids.masked_fill_(broken, BROKEN)
 
-    def _take_tops(
-        self, scores: Tensor, probs: Tensor, level: Level, parameters: Parameters, rows: slice, tops: dict[int, Top]
+    def _take_alternatives(
+        self,
+        scores: Tensor,
+        probs: Tensor,
+        level: Level,
+        parameters: Parameters,
+        rows: slice,
+        alternatives: list[Alternatives],
     ) -> None:
-        """Store alternatives of the processed distribution, without tokens that truncation removed."""
+        """Add those of the processed distribution, without tokens that truncation removed."""
         if (places := self._places(parameters.topped, rows)) is None:
             return
         mine = scores[places]
@@ -222,8 +226,7 @@ class Sampler:
             removed = (probs[places] == 0) & parameters.is_truncated[rows][places][:, None]
             mine.masked_fill_(removed, float("-inf"))
         mine_rows = within(parameters.topped, rows)
-        found = tops_of(mine, self._tensor(parameters.top_n[mine_rows]), level.at(places))
-        tops.update(zip(mine_rows.tolist(), found, strict=True))
+        alternatives.append(alternatives_of(mine, mine_rows, parameters.top_n[mine_rows], level.at(places)))
 
     @contextmanager
     def _threads(self, num_rows: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,11 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock_server.attention.interface import StepBatch
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Selection
 from penstock_server.engine.constraint import Constraints
 from penstock_server.engine.device import HostCopy
+from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.prompt import PromptScores, score_prompt
 from penstock_server.engine.sampler import BROKEN, Sampler, SampleRequest
 from penstock_server.engine.sequence import SequenceTable
@@ -32,12 +34,13 @@ from penstock_server.errors import PlanError
 from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
-from penstock_server.plan import NO_TOKENS, Failure, Plan, StepResult, StepTiming, Tokens, Top
+from penstock_server.plan import NO_TOKENS, Failure, Plan, StepResult, StepTiming, Tokens
 
 logger = logging.getLogger(__name__)
 
 BROKEN_LOGITS = "the model's logits are not finite"
 Ids = npt.NDArray[np.int64]
+Forward = Callable[[StepBatch], Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +58,7 @@ class Pending:
     verdict: Tensor | None = None
     host_verdict: HostCopy | None = None
     logprobs: HostCopy | None = None  # [samples]; None: not the first rank
-    tops: Mapping[int, Top] = field(default_factory=dict)
+    alternatives: Sequence[Alternatives] = ()  # of the samples that asked for them
     reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its grammar ended it
     prompt: PromptScores | None = None
     host_ids: Ids | None = None  # [samples]; set by settling
@@ -74,9 +77,11 @@ class StepRunner:
         sampler: Sampler,
         table: SequenceTable,
         grammars: GrammarStates | None,
+        forward: Forward,
     ) -> None:
-        """`grammars` belong to the first rank, which samples."""
+        """`grammars` belong to the first rank, which samples. `forward`: the model's, or that of its graphs."""
         self._model = model
+        self._forward = forward
         self._group = group
         self._device = device
         self._limits = limits
@@ -125,7 +130,7 @@ class StepRunner:
             self._take_sampled_inputs(pending, built.batch.token_ids, built.batch.query_starts)
             prepared = time.perf_counter()
             masks = self._start_masks(chosen)
-            hidden = self._model.forward(built.batch)
+            hidden = self._forward(built.batch)
             # Without prompt logprobs, all outputs are samples.
             samples = hidden if built.prompt is None else hidden[torch.from_numpy(built.samples).to(hidden.device)]
             logits = self._model.logits(samples) if len(built.samples) else None
@@ -187,7 +192,7 @@ class StepRunner:
             for place in pending.reasons:
                 sampled.ids[place] = BROKEN
             verdict = sampled.ids
-            pending.logprobs, pending.tops = HostCopy(sampled.logprobs), sampled.tops
+            pending.logprobs, pending.alternatives = HostCopy(sampled.logprobs), sampled.alternatives
         else:
             verdict = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         if prompt is not None:
@@ -248,12 +253,12 @@ def _sampled_tokens(pending: Pending) -> tuple[npt.NDArray[np.uint64], Tokens]:
     sequence_ids = pending.chosen.sequence_ids[pending.chosen.samples]
     if pending.host_ids is None or pending.logprobs is None:
         return sequence_ids[:0], NO_TOKENS
-    tokens = Tokens(pending.host_ids, pending.logprobs.wait(), pending.tops)
+    tokens = Tokens(pending.host_ids, pending.logprobs.wait(), tops_of(pending.alternatives))
     if not pending.failures:
         return sequence_ids, tokens
     keep = np.isin(sequence_ids, np.array(list(pending.failures), np.uint64), invert=True)
     index_of = np.cumsum(keep) - 1
-    tops = {int(index_of[index]): top for index, top in pending.tops.items() if keep[index]}
+    tops = {int(index_of[index]): top for index, top in tokens.tops.items() if keep[index]}
     return sequence_ids[keep], Tokens(tokens.ids[keep], tokens.logprobs[keep], tops)
 
 

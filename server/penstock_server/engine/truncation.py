@@ -1,6 +1,7 @@
 """Truncation by top-k, top-p, typical-p and min-p, in this order, on the probabilities of many rows.
 
-Removed tokens get probability 0; the rest is not rescaled. A row's result has the same bits alone and in any batch.
+Removed tokens get probability 0; the rest is not rescaled. A row's result has the same bits alone and in any batch. On
+a CPU, rows are cut by torch's operators, on CUDA devices by a kernel that does not wait for the host.
 PERF: sampling with top_p = 0.95 from 32 flat rows of 49,152 takes 13 ms of one EPYC core (with sorting, 89 ms), from
 peaked rows 14 ms (22 ms); 2.4 ms of it are temperature, softmax and choice.
 """
@@ -17,6 +18,8 @@ from torch import Tensor
 from penstock_server.engine import cut, head
 from penstock_server.engine.cut import Room
 
+ALL = frozenset(("top_k", "top_p", "typical_p", "min_p"))
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
@@ -26,28 +29,64 @@ class Truncation:
     top_p: Tensor  # [rows] float64 in (0, 1], of what top_k left; equally probable tokens are taken in the order of ids
     typical_p: Tensor  # [rows] float64 in (0, 1], of what top_p left; tokens as typical as the last one stay
     min_p: Tensor  # [rows] float32 in [0, 1], relative to the greatest remaining probability
+    asked: frozenset[str] = ALL  # names of the limits that some row has; the host knows them without the device
 
     def at(self, places: Tensor | slice) -> Truncation:
         """The limits of some rows."""
-        return Truncation(self.top_k[places], self.top_p[places], self.typical_p[places], self.min_p[places])
+        limits = self.top_k[places], self.top_p[places], self.typical_p[places], self.min_p[places]
+        return Truncation(*limits, self.asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What is kept of each row: the shortest prefix, in the order of the keys, that weighs at least `mass`."""
+
+    keys: Tensor  # [rows, width] int32
+    weights: Tensor  # [rows, width] int64: those of the probabilities, or 1
+    mass: Tensor  # [rows] int64
+    all_equals: bool  # keep all probabilities whose key equals the last one's
+    is_count: bool = False  # each probability weighs 1
+
+
+PrefixOf = Callable[[Tensor, Truncation, Room], Prefix]
 
 
 def truncate(probs: Tensor, limits: Truncation, room: Room) -> None:
     """Truncate probs [rows, a multiple of BLOCK] float32 in place; every row is a distribution. The scratch buffers
     have as many rows."""
+    if probs.device.type == "cuda":
+        truncate_in_kernels(probs, limits, room)
+        return
     has_top_k, has_top_p = limits.top_k > 0, limits.top_p < 1
     if head.is_worth_it(probs):
         found = _by_head(probs, limits, (has_top_k | has_top_p).nonzero().squeeze(1), room)
         has_top_k, has_top_p = has_top_k & ~found, has_top_p & ~found
-    for is_asked, step in (
-        (has_top_k, _top_k),
-        (has_top_p, _top_p),
-        (limits.typical_p < 1, _typical_p),
-        (limits.min_p > 0, _min_p),
-    ):
+    for is_asked, prefix in ((has_top_k, _top_k), (has_top_p, _top_p), (limits.typical_p < 1, _typical_p)):
         places = is_asked.nonzero().squeeze(1)
         if len(places):
-            _on_rows(probs, places, partial(step, limits=limits.at(places), room=room))
+            _on_rows(probs, places, partial(_cut, prefix, limits.at(places), room))
+    if "min_p" in limits.asked:
+        _min_p(probs, limits, room)
+
+
+def truncate_in_kernels(probs: Tensor, limits: Truncation, room: Room) -> None:
+    """The same without reading anything of the device on the host: every row is read, and cut if it asks for it."""
+    for name, is_asked, prefix in (
+        ("top_k", limits.top_k > 0, _top_k),
+        ("top_p", limits.top_p < 1, _top_p),
+        ("typical_p", limits.typical_p < 1, _typical_p),
+    ):
+        if name in limits.asked:
+            found = prefix(probs, limits, room)
+            cut.cut_rows(probs, found.keys, found.mass, is_asked, found.is_count, found.all_equals)
+    if "min_p" in limits.asked:
+        _min_p(probs, limits, room)
+
+
+def _cut(prefix: PrefixOf, limits: Truncation, room: Room, probs: Tensor) -> None:
+    found = prefix(probs, limits, room)
+    limit = cut.find_cut(found.keys, found.weights, found.mass, room)
+    cut.keep(probs, found.keys, limit, room, all_equals=found.all_equals)
 
 
 def _on_rows(probs: Tensor, places: Tensor, step: Callable[[Tensor], None]) -> None:
@@ -76,22 +115,21 @@ def _by_head(probs: Tensor, limits: Truncation, places: Tensor, room: Room) -> T
     return found
 
 
-def _top_k(probs: Tensor, limits: Truncation, room: Room) -> None:
+def _top_k(probs: Tensor, limits: Truncation, room: Room) -> Prefix:
     keys, ones = cut.descending_keys(probs, room), room.weights[: len(probs)].fill_(1)
-    limit = cut.find_cut(keys, ones, limits.top_k.clamp(max=probs.shape[1]), room)
-    cut.keep(probs, keys, limit, room, all_equals=True)
+    return Prefix(keys, ones, limits.top_k.clamp(1, probs.shape[1]), all_equals=True, is_count=True)
 
 
-def _top_p(probs: Tensor, limits: Truncation, room: Room) -> None:
+def _top_p(probs: Tensor, limits: Truncation, room: Room) -> Prefix:
     keys, weights = cut.descending_keys(probs, room), cut.weights_of(probs, room)
     present = weights.sum(-1)
     # As in the head: without top-k a row's total counts as 1, without its rounding.
     total = torch.where(limits.top_k > 0, present, cut.ONE)
     mass = torch.minimum(cut.target_of(limits.top_p, total), present)
-    cut.keep(probs, keys, cut.find_cut(keys, weights, mass, room), room, all_equals=False)
+    return Prefix(keys, weights, mass, all_equals=False)
 
 
-def _typical_p(probs: Tensor, limits: Truncation, room: Room) -> None:
+def _typical_p(probs: Tensor, limits: Truncation, room: Room) -> Prefix:
     """Locally typical sampling (Meister et al. 2022): the tokens whose information is nearest to the entropy."""
     weights = cut.weights_of(probs, room)
     total = weights.sum(-1)
@@ -102,7 +140,7 @@ def _typical_p(probs: Tensor, limits: Truncation, room: Room) -> None:
     entropy = expected * cut.ONE / total
     keys = cut.ascending_keys(information.sub_(entropy.float()[:, None]).abs_(), room)
     mass = cut.target_of(limits.typical_p, total)
-    cut.keep(probs, keys, cut.find_cut(keys, weights, mass, room), room, all_equals=True)
+    return Prefix(keys, weights, mass, all_equals=True)
 
 
 def _min_p(probs: Tensor, limits: Truncation, room: Room) -> None:

@@ -25,13 +25,24 @@ def may_be_native(device: torch.device, dtype: torch.dtype) -> bool:
 
 def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """The fastest operators that this machine supports."""
+    from penstock_server.kernels.torch_ops import TorchOps
+
     if may_be_native(device, dtype):
         from penstock_server.kernels import native_ops
 
         if native_ops.available():
             logger.info("operators: native")
             return native_ops.NativeOps()
-    from penstock_server.kernels.torch_ops import TorchOps
+    if device.type == "cuda":
+        from penstock_server.kernels import triton_device
 
+        reason = triton_device.unavailable_reason(device)
+        if reason is None:
+            from penstock_server.kernels.triton_ops import TritonOps
+
+            logger.info("operators: triton")
+            return TritonOps()
+        logger.warning("operators: torch, which is slow, because Triton kernels cannot be used: %s", reason)
+        return TorchOps()
     logger.info("operators: torch")
     return TorchOps()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock_kernels import Kernels
     from torch import Tensor
 
-    from penstock_server.kernels.ops import Elementwise, Lookup, Weight
+    from penstock_server.kernels.ops import Elementwise, Lookup, NormKind, Weight
 
 
 def available() -> bool:
@@ -105,7 +105,10 @@ class NativeOps:
     name = "native"
 
     def __init__(self, num_threads: int | None = None) -> None:
+        from penstock_server.kernels.torch_ops import TorchOps
+
         self._kernels = make_kernels(num_threads)
+        self._torch = TorchOps()  # for what the package has no kernel for
         self._elementwise: dict[Elementwise, NativeElementwise] = {}
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
@@ -120,12 +123,37 @@ class NativeOps:
         """weight [2 * dim, in_features], gate first. The layer returns silu(gate) * up [rows, dim]."""
         return NativeLinear(self._kernels, weight, bias, gated=True)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = x.new_empty(x.shape)
-        self._kernels.rms_norm(x, weight, y, eps)
-        return y
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        eps: float,
+        kind: NormKind = "rms",
+        is_wide: bool = False,
+    ) -> Tensor:
+        if not _is_plain(weight, bias, kind, is_wide):
+            return self._torch.norm(x, weight, bias, eps=eps, kind=kind, is_wide=is_wide)
+        # Queries and keys may be strided views of the fused projection.
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y = rows.new_empty(rows.shape)
+        self._kernels.rms_norm(rows, weight, y, eps)
+        return y.view(x.shape)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        eps: float,
+        kind: NormKind = "rms",
+        is_wide: bool = False,
+    ) -> Tensor:
+        if not _is_plain(weight, bias, kind, is_wide):
+            return self._torch.add_norm(x, residual, weight, bias, eps=eps, kind=kind, is_wide=is_wide)
         y = x.new_empty(x.shape)
         self._kernels.add_rms_norm(x, residual, weight, y, eps)
         return y
@@ -138,6 +166,9 @@ class NativeOps:
         if function not in self._elementwise:
             self._elementwise[function] = NativeElementwise(self._kernels, function)
         return self._elementwise[function]
+
+    def gated(self, activation: Elementwise) -> Elementwise:
+        return self._torch.gated(self.elementwise(activation))
 
     def argmax_logprob(
         self, logits: Tensor, places: npt.NDArray[np.int64] | None = None, masks: npt.NDArray[np.int32] | None = None
@@ -152,6 +183,14 @@ class NativeOps:
             restricted = torch.from_numpy(places), torch.from_numpy(masks)
         self._kernels.argmax_logprob(logits, ids, logprobs, restricted)
         return ids, logprobs
+
+
+def _is_plain(weight: Tensor | None, bias: Tensor | None, kind: NormKind, is_wide: bool) -> bool:
+    """Whether a kernel computes this norm: Llama's."""
+    import torch
+
+    has_plain_weight = weight is not None and weight.dim() == 1 and weight.dtype == torch.bfloat16
+    return kind == "rms" and not is_wide and bias is None and has_plain_weight
 
 
 def _libgomp() -> str | None:

@@ -1,11 +1,11 @@
-"""The fused operators that layers call. One implementation is selected at load: `torch_ops` (any device) or
-`native_ops` (bf16 on CPUs with AVX-512 BF16), whose results for a row do not depend on the other rows.
+"""The fused operators that layers call. One implementation is selected at load: `torch_ops` (any device), `native_ops`
+(bf16 on CPUs with AVX-512 BF16) or `triton_ops` (CUDA). The last two compute a row alike whatever the other rows are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ def whole(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.whole()
 
 
+NormKind = Literal["rms", "layer"]
+
 Elementwise = Callable[[Tensor], Tensor]
 """[rows, features] → the same shape and dtype, element by element."""
 
@@ -80,12 +82,33 @@ class Ops(Protocol):
         """weight [2 * dim, in_features], gate first. The layer returns silu(gate(x)) * up(x) [rows, dim]."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [rows, dim]. Statistics in float32, rounded to the weight's dtype before it is applied (as in Llama)."""
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        eps: float,
+        kind: NormKind = "rms",
+        is_wide: bool = False,
+    ) -> Tensor:
+        """The norm of x [..., dim], or [rows, heads, dim] if weight is [heads, dim]; otherwise weight is [dim], as is
+        bias. The last dimension is contiguous. Statistics in float32. LayerNorm, and RMSNorm with `is_wide`, round
+        once, at the end; other RMSNorms round to x's dtype before the weight is applied too (as in Llama)."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds x to the residual in place and returns rms_norm(residual). All [rows, dim]."""
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        eps: float,
+        kind: NormKind = "rms",
+        is_wide: bool = False,
+    ) -> Tensor:
+        """Adds x to the residual in place and returns the norm of the sum. Both [rows, dim]."""
         ...
 
     def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
@@ -97,4 +120,8 @@ class Ops(Protocol):
     def elementwise(self, function: Elementwise) -> Elementwise:
         """The function in its fastest form. It takes [rows, features] whose features are contiguous; rows may be
         strided."""
+        ...
+
+    def gated(self, activation: Elementwise) -> Elementwise:
+        """[rows, 2 * dim], gate first → activation(gate) * up [rows, dim]."""
         ...

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.kernels.ops import Elementwise, Lookup, PackedLinear, Weight, whole
+from penstock_server.kernels.ops import Elementwise, Lookup, NormKind, PackedLinear, Weight, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class GateUp:
     """Gate and up as one matrix, and silu(gate) * up of its output."""
 
     linear: PackedLinear
+    gate: Elementwise
     out_features: int
     in_features: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.linear(x).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return self.gate(self.linear(x))
 
 
 class TorchOps:
@@ -74,15 +74,47 @@ class TorchOps:
         return self.pack_linear(weight, None), partial(F.embedding, weight=weight)
 
     def pack_gate_up(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
-        return GateUp(self.pack_linear(weight, bias), weight.shape[0] // 2, weight.shape[1])
+        linear = self.pack_linear(weight, bias)
+        return GateUp(linear, self.gated(F.silu), linear.out_features // 2, linear.in_features)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        eps: float,
+        kind: NormKind = "rms",
+        is_wide: bool = False,
+    ) -> Tensor:
+        if kind == "layer" and (weight is None or weight.dim() == 1):
+            return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
         wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(weight.dtype)
+        if kind == "layer":
+            wide = F.layer_norm(wide, x.shape[-1:], eps=eps)
+        else:
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if kind == "rms" and not is_wide:
+            wide = wide.to(x.dtype)
+        if weight is not None:
+            wide = wide * weight
+        if bias is not None:
+            wide = wide + bias
+        return wide.to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        eps: float,
+        kind: NormKind = "rms",
+        is_wide: bool = False,
+    ) -> Tensor:
         residual += x
-        return self.rms_norm(residual, weight, eps)
+        return self.norm(residual, weight, bias, eps=eps, kind=kind, is_wide=is_wide)
 
     def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         half = cos.shape[-1]
@@ -96,6 +128,14 @@ class TorchOps:
 
     def elementwise(self, function: Elementwise) -> Elementwise:
         return function
+
+    def gated(self, activation: Elementwise) -> Elementwise:
+        return partial(_gated, activation)
+
+
+def _gated(activation: Elementwise, x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate) * up
 
 
 def _has_onednn(weight: Tensor) -> bool:

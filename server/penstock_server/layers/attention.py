@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape
+from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, Rotation
 from penstock_server.kernels.ops import Ops
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
@@ -145,11 +145,15 @@ class AttentionBlock:
         is_after_rope = self.spec.qk_norm is not None and self.spec.qk_norm.is_after_rope
         if self.norms is not None and not is_after_rope:
             queries, keys = self.norms[0](queries), self.norms[1](keys)
-        if self.rope is not None:
-            self._rotate(queries, keys, self.rope, step.batch.positions)
+        rotation = None
+        if self.rope is not None and self.spec.rope is not None:
+            rotation = Rotation(queries, *self.rope, step.batch.positions, self.spec.rope.interleaved)
+            if is_after_rope or not self.attention.rotates:
+                self._rotate(keys, rotation)
+                rotation = None
         if self.norms is not None and is_after_rope:
             queries, keys = self.norms[0](queries), self.norms[1](keys)
-        self.attention.write_kv(cache, keys, values, step.batch.slots)
+        self.attention.write_kv(cache, keys, values, step.batch.slots, rotation)
         return queries
 
     def attend(self, queries: Tensor, cache: Tensor, step: StepContext) -> Tensor:
@@ -161,10 +165,10 @@ class AttentionBlock:
         """[rows, heads on this rank * head_dim] → [rows, hidden], the same on all ranks."""
         return self.output(attended, step)
 
-    def _rotate(self, queries: Tensor, keys: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor) -> None:
-        assert self.spec.rope is not None
-        if self.spec.rope.interleaved:
-            rotate_interleaved(queries, *rope, positions)
-            rotate_interleaved(keys, *rope, positions)
+    def _rotate(self, keys: Tensor, rotation: Rotation) -> None:
+        tables = rotation.cos, rotation.sin, rotation.positions
+        if rotation.is_interleaved:
+            rotate_interleaved(rotation.queries, *tables)
+            rotate_interleaved(keys, *tables)
         else:
-            self.ops.rotate(queries, keys, *rope, positions)
+            self.ops.rotate(rotation.queries, keys, *tables)

@@ -181,7 +181,7 @@ class LatentAttentionBlock:
             [*([spec.q_lora_rank] if spec.q_lora_rank else []), spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1
         )
         if self.q_norm is not None:
-            x = self.ops.rms_norm(q_latent[0].contiguous(), self.q_norm, spec.norm_eps)
+            x = self.ops.norm(q_latent[0], self.q_norm, eps=spec.norm_eps)
         plain, rotated = self.queries(x, step).split(
             [heads * spec.qk_nope_head_dim, heads * spec.qk_rope_head_dim], dim=-1
         )
@@ -190,7 +190,7 @@ class LatentAttentionBlock:
         queries = x.new_empty((x.shape[0], heads, spec.key_dim))
         self.absorb(plain.unflatten(-1, (heads, -1)), queries[..., : spec.kv_lora_rank], step)
         queries[..., spec.kv_lora_rank :] = rotated
-        latent = self.ops.rms_norm(latent.contiguous(), self.kv_norm, spec.norm_eps)
+        latent = self.ops.norm(latent, self.kv_norm, eps=spec.norm_eps)
         keys = torch.cat([latent[:, None], rotated_key], dim=-1)
         self.attention.write_kv(cache, keys, keys[..., : spec.kv_lora_rank], step.batch.slots)
         return queries

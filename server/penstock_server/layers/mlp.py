@@ -48,18 +48,13 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class ActivatedLinear:
-    """Gate and up, or up, and the activation, where no fused operator computes it."""
+    """Up, or gate and up, and what is computed of them, where no operator does both."""
 
     linear: Linear
     activation: Elementwise
-    gated: bool
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        x = self.linear(x, step)
-        if not self.gated:
-            return self.activation(x)
-        gate, up = x.chunk(2, dim=-1)
-        return self.activation(gate) * up
+        return self.activation(self.linear(x, step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +95,5 @@ def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext) -> Linear | A
         activation = xielu(*(context.loader.read(f"{prefix}.{name}") for name in XIELU_NAMES))
     else:
         activation = ACTIVATIONS[spec.activation]
-    return ActivatedLinear(linear, context.ops.elementwise(activation), spec.gated)
+    wrap = context.ops.gated if spec.gated else context.ops.elementwise
+    return ActivatedLinear(linear, wrap(activation))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.kernels.ops import Ops
+from penstock_server.kernels.ops import NormKind, Ops
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Loader, Parameter
 
@@ -19,7 +16,7 @@ class NormSpec:
     """LayerNorm, and RMSNorm with `wide`, compute in float32 and round to the model's dtype at the end. RMSNorm without
     `wide` rounds before it multiplies by the weight, as Llama does."""
 
-    kind: Literal["rms", "layer"]
+    kind: NormKind
     eps: float
     weight: bool = True
     bias: bool = False
@@ -28,7 +25,7 @@ class NormSpec:
 
     @property
     def is_plain_rms(self) -> bool:
-        """Whether `Ops.rms_norm` computes it."""
+        """Whether it is Llama's, which the native kernels compute."""
         return self == NormSpec("rms", self.eps)
 
 
@@ -46,7 +43,7 @@ def norm_parameters(
 @dataclass(frozen=True, slots=True)
 class Norm:
     spec: NormSpec
-    weight: Tensor | None  # [dim], or [heads, dim]; offset included; float32 unless `Ops.rms_norm` or torch takes it
+    weight: Tensor | None  # [dim], or [heads, dim]; offset included; float32 unless plain
     bias: Tensor | None
     ops: Ops
 
@@ -62,29 +59,10 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., dim], or [..., heads, dim] if each head has a weight of its own → the same shape."""
-        spec, weight = self.spec, self.weight
-        if spec.is_plain_rms and weight is not None and weight.dim() == 1:
-            # Queries and keys may be strided views of the fused projection.
-            rows = x.reshape(-1, x.shape[-1]).contiguous()
-            return self.ops.rms_norm(rows, weight, spec.eps).view(x.shape)
-        if spec.kind == "layer" and (weight is None or weight.dim() == 1):
-            return F.layer_norm(x, x.shape[-1:], weight, self.bias, spec.eps)
-        wide = x.float()
-        if spec.kind == "layer":
-            wide = F.layer_norm(wide, x.shape[-1:], eps=spec.eps)
-        else:
-            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
-        if not spec.wide and spec.kind == "rms":
-            wide = wide.to(x.dtype)
-        if weight is not None:
-            wide = wide * weight
-        if self.bias is not None:
-            wide = wide + self.bias
-        return wide.to(x.dtype)
+        spec = self.spec
+        return self.ops.norm(x, self.weight, self.bias, eps=spec.eps, kind=spec.kind, is_wide=spec.wide)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Adds x to the residual in place, and returns the norm of the sum. Both [rows, dim]."""
-        if self.spec.is_plain_rms and self.weight is not None:
-            return self.ops.add_rms_norm(x, residual, self.weight, self.spec.eps)
-        residual += x
-        return self(residual)
+        spec = self.spec
+        return self.ops.add_norm(x, residual, self.weight, self.bias, eps=spec.eps, kind=spec.kind, is_wide=spec.wide)

@@ -38,6 +38,8 @@ class CausalModel(Protocol):
     weight_bytes: int  # on this rank
     kv_bytes_per_block: int  # on this rank, all layers
     load_phases: list[tuple[str, float]]  # the phases of loading in order, with their seconds
+    # Whether `forward` of a decode step only enqueues device work, so that it can be recorded as a graph.
+    is_recordable: bool
     caches: list[Tensor]  # the KV pool, a tensor per layer; its memory pages may not have been touched
 
     def allocate_cache(self, num_blocks: int) -> None:

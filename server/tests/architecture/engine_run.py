@@ -15,6 +15,7 @@ from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NewSequence, Sampling
 from plans import Advance, plan, step
+from tested_device import DEVICE
 
 BLOCK_TOKENS = 4
 MAX_STEP_TOKENS = 24
@@ -38,8 +39,8 @@ class EngineRun:
     def __init__(
         self, folder: Path, load: LoadModel = load_model, num_source: Callable[[list[int]], int] = lambda _: 0
     ) -> None:
-        options = LoadOptions(folder, torch.float32, torch.device("cpu"), BLOCK_TOKENS)
-        self.engine = Engine(load(options, RankGroup()), RankGroup(), torch.device("cpu"), BLOCK_TOKENS)
+        options = LoadOptions(folder, torch.float32, DEVICE, BLOCK_TOKENS)
+        self.engine = Engine(load(options, RankGroup()), RankGroup(), DEVICE, BLOCK_TOKENS)
         self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=128, num_blocks=96))
         self.free_blocks = list(range(96))
         self.num_source = num_source

@@ -29,10 +29,10 @@ from rank_pool import RankPool
 from rank_program import run
 from safetensors.torch import load_file, save_file
 from shares import held_bytes, num_copied_elements
+from tested_device import DEVICE
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
-CPU = torch.device("cpu")
 NUM_TOKENS = 64
 
 
@@ -106,7 +106,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def driver_of(folder: Path, dtype: torch.dtype, block_tokens: int) -> ModelDriver:
-    model = load_model(LoadOptions(folder, dtype, CPU, block_tokens), RankGroup())
+    model = load_model(LoadOptions(folder, dtype, DEVICE, block_tokens), RankGroup())
     return ModelDriver(model, block_tokens=block_tokens)
 
 

@@ -10,20 +10,19 @@ Neither `prepare` nor `attend` reads a device tensor on the host: grids come fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import AttentionShape, StepBatch
+from penstock_server.attention.interface import AttentionShape, Rotation, StepBatch
 from penstock_server.attention.triton import PREFERRED_BLOCK_TOKENS, kernel
 from penstock_server.attention.triton.tile import Tile, key_parts, padded_dim, query_tile
+from penstock_server.kernels import triton_device
 
 # Memory for the partial results of splits. Steps that would need more compute all splits of a sequence in one program.
 MAX_PARTIAL_BYTES = 128 << 20
-MAX_WRITE_ELEMENTS = 4096  # of the tile of heads that a program of `write_kernel` stores
+MAX_WRITE_ELEMENTS = 4096  # of the tile of heads that a program of `write_kernel` rotates or stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,7 @@ class TritonAttention:
     first."""
 
     name = "triton"
+    rotates = True
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(
@@ -123,8 +123,8 @@ class TritonAttention:
         }
         width = padded_dim(max(shape.head_dim, value_dim))
         write_heads = min(padded_dim(shape.num_kv_heads), max(1, MAX_WRITE_ELEMENTS // width))
-        self._write_grid_heads = -(-shape.num_kv_heads // write_heads)
         self._write = {
+            "HEADS": shape.num_heads,
             "KV_HEADS": shape.num_kv_heads,
             "BLOCK_TOKENS": shape.block_tokens,
             "KEY_DIM": shape.head_dim,
@@ -145,19 +145,38 @@ class TritonAttention:
     def prepare(batch: StepBatch) -> TritonMetadata:
         return TritonMetadata(batch)
 
-    def write_kv(self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def write_kv(
+        self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rotation: Rotation | None = None
+    ) -> None:
         keys, values = _with_dense_heads(keys), _with_dense_heads(values)
-        launch(
+        tile_heads, num_query_tiles = self._write["TILE_HEADS"], 0
+        queries = cos = sin = positions = None
+        if rotation is not None:
+            queries, cos, sin, positions = rotation.queries, rotation.cos, rotation.sin, rotation.positions
+            assert queries.stride(-1) == 1
+            num_query_tiles = -(-self.shape.num_heads // tile_heads)
+        half = 0 if cos is None else cos.shape[1]
+        triton_device.launch(
             kernel.write_kernel,
-            (slots.shape[0], self._write_grid_heads),
+            (slots.shape[0], num_query_tiles - (-self.shape.num_kv_heads // tile_heads)),
             cache=cache,
+            queries=queries,
             keys=keys,
             values=values,
             slots=slots,
+            positions=positions,
+            cos=cos,
+            sin=sin,
+            num_query_tiles=num_query_tiles,
+            query_token_stride=0 if queries is None else queries.stride(0),
+            query_head_stride=0 if queries is None else queries.stride(1),
             key_token_stride=keys.stride(0),
             key_head_stride=keys.stride(1),
             value_token_stride=values.stride(0),
             value_head_stride=values.stride(1),
+            HALF=half,
+            HALF_WIDTH=padded_dim(half) if half else 0,
+            IS_INTERLEAVED=rotation is not None and rotation.is_interleaved,
             **self._write,
         )
 
@@ -192,7 +211,7 @@ class TritonAttention:
             "sinks": sinks,
             "num_splits": num_splits,
         }
-        launch(
+        triton_device.launch(
             kernel.attend_kernel,
             (num_tiles + (num_sequences * num_splits if num_splits > 1 else 0), self._head_tiles),
             **of_batch,
@@ -215,7 +234,9 @@ class TritonAttention:
             **self._attend,
         )
         if num_splits > 1:
-            launch(kernel.reduce_kernel, (num_sequences, shape.num_heads), **of_batch, **self._shared, num_warps=1)
+            triton_device.launch(
+                kernel.reduce_kernel, (num_sequences, shape.num_heads), **of_batch, **self._shared, num_warps=1
+            )
         return output
 
     def _num_splits(self, batch: StepBatch, num_sequences: int) -> int:
@@ -231,10 +252,3 @@ class TritonAttention:
 def _with_dense_heads(x: Tensor) -> Tensor:
     """[tokens, heads, dim], whose elements of one head are adjacent."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def launch(function: Any, grid: tuple[int, int], **arguments: Any) -> None:
-    """Enqueues a kernel on the current stream. An empty grid is none."""
-    if all(grid):
-        runner: Callable[..., object] = function[grid]
-        runner(**arguments)

@@ -10,6 +10,8 @@ Scores are kept in units of log2, since exp2 is the hardware's exponential.
 import triton
 import triton.language as tl
 
+from penstock_server.kernels.triton_kernel import rotate_pairs
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -304,31 +306,56 @@ def reduce_kernel(
 @triton.jit
 def write_kernel(
     cache,  # [blocks, KV_HEADS, BLOCK_TOKENS, KEY_DIM + VALUE_DIM]
+    queries,  # [tokens, HEADS, KEY_DIM], rotated in place; None: neither queries nor keys are rotated
     keys,  # [tokens, KV_HEADS, KEY_DIM]
     values,  # [tokens, KV_HEADS, VALUE_DIM]
-    slots,  # [tokens] int64
+    slots,  # [tokens] int64; negative: the token is padding
+    positions,  # [tokens] int64
+    cos,  # [positions, HALF] float32
+    sin,  # [positions, HALF] float32
+    num_query_tiles,  # 0 without queries
+    query_token_stride,
+    query_head_stride,
     key_token_stride,
     key_head_stride,
     value_token_stride,
     value_head_stride,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,  # 0: values are part of the keys
     WIDTH: tl.constexpr,  # a power of two, at least KEY_DIM and VALUE_DIM
     TILE_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # of the rotated elements of a head
+    HALF_WIDTH: tl.constexpr,  # a power of two, at least HALF
+    IS_INTERLEAVED: tl.constexpr,
 ):
-    """Stores keys and values at their slots. Grid: tokens, tiles of TILE_HEADS KV heads."""
-    token = tl.program_id(0).to(tl.int64)
+    """Stores keys and values at their slots, rotated by their positions if there are queries to rotate as well. Grid:
+    tokens, tiles of TILE_HEADS query heads and then of KV heads."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if queries is not None:
+        place = tl.load(positions + token) * HALF
+        if tile < num_query_tiles:
+            head = tile * TILE_HEADS + tl.arange(0, TILE_HEADS)
+            rows = queries + token * query_token_stride + head * query_head_stride
+            rotate_pairs(rows, rows, head < HEADS, cos + place, sin + place, HALF, HALF_WIDTH, IS_INTERLEAVED)
+            return
     slot = tl.load(slots + token)
-    head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    if slot < 0:
+        return
+    head = (tile - num_query_tiles) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     is_head = head < KV_HEADS
     column = tl.arange(0, WIDTH)
     stored = (slot // BLOCK_TOKENS * KV_HEADS + head) * BLOCK_TOKENS + slot % BLOCK_TOKENS
     rows = cache + stored * (KEY_DIM + VALUE_DIM)
-    key = _load_rows(keys + token * key_token_stride + head * key_head_stride, is_head, column, WIDTH, KEY_DIM)
-    is_key = is_head[:, None] & (column < KEY_DIM)[None, :]
-    tl.store(rows[:, None] + column[None, :], key.to(cache.dtype.element_ty), mask=is_key)
+    key_rows = keys + token * key_token_stride + head * key_head_stride
+    if queries is not None:
+        rotate_pairs(key_rows, rows, is_head, cos + place, sin + place, HALF, HALF_WIDTH, IS_INTERLEAVED)
+    if KEY_DIM > 2 * HALF:
+        key = _load_rows(key_rows, is_head, column, WIDTH, KEY_DIM)
+        is_key = is_head[:, None] & ((column >= 2 * HALF) & (column < KEY_DIM))[None, :]
+        tl.store(rows[:, None] + column[None, :], key.to(cache.dtype.element_ty), mask=is_key)
     if VALUE_DIM > 0:
         pointers = values + token * value_token_stride + head * value_head_stride
         value = _load_rows(pointers, is_head, column, WIDTH, VALUE_DIM)

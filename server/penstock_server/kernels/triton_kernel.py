@@ -1,0 +1,135 @@
+"""Triton kernels of the operators between matrix products. A program computes whole rows, so a row's bits depend on no
+other row."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm_kernel(
+    output,  # [rows, heads, DIM]
+    x,  # [rows, heads, DIM]
+    residual,  # [rows, heads, DIM] or None: x is added to it in place, and the sum is normalized
+    weight,  # [DIM] or [heads, DIM] or None
+    bias,  # [DIM] or None
+    row_stride,  # of x
+    head_stride,  # of x
+    eps,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,  # a power of two, at least DIM
+    IS_LAYER: tl.constexpr,  # LayerNorm, not RMSNorm
+    IS_WIDE: tl.constexpr,  # round once, at the end
+    WEIGHT_STRIDE: tl.constexpr,  # between the weights of two heads; 0: they share one
+):
+    """Grid: rows, heads."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    mask = column < DIM
+    place = (row * tl.num_programs(1) + head) * DIM + column
+    wide = tl.load(x + row * row_stride + head * head_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        total = (wide + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(residual + place, total, mask=mask)
+        wide = total.to(tl.float32)
+    if IS_LAYER:
+        wide = tl.where(mask, wide - tl.sum(wide, 0) / DIM, 0.0)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
+    if not IS_WIDE:
+        wide = wide.to(x.dtype.element_ty).to(tl.float32)
+    if weight is not None:
+        wide = wide * tl.load(weight + head * WEIGHT_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        wide = wide + tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + place, wide.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate_pairs(
+    source, target, is_head, cos, sin, HALF: tl.constexpr, WIDTH: tl.constexpr, IS_INTERLEAVED: tl.constexpr
+):
+    """Reads the rotary elements of some heads behind the pointers source [heads] and writes them, rotated, behind
+    target [heads]. cos, sin: pointers to the HALF numbers of the token's position. WIDTH: HALF or more, a power of two.
+
+    One thread reads both elements of a pair and writes both, so target may be source.
+    """
+    pair = tl.arange(0, WIDTH)
+    is_pair = pair < HALF
+    mask = is_head[:, None] & is_pair[None, :]
+    if IS_INTERLEAVED:
+        places, distance = 2 * pair, 1
+    else:
+        places, distance = pair, HALF
+    first = tl.load(source[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source[:, None] + places[None, :] + distance, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + pair, mask=is_pair, other=0.0)[None, :]
+    s = tl.load(sin + pair, mask=is_pair, other=0.0)[None, :]
+    dtype = target.dtype.element_ty
+    tl.store(target[:, None] + places[None, :], (first * c - second * s).to(dtype), mask=mask)
+    tl.store(target[:, None] + places[None, :] + distance, (second * c + first * s).to(dtype), mask=mask)
+
+
+@triton.jit
+def rotate_kernel(
+    queries,  # [tokens, heads, head_dim]
+    keys,  # [tokens, KV heads, head_dim]
+    cos,  # [positions, HALF] float32
+    sin,  # [positions, HALF] float32
+    positions,  # [tokens] int64
+    num_query_tiles,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+):
+    """Rotates in place. Grid: tokens, tiles of TILE_HEADS query heads and then of KV heads."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + token)
+    head = tl.arange(0, TILE_HEADS)
+    if tile < num_query_tiles:
+        head += tile * TILE_HEADS
+        rows, is_head = queries + token * query_token_stride + head * query_head_stride, head < HEADS
+    else:
+        head += (tile - num_query_tiles) * TILE_HEADS
+        rows, is_head = keys + token * key_token_stride + head * key_head_stride, head < KV_HEADS
+    rotate_pairs(rows, rows, is_head, cos + position * HALF, sin + position * HALF, HALF, WIDTH, IS_INTERLEAVED)
+
+
+@triton.jit
+def _activated(x, NAME: tl.constexpr):
+    """An activation function of float32."""
+    if NAME == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif NAME == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(NAME == "gelu_tanh")
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u))
+        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        y = x / (1.0 + tl.exp(-2.0 * u))
+    return y
+
+
+@triton.jit
+def gate_kernel(
+    output,  # [rows, DIM]
+    x,  # [rows, 2 * DIM]: gates, then what they multiply
+    row_stride,  # of x
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,  # elements of a program
+    NAME: tl.constexpr,  # of the activation
+):
+    """activation(gate) * up, with the activation rounded as if it were stored. Grid: rows, parts of WIDTH elements."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = column < DIM
+    dtype = output.dtype.element_ty
+    gate = tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * row_stride + DIM + column, mask=mask, other=0.0).to(tl.float32)
+    gated = _activated(gate, NAME).to(dtype).to(tl.float32) * up
+    tl.store(output + row * DIM + column, gated.to(dtype), mask=mask)

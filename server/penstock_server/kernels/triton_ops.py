@@ -1,0 +1,148 @@
+"""The operators between matrix products as Triton kernels, for CUDA devices. Matrix products are torch's.
+
+A row's result does not depend on the other rows, except through the matrix library's choice of kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from penstock_server.kernels import triton_device, triton_kernel
+from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.ops import Elementwise, NormKind
+from penstock_server.kernels.torch_ops import TorchOps
+
+# The names by which the kernel knows activations.
+_KERNEL_ACTIVATIONS: dict[Elementwise, str] = {
+    F.silu: "silu",
+    F.gelu: "gelu",
+    ACTIVATIONS["gelu_new"]: "gelu_tanh",
+}
+_GATE_WIDTH = 1024  # elements of a program
+_ROTATED_ELEMENTS = 2048  # of the tile of heads that a program rotates
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+class TritonOps(TorchOps):
+    """Implements `Ops`."""
+
+    name = "triton"
+
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        eps: float,
+        kind: NormKind = "rms",
+        is_wide: bool = False,
+    ) -> Tensor:
+        return _norm(x, None, weight, bias, eps, kind, is_wide)
+
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        eps: float,
+        kind: NormKind = "rms",
+        is_wide: bool = False,
+    ) -> Tensor:
+        return _norm(x, residual, weight, bias, eps, kind, is_wide)
+
+    def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        num_heads, num_kv_heads, half = queries.shape[1], keys.shape[1], cos.shape[1]
+        width = power_of_two(half)
+        tile_heads = min(power_of_two(max(num_heads, num_kv_heads)), max(1, _ROTATED_ELEMENTS // (2 * width)))
+        num_query_tiles = -(-num_heads // tile_heads)
+        triton_device.launch(
+            triton_kernel.rotate_kernel,
+            (queries.shape[0], num_query_tiles - (-num_kv_heads // tile_heads)),
+            queries=queries,
+            keys=keys,
+            cos=cos,
+            sin=sin,
+            positions=positions,
+            num_query_tiles=num_query_tiles,
+            query_token_stride=queries.stride(0),
+            query_head_stride=queries.stride(1),
+            key_token_stride=keys.stride(0),
+            key_head_stride=keys.stride(1),
+            HEADS=num_heads,
+            KV_HEADS=num_kv_heads,
+            HALF=half,
+            WIDTH=width,
+            TILE_HEADS=tile_heads,
+            IS_INTERLEAVED=False,
+            num_warps=4,
+        )
+
+    def gated(self, activation: Elementwise) -> Elementwise:
+        name = _KERNEL_ACTIVATIONS.get(activation)
+        return super().gated(activation) if name is None else partial(_gate, name)
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: NormKind,
+    is_wide: bool,
+) -> Tensor:
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    dim = x.shape[-1]
+    # [rows, heads, dim] with any strides, or rows of a tensor that is contiguous.
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, dim) if x.dim() != 2 else x[:, None]
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    width = power_of_two(dim)
+    triton_device.launch(
+        triton_kernel.norm_kernel,
+        (rows.shape[0], rows.shape[1]),
+        output=output,
+        x=rows,
+        residual=residual,
+        weight=weight,
+        bias=bias,
+        row_stride=rows.stride(0),
+        head_stride=rows.stride(1),
+        eps=eps,
+        DIM=dim,
+        WIDTH=width,
+        IS_LAYER=kind == "layer",
+        IS_WIDE=is_wide or kind == "layer",
+        WEIGHT_STRIDE=dim if weight is not None and weight.dim() == 2 else 0,
+        num_warps=min(16, max(1, width // 512)),
+    )
+    return output
+
+
+def _gate(name: str, x: Tensor) -> Tensor:
+    dim = x.shape[-1] // 2
+    output = torch.empty((*x.shape[:-1], dim), dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, 2 * dim)
+    triton_device.launch(
+        triton_kernel.gate_kernel,
+        (rows.shape[0], -(-dim // _GATE_WIDTH)),
+        output=output,
+        x=rows,
+        row_stride=rows.stride(0),
+        DIM=dim,
+        WIDTH=_GATE_WIDTH,
+        NAME=name,
+        num_warps=4,
+    )
+    return output

@@ -1,0 +1,114 @@
+"""The operators' Triton kernels against torch's operators, on a GPU or in Triton's interpreter.
+
+The interpreter truncates where it should round to bfloat16, so there the kernels run in float32 and float16 only.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from penstock_server.kernels import choose_ops, triton_device
+from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.ops import NormKind
+from penstock_server.kernels.torch_ops import TorchOps
+from tested_device import DEVICE, triton_skip_reason
+from torch import Tensor
+
+if reason := triton_skip_reason():
+    pytest.skip(reason, allow_module_level=True)
+
+from penstock_server.kernels.triton_ops import TritonOps
+
+pytestmark = pytest.mark.usefixtures("on_tested_device")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+OPS, TORCH = TritonOps(), TorchOps()
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DTYPES = [dtype for dtype in TOLERANCE if DEVICE.type == "cuda" or dtype != torch.bfloat16]
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(DEVICE, dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[found.dtype], rtol=TOLERANCE[found.dtype])
+
+
+NORMS: dict[str, tuple[NormKind, bool, bool, bool]] = {  # kind, is_wide, weight, bias
+    "llama": ("rms", False, True, False),
+    "gemma": ("rms", True, True, False),
+    "without weight": ("rms", False, False, False),
+    "layer": ("layer", False, True, True),
+    "layer without weight": ("layer", False, False, False),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dim", [5, 64, 1000])
+def test_norms_equal_torch(name: str, dim: int, dtype: torch.dtype) -> None:
+    kind, is_wide, has_weight, has_bias = NORMS[name]
+    # Gemma's weights are float32 for any model.
+    weight = random(1, dim, dtype=torch.float32 if is_wide else dtype) if has_weight else None
+    bias = random(2, dim, dtype=dtype) if has_bias else None
+    x, residual = random(3, 4, dim, dtype=dtype), random(4, 4, dim, dtype=dtype)
+    expected = TORCH.norm(x, weight, bias, eps=1e-5, kind=kind, is_wide=is_wide)
+    assert_near(OPS.norm(x, weight, bias, eps=1e-5, kind=kind, is_wide=is_wide), expected)
+    total = residual.clone()
+    expected = TORCH.add_norm(x, total, weight, bias, eps=1e-5, kind=kind, is_wide=is_wide)
+    assert_near(OPS.add_norm(x, residual, weight, bias, eps=1e-5, kind=kind, is_wide=is_wide), expected)
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_heads_are_normalized_in_place_of_the_fused_projection(kind: NormKind) -> None:
+    heads = random(1, 3, 7, 20)[:, 2:6]
+    for weight in (random(2, 20), random(3, 4, 20)):
+        assert_near(OPS.norm(heads, weight, eps=1e-5, kind=kind), TORCH.norm(heads, weight, eps=1e-5, kind=kind))
+
+
+def test_rows_of_part_of_a_projection_are_normalized() -> None:
+    rows = random(1, 5, 48)[:, 16:40]
+    assert_near(OPS.norm(rows, random(2, 24), eps=1e-5), TORCH.norm(rows, random(2, 24), eps=1e-5))
+    assert OPS.norm(rows[:0], random(2, 24), eps=1e-5).shape == (0, 24)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "half"), [(4, 4, 16, 8), (6, 1, 64, 20), (70, 2, 8, 3)])
+def test_rotation_equals_torch(heads: int, kv_heads: int, dim: int, half: int) -> None:
+    fused = random(1, 3, heads + kv_heads + 1, dim)
+    expected = fused.clone()
+    cos, sin, positions = random(2, 9, half), random(3, 9, half), torch.tensor([8, 0, 5])
+    for ops, x in ((OPS, fused), (TORCH, expected)):
+        ops.rotate(x[:, :heads], x[:, heads : heads + kv_heads], cos, sin, positions)
+    assert_near(fused, expected)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_equal_torch(name: str, dtype: torch.dtype) -> None:
+    x = torch.cat([random(1, 3, 2 * 1100) * 4, torch.tensor([[-80.0, 80.0] * 1100])]).to(dtype)
+    assert_near(OPS.gated(ACTIVATIONS[name])(x), TORCH.gated(ACTIVATIONS[name])(x))
+
+
+def test_a_gated_layer_equals_torch() -> None:
+    weight, bias, x = random(1, 80, 24), random(2, 80), random(3, 5, 24)
+    assert_near(OPS.pack_gate_up(weight, bias)(x), TORCH.pack_gate_up(weight, bias)(x))
+
+
+def test_cuda_devices_get_triton_and_without_it_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose_ops(CUDA, torch.bfloat16).name == "triton"
+    assert choose_ops(CPU, torch.float32).name == "torch"
+    monkeypatch.setattr(triton_device.importlib.util, "find_spec", lambda name: None)
+    assert choose_ops(CUDA, torch.bfloat16).name == "torch"
+    assert "the triton package is not installed" in caplog.text
+
+
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(triton_device.shutil, "which", lambda name: None)
+    assert "install one or set CC" in str(triton_device.unavailable_reason(CUDA))
+    assert "not cuda" in str(triton_device.unavailable_reason(CPU))
+    monkeypatch.setattr(triton_device.importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in str(triton_device.unavailable_reason(CUDA))
