@@ -127,7 +127,7 @@ def rendered(page: str, by_benchmark: dict[str, Quoted | None]) -> str:
             text = headline(quoted)
         else:
             raise FigureError(f'no raw result may be quoted for "{found["name"]}"')
-        text = re.sub(r"\b1 streams", "1 stream", text)
+        text = re.sub(r"\b1 streams([^|\n]*)", r"1 stream\1 ", text)
         return f"{found['open']}\n{text}\n{found['close']}"
 
     return BLOCK.sub(block, page)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-PENSTOCK = Path(sys.executable).parent / "penstock"
+PENSTOCK = Path(os.environ.get("PENSTOCK_BINARY", Path(sys.executable).parent / "penstock"))
 START_TIMEOUT_S = 180
 WORKER_NAME = re.compile(r"worker-(?P<group>\d+)\.\d+")
 RENDERER_NAME = "chat-renderer"

@@ -59,16 +59,18 @@ def bundle(python_version: str) -> None:
 
 def environment(device: str, site: Path) -> dict[str, str]:
     """Of the programs that run on the device. Installs the bundle's wheels if there is a bundle."""
-    paths = [ROOT / "server"]
+    paths, binary = [ROOT / "server"], {}
     if BUNDLE.exists():
         install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site)]
         wheels = map(str, sorted((BUNDLE / "wheels").glob("*.whl")))
         subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
         shutil.copytree(BUNDLE / "pb", ROOT / "server" / "penstock_server" / "pb", dirs_exist_ok=True)
         paths.insert(0, site)
+        binary = {"PENSTOCK_BINARY": str(BUNDLE / "penstock"), "PENSTOCK_PYTHON": sys.executable}
     is_cpu = device == "cpu"
     return {
         **os.environ,
+        **binary,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PENSTOCK_TEST_DEVICE": device,
         "TRITON_INTERPRET": "1" if is_cpu else "0",
@@ -88,6 +90,7 @@ def run(device: str, out: Path, quick: bool) -> int:
     parts: dict[str, list[str]] = {
         "kernels": [*pytest, *chosen, *(str(tests / name) for name in KERNEL_TESTS)],
         "models": [*pytest, *chosen, *(str(tests / name) for name in MODEL_TESTS)],
+        "faults": [*pytest, str(ROOT / "integration-tests" / "test_device.py")],
         "benchmark": [*benchmark, "--quick", *(["--repeats", "1"] if quick else [])],
     }
     failures = 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from expert_models import CASES, HIDDEN, Case, expected, make_model, save
 from penstock_server.attention import ModelAttention
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import native_ops
+from penstock_server.kernels import native_ops, triton_device
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
@@ -27,6 +29,7 @@ from penstock_server.weights.location import Location
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from rank_threads import run_ranks
 from test_attention import make_batch
+from tested_device import triton_skip_reason
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -82,6 +85,36 @@ def test_experts_are_those_of_transformers(name: str, folder: Path) -> None:
     for row in (0, 7, 32):
         torch.testing.assert_close(layer(x[row : row + 1])[0], want[row], atol=1e-4, rtol=1e-5)
     assert layer(x[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.skipif(triton_skip_reason() is not None, reason=str(triton_skip_reason()))
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_grouped_kernels_compute_the_experts_of_transformers(
+    name: str, size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock_server.kernels.triton_ops import TritonOps
+
+    launch, one_at_a_time = triton_device.launch, threading.Lock()
+
+    def launch_alone(*arguments: Any, **options: Any) -> None:
+        with one_at_a_time:  # the interpreter runs in one thread, ranks here in several
+            launch(*arguments, **options)
+
+    monkeypatch.setattr(triton_device, "launch", launch_alone)
+    case, path = CASES[name], saved(name, torch.float32, folder)
+    x = inputs(33, torch.float32)
+    with torch.inference_mode():
+        want = expected(case, make_model(case), x)
+
+    def of_rank(group: RankGroup) -> Tensor:
+        layer, _ = load(path, case, group, torch.float32, ops=TritonOps())
+        return torch.cat([layer(x), layer(x[5:6]), layer(x[:0])])
+
+    for got in run_ranks(size, of_rank):
+        torch.testing.assert_close(got[:33], want, atol=1e-5 * float(want.std().clamp(min=1)), rtol=1e-5)
+        torch.testing.assert_close(got[33], want[5], atol=1e-4, rtol=1e-5)
+        assert len(got) == 34
 
 
 @pytest.mark.parametrize("name", CASES)

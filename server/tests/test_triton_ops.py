@@ -60,6 +60,12 @@ def test_norms_equal_torch(name: str, dim: int, dtype: torch.dtype) -> None:
     assert torch.equal(residual, total)
 
 
+def test_a_wide_residual_gives_the_narrow_dtype_of_the_weight() -> None:
+    x, weight = random(1, 3, 40), random(2, 40, dtype=torch.float16)
+    assert_near(OPS.norm(x, weight, eps=1e-5), TORCH.norm(x, weight, eps=1e-5))
+    assert OPS.norm(x, weight, eps=1e-5).dtype == torch.float16
+
+
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_heads_are_normalized_in_place_of_the_fused_projection(kind: NormKind) -> None:
     heads = random(1, 3, 7, 20)[:, 2:6]

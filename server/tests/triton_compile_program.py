@@ -22,6 +22,7 @@ from penstock_server.attention.interface import Alibi, AttentionMask, AttentionS
 from penstock_server.attention.triton import backend
 from penstock_server.engine import cut
 from penstock_server.kernels import triton_device
+from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
 from penstock_server.kernels.triton_ops import TritonOps
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -98,6 +99,10 @@ def launch_operators(num_tokens: int) -> None:
     rope = torch.zeros(9, 64)
     ops.rotate(qkv[:, :32], qkv[:, 32:40], rope, rope, torch.zeros(num_tokens, dtype=torch.int64))
     ops.gated(torch.nn.functional.silu)(torch.zeros(num_tokens, 28672, dtype=BF16))
+    grouped = GroupedLinear(torch.zeros(128, 1536, 2048, dtype=BF16), None)
+    chosen = torch.zeros(num_tokens, 8, dtype=torch.int64)
+    results = grouped(x[:, :2048], assign(chosen, range(128), 128), 8)
+    weighted_sum(results.unflatten(0, (-1, 8)), torch.zeros(num_tokens, 8))
     probs, mass = torch.zeros(2, 128256), torch.zeros(2, dtype=torch.int64)
     cut.cut_rows(probs, probs.int(), mass, mass > 0, is_count=False, all_equals=False)
 

@@ -23,7 +23,7 @@ from penstock_server.engine.device import (
 from penstock_server.engine.graphs import CudaRecorder, StepGraphs
 from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.engine.step import Forward, Pending, StepRunner
+from penstock_server.engine.step import Pending, StepRunner
 from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler
@@ -166,12 +166,12 @@ class Engine:
                 max_source_tokens=self.model.max_source_tokens,
             )
 
-        def open_table(num_blocks: int, forward: Forward) -> None:
+        def open_table(num_blocks: int, graphs: StepGraphs | None = None) -> None:
             table = SequenceTable(table_limits(num_blocks))
-            self._ready = StepRunner(self.model, self._group, self._device, config, sampler, table, grammars, forward)
+            self._ready = StepRunner(self.model, self._group, self._device, config, sampler, table, grammars, graphs)
 
         def run(plan: Plan, num_blocks: int) -> None:
-            open_table(num_blocks, self.model.forward)
+            open_table(num_blocks)
             self.step(plan)
             self.reset()
 
@@ -191,13 +191,12 @@ class Engine:
             memory.return_free_pages()
         longest = probe.longest_in(num_blocks, config)
         self.model.serve_up_to(longest)
-        forward: Forward = self.model.forward
+        graphs = None
         if self.model.is_recordable:
             with clock.phase("record graphs"):
                 graphs = StepGraphs(self.model, table_limits(num_blocks), self._device, CudaRecorder())
             logger.info("recorded %d graphs of decode steps", len(graphs))
-            forward = graphs.forward
-        open_table(num_blocks, forward)
+        open_table(num_blocks, graphs)
         with clock.phase("rehearse"):
             self._rehearse()
         return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s)

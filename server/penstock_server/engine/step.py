@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepBatch
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Selection
 from penstock_server.engine.constraint import Constraints
 from penstock_server.engine.device import HostCopy
+from penstock_server.engine.graphs import StepGraphs
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.prompt import PromptScores, score_prompt
 from penstock_server.engine.sampler import BROKEN, Sampler, SampleRequest
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 BROKEN_LOGITS = "the model's logits are not finite"
 Ids = npt.NDArray[np.int64]
-Forward = Callable[[StepBatch], Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +76,11 @@ class StepRunner:
         sampler: Sampler,
         table: SequenceTable,
         grammars: GrammarStates | None,
-        forward: Forward,
+        graphs: StepGraphs | None = None,
     ) -> None:
-        """`grammars` belong to the first rank, which samples. `forward`: the model's, or that of its graphs."""
+        """`grammars` belong to the first rank, which samples. `graphs` compute the model's decode steps."""
         self._model = model
-        self._forward = forward
+        self._graphs = graphs
         self._group = group
         self._device = device
         self._limits = limits
@@ -130,7 +129,7 @@ class StepRunner:
             self._take_sampled_inputs(pending, built.batch.token_ids, built.batch.query_starts)
             prepared = time.perf_counter()
             masks = self._start_masks(chosen)
-            hidden = self._forward(built.batch)
+            hidden = (self._model if self._graphs is None else self._graphs).forward(built.batch)
             # Without prompt logprobs, all outputs are samples.
             samples = hidden if built.prompt is None else hidden[torch.from_numpy(built.samples).to(hidden.device)]
             logits = self._model.logits(samples) if len(built.samples) else None

@@ -25,7 +25,7 @@ def _identity(x: Tensor) -> Tensor:
 
 def xielu(alpha_p: Tensor, alpha_n: Tensor) -> Elementwise:
     """xIELU: quadratic above zero, exponential below, with learned factors [1] (https://arxiv.org/abs/2411.13010)."""
-    beta, almost_zero = 0.5, torch.tensor(-1e-6, dtype=alpha_p.dtype, device=alpha_p.device)
+    beta, almost_zero = 0.5, alpha_p.new_full((), -1e-6)
     above, below = F.softplus(alpha_p), beta + F.softplus(alpha_n)
 
     def activation(x: Tensor) -> Tensor:

@@ -103,6 +103,7 @@ class NativeOps:
     """Implements `Ops`."""
 
     name = "native"
+    groups_experts = False
 
     def __init__(self, num_threads: int | None = None) -> None:
         from penstock_server.kernels.torch_ops import TorchOps

@@ -59,6 +59,12 @@ def whole(weight: Weight) -> Tensor:
 
 NormKind = Literal["rms", "layer"]
 
+
+def norm_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """The dtype of a norm's result. A residual stream is float32 in some float16 models."""
+    return x.dtype if weight is None or weight.dtype == torch.float32 else weight.dtype
+
+
 Elementwise = Callable[[Tensor], Tensor]
 """[rows, features] → the same shape and dtype, element by element."""
 
@@ -68,6 +74,7 @@ Lookup = Callable[[Tensor], Tensor]
 
 class Ops(Protocol):
     name: str
+    groups_experts: bool  # whether the layers of experts are computed together, by `triton_grouped`
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [out_features, in_features], bias [out_features] or None."""
@@ -94,7 +101,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """The norm of x [..., dim], or [rows, heads, dim] if weight is [heads, dim]; otherwise weight is [dim], as is
         bias. The last dimension is contiguous. Statistics in float32. LayerNorm, and RMSNorm with `is_wide`, round
-        once, at the end; other RMSNorms round to x's dtype before the weight is applied too (as in Llama)."""
+        once, at the end; other RMSNorms round before the weight is applied too (as in Llama). The result has x's dtype,
+        or the weight's if that is narrower."""
         ...
 
     def add_norm(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.kernels.ops import Elementwise, Lookup, NormKind, PackedLinear, Weight, whole
+from penstock_server.kernels.ops import Elementwise, Lookup, NormKind, PackedLinear, Weight, norm_dtype, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class TorchOps:
     """Implements `Ops`."""
 
     name = "torch"
+    groups_experts = False
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         weight = whole(weight)
@@ -89,18 +90,18 @@ class TorchOps:
     ) -> Tensor:
         if kind == "layer" and (weight is None or weight.dim() == 1):
             return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-        wide = x.float()
+        wide, dtype = x.float(), norm_dtype(x, weight)
         if kind == "layer":
             wide = F.layer_norm(wide, x.shape[-1:], eps=eps)
         else:
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         if kind == "rms" and not is_wide:
-            wide = wide.to(x.dtype)
+            wide = wide.to(dtype)
         if weight is not None:
             wide = wide * weight
         if bias is not None:
             wide = wide + bias
-        return wide.to(x.dtype)
+        return wide.to(dtype)
 
     def add_norm(
         self,

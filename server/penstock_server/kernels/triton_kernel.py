@@ -35,7 +35,7 @@ def norm_kernel(
         wide = tl.where(mask, wide - tl.sum(wide, 0) / DIM, 0.0)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
     if not IS_WIDE:
-        wide = wide.to(x.dtype.element_ty).to(tl.float32)
+        wide = wide.to(output.dtype.element_ty).to(tl.float32)
     if weight is not None:
         wide = wide * tl.load(weight + head * WEIGHT_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
@@ -133,3 +133,66 @@ def gate_kernel(
     up = tl.load(x + row * row_stride + DIM + column, mask=mask, other=0.0).to(tl.float32)
     gated = _activated(gate, NAME).to(dtype).to(tl.float32) * up
     tl.store(output + row * DIM + column, gated.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows_per_input"])
+def grouped_kernel(
+    output,  # [pairs, COLUMNS]
+    x,  # [pairs / rows_per_input, DEPTH]
+    weight,  # [EXPERTS, COLUMNS, DEPTH]
+    bias,  # [EXPERTS, COLUMNS] or None
+    order,  # [pairs] int64: the pairs by expert
+    ends,  # [EXPERTS] int64: the end of each expert's pairs in `order`
+    tile_experts,  # [tiles] int64; EXPERTS: the tile is unused
+    tile_starts,  # [tiles] int64
+    rows_per_input,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,  # of tl.dot
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+):
+    """The product of each pair's row of x with the weight of its expert. Grid: tiles of pairs, tiles of columns."""
+    expert = tl.load(tile_experts + tl.program_id(0))
+    if expert >= EXPERTS:
+        return
+    place = tl.load(tile_starts + tl.program_id(0)) + tl.arange(0, TILE_ROWS)
+    is_row = place < tl.load(ends + expert)
+    pair = tl.load(order + place, mask=is_row, other=0)
+    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_column = column < COLUMNS
+    depth = tl.arange(0, TILE_DEPTH)
+    rows = x + (pair // rows_per_input)[:, None] * DEPTH + depth[None, :]
+    columns = weight + (expert * COLUMNS + column)[None, :] * DEPTH + depth[:, None]
+    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, DEPTH, TILE_DEPTH):
+        is_inside = depth < DEPTH - start
+        a = tl.load(rows + start, mask=is_row[:, None] & is_inside[None, :], other=0.0)
+        b = tl.load(columns + start, mask=is_inside[:, None] & is_column[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    if bias is not None:
+        acc += tl.load(bias + expert * COLUMNS + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    mask = is_row[:, None] & is_column[None, :]
+    tl.store(output + pair[:, None] * COLUMNS + column[None, :], acc.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def weighted_sum_kernel(
+    output,  # [rows, FEATURES] float32
+    results,  # [rows, TOP_K, FEATURES]
+    weights,  # [rows, TOP_K] float32
+    TOP_K: tl.constexpr,
+    FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,  # elements of a program
+):
+    """Grid: rows, parts of WIDTH features."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = column < FEATURES
+    total = tl.zeros([WIDTH], tl.float32)
+    for place in range(TOP_K):
+        result = tl.load(results + (row * TOP_K + place) * FEATURES + column, mask=mask, other=0.0).to(tl.float32)
+        total += result * tl.load(weights + row * TOP_K + place)
+    tl.store(output + row * FEATURES + column, total, mask=mask)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock_server.kernels import triton_device, triton_kernel
 from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.ops import Elementwise, NormKind
+from penstock_server.kernels.ops import Elementwise, NormKind, norm_dtype
 from penstock_server.kernels.torch_ops import TorchOps
 
 # The names by which the kernel knows activations.
@@ -35,6 +35,7 @@ class TritonOps(TorchOps):
     """Implements `Ops`."""
 
     name = "triton"
+    groups_experts = True
 
     def norm(
         self,
@@ -107,7 +108,7 @@ def _norm(
     dim = x.shape[-1]
     # [rows, heads, dim] with any strides, or rows of a tensor that is contiguous.
     rows = x if x.dim() == 3 else x.reshape(-1, 1, dim) if x.dim() != 2 else x[:, None]
-    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    output = torch.empty(x.shape, dtype=norm_dtype(x, weight), device=x.device)
     width = power_of_two(dim)
     triton_device.launch(
         triton_kernel.norm_kernel,

@@ -11,7 +11,6 @@ from penstock_server.kernels.ops import Lookup
 from penstock_server.layers.attention import AttentionBlock
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
-from penstock_server.layers.experts import MoeSpec
 from penstock_server.layers.linear import DenseWeights
 from penstock_server.layers.native_stack import NativeStack
 from penstock_server.layers.norm import Norm
@@ -56,9 +55,9 @@ class Decoder:
         self.attentions = attentions
         self.window_tokens = window_tokens(attentions)
         self.attention_name = context.attention.name
-        # Experts and the split of a batch into sources and answers read device memory on the host.
-        has_host_work = spec.encoder is not None or any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers)
-        self.is_recordable = self.attention_name == "triton" and not has_host_work
+        # The split of a batch into sources and answers reads device memory on the host.
+        has_kernels = self.attention_name == context.ops.name == "triton"
+        self.is_recordable = has_kernels and spec.encoder is None
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
         self.weight_bytes = context.loader.loaded_bytes
         self._attention = context.attention

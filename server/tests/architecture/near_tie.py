@@ -1,5 +1,5 @@
-"""Near ties in routing: rounding to bfloat16 decides between experts with almost equal scores, here and in
-transformers.
+"""Near ties: rounding decides between two tokens with almost equal logits, and rounding to bfloat16 between two experts
+with almost equal scores, here and in transformers.
 
 A token that goes to another expert has a different result, and through attention so have all later tokens. So that the
 rest can be compared, the reference is made to follow our choice in such rows. The tests bound their number.
@@ -19,6 +19,12 @@ from torch import Tensor, nn
 
 # Share of a row's total weight. Rounding changes weights by less than 1%, another expert by more than this.
 DIFFERENT = 0.05
+
+
+def assert_greedy(logits: Tensor, token_ids: list[int]) -> None:
+    """logits [tokens, vocab] float32: each token is the greatest, or below it by no more than rounding."""
+    chosen = logits.gather(1, torch.tensor(token_ids)[:, None]).squeeze(1)
+    torch.testing.assert_close(chosen, logits.amax(-1), atol=1e-4, rtol=1e-4)
 
 
 @dataclass
