@@ -21,7 +21,8 @@ BUNDLE = ROOT / "gpu-bundle"
 MAX_BUNDLE_BYTES = 48 << 20
 # What torch's usual environments lack, or have in a version that the generated protocol does not accept.
 PACKAGES = ("grpcio", "protobuf", "llguidance", "gguf", "pytest", "pytest-timeout", "hypothesis", "sortedcontainers")
-PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "manylinux2014_x86_64")  # glibc 2.39: Ubuntu 24.04
+# glibc 2.39 is that of Ubuntu 24.04; pip knows no order of platforms.
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "manylinux2014_x86_64")
 
 # Every test module whose tests run on the device of PENSTOCK_TEST_DEVICE, the quick ones first.
 KERNEL_TESTS = ("test_triton_ops.py", "test_triton_cut.py", "test_triton_attention.py")
