@@ -65,6 +65,8 @@ class Recorder(TorchDispatchMode):
         source = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         if name.startswith("aten.to") and source is not None:
             if source.device != result.device:
+                # A copy of pageable memory, or one that blocks, would wait for the device.
+                assert (kwargs or {}).get("non_blocking") or True in args, f"{func} blocks"
                 self._launches.num_host_copies += 1
                 return result
             if source.dtype == result.dtype:
@@ -113,6 +115,7 @@ def fake_cuda() -> Iterator[Launches]:
         patch.setattr("penstock_server.engine.engine.choose_device", lambda name, rank: DEVICE)
         patch.setattr("penstock_server.engine.engine.open_device", lambda device: None)
         patch.setattr(torch, "from_numpy", fake_from_numpy)
+        patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
         patch.setattr(triton_device, "launch", record_launch)
         patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
         for module in (step, prompt, logprob):

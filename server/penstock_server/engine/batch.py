@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_server.attention.interface import StepBatch
+from penstock_server.engine.device import on_device
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.plan import Advances, Failure
 
@@ -152,21 +153,16 @@ def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Buil
             prompt = PromptRows(np.searchsorted(outputs, of_prompt), ids, places)
     blocks = table.block_ids[token_rows, positions // block_tokens].astype(np.int64)
 
-    def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
-        on_host = torch.from_numpy(array)
-        # PERF: even a `to` without effect lets other threads take the interpreter lock.
-        return on_host if device.type == "cpu" else on_host.to(device, non_blocking=True)
-
     batch = StepBatch(
-        token_ids=tensor(table.token_ids[token_rows, positions].astype(np.int64)),
-        positions=tensor(positions),
-        slots=tensor(blocks * block_tokens + positions % block_tokens),
-        query_starts=tensor(query_starts),
-        context_lens=tensor(contexts.astype(np.int32)),
-        block_tables=tensor(table.block_ids[rows, : -(-max_context // block_tokens)]),
-        sample_rows=tensor(outputs),
+        token_ids=on_device(table.token_ids[token_rows, positions].astype(np.int64), device),
+        positions=on_device(positions, device),
+        slots=on_device(blocks * block_tokens + positions % block_tokens, device),
+        query_starts=on_device(query_starts, device),
+        context_lens=on_device(contexts.astype(np.int32), device),
+        block_tables=on_device(table.block_ids[rows, : -(-max_context // block_tokens)], device),
+        sample_rows=on_device(outputs, device),
         max_query_tokens=max_query,
         max_context_tokens=max_context,
-        source_lens=tensor(table.source[rows].astype(np.int32)) if table.limits.max_source_tokens else None,
+        source_lens=on_device(table.source[rows].astype(np.int32), device) if table.limits.max_source_tokens else None,
     )
     return Built(batch, samples, prompt)

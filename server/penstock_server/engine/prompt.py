@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.engine.batch import PromptRows
-from penstock_server.engine.device import HostCopy
+from penstock_server.engine.device import HostCopy, on_device
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.sampler import Sampler
 from penstock_server.models.interface import CausalModel
@@ -56,11 +56,11 @@ def score_prompt(
     step = CHUNK_ROWS[hidden.device.type]
     for start in range(0, len(prompt.ids), step):
         part = slice(start, start + step)
-        rows = torch.from_numpy(prompt.outputs[part]).to(hidden.device)
+        rows = on_device(prompt.outputs[part], hidden.device)
         logits = model.logits(hidden[rows])
         if logits is None:
             continue
-        ids = torch.from_numpy(prompt.ids[part]).to(hidden.device)
+        ids = on_device(prompt.ids[part], hidden.device)
         scored, found = sampler.score(logits, ids, top_n[part])
         chunks.append(scored)
         alternatives.extend(each.renumbered(start + each.rows) for each in found)
@@ -68,5 +68,5 @@ def score_prompt(
         return PromptScores(prompt.ids, places, starts)
     logprobs = torch.cat(chunks)
     num_broken = torch.zeros(len(places), dtype=torch.int64, device=logprobs.device)
-    num_broken.index_add_(0, torch.from_numpy(owners).to(logprobs.device), logprobs.isnan().long())
+    num_broken.index_add_(0, on_device(owners, logprobs.device), logprobs.isnan().long())
     return PromptScores(prompt.ids, places, starts, HostCopy(logprobs), num_broken, alternatives)

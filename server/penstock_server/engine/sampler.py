@@ -21,6 +21,7 @@ from penstock_server.engine import penalty
 from penstock_server.engine.choice import choose
 from penstock_server.engine.constraint import Constrainer, Constraints
 from penstock_server.engine.cut import Room
+from penstock_server.engine.device import on_device
 from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Masks, greatest, native_greedy
 from penstock_server.engine.logprob import Alternatives, Level, alternatives_of, level_of, logprobs_at
 from penstock_server.engine.parameter import Parameters, Places, of_composition, within
@@ -135,7 +136,7 @@ class Sampler:
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
         # Copied, because torch refuses the strides of a record's columns.
-        return torch.from_numpy(np.array(values, order="C")).to(self._device)
+        return on_device(np.array(values, order="C"), self._device)
 
     def _places(self, ascending: Places, rows: slice) -> Tensor | None:
         """The places within a range of rows, relative to its start; None if there are none."""

@@ -24,7 +24,7 @@ from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Selection
 from penstock_server.engine.constraint import Constraints
-from penstock_server.engine.device import HostCopy
+from penstock_server.engine.device import HostCopy, on_device
 from penstock_server.engine.graphs import StepGraphs
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.prompt import PromptScores, score_prompt
@@ -131,7 +131,7 @@ class StepRunner:
             masks = self._start_masks(chosen)
             hidden = (self._model if self._graphs is None else self._graphs).forward(built.batch)
             # Without prompt logprobs, all outputs are samples.
-            samples = hidden if built.prompt is None else hidden[torch.from_numpy(built.samples).to(hidden.device)]
+            samples = hidden if built.prompt is None else hidden[on_device(built.samples, hidden.device)]
             logits = self._model.logits(samples) if len(built.samples) else None
             forwarded = time.perf_counter()
             table.computed[chosen.rows] += chosen.num_tokens
@@ -169,7 +169,7 @@ class StepRunner:
                 continue
             sampled = earlier.residencies[earlier.chosen.samples]
             _, *places = np.intersect1d(sampled, pending.residencies, assume_unique=True, return_indices=True)
-            source, target = (torch.from_numpy(place).to(self._device) for place in places)
+            source, target = (on_device(place, self._device) for place in places)
             # A sequence samples after its last known token, so what it sampled is all that it has left to compute.
             token_ids[query_starts[target].long()] = earlier.verdict[source].clamp(min=0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from penstock_server.engine.device import on_device
 from penstock_server.errors import ConfigError
 from penstock_server.watermark import DEFAULT_DELTA, DEFAULT_GAMMA, GreenLists
 
@@ -30,4 +30,4 @@ class Watermark:
         """Add delta to the green logits in rows `places` of scores [rows, vocab], in place, by the previous token
         previous_ids [places] of each."""
         is_green = np.unpackbits(self._lists.bits(previous_ids), axis=1, count=scores.shape[1], bitorder="little")
-        scores[places] = scores[places].add_(torch.from_numpy(is_green).to(scores.device), alpha=self._delta)
+        scores[places] = scores[places].add_(on_device(is_green, scores.device), alpha=self._delta)
