@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from binary import start
+from byte_model import greedy, save
 from client import ask, events
 from fault.probe import wait_for_rest
-from tiny_model import greedy, save
 
 NUM_TOKENS = 400
 TEXTS = ["a river " * 16, "so it was said", "x" * 70, "y"]

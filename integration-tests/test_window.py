@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from binary import start
+from byte_model import greedy, save
 from client import ask
 from fault.probe import wait_for_rest
-from tiny_model import greedy, save
 
 WINDOW, POOL, LONGEST = 20, 64, 512
 NUM_TOKENS = 200

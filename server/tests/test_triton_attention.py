@@ -386,7 +386,7 @@ def compile_and_check(names: list[str]) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     kernels = [json.loads(line) for line in ran.stdout.splitlines()]
-    num_kernels = sum(6 if name == "operators" else 3 for name in names)
+    num_kernels = sum(7 if name == "operators" else 3 for name in names)
     assert len(kernels) == num_kernels * len(MAX_SHARED_BYTES)
     for each in kernels:
         # The bits of a row would depend on its step if different steps launched different kernels.

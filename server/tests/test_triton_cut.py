@@ -20,7 +20,13 @@ from torch._subclasses import FakeTensorMode
 if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-pytestmark = pytest.mark.usefixtures("on_tested_device")
+from penstock_server.engine import triton_greedy
+
+# numpy's, of the interpreter: a GPU computes with infinities as well, and says nothing.
+pytestmark = [
+    pytest.mark.usefixtures("on_tested_device"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
 LIMITS: dict[str, tuple[Any, ...]] = {  # neutral, then what is asked for
     "top_k": (0, 1, 2, 7, 40, 100_000),
     "top_p": (1.0, 1e-9, 0.3, 0.9, 0.999999),
@@ -84,6 +90,28 @@ def test_rows_that_ask_for_nothing_are_untouched() -> None:
     assert truncation([dict.fromkeys(ALL, 0.5)]).asked == ALL
 
 
+@pytest.mark.parametrize("vocab", [50, 5000])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_greedy_choice_is_that_of_a_softmax(vocab: int, is_masked: bool) -> None:
+    logits = (torch.randn(6, vocab, generator=torch.Generator(DEVICE).manual_seed(2)) * 4).round()  # with equals
+    logits[1, 3], logits[2, vocab - 1], logits[3] = torch.nan, torch.inf, -torch.inf
+    logits[4, : vocab - 1] = -torch.inf
+    allowed, masks = torch.ones_like(logits, dtype=torch.bool), None
+    if is_masked:
+        places = np.array([0, 1, 5])
+        bits = np.random.default_rng(3).integers(0, 2, (3, -(-vocab // 32) * 32), np.uint8)
+        bits[2] = 0  # allows nothing
+        masks = places, np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        allowed[torch.from_numpy(places).to(DEVICE)] = torch.from_numpy(bits[:, :vocab] == 1).to(DEVICE)
+    ids, logprobs = triton_greedy.choose(logits, masks)
+    expected = logits.masked_fill(~allowed, -torch.inf).double().log_softmax(-1)
+    is_broken = torch.tensor([False, True, True, True, False, is_masked])
+    best = torch.where(is_broken, -1, (expected == expected.amax(-1, keepdim=True)).int().argmax(-1))
+    assert ids.tolist() == best.tolist()
+    torch.testing.assert_close(logprobs[~is_broken].double(), expected.amax(-1)[~is_broken], atol=1e-5, rtol=1e-5)
+    assert logprobs[is_broken].isnan().all()
+
+
 @given(
     scores=st.lists(
         st.lists(st.sampled_from([-np.inf, -3.5, -0.0, 0.0, 1e-30, 2.0, 2.0, 7.0]), min_size=6, max_size=6),
@@ -104,5 +132,6 @@ def test_masks_are_applied_without_waiting_for_the_device() -> None:
     from_numpy = torch.from_numpy
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode() as mode:
         patch.setattr(torch, "from_numpy", lambda array: mode.from_tensor(from_numpy(array)))
+        patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
         scores = torch.empty(3, 32, device=cuda)
         Constrainer(cuda).apply(scores, torch.empty(2, dtype=torch.int64, device=cuda), words)

@@ -19,7 +19,11 @@ if reason := triton_skip_reason():
 
 from penstock_server.kernels.triton_ops import TritonOps
 
-pytestmark = pytest.mark.usefixtures("on_tested_device")
+# numpy's, of the interpreter: a GPU computes with infinities as well, and says nothing.
+pytestmark = [
+    pytest.mark.usefixtures("on_tested_device"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OPS, TORCH = TritonOps(), TorchOps()
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -20,7 +20,7 @@ import torch
 import triton
 from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
 from penstock_server.attention.triton import backend
-from penstock_server.engine import cut
+from penstock_server.engine import cut, triton_greedy
 from penstock_server.kernels import triton_device
 from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
 from penstock_server.kernels.triton_ops import TritonOps
@@ -104,6 +104,7 @@ def launch_operators(num_tokens: int) -> None:
     results = grouped(x[:, :2048], assign(chosen, range(128), 128), 8)
     weighted_sum(results.unflatten(0, (-1, 8)), torch.zeros(num_tokens, 8))
     probs, mass = torch.zeros(2, 128256), torch.zeros(2, dtype=torch.int64)
+    triton_greedy.choose(torch.zeros(num_tokens, 128256, dtype=BF16), None)
     cut.cut_rows(probs, probs.int(), mass, mass > 0, is_count=False, all_equals=False)
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.kernels import may_be_native
+from penstock_server.kernels import may_be_native, triton_device
 
 BLOCK = 64  # rows are padded to a multiple of it
 
@@ -25,12 +25,16 @@ Masks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # rows that have on
 Greedy = Callable[[Tensor, Masks | None], tuple[Tensor, Tensor]]
 
 
-def native_greedy(device: torch.device) -> Greedy | None:
-    """The native kernel for bf16 logits, if this machine has one.
+def fused_greedy(device: torch.device, dtype: torch.dtype) -> Greedy | None:
+    """One kernel for logits of this dtype, if there is one.
 
     PERF: 32 × 49,152 on one thread of an EPYC: 0.55 ms; by torch's operators 1.2 ms.
     """
-    if not may_be_native(device, torch.bfloat16):
+    if device.type == "cuda" and triton_device.unavailable_reason(device) is None:
+        from penstock_server.engine import triton_greedy
+
+        return triton_greedy.choose
+    if dtype != torch.bfloat16 or not may_be_native(device, torch.bfloat16):
         return None
     from penstock_server.kernels import native_ops
 

@@ -22,7 +22,7 @@ from penstock_server.engine.choice import choose
 from penstock_server.engine.constraint import Constrainer, Constraints
 from penstock_server.engine.cut import Room
 from penstock_server.engine.device import on_device
-from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Masks, greatest, native_greedy
+from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Greedy, Masks, fused_greedy, greatest
 from penstock_server.engine.logprob import Alternatives, Level, alternatives_of, level_of, logprobs_at
 from penstock_server.engine.parameter import Parameters, Places, of_composition, within
 from penstock_server.engine.random import uniform
@@ -86,7 +86,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._watermark = watermark
-        self._native_greedy = native_greedy(device)
+        self._greedy: dict[torch.dtype, Greedy | None] = {}  # by the dtype of the logits
         width = -(-vocab_size // BLOCK) * BLOCK
         rows = min(_CHUNK_ROWS[device.type], max_rows)
         # Columns beyond the vocabulary stay at -inf: probability 0.
@@ -149,8 +149,10 @@ class Sampler:
 
     def _choose_plain(self, logits: Tensor, masks: Masks | None = None) -> Sampled:
         """The most probable token of each row, among the tokens that its mask allows if it has one."""
-        if self._native_greedy is not None and logits.dtype == torch.bfloat16:
-            return Sampled(*self._native_greedy(logits.contiguous(), masks))
+        if logits.dtype not in self._greedy:
+            self._greedy[logits.dtype] = fused_greedy(self._device, logits.dtype)
+        if (choose_greedy := self._greedy[logits.dtype]) is not None:
+            return Sampled(*choose_greedy(logits.contiguous(), masks))
         if masks is not None:
             logits = self._constrainer.applied(logits, self._tensor(masks[0]), masks[1])
         out = self._empty(len(logits))
