@@ -6,14 +6,16 @@ import os
 
 import pytest
 
+# Triton decides at its import whether kernels are interpreted, on the CPU, or compiled. On a GPU, set it to 0. The
+# conftest.py of a folder below may import it, so `pytest_configure` would be too late.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Several test processes share the cores. Threads that wait at an OpenMP barrier must not spin on them; torch is not
     # imported yet, so the setting takes effect.
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Triton decides at its import whether kernels are interpreted, on the CPU, or compiled. On a GPU, set it to 0.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -172,7 +172,7 @@ class Sequences:
     first_block: int = 0
 
     def new(self, num: int, prompt_tokens: int, output_tokens: int) -> list[NewSequence]:
-        """Sequences with all the blocks that they will need, which may be those of others: nobody reads the text."""
+        """Sequences with all the blocks that they will need. Some may share blocks, because only time is measured."""
         per_sequence = -(-(prompt_tokens + output_tokens) // self.block_tokens)
         made = []
         for sequence_id in itertools.islice(self.ids, num):

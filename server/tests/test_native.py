@@ -15,6 +15,7 @@ from penstock_server.attention.interface import Alibi, AttentionMask, AttentionS
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels import native_ops
 from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.linear import DenseLinear
 from penstock_server.layers.native_stack import NativeStack, StackLayer
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.native
 penstock_kernels = pytest.importorskip("penstock_kernels")
 
 BF16 = torch.bfloat16
+VARIANT = NormVariant(1e-5)
 SHAPES = [(1, 1), (17, 3), (48, 64), (100, 31), (576, 576), (960, 576), (130, 1536)]
 ROWS = [1, 2, 3, 7, 8, 9, 32, 100, 260]
 
@@ -132,10 +134,10 @@ def test_norms_equal_torch(ops: native_ops.NativeOps, torch_ops: TorchOps, dim: 
     weight = random(dim)
     for rows in ROWS:
         x, residual = random(rows, dim), random(rows + 1, dim)[1:].contiguous()
-        assert_near(ops.norm(x, weight, eps=1e-5), torch_ops.norm(x, weight, eps=1e-5))
+        assert_near(ops.norm(x, weight, None, VARIANT), torch_ops.norm(x, weight, None, VARIANT))
         sum_native, sum_torch = residual.clone(), residual.clone()
-        normed = ops.add_norm(x, sum_native, weight, eps=1e-5)
-        assert_near(normed, torch_ops.add_norm(x, sum_torch, weight, eps=1e-5))
+        normed = ops.norm(x, weight, None, VARIANT, sum_native)
+        assert_near(normed, torch_ops.norm(x, weight, None, VARIANT, sum_torch))
         assert torch.equal(sum_native, sum_torch)
 
 
@@ -385,22 +387,22 @@ def make_layers(
 
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=70)])
 def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, mask: AttentionMask) -> None:
-    hidden, eps, rope = 96, 1e-5, angles(32)
+    hidden, rope = 96, angles(32)
     attention, layers = make_layers(ops, mask, hidden)
     final_norm = random(hidden)
-    stack = NativeStack(attention, layers, final_norm, rope, eps)
+    stack = NativeStack(attention, layers, final_norm, rope, VARIANT.eps)
     caches, plain_caches = ([attention.allocate(80) for _ in layers] for _ in range(2))
 
     def plain(residual: Tensor, step: StepContext) -> Tensor:
         batch = step.batch
         for layer, cache in zip(layers, plain_caches, strict=True):
-            qkv = layer.qkv(ops.norm(residual, layer.attention_norm, eps=eps), step).view(-1, 8, 32)
+            qkv = layer.qkv(ops.norm(residual, layer.attention_norm, None, VARIANT), step).view(-1, 8, 32)
             ops.rotate(qkv[:, :4], qkv[:, 4:6], *rope, batch.positions)
             attention.write_kv(cache, qkv[:, 4:6], qkv[:, 6:], batch.slots)
             attended = attention.attend(qkv[:, :4], cache, step.metadata[attention.name]).flatten(1)
-            normed = ops.add_norm(layer.output(attended, step), residual, layer.mlp_norm, eps=eps)
+            normed = ops.norm(layer.output(attended, step), layer.mlp_norm, None, VARIANT, residual)
             residual += layer.down(layer.gate_up(normed, step), step)
-        return ops.norm(residual, final_norm, eps=eps)[batch.sample_rows]
+        return ops.norm(residual, final_norm, None, VARIANT)[batch.sample_rows]
 
     # sequence 0 in blocks 0.., sequence 1 in blocks 40..: chunks, single tokens, and steps that sample nothing
     computed = [0, 0]
@@ -466,7 +468,7 @@ Call = Callable[[native_ops.NativeOps], object]
 
 
 def norm(x: Tensor, width: int = 8) -> Call:
-    return lambda ops: ops.norm(x, zeros(width), eps=1.0)
+    return lambda ops: ops.norm(x, zeros(width), None, VARIANT)
 
 
 def linear(x: Tensor, output: Tensor) -> Call:
@@ -510,7 +512,7 @@ REJECTED: dict[str, tuple[type[Exception], str, Call]] = {
     "residual's shape": (
         ValueError,
         "residual has shape",
-        lambda ops: ops.add_norm(zeros(2, 8), zeros(1, 8), zeros(8), eps=1.0),
+        lambda ops: ops.norm(zeros(2, 8), zeros(8), None, VARIANT, zeros(1, 8)),
     ),
     "rows that are not contiguous": (ValueError, "x has shape", linear(zeros(8, 2).T, zeros(2, 4))),
     "output that is not contiguous": (ValueError, "output has shape", linear(zeros(2, 8), zeros(2, 9)[:, :4])),

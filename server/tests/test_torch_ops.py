@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.rope import RopeSpec, inverse_frequencies, rope_tables
 from penstock_server.models.config import Config
@@ -16,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 OPS = TorchOps()
+VARIANT = NormVariant(1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,9 +50,9 @@ def test_rms_norm_rounds_as_llama_does(dtype: torch.dtype) -> None:
     norm = LlamaRMSNorm(24, eps=1e-5).to(dtype)
     norm.weight.uniform_(0.5, 2)
     x, residual = torch.randn(6, 24, dtype=dtype), torch.randn(6, 24, dtype=dtype)
-    assert torch.equal(OPS.norm(x, norm.weight, eps=1e-5), norm(x))
+    assert torch.equal(OPS.norm(x, norm.weight, None, VARIANT), norm(x))
     total = residual + x
-    assert torch.equal(OPS.add_norm(x, residual, norm.weight, eps=1e-5), norm(total))
+    assert torch.equal(OPS.norm(x, norm.weight, None, VARIANT, residual), norm(total))
     assert torch.equal(residual, total)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from penstock_server.kernels import choose_ops, triton_device
 from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.ops import NormKind
+from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.torch_ops import TorchOps
 from tested_device import DEVICE, triton_skip_reason
 from torch import Tensor
@@ -38,12 +38,13 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=TOLERANCE[found.dtype], rtol=TOLERANCE[found.dtype])
 
 
-NORMS: dict[str, tuple[NormKind, bool, bool, bool]] = {  # kind, is_wide, weight, bias
-    "llama": ("rms", False, True, False),
-    "gemma": ("rms", True, True, False),
-    "without weight": ("rms", False, False, False),
-    "layer": ("layer", False, True, True),
-    "layer without weight": ("layer", False, False, False),
+RMS, LAYER = NormVariant(1e-5), NormVariant(1e-5, "layer")
+NORMS = {  # variant, weight, bias
+    "llama": (RMS, True, False),
+    "gemma": (NormVariant(1e-5, is_wide=True), True, False),
+    "without weight": (RMS, False, False),
+    "layer": (LAYER, True, True),
+    "layer without weight": (LAYER, False, False),
 }
 
 
@@ -51,36 +52,36 @@ NORMS: dict[str, tuple[NormKind, bool, bool, bool]] = {  # kind, is_wide, weight
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dim", [5, 64, 1000])
 def test_norms_equal_torch(name: str, dim: int, dtype: torch.dtype) -> None:
-    kind, is_wide, has_weight, has_bias = NORMS[name]
+    variant, has_weight, has_bias = NORMS[name]
     # Gemma's weights are float32 for any model.
-    weight = random(1, dim, dtype=torch.float32 if is_wide else dtype) if has_weight else None
+    weight = random(1, dim, dtype=torch.float32 if variant.is_wide else dtype) if has_weight else None
     bias = random(2, dim, dtype=dtype) if has_bias else None
     x, residual = random(3, 4, dim, dtype=dtype), random(4, 4, dim, dtype=dtype)
-    expected = TORCH.norm(x, weight, bias, eps=1e-5, kind=kind, is_wide=is_wide)
-    assert_near(OPS.norm(x, weight, bias, eps=1e-5, kind=kind, is_wide=is_wide), expected)
+    expected = TORCH.norm(x, weight, bias, variant)
+    assert_near(OPS.norm(x, weight, bias, variant), expected)
     total = residual.clone()
-    expected = TORCH.add_norm(x, total, weight, bias, eps=1e-5, kind=kind, is_wide=is_wide)
-    assert_near(OPS.add_norm(x, residual, weight, bias, eps=1e-5, kind=kind, is_wide=is_wide), expected)
+    expected = TORCH.norm(x, weight, bias, variant, total)
+    assert_near(OPS.norm(x, weight, bias, variant, residual), expected)
     assert torch.equal(residual, total)
 
 
 def test_a_wide_residual_gives_the_narrow_dtype_of_the_weight() -> None:
     x, weight = random(1, 3, 40), random(2, 40, dtype=torch.float16)
-    assert_near(OPS.norm(x, weight, eps=1e-5), TORCH.norm(x, weight, eps=1e-5))
-    assert OPS.norm(x, weight, eps=1e-5).dtype == torch.float16
+    assert_near(OPS.norm(x, weight, None, RMS), TORCH.norm(x, weight, None, RMS))
+    assert OPS.norm(x, weight, None, RMS).dtype == torch.float16
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_heads_are_normalized_in_place_of_the_fused_projection(kind: NormKind) -> None:
+@pytest.mark.parametrize("variant", [RMS, LAYER])
+def test_heads_are_normalized_in_place_of_the_fused_projection(variant: NormVariant) -> None:
     heads = random(1, 3, 7, 20)[:, 2:6]
     for weight in (random(2, 20), random(3, 4, 20)):
-        assert_near(OPS.norm(heads, weight, eps=1e-5, kind=kind), TORCH.norm(heads, weight, eps=1e-5, kind=kind))
+        assert_near(OPS.norm(heads, weight, None, variant), TORCH.norm(heads, weight, None, variant))
 
 
 def test_rows_of_part_of_a_projection_are_normalized() -> None:
     rows = random(1, 5, 48)[:, 16:40]
-    assert_near(OPS.norm(rows, random(2, 24), eps=1e-5), TORCH.norm(rows, random(2, 24), eps=1e-5))
-    assert OPS.norm(rows[:0], random(2, 24), eps=1e-5).shape == (0, 24)
+    assert_near(OPS.norm(rows, random(2, 24), None, RMS), TORCH.norm(rows, random(2, 24), None, RMS))
+    assert OPS.norm(rows[:0], random(2, 24), None, RMS).shape == (0, 24)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "half"), [(4, 4, 16, 8), (6, 1, 64, 20), (70, 2, 8, 3)])

@@ -22,6 +22,7 @@ from penstock_server.attention.interface import Alibi, AttentionMask, AttentionS
 from penstock_server.attention.triton import backend
 from penstock_server.engine import cut, triton_greedy
 from penstock_server.kernels import triton_device
+from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
 from penstock_server.kernels.triton_ops import TritonOps
 from triton.backends.compiler import GPUTarget
@@ -94,7 +95,7 @@ def launch_operators(num_tokens: int) -> None:
     """Those of an 8B Llama and the truncation of its vocabulary."""
     ops = TritonOps()
     x, weight = torch.zeros(num_tokens, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
-    ops.add_norm(x, x.clone(), weight, eps=1e-5)
+    ops.norm(x, weight, None, NormVariant(1e-5), x.clone())
     qkv = torch.zeros(num_tokens, 48, 128, dtype=BF16)
     rope = torch.zeros(9, 64)
     ops.rotate(qkv[:, :32], qkv[:, 32:40], rope, rope, torch.zeros(num_tokens, dtype=torch.int64))

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from penstock_server.engine.device import on_device
 
+Masks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # rows that have one, and those [rows, words]
+
 _NOTHING = float("-inf")
 
 

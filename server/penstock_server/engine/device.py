@@ -49,8 +49,8 @@ def choose_device(name: str, rank: int) -> torch.device:
 
 
 def _check_no_gpu_is_meant() -> None:
-    """Raises ConfigError where torch sees no GPU although the machine has a driver for some and nobody hid them: a
-    server on the CPU would be a surprise."""
+    """Raises ConfigError if the machine has an NVIDIA driver and CUDA_VISIBLE_DEVICES does not hide its GPUs, but torch
+    sees none: a server on the CPU would be a surprise."""
     if not NVIDIA_DRIVER.exists():
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

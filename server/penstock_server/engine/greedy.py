@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock_server.engine.constraint import Masks
 from penstock_server.kernels import may_be_native, triton_device
 
 BLOCK = 64  # rows are padded to a multiple of it
@@ -17,8 +16,6 @@ BLOCK = 64  # rows are padded to a multiple of it
 # on a busy machine, where it lasts as long as the operating system's time slice.
 # PERF: 1 row of 49,152 takes 0.024 ms on one thread of an EPYC; on two threads, with both cores busy otherwise, 8 ms.
 PARALLEL_ROWS = 8
-
-Masks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # rows that have one, and those [rows, words]
 
 # Logits [rows, vocab] → ids [rows] int64 and logprobs [rows] float32 among the tokens that masks allow; -1 and NaN for
 # a row that is not finite or has no such token.

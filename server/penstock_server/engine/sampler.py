@@ -19,10 +19,10 @@ from torch import Tensor
 
 from penstock_server.engine import penalty
 from penstock_server.engine.choice import choose
-from penstock_server.engine.constraint import Constrainer, Constraints
+from penstock_server.engine.constraint import Constrainer, Constraints, Masks
 from penstock_server.engine.cut import Room
 from penstock_server.engine.device import on_device
-from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Greedy, Masks, fused_greedy, greatest
+from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Greedy, fused_greedy, greatest
 from penstock_server.engine.logprob import Alternatives, Level, alternatives_of, level_of, logprobs_at
 from penstock_server.engine.parameter import Parameters, Places, of_composition, within
 from penstock_server.engine.random import uniform

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock_server.engine.constraint import Masks
 from penstock_server.engine.device import on_device
-from penstock_server.engine.greedy import Masks
 from penstock_server.kernels import triton_device
 
 _BLOCK = 4096

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock_kernels import Kernels
     from torch import Tensor
 
-    from penstock_server.kernels.ops import Elementwise, Lookup, NormKind, Weight
+    from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, Weight
 
 
 def available() -> bool:
@@ -128,36 +128,20 @@ class NativeOps:
         self,
         x: Tensor,
         weight: Tensor | None,
-        bias: Tensor | None = None,
-        *,
-        eps: float,
-        kind: NormKind = "rms",
-        is_wide: bool = False,
+        bias: Tensor | None,
+        variant: NormVariant,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        if not _is_plain(weight, bias, kind, is_wide):
-            return self._torch.norm(x, weight, bias, eps=eps, kind=kind, is_wide=is_wide)
+        if not _is_plain(weight, bias, variant):
+            return self._torch.norm(x, weight, bias, variant, residual)
         # Queries and keys may be strided views of the fused projection.
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y = rows.new_empty(rows.shape)
-        self._kernels.rms_norm(rows, weight, y, eps)
+        if residual is None:
+            self._kernels.rms_norm(rows, weight, y, variant.eps)
+        else:
+            self._kernels.add_rms_norm(rows, residual, weight, y, variant.eps)
         return y.view(x.shape)
-
-    def add_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None = None,
-        *,
-        eps: float,
-        kind: NormKind = "rms",
-        is_wide: bool = False,
-    ) -> Tensor:
-        if not _is_plain(weight, bias, kind, is_wide):
-            return self._torch.add_norm(x, residual, weight, bias, eps=eps, kind=kind, is_wide=is_wide)
-        y = x.new_empty(x.shape)
-        self._kernels.add_rms_norm(x, residual, weight, y, eps)
-        return y
 
     def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         self._kernels.rotate(queries, keys, cos, sin, positions)
@@ -186,12 +170,12 @@ class NativeOps:
         return ids, logprobs
 
 
-def _is_plain(weight: Tensor | None, bias: Tensor | None, kind: NormKind, is_wide: bool) -> bool:
+def _is_plain(weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> bool:
     """Whether a kernel computes this norm: Llama's."""
     import torch
 
     has_plain_weight = weight is not None and weight.dim() == 1 and weight.dtype == torch.bfloat16
-    return kind == "rms" and not is_wide and bias is None and has_plain_weight
+    return variant.kind == "rms" and not variant.is_wide and bias is None and has_plain_weight
 
 
 def _libgomp() -> str | None:

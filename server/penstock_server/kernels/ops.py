@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -60,6 +61,16 @@ def whole(weight: Weight) -> Tensor:
 NormKind = Literal["rms", "layer"]
 
 
+@dataclass(frozen=True, slots=True)
+class NormVariant:
+    """Statistics are in float32. LayerNorm, and RMSNorm with `is_wide`, round once, at the end; other RMSNorms round
+    before the weight is applied too (as in Llama)."""
+
+    eps: float
+    kind: NormKind = "rms"
+    is_wide: bool = False
+
+
 def norm_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     """The dtype of a norm's result. A residual stream is float32 in some float16 models."""
     return x.dtype if weight is None or weight.dtype == torch.float32 else weight.dtype
@@ -93,30 +104,14 @@ class Ops(Protocol):
         self,
         x: Tensor,
         weight: Tensor | None,
-        bias: Tensor | None = None,
-        *,
-        eps: float,
-        kind: NormKind = "rms",
-        is_wide: bool = False,
+        bias: Tensor | None,
+        variant: NormVariant,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """The norm of x [..., dim], or [rows, heads, dim] if weight is [heads, dim]; otherwise weight is [dim], as is
-        bias. The last dimension is contiguous. Statistics in float32. LayerNorm, and RMSNorm with `is_wide`, round
-        once, at the end; other RMSNorms round before the weight is applied too (as in Llama). The result has x's dtype,
-        or the weight's if that is narrower."""
-        ...
+        bias. The last dimension is contiguous. The result has x's dtype, or the weight's if that is narrower.
 
-    def add_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None = None,
-        *,
-        eps: float,
-        kind: NormKind = "rms",
-        is_wide: bool = False,
-    ) -> Tensor:
-        """Adds x to the residual in place and returns the norm of the sum. Both [rows, dim]."""
+        With a residual, both are [rows, dim]: x is added to it in place, and the result is the norm of the sum."""
         ...
 
     def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:

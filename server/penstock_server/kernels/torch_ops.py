@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.kernels.ops import Elementwise, Lookup, NormKind, PackedLinear, Weight, norm_dtype, whole
+from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedLinear, Weight, norm_dtype, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,40 +82,27 @@ class TorchOps:
         self,
         x: Tensor,
         weight: Tensor | None,
-        bias: Tensor | None = None,
-        *,
-        eps: float,
-        kind: NormKind = "rms",
-        is_wide: bool = False,
+        bias: Tensor | None,
+        variant: NormVariant,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        if kind == "layer" and (weight is None or weight.dim() == 1):
+        if residual is not None:
+            x = residual.add_(x)
+        eps = variant.eps
+        if variant.kind == "layer" and (weight is None or weight.dim() == 1):
             return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
         wide, dtype = x.float(), norm_dtype(x, weight)
-        if kind == "layer":
+        if variant.kind == "layer":
             wide = F.layer_norm(wide, x.shape[-1:], eps=eps)
         else:
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        if kind == "rms" and not is_wide:
+        if variant.kind == "rms" and not variant.is_wide:
             wide = wide.to(dtype)
         if weight is not None:
             wide = wide * weight
         if bias is not None:
             wide = wide + bias
         return wide.to(dtype)
-
-    def add_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None = None,
-        *,
-        eps: float,
-        kind: NormKind = "rms",
-        is_wide: bool = False,
-    ) -> Tensor:
-        residual += x
-        return self.norm(residual, weight, bias, eps=eps, kind=kind, is_wide=is_wide)
 
     def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         half = cos.shape[-1]

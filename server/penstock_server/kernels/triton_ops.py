@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock_server.kernels import triton_device, triton_kernel
 from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.ops import Elementwise, NormKind, norm_dtype
+from penstock_server.kernels.ops import Elementwise, NormVariant, norm_dtype
 from penstock_server.kernels.torch_ops import TorchOps
 
 # The names by which the kernel knows activations.
@@ -41,26 +41,36 @@ class TritonOps(TorchOps):
         self,
         x: Tensor,
         weight: Tensor | None,
-        bias: Tensor | None = None,
-        *,
-        eps: float,
-        kind: NormKind = "rms",
-        is_wide: bool = False,
+        bias: Tensor | None,
+        variant: NormVariant,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        return _norm(x, None, weight, bias, eps, kind, is_wide)
-
-    def add_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None = None,
-        *,
-        eps: float,
-        kind: NormKind = "rms",
-        is_wide: bool = False,
-    ) -> Tensor:
-        return _norm(x, residual, weight, bias, eps, kind, is_wide)
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        dim = x.shape[-1]
+        # [rows, heads, dim] with any strides, or rows of a tensor that is contiguous.
+        rows = x if x.dim() == 3 else x.reshape(-1, 1, dim) if x.dim() != 2 else x[:, None]
+        output = torch.empty(x.shape, dtype=norm_dtype(x, weight), device=x.device)
+        width = power_of_two(dim)
+        triton_device.launch(
+            triton_kernel.norm_kernel,
+            (rows.shape[0], rows.shape[1]),
+            output=output,
+            x=rows,
+            residual=residual,
+            weight=weight,
+            bias=bias,
+            row_stride=rows.stride(0),
+            head_stride=rows.stride(1),
+            eps=variant.eps,
+            DIM=dim,
+            WIDTH=width,
+            IS_LAYER=variant.kind == "layer",
+            IS_WIDE=variant.is_wide or variant.kind == "layer",
+            WEIGHT_STRIDE=dim if weight is not None and weight.dim() == 2 else 0,
+            num_warps=min(16, max(1, width // 512)),
+        )
+        return output
 
     def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         num_heads, num_kv_heads, half = queries.shape[1], keys.shape[1], cos.shape[1]
@@ -92,43 +102,6 @@ class TritonOps(TorchOps):
     def gated(self, activation: Elementwise) -> Elementwise:
         name = _KERNEL_ACTIVATIONS.get(activation)
         return super().gated(activation) if name is None else partial(_gate, name)
-
-
-def _norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: NormKind,
-    is_wide: bool,
-) -> Tensor:
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    dim = x.shape[-1]
-    # [rows, heads, dim] with any strides, or rows of a tensor that is contiguous.
-    rows = x if x.dim() == 3 else x.reshape(-1, 1, dim) if x.dim() != 2 else x[:, None]
-    output = torch.empty(x.shape, dtype=norm_dtype(x, weight), device=x.device)
-    width = power_of_two(dim)
-    triton_device.launch(
-        triton_kernel.norm_kernel,
-        (rows.shape[0], rows.shape[1]),
-        output=output,
-        x=rows,
-        residual=residual,
-        weight=weight,
-        bias=bias,
-        row_stride=rows.stride(0),
-        head_stride=rows.stride(1),
-        eps=eps,
-        DIM=dim,
-        WIDTH=width,
-        IS_LAYER=kind == "layer",
-        IS_WIDE=is_wide or kind == "layer",
-        WEIGHT_STRIDE=dim if weight is not None and weight.dim() == 2 else 0,
-        num_warps=min(16, max(1, width // 512)),
-    )
-    return output
 
 
 def _gate(name: str, x: Tensor) -> Tensor:

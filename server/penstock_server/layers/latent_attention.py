@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock_server.attention.interface import Attention, AttentionShape
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.ops import Ops
+from penstock_server.kernels.ops import NormVariant, Ops
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import DenseWeights, Linear
@@ -177,11 +177,12 @@ class LatentAttentionBlock:
         """x [tokens, hidden]: writes its latents to the cache, and returns the absorbed queries [tokens, heads,
         key_dim]."""
         spec, heads = self.spec, self.shape.num_heads
+        norm = NormVariant(spec.norm_eps)
         *q_latent, latent, rotated_key = self.down(x, step).split(
             [*([spec.q_lora_rank] if spec.q_lora_rank else []), spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1
         )
         if self.q_norm is not None:
-            x = self.ops.norm(q_latent[0], self.q_norm, eps=spec.norm_eps)
+            x = self.ops.norm(q_latent[0], self.q_norm, None, norm)
         plain, rotated = self.queries(x, step).split(
             [heads * spec.qk_nope_head_dim, heads * spec.qk_rope_head_dim], dim=-1
         )
@@ -190,7 +191,7 @@ class LatentAttentionBlock:
         queries = x.new_empty((x.shape[0], heads, spec.key_dim))
         self.absorb(plain.unflatten(-1, (heads, -1)), queries[..., : spec.kv_lora_rank], step)
         queries[..., spec.kv_lora_rank :] = rotated
-        latent = self.ops.norm(latent, self.kv_norm, eps=spec.norm_eps)
+        latent = self.ops.norm(latent, self.kv_norm, None, norm)
         keys = torch.cat([latent[:, None], rotated_key], dim=-1)
         self.attention.write_kv(cache, keys, keys[..., : spec.kv_lora_rank], step.batch.slots)
         return queries

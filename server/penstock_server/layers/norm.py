@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock_server.kernels.ops import NormKind, Ops
+from penstock_server.kernels.ops import NormKind, NormVariant, Ops
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Loader, Parameter
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """LayerNorm, and RMSNorm with `wide`, compute in float32 and round to the model's dtype at the end. RMSNorm without
-    `wide` rounds before it multiplies by the weight, as Llama does."""
+    """A `NormVariant` and the parameters that go with it."""
 
     kind: NormKind
     eps: float
@@ -22,6 +21,10 @@ class NormSpec:
     bias: bool = False
     offset: float = 0.0  # added to the weight; 1 in Gemma and Nemotron
     wide: bool = False
+
+    @property
+    def variant(self) -> NormVariant:
+        return NormVariant(self.eps, self.kind, self.wide)
 
     @property
     def is_plain_rms(self) -> bool:
@@ -42,7 +45,7 @@ def norm_parameters(
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    spec: NormSpec
+    variant: NormVariant
     weight: Tensor | None  # [dim], or [heads, dim]; offset included; float32 unless plain
     bias: Tensor | None
     ops: Ops
@@ -55,14 +58,12 @@ class Norm:
             weight = weight.float() + spec.offset
         elif weight is not None and spec.offset:
             weight = weight + spec.offset
-        return cls(spec, weight, bias, ops)
+        return cls(spec.variant, weight, bias, ops)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., dim], or [..., heads, dim] if each head has a weight of its own → the same shape."""
-        spec = self.spec
-        return self.ops.norm(x, self.weight, self.bias, eps=spec.eps, kind=spec.kind, is_wide=spec.wide)
+        return self.ops.norm(x, self.weight, self.bias, self.variant)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Adds x to the residual in place, and returns the norm of the sum. Both [rows, dim]."""
-        spec = self.spec
-        return self.ops.add_norm(x, residual, self.weight, self.bias, eps=spec.eps, kind=spec.kind, is_wide=spec.wide)
+        return self.ops.norm(x, self.weight, self.bias, self.variant, residual)
