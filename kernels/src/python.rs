@@ -15,7 +15,7 @@ use crate::rotate::{Angles, Heads};
 use crate::sample::Logits;
 use crate::table::NUM_PATTERNS;
 use attention::{AttentionShape, Batch, PagedAttention};
-use linear::{PackedLinear, Packing};
+use linear::{PackedLinear, Packing, QuantizedPacking, SegmentParts};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use stack::Stack;
@@ -66,6 +66,18 @@ impl Kernels {
         gated: bool,
     ) -> PyResult<Packing> {
         Packing::new(self.pool, &self.arena, [out_features, in_features], bias.as_ref(), gated)
+    }
+
+    /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales) for each segment of its
+    /// rows. The bias [all rows] is copied. w = scale · (code - offset), or scale · code + min.
+    fn quantized(
+        &self,
+        segments: Vec<SegmentParts>,
+        in_features: usize,
+        bias: Option<View<'_, u16, 1>>,
+        gated: bool,
+    ) -> PyResult<QuantizedPacking> {
+        QuantizedPacking::new(self.pool, &self.arena, &segments, in_features, bias.as_ref(), gated)
     }
 
     /// output = rms_norm(x); both [rows, dim].

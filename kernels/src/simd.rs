@@ -95,6 +95,27 @@ pub(crate) unsafe fn broadcast_pair(address: *const u16) -> __m512i {
     _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
 }
 
+/// Rounds a number to bf16, to nearest even.
+pub(crate) fn to_bf16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    if value.is_nan() {
+        return 0x7fc0;
+    }
+    ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
+}
+
+/// Rounds to float16, to nearest even.
+#[target_feature(enable = "f16c")]
+pub(crate) fn to_f16(value: f32) -> u16 {
+    _mm_cvtsi128_si32(_mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(value))) as u16
+}
+
+/// The number that float16 bits stand for.
+#[target_feature(enable = "f16c")]
+pub(crate) fn from_f16(bits: u16) -> f32 {
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))))
+}
+
 /// Transposes 16 × 16 pairs of bf16. Rows are `stride` and `target_stride` elements apart.
 ///
 /// # Safety

@@ -4,7 +4,7 @@
 //! INVARIANT: bit-equal to the single kernels called one after the other.
 
 use crate::attention::{Attention, Batch, Layout, NewTokens, Operands, Work};
-use crate::linear::{Output, PackedLinear, Rows};
+use crate::linear::{Linear, Output, Rows};
 use crate::norm::RmsNorm;
 use crate::pool::{Executor, Pool, Source, Target, Walker};
 use crate::rotate::{self, Angles, Heads};
@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// One layer: norm and attention, norm and gated MLP.
 pub(crate) struct Layer {
     pub(crate) attention_norm: Source<u16>,
-    pub(crate) qkv: Arc<PackedLinear>,
-    pub(crate) output: Arc<PackedLinear>,
+    pub(crate) qkv: Arc<Linear>,
+    pub(crate) output: Arc<Linear>,
     pub(crate) mlp_norm: Source<u16>,
     /// Packed with `gated`.
-    pub(crate) gate_up: Arc<PackedLinear>,
-    pub(crate) down: Arc<PackedLinear>,
+    pub(crate) gate_up: Arc<Linear>,
+    pub(crate) down: Arc<Linear>,
 }
 
 /// All layers and the final norm. The caller owns norm weights and angles and keeps them alive.
@@ -54,6 +54,7 @@ pub(crate) struct Step<'a> {
 struct Buffers {
     numbers: Vec<u16>,
     states: Vec<f32>,
+    scratch: Vec<u8>,
 }
 
 /// Addresses of a step's intermediate results in the buffers.
@@ -66,21 +67,26 @@ struct Places {
     sampled_residual: Target<u16>,
     sampled_attended: Target<u16>,
     states: Target<f32>,
+    /// Of the linear layers.
+    scratch: Target<u8>,
 }
 
-/// Kernels per layer, each a phase of the section.
-const PHASES_PER_LAYER: usize = 9;
+/// Phases of the section per layer, at most: nine kernels, of which four are linear layers that may quantize their inputs first.
+const PHASES_PER_LAYER: usize = 13;
 /// The gather of sampled rows, and the final norm.
 const MORE_PHASES: usize = 2;
 
 impl Buffers {
-    fn places(&mut self, sizes: [usize; 6], states: usize) -> Places {
+    fn places(&mut self, sizes: [usize; 6], states: usize, scratch: usize) -> Places {
         let total = sizes.iter().sum();
         if self.numbers.len() < total {
             self.numbers.resize(total, 0);
         }
         if self.states.len() < states {
             self.states.resize(states, 0.0);
+        }
+        if self.scratch.len() < scratch {
+            self.scratch.resize(scratch, 0);
         }
         let mut offset = 0;
         let [normed, qkv, attended, gated, sampled_residual, sampled_attended] = sizes.map(|size| {
@@ -89,7 +95,8 @@ impl Buffers {
             place
         });
         let states = Target::new(self.states.as_mut_ptr());
-        Places { normed, qkv, attended, gated, sampled_residual, sampled_attended, states }
+        let scratch = Target::new(self.scratch.as_mut_ptr());
+        Places { normed, qkv, attended, gated, sampled_residual, sampled_attended, states, scratch }
     }
 }
 
@@ -159,7 +166,9 @@ impl Stack {
             step.num_samples * self.hidden(),
             step.num_samples * self.query_size(),
         ];
-        let places = buffers.places(sizes, work.room_floats());
+        let linears = self.layers.iter().flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down]);
+        let scratch = linears.map(|linear| linear.scratch_bytes(step.num_tokens)).max().unwrap_or(0);
+        let places = buffers.places(sizes, work.room_floats(), scratch);
         pool.section(self.layers.len() * PHASES_PER_LAYER + MORE_PHASES, |walker| {
             // SAFETY: the caller vouches for the step; the buffers have room, and every thread makes the same calls.
             unsafe { self.walk(walker, step, &work, places) };
@@ -186,12 +195,17 @@ impl Stack {
                     (residual, attended) = (places.sampled_residual, places.sampled_attended);
                     num_rows = step.num_samples;
                 }
-                layer.output.apply(walker, rows(attended, self.query_size(), num_rows), Output::Add(residual));
+                layer.output.apply(
+                    walker,
+                    rows(attended, self.query_size(), num_rows),
+                    Output::Add(residual),
+                    places.scratch,
+                );
                 self.norm(walker, layer.mlp_norm, residual, num_rows, places.normed);
                 let normed = rows(places.normed, self.hidden(), num_rows);
-                layer.gate_up.apply(walker, normed, Output::Store(places.gated));
+                layer.gate_up.apply(walker, normed, Output::Store(places.gated), places.scratch);
                 let gated = rows(places.gated, layer.down.in_features(), num_rows);
-                layer.down.apply(walker, gated, Output::Add(residual));
+                layer.down.apply(walker, gated, Output::Add(residual), places.scratch);
             }
         }
         // SAFETY: as above.
@@ -223,7 +237,7 @@ impl Stack {
         // SAFETY: the caller of `run` vouches for the step.
         unsafe {
             let normed = rows(places.normed, self.hidden(), step.num_tokens);
-            layer.qkv.apply(walker, normed, Output::Store(places.qkv));
+            layer.qkv.apply(walker, normed, Output::Store(places.qkv), places.scratch);
             rotate::rotate_and_write(walker, &angles, [queries, keys], &self.attention.layout, cache, tokens);
         }
     }

@@ -1,6 +1,7 @@
 //! Shared by the unit tests: a pool of real threads, pseudo-random bf16 numbers, and scalar conversions for the references.
 
 use crate::pool::Pool;
+pub(crate) use crate::simd::to_bf16;
 use std::ffi::{c_uint, c_void};
 
 struct Shared(*mut c_void);
@@ -33,15 +34,6 @@ pub(crate) fn spawning_pool(num_threads: usize) -> Pool {
 
 pub(crate) fn to_f32(value: u16) -> f32 {
     f32::from_bits(u32::from(value) << 16)
-}
-
-/// Rounds to nearest even, like the hardware.
-pub(crate) fn to_bf16(value: f32) -> u16 {
-    let bits = value.to_bits();
-    if value.is_nan() {
-        return 0x7fc0;
-    }
-    ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
 }
 
 /// A small generator (xorshift); the same seed gives the same numbers.

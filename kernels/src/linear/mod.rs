@@ -1,17 +1,22 @@
-//! Linear layers: y = x·Wᵀ (+ bias) in bf16 with float32 sums, the weight packed once into panels of 48 output columns.
-//! Fused epilogues: addition to a residual, and silu(gate)·up for a gate and an up projection packed together.
+//! Linear layers: y = x·Wᵀ (+ bias) of bf16 inputs with float32 sums, the weight packed once into panels of output columns: dense in
+//! bf16, or quantized. Fused epilogues: addition to a residual, and silu(gate)·up for a gate and an up projection packed together.
 //!
-//! INVARIANT: every output element is one chain of `vdpbf16ps` over ascending pairs of input features, in every code path, so a
-//! row's bits do not depend on the number of rows or threads.
+//! INVARIANT: every output element of a dense layer is one chain of `vdpbf16ps` over ascending pairs of input features, in every code
+//! path, so a row's bits do not depend on the number of rows or threads.
 
+mod epilogue;
 mod pack;
+mod quantized;
 mod tile;
 
 pub(crate) use pack::{PackedLinear, Weight};
+pub(crate) use quantized::{Format, Number, QuantizedLinear, QuantizedRows, SUPER_GROUP, Segment};
 pub(crate) use tile::PANEL;
 
 use crate::pool::{Executor, Source, Target};
-use tile::{Ahead, Outcome};
+use epilogue::Outcome;
+use std::ops::Range;
+use tile::Ahead;
 
 /// Rows per register tile: 8 rows of 3 vectors use 24 of the 32 vector registers.
 const TILE_ROWS: usize = 8;
@@ -43,29 +48,122 @@ impl Output {
     }
 }
 
-impl PackedLinear {
+/// A layer's weight, packed.
+pub(crate) enum Linear {
+    Dense(PackedLinear),
+    Quantized(QuantizedLinear),
+}
+
+impl Linear {
     /// Applies the layer. A gated layer's output has `out_features / 2` columns and is always stored.
     ///
     /// # Safety
-    /// `rows` must be readable, `output` writable for every row, and the two must not overlap. The CPU must be `supported()`.
+    /// `rows` must be readable, `output` writable for every row, and the two must not overlap; `scratch` must have `scratch_bytes`. The
+    /// CPU must be `supported()`.
+    pub(crate) unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output, scratch: Target<u8>) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            match self {
+                Linear::Dense(linear) => linear.apply(executor, rows, output),
+                Linear::Quantized(linear) => linear.apply(executor, rows, output, scratch),
+            }
+        }
+    }
+
+    /// Bytes that `apply` needs for this number of rows.
+    pub(crate) fn scratch_bytes(&self, num_rows: usize) -> usize {
+        match self {
+            Linear::Dense(_) => 0,
+            Linear::Quantized(linear) => linear.scratch_bytes(num_rows),
+        }
+    }
+
+    /// Copies rows of the weight as bf16: an embedding whose table is also the head. Not for gated weights.
+    ///
+    /// # Safety
+    /// `rows` must point to `num_rows` row numbers below `out_features`, `output` to room for as many rows.
+    pub(crate) unsafe fn copy_rows(
+        &self,
+        executor: &impl Executor,
+        rows: Source<i64>,
+        num_rows: usize,
+        output: Target<u16>,
+    ) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            match self {
+                Linear::Dense(linear) => linear.copy_rows(executor, rows, num_rows, output),
+                Linear::Quantized(linear) => linear.copy_rows(executor, rows, num_rows, output),
+            }
+        }
+    }
+
+    pub(crate) fn out_features(&self) -> usize {
+        match self {
+            Linear::Dense(linear) => linear.out_features(),
+            Linear::Quantized(linear) => linear.out_features(),
+        }
+    }
+
+    pub(crate) fn in_features(&self) -> usize {
+        match self {
+            Linear::Dense(linear) => linear.in_features(),
+            Linear::Quantized(linear) => linear.in_features(),
+        }
+    }
+
+    pub(crate) fn is_gated(&self) -> bool {
+        match self {
+            Linear::Dense(linear) => linear.is_gated(),
+            Linear::Quantized(linear) => linear.is_gated(),
+        }
+    }
+
+    /// Columns of the output: half of the weight's rows when gated.
+    pub(crate) fn output_columns(&self) -> usize {
+        if self.is_gated() { self.out_features() / 2 } else { self.out_features() }
+    }
+}
+
+/// Calls `work` for units of columns and ranges of rows that cover all, in parts.
+fn for_units(executor: &impl Executor, num_units: usize, num_rows: usize, work: impl Fn(usize, Range<usize>) + Sync) {
+    let num_row_parts = num_rows.div_ceil(PART_ROWS);
+    let units_per_part = (num_units * num_row_parts / (executor.num_threads() * 4)).clamp(1, num_units);
+    let num_unit_parts = num_units.div_ceil(units_per_part);
+    executor.for_each(num_unit_parts * num_row_parts, |part| {
+        let (unit_part, row_part) = (part / num_row_parts, part % num_row_parts);
+        let (first_row, end_row) = (num_rows * row_part / num_row_parts, num_rows * (row_part + 1) / num_row_parts);
+        for unit in unit_part * units_per_part..num_units.min((unit_part + 1) * units_per_part) {
+            work(unit, first_row..end_row);
+        }
+    });
+}
+
+/// A bias as float32; empty if it is null.
+///
+/// # Safety
+/// The bias must be null or point to `count` elements.
+unsafe fn bias_of(bias: *const u16, count: usize) -> Vec<f32> {
+    if bias.is_null() {
+        return Vec::new();
+    }
+    // SAFETY: the caller vouches for the elements.
+    (0..count).map(|index| f32::from_bits(u32::from(unsafe { bias.add(index).read() }) << 16)).collect()
+}
+
+impl PackedLinear {
+    /// As `Linear::apply`, without scratch.
+    ///
+    /// # Safety
+    /// As there.
     pub(crate) unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output) {
         if rows.num_rows == 0 {
             return;
         }
-        let step = if self.is_gated() { 2 } else { 1 };
-        let num_units = self.num_panels() / step;
-        let num_row_parts = rows.num_rows.div_ceil(PART_ROWS);
-        let units_per_part = (num_units * num_row_parts / (executor.num_threads() * 4)).clamp(1, num_units);
-        let num_unit_parts = num_units.div_ceil(units_per_part);
-        executor.for_each(num_unit_parts * num_row_parts, |part| {
-            let (unit_part, row_part) = (part / num_row_parts, part % num_row_parts);
-            let first_row = rows.num_rows * row_part / num_row_parts;
-            let end_row = rows.num_rows * (row_part + 1) / num_row_parts;
-            let last_unit = num_units.min((unit_part + 1) * units_per_part);
-            for unit in unit_part * units_per_part..last_unit {
-                // SAFETY: the caller vouches for rows and output; parts are disjoint in columns or rows.
-                unsafe { self.apply_unit(unit, rows, first_row..end_row, output) };
-            }
+        let num_units = self.num_panels() / if self.is_gated() { 2 } else { 1 };
+        for_units(executor, num_units, rows.num_rows, |unit, range| {
+            // SAFETY: the caller vouches for rows and output; units and ranges are disjoint in columns or rows.
+            unsafe { self.apply_unit(unit, rows, range, output) };
         });
     }
 
@@ -73,7 +171,7 @@ impl PackedLinear {
     ///
     /// # Safety
     /// As for `apply`.
-    unsafe fn apply_unit(&self, unit: usize, rows: Rows, range: std::ops::Range<usize>, output: Output) {
+    unsafe fn apply_unit(&self, unit: usize, rows: Rows, range: Range<usize>, output: Output) {
         let num_tiles = range.len().div_ceil(TILE_ROWS);
         let columns = self.output_columns();
         let first_column = unit * PANEL;

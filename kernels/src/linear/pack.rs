@@ -1,6 +1,7 @@
 //! The packed form of a weight: panels of 48 output columns, each [input pair][column][2], so that one vector load brings a pair
 //! of input features for 16 columns. Padding columns, and the second half of an odd last pair, are zero.
 
+use super::bias_of;
 use super::tile::{Ahead, PAIR, PANEL, Panel};
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
@@ -53,15 +54,13 @@ impl PackedLinear {
         let num_panels = columns.div_ceil(PANEL) * if gated { 2 } else { 1 };
         let panels = arena.allocate(num_panels * in_features.div_ceil(2) * PAIR * 2)?;
         let mut packed = PackedLinear { panels, bias: Vec::new(), num_panels, out_features, in_features, gated };
-        if !address.is_null() {
+        // SAFETY: the caller vouches for the bias.
+        let numbers = unsafe { bias_of(address, out_features) };
+        if !numbers.is_empty() {
             packed.bias.resize(num_panels * PANEL, 0.0);
             for index in 0..packed.groups_before(out_features) {
-                let group = packed.group(index);
-                for (row, column) in group.rows.zip(group.column..) {
-                    // SAFETY: the caller vouches for `out_features` numbers.
-                    let number = unsafe { address.add(row).read() };
-                    packed.bias[group.panel * PANEL + column] = f32::from_bits(u32::from(number) << 16);
-                }
+                let Group { rows, panel, column } = packed.group(index);
+                packed.bias[panel * PANEL + column..][..rows.len()].copy_from_slice(&numbers[rows]);
             }
         }
         Ok(packed)

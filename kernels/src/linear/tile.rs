@@ -1,5 +1,6 @@
 //! The register tile: up to 8 rows by one panel of 48 columns, with the sums over all input features in registers.
 
+use super::epilogue::{self, Outcome};
 use crate::simd::{self, LANES, with_constant};
 use std::arch::x86_64::*;
 
@@ -57,16 +58,7 @@ pub(crate) struct Shape {
     pub(crate) in_features: usize,
 }
 
-/// The output of a tile.
-#[derive(Clone, Copy)]
-pub(crate) struct Outcome {
-    pub(crate) target: *mut u16,
-    pub(crate) stride: usize,
-    pub(crate) num_columns: usize,
-    pub(crate) add: bool,
-}
-
-type Sums<const R: usize> = [[__m512; VECTORS]; R];
+type Sums<const R: usize> = epilogue::Sums<R, VECTORS>;
 
 /// Computes a tile of `height` (1 to 8) rows.
 ///
@@ -90,19 +82,7 @@ pub(crate) unsafe fn apply_gated(height: usize, input: *const u16, shape: Shape,
 unsafe fn plain<const R: usize>(input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
     // SAFETY: the caller of `apply` vouches for all addresses.
     unsafe {
-        let sums = product::<R>(input, shape, panel);
-        for row in 0..R {
-            for vector in 0..VECTORS {
-                let target = outcome.target.add(row * outcome.stride + vector * LANES);
-                let mask = simd::first_lanes(outcome.num_columns.saturating_sub(vector * LANES));
-                let mut result = sums[row][vector];
-                if outcome.add {
-                    let old = simd::load_bf16_masked(target, mask);
-                    result = _mm512_add_ps(old, simd::round_bf16(result));
-                }
-                simd::store_bf16_masked(target, mask, result);
-            }
-        }
+        epilogue::store(&product::<R>(input, shape, panel), outcome);
     }
 }
 
@@ -112,15 +92,7 @@ unsafe fn gated<const R: usize>(input: *const u16, shape: Shape, panels: [Panel;
     unsafe {
         let gates = product::<R>(input, shape, panels[0]);
         let ups = product::<R>(input, shape, panels[1]);
-        for row in 0..R {
-            for vector in 0..VECTORS {
-                let target = outcome.target.add(row * outcome.stride + vector * LANES);
-                let mask = simd::first_lanes(outcome.num_columns.saturating_sub(vector * LANES));
-                let gate = simd::silu(simd::round_bf16(gates[row][vector]));
-                let up = simd::round_bf16(ups[row][vector]);
-                simd::store_bf16_masked(target, mask, _mm512_mul_ps(simd::round_bf16(gate), up));
-            }
-        }
+        epilogue::store_gated(&gates, &ups, outcome);
     }
 }
 
@@ -157,15 +129,8 @@ unsafe fn product<const R: usize>(input: *const u16, shape: Shape, panel: Panel)
             }
         }
     }
-    if !panel.bias.is_null() {
-        for row in 0..R {
-            for vector in 0..VECTORS {
-                // SAFETY: the bias covers the panel.
-                let bias = unsafe { _mm512_loadu_ps(panel.bias.add(vector * LANES)) };
-                sums[row][vector] = _mm512_add_ps(sums[row][vector], bias);
-            }
-        }
-    }
+    // SAFETY: the bias covers the panel.
+    unsafe { epilogue::add_bias(&mut sums, panel.bias) };
     sums
 }
 

@@ -14,6 +14,7 @@ pub(super) const CPU: i32 = 1;
 /// `kDLInt`
 pub(super) const INT: u8 = 0;
 /// `kDLFloat`
+pub(super) const UINT: u8 = 1;
 pub(super) const FLOAT: u8 = 2;
 /// `kDLBfloat`
 pub(super) const BFLOAT: u8 = 4;

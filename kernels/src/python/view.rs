@@ -15,6 +15,11 @@ pub(super) trait Element: Copy {
     const DTYPE: DlType;
 }
 
+impl Element for u8 {
+    const NAME: &'static str = "uint8";
+    const DTYPE: DlType = DlType::new(dlpack::UINT, 8);
+}
+
 impl Element for u16 {
     const NAME: &'static str = "bfloat16";
     const DTYPE: DlType = DlType::new(dlpack::BFLOAT, 16);

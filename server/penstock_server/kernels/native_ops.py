@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import numpy.typing as npt
-    from penstock_kernels import Kernels
+    from penstock_kernels import Kernels, PackedLinear as PackedWeight
     from torch import Tensor
 
     from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, Weight
+    from penstock_server.weights.quantized import QuantizedMatrix
 
 
 def available() -> bool:
@@ -54,16 +57,37 @@ class NativeLinear:
 
     __slots__ = ("_apply", "in_features", "out_features", "packed")
 
-    def __init__(self, kernels: Kernels, weight: Weight, bias: Tensor | None, *, gated: bool) -> None:
+    def __init__(self, packed: PackedWeight, num_rows: int, in_features: int, *, gated: bool) -> None:
+        self.packed = packed
+        self._apply = packed.apply
+        self.in_features = in_features
+        self.out_features = num_rows // 2 if gated else num_rows
+
+    @classmethod
+    def dense(cls, kernels: Kernels, weight: Weight, bias: Tensor | None, *, gated: bool) -> NativeLinear:
         from penstock_server.kernels.ops import pieces_of
 
-        rows, self.in_features = weight.shape
-        packing = kernels.linear(rows, self.in_features, None if bias is None else bias.contiguous(), gated)
+        rows, in_features = weight.shape
+        packing = kernels.linear(rows, in_features, None if bias is None else bias.contiguous(), gated)
         for piece in pieces_of(weight):
             packing.add_rows(piece.contiguous())
-        self.packed = packing.finish()
-        self._apply = self.packed.apply
-        self.out_features = rows // 2 if gated else rows
+        return cls(packing.finish(), rows, in_features, gated=gated)
+
+    @classmethod
+    def quantized(
+        cls, kernels: Kernels, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool
+    ) -> NativeLinear:
+        formats = [matrix.format for matrix in matrices]
+        rows, in_features = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
+        segments = [
+            (matrix.shape[0], one.bits, one.group, one.offset, one.has_mins, one.number)
+            for matrix, one in zip(matrices, formats, strict=True)
+        ]
+        packing = kernels.quantized(segments, in_features, None if bias is None else bias.contiguous(), gated)
+        for matrix in matrices:
+            for piece in matrix.pieces():
+                packing.add_rows(piece.codes, piece.numbers, piece.factors)
+        return cls(packing.finish(), rows, in_features, gated=gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in_features] → [rows, out_features]. If gated, silu(gate) * up of a weight with gate rows first."""
@@ -104,6 +128,7 @@ class NativeOps:
 
     name = "native"
     groups_experts = False
+    keeps_quantized = True
 
     def __init__(self, num_threads: int | None = None) -> None:
         from penstock_server.kernels.torch_ops import TorchOps
@@ -113,7 +138,7 @@ class NativeOps:
         self._elementwise: dict[Elementwise, NativeElementwise] = {}
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
-        return NativeLinear(self._kernels, weight, bias, gated=False)
+        return NativeLinear.dense(self._kernels, weight, bias, gated=False)
 
     def pack_tied(self, weight: Weight) -> tuple[NativeLinear, Lookup]:
         """The packed weight serves both."""
@@ -122,7 +147,13 @@ class NativeOps:
 
     def pack_gate_up(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
         """weight [2 * dim, in_features], gate first. The layer returns silu(gate) * up [rows, dim]."""
-        return NativeLinear(self._kernels, weight, bias, gated=True)
+        return NativeLinear.dense(self._kernels, weight, bias, gated=True)
+
+    def pack_quantized(
+        self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
+    ) -> tuple[NativeLinear, Lookup]:
+        linear = NativeLinear.quantized(self._kernels, matrices, bias, gated=gated)
+        return linear, linear.rows
 
     def norm(
         self,

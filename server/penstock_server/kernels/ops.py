@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from penstock_server.weights.quantized import QuantizedMatrix
 
 
 class PackedLinear(Protocol):
@@ -86,6 +88,7 @@ Lookup = Callable[[Tensor], Tensor]
 class Ops(Protocol):
     name: str
     groups_experts: bool  # whether the layers of experts are computed together, by `triton_grouped`
+    keeps_quantized: bool  # whether there are kernels for quantized weights; otherwise they are dequantized at load
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [out_features, in_features], bias [out_features] or None."""
@@ -98,6 +101,13 @@ class Ops(Protocol):
 
     def pack_gate_up(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [2 * dim, in_features], gate first. The layer returns silu(gate(x)) * up(x) [rows, dim]."""
+        ...
+
+    def pack_quantized(
+        self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
+    ) -> tuple[PackedLinear, Lookup]:
+        """A layer whose weight is these matrices, one below the other, and its rows in the model's dtype. gated: as in
+        `pack_gate_up`; such a layer has no rows to look up. Only if `keeps_quantized`."""
         ...
 
     def norm(

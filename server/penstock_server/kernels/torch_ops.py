@@ -5,6 +5,7 @@ A row's result may depend on the number of rows: matrix libraries select their k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedLinear, Weight, norm_dtype, whole
+from penstock_server.weights.quantized import QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class TorchOps:
 
     name = "torch"
     groups_experts = False
+    keeps_quantized = False
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         weight = whole(weight)
@@ -77,6 +80,11 @@ class TorchOps:
     def pack_gate_up(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         linear = self.pack_linear(weight, bias)
         return GateUp(linear, self.gated(F.silu), linear.out_features // 2, linear.in_features)
+
+    def pack_quantized(
+        self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
+    ) -> tuple[PackedLinear, Lookup]:
+        raise NotImplementedError("quantized weights are dequantized before they are packed")
 
     def norm(
         self,

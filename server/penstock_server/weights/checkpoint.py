@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock_server.weights.quantized import QuantizedMatrix
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -53,6 +55,10 @@ class Checkpoint(Protocol):
 
     def has_independent_rows(self, name: str) -> bool:
         """Whether any range of the tensor's rows can be read without reading others."""
+        ...
+
+    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
+        """A matrix, or a part of it, as it is stored; None if it is dense, or the part divides a group."""
         ...
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Checkpoint, Part
 from penstock_server.weights.location import Locator
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
+from penstock_server.weights.quantized import QuantizedMatrix
 
 MAX_NAMES_SHOWN = 5
 
@@ -103,6 +104,21 @@ class Loader:
             location.read(self.checkpoint, parameter.shape, Part(0, rows), piece)
             self.loaded_bytes += piece.nbytes
             yield piece
+
+    def quantized(self, *names: str) -> tuple[QuantizedMatrix, ...] | None:
+        """This rank's part of each matrix as the checkpoint stores it, to be read once; None unless all are quantized
+        and can be handed out so."""
+        found = []
+        for name in names:
+            parameter = self.parameters[name]
+            matrix = self.locations[name].quantized(self.checkpoint, parameter.shape, parameter.part)
+            if matrix is None:
+                return None
+            found.append(matrix)
+        for name, matrix in zip(names, found, strict=True):
+            self.unfilled.remove(name)
+            self.loaded_bytes += matrix.num_bytes
+        return tuple(found)
 
     def read_if_there(self, *names: str) -> Tensor | None:
         """Like `read`; None when the model has no such parameters. It must have all of them or none."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.weights.checkpoint import Checkpoint, Part, split_leading
+from penstock_server.weights.quantized import QuantizedMatrix
 
 EACH = "{e}"
 
@@ -74,6 +75,19 @@ class Location:
         """Whether any range of the parameter's rows can be read without reading others."""
         is_by_rows = EACH not in self.name and not self.transposed and (self.strip is None or self.dim == 0)
         return is_by_rows and checkpoint.has_independent_rows(self.name)
+
+    def quantized(
+        self, checkpoint: Checkpoint, shape: tuple[int, ...], part: Part | None
+    ) -> QuantizedMatrix | None:
+        """This part of a parameter as the checkpoint stores it; None if it is dense, or not a matrix of its own."""
+        if EACH in self.name or self.transposed or len(shape) != 2 or (part is not None and part.view is not None):
+            return None
+        if self.strip is None:
+            return checkpoint.quantized(self.name, part)
+        runs = list(self.strip.runs(range(shape[0]) if part is None else part.range))
+        if self.dim != 0 or len(runs) != 1 or (part is not None and part.dim != 0):
+            return None
+        return checkpoint.quantized(self.name, Part(0, runs[0]))
 
     def _read_tensor(
         self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Part | None, out: Tensor

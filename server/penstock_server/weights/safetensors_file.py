@@ -99,6 +99,9 @@ class SafetensorsCheckpoint:
     def has_independent_rows(self, name: str) -> bool:
         return True
 
+    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
+        return None
+
     def close(self) -> None:
         for file in self.files:
             file.close()

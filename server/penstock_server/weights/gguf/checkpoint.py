@@ -19,6 +19,7 @@ from penstock_server.weights.gguf.matrix import MatrixReader, check_tensor
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.name import GgufLocator
 from penstock_server.weights.location import Locator
+from penstock_server.weights.quantized import QuantizedMatrix
 
 # For these architectures llama.cpp's converter interleaves the two halves of each head's q and k rows, because its rope
 # rotates neighbouring pairs.
@@ -71,6 +72,12 @@ class GgufCheckpoint:
 
     def has_independent_rows(self, name: str) -> bool:
         return name not in self.derived and not self._is_interleaved(name)
+
+    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
+        info = self.tensors[name]
+        if name in self.derived or len(info.shape) != 2:
+            return None
+        return self.matrices.quantized(info, part, self.head_dim if self._is_interleaved(name) else 0)
 
     def close(self) -> None:
         for file in self.files:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -13,7 +15,10 @@ from torch import Tensor
 from penstock_server.errors import ConfigError
 from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
+from penstock_server.weights.finite import check_finite
+from penstock_server.weights.gguf.block import FORMATS, unpack
 from penstock_server.weights.gguf.header import TensorInfo
+from penstock_server.weights.quantized import SUPER_GROUP, QuantizedMatrix, QuantizedRows
 
 # PERF: dequantization allocates several float32 arrays of its input's size. Pieces of this many weights stay in the L2
 # cache, add nothing to the peak of memory, and are so small that torch copies them without starting threads.
@@ -75,13 +80,46 @@ class MatrixReader:
                 else:
                     target[first : first + piece.shape[0]].copy_(piece)
 
+    def quantized(self, info: TensorInfo, part: Part | None, interleaved: int) -> QuantizedMatrix | None:
+        """A matrix, or a part of it, as it is stored; None if its type has no codes, or the part divides a group.
+        interleaved: as in `read`."""
+        format_ = FORMATS.get(GGMLQuantizationType(info.type_number))
+        (num_rows, num_columns), rows, columns = matrix_shape(info.shape), range(info.shape[0]), range(info.shape[1])
+        if part is not None and part.dim == 0:
+            rows = part.range
+        elif part is not None:
+            columns = part.range
+        if format_ is None:
+            return None
+        group = SUPER_GROUP if format_.number == "int8" else format_.group
+        if columns.start % group or len(columns) % group:
+            return None
+        step = max(1, PIECE_WEIGHTS * 8 // num_columns)
+        if interleaved:
+            step = max(1, step // interleaved) * interleaved
+
+        def pieces() -> Iterator[QuantizedRows]:
+            for first in range(rows.start, rows.stop, step):
+                count = min(step, rows.stop - first)
+                whole = unpack(torch.from_numpy(self._raw(info, first, count)), GGMLQuantizationType(info.type_number))
+                for numbers in (*whole.numbers, *whole.factors):
+                    check_finite(numbers, numbers, info.name, self.files[info.file].path)
+                if interleaved:
+                    whole = whole.select(torch.arange(count).view(-1, interleaved // 2, 2).transpose(1, 2).flatten())
+                yield whole if len(columns) == num_columns else whole.narrow(columns, format_.group)
+
+        return QuantizedMatrix((len(rows), len(columns)), format_, pieces)
+
     def _rows(self, info: TensorInfo, first: int, count: int) -> Tensor:
         """Dequantized rows: float32 [count, columns]."""
+        return torch.from_numpy(dequantize(self._raw(info, first, count), GGMLQuantizationType(info.type_number)))
+
+    def _raw(self, info: TensorInfo, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """Rows as they are stored: [count, bytes of a row]."""
         row_bytes = _row_bytes(info)
-        start = info.offset + first * row_bytes
         raw = np.empty((count, row_bytes), dtype=np.uint8)
-        self.files[info.file].read_into(raw.data.cast("B"), start)
-        return torch.from_numpy(dequantize(raw, GGMLQuantizationType(info.type_number)))
+        self.files[info.file].read_into(raw.data.cast("B"), info.offset + first * row_bytes)
+        return raw
 
 
 def check_tensor(info: TensorInfo, file: WeightFile) -> None:

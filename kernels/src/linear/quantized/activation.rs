@@ -1,0 +1,84 @@
+//! Inputs as 8-bit integers: 32 consecutive features of a row share a scale, the greatest magnitude / 127.
+
+use super::UNIT;
+use crate::linear::Rows;
+use crate::pool::{Executor, Target};
+use std::arch::x86_64::*;
+
+/// Where the parts of a quantized row are: codes i8 [units · 32], scales f32 [units], and for each half of a unit the sum of its
+/// codes, i32 [units][2].
+#[derive(Clone, Copy)]
+pub(super) struct Layout {
+    pub(super) num_units: usize,
+}
+
+impl Layout {
+    pub(super) fn of(in_features: usize) -> Layout {
+        Layout { num_units: in_features.div_ceil(UNIT) }
+    }
+
+    pub(super) fn row_bytes(self) -> usize {
+        self.sums() + self.num_units * 8
+    }
+
+    pub(super) fn scales(self) -> usize {
+        self.num_units * UNIT
+    }
+
+    pub(super) fn sums(self) -> usize {
+        self.num_units * (UNIT + 4)
+    }
+}
+
+/// Quantizes rows to `target`, `row_bytes` for each. A unit that contains NaN or an infinity has the scale NaN.
+///
+/// # Safety
+/// The rows must be readable, and the target have room for them. The CPU must be `supported()`.
+pub(super) unsafe fn quantize(executor: &impl Executor, rows: Rows, in_features: usize, target: Target<u8>) {
+    let layout = Layout::of(in_features);
+    executor.for_ranges(rows.num_rows, 1, |range| {
+        for row in range {
+            // SAFETY: the caller vouches for the rows and their places.
+            unsafe {
+                quantize_row(
+                    rows.address.at(row * rows.stride),
+                    in_features,
+                    layout,
+                    target.at(row * layout.row_bytes()),
+                );
+            }
+        }
+    });
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")]
+unsafe fn quantize_row(x: *const u16, in_features: usize, layout: Layout, target: *mut u8) {
+    let magnitude = _mm512_set1_epi32(0x7fff_ffff);
+    for unit in 0..layout.num_units {
+        let first = unit * UNIT;
+        let left = in_features - first;
+        let mask = if left >= UNIT { u32::MAX } else { (1u32 << left) - 1 };
+        // SAFETY: the mask selects features of the row; the target has room for the unit.
+        unsafe {
+            let numbers = _mm512_maskz_loadu_epi16(mask, x.add(first).cast());
+            // The order of features inside a unit is that of the codes of a panel: the first 16, then the last 16.
+            let halves = [_mm512_castsi512_si256(numbers), _mm512_extracti64x4_epi64::<1>(numbers)]
+                .map(|half| _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)));
+            // As integers, magnitudes are ordered like the floats, and NaN is above infinity.
+            let greatest = _mm512_reduce_max_epi32(_mm512_max_epi32(
+                _mm512_and_si512(halves[0], magnitude),
+                _mm512_and_si512(halves[1], magnitude),
+            ));
+            let greatest = f32::from_bits(greatest as u32);
+            let scale = if greatest.is_finite() { greatest / 127.0 } else { f32::NAN };
+            let inverse = _mm512_set1_ps(if greatest > 0.0 && greatest.is_finite() { 127.0 / greatest } else { 0.0 });
+            for (half, bits) in halves.into_iter().enumerate() {
+                let codes = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), inverse));
+                _mm_storeu_si128(target.add(first + half * UNIT / 2).cast(), _mm512_cvtsepi32_epi8(codes));
+                let sum = target.add(layout.sums() + (2 * unit + half) * 4).cast::<i32>();
+                sum.write_unaligned(_mm512_reduce_add_epi32(codes));
+            }
+            target.add(layout.scales() + unit * 4).cast::<f32>().write_unaligned(scale);
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! The packed form of a quantized weight: panels of 32 output columns. A panel has, for each unit of 32 input features, the codes in
+//! planes of bits, so that one vector load brings 4 features of 16 columns; then, by group, its scales and its mins.
+
+use super::UNIT;
+use crate::linear::bias_of;
+use crate::memory::{Arena, Piece};
+use crate::pool::{Executor, Source, Target};
+use crate::simd::{self, LANES};
+use std::io;
+
+/// Output columns per panel.
+pub(super) const PANEL: usize = 32;
+/// Input features that share a factor of their scales, and one of their mins, if those are integers (GGUF's K types).
+pub(crate) const SUPER_GROUP: usize = 256;
+
+/// How scales and mins are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Number {
+    F16,
+    F32,
+    /// Times a float16 factor for each super-group.
+    I8,
+}
+
+/// How the rows of a segment are quantized.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Format {
+    /// 2, 3, 4, 5, 6 or 8 bits of a code.
+    pub(crate) bits: usize,
+    /// Input features that share a scale: 16, or a multiple of 32.
+    pub(crate) group: usize,
+    /// What a code of zero weight is, if there are no mins.
+    pub(crate) offset: i32,
+    pub(crate) has_mins: bool,
+    pub(crate) number: Number,
+}
+
+/// Consecutive rows of a weight in one format.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Segment {
+    pub(crate) num_rows: usize,
+    pub(crate) format: Format,
+}
+
+/// Some rows of a weight: codes [rows, in_features], scales and mins [rows, groups], their factors [rows, super-groups]. What the format
+/// lacks is not read.
+#[derive(Clone, Copy)]
+pub(crate) struct QuantizedRows {
+    pub(crate) codes: Source<u8>,
+    /// Scales and mins.
+    pub(crate) numbers: [Source<f32>; 2],
+    /// The factors of scales, and of mins.
+    pub(crate) factors: [Source<f32>; 2],
+    pub(crate) num_rows: usize,
+}
+
+/// The addresses of scales or mins of a panel, by group, and of their factors, by super-group.
+#[derive(Clone, Copy)]
+pub(super) struct Numbers {
+    pub(super) numbers: *const u8,
+    pub(super) factors: *const u16,
+}
+
+/// The addresses of one panel.
+#[derive(Clone, Copy)]
+pub(super) struct Panel {
+    pub(super) codes: *const u8,
+    pub(super) scales: Numbers,
+    pub(super) mins: Numbers,
+    pub(super) bias: *const f32,
+    pub(super) format: Format,
+    pub(super) first_column: usize,
+    pub(super) num_columns: usize,
+}
+
+/// Up to 32 rows of the weight, which are the columns of a panel.
+struct Place {
+    offset: usize,
+    first_row: usize,
+    num_rows: usize,
+    format: Format,
+}
+
+/// A quantized weight in panels.
+pub(crate) struct QuantizedLinear {
+    memory: Piece,
+    places: Vec<Place>,
+    /// By column of the panels, padded; empty without a bias.
+    bias: Vec<f32>,
+    out_features: usize,
+    in_features: usize,
+    gated: bool,
+}
+
+// SAFETY: only `fill` writes the memory, and its callers guarantee that nothing reads it meanwhile.
+unsafe impl Send for QuantizedLinear {}
+// SAFETY: as above.
+unsafe impl Sync for QuantizedLinear {}
+
+impl Format {
+    fn num_groups(self, in_features: usize) -> usize {
+        in_features.div_ceil(self.group)
+    }
+
+    fn num_super_groups(self, in_features: usize) -> usize {
+        if self.number == Number::I8 { in_features.div_ceil(SUPER_GROUP) } else { 0 }
+    }
+
+    fn number_bytes(self) -> usize {
+        match self.number {
+            Number::F16 => 2,
+            Number::F32 => 4,
+            Number::I8 => 1,
+        }
+    }
+
+    /// 1, or 2 with mins.
+    fn num_kinds(self) -> usize {
+        if self.has_mins { 2 } else { 1 }
+    }
+
+    /// Bytes of a panel's codes; of its scales, or its mins; and of the factors of either.
+    fn panel_bytes(self, in_features: usize) -> [usize; 3] {
+        let codes = in_features.div_ceil(UNIT) * self.bits * PANEL * UNIT / 8;
+        // A whole number of cache lines, so that whatever follows is aligned.
+        let numbers = (self.num_groups(in_features) * PANEL * self.number_bytes()).next_multiple_of(64);
+        [codes, numbers, self.num_super_groups(in_features) * PANEL * 2]
+    }
+
+    fn all_bytes(self, in_features: usize) -> usize {
+        let [codes, numbers, factors] = self.panel_bytes(in_features);
+        codes + self.num_kinds() * (numbers + factors)
+    }
+
+    /// The planes of bits: for each, its bits and where it starts in a unit. A code has the first plane's bits lowest.
+    fn planes(self) -> impl Iterator<Item = (usize, usize)> {
+        let mut offset = 0;
+        [8, 4, 2, 1].into_iter().filter(move |bits| self.bits & bits != 0).map(move |bits| {
+            let place = (bits, offset);
+            offset += bits * PANEL * UNIT / 8;
+            place
+        })
+    }
+}
+
+impl QuantizedLinear {
+    /// Allocates a weight of zeros for `fill`. The error says which segments cannot be packed.
+    ///
+    /// # Safety
+    /// The bias must be null or point to as many elements as the segments have rows.
+    pub(crate) unsafe fn new(
+        arena: &Arena,
+        segments: &[Segment],
+        in_features: usize,
+        bias: *const u16,
+        gated: bool,
+    ) -> io::Result<QuantizedLinear> {
+        let mut places = Vec::new();
+        let (mut offset, mut row) = (0, 0);
+        for segment in segments {
+            let end = row + segment.num_rows;
+            while row < end {
+                let num_rows = PANEL.min(end - row);
+                places.push(Place { offset, first_row: row, num_rows, format: segment.format });
+                offset += segment.format.all_bytes(in_features);
+                row += num_rows;
+            }
+        }
+        let half = places.len() / 2;
+        let is_paired = places.len() % 2 == 0
+            && (0..half).all(|unit| {
+                let (gate, up) = (&places[unit], &places[half + unit]);
+                gate.num_rows == up.num_rows && gate.first_row + row / 2 == up.first_row
+            });
+        if gated && !is_paired {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the segments of gate and up differ in their rows",
+            ));
+        }
+        let memory = arena.allocate(offset)?;
+        // SAFETY: the caller vouches for the bias.
+        let numbers = unsafe { bias_of(bias, row) };
+        let mut padded = vec![0.0; if numbers.is_empty() { 0 } else { places.len() * PANEL }];
+        for (panel, place) in places.iter().enumerate().filter(|_| !numbers.is_empty()) {
+            let columns = place.first_row..place.first_row + place.num_rows;
+            padded[panel * PANEL..][..place.num_rows].copy_from_slice(&numbers[columns]);
+        }
+        Ok(QuantizedLinear { memory, places, bias: padded, out_features: row, in_features, gated })
+    }
+
+    /// Fills rows of the weight from row `first` on.
+    ///
+    /// # Safety
+    /// `rows` must hold its rows, the weight must have them, and nothing may use the layer meanwhile.
+    pub(crate) unsafe fn fill(&self, executor: &impl Executor, rows: QuantizedRows, first: usize) {
+        executor.for_ranges(rows.num_rows, PANEL, |range| {
+            for row in range {
+                // SAFETY: the caller vouches for the rows; no two rows share a byte of the memory.
+                unsafe { self.fill_row(rows, row, first + row) };
+            }
+        });
+    }
+
+    unsafe fn fill_row(&self, rows: QuantizedRows, from: usize, row: usize) {
+        let place = &self.places[self.places.partition_point(|place| place.first_row + place.num_rows <= row)];
+        let (format, column) = (place.format, row - place.first_row);
+        let num_groups = format.num_groups(self.in_features);
+        let num_super_groups = format.num_super_groups(self.in_features);
+        let [codes_bytes, number_bytes, factor_bytes] = format.panel_bytes(self.in_features);
+        // SAFETY: the place lies in the memory.
+        unsafe {
+            let base = self.memory.as_ptr().add(place.offset);
+            for feature in 0..self.in_features {
+                let code = rows.codes.at(from * self.in_features + feature).read();
+                write_code(base, format, feature, column, code);
+            }
+            for kind in 0..format.num_kinds() {
+                let numbers = base.add(codes_bytes + kind * (number_bytes + factor_bytes));
+                for group in 0..num_groups {
+                    let number = rows.numbers[kind].at(from * num_groups + group).read();
+                    write_number(numbers, format.number, group * PANEL + column, number);
+                }
+                for group in 0..num_super_groups {
+                    let factor = rows.factors[kind].at(from * num_super_groups + group).read();
+                    write_number(numbers.add(number_bytes), Number::F16, group * PANEL + column, factor);
+                }
+            }
+        }
+    }
+
+    /// Copies rows of the weight as bf16: an embedding whose table is also the head. Not for gated weights.
+    ///
+    /// # Safety
+    /// As for `PackedLinear::copy_rows`.
+    pub(crate) unsafe fn copy_rows(
+        &self,
+        executor: &impl Executor,
+        rows: Source<i64>,
+        num_rows: usize,
+        output: Target<u16>,
+    ) {
+        debug_assert!(!self.gated);
+        executor.for_each(num_rows, |index| {
+            // SAFETY: the caller vouches for `rows` and `output`; a row below `out_features` is a column of a panel.
+            unsafe {
+                let row = rows.at(index).read() as usize;
+                let panel = self.places.partition_point(|place| place.first_row + place.num_rows <= row);
+                let column = row - self.places[panel].first_row;
+                let target = output.at(index * self.in_features);
+                let panel = self.panel(panel);
+                for feature in 0..self.in_features {
+                    target.add(feature).write(simd::to_bf16(panel.weight(feature, column)));
+                }
+            }
+        });
+    }
+
+    pub(crate) fn out_features(&self) -> usize {
+        self.out_features
+    }
+
+    pub(crate) fn in_features(&self) -> usize {
+        self.in_features
+    }
+
+    /// Columns of the output: half of the weight's rows when gated.
+    pub(crate) fn output_columns(&self) -> usize {
+        if self.gated { self.out_features / 2 } else { self.out_features }
+    }
+
+    pub(crate) fn is_gated(&self) -> bool {
+        self.gated
+    }
+
+    /// The format of this row.
+    pub(crate) fn format_of(&self, row: usize) -> Format {
+        self.places[self.places.partition_point(|place| place.first_row + place.num_rows <= row)].format
+    }
+
+    pub(super) fn num_units(&self) -> usize {
+        if self.gated { self.places.len() / 2 } else { self.places.len() }
+    }
+
+    /// A panel of outputs, or the panels of a gate and of what it gates.
+    pub(super) fn unit(&self, index: usize) -> (Panel, Option<Panel>) {
+        (self.panel(index), self.gated.then(|| self.panel(self.places.len() / 2 + index)))
+    }
+
+    fn panel(&self, index: usize) -> Panel {
+        let place = &self.places[index];
+        let [codes, numbers, factors] = place.format.panel_bytes(self.in_features);
+        let address = self.memory.as_ptr().cast_const().wrapping_add(place.offset);
+        let numbers_at = |kind: usize| {
+            let first = address.wrapping_add(codes + kind * (numbers + factors));
+            Numbers { numbers: first, factors: first.wrapping_add(numbers).cast() }
+        };
+        Panel {
+            codes: address,
+            scales: numbers_at(0),
+            mins: numbers_at(1),
+            bias: if self.bias.is_empty() { std::ptr::null() } else { self.bias[index * PANEL..].as_ptr() },
+            format: place.format,
+            first_column: place.first_row,
+            num_columns: place.num_rows,
+        }
+    }
+}
+
+impl Panel {
+    /// One weight.
+    ///
+    /// # Safety
+    /// The feature must be below `in_features`, the column below `num_columns`.
+    unsafe fn weight(&self, feature: usize, column: usize) -> f32 {
+        // SAFETY: the caller vouches for both.
+        unsafe {
+            let code = i32::from(read_code(self.codes, self.format, feature, column));
+            let scale = read_number(self.scales, self.format, feature, column);
+            if self.format.has_mins {
+                return code as f32 * scale + read_number(self.mins, self.format, feature, column);
+            }
+            (code - self.format.offset) as f32 * scale
+        }
+    }
+}
+
+/// Where a plane has the bits of a code: the byte inside the unit, and the bit.
+fn place_in_plane(bits: usize, feature: usize, column: usize) -> (usize, usize) {
+    let (half, quad, within) = (feature % UNIT / 16, feature % 16 / 4, feature % 4);
+    let lane = column % LANES * 4 + within; // byte of a vector
+    let vector = column / LANES;
+    match bits {
+        // [quad of both halves][vector][lane]
+        8 => (((half * 4 + quad) * 2 + vector) * 64 + lane, 0),
+        // [quad][vector][lane], the second half of the unit in the high bits
+        4 => ((quad * 2 + vector) * 64 + lane, half * 4),
+        // [half][vector][lane], the quads in ascending bits
+        2 => ((half * 2 + vector) * 64 + lane, quad * 2),
+        // [quad of both halves][vector] as 64-bit masks over lanes
+        _ => (((half * 4 + quad) * 2 + vector) * 8 + lane / 8, lane % 8),
+    }
+}
+
+unsafe fn write_code(base: *mut u8, format: Format, feature: usize, column: usize, code: u8) {
+    let unit = feature / UNIT * format.bits * PANEL * UNIT / 8;
+    let mut code = usize::from(code);
+    for (bits, offset) in format.planes() {
+        let (byte, bit) = place_in_plane(bits, feature, column);
+        // SAFETY: the caller vouches for the place.
+        unsafe { *base.add(unit + offset + byte) |= ((code & ((1 << bits) - 1)) << bit) as u8 };
+        code >>= bits;
+    }
+}
+
+unsafe fn read_code(base: *const u8, format: Format, feature: usize, column: usize) -> u8 {
+    let unit = feature / UNIT * format.bits * PANEL * UNIT / 8;
+    let (mut code, mut shift) = (0, 0);
+    for (bits, offset) in format.planes() {
+        let (byte, bit) = place_in_plane(bits, feature, column);
+        // SAFETY: the caller vouches for the place.
+        let found = unsafe { usize::from(base.add(unit + offset + byte).read()) } >> bit & ((1 << bits) - 1);
+        code |= found << shift;
+        shift += bits;
+    }
+    code as u8
+}
+
+unsafe fn write_number(base: *mut u8, kind: Number, index: usize, number: f32) {
+    // SAFETY: the caller vouches for the place, and runs on a CPU that is `supported()`.
+    unsafe {
+        match kind {
+            Number::F16 => base.cast::<u16>().add(index).write(simd::to_f16(number)),
+            Number::F32 => base.cast::<f32>().add(index).write(number),
+            Number::I8 => base.cast::<i8>().add(index).write(number as i8),
+        }
+    }
+}
+
+unsafe fn read_number(of: Numbers, format: Format, feature: usize, column: usize) -> f32 {
+    let index = feature / format.group * PANEL + column;
+    // SAFETY: the caller vouches for the place, and runs on a CPU that is `supported()`.
+    unsafe {
+        match format.number {
+            Number::F16 => simd::from_f16(of.numbers.cast::<u16>().add(index).read()),
+            Number::F32 => of.numbers.cast::<f32>().add(index).read(),
+            Number::I8 => {
+                let factor = simd::from_f16(of.factors.add(feature / SUPER_GROUP * PANEL + column).read());
+                f32::from(of.numbers.cast::<i8>().add(index).read()) * factor
+            }
+        }
+    }
+}

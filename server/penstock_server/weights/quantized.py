@@ -1,0 +1,157 @@
+"""Matrices as quantized checkpoints store them: small integer codes, and scales for groups of consecutive input features.
+
+w = scale * (code - offset), or scale * code + min where a format has mins. In some formats scales and mins are small
+integers themselves, with a common factor for each super-group (GGUF's K types).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+SUPER_GROUP = 256  # input features
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFormat:
+    """How the rows of a matrix are quantized."""
+
+    bits: int  # of a code: 2 to 6, or 8
+    group: int  # input features that share a scale: 16, or a multiple of 32
+    offset: int = 0  # the code of zero, if there are no mins
+    has_mins: bool = False
+    # The type in which scales and mins are exact. If it is int8, they have factors, which are exact in float16.
+    number: Literal["float16", "float32", "int8"] = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Some rows of a matrix."""
+
+    codes: Tensor  # [rows, in_features] uint8
+    scales: Tensor  # [rows, groups] float32
+    mins: Tensor | None = None  # the same
+    scale_factors: Tensor | None = None  # [rows, super-groups] float32
+    min_factors: Tensor | None = None  # the same
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """Scales, and mins if there are any."""
+        return [self.scales] if self.mins is None else [self.scales, self.mins]
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """Of the numbers, if they are integers."""
+        return [factors for factors in (self.scale_factors, self.min_factors) if factors is not None]
+
+    def dequantized(self, format_: QuantFormat) -> Tensor:
+        """[rows, in_features] float32"""
+        num_columns = self.codes.shape[1]
+        numbers = [_spread(numbers, format_.group, num_columns) for numbers in self.numbers]
+        for number, factors in zip(numbers, self.factors, strict=False):
+            number *= _spread(factors, SUPER_GROUP, num_columns)
+        if self.mins is None:
+            return (self.codes.float() - format_.offset) * numbers[0]
+        return self.codes * numbers[0] + numbers[1]
+
+    def select(self, rows: Tensor) -> QuantizedRows:
+        """These rows [n] int64, in this order."""
+        return self._each(lambda tensor, _: tensor[rows])
+
+    def narrow(self, columns: range, group: int) -> QuantizedRows:
+        """These input features, which are whole groups and super-groups."""
+        return self._each(
+            lambda tensor, width: tensor[:, columns.start // width : -(-columns.stop // width)].contiguous(), group
+        )
+
+    def _each(self, change: Callable[[Tensor, int], Tensor], group: int = 1) -> QuantizedRows:
+        """Every tensor changed, by a function of the tensor and of the input features that one of its columns has."""
+
+        def changed(tensor: Tensor | None, width: int) -> Tensor | None:
+            return None if tensor is None else change(tensor, width)
+
+        return replace(
+            self,
+            codes=change(self.codes, 1),
+            scales=change(self.scales, group),
+            mins=changed(self.mins, group),
+            scale_factors=changed(self.scale_factors, SUPER_GROUP),
+            min_factors=changed(self.min_factors, SUPER_GROUP),
+        )
+
+
+def _spread(numbers: Tensor, width: int, num_columns: int) -> Tensor:
+    """[rows, groups] → [rows, num_columns]: each number for `width` columns."""
+    return numbers.repeat_interleave(width, 1)[:, :num_columns]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A rank's part of a matrix that is still in its file. It can be read once."""
+
+    shape: tuple[int, int]  # (rows, in_features)
+    format: QuantFormat
+    pieces: Callable[[], Iterator[QuantizedRows]]  # all rows in order
+
+    @property
+    def num_bytes(self) -> int:
+        """Of codes, scales and mins as they are kept in memory."""
+        rows, columns = self.shape
+        kinds = 2 if self.format.has_mins else 1
+        number_bytes = {"int8": 1, "float16": 2, "float32": 4}[self.format.number]
+        factors = -(-columns // SUPER_GROUP) * 2 if self.format.number == "int8" else 0
+        numbers = -(-columns // self.format.group) * number_bytes
+        return rows * (columns * self.format.bits // 8 + kinds * (numbers + factors))
+
+    def whole(self) -> QuantizedRows:
+        """All rows, in memory."""
+        return concatenated(list(self.pieces()))
+
+
+def concatenated(parts: Sequence[QuantizedRows]) -> QuantizedRows:
+    """The rows of all parts, which have one format."""
+
+    def joined(tensors: list[Tensor | None]) -> Tensor | None:
+        there = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(there) if there else None
+
+    return QuantizedRows(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        joined([part.mins for part in parts]),
+        joined([part.scale_factors for part in parts]),
+        joined([part.min_factors for part in parts]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """Quantized matrices with the same input features, one below the other, as the dense weight that they stand for.
+    Implements `LazyWeight`."""
+
+    matrices: tuple[QuantizedMatrix, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(matrix.shape[0] for matrix in self.matrices), self.matrices[0].shape[1]
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yields the rows in pieces [some rows, in_features] on the CPU."""
+        for matrix in self.matrices:
+            for rows in matrix.pieces():
+                yield rows.dequantized(matrix.format).to(self.dtype)
+
+    def whole(self) -> Tensor:
+        """All rows, on the device."""
+        weight = torch.empty(self.shape, dtype=self.dtype)
+        first = 0
+        for piece in self.pieces():
+            weight[first : first + piece.shape[0]] = piece
+            first += piece.shape[0]
+        return weight.to(self.device)
