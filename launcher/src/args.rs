@@ -119,6 +119,10 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 0.9)]
     pub(crate) cuda_memory_fraction: f64,
 
+    /// Dequantize the weights of a quantized checkpoint at load: more memory and slower, but with the accuracy of --dtype
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) dequantize: bool,
+
     /// Reuse the KV cache for prompts with a common prefix
     #[arg(long, env, default_value_t = true, action = ArgAction::Set, value_parser = BoolishValueParser::new())]
     pub(crate) prefix_caching: bool,

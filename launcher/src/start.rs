@@ -176,6 +176,7 @@ async fn load(
         trust_remote_code: args.trust_remote_code,
         num_threads: u32::try_from(settings.num_threads).ok(),
         watermark_gamma: args.watermark_gamma,
+        dequantize: args.dequantize,
         watermark_delta: args.watermark_delta,
     };
     let model = group.load(&load).await.map_err(GroupError::from)?;

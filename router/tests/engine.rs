@@ -285,6 +285,7 @@ fn load_options() -> LoadOptions {
         num_threads: Some(2),
         watermark_gamma: Some(0.25),
         watermark_delta: None,
+        dequantize: false,
     }
 }
 

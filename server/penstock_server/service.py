@@ -89,6 +89,7 @@ class Worker(rpc.WorkerServicer):
             num_threads=request.num_threads,
             watermark_gamma=request.watermark_gamma,
             watermark_delta=request.watermark_delta,
+            dequantize=request.dequantize,
         )
         try:
             description = self._compute.call(partial(self._load, config))

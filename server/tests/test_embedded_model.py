@@ -76,7 +76,8 @@ def dequantized(folder: Path, model: transformers.PreTrainedModel) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def model(embedded_folder: Path) -> CausalModel:
-    return load_model(LoadOptions(embedded_folder, torch.bfloat16, torch.device("cpu"), 16), RankGroup())
+    options = LoadOptions(embedded_folder, torch.bfloat16, torch.device("cpu"), 16, dequantize=True)
+    return load_model(options, RankGroup())
 
 
 @pytest.fixture

@@ -99,6 +99,7 @@ class Engine:
             device,
             block_tokens,
             trust_remote_code=config.trust_remote_code,
+            dequantize=config.dequantize,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
         with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):

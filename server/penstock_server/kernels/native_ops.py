@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
-    from penstock_kernels import Kernels, PackedLinear as PackedWeight
+    from penstock_kernels import Kernels
+    from penstock_kernels import PackedLinear as PackedWeight
     from torch import Tensor
 
     from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, Weight

@@ -143,12 +143,12 @@ class Dense:
         table = {f"{name}.weight": weight}
         return table if bias is None else {**table, f"{name}.bias": bias}
 
-    def load(self, loader: Loader, *names: str) -> DenseWeights:
+    def load(self, loader: Loader, *names: str) -> LinearWeights:
         """All have a bias or none has."""
         weight = loader.unread(*(f"{name}.weight" for name in names))
         return DenseWeights(weight, loader.read_if_there(*(f"{name}.bias" for name in names)))
 
 
 def dense_everywhere(_name: str) -> LinearScheme:
-    """The `SchemeOf` of unquantized checkpoints."""
+    """The `SchemeOf` of checkpoints whose weights are dequantized at load, or not quantized."""
     return Dense()

@@ -29,7 +29,7 @@ class QuantizedWeights:
         if len({matrix.format for matrix in self.matrices}) > 1:
             return self._dequantized().reorder(rows)
         whole = concatenated([matrix.whole() for matrix in self.matrices]).select(rows.cpu())
-        matrix = replace(self.matrices[0], shape=whole.codes.shape, pieces=lambda: iter([whole]))
+        matrix = replace(self.matrices[0], shape=(len(rows), whole.codes.shape[1]), pieces=lambda: iter([whole]))
         return replace(self, matrices=(matrix,), bias=None if self.bias is None else self.bias[rows])
 
     def without_bias(self) -> QuantizedWeights:

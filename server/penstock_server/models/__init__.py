@@ -20,6 +20,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.kernels import choose_ops
     from penstock_server.layers.context import BuildContext
     from penstock_server.layers.layout import WeightLayout
+    from penstock_server.layers.linear import dense_everywhere
     from penstock_server.layers.quantized import stored_everywhere
     from penstock_server.layers.shard import Shard
     from penstock_server.models.config import Config
@@ -36,7 +37,8 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     spec, names = read_spec(options.folder)
     if exact is None:
         exact = options.device.type == "cpu"
-    layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact), stored_everywhere)
+    scheme_of = dense_everywhere if options.dequantize else stored_everywhere
+    layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact), scheme_of)
     checkpoint, locator = open_checkpoint(options.folder)
     locator = locator or names.for_checkpoint(checkpoint.names())
     spec = spec.for_checkpoint(locator, checkpoint.names())

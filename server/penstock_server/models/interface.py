@@ -21,6 +21,7 @@ class LoadOptions:
     device: torch.device
     block_tokens: int
     trust_remote_code: bool = False
+    dequantize: bool = False  # quantized weights at load
 
 
 class CausalModel(Protocol):

@@ -76,9 +76,7 @@ class Location:
         is_by_rows = EACH not in self.name and not self.transposed and (self.strip is None or self.dim == 0)
         return is_by_rows and checkpoint.has_independent_rows(self.name)
 
-    def quantized(
-        self, checkpoint: Checkpoint, shape: tuple[int, ...], part: Part | None
-    ) -> QuantizedMatrix | None:
+    def quantized(self, checkpoint: Checkpoint, shape: tuple[int, ...], part: Part | None) -> QuantizedMatrix | None:
         """This part of a parameter as the checkpoint stores it; None if it is dense, or not a matrix of its own."""
         if EACH in self.name or self.transposed or len(shape) != 2 or (part is not None and part.view is not None):
             return None

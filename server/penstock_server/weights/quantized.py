@@ -1,4 +1,4 @@
-"""Matrices as quantized checkpoints store them: small integer codes, and scales for groups of consecutive input features.
+"""Matrices as quantized checkpoints store them: small integer codes, and scales for groups of input features.
 
 w = scale * (code - offset), or scale * code + min where a format has mins. In some formats scales and mins are small
 integers themselves, with a common factor for each super-group (GGUF's K types).

@@ -19,6 +19,7 @@ from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
+from penstock_server.weights.quantized import QuantizedMatrix
 from penstock_server.weights.safetensors_header import Place, read_header
 
 LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

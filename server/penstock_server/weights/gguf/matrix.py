@@ -84,7 +84,8 @@ class MatrixReader:
         """A matrix, or a part of it, as it is stored; None if its type has no codes, or the part divides a group.
         interleaved: as in `read`."""
         format_ = FORMATS.get(GGMLQuantizationType(info.type_number))
-        (num_rows, num_columns), rows, columns = matrix_shape(info.shape), range(info.shape[0]), range(info.shape[1])
+        num_columns = info.shape[1]
+        rows, columns = range(info.shape[0]), range(num_columns)
         if part is not None and part.dim == 0:
             rows = part.range
         elif part is not None:

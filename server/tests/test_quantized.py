@@ -1,0 +1,188 @@
+"""Weights that stay quantized: taken apart without loss, multiplied as the module of the kernels states, in models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from gguf_files import finish, model_metadata, raw_writer, save_gguf
+from model_driver import ModelDriver
+from penstock_server.kernels.native_ops import NativeOps
+from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.layers.quantized import QuantizedWeights
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.weights.checkpoint import Part
+from penstock_server.weights.gguf.block import FORMATS, unpack
+from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
+from penstock_server.weights.gguf.folder import gguf_folder
+from penstock_server.weights.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
+from test_gguf import finite_blocks
+from tiny_models import make_model, prompts
+
+CPU = torch.device("cpu")
+EVERY_TYPE = pytest.mark.parametrize("type_", FORMATS, ids=lambda type_: type_.name)
+
+
+def raw_rows(type_: GGMLQuantizationType, num_rows: int, num_columns: int) -> np.ndarray:
+    block_weights, _ = GGML_QUANT_SIZES[type_]
+    return finite_blocks(type_, num_rows * num_columns // block_weights).reshape(num_rows, -1)
+
+
+@EVERY_TYPE
+def test_blocks_are_taken_apart_without_loss(type_: GGMLQuantizationType) -> None:
+    raw, format_ = raw_rows(type_, 5, 512), FORMATS[type_]
+    rows = unpack(torch.from_numpy(raw), type_)
+    assert int(rows.codes.max()) < 1 << format_.bits
+    assert torch.equal(rows.dequantized(format_), torch.from_numpy(dequantize(raw, type_)))
+    exact_in = {"float16": torch.float16, "int8": torch.int8, "float32": torch.float32}[format_.number]
+    assert all(torch.equal(numbers.to(exact_in).float(), numbers) for numbers in rows.numbers)
+    assert all(torch.equal(factors.half().float(), factors) for factors in rows.factors)
+
+
+@EVERY_TYPE
+def test_a_checkpoint_hands_out_parts_as_they_are_stored(type_: GGMLQuantizationType, tmp_path: Path) -> None:
+    raw = raw_rows(type_, 600, 768)  # several pieces
+    writer = raw_writer(
+        tmp_path / "q.gguf", {"general.architecture": "qwen2"} | model_metadata(make_model("qwen2").config, "qwen2")
+    )
+    writer.add_tensor("blk.0.attn_q.weight", raw, raw_dtype=type_)
+    finish(writer)
+    checkpoint = GgufCheckpoint(tmp_path / "q.gguf")
+    whole = torch.from_numpy(dequantize(raw, type_))
+    for part in (None, Part(0, range(3, 577)), Part(0, range(7, 7)), Part(1, range(256, 768))):
+        matrix = checkpoint.quantized("blk.0.attn_q.weight", part)
+        assert matrix is not None
+        pieces = [rows.dequantized(matrix.format) for rows in matrix.pieces()]
+        expected = whole if part is None else part.of(whole)
+        assert matrix.shape == expected.shape
+        assert torch.equal(torch.cat([*pieces, expected[:0]]), expected)
+    assert checkpoint.quantized("blk.0.attn_q.weight", Part(1, range(8, 768))) is None
+
+
+def random_matrix(format_: QuantFormat, num_rows: int, num_columns: int) -> QuantizedMatrix:
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def numbers(width: int, scale: float) -> torch.Tensor:
+        return (torch.rand((num_rows, -(-num_columns // width)), generator=generator) * scale).half().float()
+
+    is_integer = format_.number == "int8"
+    codes = torch.randint(0, 1 << format_.bits, (num_rows, num_columns), generator=generator, dtype=torch.uint8)
+    scales, mins = (numbers(format_.group, 63).round() if is_integer else numbers(format_.group, 0.1) for _ in range(2))
+    factors = (numbers(SUPER_GROUP, 0.01) if is_integer else None for _ in range(2))
+    scale_factors, min_factors = factors
+    if not format_.has_mins:
+        rows = QuantizedRows(codes, scales, None, scale_factors)
+    else:
+        rows = QuantizedRows(codes, scales, -mins, scale_factors, min_factors)
+    pieces = rows.codes.split(7)  # uneven
+
+    def in_pieces() -> list[QuantizedRows]:
+        starts = range(0, num_rows, 7)
+        return [
+            rows.select(torch.arange(start, start + len(piece))) for start, piece in zip(starts, pieces, strict=True)
+        ]
+
+    return QuantizedMatrix((num_rows, num_columns), format_, lambda: iter(in_pieces()))
+
+
+def weights_of(*matrices: QuantizedMatrix, bias: torch.Tensor | None = None) -> QuantizedWeights:
+    return QuantizedWeights(matrices, bias, torch.bfloat16, CPU)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("format_", dict.fromkeys(FORMATS.values()), ids=str)
+@torch.inference_mode()
+def test_products_are_those_of_the_dense_weights_but_for_the_rounding_of_the_input(format_: QuantFormat) -> None:
+    ops, num_rows = NativeOps(), 70
+    matrices = random_matrix(format_, num_rows, 512), random_matrix(FORMATS[GGMLQuantizationType.Q8_0], 30, 512)
+    bias = torch.randn(100).bfloat16()
+    layer = weights_of(*matrices, bias=bias)
+    dense, _ = layer.dense()
+    x = torch.randn(9, 512).bfloat16()
+    expected = torch.nn.functional.linear(x.double(), dense.double(), bias.double())
+    found = layer.pack(ops)(x, None).double()
+    size = dense.double().norm(dim=1) * x.double().norm(dim=1, keepdim=True)
+    assert ((found - expected).abs() / size).max() < 0.01
+    torch.testing.assert_close(layer.without_bias().pack(ops)(x, None).double() + bias, found, atol=0.02, rtol=0.02)
+    order = torch.randperm(num_rows)
+    one = weights_of(matrices[0])
+    assert torch.equal(one.reorder(order).pack(ops)(x, None), one.pack(ops)(x, None)[:, order])
+    head, lookup = one.pack_tied(ops)
+    assert torch.equal(head(x, None), one.pack(ops)(x, None))
+    ids = torch.tensor([3, 69, 0, 3])
+    assert torch.equal(lookup(ids), dense[ids])
+
+
+@pytest.mark.native
+@torch.inference_mode()
+def test_a_gated_layer_and_operators_without_kernels() -> None:
+    format_ = FORMATS[GGMLQuantizationType.Q4_1]
+    layer = weights_of(random_matrix(format_, 40, 64), random_matrix(format_, 40, 64))
+    x = torch.randn(3, 64).bfloat16()
+    native, plain = (layer.pack(ops, gated=True)(x, None).float() for ops in (NativeOps(), TorchOps()))
+    assert native.shape == (3, 40)
+    assert (native - plain).norm() < 0.05 * plain.norm()
+
+
+@pytest.mark.native
+def test_what_does_not_fit_is_refused() -> None:
+    kernels = NativeOps()._kernels
+    good = (4, 4, 32, 8, False, "float16")
+    for bad, message in (
+        ((4, 7, 32, 8, False, "float16"), "a code has 7 bits, must have 2 to 6 or 8"),
+        ((4, 4, 24, 8, False, "float16"), "a group has 24 features, must have 16 or a multiple of 32"),
+        ((4, 4, 32, 256, False, "float16"), "the offset is 256, must be a code"),
+        ((0, 4, 32, 8, False, "float16"), "a segment has 0 rows"),
+        ((4, 4, 32, 8, False, "int4"), "scales cannot be stored as int4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.quantized([bad], 64, None, False)
+    with pytest.raises(ValueError, match="the segments of gate and up differ in their rows"):
+        kernels.quantized([good, (2, *good[1:])], 64, None, True)
+    packing = kernels.quantized([good], 64, None, False)
+    codes, scales = torch.full((4, 64), 15, dtype=torch.uint8), torch.ones(4, 2)
+    for arguments, message in (
+        ((codes + 1, [scales], []), "codes contains 16, which has more than 4 bits"),
+        ((codes[:, :32], [scales], []), r"codes has shape \[4, 32\], must be \[4, 64\]"),
+        ((codes, [scales[:, :1]], []), r"numbers has shape \[4, 1\], must be \[4, 2\]"),
+        ((codes, [scales, scales], []), "2 numbers and 0 factors do not go with"),
+        ((codes.repeat(2, 1), [scales.repeat(2, 1)], []), "codes has 8 rows, the weight lacks 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            packing.add_rows(*arguments)
+    with pytest.raises(ValueError, match="0 rows were packed, which are not the weight's"):
+        packing.finish()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize(
+    ("variant", "architecture"), [("llama", "llama"), ("llama-tied", "llama"), ("qwen2", "qwen2")], ids=str
+)
+def test_a_model_is_served_as_it_is_stored(variant: str, architecture: str, kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    path = save_gguf(make_model(variant, **sizes), tmp_path / "tiny.gguf", architecture, kind)
+    folder, text = gguf_folder(path), prompts(1, [23], 131)[0]
+
+    def logits(dequantize: bool, *chunks: int) -> tuple[torch.Tensor, int]:
+        options = LoadOptions(folder, torch.bfloat16, CPU, 16, dequantize=dequantize)
+        model = load_model(options, RankGroup())
+        driver = ModelDriver(model, 16)
+        driver.step([(driver.sequence(text[::-1]), len(text))], every_row=True)
+        sequence = driver.sequence(text)
+        found = [driver.step([(sequence, count)], every_row=True) for count in chunks]
+        return torch.cat([rows for rows in found if rows is not None]).float(), model.weight_bytes
+
+    (stored, stored_bytes), (dense, dense_bytes) = logits(False, 23), logits(True, 23)
+    assert stored_bytes < dense_bytes * 0.75
+    assert (stored - dense).norm() < 0.06 * dense.norm()
+    assert not torch.equal(stored, dense)
+    # Alone, in chunks and token by token, to the bit.
+    assert torch.equal(stored, logits(False, *[1] * 23)[0])
+    assert torch.equal(stored, logits(False, 7, 16)[0])
