@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock_server.attention import fp8
+from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
 from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from torch import Tensor
@@ -46,15 +48,22 @@ def make_batch(spans: list[tuple[int, int]]) -> StepBatch:
     )
 
 
-def run(spans: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The output of paged attention for the new tokens, and that of torch's attention without pages."""
+def run(
+    spans: list[tuple[int, int]],
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    scales: KvScales | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output of paged attention for the new tokens, and that of torch's attention without pages, of keys and values
+    as they are stored."""
     generator = torch.Generator().manual_seed(len(spans))
 
     def random(tokens: int, heads: int) -> Tensor:
         return torch.randn(tokens, heads, shape.head_dim, generator=generator).to(dtype)
 
     batch = make_batch(spans)
-    attention = ReferenceAttention(shape, CPU, dtype)
+    attention = ReferenceAttention(shape, CPU, dtype, kv_dtype)
     cache = attention.allocate(sum(-(-(seen + new) // BLOCK_TOKENS) for seen, new in spans))
     queries, expected = [], []
     new_keys, new_values = [], []
@@ -62,10 +71,15 @@ def run(spans: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype)
         query = random(new, shape.num_heads)
         keys, values = random(seen + new, shape.num_kv_heads), random(seen + new, shape.num_kv_heads)
         slots = [int(batch.block_tables[row, p // BLOCK_TOKENS]) * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(seen)]
-        attention.write_kv(cache, keys[:seen], values[:seen], torch.tensor(slots, dtype=torch.int64))
+        attention.write_kv(cache, keys[:seen], values[:seen], torch.tensor(slots, dtype=torch.int64), scales=scales)
         new_keys.append(keys[seen:])
         new_values.append(values[seen:])
         queries.append(query)
+        if kv_dtype is not None:
+            keys, values = (
+                fp8.decode(fp8.encode(each, kv_dtype, scale), kv_dtype, scale)
+                for each, scale in zip((keys, values), scales or KvScales(), strict=True)
+            )
         visible = torch.ones(new, seen + new, dtype=torch.bool).tril(diagonal=seen)
         expected.append(
             torch.nn.functional.scaled_dot_product_attention(
@@ -77,8 +91,9 @@ def run(spans: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype)
                 enable_gqa=True,
             )[0].transpose(0, 1)
         )
-    attention.write_kv(cache, torch.cat(new_keys), torch.cat(new_values), batch.slots)
-    return attention.attend(torch.cat(queries), cache, attention.prepare(batch)), torch.cat(expected)
+    attention.write_kv(cache, torch.cat(new_keys), torch.cat(new_values), batch.slots, scales=scales)
+    attended = attention.attend(torch.cat(queries), cache, attention.prepare(batch), scales=scales)
+    return attended, torch.cat(expected)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 8), (6, 2, 16), (9, 3, 64), (5, 1, 10)])
@@ -102,6 +117,32 @@ def test_softmax_is_in_float32() -> None:
     actual, expected = run([(0, 40), (12, 1)], make_shape(4, 2, 8), torch.bfloat16)
     # Only the result is rounded, by at most half a unit of bfloat16's last bit.
     torch.testing.assert_close(actual.float(), expected, atol=1e-6, rtol=2**-8)
+
+
+@pytest.mark.parametrize("scales", [None, KvScales(0.03, 0.7)], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("name", FP8_DTYPES)
+def test_an_fp8_cache_computes_attention_of_rounded_keys_and_values(name: str, scales: KvScales | None) -> None:
+    spans = [(5, 11), (0, 6), (31, 1), (4, 4)]
+    actual, expected = run(spans, make_shape(6, 2, 16), torch.float32, FP8_DTYPES[name], scales)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "largest"), [("fp8_e4m3fn", 448.0), ("fp8_e5m2", 57344.0)])
+def test_what_exceeds_the_range_of_fp8_becomes_its_largest_number(name: str, largest: float) -> None:
+    x = torch.tensor([1e9, -1e9, float("inf"), -largest, float("nan"), 1.0])
+    for scale in (1.0, 0.5):
+        stored = fp8.decode(fp8.encode(x, FP8_DTYPES[name], scale), FP8_DTYPES[name], scale)
+        limit = largest * scale
+        expected = torch.tensor([limit, -limit, limit, -limit, float("nan"), 1.0])
+        torch.testing.assert_close(stored, expected, equal_nan=True, atol=0, rtol=0)
+
+
+def test_an_fp8_block_takes_half_the_bytes() -> None:
+    shape = make_shape(6, 2, 16)
+    plain = ReferenceAttention(shape, CPU, torch.bfloat16)
+    narrow = ReferenceAttention(shape, CPU, torch.bfloat16, torch.float8_e4m3fn)
+    assert 2 * narrow.bytes_per_block() == plain.bytes_per_block()
+    assert narrow.allocate(num_blocks=3).nbytes == 3 * narrow.bytes_per_block()
 
 
 VARIANTS = {

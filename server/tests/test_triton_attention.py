@@ -19,7 +19,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock_server.attention import choose_attention, preferred_block_tokens
+from penstock_server.attention import choose_attention, fp8, preferred_block_tokens
+from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
 from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels import triton_device
@@ -43,6 +44,7 @@ SMALL = Tile(rows=16, keys=32, split_tokens=64, num_warps=4, num_stages=1)
 # sequence without new tokens.
 MIXED = [(0, 20), (140, 1), (60, 9), (7, 1), (20, 0)]
 DECODE = [(130, 1), (0, 1), (63, 1), (64, 1)]
+NAN_BITS = 0x7F  # in both fp8 dtypes
 Step = list[tuple[int, int, int]]  # (sequence, computed tokens, new tokens)
 
 
@@ -57,7 +59,9 @@ def stored_rows(shape: AttentionShape, keys: Tensor, values: Tensor) -> Tensor:
 
 class Pages:
     """Sequences whose keys and values lie in shuffled blocks of a Triton cache and of a reference cache. The former's
-    slots of no sequence are NaN, so that reading them is seen."""
+    slots of no sequence are NaN, so that reading them is seen.
+
+    kv_dtype: of the Triton cache. The reference cache holds the same keys and values in `dtype`."""
 
     def __init__(
         self,
@@ -67,10 +71,13 @@ class Pages:
         tile: Tile | None = SMALL,
         source_lens: list[int] | None = None,
         has_sinks: bool = False,
+        kv_dtype: torch.dtype | None = None,
+        scales: KvScales | None = None,
     ) -> None:
         self.shape = shape
         self.source_lens = source_lens
-        self.triton = TritonAttention(shape, DEVICE, dtype, tile)
+        self.scales = scales
+        self.triton = TritonAttention(shape, DEVICE, dtype, tile, kv_dtype)
         self.reference = ReferenceAttention(shape, DEVICE, dtype)
         self.sinks = random(1, shape.num_heads).to(dtype) if has_sinks else None
         self.bias = random(2, shape.num_heads, 2 * 20 + 1) if shape.has_relative_bias else None
@@ -79,7 +86,7 @@ class Pages:
         self.tables = [[shuffled.pop() for _ in range(count)] for count in counts]
         self.unused = sum(counts)  # a block of no sequence
         self.caches = [attention.allocate(self.unused + 1) for attention in (self.triton, self.reference)]
-        self.caches[0].fill_(float("nan"))
+        self.caches[0].fill_(float("nan") if kv_dtype is None else NAN_BITS)
         self.queries = [
             random(i, length, shape.num_heads, shape.head_dim).to(dtype) for i, length in enumerate(lengths)
         ]
@@ -89,8 +96,15 @@ class Pages:
             position = torch.arange(length)
             blocks = torch.tensor(self.tables[sequence])[position // shape.block_tokens]
             slots = blocks * shape.block_tokens + position % shape.block_tokens
+            rows = stored_rows(shape, keys, values)
+            if kv_dtype is not None:
+                heads, of_heads = (keys, values), scales or KvScales()
+                bits = [fp8.encode(x, kv_dtype, scale) for x, scale in zip(heads, of_heads, strict=True)]
+                rows = stored_rows(shape, *bits)
+                both = zip(bits, of_heads, strict=True)
+                keys, values = (fp8.decode(each, kv_dtype, scale).to(dtype) for each, scale in both)
             # Not by `write_kv`, because the interpreter takes long for many tokens.
-            self.caches[0][blocks, :, position % shape.block_tokens] = stored_rows(shape, keys, values)
+            self.caches[0][blocks, :, position % shape.block_tokens] = rows
             self.reference.write_kv(self.caches[1], keys, values, slots)
 
     def batch(self, step: Step) -> tuple[Tensor, StepBatch]:
@@ -111,7 +125,8 @@ class Pages:
 
     def attend(self, step: Step) -> Tensor:
         queries, batch = self.batch(step)
-        return self.triton.attend(queries, self.caches[0], self.triton.prepare(batch), self.sinks, self.bias)
+        metadata = self.triton.prepare(batch)
+        return self.triton.attend(queries, self.caches[0], metadata, self.sinks, self.bias, self.scales)
 
     def assert_near_reference(self, step: Step, tolerance: float = 1e-5) -> None:
         queries, batch = self.batch(step)
@@ -253,6 +268,79 @@ def test_writing_rotates_queries_in_place_and_keys_as_they_are_stored(
     torch.testing.assert_close(stored, stored_rows(shape, expected_keys, values[..., :7]))
 
 
+SCALES = KvScales(0.03, 0.7)
+FP8_VARIANTS = ["plain", "window-of-splits", "soft-cap", "sinks", "value-dim", "values-are-main-part", "latent"]
+
+
+@pytest.mark.parametrize("kv_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
+@pytest.mark.parametrize("name", FP8_VARIANTS)
+def test_an_fp8_cache_computes_the_reference_of_rounded_keys_and_values(name: str, kv_dtype: torch.dtype) -> None:
+    shape = {"plain": PLAIN, **VARIANTS}[name]
+    assert_near_reference(shape, MIXED, has_sinks=name == "sinks", kv_dtype=kv_dtype, scales=SCALES)
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
+def test_an_fp8_cache_computes_the_reference_in_narrow_dtypes(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    assert_near_reference(PLAIN, MIXED, dtype=dtype, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("kv_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
+def test_every_number_is_stored_in_fp8_as_torch_rounds_it(kv_dtype: torch.dtype, scale: float) -> None:
+    """All numbers of float16, which hold all ties, and large ones; a token of slot -1 is not stored."""
+    keys = torch.arange(1 << 16, dtype=torch.int32).short().view(torch.float16).float().view(16, 16, 256)
+    values = keys * 1e4
+    shape = AttentionShape(16, 16, 256, 1.0, 16)
+    attention = TritonAttention(shape, DEVICE, torch.float32, kv_dtype=kv_dtype)
+    cache = attention.allocate(num_blocks=1)
+    slots = torch.arange(16)
+    slots[3] = -1
+    attention.write_kv(cache, keys, values, slots, scales=KvScales(scale, scale / 2))
+    stored = cache.transpose(1, 2).flatten(0, 1)
+    expected = torch.cat([fp8.encode(keys, kv_dtype, scale), fp8.encode(values, kv_dtype, scale / 2)], dim=2)
+    expected[3] = 0
+    is_nan = expected.view(kv_dtype).float().isnan()  # of either sign
+    assert torch.equal(stored.view(kv_dtype).float().isnan(), is_nan)
+    assert torch.equal(stored[~is_nan], expected[~is_nan])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW_DTYPES], ids=str)
+@pytest.mark.parametrize("kv_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
+def test_every_fp8_number_is_read_exactly(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """A sequence of one token: its output is the value."""
+    attention = TritonAttention(AttentionShape(1, 1, 16, 1.0, 16, value_dim=256), DEVICE, dtype, SMALL, kv_dtype)
+    cache = attention.allocate(num_blocks=1)
+    bits = torch.arange(256, dtype=torch.int32).to(torch.int8)
+    cache[0, 0, 0, 16:] = bits
+    ints = torch.zeros(1, dtype=torch.int64)
+    batch = StepBatch(ints, ints, ints, torch.tensor([0, 1]).int(), ints.int() + 1, ints.int()[None], ints, 1, 1)
+    output = attention.attend(torch.zeros(1, 1, 16, dtype=dtype), cache, attention.prepare(batch))
+    torch.testing.assert_close(
+        output.flatten(), fp8.decode(bits, kv_dtype, 1.0).to(dtype), equal_nan=True, atol=0, rtol=0
+    )
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("kv_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
+def test_keys_are_rotated_before_they_are_rounded_to_fp8(kv_dtype: torch.dtype, is_interleaved: bool) -> None:
+    shape = AttentionShape(4, 2, 20, 1.0, 16)
+    wide, narrow = (TritonAttention(shape, DEVICE, torch.float32, kv_dtype=each) for each in (None, kv_dtype))
+    cos, sin = random(1, 30, 5), random(2, 30, 5)
+    positions, slots = torch.tensor([3, 0, 29]), torch.tensor([40, 2, 17])
+    rows = []
+    for attention in (wide, narrow):
+        queries, keys, values = random(6, 3, 8, 20).split([4, 2, 2], dim=1)
+        cache = attention.allocate(num_blocks=3)
+        rotation = Rotation(queries, cos, sin, positions, is_interleaved)
+        attention.write_kv(cache, keys, values, slots, rotation, SCALES)
+        rows.append(cache.transpose(1, 2).flatten(0, 1)[slots])
+    expected_keys, expected_values = rows[0].split(20, dim=2)
+    found_keys, found_values = rows[1].split(20, dim=2)
+    assert torch.equal(found_keys, fp8.encode(expected_keys, kv_dtype, SCALES.keys))
+    assert torch.equal(found_values, fp8.encode(expected_values, kv_dtype, SCALES.values))
+
+
 def test_few_partial_bytes_mean_no_splits_and_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages(PLAIN, [150, 40])
     step = [(0, 149, 1), (1, 39, 1)]
@@ -268,12 +356,14 @@ LENGTHS = [75, 40]
 @cache
 def whole_prompts(name: str) -> tuple[Pages, list[Tensor]]:
     """Sequences, and the outputs of all their tokens: each sequence alone, its prompt in one chunk."""
-    pages = Pages({"plain": PLAIN, **INVARIANT}[name], LENGTHS, has_sinks=name == "sinks")
+    kv_dtype = torch.float8_e4m3fn if name == "fp8" else None
+    shape = {"plain": PLAIN, "fp8": PLAIN, **INVARIANT}[name]
+    pages = Pages(shape, LENGTHS, has_sinks=name == "sinks", kv_dtype=kv_dtype, scales=SCALES)
     return pages, [pages.attend([(sequence, 0, length)]) for sequence, length in enumerate(LENGTHS)]
 
 
 @settings(max_examples=15, deadline=None)
-@given(data=st.data(), name=st.sampled_from(["plain", *INVARIANT]))
+@given(data=st.data(), name=st.sampled_from(["plain", "fp8", *INVARIANT]))
 def test_bits_depend_neither_on_the_batch_nor_on_the_cut(data: st.DataObject, name: str) -> None:
     pages, alone = whole_prompts(name)
     step: Step = []
@@ -346,6 +436,8 @@ def test_cuda_devices_get_triton_where_it_supports_the_shape(caplog: pytest.LogC
     assert choose_attention(PLAIN, CPU, torch.float32).name == "reference"
     assert choose_attention(replace(PLAIN, head_dim=257), CUDA, torch.bfloat16).name == "reference"
     assert "heads have 257 elements, at most 256 are supported" in caplog.text
+    fp8_attention = choose_attention(PLAIN, CUDA, torch.bfloat16, torch.float8_e5m2)
+    assert (fp8_attention.name, 2 * fp8_attention.bytes_per_block()) == ("triton", attention.bytes_per_block())
 
 
 def test_without_triton_cuda_devices_get_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,6 +452,8 @@ def test_block_bytes_are_what_is_allocated() -> None:
         allocated = attention.allocate(num_blocks=5)
         assert allocated.nbytes == 5 * attention.bytes_per_block()
         assert not allocated.any()
+        narrow = TritonAttention(shape, DEVICE, torch.float16, kv_dtype=torch.float8_e5m2)
+        assert narrow.allocate(num_blocks=5).nbytes == 5 * narrow.bytes_per_block() == allocated.nbytes // 2
 
 
 PROGRAM = Path(__file__).with_name("triton_compile_program.py")
@@ -367,12 +461,12 @@ MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one prog
 
 
 def test_kernels_compile_and_fit_without_a_gpu() -> None:
-    compile_and_check(["64", "128", "256", "latent", "operators"])
+    compile_and_check(["64", "128", "256", "latent", "operators", "fp8-e4m3fn", "fp8-e5m2"])
 
 
 @pytest.mark.slow
 def test_every_variant_compiles_and_fits_without_a_gpu() -> None:
-    variants = ["sinks", "soft-cap", "alibi", "relative-bias", "chunk"]
+    variants = ["sinks", "soft-cap", "alibi", "relative-bias", "chunk", "fp8-64", "fp8-256", "fp8-latent"]
     compile_and_check(["float16", "float32", "float32-256", "float32-latent", *variants])
 
 

@@ -49,6 +49,11 @@ CASES: dict[str, tuple[AttentionShape, torch.dtype]] = {
         BF16,
     ),
     "chunk": (AttentionShape(40, 8, 80, 0.1, 32, mask=AttentionMask(chunk=8192, part="answer")), BF16),
+    "fp8-e4m3fn": (AttentionShape(32, 8, 128, 0.088, 64), BF16),
+    "fp8-e5m2": (AttentionShape(32, 8, 128, 0.088, 64), BF16),
+    "fp8-64": (AttentionShape(32, 8, 64, 0.125, 64), FP16),
+    "fp8-256": (AttentionShape(16, 8, 256, 0.0625, 64), BF16),
+    "fp8-latent": (LATENT, BF16),
 }
 
 
@@ -70,7 +75,9 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
         launch_operators(sum(new for _, new in spans))
         return found
     shape, dtype = CASES[name]
-    attention = backend.TritonAttention(shape, torch.device("cpu"), dtype)
+    fp8_dtype = torch.float8_e5m2 if name == "fp8-e5m2" else torch.float8_e4m3fn
+    kv_dtype = fp8_dtype if name.startswith("fp8") else None
+    attention = backend.TritonAttention(shape, torch.device("cpu"), dtype, kv_dtype=kv_dtype)
     lens = [computed + new for computed, new in spans]
     num_tokens = sum(new for _, new in spans)
     starts = torch.tensor([0, *(new for _, new in spans)], dtype=torch.int32).cumsum(0, dtype=torch.int32)

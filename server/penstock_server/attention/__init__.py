@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Attention:
-    """The fastest implementation that supports this shape on this device."""
-    if may_be_native(device, dtype):
+def choose_attention(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> Attention:
+    """The fastest implementation that supports this shape on this device. kv_dtype: an fp8 dtype of stored keys and
+    values; None: dtype."""
+    if may_be_native(device, dtype) and kv_dtype is None:
         from penstock_server.attention import native
 
         if native.supports(shape):
@@ -35,17 +38,21 @@ def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.d
             from penstock_server.attention.triton.backend import TritonAttention
 
             logger.info("attention: triton")
-            return TritonAttention(shape, device, dtype)
+            return TritonAttention(shape, device, dtype, kv_dtype=kv_dtype)
         logger.warning("attention: reference, which is slow, because Triton kernels cannot be used: %s", reason)
+    elif kv_dtype is not None:
+        logger.warning("attention: reference, which is slow, because no other stores fp8 on a CPU (--kv-cache-dtype)")
     else:
         logger.info("attention: reference")
-    return ReferenceAttention(shape, device, dtype)
+    return ReferenceAttention(shape, device, dtype, kv_dtype)
 
 
 class ModelAttention:
     """The attention of one model's layers: an implementation for each shape, and the metadata that they share."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
+        """kv_dtype: as of `choose_attention`."""
+        self.kv_dtype = kv_dtype
         self._device = device
         self._dtype = dtype
         self._by_shape: dict[AttentionShape, Attention] = {}
@@ -53,7 +60,7 @@ class ModelAttention:
     def for_shape(self, shape: AttentionShape) -> Attention:
         """Layers of one shape share it."""
         if shape not in self._by_shape:
-            self._by_shape[shape] = choose_attention(shape, self._device, self._dtype)
+            self._by_shape[shape] = choose_attention(shape, self._device, self._dtype, self.kv_dtype)
         return self._by_shape[shape]
 
     @property

@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from penstock_server.attention.fp8 import KvScales
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -140,13 +142,20 @@ class Attention(Protocol):
         ...
 
     def write_kv(
-        self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rotation: Rotation | None = None
+        self,
+        cache: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        rotation: Rotation | None = None,
+        scales: KvScales | None = None,
     ) -> None:
         """Stores keys [tokens, num_kv_heads, head_dim] and values [tokens, num_kv_heads, value_dim] at their slots
         [tokens] int64. With `values_in_keys`, `values` is ignored.
 
         rotation: applied to its queries in place, and to the keys as they are stored. None: keys are as they should be
-        stored."""
+        stored.
+        scales: of the layer, if the cache is in fp8; None: 1."""
         ...
 
     def attend(
@@ -156,6 +165,7 @@ class Attention(Protocol):
         metadata: Any,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         """[tokens, num_heads, head_dim] → [tokens, num_heads, value_dim], over the positions that the mask selects.
 
@@ -163,6 +173,7 @@ class Attention(Protocol):
         sinks [num_heads]: a score per head that takes part in the softmax and has no value (gpt-oss).
         bias [num_heads, 2 * n + 1] float32, if the shape has one: added to the score of a key by its distance ahead of
         the query, from -n to n; larger distances are clamped.
+        scales: those that the layer's keys and values were written with.
         """
         ...
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock_kernels import Batch
     from torch import Tensor
 
+    from penstock_server.attention.fp8 import KvScales
     from penstock_server.attention.interface import AttentionShape, Rotation, StepBatch
 
 HEAD_DIM_MULTIPLE = 16
@@ -76,7 +77,13 @@ class NativeAttention:
         return penstock_kernels.Batch(batch.query_starts, batch.context_lens, batch.block_tables, batch.source_lens)
 
     def write_kv(
-        self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rotation: Rotation | None = None
+        self,
+        cache: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        rotation: Rotation | None = None,
+        scales: KvScales | None = None,
     ) -> None:
         assert rotation is None
         stored = None if self.shape.values_in_keys else _padded(values, self._padding[1])
@@ -89,6 +96,7 @@ class NativeAttention:
         metadata: Batch,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         queries = _padded(queries, self._padding[0])
         sinks = None if sinks is None else sinks.to(queries.dtype).contiguous()

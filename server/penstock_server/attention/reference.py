@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock_server.attention import fp8
+from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
 
 # Queries whose scores are computed at once: it bounds the score matrix of a long prompt.
@@ -60,25 +62,29 @@ class ReferenceMetadata:
 
 class ReferenceAttention:
     """Implements `Attention`. Cache of one layer: [blocks, block_tokens, kv_heads, head_dim + value_dim], keys
-    first."""
+    first; fp8 as int8."""
 
     name = "reference"
     rotates = False
     preferred_block_tokens = 16
 
-    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        """kv_dtype: as of `choose_attention`."""
         self.shape = shape
         self.device = device
-        self.dtype = dtype
+        self.kv_dtype = kv_dtype
+        self.stored_dtype = dtype if kv_dtype is None else torch.int8
         self.stored_dim = shape.head_dim + (0 if shape.values_in_keys else shape.output_dim)
 
     def allocate(self, num_blocks: int) -> Tensor:
         shape = (num_blocks, self.shape.block_tokens, self.shape.num_kv_heads, self.stored_dim)
         # Not `torch.zeros`: its pages would be allocated at the first write of a step, where memory may be short.
-        return torch.empty(shape, dtype=self.dtype, device=self.device).fill_(0.0)
+        return torch.empty(shape, dtype=self.stored_dtype, device=self.device).fill_(0)
 
     def bytes_per_block(self) -> int:
-        return self.shape.block_tokens * self.shape.num_kv_heads * self.stored_dim * self.dtype.itemsize
+        return self.shape.block_tokens * self.shape.num_kv_heads * self.stored_dim * self.stored_dtype.itemsize
 
     @staticmethod
     def prepare(batch: StepBatch) -> ReferenceMetadata:
@@ -87,9 +93,19 @@ class ReferenceAttention:
         return ReferenceMetadata(batch, batch.query_starts.tolist(), context_lens, source_lens)
 
     def write_kv(
-        self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rotation: Rotation | None = None
+        self,
+        cache: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        rotation: Rotation | None = None,
+        scales: KvScales | None = None,
     ) -> None:
         assert rotation is None
+        if self.kv_dtype is not None:
+            scales = scales or KvScales()
+            keys = fp8.encode(keys, self.kv_dtype, scales.keys)
+            values = fp8.encode(values, self.kv_dtype, scales.values)
         stored = keys if self.shape.values_in_keys else torch.cat([keys, values], dim=-1)
         cache.flatten(0, 1).index_copy_(0, slots, stored)
 
@@ -100,15 +116,26 @@ class ReferenceAttention:
         metadata: ReferenceMetadata,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         out = queries.new_empty((queries.shape[0], self.shape.num_heads, self.shape.output_dim))
         for visible in metadata.visible(self.shape.mask, self.shape.block_tokens):
-            stored = cache[visible.blocks].flatten(0, 1).float()  # [slots of these blocks, kv_heads, stored_dim]
+            stored = self._read(cache, visible.blocks, scales)
             for row in range(visible.rows.start, visible.rows.stop, MAX_QUERY_ROWS):
                 rows = slice(row, min(row + MAX_QUERY_ROWS, visible.rows.stop))
                 attended = self._attend_rows(queries[rows].float(), stored, visible, rows, sinks, bias)
                 out[rows] = attended.to(out.dtype)
         return out
+
+    def _read(self, cache: Tensor, blocks: Tensor, scales: KvScales | None) -> Tensor:
+        """[slots of these blocks, kv_heads, stored_dim] float32"""
+        stored = cache[blocks].flatten(0, 1)
+        if self.kv_dtype is None:
+            return stored.float()
+        scales = scales or KvScales()
+        keys, values = stored.tensor_split([self.shape.head_dim], dim=-1)
+        decoded = [fp8.decode(keys, self.kv_dtype, scales.keys), fp8.decode(values, self.kv_dtype, scales.values)]
+        return torch.cat(decoded, dim=-1)
 
     def _attend_rows(
         self, queries: Tensor, stored: Tensor, visible: Visible, rows: slice, sinks: Tensor | None, bias: Tensor | None

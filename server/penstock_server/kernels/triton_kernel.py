@@ -4,6 +4,8 @@ other row."""
 import triton
 import triton.language as tl
 
+from penstock_server.kernels.triton_fp8 import encode
+
 
 @triton.jit
 def norm_kernel(
@@ -44,11 +46,29 @@ def norm_kernel(
 
 
 @triton.jit
+def to_stored(x, dtype: tl.constexpr, factor, FORMAT: tl.constexpr):
+    """x in the cache's dtype; with a FORMAT, the bits of x * factor in fp8."""
+    if FORMAT != "":
+        x = encode(x.to(tl.float32) * factor, FORMAT)
+    return x.to(dtype)
+
+
+@triton.jit
 def rotate_pairs(
-    source, target, is_head, cos, sin, HALF: tl.constexpr, WIDTH: tl.constexpr, IS_INTERLEAVED: tl.constexpr
+    source,
+    target,
+    is_head,
+    cos,
+    sin,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    factor=1.0,
+    FORMAT: tl.constexpr = "",
 ):
     """Reads the rotary elements of some heads behind the pointers source [heads] and writes them, rotated, behind
     target [heads]. cos, sin: pointers to the HALF numbers of the token's position. WIDTH: HALF or more, a power of two.
+    factor, FORMAT: as in `to_stored`.
 
     One thread reads both elements of a pair and writes both, so target may be source.
     """
@@ -64,8 +84,10 @@ def rotate_pairs(
     c = tl.load(cos + pair, mask=is_pair, other=0.0)[None, :]
     s = tl.load(sin + pair, mask=is_pair, other=0.0)[None, :]
     dtype = target.dtype.element_ty
-    tl.store(target[:, None] + places[None, :], (first * c - second * s).to(dtype), mask=mask)
-    tl.store(target[:, None] + places[None, :] + distance, (second * c + first * s).to(dtype), mask=mask)
+    rotated_first = to_stored(first * c - second * s, dtype, factor, FORMAT)
+    rotated_second = to_stored(second * c + first * s, dtype, factor, FORMAT)
+    tl.store(target[:, None] + places[None, :], rotated_first, mask=mask)
+    tl.store(target[:, None] + places[None, :] + distance, rotated_second, mask=mask)
 
 
 @triton.jit

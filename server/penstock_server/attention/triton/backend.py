@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import AttentionShape, Rotation, StepBatch
 from penstock_server.attention.triton import PREFERRED_BLOCK_TOKENS, kernel
 from penstock_server.attention.triton.tile import Tile, key_parts, padded_dim, query_tile
@@ -23,6 +24,8 @@ from penstock_server.kernels import triton_device
 # Memory for the partial results of splits. Steps that would need more compute all splits of a sequence in one program.
 MAX_PARTIAL_BYTES = 128 << 20
 MAX_WRITE_ELEMENTS = 4096  # of the tile of heads that a program of `write_kernel` rotates or stores
+# The kernels' names of the fp8 dtypes, and the factor that `decode` leaves to its caller.
+FP8_FORMATS = {torch.float8_e4m3fn: ("e4m3fn", 256.0), torch.float8_e5m2: ("e5m2", 1.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +70,26 @@ class TritonMetadata:
 
 class TritonAttention:
     """Implements `Attention`. Cache of one layer: [blocks, kv_heads, block_tokens, head_dim + value_dim], keys
-    first."""
+    first; fp8 as int8."""
 
     name = "triton"
     rotates = True
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(
-        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, tile: Tile | None = None
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        tile: Tile | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """tile: sizes for tests that exercise many tiles and splits."""
+        """tile: sizes for tests that exercise many tiles and splits. kv_dtype: as of `choose_attention`."""
         self.shape = shape
         self.device = device
-        self.dtype = dtype
-        self.tile = tile or Tile.of(shape, dtype)
+        self.stored_dtype = dtype if kv_dtype is None else torch.int8
+        self._fp8_format, self._decode_factor = ("", 1.0) if kv_dtype is None else FP8_FORMATS[kv_dtype]
+        self.tile = tile or Tile.of(shape, dtype, is_fp8=kv_dtype is not None)
         assert self.tile.split_tokens % self.tile.keys == 0
         value_dim = 0 if shape.values_in_keys else shape.output_dim
         self.stored_dim = shape.head_dim + value_dim
@@ -111,6 +120,7 @@ class TritonAttention:
             "IS_ALIBI_BFLOAT16": shape.alibi is not None and shape.alibi.is_bfloat16,
             # Tensor cores would round float32 to tf32.
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+            "FORMAT": self._fp8_format,
             "ROWS": self.tile.rows,
             "TILE_HEADS": self._tile_heads,
             "TILE_QUERIES": self._tile_queries,
@@ -136,18 +146,25 @@ class TritonAttention:
 
     def allocate(self, num_blocks: int) -> Tensor:
         shape = (num_blocks, self.shape.num_kv_heads, self.shape.block_tokens, self.stored_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return torch.zeros(shape, dtype=self.stored_dtype, device=self.device)
 
     def bytes_per_block(self) -> int:
-        return self.shape.block_tokens * self.shape.num_kv_heads * self.stored_dim * self.dtype.itemsize
+        return self.shape.block_tokens * self.shape.num_kv_heads * self.stored_dim * self.stored_dtype.itemsize
 
     @staticmethod
     def prepare(batch: StepBatch) -> TritonMetadata:
         return TritonMetadata(batch)
 
     def write_kv(
-        self, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rotation: Rotation | None = None
+        self,
+        cache: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        rotation: Rotation | None = None,
+        scales: KvScales | None = None,
     ) -> None:
+        scales = scales or KvScales()
         keys, values = _with_dense_heads(keys), _with_dense_heads(values)
         tile_heads, num_query_tiles = self._write["TILE_HEADS"], 0
         queries = cos = sin = positions = None
@@ -174,9 +191,12 @@ class TritonAttention:
             key_head_stride=keys.stride(1),
             value_token_stride=values.stride(0),
             value_head_stride=values.stride(1),
+            key_factor=1.0 / scales.keys,
+            value_factor=1.0 / scales.values,
             HALF=half,
             HALF_WIDTH=padded_dim(half) if half else 0,
             IS_INTERLEAVED=rotation is not None and rotation.is_interleaved,
+            FORMAT=self._fp8_format,
             **self._write,
         )
 
@@ -187,8 +207,9 @@ class TritonAttention:
         metadata: TritonMetadata,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
-        shape, batch = self.shape, metadata.batch
+        shape, batch, scales = self.shape, metadata.batch, scales or KvScales()
         assert sinks is None or shape.alibi is None, "sinks need scores without an offset"
         queries = _with_dense_heads(queries)
         num_tokens, num_sequences = queries.shape[0], metadata.num_sequences
@@ -210,6 +231,7 @@ class TritonAttention:
             "source_lens": batch.source_lens,
             "sinks": sinks,
             "num_splits": num_splits,
+            "value_scale": (scales.keys if shape.values_in_keys else scales.values) * self._decode_factor,
         }
         triton_device.launch(
             kernel.attend_kernel,
@@ -228,7 +250,7 @@ class TritonAttention:
             token_stride=queries.stride(0),
             head_stride=queries.stride(1),
             bias_width=0 if bias is None else bias.shape[1],
-            scale=shape.scale,
+            scale=shape.scale * scales.keys * self._decode_factor,
             soft_cap=shape.soft_cap or 0.0,
             alibi_scale=shape.scale if shape.alibi is not None and shape.alibi.is_scaled else 1.0,
             **self._attend,

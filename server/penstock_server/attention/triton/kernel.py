@@ -10,7 +10,8 @@ Scores are kept in units of log2, since exp2 is the hardware's exponential.
 import triton
 import triton.language as tl
 
-from penstock_server.kernels.triton_kernel import rotate_pairs
+from penstock_server.kernels.triton_fp8 import decode
+from penstock_server.kernels.triton_kernel import rotate_pairs, to_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -44,7 +45,7 @@ def _merge(max_a, sum_a, acc_a, max_b, sum_b, acc_b):
 
 
 @triton.jit
-def _normalize(top, total, acc, sinks, heads, is_valid, dtype: tl.constexpr):
+def _normalize(top, total, acc, sinks, heads, is_valid, value_scale, dtype: tl.constexpr):
     """The output [rows, dim] of a softmax state, after the sinks of the rows' heads took part in it. The explicit fma
     gives the same bits in every kernel."""
     if sinks is not None:
@@ -53,7 +54,7 @@ def _normalize(top, total, acc, sinks, heads, is_valid, dtype: tl.constexpr):
         decay = tl.exp2(top - anchor)
         total = tl.fma(total, decay, tl.exp2(tl.fma(sink, tl.full(sink.shape, LOG2_E, tl.float32), -anchor)))
         acc = acc * decay[:, None]
-    return (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(dtype)
+    return (acc / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale).to(dtype)
 
 
 @triton.jit
@@ -70,6 +71,17 @@ def _load_rows(pointers, is_row, columns, WIDTH: tl.constexpr, DIM: tl.constexpr
     if WIDTH != DIM:
         mask = mask & (columns < DIM)[None, :]
     return tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_cached(
+    pointers, is_row, columns, dtype: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr
+):
+    """`_load_rows` of a cache, as the operands of a product with `dtype`."""
+    rows = _load_rows(pointers, is_row, columns, WIDTH, DIM)
+    if FORMAT != "":
+        rows = decode(rows, dtype, FORMAT)
+    return rows
 
 
 # What differs between steps must not select another compiled kernel.
@@ -106,9 +118,10 @@ def attend_kernel(
     token_stride,
     head_stride,
     bias_width,
-    scale,
+    scale,  # of scores, and of stored keys
     soft_cap,
     alibi_scale,
+    value_scale,  # of stored values
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
@@ -122,6 +135,7 @@ def attend_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     IS_ALIBI_BFLOAT16: tl.constexpr,
     PRECISION: tl.constexpr,  # of tl.dot
+    FORMAT: tl.constexpr,  # of the cache's fp8 numbers; "": it holds the queries' dtype
     ROWS: tl.constexpr,  # of a query tile: TILE_QUERIES queries times TILE_HEADS heads of one KV head
     TILE_HEADS: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
@@ -134,6 +148,7 @@ def attend_kernel(
 ):
     """Axis 0 of the grid: `num_tiles` query tiles, then `num_splits` splits of each sequence. With more than one split,
     a sequence that has one query is computed by the latter programs. Axis 1: tiles of query heads."""
+    dtype: tl.constexpr = output.dtype.element_ty
     program = tl.program_id(0)
     is_split = program >= num_tiles
     item = program - num_tiles
@@ -206,10 +221,12 @@ def attend_kernel(
             )
             slot = (blocks.to(tl.int64) * (HEADS // GROUP) + kv_head) * BLOCK_TOKENS + key % BLOCK_TOKENS
             stored = cache + slot * STORED_DIM
-            key_main = _load_rows(stored, is_read, main, MAIN_DIM, HEAD_DIM)
+            key_main = _load_cached(stored, is_read, main, query_main.dtype, MAIN_DIM, HEAD_DIM, FORMAT)
             scores = tl.dot(query_main, tl.trans(key_main), input_precision=PRECISION)
             if REST_DIM > 0:
-                key_rest = _load_rows(stored + MAIN_DIM, is_read, rest, REST_DIM, HEAD_DIM - MAIN_DIM)
+                key_rest = _load_cached(
+                    stored + MAIN_DIM, is_read, rest, query_main.dtype, REST_DIM, HEAD_DIM - MAIN_DIM, FORMAT
+                )
                 scores = tl.dot(query_rest, tl.trans(key_rest), scores, input_precision=PRECISION)
             scores *= scale
             if HAS_SOFT_CAP:
@@ -238,7 +255,9 @@ def attend_kernel(
             if IS_VALUE_MAIN:
                 value = key_main
             else:
-                value = _load_rows(stored + VALUE_OFFSET, is_read, value_column, VALUE_WIDTH, VALUE_DIM)
+                value = _load_cached(
+                    stored + VALUE_OFFSET, is_read, value_column, query_main.dtype, VALUE_WIDTH, VALUE_DIM, FORMAT
+                )
             acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
             row_max = new_max
         total_max, total_sum, total_acc = _merge(total_max, total_sum, total_acc, row_max, row_sum, acc)
@@ -250,7 +269,7 @@ def attend_kernel(
         tl.store(partial_stats + partial * 2 + 1, total_sum, mask=is_valid)
         tl.store(partial_acc + partial[:, None] * VALUE_DIM + value_column[None, :], total_acc, mask=is_stored)
     else:
-        result = _normalize(total_max, total_sum, total_acc, sinks, head, is_valid, output.dtype.element_ty)
+        result = _normalize(total_max, total_sum, total_acc, sinks, head, is_valid, value_scale, dtype)
         rows = output + (token * HEADS + head) * VALUE_DIM
         tl.store(rows[:, None] + value_column[None, :], result, mask=is_stored)
 
@@ -267,6 +286,7 @@ def reduce_kernel(
     source_lens,
     sinks,
     num_splits,
+    value_scale,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -298,7 +318,8 @@ def reduce_kernel(
         rows = partial_acc + (first + split) * VALUE_DIM
         acc = tl.load(rows[:, None] + column[None, :], mask=is_stored, other=0.0)
         total_max, total_sum, total_acc = _merge(total_max, total_sum, total_acc, split_max, split_sum, acc)
-    result = _normalize(total_max, total_sum, total_acc, sinks, head, row == 0, output.dtype.element_ty)
+    dtype: tl.constexpr = output.dtype.element_ty
+    result = _normalize(total_max, total_sum, total_acc, sinks, head, row == 0, value_scale, dtype)
     rows = output + (start.to(tl.int64) * HEADS + head) * VALUE_DIM
     tl.store(rows[:, None] + column[None, :], result, mask=is_stored)
 
@@ -320,6 +341,8 @@ def write_kernel(
     key_head_stride,
     value_token_stride,
     value_head_stride,
+    key_factor,  # of keys stored in fp8
+    value_factor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -330,6 +353,7 @@ def write_kernel(
     HALF: tl.constexpr,  # of the rotated elements of a head
     HALF_WIDTH: tl.constexpr,  # a power of two, at least HALF
     IS_INTERLEAVED: tl.constexpr,
+    FORMAT: tl.constexpr,  # as in attend_kernel
 ):
     """Stores keys and values at their slots, rotated by their positions if there are queries to rotate as well. Grid:
     tokens, tiles of TILE_HEADS query heads and then of KV heads."""
@@ -351,13 +375,16 @@ def write_kernel(
     rows = cache + stored * (KEY_DIM + VALUE_DIM)
     key_rows = keys + token * key_token_stride + head * key_head_stride
     if queries is not None:
-        rotate_pairs(key_rows, rows, is_head, cos + place, sin + place, HALF, HALF_WIDTH, IS_INTERLEAVED)
+        c, s = cos + place, sin + place
+        rotate_pairs(key_rows, rows, is_head, c, s, HALF, HALF_WIDTH, IS_INTERLEAVED, key_factor, FORMAT)
+    dtype: tl.constexpr = cache.dtype.element_ty
     if KEY_DIM > 2 * HALF:
         key = _load_rows(key_rows, is_head, column, WIDTH, KEY_DIM)
         is_key = is_head[:, None] & ((column >= 2 * HALF) & (column < KEY_DIM))[None, :]
-        tl.store(rows[:, None] + column[None, :], key.to(cache.dtype.element_ty), mask=is_key)
+        tl.store(rows[:, None] + column[None, :], to_stored(key, dtype, key_factor, FORMAT), mask=is_key)
     if VALUE_DIM > 0:
         pointers = values + token * value_token_stride + head * value_head_stride
         value = _load_rows(pointers, is_head, column, WIDTH, VALUE_DIM)
         is_value = is_head[:, None] & (column < VALUE_DIM)[None, :]
-        tl.store(rows[:, None] + KEY_DIM + column[None, :], value.to(cache.dtype.element_ty), mask=is_value)
+        value = to_stored(value, dtype, value_factor, FORMAT)
+        tl.store(rows[:, None] + KEY_DIM + column[None, :], value, mask=is_value)

@@ -26,15 +26,16 @@ class Tile:
     num_stages: int
 
     @classmethod
-    def of(cls, shape: AttentionShape, dtype: torch.dtype) -> Tile:
+    def of(cls, shape: AttentionShape, dtype: torch.dtype, is_fp8: bool = False) -> Tile:
         """Tiles that fit the shared memory and the registers of compute capability 8.0 and later. With three stages,
-        block ids are loaded two tiles ahead, and keys and values one tile."""
+        block ids are loaded two tiles ahead, and keys and values one tile. is_fp8: of the cache, whose keys and values
+        take registers while they are converted."""
         is_wide = dtype.itemsize > 2
         if shape.head_dim > 256:
             return cls(16, 16, 512, 8, 1) if is_wide else cls(32, 32, 512, 8, 3)
         if shape.head_dim > 128:
             return cls(32, 16, 512, 8, 2) if is_wide else cls(64, 32, 512, 8, 3)
-        return cls(32, 32, 512, 8, 2) if is_wide else cls(64, 64, 512, 4, 3)
+        return cls(32, 32, 512, 8, 2) if is_wide else cls(64, 64, 512, 8 if is_fp8 else 4, 3)
 
 
 def query_tile(group: int, rows: int) -> tuple[int, int]:
