@@ -10,7 +10,7 @@ use std::str::FromStr;
 use clap::builder::{BoolishValueParser, NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{ArgAction, Parser, ValueEnum};
 
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, KvCacheDtype};
 use crate::tool::Tool;
 
 /// Serves a large language model over HTTP, with the routes of TGI and of OpenAI.
@@ -31,6 +31,11 @@ pub(crate) struct Args {
     /// Data type of weights and computation [default: chosen by the worker for its device]
     #[arg(long, env)]
     pub(crate) dtype: Option<Dtype>,
+
+    /// Data type of the KV cache; auto is that of the computation. fp8 halves the cache's size, rounds keys and values, and is
+    /// slow on a CPU
+    #[arg(long, env, value_enum, default_value_t = KvCacheDtype::Auto)]
+    pub(crate) kv_cache_dtype: KvCacheDtype,
 
     /// Run the checkpoint's own Python code if neither this server nor transformers knows the model type. That code can
     /// do anything

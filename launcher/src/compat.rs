@@ -41,7 +41,6 @@ const RENDEZVOUS: &str = "ranks meet through a file in a private folder, and the
 pub(crate) const FLAGS: &[CompatFlag] = &[
     refused("quantize", Value, "quantization is not supported yet; serve the unquantized model, with --dtype"),
     refused("speculate", Value, "speculative decoding is not supported yet; remove the flag"),
-    refused("kv-cache-dtype", Value, "the KV cache always has the model's dtype; remove the flag"),
     refused("otlp-endpoint", Value, "traces are not exported yet; remove the flag and use the metrics at /metrics"),
     refused("ngrok", Switch, "tunnels are not supported; run a separate tunnel process"),
     refused("ngrok-authtoken", Value, "tunnels are not supported; run a separate tunnel process"),

@@ -17,6 +17,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("dtype", "also `float32`"),
     ("graceful-termination-timeout", "applies to the whole server, not to each process"),
     ("hostname", "also `localhost`"),
+    ("kv-cache-dtype", "also `auto`, the default"),
     ("max-batch-prefill-tokens", "limits a step; TGI derives it from FLOPs, or uses 4096"),
     ("max-batch-total-tokens", "applies to every model; TGI ignores it for paged models"),
     ("max-client-batch-size", "TGI's default: 4"),

@@ -171,6 +171,7 @@ async fn load(
     let load = LoadOptions {
         model_folder: folder.path.clone(),
         dtype: args.dtype.map(|dtype| dtype.name().to_owned()),
+        kv_cache_dtype: args.kv_cache_dtype.name().map(str::to_owned),
         block_tokens: None,
         rendezvous,
         trust_remote_code: args.trust_remote_code,

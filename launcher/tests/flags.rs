@@ -188,6 +188,19 @@ fn an_unsupported_flag_is_refused_with_a_remedy() {
 }
 
 #[test]
+fn a_kv_cache_dtype_is_one_of_those_listed() {
+    for output in [penstock(&["--kv-cache-dtype", "int4"], &[]), penstock(&[], &[("KV_CACHE_DTYPE", "int4")])] {
+        assert_eq!(output.status.code(), Some(2));
+        let message = printed(&output);
+        assert!(message.contains("'int4'") && message.contains("auto, fp8_e4m3fn, fp8_e5m2"), "{message}");
+    }
+    for dtype in ["auto", "fp8_e4m3fn", "fp8_e5m2"] {
+        let message = printed(&penstock(&[&["--kv-cache-dtype", dtype], &CONTRADICTION[..]].concat(), &[]));
+        assert!(message.contains("max-input-tokens must be less than"), "{message}");
+    }
+}
+
+#[test]
 fn a_refused_switch_that_the_environment_turns_off_is_ignored() {
     let output = penstock(&CONTRADICTION, &[("NGROK", "false"), ("DISABLE_CUSTOM_KERNELS", "0"), ("QUANTIZE", "")]);
     assert!(printed(&output).contains("max-input-tokens must be less than max-total-tokens"), "{}", printed(&output));

@@ -31,6 +31,7 @@ class LoadConfig:
     watermark_gamma: float = 0.0
     watermark_delta: float = 0.0
     dequantize: bool = False  # quantized weights at load
+    kv_cache_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class Worker(rpc.WorkerServicer):
             watermark_gamma=request.watermark_gamma,
             watermark_delta=request.watermark_delta,
             dequantize=request.dequantize,
+            kv_cache_dtype=request.kv_cache_dtype,
         )
         try:
             description = self._compute.call(partial(self._load, config))

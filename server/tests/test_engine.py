@@ -377,6 +377,10 @@ def test_limits_that_cannot_be_served_are_refused(limits: WarmUpConfig, message:
 
 BROKEN_LOADS = {
     "dtype": ({"dtype": "int3"}, 'dtype is "int3", must be one of float32, float16, bfloat16'),
+    "kv-cache-dtype": (
+        {"kv_cache_dtype": "int4"},
+        'kv_cache_dtype is "int4", must be one of auto, fp8_e4m3fn, fp8_e5m2',
+    ),
     "device": ({"device": "tpu"}, 'device is "tpu", must be "cpu" or "cuda:N"'),
 }
 

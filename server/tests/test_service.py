@@ -232,14 +232,18 @@ def test_a_router_of_another_version_is_refused_with_both_versions(client: Clien
     client.make_ready()  # the worker is unaffected
 
 
-def test_an_invalid_option_is_refused_with_the_reason(client: Client) -> None:
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [("dtype", "float32, float16, bfloat16"), ("kv_cache_dtype", "auto, fp8_e4m3fn, fp8_e5m2")],
+)
+def test_an_invalid_option_is_refused_with_the_reason(name: str, allowed: str, client: Client) -> None:
     request = pb.LoadRequest()
     request.CopyFrom(LOAD)
-    request.dtype = "int3"
+    setattr(request, name, "int3")
     with pytest.raises(grpc.RpcError) as caught:
         client.stub.Load(request, timeout=TIMEOUT_S)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-    assert caught.value.details() == 'dtype is "int3", must be one of float32, float16, bfloat16'
+    assert caught.value.details() == f'{name} is "int3", must be one of {allowed}'
     assert not client.worker.faulted.is_set()
 
 

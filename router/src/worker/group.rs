@@ -26,6 +26,8 @@ pub struct LoadOptions {
     pub model_folder: PathBuf,
     /// `float32`, `float16` or `bfloat16`; `None`: the worker chooses.
     pub dtype: Option<String>,
+    /// Data type of the KV cache: `fp8_e4m3fn` or `fp8_e5m2`; `None`: that of the computation.
+    pub kv_cache_dtype: Option<String>,
     /// Tokens per KV block; `None`: the worker chooses.
     pub block_tokens: Option<u32>,
     /// torch.distributed init method of the ranks; unused with one rank.
@@ -153,6 +155,7 @@ impl Group {
             protocol_version: PROTOCOL_VERSION,
             model_path: options.model_folder.to_string_lossy().into_owned(),
             dtype: options.dtype.clone().unwrap_or_default(),
+            kv_cache_dtype: options.kv_cache_dtype.clone().unwrap_or_default(),
             block_tokens: options.block_tokens.unwrap_or(0),
             rendezvous: options.rendezvous.clone(),
             trust_remote_code: options.trust_remote_code,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from penstock_server.attention.fp8 import FP8_DTYPES
 from penstock_server.config import LoadConfig
 from penstock_server.engine.memory import mib
 from penstock_server.errors import ConfigError
@@ -122,6 +123,15 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def choose_kv_dtype(name: str) -> torch.dtype | None:
+    """The fp8 dtype of stored keys and values; None: the model's. Raises ConfigError."""
+    if name in ("", "auto"):
+        return None
+    if name not in FP8_DTYPES:
+        raise ConfigError(f'kv_cache_dtype is "{name}", must be one of auto, {", ".join(FP8_DTYPES)}')
+    return FP8_DTYPES[name]
 
 
 def choose_num_threads(config: LoadConfig, world_size: int) -> int:

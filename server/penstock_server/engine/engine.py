@@ -15,6 +15,7 @@ from penstock_server.engine.device import (
     DTYPES,
     choose_device,
     choose_dtype,
+    choose_kv_dtype,
     choose_num_threads,
     naming_full_memory,
     open_device,
@@ -82,6 +83,7 @@ class Engine:
             raise ConfigError(f"{world_size} ranks need a rendezvous, none was given")
         device = choose_device(config.device, rank)
         dtype = choose_dtype(config.dtype, device)
+        kv_dtype = choose_kv_dtype(config.kv_cache_dtype)
         block_tokens = config.block_tokens or preferred_block_tokens(device, dtype)
         torch.set_num_threads(choose_num_threads(config, world_size))
         open_device(device)
@@ -100,6 +102,7 @@ class Engine:
             block_tokens,
             trust_remote_code=config.trust_remote_code,
             dequantize=config.dequantize,
+            kv_dtype=kv_dtype,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
         with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, Rotation
 from penstock_server.kernels.ops import Ops
 from penstock_server.layers.context import BuildContext
@@ -89,6 +90,7 @@ class AttentionBlock:
     norms: tuple[Norm | ProjectionNorm, Norm | ProjectionNorm] | None  # of queries, of keys
     sinks: Tensor | None  # [heads on this rank]
     bias: Tensor | None  # [heads on this rank, distances]
+    scales: KvScales | None
 
     @staticmethod
     def parameters(spec: AttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -132,6 +134,7 @@ class AttentionBlock:
             norms=norms,
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
+            scales=context.kv_scales(f"{prefix}.k", f"{prefix}.v"),
         )
 
     def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
@@ -153,13 +156,14 @@ class AttentionBlock:
                 rotation = None
         if self.norms is not None and is_after_rope:
             queries, keys = self.norms[0](queries), self.norms[1](keys)
-        self.attention.write_kv(cache, keys, values, step.batch.slots, rotation)
+        self.attention.write_kv(cache, keys, values, step.batch.slots, rotation, self.scales)
         return queries
 
     def attend(self, queries: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """[tokens, heads, head_dim] → [tokens, heads on this rank * head_dim]"""
         metadata = step.metadata[self.attention.name]
-        return self.attention.attend(queries, cache, metadata, self.sinks, self.bias).reshape(queries.shape[0], -1)
+        attended = self.attention.attend(queries, cache, metadata, self.sinks, self.bias, self.scales)
+        return attended.reshape(queries.shape[0], -1)
 
     def project(self, attended: Tensor, step: StepContext) -> Tensor:
         """[rows, heads on this rank * head_dim] → [rows, hidden], the same on all ranks."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock_server.attention import ModelAttention
+from penstock_server.attention.fp8 import KvScales
 from penstock_server.kernels.ops import Ops
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear, LinearWeights
 from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec, rope_tables
 from penstock_server.layers.shard import Shard
+from penstock_server.weights.kv_scale import read_scales
 from penstock_server.weights.loader import Loader
 
 
@@ -46,6 +48,13 @@ class BuildContext:
         if spec not in self.ropes:
             self.ropes[spec] = rope_tables(spec, self.max_position_tokens, self.loader.device)
         return self.ropes[spec]
+
+    def kv_scales(self, keys: str, values: str) -> KvScales | None:
+        """The scales of what these projections compute; None: the KV cache is not in fp8."""
+        if self.attention.kv_dtype is None:
+            return None
+        key_weight, value_weight = (self.loader.locator.locate(f"{name}.weight").name for name in (keys, values))
+        return KvScales(*read_scales(self.loader.checkpoint, key_weight, value_weight))
 
     def relative_bias(self, spec: RelativeBiasSpec) -> Tensor:
         """[heads on this rank, distances] float32."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import Attention, AttentionShape
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.ops import NormVariant, Ops
@@ -118,6 +119,7 @@ class LatentAttentionBlock:
     attention: Attention
     cos: Tensor  # [max positions, qk_rope_head_dim / 2] float32
     sin: Tensor
+    scales: KvScales | None
 
     @staticmethod
     def parameters(spec: LatentAttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -171,6 +173,7 @@ class LatentAttentionBlock:
             attention=context.attention.for_shape(shape),
             cos=cos,
             sin=sin,
+            scales=context.kv_scales(f"{prefix}.kv_a", f"{prefix}.kv_a"),
         )
 
     def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
@@ -193,12 +196,14 @@ class LatentAttentionBlock:
         queries[..., spec.kv_lora_rank :] = rotated
         latent = self.ops.norm(latent, self.kv_norm, None, norm)
         keys = torch.cat([latent[:, None], rotated_key], dim=-1)
-        self.attention.write_kv(cache, keys, keys[..., : spec.kv_lora_rank], step.batch.slots)
+        values = keys[..., : spec.kv_lora_rank]
+        self.attention.write_kv(cache, keys, values, step.batch.slots, scales=self.scales)
         return queries
 
     def attend(self, queries: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """[tokens, heads, key_dim] → [tokens, heads on this rank * v_head_dim]"""
-        attended = self.attention.attend(queries, cache, step.metadata[self.attention.name])
+        metadata = step.metadata[self.attention.name]
+        attended = self.attention.attend(queries, cache, metadata, scales=self.scales)
         values = attended.new_empty((*attended.shape[:2], self.spec.v_head_dim))
         self.unfold(attended, values, step)
         return values.flatten(1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock_server.models.interface import CausalModel, LoadOptions
     from penstock_server.parallel import RankGroup
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None) -> CausalModel:
@@ -28,6 +31,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.fallback import load_fallback
     from penstock_server.models.parameters import parameters
     from penstock_server.models.registry import ARCHITECTURES, read_spec
+    from penstock_server.weights import kv_scale
     from penstock_server.weights.format import open_checkpoint
     from penstock_server.weights.loader import Loader
 
@@ -46,10 +50,14 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device),
         ops=choose_ops(options.device, options.dtype),
         layout=layout,
-        attention=ModelAttention(options.device, options.dtype),
+        attention=ModelAttention(options.device, options.dtype, options.kv_dtype),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
     )
+    if options.kv_dtype is not None:
+        source = "the checkpoint" if kv_scale.has_scales(checkpoint) else "1.0, because the checkpoint has none"
+        name = str(options.kv_dtype).removeprefix("torch.")
+        logger.info("keys and values are stored in %s, with scales of %s", name, source)
     opened = time.perf_counter()
     model = Decoder(spec, context)
     model.load_phases = [("open checkpoint", opened - begin), ("read weights", time.perf_counter() - opened)]

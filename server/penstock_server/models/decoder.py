@@ -61,6 +61,7 @@ class Decoder:
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
         self.weight_bytes = context.loader.loaded_bytes
         self._attention = context.attention
+        self._dtype = context.loader.dtype
         self._ropes = context.ropes
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -80,7 +81,7 @@ class Decoder:
             if sources is not None:
                 self.encoder.read(StepContext.of(sources, self._attention), self.layers, self.caches)
             if answers is None:
-                return self.caches[0].new_empty((0, self.spec.hidden_size))
+                return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self._dtype)
             batch = answers
         step = StepContext.of(batch, self._attention)
         residual = self.embedding(step)

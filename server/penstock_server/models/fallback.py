@@ -131,6 +131,11 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
     config = Config.read(options.folder)
     model_type = config.require("model_type", str)
     runs_code = _runs_code(model_type, config, options)
+    if options.kv_dtype is not None:
+        raise config.refuse(
+            f"model type {model_type!r} is run by transformers, which is supported only with a KV cache of the model's "
+            "dtype; remove --kv-cache-dtype"
+        )
     if group.size > 1:
         raise config.refuse(
             f"model type {model_type!r} is run by transformers, which is supported on one rank only, not on "

@@ -22,6 +22,7 @@ class LoadOptions:
     block_tokens: int
     trust_remote_code: bool = False
     dequantize: bool = False  # quantized weights at load
+    kv_dtype: torch.dtype | None = None  # an fp8 dtype of stored keys and values; None: dtype
 
 
 class CausalModel(Protocol):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
+from penstock_server.weights import kv_scale
 from penstock_server.weights.checkpoint import Checkpoint, Part
 from penstock_server.weights.location import Locator
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
@@ -52,6 +53,7 @@ class Loader:
         device: torch.device,
     ) -> None:
         self.checkpoint = checkpoint
+        self.locator = locator
         self.parameters = parameters
         self.locations = {name: locator.locate(name) for name in parameters}
         self.dtype = dtype
@@ -165,7 +167,7 @@ def mismatches(
 ) -> list[str]:
     """Every difference between a checkpoint's tensor shapes and the expected ones, as messages for the user."""
     problems = []
-    patterns = [re.compile(pattern) for pattern in ignored]
+    patterns = [re.compile(pattern) for pattern in (*ignored, kv_scale.PATTERN)]
     missing = expected.keys() - found.keys()
     extra = {name for name in found.keys() - expected.keys() if not any(p.fullmatch(name) for p in patterns)}
     if missing:

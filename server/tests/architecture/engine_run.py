@@ -37,9 +37,13 @@ class EngineRun:
     """An engine with a pool of blocks, allocated from the end."""
 
     def __init__(
-        self, folder: Path, load: LoadModel = load_model, num_source: Callable[[list[int]], int] = lambda _: 0
+        self,
+        folder: Path,
+        load: LoadModel = load_model,
+        num_source: Callable[[list[int]], int] = lambda _: 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        options = LoadOptions(folder, torch.float32, DEVICE, BLOCK_TOKENS)
+        options = LoadOptions(folder, torch.float32, DEVICE, BLOCK_TOKENS, kv_dtype=kv_dtype)
         self.engine = Engine(load(options, RankGroup()), RankGroup(), DEVICE, BLOCK_TOKENS)
         self.engine.warm_up(WarmUpConfig(MAX_STEP_TOKENS, 4, max_sequence_tokens=128, num_blocks=96))
         self.free_blocks = list(range(96))

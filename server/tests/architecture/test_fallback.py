@@ -163,6 +163,12 @@ def test_several_ranks_are_refused_with_a_list_of_supported_types(make: Callable
         load_model(options, RankGroup(0, 2))
 
 
+def test_an_fp8_cache_is_refused(make: Callable[[str], Made]) -> None:
+    options = LoadOptions(make("nanochat").folder, torch.float32, CPU, 4, kv_dtype=torch.float8_e5m2)
+    with pytest.raises(ConfigError, match=r"'nanochat' is run by transformers.*remove --kv-cache-dtype"):
+        load_model(options, RankGroup())
+
+
 def test_custom_attention_masks_are_refused(tmp_path: Path) -> None:
     save_model(make_model("doge", Case("DogeConfig")), tmp_path)
     with pytest.raises(ConfigError, match=r"'doge' is not served: .*masks of its own"):
