@@ -12,6 +12,7 @@ from gguf.quants import dequantize
 from gguf_files import finish, model_metadata, raw_writer, save_gguf
 from model_driver import ModelDriver
 from penstock_server.kernels.native_ops import NativeOps
+from penstock_server.kernels.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.quantized import QuantizedWeights
 from penstock_server.models import load_model
@@ -21,7 +22,6 @@ from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.gguf.block import FORMATS, unpack
 from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
 from penstock_server.weights.gguf.folder import gguf_folder
-from penstock_server.weights.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
 from test_gguf import finite_blocks
 from tiny_models import make_model, prompts
 

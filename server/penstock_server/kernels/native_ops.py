@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, Weight
-    from penstock_server.weights.quantized import QuantizedMatrix
+    from penstock_server.kernels.quantized import QuantizedMatrix
 
 
 def available() -> bool:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.weights.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantizedMatrix
 
 
 class PackedLinear(Protocol):

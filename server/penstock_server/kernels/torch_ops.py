@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedLinear, Weight, norm_dtype, whole
-from penstock_server.weights.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)

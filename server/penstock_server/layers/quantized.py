@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock_server.kernels.ops import Lookup, Ops
-from penstock_server.layers.linear import Dense, DenseLinear, DenseWeights, LinearScheme, LinearWeights
+from penstock_server.kernels.quantized import Dequantized, QuantizedMatrix, concatenated
+from penstock_server.layers.linear import Dense, DenseLinear, DenseWeights, Linear, LinearScheme, LinearWeights
+from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Loader
-from penstock_server.weights.quantized import Dequantized, QuantizedMatrix, concatenated
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class QuantizedWeights:
         return self._dequantized().dense()
 
     def reorder(self, rows: Tensor) -> LinearWeights:
-        if len({matrix.format for matrix in self.matrices}) > 1:
+        if len({matrix.format for matrix in self.matrices}) > 1 or not self._is_in_order:
             return self._dequantized().reorder(rows)
         whole = concatenated([matrix.whole() for matrix in self.matrices]).select(rows.cpu())
         matrix = replace(self.matrices[0], shape=(len(rows), whole.codes.shape[1]), pieces=lambda: iter([whole]))
@@ -35,13 +36,16 @@ class QuantizedWeights:
     def without_bias(self) -> QuantizedWeights:
         return replace(self, bias=None)
 
-    def pack(self, ops: Ops, *, gated: bool = False) -> DenseLinear:
-        if not ops.keeps_quantized:
+    def pack(self, ops: Ops, *, gated: bool = False) -> Linear:
+        first, *others = [matrix.order for matrix in self.matrices]
+        has_one_order = all(_is_same(first, other) for other in others)
+        if not ops.keeps_quantized or not has_one_order:
             return self._dequantized().pack(ops, gated=gated)
-        return DenseLinear(ops.pack_quantized(self.matrices, self.bias, gated=gated)[0])
+        packed = DenseLinear(ops.pack_quantized(self.matrices, self.bias, gated=gated)[0])
+        return packed if first is None else OrderedLinear(packed, first.to(self.device))
 
-    def pack_tied(self, ops: Ops) -> tuple[DenseLinear, Lookup]:
-        if not ops.keeps_quantized:
+    def pack_tied(self, ops: Ops) -> tuple[Linear, Lookup]:
+        if not ops.keeps_quantized or not self._is_in_order:
             return self._dequantized().pack_tied(ops)
         packed, lookup = ops.pack_quantized(self.matrices, None)
         return DenseLinear(packed), lookup
@@ -49,8 +53,35 @@ class QuantizedWeights:
     def lookup(self) -> Lookup:
         return self._dequantized().lookup()
 
+    @property
+    def _is_in_order(self) -> bool:
+        return all(matrix.order is None for matrix in self.matrices)
+
     def _dequantized(self) -> DenseWeights:
         return DenseWeights(Dequantized(self.matrices, self.dtype, self.device), self.bias)
+
+
+def _is_same(order: Tensor | None, other: Tensor | None) -> bool:
+    return order is other if order is None or other is None else torch.equal(order, other)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedLinear:
+    """A layer whose columns are in another order than the features of its input. Implements `Linear`."""
+
+    linear: Linear
+    order: Tensor  # [in_features] int64
+
+    @property
+    def out_features(self) -> int:
+        return self.linear.out_features
+
+    @property
+    def native(self) -> object | None:
+        return None
+
+    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
+        return self.linear(x.index_select(1, self.order), step)
 
 
 class Stored(Dense):

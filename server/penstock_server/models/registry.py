@@ -117,12 +117,6 @@ def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
     if build is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise config.refuse(f"model type {model_type!r} is not supported; supported: {supported}")
-    quantization = config.values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise config.refuse(
-            f"the checkpoint is quantized ({method}); supported are weights in float32, float16, bfloat16"
-        )
     spec, names = build(config)
     storage = config.get("expert_storage", "")  # our own key, in folders that were made from GGUF files
     return (spec.with_expert_storage(storage) if storage else spec), names

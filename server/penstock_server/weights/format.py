@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from penstock_server.errors import ConfigError
@@ -26,4 +27,17 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint, Locator | None]:
         return gguf, gguf.locator()
     from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
-    return SafetensorsCheckpoint(files.paths, files.weight_map), None
+    checkpoint = SafetensorsCheckpoint(files.paths, files.weight_map)
+    if options := quantization_config(folder):
+        from penstock_server.weights.quantization.checkpoint import QuantizedCheckpoint
+
+        return QuantizedCheckpoint(checkpoint, options), None
+    return checkpoint, None
+
+
+def quantization_config(folder: Path) -> object:
+    """The value of `quantization_config` in config.json; None if it has none."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None  # the model's reader reports it

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.quantized import QuantizedMatrix
 from penstock_server.weights import kv_scale
 from penstock_server.weights.checkpoint import Checkpoint, Part
 from penstock_server.weights.location import Locator
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
-from penstock_server.weights.quantized import QuantizedMatrix
 
 MAX_NAMES_SHOWN = 5
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock_server.kernels.quantized import QuantizedMatrix
 from penstock_server.weights.checkpoint import Checkpoint, Part, split_leading
-from penstock_server.weights.quantized import QuantizedMatrix
 
 EACH = "{e}"
 

@@ -15,14 +15,22 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.quantized import QuantizedMatrix
 from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.memory import PIECE_BYTES, Scratch
-from penstock_server.weights.quantized import QuantizedMatrix
 from penstock_server.weights.safetensors_header import Place, read_header
 
 LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED = LOADABLE | {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 AHEAD_BYTES = 4 * PIECE_BYTES  # read-ahead; tensors are read roughly in file order
 
 
@@ -73,6 +81,17 @@ class SafetensorsCheckpoint:
             )
         shape = (part and part.view) or place.shape or (1,)
         self._fill(name, place.start, shape, part, out.view(out.shape or (1,)))
+
+    def raw(self, name: str) -> Tensor:
+        """A whole tensor in its stored type."""
+        file, place = self.entries[name].file, self.entries[name].place
+        tensor = torch.empty(place.shape, dtype=STORED[place.dtype])
+        file.read_into(tensor.view(-1).view(torch.uint8).numpy().data, place.start)
+        return tensor
+
+    def path_of(self, name: str) -> Path:
+        """The file of a tensor."""
+        return self.entries[name].file.path
 
     def _fill(self, name: str, start: int, shape: tuple[int, ...], part: Part | None, out: Tensor) -> None:
         """Fills `out` with a tensor of this shape that starts at byte `start`, or with a part of it."""

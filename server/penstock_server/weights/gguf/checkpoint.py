@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from penstock_server.kernels.quantized import QuantizedMatrix
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
@@ -19,7 +20,6 @@ from penstock_server.weights.gguf.matrix import MatrixReader, check_tensor
 from penstock_server.weights.gguf.metadata import Metadata
 from penstock_server.weights.gguf.name import GgufLocator
 from penstock_server.weights.location import Locator
-from penstock_server.weights.quantized import QuantizedMatrix
 
 # For these architectures llama.cpp's converter interleaves the two halves of each head's q and k rows, because its rope
 # rotates neighbouring pairs.

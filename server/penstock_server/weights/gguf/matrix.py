@@ -13,12 +13,12 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.quantized import SUPER_GROUP, QuantizedMatrix, QuantizedRows
 from penstock_server.weights.checkpoint import Part, split_leading
 from penstock_server.weights.file import WeightFile
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.gguf.block import FORMATS, unpack
 from penstock_server.weights.gguf.header import TensorInfo
-from penstock_server.weights.quantized import SUPER_GROUP, QuantizedMatrix, QuantizedRows
 
 # PERF: dequantization allocates several float32 arrays of its input's size. Pieces of this many weights stay in the L2
 # cache, add nothing to the peak of memory, and are so small that torch copies them without starting threads.

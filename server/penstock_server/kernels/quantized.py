@@ -58,7 +58,7 @@ class QuantizedRows:
             return (self.codes.float() - format_.offset) * numbers[0]
         return self.codes * numbers[0] + numbers[1]
 
-    def select(self, rows: Tensor) -> QuantizedRows:
+    def select(self, rows: Tensor | slice) -> QuantizedRows:
         """These rows [n] int64, in this order."""
         return self._each(lambda tensor, _: tensor[rows])
 
@@ -96,6 +96,13 @@ class QuantizedMatrix:
     shape: tuple[int, int]  # (rows, in_features)
     format: QuantFormat
     pieces: Callable[[], Iterator[QuantizedRows]]  # all rows in order
+    order: Tensor | None = None  # [in_features] int64: the input feature of each column; None: they are in order
+
+    def dense_pieces(self) -> Iterator[Tensor]:
+        """All rows, dequantized, in pieces [some rows, in_features] float32."""
+        for rows in self.pieces():
+            dense = rows.dequantized(self.format)
+            yield dense if self.order is None else dense[:, self.order.argsort()]
 
     @property
     def num_bytes(self) -> int:
@@ -144,8 +151,8 @@ class Dequantized:
     def pieces(self) -> Iterator[Tensor]:
         """Yields the rows in pieces [some rows, in_features] on the CPU."""
         for matrix in self.matrices:
-            for rows in matrix.pieces():
-                yield rows.dequantized(matrix.format).to(self.dtype)
+            for piece in matrix.dense_pieces():
+                yield piece.to(self.dtype)
 
     def whole(self) -> Tensor:
         """All rows, on the device."""

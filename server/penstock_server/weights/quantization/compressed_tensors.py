@@ -1,0 +1,137 @@
+"""compressed-tensors checkpoints, as llm-compressor writes them.
+
+`pack-quantized`: weight_packed [out_features, in_features * bits / 32] int32 with unsigned codes, weight_shape [2],
+weight_scale [out_features, groups], for asymmetric weights weight_zero_point [out_features * bits / 32, groups] int32,
+for weights in activation order weight_g_idx [in_features]. `int-quantized`: weight [out_features, in_features] int8,
+weight_scale, weight_zero_point int8. `float-quantized`: as in `fp8`. Scales of inputs are not needed: inputs are
+quantized by what they contain, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock_server.errors import ConfigError
+from penstock_server.kernels.quantized import QuantizedRows
+from penstock_server.weights.quantization.fp8 import find_scaled
+from penstock_server.weights.quantization.stored import (
+    Affine,
+    Read,
+    Shapes,
+    StoredWeight,
+    affine_format,
+    affine_rows,
+    complete,
+    unpack_bits,
+)
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedWeight(Affine):
+    """Implements `StoredWeight`."""
+
+    is_packed: bool
+    has_zeros: bool
+    has_order: bool
+
+    def order(self, read: Read) -> Tensor | None:
+        groups = read(f"{self.name}.weight_g_idx").long() if self.has_order else None
+        if groups is None or bool((groups < 0).any()) or bool((groups.diff() >= 0).all()):
+            return None
+        return groups.argsort(stable=True)
+
+    def rows(self, read: Read) -> QuantizedRows:
+        (out_features, in_features), bits = self.shape, self.format.bits
+        if self.is_packed:
+            codes = unpack_bits(read(f"{self.name}.weight_packed"), bits, in_features)
+        else:
+            codes = (read(f"{self.name}.weight").to(torch.int16) + 128).to(torch.uint8)
+        order = self.order(read)
+        if order is not None:
+            groups = read(f"{self.name}.weight_g_idx").long()[order]
+            if not torch.equal(groups, torch.arange(in_features) // self.format.group):
+                raise ConfigError(f"tensor {self.name}.weight_g_idx is damaged: its groups differ in size")
+            codes = codes[:, order]
+        scales = read(f"{self.name}.weight_scale").reshape(-1, read(f"{self.name}.weight_scale").shape[-1])
+        zeros = None
+        if self.has_zeros:
+            zeros = read(f"{self.name}.weight_zero_point")
+            if zeros.dtype == torch.int32 and zeros.shape[0] != out_features:
+                zeros = unpack_bits(zeros.T, bits, out_features).T.int()
+            else:
+                zeros = zeros.int() + self.format.offset
+        if scales.shape[0] != out_features:  # one for the whole weight
+            scales = scales.expand(out_features, -1)
+            zeros = None if zeros is None else zeros.reshape(1, -1).expand(out_features, -1)
+        return affine_rows(codes, scales, zeros, self.format)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """Implements `Method`."""
+
+    bits: int
+    group: int
+    is_symmetric: bool
+    dtypes: Mapping[str, str]  # of the tensors
+    name: str = "compressed-tensors"
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], dtypes: Mapping[str, str]) -> CompressedTensors:
+        """Groups of layers may differ in their inputs, not in their weights."""
+        found = set()
+        for group in (options.get("config_groups") or {}).values():
+            layout = group.get("format") or options.get("format") or "dense"
+            if layout not in FORMATS:
+                raise ConfigError(
+                    f"compressed-tensors weights in the layout {layout!r} are not supported; supported are "
+                    f"{', '.join(FORMATS)}"
+                )
+            weights = group.get("weights") or {}
+            is_float = weights.get("type") == "float"
+            if is_float and weights.get("num_bits", 8) != 8:
+                raise ConfigError(f"floating-point weights of {weights['num_bits']} bits are not supported")
+            size = weights.get("group_size") if weights.get("strategy") == "group" else -1
+            found.add((8 if is_float else weights.get("num_bits", 8), size or -1, weights.get("symmetric", True)))
+        if len(found) > 1:
+            raise ConfigError(
+                "quantization_config.config_groups has weights of several kinds, which is not supported: "
+                + ", ".join(f"{bits} bits in groups of {size}" for bits, size, _ in sorted(found))
+            )
+        bits, size, is_symmetric = found.pop() if found else (8, -1, True)
+        return cls(bits, size, is_symmetric, dtypes)
+
+    def find(self, shapes: Shapes) -> dict[str, StoredWeight]:
+        found = find_scaled(shapes, self.dtypes)
+        for tensor in shapes:
+            name, _, suffix = tensor.rpartition(".")
+            if suffix == "weight_packed":
+                out_features, in_features = shapes[tensor][0], shapes[tensor][1] * 32 // self.bits
+                tensors: tuple[str, ...] = complete(shapes, name, ("weight_packed", "weight_scale", "weight_shape"))
+            elif suffix == "weight" and self.dtypes[tensor] == "I8":
+                out_features, in_features = shapes[tensor]
+                tensors = complete(shapes, name, ("weight", "weight_scale"))
+            else:
+                continue
+            extras = {each: f"{name}.{each}" in shapes for each in ("weight_zero_point", "weight_g_idx", "input_scale")}
+            tensors += tuple(f"{name}.{each}" for each, is_there in extras.items() if is_there)
+            has_zeros = extras["weight_zero_point"] and not self.is_symmetric
+            format_ = affine_format(
+                self.bits,
+                self.group,
+                in_features,
+                symmetric=not has_zeros,
+                scale_dtype=self.dtypes[f"{name}.weight_scale"],
+            )
+            shape, is_packed = (out_features, in_features), suffix == "weight_packed"
+            found[f"{name}.weight"] = CompressedWeight(
+                name, shape, tensors, format_, is_packed, has_zeros, extras["weight_g_idx"]
+            )
+        return found

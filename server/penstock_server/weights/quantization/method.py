@@ -1,0 +1,40 @@
+"""The method of a checkpoint's quantization, from `quantization_config` in its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock_server.errors import ConfigError
+from penstock_server.weights.quantization.awq import Awq
+from penstock_server.weights.quantization.bitsandbytes import BitsAndBytes
+from penstock_server.weights.quantization.compressed_tensors import CompressedTensors
+from penstock_server.weights.quantization.fp8 import Fp8
+from penstock_server.weights.quantization.gptq import Gptq
+from penstock_server.weights.quantization.stored import Method, Read
+
+SUPPORTED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+
+
+def method_of(options: object, dtypes: Mapping[str, str], read: Read) -> Method:
+    """options: the value of `quantization_config`; dtypes: of the tensors, as safetensors names them. Raises
+    ConfigError for a method or an option that is not supported."""
+    if not isinstance(options, dict):
+        raise ConfigError(f"quantization_config is {options!r}, must be an object")
+    name: Any = options.get("quant_method")
+    if name is None and (options.get("load_in_4bit") or options.get("load_in_8bit")):
+        name = "bitsandbytes"
+    if name not in SUPPORTED:
+        raise ConfigError(
+            f"the checkpoint is quantized with {name!r}, which is not supported; supported are {', '.join(SUPPORTED)}, "
+            "GGUF files, and weights in float32, float16 and bfloat16"
+        )
+    if name == "gptq":
+        return Gptq.read(options, dtypes)
+    if name == "awq":
+        return Awq.read(options, dtypes)
+    if name == "compressed-tensors":
+        return CompressedTensors.read(options, dtypes)
+    if name == "bitsandbytes":
+        return BitsAndBytes(dtypes, read)
+    return Fp8.read(options, dtypes)

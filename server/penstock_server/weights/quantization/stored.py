@@ -1,0 +1,131 @@
+"""What the methods share: a quantized weight of a checkpoint, and the unpacking of small integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock_server.errors import ConfigError
+from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
+
+Shapes = Mapping[str, tuple[int, ...]]
+Read = Callable[[str], Tensor]
+"""Tensor name → the tensor in its stored type, on the CPU."""
+
+
+class StoredWeight(Protocol):
+    """A quantized weight [out_features, in_features] of a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors that it consists of."""
+        ...
+
+    @property
+    def format(self) -> QuantFormat | None:
+        """Of `rows`; None: the weight has only a `dense` form."""
+        ...
+
+    def order(self, read: Read) -> Tensor | None:
+        """The input feature of each column of `rows` [in_features] int64, if columns are not in order."""
+        ...
+
+    def rows(self, read: Read) -> QuantizedRows:
+        """The whole weight, quantized."""
+        ...
+
+    def dense(self, read: Read) -> Tensor:
+        """The whole weight [out_features, in_features] in floating point."""
+        ...
+
+
+class Method(Protocol):
+    """A way to quantize, with the options of one checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """As `quant_method` in config.json."""
+        ...
+
+    def find(self, shapes: Shapes) -> dict[str, StoredWeight]:
+        """The quantized weights among these tensors, by the names that they would have if they were dense. Raises
+        ConfigError if a weight is incomplete or not as the options say."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Integer codes with scales, and zero points, of groups. A base of `StoredWeight`s whose dense form follows from
+    their rows."""
+
+    name: str  # without the suffixes of its tensors
+    shape: tuple[int, int]
+    tensors: tuple[str, ...]
+    format: QuantFormat
+
+    def order(self, read: Read) -> Tensor | None:
+        del read
+        return None
+
+    def rows(self, read: Read) -> QuantizedRows:
+        raise NotImplementedError
+
+    def dense(self, read: Read) -> Tensor:
+        dense, order = self.rows(read).dequantized(self.format), self.order(read)
+        return dense if order is None else dense[:, order.argsort()]
+
+
+def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
+    """[rows, n] int32, each row a stream of little-endian numbers of `bits` bits → [rows, count] uint8."""
+    if 8 % bits == 0:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        parts = words.contiguous().view(torch.uint8)[:, :, None] >> shifts & (1 << bits) - 1
+        return parts.flatten(1)[:, :count].contiguous()
+    stream = words.contiguous().view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    each = stream.flatten(1)[:, : count * bits].unflatten(1, (count, bits))
+    return (each << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+def affine_rows(codes: Tensor, scales: Tensor, zeros: Tensor | None, format_: QuantFormat) -> QuantizedRows:
+    """codes [rows, in_features] uint8; scales, zeros [rows, groups], as integers. zeros: None if all are the offset."""
+    scales = scales.float().contiguous()
+    mins = None if zeros is None or not format_.has_mins else -(zeros.float() * scales).contiguous()
+    return QuantizedRows(codes.contiguous(), scales, mins)
+
+
+def affine_format(bits: int, group: int, in_features: int, *, symmetric: bool, scale_dtype: str) -> QuantFormat:
+    """group: input features, at most 0 for all. Raises ConfigError for groups that do not fit."""
+    if group <= 0 or group >= in_features:
+        group = math.ceil(in_features / 32) * 32
+    elif in_features % group:
+        raise ConfigError(f"groups of {group} do not divide {in_features} input features")
+    if bits not in (2, 3, 4, 5, 6, 8) or (group != 16 and group % 32):
+        raise ConfigError(
+            f"weights of {bits} bits in groups of {group} are not supported; supported are 2 to 6 and 8 bits in groups "
+            "of 16 or of a multiple of 32"
+        )
+    is_half = symmetric and scale_dtype == "F16"
+    return QuantFormat(bits, group, 1 << (bits - 1), not symmetric, "float16" if is_half else "float32")
+
+
+def complete(shapes: Shapes, name: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    """The tensors of a weight. Raises ConfigError if one is missing."""
+    tensors = tuple(f"{name}.{suffix}" for suffix in suffixes)
+    for tensor in tensors:
+        if tensor not in shapes:
+            raise ConfigError(f"the checkpoint is damaged: it has {tensors[0]}, but not {tensor}")
+    return tensors
+
+
+def expect_shape(shapes: Shapes, tensor: str, shape: tuple[int, ...]) -> None:
+    """Raises ConfigError if the tensor has another shape."""
+    if shapes[tensor] != shape:
+        raise ConfigError(f"tensor {tensor} has shape {list(shapes[tensor])}, its weight implies {list(shape)}")

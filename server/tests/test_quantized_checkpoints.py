@@ -1,0 +1,167 @@
+"""Models from quantized checkpoints of every method: they equal the model with the weights that the checkpoint stands
+for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_driver import ModelDriver
+from penstock_server.errors import ConfigError
+from penstock_server.kernels.native_ops import available
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from quantized_checkpoints import Quantize, awq, bits_and_bytes, compressed, float8, gptq, save_quantized
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model, prompts
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+def gptq_options(bits: int, group: int, **others: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True} | others
+
+
+CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "gptq 4 bits": (gptq_options(4, 32), gptq(4, 32, symmetric=True)),
+    "gptq 2 bits": (gptq_options(2, 32), gptq(2, 32, symmetric=True)),
+    "gptq 3 bits": (gptq_options(3, 64), gptq(3, 64, symmetric=True)),
+    "gptq 8 bits, one group": (gptq_options(8, -1), gptq(8, -1, symmetric=True)),
+    "gptq asymmetric": (gptq_options(4, 32, sym=False), gptq(4, 32, symmetric=False)),
+    "gptq in activation order": (
+        gptq_options(4, 32, desc_act=True, sym=False),
+        gptq(4, 32, symmetric=False, in_order=False),
+    ),
+    "gptq version 2": (
+        gptq_options(4, 32, sym=False, checkpoint_format="gptq_v2"),
+        gptq(4, 32, symmetric=False, version=2),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq(32)),
+    "w4a16": compressed(4, "group", 32, symmetric=True),
+    "w4a16 asymmetric": compressed(4, "group", 32, symmetric=False),
+    "w8a16": compressed(8, "group", 32, symmetric=True),
+    "w8a8": compressed(8, "channel", None, symmetric=True),
+    "w8a8, one scale": compressed(8, "tensor", None, symmetric=True),
+    "compressed fp8": compressed(8, "channel", None, symmetric=True, kind="float"),
+    "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, float8("tensor")),
+    "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
+    "fbgemm_fp8": ({"quant_method": "fbgemm_fp8"}, float8("row")),
+    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bits_and_bytes("int8")),
+    "bitsandbytes nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("nf4")),
+    "bitsandbytes nf4, double": ({"load_in_4bit": True}, bits_and_bytes("nf4", nested=True)),
+    "bitsandbytes fp4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("fp4")),
+}
+# Their weights have no integer codes, so they are dequantized at load.
+DENSE = {name for name in CASES if "fp8" in name or "nf4" in name or "fp4" in name}
+
+
+def logits(folder: Path, dtype: torch.dtype, *chunks: int, dequantize: bool = False) -> tuple[torch.Tensor, int]:
+    """The logits of a text in these chunks [tokens, vocab], and the bytes of the weights."""
+    model = load_model(LoadOptions(folder, dtype, CPU, 16, dequantize=dequantize), RankGroup())
+    driver = ModelDriver(model, 16)
+    sequence = driver.sequence(prompts(1, [23], 131)[0])
+    found = [driver.step([(sequence, count)], every_row=True) for count in chunks]
+    return torch.cat([rows for rows in found if rows is not None]).float(), model.weight_bytes
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """By case: the quantized checkpoint, and one with the weights that it stands for."""
+    found = {}
+    for name, (options, quantize) in CASES.items():
+        model, folder = make_model("qwen2", **SIZES), tmp_path_factory.mktemp("quantized")
+        exact = save_quantized(model, folder / "stored", options, quantize)
+        model.load_state_dict(exact, strict=False)
+        model.save_pretrained(folder / "dense")
+        found[name] = folder / "stored", folder / "dense"
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_is_the_model_of_the_weights_that_it_stands_for(
+    name: str, folders: dict[str, tuple[Path, Path]]
+) -> None:
+    stored, dense = folders[name]
+    expected, dense_bytes = logits(dense, torch.float32, 23)
+    torch.testing.assert_close(logits(stored, torch.float32, 23)[0], expected, atol=2e-5, rtol=1e-4)
+    if not available():
+        return
+    found, num_bytes = logits(stored, torch.bfloat16, 23)
+    rounded, _ = logits(dense, torch.bfloat16, 23)
+    assert torch.equal(logits(stored, torch.bfloat16, 23, dequantize=True)[0], rounded)
+    if name in DENSE:
+        assert torch.equal(found, rounded)
+        return
+    assert (found - expected).norm() < 0.08 * expected.norm()
+    assert not torch.equal(found, rounded)
+    assert num_bytes < dense_bytes * 0.5
+    # Alone, in chunks and token by token, to the bit.
+    assert torch.equal(found, logits(stored, torch.bfloat16, *[1] * 23)[0])
+    assert torch.equal(found, logits(stored, torch.bfloat16, 7, 16)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quant_method": "exl2"}, "quantized with 'exl2', which is not supported; supported are awq, bitsandbytes"),
+        ("gptq", "quantization_config is 'gptq', must be an object"),
+        (gptq_options(5, 32), "quantization_config.bits is 5, must be one of 2, 3, 4, 8"),
+        (gptq_options(4, 32, checkpoint_format="marlin"), "GPTQ weights in the layout 'marlin' are not supported"),
+        (gptq_options(4, 48), "groups of 48 do not divide 128 input features"),
+        (gptq_options(4, 8), "weights of 4 bits in groups of 8 are not supported"),
+        (gptq_options(4, 64), r"layers.0.mlp.down_proj.scales has shape \[4, 64\], its weight implies \[2, 64\]"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ weights of 4 bits in the layout 'gemv' are not"),
+    ],
+    ids=str,
+)
+def test_options_that_are_not_supported_are_refused(
+    options: object, message: str, folders: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    stored, _ = folders["gptq 4 bits"]
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((stored / file).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": options}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        logits(tmp_path, torch.float32, 1)
+
+
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("case", "tensor", "change", "message"),
+    [
+        ("gptq 4 bits", f"{LAYER}.scales", None, f"it has {LAYER}.qweight, but not {LAYER}.scales"),
+        ("gptq 4 bits", f"{LAYER}.scales", float("nan"), f"tensor {LAYER}.weight holds NaN"),
+        ("gptq 4 bits", f"{LAYER}.qzeros", 0, "has zero points of its own, but the checkpoint says that it is symm"),
+        ("gptq in activation order", f"{LAYER}.g_idx", 0, f"tensor {LAYER}.g_idx is damaged"),
+        ("fp8", f"{LAYER}.weight_scale", None, "is F8_E4M3, but has no weight_scale"),
+        ("bitsandbytes int8", f"{LAYER}.SCB", None, f"it has {LAYER}.weight, but not {LAYER}.SCB"),
+        ("bitsandbytes nf4", f"{LAYER}.weight.absmax", None, f"but not {LAYER}.weight.absmax"),
+        ("w4a16", f"{LAYER}.weight_scale", None, f"but not {LAYER}.weight_scale"),
+    ],
+)
+def test_damaged_weights_are_refused(
+    case: str,
+    tensor: str,
+    change: float | None,
+    message: str,
+    folders: dict[str, tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    stored, _ = folders[case]
+    (tmp_path / "config.json").write_bytes((stored / "config.json").read_bytes())
+    tensors = load_file(stored / "model.safetensors")
+    if change is None:
+        del tensors[tensor]
+    else:
+        tensors[tensor].fill_(change)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        logits(tmp_path, torch.bfloat16 if available() else torch.float32, 1)
