@@ -18,7 +18,7 @@ def test_answers_from_an_fp8_cache_do_not_depend_on_the_batch(tmp_path: Path) ->
     server = start("--model-id", str(tmp_path), "--dtype", "float32", "--kv-cache-dtype", "fp8_e4m3fn")
     log = "\n".join(server.lines)
     assert "keys and values are stored in float8_e4m3fn" in log
-    assert "attention: reference, which is slow" in log
+    assert "reference, which is slow (not native: it does not store fp8" in log
 
     def generate(text: str) -> list[int]:
         parameters = {"max_new_tokens": NUM_TOKENS, "details": True}

@@ -25,7 +25,7 @@ PACKAGES = ("grpcio", "protobuf", "llguidance", "gguf", "pytest", "pytest-timeou
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "manylinux2014_x86_64")
 
 # Every test module whose tests run on the device of PENSTOCK_TEST_DEVICE, the quick ones first.
-KERNEL_TESTS = ("test_triton_ops.py", "test_triton_cut.py", "test_triton_attention.py")
+KERNEL_TESTS = ("test_triton_ops.py", "test_triton_cut.py", "test_triton_attention.py", "test_flash_attention.py")
 MODEL_TESTS = ("test_models.py", "architecture/test_parity.py")
 
 

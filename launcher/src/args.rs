@@ -10,6 +10,7 @@ use std::str::FromStr;
 use clap::builder::{BoolishValueParser, NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{ArgAction, Parser, ValueEnum};
 
+use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
 use crate::tool::Tool;
 
@@ -36,6 +37,11 @@ pub(crate) struct Args {
     /// slow on a CPU
     #[arg(long, env, value_enum, default_value_t = KvCacheDtype::Auto)]
     pub(crate) kv_cache_dtype: KvCacheDtype,
+
+    /// Attention implementation: auto takes the fastest that supports a layer on this device. Each other one must support
+    /// every layer: native (CPUs), flash (FlashAttention-2 on GPUs), triton (GPUs) or reference (slow)
+    #[arg(long, env, value_enum, default_value_t = Attention::Auto)]
+    pub(crate) attention: Attention,
 
     /// Run the checkpoint's own Python code if neither this server nor transformers knows the model type. That code can
     /// do anything

@@ -5,6 +5,7 @@
 //! 128 + n after a second signal n.
 
 mod args;
+mod attention;
 mod command_line;
 mod compat;
 mod dtype;

@@ -12,6 +12,7 @@ use crate::variable::{Effect, VARIABLES};
 /// How a flag differs from TGI's flag of the same name. Flags that are not listed behave as in TGI.
 const DIFFERENCES: &[(&str, &str)] = &[
     ("api-key", "several keys; case-sensitive, unlike in TGI; also protects `/chat_tokenize`"),
+    ("attention", "TGI has only the variable; its values mean `auto`"),
     ("cors-allow-origin", "also a comma-separated list; requests may carry `Authorization`"),
     ("cuda-memory-fraction", "TGI: 1.0, with a hidden factor"),
     ("dtype", "also `float32`"),

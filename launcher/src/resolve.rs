@@ -10,6 +10,7 @@ use penstock_router::worker::Description;
 use penstock_scheduler::BlockLayout;
 
 use crate::args::{Args, RopeScaling};
+use crate::attention::Attention;
 
 /// Default limit on the sequences of a step.
 const DEFAULT_MAX_STEP_SEQUENCES: u32 = 256;
@@ -127,6 +128,11 @@ impl Settings {
         if args.trust_remote_code {
             // COMPAT: many deployments set it for models that do not need it.
             let warning = "trust-remote-code: the checkpoint's own code runs if its model type is unknown otherwise";
+            warnings.push(warning.to_owned());
+        }
+        if args.attention == Attention::Tgi {
+            // COMPAT: deployments of TGI choose a library that this server does not use.
+            let warning = "attention: TGI's libraries are not used here; the choice is automatic, as with auto";
             warnings.push(warning.to_owned());
         }
         let max_step_sequences = max_step_sequences(args, &mut choices);

@@ -240,3 +240,14 @@ fn visible_devices_are_counted_as_tgi_did() {
 fn trust_remote_code_logs_a_warning() {
     assert!(settings("--trust-remote-code").unwrap().warnings[0].contains("trust-remote-code"));
 }
+
+#[test]
+fn a_library_of_tgi_means_an_automatic_choice_with_a_warning() {
+    for library in ["flashinfer", "flashdecoding", "paged"] {
+        let flags = format!("--attention {library}");
+        assert_eq!(args(&flags).attention.name(), None);
+        assert!(settings(&flags).unwrap().warnings[0].contains("attention: "));
+    }
+    assert_eq!((args("").attention.name(), args("--attention triton").attention.name()), (None, Some("triton")));
+    assert!(settings("--attention auto").unwrap().warnings.is_empty());
+}

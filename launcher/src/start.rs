@@ -179,6 +179,7 @@ async fn load(
         watermark_gamma: args.watermark_gamma,
         dequantize: args.dequantize,
         watermark_delta: args.watermark_delta,
+        attention: args.attention.name().map(str::to_owned),
     };
     let model = group.load(&load).await.map_err(GroupError::from)?;
     phases.push(timed("load", since));

@@ -11,7 +11,6 @@ pub(crate) enum Effect {
 
 use Effect::{Honoured, Neutral};
 
-const SAME_EVERYWHERE: &str = "one attention implementation serves every model; there is no choice of libraries";
 const NO_SUCH_KERNELS: &str = "it selects kernels for quantized weights, which this server lacks";
 const NO_SUCH_DEVICE: &str = "it is for devices that this server does not support";
 
@@ -36,8 +35,8 @@ pub(crate) const VARIABLES: &[(&str, Effect)] = &[
     ("OMP_NUM_THREADS", Honoured("threads per rank for its libraries [default: cores divided by ranks]")),
     ("GLOO_SOCKET_IFNAME", Honoured("network interface between ranks on CPUs [default: lo, the loopback interface]")),
     ("NCCL_SOCKET_IFNAME", Honoured("network interface between ranks on GPUs [default: lo, the loopback interface]")),
-    ("ATTENTION", Neutral(SAME_EVERYWHERE)),
-    ("USE_FLASH_ATTENTION", Neutral(SAME_EVERYWHERE)),
+    ("ATTENTION", Honoured("--attention; TGI's values flashinfer, flashdecoding and paged mean auto, with a warning")),
+    ("USE_FLASH_ATTENTION", Neutral("--attention chooses the implementation")),
     ("PREFILL_CHUNKING", Neutral("prefill is always chunked; --max-batch-prefill-tokens limits a chunk")),
     ("TGI_WIGGLE_ROOM", Neutral("memory is measured during warm-up; --cuda-memory-fraction sets the total")),
     ("REQUEST_LOGPROBS", Neutral("TGI set it for its own workers; use --enable-prefill-logprobs")),
@@ -91,9 +90,9 @@ mod tests {
     #[test]
     fn a_variable_without_effect_is_reported_only_if_it_is_set() {
         assert!(check(|_| None).is_empty());
-        let notes = check(|name| (name == "ATTENTION").then(|| "paged".to_owned()));
-        assert!(notes[0].starts_with("environment variable ATTENTION has no effect: "), "{notes:?}");
-        assert!(check(|name| (name == "ATTENTION").then(String::new)).is_empty());
+        let notes = check(|name| (name == "USE_FLASH_ATTENTION").then(|| "0".to_owned()));
+        assert!(notes[0].starts_with("environment variable USE_FLASH_ATTENTION has no effect: "), "{notes:?}");
+        assert!(check(|name| (name == "USE_FLASH_ATTENTION").then(String::new)).is_empty());
     }
 
     #[test]

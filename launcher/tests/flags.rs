@@ -234,6 +234,16 @@ fn both_names_of_the_input_limit_together_are_refused() {
     assert!(message.contains("cannot be used with"), "{message}");
 }
 
+#[test]
+fn an_attention_of_tgi_or_none_is_accepted_from_the_environment_and_an_unknown_one_refused() {
+    for attention in ["", "paged", "flashinfer", "triton"] {
+        let message = printed(&penstock(&CONTRADICTION, &[("ATTENTION", attention)]));
+        assert!(message.contains("max-input-tokens must be less than"), "{attention}: {message}");
+    }
+    let message = printed(&penstock(&["--attention", "fast"], &[]));
+    assert!(message.contains("[possible values: auto, native, flash, triton, reference]"), "{message}");
+}
+
 fn busy_port() -> (std::net::TcpListener, String) {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = taken.local_addr().expect("a bound socket").port().to_string();
@@ -354,9 +364,9 @@ fn platform_defaults_yield_to_flags_and_override_the_port_variable() {
 #[test]
 fn a_variable_without_effect_is_reported() {
     let (_taken, port) = busy_port();
-    let environment = [("ATTENTION", "flashinfer"), ("HOSTNAME", "127.0.0.1"), ("PORT", port.as_str())];
+    let environment = [("USE_FLASH_ATTENTION", "true"), ("HOSTNAME", "127.0.0.1"), ("PORT", port.as_str())];
     let message = printed(&penstock(&[], &environment));
-    assert!(message.contains("environment variable ATTENTION has no effect: "), "{message}");
+    assert!(message.contains("environment variable USE_FLASH_ATTENTION has no effect: "), "{message}");
 }
 
 #[test]

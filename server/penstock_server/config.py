@@ -30,6 +30,7 @@ class LoadConfig:
     num_threads: int = 0
     watermark_gamma: float = 0.0
     watermark_delta: float = 0.0
+    attention: str = ""
     dequantize: bool = False  # quantized weights at load
     kv_cache_dtype: str = ""
 

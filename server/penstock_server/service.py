@@ -89,8 +89,9 @@ class Worker(rpc.WorkerServicer):
             num_threads=request.num_threads,
             watermark_gamma=request.watermark_gamma,
             watermark_delta=request.watermark_delta,
-            dequantize=request.dequantize,
+            attention=request.attention,
             kv_cache_dtype=request.kv_cache_dtype,
+            dequantize=request.dequantize,
         )
         try:
             description = self._compute.call(partial(self._load, config))

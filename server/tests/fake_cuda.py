@@ -123,8 +123,9 @@ def fake_cuda() -> Iterator[Launches]:
         yield launches
 
 
-def load(folder: Path, max_sequences: int = 8, kv_cache_dtype: str = "") -> Engine:
+def load(folder: Path, max_sequences: int = 8, attention: str = "", kv_cache_dtype: str = "") -> Engine:
     """An engine of the checkpoint's shapes; call it inside of `fake_cuda`."""
-    engine, _ = Engine.load(LoadConfig(folder, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype))
+    config = LoadConfig(folder, dtype="bfloat16", attention=attention, kv_cache_dtype=kv_cache_dtype)
+    engine, _ = Engine.load(config)
     engine.warm_up(WarmUpConfig(64, max_sequences, 128, num_blocks=32, proven=True))
     return engine

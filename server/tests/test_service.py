@@ -375,6 +375,15 @@ def test_the_watermark_is_that_of_the_load_request(client: Client) -> None:
     assert GreenLists(997, 0.25).are_green(np.array([6]), np.array([chosen])).all()
 
 
+def test_the_attention_is_that_of_the_load_request(client: Client) -> None:
+    request = pb.LoadRequest()
+    request.CopyFrom(LOAD)
+    request.block_tokens, request.attention = 0, "paged"
+    with pytest.raises(grpc.RpcError) as caught:
+        client.stub.Load(request, timeout=TIMEOUT_S)
+    assert caught.value.details() == 'attention is "paged", must be one of native, flash, triton, reference'
+
+
 def test_a_grammar_is_compiled_while_a_step_runs_and_then_constrains(client: Client, tmp_path: Path) -> None:
     regex = pb.CompileGrammarRequest(grammar=pb.Grammar(regex="aab?"))
     with pytest.raises(grpc.RpcError) as caught:

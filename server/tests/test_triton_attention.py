@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_pages import Pages, Step, random, stored_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.attention import choose_attention, fp8, preferred_block_tokens
@@ -44,101 +45,24 @@ SMALL = Tile(rows=16, keys=32, split_tokens=64, num_warps=4, num_stages=1)
 # sequence without new tokens.
 MIXED = [(0, 20), (140, 1), (60, 9), (7, 1), (20, 0)]
 DECODE = [(130, 1), (0, 1), (63, 1), (64, 1)]
-NAN_BITS = 0x7F  # in both fp8 dtypes
-Step = list[tuple[int, int, int]]  # (sequence, computed tokens, new tokens)
 
 
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(DEVICE)
+def make_pages(
+    shape: AttentionShape,
+    lengths: list[int],
+    dtype: torch.dtype = torch.float32,
+    tile: Tile | None = SMALL,
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Pages:
+    attention = TritonAttention(shape, DEVICE, dtype, tile, kv_dtype)
+    return Pages(attention, dtype, lengths, kv_dtype=kv_dtype, **options)
 
 
-def stored_rows(shape: AttentionShape, keys: Tensor, values: Tensor) -> Tensor:
-    """[tokens, kv_heads, elements of a cache row]"""
-    return keys if shape.values_in_keys else torch.cat([keys, values], dim=2)
-
-
-class Pages:
-    """Sequences whose keys and values lie in shuffled blocks of a Triton cache and of a reference cache. The former's
-    slots of no sequence are NaN, so that reading them is seen.
-
-    kv_dtype: of the Triton cache. The reference cache holds the same keys and values in `dtype`."""
-
-    def __init__(
-        self,
-        shape: AttentionShape,
-        lengths: list[int],
-        dtype: torch.dtype = torch.float32,
-        tile: Tile | None = SMALL,
-        source_lens: list[int] | None = None,
-        has_sinks: bool = False,
-        kv_dtype: torch.dtype | None = None,
-        scales: KvScales | None = None,
-    ) -> None:
-        self.shape = shape
-        self.source_lens = source_lens
-        self.scales = scales
-        self.triton = TritonAttention(shape, DEVICE, dtype, tile, kv_dtype)
-        self.reference = ReferenceAttention(shape, DEVICE, dtype)
-        self.sinks = random(1, shape.num_heads).to(dtype) if has_sinks else None
-        self.bias = random(2, shape.num_heads, 2 * 20 + 1) if shape.has_relative_bias else None
-        counts = [-(-length // shape.block_tokens) for length in lengths]
-        shuffled = torch.randperm(sum(counts), generator=torch.Generator("cpu").manual_seed(3), device="cpu").tolist()
-        self.tables = [[shuffled.pop() for _ in range(count)] for count in counts]
-        self.unused = sum(counts)  # a block of no sequence
-        self.caches = [attention.allocate(self.unused + 1) for attention in (self.triton, self.reference)]
-        self.caches[0].fill_(float("nan") if kv_dtype is None else NAN_BITS)
-        self.queries = [
-            random(i, length, shape.num_heads, shape.head_dim).to(dtype) for i, length in enumerate(lengths)
-        ]
-        for sequence, length in enumerate(lengths):
-            keys = random(sequence + 100, length, shape.num_kv_heads, shape.head_dim).to(dtype)
-            values = random(sequence + 200, length, shape.num_kv_heads, shape.output_dim).to(dtype)
-            position = torch.arange(length)
-            blocks = torch.tensor(self.tables[sequence])[position // shape.block_tokens]
-            slots = blocks * shape.block_tokens + position % shape.block_tokens
-            rows = stored_rows(shape, keys, values)
-            if kv_dtype is not None:
-                heads, of_heads = (keys, values), scales or KvScales()
-                bits = [fp8.encode(x, kv_dtype, scale) for x, scale in zip(heads, of_heads, strict=True)]
-                rows = stored_rows(shape, *bits)
-                both = zip(bits, of_heads, strict=True)
-                keys, values = (fp8.decode(each, kv_dtype, scale).to(dtype) for each, scale in both)
-            # Not by `write_kv`, because the interpreter takes long for many tokens.
-            self.caches[0][blocks, :, position % shape.block_tokens] = rows
-            self.reference.write_kv(self.caches[1], keys, values, slots)
-
-    def batch(self, step: Step) -> tuple[Tensor, StepBatch]:
-        queries = torch.cat([self.queries[s][computed : computed + new] for s, computed, new in step])
-        starts = torch.tensor([0, *(new for _, _, new in step)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        lens = torch.tensor([computed + new for _, computed, new in step], dtype=torch.int32)
-        tables = torch.full((len(step), max(map(len, self.tables))), 0, dtype=torch.int32)
-        sources = None if self.source_lens is None else [self.source_lens[s] for s, _, _ in step]
-        for row, (sequence, computed, _) in enumerate(step):
-            blocks = self.tables[sequence]
-            tables[row, : len(blocks)] = torch.tensor(blocks)
-            first, _ = self.shape.mask.interval(torch.tensor([computed]), sources[row] if sources else 0)
-            tables[row, : int(first) // self.shape.block_tokens] = self.unused  # released before the window
-        none = torch.empty(0, dtype=torch.int64)
-        max_new, max_context = max(new for _, _, new in step), int(lens.max())
-        source_lens = None if sources is None else torch.tensor(sources, dtype=torch.int32)
-        return queries, StepBatch(none, none, none, starts, lens, tables, none, max_new, max_context, source_lens)
-
-    def attend(self, step: Step) -> Tensor:
-        queries, batch = self.batch(step)
-        metadata = self.triton.prepare(batch)
-        return self.triton.attend(queries, self.caches[0], metadata, self.sinks, self.bias, self.scales)
-
-    def assert_near_reference(self, step: Step, tolerance: float = 1e-5) -> None:
-        queries, batch = self.batch(step)
-        metadata = self.reference.prepare(batch)
-        expected = self.reference.attend(queries, self.caches[1], metadata, self.sinks, self.bias)
-        torch.testing.assert_close(self.attend(step), expected, atol=tolerance, rtol=tolerance)
-
-
-def assert_near_reference(shape: AttentionShape, spans: list[tuple[int, int]], **options: object) -> None:
-    pages = Pages(shape, [computed + new for computed, new in spans], **options)  # type: ignore[arg-type]
-    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(options.get("dtype"), 1e-5)  # type: ignore[call-overload]
-    pages.assert_near_reference([(i, *span) for i, span in enumerate(spans)], tolerance)
+def assert_near_reference(shape: AttentionShape, spans: list[tuple[int, int]], **options: Any) -> None:
+    make_pages(shape, [computed + new for computed, new in spans], **options).assert_near_reference(
+        [(i, *span) for i, span in enumerate(spans)]
+    )
 
 
 PLAIN = AttentionShape(4, 2, 16, 0.3, 16)
@@ -220,11 +144,11 @@ def test_the_tiles_of_a_gpu_compute_the_reference() -> None:
 
 
 def test_strided_inputs_are_read_in_place() -> None:
-    pages = Pages(PLAIN, [50])
+    pages = make_pages(PLAIN, [50])
     queries, batch = pages.batch([(0, 30, 20)])
     wide = torch.cat([random(5, 20, 3, 16), queries], dim=1)[:, 3:]
-    metadata = pages.triton.prepare(batch)
-    assert torch.equal(pages.triton.attend(wide, pages.caches[0], metadata), pages.attend([(0, 30, 20)]))
+    metadata = pages.attention.prepare(batch)
+    assert torch.equal(pages.attention.attend(wide, pages.caches[0], metadata), pages.attend([(0, 30, 20)]))
 
 
 @pytest.mark.parametrize("name", ["plain", "value-dim", "values-in-keys", "latent"])
@@ -342,7 +266,7 @@ def test_keys_are_rotated_before_they_are_rounded_to_fp8(kv_dtype: torch.dtype, 
 
 
 def test_few_partial_bytes_mean_no_splits_and_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = Pages(PLAIN, [150, 40])
+    pages = make_pages(PLAIN, [150, 40])
     step = [(0, 149, 1), (1, 39, 1)]
     split = pages.attend(step)
     monkeypatch.setattr(backend, "MAX_PARTIAL_BYTES", 0)
@@ -358,7 +282,7 @@ def whole_prompts(name: str) -> tuple[Pages, list[Tensor]]:
     """Sequences, and the outputs of all their tokens: each sequence alone, its prompt in one chunk."""
     kv_dtype = torch.float8_e4m3fn if name == "fp8" else None
     shape = {"plain": PLAIN, "fp8": PLAIN, **INVARIANT}[name]
-    pages = Pages(shape, LENGTHS, has_sinks=name == "sinks", kv_dtype=kv_dtype, scales=SCALES)
+    pages = make_pages(shape, LENGTHS, kv_dtype=kv_dtype, has_sinks=name == "sinks", scales=SCALES)
     return pages, [pages.attend([(sequence, 0, length)]) for sequence, length in enumerate(LENGTHS)]
 
 

@@ -40,6 +40,8 @@ pub struct LoadOptions {
     pub watermark_gamma: Option<f32>,
     /// What a watermark adds to the logits of that fraction; `None`: the worker's default.
     pub watermark_delta: Option<f32>,
+    /// Attention implementation, as `triton`; `None`: the worker chooses the fastest for each layer.
+    pub attention: Option<String>,
     /// Whether quantized weights are dequantized at load.
     pub dequantize: bool,
 }
@@ -162,6 +164,7 @@ impl Group {
             num_threads: options.num_threads.unwrap_or(0),
             watermark_gamma: options.watermark_gamma.unwrap_or(0.0),
             watermark_delta: options.watermark_delta.unwrap_or(0.0),
+            attention: options.attention.clone().unwrap_or_default(),
             dequantize: options.dequantize,
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock_server.kernels import may_be_native
+from penstock_server.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -15,58 +15,113 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The candidates on each type of device, the fastest first.
+_CANDIDATES = {"cpu": ("native", "reference"), "cuda": ("flash", "triton", "reference")}
+
+
+class Implementation(Protocol):
+    """A module of this package that implements `Attention`."""
+
+    PREFERRED_BLOCK_TOKENS: int
+
+    def unavailable_reason(self, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> str | None:
+        """Why it cannot run on this device in these data types, for people. None: it can."""
+        ...
+
+    def unsupported_reason(self, shape: AttentionShape) -> str | None:
+        """Why it does not implement this shape, for people. None: it does."""
+        ...
+
+    def make(
+        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    ) -> Attention: ...
+
+
+def _implementation(name: str) -> Implementation:
+    from penstock_server.attention import flash, native, reference, triton
+
+    modules: dict[str, Implementation] = {"native": native, "flash": flash, "triton": triton, "reference": reference}
+    if name not in modules:
+        raise ConfigError(f'attention is "{name}", must be one of {", ".join(modules)}')
+    return modules[name]
+
 
 def choose_attention(
-    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    shape: AttentionShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    name: str = "",
 ) -> Attention:
-    """The fastest implementation that supports this shape on this device. kv_dtype: an fp8 dtype of stored keys and
-    values; None: dtype."""
-    if may_be_native(device, dtype) and kv_dtype is None:
-        from penstock_server.attention import native
-
-        if native.supports(shape):
-            logger.info("attention: native")
-            return native.NativeAttention(shape)
-    from penstock_server.attention.reference import ReferenceAttention
-
-    if device.type == "cuda":
-        from penstock_server.attention import triton
-        from penstock_server.kernels import triton_device
-
-        reason = triton_device.unavailable_reason(device) or triton.unsupported_reason(shape)
-        if reason is None:
-            from penstock_server.attention.triton.backend import TritonAttention
-
-            logger.info("attention: triton")
-            return TritonAttention(shape, device, dtype, kv_dtype=kv_dtype)
-        logger.warning("attention: reference, which is slow, because Triton kernels cannot be used: %s", reason)
-    elif kv_dtype is not None:
-        logger.warning("attention: reference, which is slow, because no other stores fp8 on a CPU (--kv-cache-dtype)")
+    """The implementation called `name`, or the fastest that supports this shape on this device. Raises ConfigError if
+    `name` cannot be used. kv_dtype: an fp8 dtype of stored keys and values; None: dtype."""
+    chosen, implementation, reason = _choose(device, dtype, kv_dtype, name, shape)
+    if chosen == "reference" and (device.type == "cuda" or kv_dtype is not None):
+        logger.warning("attention of %s: reference, which is slow (%s)", shape, reason)
     else:
-        logger.info("attention: reference")
-    return ReferenceAttention(shape, device, dtype, kv_dtype)
+        logger.info("attention of %s: %s (%s)", shape, chosen, reason)
+    return implementation.make(shape, device, dtype, kv_dtype)
+
+
+def preferred_block_tokens(
+    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, name: str = ""
+) -> int:
+    """Tokens per KV block for the attention that most layers will get here. The parameters and ConfigError are as of
+    `choose_attention`."""
+    _, implementation, _ = _choose(device, dtype, kv_dtype, name)
+    return implementation.PREFERRED_BLOCK_TOKENS
+
+
+def _choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    name: str,
+    shape: AttentionShape | None = None,
+) -> tuple[str, Implementation, str]:
+    """An implementation, and why it was chosen. shape: None for any."""
+    refusals: list[str] = []
+    for candidate in (name,) if name else _CANDIDATES[device.type]:
+        implementation = _implementation(candidate)
+        refusal = implementation.unavailable_reason(device, dtype, kv_dtype)
+        if refusal is None and shape is not None:
+            refusal = implementation.unsupported_reason(shape)
+        if refusal is None:
+            reason = "as asked for" if name else "; ".join(refusals) or "the fastest"
+            return candidate, implementation, reason
+        refusals.append(f"not {candidate}: {refusal}")
+    of_shape = "" if shape is None else f" for {shape}"
+    raise ConfigError(f"--attention {name} cannot be used{of_shape}: {refusal}; choose another one, or auto")
 
 
 class ModelAttention:
     """The attention of one model's layers: an implementation for each shape, and the metadata that they share."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
-        """kv_dtype: as of `choose_attention`."""
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, name: str = ""
+    ) -> None:
+        """kv_dtype: as of `choose_attention`. name: of the implementation; empty: the fastest for each shape."""
         self.kv_dtype = kv_dtype
         self._device = device
         self._dtype = dtype
+        self._name = name
         self._by_shape: dict[AttentionShape, Attention] = {}
 
     def for_shape(self, shape: AttentionShape) -> Attention:
-        """Layers of one shape share it."""
+        """Layers of one shape share it. Raises ConfigError if the named implementation does not support it."""
         if shape not in self._by_shape:
-            self._by_shape[shape] = choose_attention(shape, self._device, self._dtype, self.kv_dtype)
+            self._by_shape[shape] = choose_attention(shape, self._device, self._dtype, self.kv_dtype, self._name)
         return self._by_shape[shape]
 
     @property
     def name(self) -> str:
         """The names of the implementations in use, for people."""
         return " and ".join(sorted(self._by_name))
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether attention only enqueues device work, so that a graph can record it."""
+        return self._by_name.keys() <= {"flash", "triton"}
 
     def prepare(self, batch: StepBatch) -> Mapping[str, Any]:
         """A step's metadata, by the name of the implementation that reads it."""
@@ -75,20 +130,3 @@ class ModelAttention:
     @property
     def _by_name(self) -> dict[str, Attention]:
         return {attention.name: attention for attention in self._by_shape.values()}
-
-
-def preferred_block_tokens(device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens per KV block for the attention that most layers will get here."""
-    if may_be_native(device, dtype):
-        from penstock_server.attention.native import NativeAttention
-
-        return NativeAttention.preferred_block_tokens
-    if device.type == "cuda":
-        from penstock_server.attention import triton
-        from penstock_server.kernels import triton_device
-
-        if triton_device.unavailable_reason(device) is None:
-            return triton.PREFERRED_BLOCK_TOKENS
-    from penstock_server.attention.reference import ReferenceAttention
-
-    return ReferenceAttention.preferred_block_tokens

@@ -88,6 +88,18 @@ class AttentionShape:
     soft_cap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
     alibi: Alibi | None = None
     has_relative_bias: bool = False  # scores have a learned bias by distance, an argument of `attend` (T5)
+    has_sinks: bool = False  # heads have sinks, an argument of `attend` (gpt-oss)
+
+    def __str__(self) -> str:
+        """What tells the shapes of one model apart, for people."""
+        features = [f"{self.num_heads} heads of {self.head_dim} with {self.num_kv_heads} KV heads"]
+        if self.mask.window is not None:
+            features.append(f"a window of {self.mask.window}")
+        if self.mask.chunk is not None:
+            features.append(f"chunks of {self.mask.chunk}")
+        if self.mask.part != "context":
+            features.append(f"over the {self.mask.part}")
+        return ", ".join(features)
 
     @property
     def output_dim(self) -> int:

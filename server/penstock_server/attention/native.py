@@ -12,28 +12,45 @@ import mmap
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock_server.kernels import native_ops
+from penstock_server.kernels import NATIVE_PACKAGE, may_be_native, native_ops
 
 if TYPE_CHECKING:
+    import torch
     from penstock_kernels import Batch
     from torch import Tensor
 
     from penstock_server.attention.fp8 import KvScales
-    from penstock_server.attention.interface import AttentionShape, Rotation, StepBatch
+    from penstock_server.attention.interface import Attention, AttentionShape, Rotation, StepBatch
 
+PREFERRED_BLOCK_TOKENS = 16  # penstock_kernels.BLOCK_TOKENS, the only size that the kernels know
 HEAD_DIM_MULTIPLE = 16
 
 
-def supports(shape: AttentionShape) -> bool:
-    """Whether the kernels run on this CPU and implement this shape."""
-    if not native_ops.available():
-        return False
+def unavailable_reason(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> str | None:
+    """Why the kernels cannot run on this device in these data types, for people. None: they can."""
+    if kv_dtype is not None:
+        return "it does not store fp8 (--kv-cache-dtype)"
+    if may_be_native(device, dtype) and native_ops.available():
+        return None
+    found = f"{device.type} in {str(dtype).removeprefix('torch.')}"
+    return f"it needs {NATIVE_PACKAGE}, a CPU with AVX-512 BF16, and bfloat16; this is {found}"
+
+
+def unsupported_reason(shape: AttentionShape) -> str | None:
+    """Why the kernels do not implement this shape, for people. None: they do."""
     import penstock_kernels
 
-    # Values that are part of their keys are read in whole vectors.
-    is_whole = not shape.values_in_keys or shape.output_dim % HEAD_DIM_MULTIPLE == 0
-    fits = shape.block_tokens == penstock_kernels.BLOCK_TOKENS and shape.head_dim <= penstock_kernels.MAX_DIM
-    return fits and is_whole and shape.output_dim <= penstock_kernels.MAX_DIM
+    if shape.block_tokens != penstock_kernels.BLOCK_TOKENS:
+        return f"KV blocks have {shape.block_tokens} tokens, must be {penstock_kernels.BLOCK_TOKENS}"
+    if (dim := max(shape.head_dim, shape.output_dim)) > penstock_kernels.MAX_DIM:
+        return f"heads have {dim} elements, at most {penstock_kernels.MAX_DIM} are supported"
+    if shape.values_in_keys and shape.output_dim % HEAD_DIM_MULTIPLE:  # they are read in whole vectors
+        return f"values in keys have {shape.output_dim} elements, must be a multiple of {HEAD_DIM_MULTIPLE}"
+    return None
+
+
+def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
+    return NativeAttention(shape)
 
 
 class NativeAttention:
@@ -41,7 +58,7 @@ class NativeAttention:
 
     name = "native"
     rotates = False
-    preferred_block_tokens = 16  # penstock_kernels.BLOCK_TOKENS, the only size that the kernels know
+    preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

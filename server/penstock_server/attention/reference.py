@@ -12,10 +12,23 @@ from torch import Tensor
 
 from penstock_server.attention import fp8
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
+from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, Rotation, StepBatch
 
+PREFERRED_BLOCK_TOKENS = 16
 # Queries whose scores are computed at once: it bounds the score matrix of a long prompt.
 MAX_QUERY_ROWS = 256
+
+
+def unavailable_reason(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    """It runs everywhere."""
+
+
+def unsupported_reason(shape: AttentionShape) -> None:
+    """It implements every shape."""
+
+
+def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
+    return ReferenceAttention(shape, device, dtype, kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,7 @@ class ReferenceAttention:
 
     name = "reference"
     rotates = False
-    preferred_block_tokens = 16
+    preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(
         self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None

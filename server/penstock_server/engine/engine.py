@@ -84,7 +84,7 @@ class Engine:
         device = choose_device(config.device, rank)
         dtype = choose_dtype(config.dtype, device)
         kv_dtype = choose_kv_dtype(config.kv_cache_dtype)
-        block_tokens = config.block_tokens or preferred_block_tokens(device, dtype)
+        block_tokens = config.block_tokens or preferred_block_tokens(device, dtype, kv_dtype, config.attention)
         torch.set_num_threads(choose_num_threads(config, world_size))
         open_device(device)
         trial = None
@@ -101,8 +101,9 @@ class Engine:
             device,
             block_tokens,
             trust_remote_code=config.trust_remote_code,
-            dequantize=config.dequantize,
+            attention=config.attention,
             kv_dtype=kv_dtype,
+            dequantize=config.dequantize,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
         with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):

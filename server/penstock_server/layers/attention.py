@@ -57,6 +57,7 @@ class AttentionSpec:
             soft_cap=self.soft_cap,
             alibi=None if self.alibi is None else self.alibi.for_heads(heads.mine),
             has_relative_bias=self.relative_bias is not None,
+            has_sinks=self.sinks,
         )
 
     def output_widths(self, shard: Shard) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device),
         ops=choose_ops(options.device, options.dtype),
         layout=layout,
-        attention=ModelAttention(options.device, options.dtype, options.kv_dtype),
+        attention=ModelAttention(options.device, options.dtype, options.kv_dtype, options.attention),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
     )

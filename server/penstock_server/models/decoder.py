@@ -56,7 +56,7 @@ class Decoder:
         self.window_tokens = window_tokens(attentions)
         self.attention_name = context.attention.name
         # The split of a batch into sources and answers reads device memory on the host.
-        has_kernels = self.attention_name == context.ops.name == "triton"
+        has_kernels = context.attention.is_recordable and context.ops.name == "triton"
         self.is_recordable = has_kernels and spec.encoder is None
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
         self.weight_bytes = context.loader.loaded_bytes

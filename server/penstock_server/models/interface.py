@@ -21,6 +21,7 @@ class LoadOptions:
     device: torch.device
     block_tokens: int
     trust_remote_code: bool = False
+    attention: str = ""  # the implementation; empty: the fastest for each layer
     dequantize: bool = False  # quantized weights at load
     kv_dtype: torch.dtype | None = None  # an fp8 dtype of stored keys and values; None: dtype
 

@@ -28,10 +28,11 @@ _CAUSAL_QUERY = 64  # the position of the query that a causal mask is tried with
 class Pager:
     """The attention layers of one model, and the current step."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, block_tokens: int) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, block_tokens: int, attention: str = "") -> None:
+        """attention: name of the implementation; empty: the fastest."""
         self.dtype = dtype
         self.block_tokens = block_tokens
-        self.attention = ModelAttention(device, dtype)
+        self.attention = ModelAttention(device, dtype, name=attention)
         self.layers: list[Attention] = []
         self._step: tuple[StepContext, list[Tensor]] | None = None  # with its caches; None while recording
         self._next = 0  # index of the next attention call
@@ -93,6 +94,7 @@ class Pager:
             value_dim=None if value_dim == dim else value_dim,
             mask=_decode_mask(mask, options.get("sliding_window")),
             soft_cap=options.get("softcap"),
+            has_sinks=options.get("s_aux") is not None,
         )
 
 

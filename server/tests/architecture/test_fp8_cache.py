@@ -132,7 +132,7 @@ def test_on_a_cpu_the_log_says_that_fp8_is_slow(folder: Path, caplog: pytest.Log
     caplog.set_level(logging.INFO)
     options = LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16, kv_dtype=NARROW)
     assert load_model(options, RankGroup()).attention_name == "reference"
-    assert "attention: reference, which is slow, because no other stores fp8 on a CPU" in caplog.text
+    assert "reference, which is slow (not native: it does not store fp8 (--kv-cache-dtype))" in caplog.text
     assert "keys and values are stored in float8_e4m3fn, with scales of 1.0" in caplog.text
 
 

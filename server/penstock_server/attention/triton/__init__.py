@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock_server.attention.interface import AttentionShape
+    import torch
+
+    from penstock_server.attention.interface import Attention, AttentionShape
 
 PREFERRED_BLOCK_TOKENS = 64  # a key tile of the most common head sizes lies in one block
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 576  # of keys that contain their values (multi-head latent attention)
 MAX_LATENT_VALUE_DIM = 512
+
+
+def unavailable_reason(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> str | None:
+    """Why the kernels cannot run on this device, for people. None: they can, in any data types."""
+    from penstock_server.kernels import triton_device
+
+    return triton_device.unavailable_reason(device)
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
@@ -24,3 +33,9 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
     if shape.output_dim > max_value_dim:
         return f"value heads have {shape.output_dim} elements, at most {max_value_dim} are supported"
     return None
+
+
+def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
+    from penstock_server.attention.triton.backend import TritonAttention
+
+    return TritonAttention(shape, device, dtype, kv_dtype=kv_dtype)

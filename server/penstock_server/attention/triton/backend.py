@@ -100,6 +100,7 @@ class TritonAttention:
         if shape.alibi is not None:
             slopes = torch.tensor(shape.alibi.slopes, device=device)
             self._slopes = slopes.bfloat16().float() if shape.alibi.is_bfloat16 else slopes
+        self._alibi_scale = shape.scale if shape.alibi is not None and shape.alibi.is_scaled else 1.0
         main, rest = key_parts(shape.head_dim)
         mask = {"WINDOW": shape.mask.window or 0, "CHUNK": shape.mask.chunk or 0, "PART": shape.mask.part}
         self._shared = {
@@ -252,7 +253,7 @@ class TritonAttention:
             bias_width=0 if bias is None else bias.shape[1],
             scale=shape.scale * scales.keys * self._decode_factor,
             soft_cap=shape.soft_cap or 0.0,
-            alibi_scale=shape.scale if shape.alibi is not None and shape.alibi.is_scaled else 1.0,
+            alibi_scale=self._alibi_scale,
             **self._attend,
         )
         if num_splits > 1:
