@@ -12,6 +12,7 @@ use clap::{ArgAction, Parser, ValueEnum};
 
 use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
+use crate::quantize::Quantize;
 use crate::tool::Tool;
 
 /// Serves a large language model over HTTP, with the routes of TGI and of OpenAI.
@@ -129,6 +130,11 @@ pub(crate) struct Args {
     /// Fraction of a device's memory that the server may use in total, above 0 and at most 1
     #[arg(long, env, default_value_t = 0.9)]
     pub(crate) cuda_memory_fraction: f64,
+
+    /// Method of quantization. Without it, the checkpoint's own config decides; one that contradicts the checkpoint is an
+    /// error. eetq and bitsandbytes also quantize an unquantized checkpoint at load, to 8 bits
+    #[arg(long, env, value_enum, value_name = "METHOD")]
+    pub(crate) quantize: Option<Quantize>,
 
     /// Dequantize the weights of a quantized checkpoint at load: more memory and slower, but with the accuracy of --dtype
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]

@@ -39,7 +39,6 @@ const RENDEZVOUS: &str = "ranks meet through a file in a private folder, and the
      interface (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another one)";
 
 pub(crate) const FLAGS: &[CompatFlag] = &[
-    refused("quantize", Value, "quantization is not supported yet; serve the unquantized model, with --dtype"),
     refused("speculate", Value, "speculative decoding is not supported yet; remove the flag"),
     refused("otlp-endpoint", Value, "traces are not exported yet; remove the flag and use the metrics at /metrics"),
     refused("ngrok", Switch, "tunnels are not supported; run a separate tunnel process"),

@@ -22,6 +22,7 @@ mod output;
 mod platform;
 mod prefetch;
 mod process;
+mod quantize;
 mod reference;
 mod resolve;
 mod signals;

@@ -24,6 +24,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("max-client-batch-size", "TGI's default: 4"),
     ("model-id", "also .gguf files; TGI's default: `bigscience/bloom-560m`"),
     ("port", "0 picks a free port"),
+    (
+        "quantize",
+        "also serves GGUF files as they are; `exl2` is refused; `bitsandbytes-nf4`, `-fp4` and `fp8` need a checkpoint of that kind",
+    ),
     ("rope-scaling", "`linear` only; its factor is applied"),
     ("shard-uds-path", "default: a private folder, not /tmp"),
     ("trust-remote-code", "TGI also runs it for model types that it knows"),
@@ -34,6 +38,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
 const OURS: &[&str] = &[
     "api-key-file",
     "chat-template",
+    "dequantize",
     "max-inter-token-ms",
     "max-queued-tokens",
     "max-steps-in-flight",

@@ -14,6 +14,7 @@ use crate::fork_server::{ForkServer, ForkServerOptions};
 use crate::group::{self, GroupError, Recipe};
 use crate::model_folder::{FolderError, ModelFolder};
 use crate::prefetch;
+use crate::quantize::Quantize;
 use crate::resolve::{Choice, ResolveError, SequenceLimits, Settings};
 use crate::supervise::Supervisor;
 use crate::weights::{self, PrepareError, Prepared};
@@ -178,6 +179,7 @@ async fn load(
         num_threads: u32::try_from(settings.num_threads).ok(),
         watermark_gamma: args.watermark_gamma,
         dequantize: args.dequantize,
+        quantize: args.quantize.map(Quantize::name),
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
     };

@@ -59,7 +59,7 @@ pub(crate) const VARIABLES: &[(&str, Effect)] = &[
     ("HF_MODEL_ID", Honoured("SageMaker's MODEL_ID")),
     ("HF_MODEL_REVISION", Honoured("SageMaker's REVISION")),
     ("SM_NUM_GPUS", Honoured("SageMaker's NUM_SHARD; on SageMaker the port is 8080, whatever PORT says")),
-    ("HF_MODEL_QUANTIZE", Honoured("SageMaker's QUANTIZE; refused like --quantize")),
+    ("HF_MODEL_QUANTIZE", Honoured("SageMaker's QUANTIZE")),
     ("HF_MODEL_TRUST_REMOTE_CODE", Honoured("SageMaker's TRUST_REMOTE_CODE")),
     ("SAGEMAKER_BIND_TO_PORT", Honoured("port on SageMaker")),
     ("AIP_HTTP_PORT", Honoured("port on Vertex AI; overrides PORT")),

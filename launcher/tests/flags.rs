@@ -171,7 +171,6 @@ fn an_unknown_flag_is_refused_by_name() {
 #[test]
 fn an_unsupported_flag_is_refused_with_a_remedy() {
     for (flag, value, advice) in [
-        ("quantize", "awq", "not supported yet"),
         ("speculate", "3", "not supported yet"),
         ("lora-adapters", "a/b", "merge the adapter"),
         ("ngrok-authtoken", "secret", "run a separate tunnel"),
@@ -357,8 +356,10 @@ fn platform_defaults_yield_to_flags_and_override_the_port_variable() {
 
     let message = settings(&[], &[("AIP_HTTP_PORT", &port), ("PORT", "1")]);
     assert!(message.contains(&busy), "{message}");
-    let message = settings(&[], &[("HF_MODEL_QUANTIZE", "awq")]);
-    assert!(message.contains("quantize is refused"), "{message}");
+    let message = settings(&["--port", &port], &[("HF_MODEL_QUANTIZE", "awq")]);
+    assert!(message.contains("quantize is awq (from HF_MODEL_QUANTIZE)") && message.contains(&busy), "{message}");
+    let message = settings(&[], &[("HF_MODEL_QUANTIZE", "q4")]);
+    assert!(message.contains("'q4'") && message.contains("eetq, exl2, fp8, gptq"), "{message}");
 }
 
 #[test]

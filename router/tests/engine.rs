@@ -288,6 +288,7 @@ fn load_options() -> LoadOptions {
         watermark_delta: None,
         attention: Some("triton".to_owned()),
         dequantize: false,
+        quantize: None,
     }
 }
 

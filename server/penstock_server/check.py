@@ -97,6 +97,8 @@ def as_text(report: Report) -> str:
     if text.eos_token_ids:
         rows.append(("EOS tokens", ", ".join(map(str, text.eos_token_ids))))
     if layout is not None:
+        if layout.quantization:
+            rows.append(("quantization", layout.quantization))
         rows.append(("computed in", f"{layout.dtype} on {layout.device}, {len(layout.ranks)} rank(s)"))
         for number, rank in enumerate(layout.ranks):
             rows.append((f"rank {number}", f"{rank.num_heads} heads, {rank.num_kv_heads} KV heads"))

@@ -32,6 +32,7 @@ class LoadConfig:
     watermark_delta: float = 0.0
     attention: str = ""
     dequantize: bool = False  # quantized weights at load
+    quantize: str = ""
     kv_cache_dtype: str = ""
 
 

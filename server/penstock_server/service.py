@@ -92,6 +92,7 @@ class Worker(rpc.WorkerServicer):
             attention=request.attention,
             kv_cache_dtype=request.kv_cache_dtype,
             dequantize=request.dequantize,
+            quantize=request.quantize,
         )
         try:
             description = self._compute.call(partial(self._load, config))

@@ -18,7 +18,9 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.parallel import RankGroup
+from quantized_checkpoints import save_quantized
 from safetensors.torch import load_file, save_file
+from test_quantized_checkpoints import CASES, SIZES
 from tiny_models import make_model, save_model
 
 pytestmark = pytest.mark.usefixtures("model_cache")
@@ -65,6 +67,20 @@ def test_the_stated_memory_equals_that_of_loading(folder: Path, capsys: Any) -> 
     model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), RankGroup())
     assert rank["weight_bytes"] == model.weight_bytes
     assert rank["kv_bytes_per_token"] * 16 == model.kv_bytes_per_block
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", ["gptq 4 bits", "w8a8", "bitsandbytes nf4"])
+def test_quantized_weights_are_described_with_the_memory_of_loading(name: str, tmp_path: Path, capsys: Any) -> None:
+    options, quantize = CASES[name]
+    folder = tmp_path / "model"
+    save_quantized(make_model("qwen2", **SIZES), folder, options, quantize)
+    status, report = run(capsys, str(with_tokenizer(folder)), "--dtype", "bfloat16")
+    assert (status, report["problems"]) == (0, [])
+    model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16), RankGroup())
+    assert report["layout"]["ranks"][0]["weight_bytes"] == model.weight_bytes
+    expected = {"gptq 4 bits": "stay in 4 bits", "w8a8": "stay in 8 bits", "bitsandbytes nf4": "dequantized at load"}
+    assert report["layout"]["quantization"].endswith(expected[name])
 
 
 def test_all_problems_are_reported_at_once(folder: Path, capsys: Any) -> None:

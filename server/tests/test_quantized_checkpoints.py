@@ -60,9 +60,11 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
 DENSE = {name for name in CASES if "fp8" in name or "nf4" in name or "fp4" in name}
 
 
-def logits(folder: Path, dtype: torch.dtype, *chunks: int, dequantize: bool = False) -> tuple[torch.Tensor, int]:
+def logits(
+    folder: Path, dtype: torch.dtype, *chunks: int, dequantize: bool = False, quantize: str = ""
+) -> tuple[torch.Tensor, int]:
     """The logits of a text in these chunks [tokens, vocab], and the bytes of the weights."""
-    model = load_model(LoadOptions(folder, dtype, CPU, 16, dequantize=dequantize), RankGroup())
+    model = load_model(LoadOptions(folder, dtype, CPU, 16, dequantize=dequantize, quantize=quantize), RankGroup())
     driver = ModelDriver(model, 16)
     sequence = driver.sequence(prompts(1, [23], 131)[0])
     found = [driver.step([(sequence, count)], every_row=True) for count in chunks]
@@ -165,3 +167,42 @@ def test_damaged_weights_are_refused(
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         logits(tmp_path, torch.bfloat16 if available() else torch.float32, 1)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("flag", ["eetq", "bitsandbytes"])
+def test_a_dense_checkpoint_is_quantized_at_load(flag: str, folders: dict[str, tuple[Path, Path]]) -> None:
+    _, dense = folders["gptq 4 bits"]
+    expected, dense_bytes = logits(dense, torch.float32, 23)
+    found, num_bytes = logits(dense, torch.bfloat16, 23, quantize=flag)
+    assert (found - expected).norm() < 0.08 * expected.norm()
+    assert num_bytes < dense_bytes * 0.4
+    assert torch.equal(found, logits(dense, torch.bfloat16, 7, 16, quantize=flag)[0])
+
+
+@pytest.mark.parametrize(
+    ("case", "flag", "message"),
+    [
+        ("gptq 4 bits", "awq", "--quantize is awq, but the checkpoint is quantized as gptq; remove the flag"),
+        ("fp8", "eetq", "--quantize is eetq, but the checkpoint is quantized as fp8"),
+        (
+            "",
+            "gptq",
+            "--quantize gptq needs a checkpoint that is quantized, and this one is not; eetq and",
+        ),
+        ("awq", "exl2", "--quantize exl2 is not supported; supported are awq, bitsandbytes"),
+    ],
+)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused(
+    case: str, flag: str, message: str, folders: dict[str, tuple[Path, Path]]
+) -> None:
+    folder = folders[case][0] if case else folders["awq"][1]
+    with pytest.raises(ConfigError, match=message):
+        logits(folder, torch.float32, 1, quantize=flag)
+
+
+@pytest.mark.parametrize(("case", "flag"), [("gptq 4 bits", "marlin"), ("fbgemm_fp8", "fp8"), ("awq", "awq")])
+def test_a_flag_may_name_what_the_checkpoint_is(case: str, flag: str, folders: dict[str, tuple[Path, Path]]) -> None:
+    folder, _ = folders[case]
+    found, _ = logits(folder, torch.float32, 23, quantize=flag)
+    assert torch.equal(found, logits(folder, torch.float32, 23)[0])

@@ -44,6 +44,8 @@ pub struct LoadOptions {
     pub attention: Option<String>,
     /// Whether quantized weights are dequantized at load.
     pub dequantize: bool,
+    /// Method of quantization, as `gptq`; `None`: as the checkpoint says.
+    pub quantize: Option<String>,
 }
 
 /// The model that was loaded.
@@ -166,6 +168,7 @@ impl Group {
             watermark_delta: options.watermark_delta.unwrap_or(0.0),
             attention: options.attention.clone().unwrap_or_default(),
             dequantize: options.dequantize,
+            quantize: options.quantize.clone().unwrap_or_default(),
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
         agree("the vocabulary size", answers.iter().map(|answer| answer.vocab_size))?;

@@ -104,6 +104,7 @@ class Engine:
             attention=config.attention,
             kv_dtype=kv_dtype,
             dequantize=config.dequantize,
+            quantize=config.quantize,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
         with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):

@@ -14,6 +14,8 @@ from penstock_server.engine.memory import Memory as DeviceMemory
 from penstock_server.engine.memory import MemoryMeter, Share, usable_bytes
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
+from penstock_server.inspection.quantization import Quantized, quantized
+from penstock_server.kernels import choose_ops
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models.layer import ATTENTION_PARTS
@@ -22,6 +24,7 @@ from penstock_server.models.registry import read_spec
 from penstock_server.models.spec import ModelSpec
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.loader import expected_shapes, mismatches, shortened
+from penstock_server.weights.location import Locator
 from penstock_server.weights.safetensors_file import LOADABLE
 from penstock_server.weights.safetensors_header import ITEM_BYTES
 
@@ -48,13 +51,16 @@ class Layout:
     dtype: str
     device: str
     ranks: tuple[RankShare, ...]
+    quantization: str = ""  # for people; empty: the weights are not quantized
 
 
 def lay_out(files: ModelFiles, folder: Path, num_ranks: int, dtype_name: str, memory_fraction: float) -> Layout | None:
     """Returns None when the folder's config.json describes no supported model. Adds all errors to `files.problems`."""
-    tensors, problems = files.tensors, files.problems
+    problems = files.problems
     try:
         spec, names = read_spec(folder)
+        found = quantized(files, folder)
+        tensors = files.tensors if found is None else found.tensors
         device = choose_device("", 0)
         dtype = choose_dtype(dtype_name, device)
         if tensors is not None:
@@ -63,10 +69,13 @@ def lay_out(files: ModelFiles, folder: Path, num_ranks: int, dtype_name: str, me
             layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, RankGroup()))
             table = parameters(spec, layout)
             expected = expected_shapes(table, locator)
-            found = {name: tensor.shape for name, tensor in tensors.items()}
-            problems += mismatches(found, expected, locator.ignored) + _unloadable(tensors, expected)
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            problems += mismatches(shapes, expected, locator.ignored)
+            problems += [] if found is not None else _unloadable(tensors, expected)
         memory = MemoryMeter(device).measure()
-        ranks = [_share(spec, RankGroup(rank, num_ranks), dtype, device) for rank in range(num_ranks)]
+        is_kept = found is not None and choose_ops(device, dtype).keeps_quantized
+        kept = (found, locator) if found is not None and is_kept else None
+        ranks = [_share(spec, RankGroup(rank, num_ranks), dtype, device, kept) for rank in range(num_ranks)]
     except ConfigError as error:
         problems.append(str(error))
         return None
@@ -83,7 +92,10 @@ def lay_out(files: ModelFiles, folder: Path, num_ranks: int, dtype_name: str, me
     )
     max_source_tokens = 0 if spec.encoder is None else spec.encoder.max_source_tokens
     name = str(dtype).removeprefix("torch.")
-    return Layout(spec.architecture, spec.max_position_tokens, max_source_tokens, name, device.type, shares)
+    quantization = "" if found is None else found.describe(is_kept)
+    return Layout(
+        spec.architecture, spec.max_position_tokens, max_source_tokens, name, device.type, shares, quantization
+    )
 
 
 def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) -> list[str]:
@@ -100,11 +112,21 @@ def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) ->
     ]
 
 
-def _share(spec: ModelSpec, group: RankGroup, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, int]:
-    """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token)."""
+def _share(
+    spec: ModelSpec,
+    group: RankGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: tuple[Quantized, Locator] | None,
+) -> tuple[int, int, int, int]:
+    """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token). kept: the weights that
+    stay quantized, if any do."""
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact=device.type == "cpu")
     table = parameters(spec, WeightLayout(shard))
     weights = sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
+    if kept is not None:
+        found, locator = kept
+        weights -= found.saved_bytes(table, locator, dtype)
     attention = [layer.attention for layer in spec.layers]
     kv_numbers = sum(ATTENTION_PARTS[type(each)].kv_elements_per_token(each, shard) for each in attention)
     heads = shard.heads(attention[0].num_heads, attention[0].num_kv_heads)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.kernels.ops import Lookup, Ops
-from penstock_server.kernels.quantized import Dequantized, QuantizedMatrix, concatenated
+from penstock_server.kernels.quantized import Dequantized, QuantFormat, QuantizedMatrix, QuantizedRows, concatenated
 from penstock_server.layers.linear import Dense, DenseLinear, DenseWeights, Linear, LinearScheme, LinearWeights
 from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Loader
@@ -94,6 +94,31 @@ class Stored(Dense):
             return super().load(loader, *names)
         bias = loader.read_if_there(*(f"{name}.bias" for name in names))
         return QuantizedWeights(matrices, bias, loader.dtype, loader.device)
+
+
+class EightBits(Stored):
+    """Dense weights quantized at load: 8 bits, a scale for each output. Implements `LinearScheme`."""
+
+    def load(self, loader: Loader, *names: str) -> LinearWeights:
+        weight = loader.unread(*(f"{name}.weight" for name in names))
+        format_ = QuantFormat(8, -(-weight.shape[1] // 32) * 32, offset=128)
+        matrix = QuantizedMatrix(
+            (weight.shape[0], weight.shape[1]), format_, lambda: map(quantized_to_8_bits, weight.pieces())
+        )
+        bias = loader.read_if_there(*(f"{name}.bias" for name in names))
+        return QuantizedWeights((matrix,), bias, loader.dtype, loader.device)
+
+
+def quantized_to_8_bits(rows: Tensor) -> QuantizedRows:
+    """[rows, in_features] in floating point → codes 1 to 255 around 128; a row's greatest magnitude is 127 scales."""
+    scales = rows.float().abs().amax(1, keepdim=True) / 127
+    codes = (rows.float() / scales.clamp(min=torch.finfo(torch.float32).tiny)).round() + 128
+    return QuantizedRows(codes.to(torch.uint8), scales)
+
+
+def eight_bits_in_layers(name: str) -> LinearScheme:
+    """The `SchemeOf` of checkpoints that are quantized at load. Embedding and output head stay dense, as in TGI."""
+    return Dense() if name in ("embedding", "head") else EightBits()
 
 
 def stored_everywhere(_name: str) -> LinearScheme:

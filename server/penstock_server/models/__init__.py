@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock_server.layers.linear import SchemeOf
     from penstock_server.models.interface import CausalModel, LoadOptions
     from penstock_server.parallel import RankGroup
 
@@ -24,7 +25,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.layers.context import BuildContext
     from penstock_server.layers.layout import WeightLayout
     from penstock_server.layers.linear import dense_everywhere
-    from penstock_server.layers.quantized import stored_everywhere
+    from penstock_server.layers.quantized import eight_bits_in_layers, stored_everywhere
     from penstock_server.layers.shard import Shard
     from penstock_server.models.config import Config
     from penstock_server.models.decoder import Decoder
@@ -34,6 +35,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.weights import kv_scale
     from penstock_server.weights.format import open_checkpoint
     from penstock_server.weights.loader import Loader
+    from penstock_server.weights.quantization.flag import quantizes_at_load
 
     begin = time.perf_counter()
     if Config.read(options.folder).require("model_type", str) not in ARCHITECTURES:
@@ -41,7 +43,9 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     spec, names = read_spec(options.folder)
     if exact is None:
         exact = options.device.type == "cpu"
-    scheme_of = dense_everywhere if options.dequantize else stored_everywhere
+    scheme_of: SchemeOf = dense_everywhere if options.dequantize else stored_everywhere
+    if quantizes_at_load(options.quantize, options.folder):
+        scheme_of = eight_bits_in_layers
     layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact), scheme_of)
     checkpoint, locator = open_checkpoint(options.folder)
     locator = locator or names.for_checkpoint(checkpoint.names())

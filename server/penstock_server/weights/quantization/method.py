@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from penstock_server.errors import ConfigError
 from penstock_server.weights.quantization.awq import Awq
@@ -16,14 +15,22 @@ from penstock_server.weights.quantization.stored import Method, Read
 SUPPORTED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 
 
+def quantization_method(options: object) -> str | None:
+    """The name of the method in a `quantization_config`; None if there is none. Raises ConfigError if it is not an
+    object."""
+    if not options:
+        return None
+    if not isinstance(options, dict):
+        raise ConfigError(f"quantization_config is {options!r}, must be an object")
+    is_bitsandbytes = options.get("load_in_4bit") or options.get("load_in_8bit")
+    return str(options.get("quant_method", "bitsandbytes" if is_bitsandbytes else "unknown"))
+
+
 def method_of(options: object, dtypes: Mapping[str, str], read: Read) -> Method:
     """options: the value of `quantization_config`; dtypes: of the tensors, as safetensors names them. Raises
     ConfigError for a method or an option that is not supported."""
-    if not isinstance(options, dict):
-        raise ConfigError(f"quantization_config is {options!r}, must be an object")
-    name: Any = options.get("quant_method")
-    if name is None and (options.get("load_in_4bit") or options.get("load_in_8bit")):
-        name = "bitsandbytes"
+    name = quantization_method(options)
+    assert isinstance(options, dict)
     if name not in SUPPORTED:
         raise ConfigError(
             f"the checkpoint is quantized with {name!r}, which is not supported; supported are {', '.join(SUPPORTED)}, "

@@ -1,0 +1,89 @@
+"""The quantized weights of a model, from the headers of its files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock_server.errors import ConfigError
+from penstock_server.inspection.files import ModelFiles, StoredTensor
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
+from penstock_server.weights.folder import find_weights
+from penstock_server.weights.format import quantization_config
+from penstock_server.weights.loader import Parameter
+from penstock_server.weights.location import EACH, Locator
+from penstock_server.weights.quantization.method import method_of
+from penstock_server.weights.safetensors_file import LOADABLE, SafetensorsCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A model's tensors as the loader sees them, and which of them are quantized."""
+
+    method: str
+    tensors: Mapping[str, StoredTensor]
+    formats: Mapping[str, QuantFormat | None]  # of the quantized weights; None: it has only a dense form
+
+    def saved_bytes(self, table: Mapping[str, Parameter], locator: Locator, dtype: torch.dtype) -> int:
+        """Bytes of this rank's weights that stay quantized, less than those of the dense weights."""
+        saved = 0
+        for name, parameter in table.items():
+            location = locator.locate(name)
+            format_ = None if EACH in location.name else self.formats.get(location.name)
+            is_only_looked_up = name == "embedding.weight" and "head.weight" in table
+            if format_ is None or len(parameter.shape) != 2 or is_only_looked_up:
+                continue
+            rows, columns = parameter.local_shape
+            kept = QuantizedMatrix((rows, columns), format_, lambda: iter(())).num_bytes
+            saved += math.prod(parameter.local_shape) * parameter.dtype_in(dtype).itemsize - kept
+        return saved
+
+    def describe(self, is_kept: bool) -> str:
+        """For people: method, bits, and what happens to the weights."""
+        kept = [format_ for format_ in self.formats.values() if format_ is not None] if is_kept else []
+        bits = " and ".join(map(str, sorted({format_.bits for format_ in kept})))
+        parts = [f"{len(kept)} weights stay in {bits} bits"] if kept else []
+        if len(kept) < len(self.formats):
+            parts.append(f"{len(self.formats) - len(kept)} are dequantized at load")
+        return f"{self.method}: {', '.join(parts)}"
+
+
+def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
+    """None if the model is not quantized. Raises ConfigError if its quantization is not supported."""
+    if files.tensors is None:
+        return None
+    if files.kind == "gguf":
+        from gguf.constants import GGMLQuantizationType
+
+        from penstock_server.weights.gguf.block import FORMATS
+
+        types = {name: tensor.dtype for name, tensor in files.tensors.items()}
+        formats = {
+            name: FORMATS.get(GGMLQuantizationType[dtype]) for name, dtype in types.items() if dtype not in LOADABLE
+        }
+        return Quantized("gguf", files.tensors, formats) if formats else None
+    options = quantization_config(folder)
+    if options is None or files.kind != "safetensors":
+        return None
+    shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in files.tensors.items()}
+    try:
+        checkpoint = SafetensorsCheckpoint(find_weights(folder).paths)
+    except ConfigError:
+        checkpoint = None  # not downloaded
+
+    def read(name: str) -> torch.Tensor:
+        if checkpoint is None:
+            raise ConfigError(f"the shape of {name} is only known after the download")
+        return checkpoint.raw(name)
+
+    method = method_of(options, dtypes, read)
+    weights = method.find(shapes)
+    parts = {tensor for weight in weights.values() for tensor in weight.tensors}
+    tensors = {name: tensor for name, tensor in files.tensors.items() if name not in parts}
+    tensors |= {name: StoredTensor(method.name, weight.shape) for name, weight in weights.items()}
+    return Quantized(method.name, tensors, {name: weight.format for name, weight in weights.items()})

@@ -1,0 +1,46 @@
+"""What --quantize asks for, held against what the checkpoint is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock_server.errors import ConfigError
+from penstock_server.weights.folder import find_weights
+from penstock_server.weights.format import quantization_config
+from penstock_server.weights.quantization.method import quantization_method
+
+# By value of the flag: the methods of checkpoints that it stands for. TGI's kernels for 8-bit floats and GPTQ's Marlin
+# serve checkpoints of several methods.
+_METHODS = {
+    "awq": ("awq",),
+    "bitsandbytes": ("bitsandbytes",),
+    "bitsandbytes-fp4": ("bitsandbytes",),
+    "bitsandbytes-nf4": ("bitsandbytes",),
+    "compressed-tensors": ("compressed-tensors",),
+    "eetq": (),
+    "fp8": ("fp8", "fbgemm_fp8", "compressed-tensors"),
+    "gptq": ("gptq",),
+    "marlin": ("gptq", "awq"),
+}
+AT_LOAD = ("eetq", "bitsandbytes")
+
+
+def quantizes_at_load(flag: str, folder: Path) -> bool:
+    """Whether the weights of an unquantized checkpoint are to be quantized to 8 bits at load. Raises ConfigError if the
+    flag contradicts the checkpoint, or is not supported."""
+    if not flag:
+        return False
+    if flag not in _METHODS:
+        raise ConfigError(f"--quantize {flag} is not supported; supported are {', '.join(_METHODS)}")
+    is_gguf = find_weights(folder).kind == "gguf"
+    method = "gguf" if is_gguf else quantization_method(quantization_config(folder))
+    if method is None and flag in AT_LOAD:
+        return True
+    if method is None:
+        raise ConfigError(
+            f"--quantize {flag} needs a checkpoint that is quantized, and this one is not; {' and '.join(AT_LOAD)} "
+            "quantize one at load, to 8 bits"
+        )
+    if method not in _METHODS[flag]:
+        raise ConfigError(f"--quantize is {flag}, but the checkpoint is quantized as {method}; remove the flag")
+    return False
