@@ -46,8 +46,9 @@ class Server:
     settled: str = ""  # log text that marks the end of background start-up work
 
 
-def penstock_server(extra: Sequence[str]) -> Server:
-    """Penstock: the installed binary, or the one that cargo built."""
+def penstock_server(extra: Sequence[str], *, dequantize: bool = True) -> Server:
+    """Penstock: the installed binary, or the one that cargo built. dequantize: serve the embedded model in bf16, like
+    its peers, not in its file's 4 bits."""
     installed = Path(sys.executable).with_name("penstock")
     built = ROOT / "target" / "release" / "penstock"
     binary = installed if installed.exists() else built
@@ -55,7 +56,7 @@ def penstock_server(extra: Sequence[str]) -> Server:
         raise SystemExit("error: no penstock binary; run `make setup` (or cargo build --release) first")
     paths = [str(ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {} if binary == installed else {"PYTHONPATH": ":".join(paths), "PENSTOCK_PYTHON": sys.executable}
-    command = [str(binary), *extra, "--port"]
+    command = [str(binary), *(["--dequantize"] if dequantize else []), *extra, "--port"]
     return Server(
         "penstock", "bf16", lambda port: [*command, str(port)], PENSTOCK, environment, "the standby group is ready"
     )
@@ -66,7 +67,7 @@ def llama_server(name: str, gguf: Path, max_streams: int, extra: Sequence[str]) 
 
     Its prompt cache is off, because no prompt is repeated.
     """
-    binary = peers.build_llama_server()
+    binary = peers.build_llama()
     slots = ["--parallel", str(max_streams), "--ctx-size", str(max_streams * 1024), "--cache-ram", "0"]
     threads = ["--threads", str(len(os.sched_getaffinity(0)))]
     fixed = [str(binary), "--model", str(gguf), *threads, *slots, "--offline", *extra]

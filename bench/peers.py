@@ -47,10 +47,11 @@ def embedded_gguf() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def build_llama_server() -> Path:
-    """Builds llama.cpp's server if it is missing, which takes several minutes."""
-    if LLAMA_SERVER.exists():
-        return LLAMA_SERVER
+def build_llama(program: str = "llama-server") -> Path:
+    """Builds a program of llama.cpp if it is missing. The first one takes several minutes."""
+    built = LLAMA_SERVER.with_name(program)
+    if built.exists():
+        return built
     if missing := [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]:
         raise SystemExit(f"error: {' and '.join(missing)} needed to build llama.cpp; --only penstock leaves it out")
     PEERS.mkdir(exist_ok=True)
@@ -65,9 +66,9 @@ def build_llama_server() -> Path:
     build = str(source / "build")
     options = [f"-D{name}={value}" for name, value in LLAMA_OPTIONS.items()]
     subprocess.run(["cmake", "-S", str(source), "-B", build, *options], check=True)
-    make = ["nice", "-n", "19", "cmake", "--build", build, "--target", "llama-server"]
+    make = ["nice", "-n", "19", "cmake", "--build", build, "--target", program]
     subprocess.run([*make, "--parallel", str(os.cpu_count() or 1)], check=True)
-    return LLAMA_SERVER
+    return built
 
 
 def install_accelerate() -> None:
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--seed", default="0")
     options = parser.parse_args()
     if options.action == "build":
-        print(build_llama_server(), bf16_gguf(), f"{len(prompt_words())} words", sep="\n")
+        print(build_llama(), bf16_gguf(), f"{len(prompt_words())} words", sep="\n")
     else:
         result = run_transformers(options.streams, options.input_tokens, options.output_tokens, options.seed)
         print(json.dumps(result))

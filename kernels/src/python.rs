@@ -69,15 +69,16 @@ impl Kernels {
     }
 
     /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales) for each segment of its
-    /// rows. The bias [all rows] is copied. w = scale · (code - offset), or scale · code + min.
+    /// rows; `input_bits`: 8 or 16. The bias [all rows] is copied. w = scale · (code - offset), or scale · code + min.
     fn quantized(
         &self,
         segments: Vec<SegmentParts>,
         in_features: usize,
         bias: Option<View<'_, u16, 1>>,
         gated: bool,
+        input_bits: usize,
     ) -> PyResult<QuantizedPacking> {
-        QuantizedPacking::new(self.pool, &self.arena, &segments, in_features, bias.as_ref(), gated)
+        QuantizedPacking::new(self.pool, &self.arena, &segments, in_features, bias.as_ref(), gated, input_bits)
     }
 
     /// output = rms_norm(x); both [rows, dim].

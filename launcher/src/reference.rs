@@ -36,6 +36,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
 ];
 /// Flags that TGI lacks.
 const OURS: &[&str] = &[
+    "activation-bits",
     "api-key-file",
     "chat-template",
     "dequantize",

@@ -180,6 +180,7 @@ async fn load(
         watermark_gamma: args.watermark_gamma,
         dequantize: args.dequantize,
         quantize: args.quantize.map(Quantize::name),
+        activation_bits: args.activation_bits,
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
     };

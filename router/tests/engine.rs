@@ -289,6 +289,7 @@ fn load_options() -> LoadOptions {
         attention: Some("triton".to_owned()),
         dequantize: false,
         quantize: None,
+        activation_bits: 16,
     }
 }
 

@@ -33,6 +33,7 @@ class LoadConfig:
     attention: str = ""
     dequantize: bool = False  # quantized weights at load
     quantize: str = ""
+    activation_bits: int = 0
     kv_cache_dtype: str = ""
 
 

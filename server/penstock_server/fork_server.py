@@ -211,7 +211,7 @@ def _import_all() -> Callable[[WorkerConfig], int]:
         path = Path(__file__).parent / package
         for module in pkgutil.walk_packages([str(path)], f"{__package__}.{package}."):
             # Triton takes long to import and may not be installed on a machine without a GPU.
-            if has_gpu or "triton" not in module.name:
+            if has_gpu or not any(name in module.name for name in ("triton", "flash")):
                 importlib.import_module(module.name)
     return worker.run
 

@@ -93,6 +93,7 @@ class Worker(rpc.WorkerServicer):
             kv_cache_dtype=request.kv_cache_dtype,
             dequantize=request.dequantize,
             quantize=request.quantize,
+            activation_bits=request.activation_bits,
         )
         try:
             description = self._compute.call(partial(self._load, config))

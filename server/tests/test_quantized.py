@@ -142,10 +142,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ((4, 4, 32, 8, False, "int4"), "scales cannot be stored as int4"),
     ):
         with pytest.raises(ValueError, match=message):
-            kernels.quantized([bad], 64, None, False)
+            kernels.quantized([bad], 64, None, False, 16)
     with pytest.raises(ValueError, match="the segments of gate and up differ in their rows"):
-        kernels.quantized([good, (2, *good[1:])], 64, None, True)
-    packing = kernels.quantized([good], 64, None, False)
+        kernels.quantized([good, (2, *good[1:])], 64, None, True, 16)
+    packing = kernels.quantized([good], 64, None, False, 16)
     codes, scales = torch.full((4, 64), 15, dtype=torch.uint8), torch.ones(4, 2)
     for arguments, message in (
         ((codes + 1, [scales], []), "codes contains 16, which has more than 4 bits"),

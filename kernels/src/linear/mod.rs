@@ -10,7 +10,7 @@ mod quantized;
 mod tile;
 
 pub(crate) use pack::{PackedLinear, Weight};
-pub(crate) use quantized::{Format, Number, QuantizedLinear, QuantizedRows, SUPER_GROUP, Segment};
+pub(crate) use quantized::{Format, InputBits, Number, QuantizedLinear, QuantizedRows, SUPER_GROUP, Segment};
 pub(crate) use tile::PANEL;
 
 use crate::pool::{Executor, Source, Target};

@@ -2,7 +2,7 @@
 
 use super::view::View;
 use super::{maybe_detached, require};
-use crate::linear::{self, Format, Linear, Number, Output, QuantizedRows, Rows, Segment, Weight};
+use crate::linear::{self, Format, InputBits, Linear, Number, Output, QuantizedRows, Rows, Segment, Weight};
 use crate::memory::Arena;
 use crate::pool::{Pool, Source, Target};
 use pyo3::exceptions::{PyOSError, PyValueError};
@@ -92,7 +92,13 @@ impl QuantizedPacking {
         in_features: usize,
         bias: Option<&View<'_, u16, 1>>,
         gated: bool,
+        input_bits: usize,
     ) -> PyResult<QuantizedPacking> {
+        let input_bits = match input_bits {
+            8 => InputBits::Eight,
+            16 => InputBits::Sixteen,
+            other => return Err(PyValueError::new_err(format!("inputs have {other} bits, must have 8 or 16"))),
+        };
         let mut checked = Vec::with_capacity(segments.len());
         let mut out_features = 0;
         for &(num_rows, bits, group, offset, has_mins, ref number) in segments {
@@ -122,7 +128,7 @@ impl QuantizedPacking {
             None => std::ptr::null(),
         };
         // SAFETY: the bias is null or has `out_features` elements.
-        let packed = unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated) };
+        let packed = unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated, input_bits) };
         let packed = packed.map_err(|error| match error.kind() {
             std::io::ErrorKind::InvalidInput => PyValueError::new_err(error.to_string()),
             _ => PyOSError::new_err(format!("no memory for a packed weight: {error}")),

@@ -46,6 +46,8 @@ pub struct LoadOptions {
     pub dequantize: bool,
     /// Method of quantization, as `gptq`; `None`: as the checkpoint says.
     pub quantize: Option<String>,
+    /// Bits of the inputs that quantized weights are multiplied with: 8 or 16.
+    pub activation_bits: u32,
 }
 
 /// The model that was loaded.
@@ -169,6 +171,7 @@ impl Group {
             attention: options.attention.clone().unwrap_or_default(),
             dequantize: options.dequantize,
             quantize: options.quantize.clone().unwrap_or_default(),
+            activation_bits: options.activation_bits,
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
         agree("the vocabulary size", answers.iter().map(|answer| answer.vocab_size))?;

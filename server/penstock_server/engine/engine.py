@@ -105,6 +105,7 @@ class Engine:
             kv_dtype=kv_dtype,
             dequantize=config.dequantize,
             quantize=config.quantize,
+            activation_bits=config.activation_bits or 16,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
         with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):

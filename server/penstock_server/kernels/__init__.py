@@ -23,8 +23,8 @@ def may_be_native(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype == torch.bfloat16 and importlib.util.find_spec(NATIVE_PACKAGE) is not None
 
 
-def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest operators that this machine supports."""
+def choose_ops(device: torch.device, dtype: torch.dtype, activation_bits: int = 16) -> Ops:
+    """The fastest operators that this machine supports. activation_bits: as of `NativeOps`."""
     from penstock_server.kernels.torch_ops import TorchOps
 
     if may_be_native(device, dtype):
@@ -32,7 +32,7 @@ def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 
         if native_ops.available():
             logger.info("operators: native")
-            return native_ops.NativeOps()
+            return native_ops.NativeOps(activation_bits=activation_bits)
     if device.type == "cuda":
         from penstock_server.kernels import triton_device
 

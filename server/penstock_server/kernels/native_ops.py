@@ -76,7 +76,13 @@ class NativeLinear:
 
     @classmethod
     def quantized(
-        cls, kernels: Kernels, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool
+        cls,
+        kernels: Kernels,
+        matrices: Sequence[QuantizedMatrix],
+        bias: Tensor | None,
+        activation_bits: int,
+        *,
+        gated: bool,
     ) -> NativeLinear:
         formats = [matrix.format for matrix in matrices]
         rows, in_features = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
@@ -84,7 +90,8 @@ class NativeLinear:
             (matrix.shape[0], one.bits, one.group, one.offset, one.has_mins, one.number)
             for matrix, one in zip(matrices, formats, strict=True)
         ]
-        packing = kernels.quantized(segments, in_features, None if bias is None else bias.contiguous(), gated)
+        contiguous = None if bias is None else bias.contiguous()
+        packing = kernels.quantized(segments, in_features, contiguous, gated, activation_bits)
         for matrix in matrices:
             for piece in matrix.pieces():
                 packing.add_rows(piece.codes, piece.numbers, piece.factors)
@@ -131,10 +138,12 @@ class NativeOps:
     groups_experts = False
     keeps_quantized = True
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, activation_bits: int = 16) -> None:
+        """activation_bits: of the inputs of quantized weights, 8 or 16."""
         from penstock_server.kernels.torch_ops import TorchOps
 
         self._kernels = make_kernels(num_threads)
+        self._activation_bits = activation_bits
         self._torch = TorchOps()  # for what the package has no kernel for
         self._elementwise: dict[Elementwise, NativeElementwise] = {}
 
@@ -153,7 +162,7 @@ class NativeOps:
     def pack_quantized(
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[NativeLinear, Lookup]:
-        linear = NativeLinear.quantized(self._kernels, matrices, bias, gated=gated)
+        linear = NativeLinear.quantized(self._kernels, matrices, bias, self._activation_bits, gated=gated)
         return linear, linear.rows
 
     def norm(

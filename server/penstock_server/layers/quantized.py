@@ -105,6 +105,7 @@ class EightBits(Stored):
         matrix = QuantizedMatrix(
             (weight.shape[0], weight.shape[1]), format_, lambda: map(quantized_to_8_bits, weight.pieces())
         )
+        loader.loaded_bytes += matrix.num_bytes - weight.shape[0] * weight.shape[1] * weight.dtype.itemsize
         bias = loader.read_if_there(*(f"{name}.bias" for name in names))
         return QuantizedWeights((matrix,), bias, loader.dtype, loader.device)
 

@@ -23,6 +23,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     attention: str = ""  # the implementation; empty: the fastest for each layer
     dequantize: bool = False  # quantized weights at load
+    activation_bits: int = 16  # of the inputs of quantized weights that stay so: 8 or 16
     quantize: str = ""  # the method of the checkpoint, or one that quantizes at load; empty: the checkpoint's
     kv_dtype: torch.dtype | None = None  # an fp8 dtype of stored keys and values; None: dtype
 

@@ -1,7 +1,7 @@
 //! The packed form of a quantized weight: panels of 32 output columns. A panel has, for each unit of 32 input features, the codes in
 //! planes of bits, so that one vector load brings 4 features of 16 columns; then, by group, its scales and its mins.
 
-use super::UNIT;
+use super::{InputBits, UNIT};
 use crate::linear::bias_of;
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
@@ -90,6 +90,7 @@ pub(crate) struct QuantizedLinear {
     out_features: usize,
     in_features: usize,
     gated: bool,
+    input_bits: InputBits,
 }
 
 // SAFETY: only `fill` writes the memory, and its callers guarantee that nothing reads it meanwhile.
@@ -154,6 +155,7 @@ impl QuantizedLinear {
         in_features: usize,
         bias: *const u16,
         gated: bool,
+        input_bits: InputBits,
     ) -> io::Result<QuantizedLinear> {
         let mut places = Vec::new();
         let (mut offset, mut row) = (0, 0);
@@ -186,7 +188,7 @@ impl QuantizedLinear {
             let columns = place.first_row..place.first_row + place.num_rows;
             padded[panel * PANEL..][..place.num_rows].copy_from_slice(&numbers[columns]);
         }
-        Ok(QuantizedLinear { memory, places, bias: padded, out_features: row, in_features, gated })
+        Ok(QuantizedLinear { memory, places, bias: padded, out_features: row, in_features, gated, input_bits })
     }
 
     /// Fills rows of the weight from row `first` on.
@@ -276,6 +278,10 @@ impl QuantizedLinear {
     /// The format of this row.
     pub(crate) fn format_of(&self, row: usize) -> Format {
         self.places[self.places.partition_point(|place| place.first_row + place.num_rows <= row)].format
+    }
+
+    pub(super) fn input_bits(&self) -> InputBits {
+        self.input_bits
     }
 
     pub(super) fn num_units(&self) -> usize {

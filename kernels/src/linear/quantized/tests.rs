@@ -50,6 +50,10 @@ fn format(bits: usize, group: usize, has_mins: bool, number: Number) -> Format {
 }
 
 fn pack(formats: &[(Format, usize)], in_features: usize, gated: bool) -> Case {
+    pack_for(formats, in_features, gated, InputBits::Sixteen)
+}
+
+fn pack_for(formats: &[(Format, usize)], in_features: usize, gated: bool, bits: InputBits) -> Case {
     let mut random = Random::new((formats.len() * 31 + in_features) as u64);
     let parts: Vec<Part> =
         formats.iter().map(|&(format, rows)| Part::random(&mut random, format, rows, in_features)).collect();
@@ -58,7 +62,7 @@ fn pack(formats: &[(Format, usize)], in_features: usize, gated: bool) -> Case {
     let bias = random.bf16s(segments.iter().map(|segment| segment.num_rows).sum());
     // SAFETY: the bias has an element for each row.
     let packed =
-        unsafe { QuantizedLinear::new(&Arena::default(), &segments, in_features, bias.as_ptr(), gated) }.unwrap();
+        unsafe { QuantizedLinear::new(&Arena::default(), &segments, in_features, bias.as_ptr(), gated, bits) }.unwrap();
     let mut first = 0;
     for part in &parts {
         let rows = QuantizedRows {
@@ -96,8 +100,9 @@ fn expected(case: &Case, x: &[u16], mut row: usize) -> f32 {
     let mut sum = 0.0f32;
     for (unit, features) in x.chunks(UNIT).enumerate() {
         let greatest = features.iter().map(|&feature| to_f32(feature).abs()).fold(0.0, f32::max);
-        let inverse = if greatest > 0.0 { 127.0 / greatest } else { 0.0 };
-        let scale = greatest / 127.0;
+        let most = if case.packed.input_bits() == InputBits::Eight { 127.0 } else { 127.0 * 256.0 };
+        let inverse = if greatest > 0.0 { most / greatest } else { 0.0 };
+        let scale = greatest / most;
         let inputs: Vec<i32> =
             features.iter().map(|&feature| (to_f32(feature) * inverse).round_ties_even() as i32).collect();
         for (start, inputs) in inputs.chunks(format.group.min(UNIT)).enumerate() {
@@ -137,7 +142,9 @@ const FORMATS: [(usize, usize, bool, Number); 14] = [
 fn products_have_the_bits_of_the_stated_chain() {
     for (bits, group, has_mins, number) in FORMATS {
         for (out_features, in_features) in [(1, 1), (31, 33), (32, 64), (65, 128), (100, 320)] {
-            let case = pack(&[(format(bits, group, has_mins, number), out_features)], in_features, false);
+            let format = format(bits, group, has_mins, number);
+            let input_bits = if out_features % 2 == 0 { InputBits::Eight } else { InputBits::Sixteen };
+            let case = pack_for(&[(format, out_features)], in_features, false, input_bits);
             for num_rows in [1, 2, 5, 6, 7, 130] {
                 let x = Random::new(num_rows as u64).bf16s(num_rows * in_features);
                 let y = apply(&case.packed, &spawning_pool(2), &x, in_features, num_rows);
@@ -253,6 +260,7 @@ fn a_gate_must_have_the_rows_of_what_it_gates() {
     let format = format(4, 32, false, Number::F16);
     let segments = [40, 24].map(|num_rows| Segment { num_rows, format });
     // SAFETY: there is no bias.
-    let packed = unsafe { QuantizedLinear::new(&Arena::default(), &segments, 32, std::ptr::null(), true) };
+    let packed =
+        unsafe { QuantizedLinear::new(&Arena::default(), &segments, 32, std::ptr::null(), true, InputBits::Eight) };
     assert!(packed.is_err());
 }

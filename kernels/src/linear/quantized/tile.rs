@@ -112,27 +112,24 @@ unsafe fn accumulate<const R: usize, const BITS: usize, const SPLIT: usize>(inpu
                     };
                 }
                 let mut products = [[_mm512_setzero_si512(); VECTORS]; R];
+                if layout.num_planes == 2 {
+                    add_products::<R, BITS, SPLIT>(&mut products, base, row, unit * UNIT, split);
+                    for index in 0..R {
+                        for vector in 0..VECTORS {
+                            products[index][vector] = _mm512_slli_epi32::<8>(products[index][vector]);
+                        }
+                    }
+                }
                 if !format.has_mins {
                     for index in 0..R {
-                        products[index] = [_mm512_set1_epi32(-format.offset * totals[index]); VECTORS];
-                    }
-                }
-                for quad in 0..4 {
-                    for half in if SPLIT == 2 { split..split + 1 } else { 0..2 } {
-                        let mut weights = [_mm512_setzero_si512(); VECTORS];
+                        let shift = _mm512_set1_epi32(-format.offset * totals[index]);
                         for vector in 0..VECTORS {
-                            weights[vector] = codes::<BITS>(base, half, quad, vector);
-                        }
-                        for index in 0..R {
-                            let features = row(index).add(unit * UNIT + half * 16 + quad * 4).cast::<i32>();
-                            let features = _mm512_set1_epi32(features.read_unaligned());
-                            for vector in 0..VECTORS {
-                                products[index][vector] =
-                                    _mm512_dpbusd_epi32(products[index][vector], weights[vector], features);
-                            }
+                            products[index][vector] = _mm512_add_epi32(products[index][vector], shift);
                         }
                     }
                 }
+                let low = layout.plane(layout.num_planes - 1);
+                add_products::<R, BITS, SPLIT>(&mut products, base, row, low + unit * UNIT, split);
                 for index in 0..R {
                     let scale = row(index).add(layout.scales() + unit * 4).cast::<f32>().read_unaligned();
                     let input_scale = _mm512_set1_ps(scale);
@@ -150,6 +147,40 @@ unsafe fn accumulate<const R: usize, const BITS: usize, const SPLIT: usize>(inpu
         }
     }
     sums
+}
+
+/// Adds the products of a unit, or of one half of it, with a plane of the inputs that starts `offset` bytes into each row.
+///
+/// # Safety
+/// As for `apply`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")]
+unsafe fn add_products<const R: usize, const BITS: usize, const SPLIT: usize>(
+    products: &mut [[__m512i; VECTORS]; R],
+    base: *const u8,
+    row: impl Fn(usize) -> *const u8,
+    offset: usize,
+    split: usize,
+) {
+    for quad in 0..4 {
+        for half in if SPLIT == 2 { split..split + 1 } else { 0..2 } {
+            // SAFETY: the caller vouches for the unit and the rows.
+            unsafe {
+                let mut weights = [_mm512_setzero_si512(); VECTORS];
+                for vector in 0..VECTORS {
+                    weights[vector] = codes::<BITS>(base, half, quad, vector);
+                }
+                for index in 0..R {
+                    let features = row(index).add(offset + half * 16 + quad * 4).cast::<i32>();
+                    let features = _mm512_set1_epi32(features.read_unaligned());
+                    for vector in 0..VECTORS {
+                        products[index][vector] =
+                            _mm512_dpbusd_epi32(products[index][vector], weights[vector], features);
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// 4 features of 16 columns, as unsigned bytes.

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
@@ -28,7 +27,7 @@ from penstock_server.weights.quantization.stored import (
 )
 
 BITS = 4
-PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of output i among the nibbles of a word
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of output i among the nibbles of a word
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from penstock_server.errors import ConfigError
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
+from penstock_server.weights.gguf.header import read_header
 from penstock_server.weights.quantization.method import quantization_method
 
 # By value of the flag: the methods of checkpoints that it stands for. TGI's kernels for 8-bit floats and GPTQ's Marlin
@@ -23,6 +24,7 @@ _METHODS = {
     "marlin": ("gptq", "awq"),
 }
 AT_LOAD = ("eetq", "bitsandbytes")
+_GGUF_FLOATS = (0, 1, 30)  # F32, F16, BF16
 
 
 def quantizes_at_load(flag: str, folder: Path) -> bool:
@@ -32,8 +34,7 @@ def quantizes_at_load(flag: str, folder: Path) -> bool:
         return False
     if flag not in _METHODS:
         raise ConfigError(f"--quantize {flag} is not supported; supported are {', '.join(_METHODS)}")
-    is_gguf = find_weights(folder).kind == "gguf"
-    method = "gguf" if is_gguf else quantization_method(quantization_config(folder))
+    method = _method_of(folder)
     if method is None and flag in AT_LOAD:
         return True
     if method is None:
@@ -44,3 +45,12 @@ def quantizes_at_load(flag: str, folder: Path) -> bool:
     if method not in _METHODS[flag]:
         raise ConfigError(f"--quantize is {flag}, but the checkpoint is quantized as {method}; remove the flag")
     return False
+
+
+def _method_of(folder: Path) -> str | None:
+    """The checkpoint's method; None if it is not quantized."""
+    files = find_weights(folder)
+    if files.kind != "gguf":
+        return quantization_method(quantization_config(folder))
+    types = {info.type_number for info in read_header(files.paths[0]).tensors.values()}
+    return "gguf" if types - set(_GGUF_FLOATS) else None

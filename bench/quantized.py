@@ -1,0 +1,162 @@
+"""Compares quantized weights: Penstock and llama.cpp on the same GGUF file under the loads of compare.py, Penstock in
+bf16 beside them, and what quantization costs in quality.
+
+llama.cpp's own tool makes the files of the other types from the embedded model's bf16 weights. Quality is measured on
+real text, the topics of Python's manual, against the same weights dequantized: perplexity, the Kullback-Leibler
+divergence of the predictions, and the share of tokens that both would choose.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peers
+from compare import Measure, Server, exit_on_errors, llama_server, loads_of, measure, measure_all, penstock_server
+from result import heading, keep, machine, option_parser, title
+from table import markdown
+
+TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
+STREAMS = (1, 8, 32)
+NUM_TEXTS, TEXT_TOKENS = 16, 512
+
+
+def gguf_of(kind: str) -> Path:
+    """The embedded model's file, or one that llama.cpp quantizes once."""
+    if kind == "Q4_1":
+        return peers.embedded_gguf()
+    target = peers.PEERS / peers.bf16_gguf().name.replace("BF16", kind)
+    if not target.exists():
+        unfinished = target.with_suffix(".unfinished")
+        subprocess.run(
+            [str(peers.build_llama("llama-quantize")), str(peers.bf16_gguf()), str(unfinished), kind], check=True
+        )
+        unfinished.rename(target)
+    return target
+
+
+def texts(folder: Path) -> list[list[int]]:
+    """Tokens of real text, without those that every text has in common."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False).ids
+    step = len(ids) // NUM_TEXTS
+    return [ids[first : first + TEXT_TOKENS] for first in range(0, NUM_TEXTS * step, step)]
+
+
+def logits(folder: Path, quantize: str, dequantize: bool) -> Iterator[Any]:
+    """For each text the logits [tokens, vocabulary] of a model, float32."""
+    import torch
+    from penstock_server.attention import preferred_block_tokens
+    from penstock_server.attention.interface import StepBatch
+    from penstock_server.models import load_model
+    from penstock_server.models.interface import LoadOptions
+    from penstock_server.parallel import RankGroup
+
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    block_tokens = preferred_block_tokens(cpu, dtype)
+    options = LoadOptions(folder, dtype, cpu, block_tokens, quantize=quantize, dequantize=dequantize)
+    model = load_model(options, RankGroup())
+    num_blocks = -(-TEXT_TOKENS // block_tokens)
+    model.allocate_cache(num_blocks)
+    for ids in texts(folder):
+        rows = torch.arange(len(ids))
+        batch = StepBatch(
+            token_ids=torch.tensor(ids),
+            positions=rows,
+            slots=rows,
+            query_starts=torch.tensor([0, len(ids)], dtype=torch.int32),
+            context_lens=torch.tensor([len(ids)], dtype=torch.int32),
+            block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
+            sample_rows=rows,
+            max_query_tokens=len(ids),
+            max_context_tokens=len(ids),
+        )
+        with torch.inference_mode():
+            found = model.logits(model.forward(batch))
+        assert found is not None
+        yield found.float()
+
+
+def quality(path: Path, quantize: str = "") -> dict[str, list[float]]:
+    """By text: the mean negative log probability, of the quantized model and of the dense one, the mean divergence of
+    their predictions in nats, and the share of tokens with the same first choice."""
+    import torch
+    from penstock_server.weights.gguf.folder import gguf_folder
+
+    folder = gguf_folder(path)
+    rows: dict[str, list[float]] = {"nll": [], "nll_dense": [], "divergence": [], "agreement": []}
+    for ids, found, dense in zip(texts(folder), logits(folder, quantize, False), logits(folder, "", True), strict=True):
+        following = torch.tensor(ids[1:])[:, None]
+        quantized, exact = found.log_softmax(-1)[:-1], dense.log_softmax(-1)[:-1]
+        rows["nll"].append(-quantized.gather(1, following).mean().item())
+        rows["nll_dense"].append(-exact.gather(1, following).mean().item())
+        rows["divergence"].append((exact.exp() * (exact - quantized)).sum(-1).mean().item())
+        rows["agreement"].append((quantized.argmax(-1) == exact.argmax(-1)).float().mean().item())
+    return rows
+
+
+def servers_of(kinds: list[str]) -> dict[str, Server]:
+    found = {"penstock bf16": penstock_server([])}
+    for kind in kinds:
+        path = gguf_of(kind)
+        ours = penstock_server(["--model-id", str(path)], dequantize=False)
+        found[f"penstock {kind}"] = replace(ours, weights=kind.lower())
+        found[f"llama.cpp {kind}"] = replace(llama_server("llama.cpp", path, max(STREAMS), []), weights=kind.lower())
+    return found
+
+
+def report(record: dict[str, Any]) -> str:
+    loads = [load.name for load in loads_of(STREAMS, quick=False)]
+    rows = []
+    for name in record["repeats"][0] if record["repeats"] else ():
+        cells = []
+        for load in loads:
+            key = {"ttft 512": "ttft_s", "decode": "decode_tokens_per_s"}.get(load, "tokens_per_s")
+            results = [repeat[name]["loads"][load][key] for repeat in record["repeats"] if "error" not in repeat[name]]
+            values = [statistics.median(result) if load == "ttft 512" else result for result in results]
+            middle = statistics.median(values) if values else math.nan
+            cells.append(f"{middle * 1e3:.0f} ms" if load == "ttft 512" else f"{middle:.0f}")
+        rows.append([name, *cells])
+    text = title(record) + markdown(["server", *loads], rows)
+    rows = []
+    for kind, found in record["quality"].items():
+        means = {key: sum(values) / len(values) for key, values in found.items()}
+        change = math.exp(means["nll"] - means["nll_dense"]) - 1
+        rows.append([kind, f"{change:+.2%}", f"{means['divergence']:.4f}", f"{means['agreement']:.1%}"])
+    header = ["weights", "perplexity, to the same dequantized", "divergence (nats)", "same first choice"]
+    return f"{text}\n{markdown(header, rows)}"
+
+
+def main() -> None:
+    parser = option_parser(__doc__, num_repeats=3)
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
+    parser.add_argument("--quality-only", action="store_true")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
+    record: dict[str, Any] = {**heading(), "machine": machine(), "repeats": []}
+    record["quality"] = {kind: quality(gguf_of(kind)) for kind in options.types}
+    record["quality"]["8 bits at load"] = quality(peers.bf16_gguf(), "eetq")
+    if not options.quality_only:
+        words, loads = peers.prompt_words(), loads_of(STREAMS, quick=False)
+        measures: dict[str, Measure] = {
+            name: lambda seed, server=server: measure(server, loads, words, seed)
+            for name, server in servers_of(options.types).items()
+        }
+        record["repeats"] = [measure_all(measures, repeat) for repeat in range(options.repeats)]
+    keep(record, "quantized", report(record), options.out)
+    exit_on_errors(record)
+
+
+if __name__ == "__main__":
+    main()
