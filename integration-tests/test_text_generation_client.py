@@ -10,7 +10,7 @@ from text_generation import AsyncClient, Client
 from text_generation.errors import ValidationError
 
 PROMPT = "The three primary colours are"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_validation_errors_become_the_exception_of_the_client(client: Client) ->
 def test_chat_accepts_explicit_nulls(client: Client) -> None:
     # Chat streams are not tested: the client requires `tool_calls` in every delta, which even TGI never sent.
     answer = client.chat(QUESTION, max_tokens=40, temperature=0.01, seed=1)
-    assert "Paris" in answer.choices[0].message.content
+    assert "Tokyo" in answer.choices[0].message.content
 
 
 def test_the_async_client_generates_and_streams(server: Server) -> None:
