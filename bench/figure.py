@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -228,6 +229,30 @@ def step_overhead(record: Record) -> Iterator[Figure]:
         yield Figure(f"decode step outside the model, {record['sequences']} sequences, {mode}", "", totals, " µs", 0)
 
 
+def quantized(record: Record) -> Iterator[Figure]:
+    """Speed to llama.cpp on the same file and to Penstock in bf16, and the cost in quality."""
+    keys = {"ttft 512": "ttft_s", "decode": "decode_tokens_per_s"}
+    repeats = [{name: one["loads"] for name, one in repeat.items()} for repeat in record["repeats"]]
+
+    def speeds(name: str, load: str) -> list[float]:
+        values = [repeat[name][load][keys.get(load, "tokens_per_s")] for repeat in repeats]
+        return [1 / statistics.median(value) if load == "ttft 512" else value for value in values]
+
+    for name in repeats[0]:
+        if name.startswith("penstock ") and name != "penstock bf16":
+            kind = name.removeprefix("penstock ")
+            for load in repeats[0][name]:
+                for other in (f"llama.cpp {kind}", "penstock bf16"):
+                    pairs = zip(speeds(name, load), speeds(other, load), strict=True)
+                    yield Figure(f"{kind}, {load}: speed to {other}", "", [ours / theirs for ours, theirs in pairs])
+    for kind, found in record["quality"].items():
+        mean = statistics.fmean
+        change = math.exp(mean(found["nll"]) - mean(found["nll_dense"])) - 1
+        yield Figure(f"{kind}: perplexity above that of the dense weights", "", [100 * change], " %", is_count=True)
+        divergence = [mean(found["divergence"])]
+        yield Figure(f"{kind}: divergence from the dense weights (nats)", "", divergence, "", 4, is_count=True)
+
+
 BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "compare": compare,
     "latency": latency,
@@ -235,6 +260,7 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "multi-turn": multi_turn,
     "run-ahead": run_ahead,
     "step-overhead": step_overhead,
+    "quantized": quantized,
     "scheduler": scheduler,
     "router": router,
     "grammar": grammar,
