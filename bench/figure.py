@@ -243,6 +243,8 @@ def quantized(record: Record) -> Iterator[Figure]:
             kind = name.removeprefix("penstock ")
             for load in repeats[0][name]:
                 for other in (f"llama.cpp {kind}", "penstock bf16"):
+                    if other not in repeats[0]:
+                        continue
                     pairs = zip(speeds(name, load), speeds(other, load), strict=True)
                     yield Figure(f"{kind}, {load}: speed to {other}", "", [ours / theirs for ours, theirs in pairs])
     for kind, found in record["quality"].items():

@@ -106,13 +106,16 @@ def quality(path: Path, quantize: str = "") -> dict[str, list[float]]:
     return rows
 
 
-def servers_of(kinds: list[str]) -> dict[str, Server]:
+def servers_of(kinds: list[str], *, with_peer: bool) -> dict[str, Server]:
     found = {"penstock bf16": penstock_server([])}
     for kind in kinds:
         path = gguf_of(kind)
         ours = penstock_server(["--model-id", str(path)], dequantize=False)
         found[f"penstock {kind}"] = replace(ours, weights=kind.lower())
-        found[f"llama.cpp {kind}"] = replace(llama_server("llama.cpp", path, max(STREAMS), []), weights=kind.lower())
+        if with_peer:
+            found[f"llama.cpp {kind}"] = replace(
+                llama_server("llama.cpp", path, max(STREAMS), []), weights=kind.lower()
+            )
     return found
 
 
@@ -141,6 +144,7 @@ def report(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = option_parser(__doc__, num_repeats=3)
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
+    parser.add_argument("--only", nargs="+", choices=("penstock", "llama.cpp"), default=["penstock", "llama.cpp"])
     parser.add_argument("--quality-only", action="store_true")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
@@ -151,7 +155,7 @@ def main() -> None:
         words, loads = peers.prompt_words(), loads_of(STREAMS, quick=False)
         measures: dict[str, Measure] = {
             name: lambda seed, server=server: measure(server, loads, words, seed)
-            for name, server in servers_of(options.types).items()
+            for name, server in servers_of(options.types, with_peer="llama.cpp" in options.only).items()
         }
         record["repeats"] = [measure_all(measures, repeat) for repeat in range(options.repeats)]
     keep(record, "quantized", report(record), options.out)
