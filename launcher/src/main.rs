@@ -267,6 +267,6 @@ fn example(url: &str, has_keys: bool) -> String {
     let key = if has_keys { "-H 'authorization: Bearer KEY' " } else { "" };
     format!(
         "curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \
-         -d '{{\"messages\":[{{\"role\":\"user\",\"content\":\"What is the capital of France?\"}}],\"max_tokens\":40}}'"
+         -d '{{\"messages\":[{{\"role\":\"user\",\"content\":\"What is the capital of Japan?\"}}],\"max_tokens\":40}}'"
     )
 }
