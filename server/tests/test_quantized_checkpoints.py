@@ -90,7 +90,9 @@ def test_a_checkpoint_is_the_model_of_the_weights_that_it_stands_for(
 ) -> None:
     stored, dense = folders[name]
     expected, dense_bytes = logits(dense, torch.float32, 23)
-    torch.testing.assert_close(logits(stored, torch.float32, 23)[0], expected, atol=2e-5, rtol=1e-4)
+    found, num_bytes = logits(stored, torch.float32, 23)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    assert num_bytes == dense_bytes
     if not available():
         return
     found, num_bytes = logits(stored, torch.bfloat16, 23)

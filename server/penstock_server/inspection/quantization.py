@@ -17,6 +17,7 @@ from penstock_server.weights.format import quantization_config
 from penstock_server.weights.loader import Parameter
 from penstock_server.weights.location import EACH, Locator
 from penstock_server.weights.quantization.method import method_of
+from penstock_server.weights.quantization.stored import Affine
 from penstock_server.weights.safetensors_file import LOADABLE, SafetensorsCheckpoint
 
 
@@ -86,4 +87,5 @@ def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
     parts = {tensor for weight in weights.values() for tensor in weight.tensors}
     tensors = {name: tensor for name, tensor in files.tensors.items() if name not in parts}
     tensors |= {name: StoredTensor(method.name, weight.shape) for name, weight in weights.items()}
-    return Quantized(method.name, tensors, {name: weight.format for name, weight in weights.items()})
+    formats = {name: weight.format if isinstance(weight, Affine) else None for name, weight in weights.items()}
+    return Quantized(method.name, tensors, formats)

@@ -16,7 +16,7 @@ from penstock_server.weights.loader import Loader
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeights:
-    """Implements `LinearWeights`. Operators without kernels for quantized weights get the dense weight."""
+    """Implements `LinearWeights`, for operators that keep quantized weights."""
 
     matrices: tuple[QuantizedMatrix, ...]
     bias: Tensor | None
@@ -39,13 +39,13 @@ class QuantizedWeights:
     def pack(self, ops: Ops, *, gated: bool = False) -> Linear:
         first, *others = [matrix.order for matrix in self.matrices]
         has_one_order = all(_is_same(first, other) for other in others)
-        if not ops.keeps_quantized or not has_one_order:
+        if not has_one_order:
             return self._dequantized().pack(ops, gated=gated)
         packed = DenseLinear(ops.pack_quantized(self.matrices, self.bias, gated=gated)[0])
         return packed if first is None else OrderedLinear(packed, first.to(self.device))
 
     def pack_tied(self, ops: Ops) -> tuple[Linear, Lookup]:
-        if not ops.keeps_quantized or not self._is_in_order:
+        if not self._is_in_order:
             return self._dequantized().pack_tied(ops)
         packed, lookup = ops.pack_quantized(self.matrices, None)
         return DenseLinear(packed), lookup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from penstock_server.layers.linear import SchemeOf
     from penstock_server.models.interface import CausalModel, LoadOptions
     from penstock_server.parallel import RankGroup
+
+logger = logging.getLogger(__name__)
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +46,20 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     spec, names = read_spec(options.folder)
     if exact is None:
         exact = options.device.type == "cpu"
-    scheme_of: SchemeOf = dense_everywhere if options.dequantize else stored_everywhere
-    if quantizes_at_load(options.quantize, options.folder):
-        scheme_of = eight_bits_in_layers
+    ops = choose_ops(options.device, options.dtype, options.activation_bits)
+    quantizes = quantizes_at_load(options.quantize, options.folder)
+    if quantizes and not ops.keeps_quantized:
+        logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)
+    scheme_of: SchemeOf = dense_everywhere
+    if ops.keeps_quantized and not options.dequantize:
+        scheme_of = eight_bits_in_layers if quantizes else stored_everywhere
     layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact), scheme_of)
     checkpoint, locator = open_checkpoint(options.folder)
     locator = locator or names.for_checkpoint(checkpoint.names())
     spec = spec.for_checkpoint(locator, checkpoint.names())
     context = BuildContext(
         loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device),
-        ops=choose_ops(options.device, options.dtype, options.activation_bits),
+        ops=ops,
         layout=layout,
         attention=ModelAttention(options.device, options.dtype, options.kv_dtype, options.attention),
         max_position_tokens=spec.max_position_tokens,

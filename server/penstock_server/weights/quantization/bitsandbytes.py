@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
+from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.stored import Affine, Read, Shapes, StoredWeight, affine_format, complete
 
 STATE = "quant_state.bitsandbytes__"
@@ -37,14 +37,6 @@ class FourBitWeight:
 
     shape: tuple[int, ...]
     tensors: tuple[str, ...]
-    format: QuantFormat | None = None
-
-    def order(self, read: Read) -> Tensor | None:
-        del read
-        return None
-
-    def rows(self, read: Read) -> QuantizedRows:
-        raise NotImplementedError
 
     def dense(self, read: Read) -> Tensor:
         name = self.tensors[0]

@@ -11,7 +11,7 @@ from penstock_server.kernels.quantized import QuantizedMatrix, QuantizedRows
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.quantization.method import method_of
-from penstock_server.weights.quantization.stored import StoredWeight
+from penstock_server.weights.quantization.stored import Affine, StoredWeight
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 
@@ -48,7 +48,7 @@ class QuantizedCheckpoint:
 
     def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
         weight = self.weights.get(name)
-        if weight is None or weight.format is None:
+        if not isinstance(weight, Affine):
             return None
         order, group = weight.order(self._inner.raw), weight.format.group
 

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.stored import Read, Shapes, StoredWeight
 
 FLOATS = ("F8_E4M3", "F8_E5M2")
@@ -26,14 +25,6 @@ class ScaledWeight:
     shape: tuple[int, ...]
     tensors: tuple[str, ...]  # the weight, its scale, and what is not needed
     block: tuple[int, int] | None  # rows and columns that share a scale; None: it broadcasts
-    format: None = None
-
-    def order(self, read: Read) -> Tensor | None:
-        del read
-        return None
-
-    def rows(self, read: Read) -> QuantizedRows:
-        raise NotImplementedError
 
     def dense(self, read: Read) -> Tensor:
         weight, scale = read(self.tensors[0]).float(), read(self.tensors[1]).float()

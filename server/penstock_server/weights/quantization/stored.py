@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,19 +30,6 @@ class StoredWeight(Protocol):
         """The tensors that it consists of."""
         ...
 
-    @property
-    def format(self) -> QuantFormat | None:
-        """Of `rows`; None: the weight has only a `dense` form."""
-        ...
-
-    def order(self, read: Read) -> Tensor | None:
-        """The input feature of each column of `rows` [in_features] int64, if columns are not in order."""
-        ...
-
-    def rows(self, read: Read) -> QuantizedRows:
-        """The whole weight, quantized."""
-        ...
-
     def dense(self, read: Read) -> Tensor:
         """The whole weight [out_features, in_features] in floating point."""
         ...
@@ -62,9 +50,8 @@ class Method(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
-    """Integer codes with scales, and zero points, of groups. A base of `StoredWeight`s whose dense form follows from
-    their rows."""
+class Affine(ABC):
+    """A weight of integer codes with scales, and zero points, of groups. Implements `StoredWeight`."""
 
     name: str  # without the suffixes of its tensors
     shape: tuple[int, int]
@@ -72,11 +59,12 @@ class Affine:
     format: QuantFormat
 
     def order(self, read: Read) -> Tensor | None:
-        del read
+        """The input feature of each column of `rows` [in_features] int64, if columns are not in order."""
         return None
 
+    @abstractmethod
     def rows(self, read: Read) -> QuantizedRows:
-        raise NotImplementedError
+        """The whole weight, quantized."""
 
     def dense(self, read: Read) -> Tensor:
         dense, order = self.rows(read).dequantized(self.format), self.order(read)
