@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import logging
 import time
 from typing import TYPE_CHECKING
 
