@@ -1,4 +1,4 @@
-//! The instructions that the kernels need. The build script compiles this file too.
+//! The instructions that the kernels need, and those that they use where there are any. The build script compiles this file too.
 
 /// Whether this CPU has the instructions that the kernels need.
 pub(crate) fn supported() -> bool {
@@ -14,5 +14,31 @@ pub(crate) fn supported() -> bool {
     #[cfg(not(target_arch = "x86_64"))]
     {
         false
+    }
+}
+
+/// Proof that this process may use AMX with bf16, which Linux permits to a process and all of its threads on request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Amx(());
+
+impl Amx {
+    /// Requests the permission. None without the instructions, or if the system refuses: Linux before 5.16, some sandboxes, or a thread
+    /// whose stack for signals is too small for the registers.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn request() -> Option<Amx> {
+        const TILE: u32 = 1 << 24;
+        const BF16: u32 = 1 << 22;
+        const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+        const TILE_DATA: libc::c_long = 18;
+        let found = std::arch::x86_64::__cpuid_count(7, 0).edx & (TILE | BF16);
+        // SAFETY: the request only changes which instructions the process may use.
+        let permits = || unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) } == 0;
+        (supported() && found == TILE | BF16 && permits()).then_some(Amx(()))
+    }
+
+    /// None: other architectures have no AMX.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(crate) fn request() -> Option<Amx> {
+        None
     }
 }

@@ -8,6 +8,7 @@ mod stack;
 mod view;
 
 use crate::attention::{BLOCK, MAX_DIM};
+use crate::cpu::Amx;
 use crate::memory::{self, Arena};
 use crate::norm::RmsNorm;
 use crate::pool::{GompParallel, Pool};
@@ -35,11 +36,12 @@ fn require(condition: bool, message: impl FnOnce() -> String) -> PyResult<()> {
     if condition { Ok(()) } else { Err(PyValueError::new_err(message())) }
 }
 
-/// The number of threads that the kernels run on, and the memory of their weights.
+/// The number of threads that the kernels run on, the memory of their weights, and what the CPU has for them.
 #[pyclass(frozen)]
 struct Kernels {
     pool: Pool,
     arena: Arena,
+    amx: Option<Amx>,
 }
 
 #[pymethods]
@@ -54,7 +56,7 @@ impl Kernels {
         require(num_threads > 0, || "num_threads is 0, must be at least 1".to_owned())?;
         let parallel = libgomp.and_then(|path| gomp_parallel(&path));
         let pool = parallel.map_or_else(Pool::single, |parallel| Pool::new(num_threads, parallel));
-        Ok(Kernels { pool, arena: Arena::default() })
+        Ok(Kernels { pool, arena: Arena::default(), amx: Amx::request() })
     }
 
     /// An empty weight [out_features, in_features] to pack rows into. The bias [out_features] is copied.
@@ -65,7 +67,7 @@ impl Kernels {
         bias: Option<View<'_, u16, 1>>,
         gated: bool,
     ) -> PyResult<Packing> {
-        Packing::new(self.pool, &self.arena, [out_features, in_features], bias.as_ref(), gated)
+        Packing::new(self.pool, &self.arena, self.amx, [out_features, in_features], bias.as_ref(), gated)
     }
 
     /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales) for each segment of its

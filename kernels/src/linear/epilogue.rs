@@ -12,6 +12,13 @@ pub(super) struct Outcome {
     pub(super) add: bool,
 }
 
+impl Outcome {
+    /// The output from a later row on.
+    pub(super) fn below(self, num_rows: usize) -> Outcome {
+        Outcome { target: self.target.wrapping_add(num_rows * self.stride), ..self }
+    }
+}
+
 /// The sums of `R` rows by `V` vectors of columns.
 pub(super) type Sums<const R: usize, const V: usize> = [[__m512; V]; R];
 

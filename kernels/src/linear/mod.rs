@@ -1,9 +1,10 @@
 //! Linear layers: y = x·Wᵀ (+ bias) of bf16 inputs with float32 sums, the weight packed once into panels of output columns: dense in
 //! bf16, or quantized. Fused epilogues: addition to a residual, and silu(gate)·up for a gate and an up projection packed together.
 //!
-//! INVARIANT: every output element of a dense layer is one chain of `vdpbf16ps` over ascending pairs of input features, in every code
-//! path, so a row's bits do not depend on the number of rows or threads.
+//! INVARIANT: every output element of a dense layer is one chain over ascending input features, of `tdpbf16ps` where the layer has AMX and
+//! of `vdpbf16ps` where it has not, for every number of rows. So a row's bits do not depend on the number of rows or threads.
 
+mod amx;
 mod epilogue;
 mod pack;
 mod quantized;
@@ -13,6 +14,7 @@ pub(crate) use pack::{PackedLinear, Weight};
 pub(crate) use quantized::{Format, InputBits, Number, QuantizedLinear, QuantizedRows, SUPER_GROUP, Segment};
 pub(crate) use tile::PANEL;
 
+use crate::cpu::Amx;
 use crate::pool::{Executor, Source, Target};
 use epilogue::Outcome;
 use std::ops::Range;
@@ -127,15 +129,24 @@ impl Linear {
 
 /// Calls `work` for units of columns and ranges of rows that cover all, in parts.
 fn for_units(executor: &impl Executor, num_units: usize, num_rows: usize, work: impl Fn(usize, Range<usize>) + Sync) {
+    for_parts(executor, num_units, num_rows, |units, range| units.for_each(|unit| work(unit, range.clone())));
+}
+
+/// Calls `work` for ranges of units of columns and of rows that cover all.
+fn for_parts(
+    executor: &impl Executor,
+    num_units: usize,
+    num_rows: usize,
+    work: impl Fn(Range<usize>, Range<usize>) + Sync,
+) {
     let num_row_parts = num_rows.div_ceil(PART_ROWS);
     let units_per_part = (num_units * num_row_parts / (executor.num_threads() * 4)).clamp(1, num_units);
     let num_unit_parts = num_units.div_ceil(units_per_part);
     executor.for_each(num_unit_parts * num_row_parts, |part| {
         let (unit_part, row_part) = (part / num_row_parts, part % num_row_parts);
         let (first_row, end_row) = (num_rows * row_part / num_row_parts, num_rows * (row_part + 1) / num_row_parts);
-        for unit in unit_part * units_per_part..num_units.min((unit_part + 1) * units_per_part) {
-            work(unit, first_row..end_row);
-        }
+        let first_unit = unit_part * units_per_part;
+        work(first_unit..num_units.min(first_unit + units_per_part), first_row..end_row);
     });
 }
 
@@ -161,10 +172,56 @@ impl PackedLinear {
             return;
         }
         let num_units = self.num_panels() / if self.is_gated() { 2 } else { 1 };
-        for_units(executor, num_units, rows.num_rows, |unit, range| {
+        for_parts(executor, num_units, rows.num_rows, |units, range| {
             // SAFETY: the caller vouches for rows and output; units and ranges are disjoint in columns or rows.
-            unsafe { self.apply_unit(unit, rows, range, output) };
+            unsafe {
+                match self.amx() {
+                    Some(amx) => self.apply_units_amx(amx, units, rows, range, output),
+                    None => units.for_each(|unit| self.apply_unit(unit, rows, range.clone(), output)),
+                }
+            }
         });
+    }
+
+    /// Where a unit's results go, from row `first` on.
+    fn outcome(&self, unit: usize, first: usize, output: Output) -> Outcome {
+        let (columns, first_column) = (self.output_columns(), unit * PANEL);
+        Outcome {
+            target: output.address().at(first * columns + first_column),
+            stride: columns,
+            num_columns: PANEL.min(columns - first_column),
+            add: matches!(output, Output::Add(_)),
+        }
+    }
+
+    /// Computes panels (or pairs of a gate panel and an up panel) for some rows with AMX. The last tile repeats rows of the tile before
+    /// to be as high, because configuring the registers for another height takes as long as some steps.
+    ///
+    /// # Safety
+    /// As for `apply`.
+    unsafe fn apply_units_amx(&self, amx: Amx, units: Range<usize>, rows: Rows, range: Range<usize>, output: Output) {
+        let num_tiles = range.len().div_ceil(amx::TILE_ROWS);
+        let height = range.len().div_ceil(num_tiles);
+        let shape = tile::Shape { stride: rows.stride, in_features: self.in_features() };
+        let mut tiles = amx::Tiles::configure(amx, height);
+        for unit in units {
+            for tile in 0..num_tiles {
+                let next = range.start + height * tile;
+                let first = next.min(range.end - height);
+                let (input, outcome) = (rows.address.at(first * rows.stride), self.outcome(unit, next, output));
+                // SAFETY: the panels exist; input has `height` rows, and the target those from `next` on.
+                unsafe {
+                    if self.is_gated() {
+                        let panels =
+                            [2 * unit, 2 * unit + 1].map(|panel| self.panel(panel, Ahead::plan(tile, num_tiles, 2)));
+                        tiles.apply_gated(input, shape, panels, next - first, outcome);
+                    } else {
+                        let panel = self.panel(unit, Ahead::plan(tile, num_tiles, 1));
+                        tiles.apply(input, shape, panel, next - first, outcome);
+                    }
+                }
+            }
+        }
     }
 
     /// Computes one panel (or gate panel and up panel) for some rows, in tiles of equal height.
@@ -173,19 +230,11 @@ impl PackedLinear {
     /// As for `apply`.
     unsafe fn apply_unit(&self, unit: usize, rows: Rows, range: Range<usize>, output: Output) {
         let num_tiles = range.len().div_ceil(TILE_ROWS);
-        let columns = self.output_columns();
-        let first_column = unit * PANEL;
         for tile in 0..num_tiles {
             let first = range.start + range.len() * tile / num_tiles;
             let end = range.start + range.len() * (tile + 1) / num_tiles;
             let input = rows.address.at(first * rows.stride);
-            let target = output.address().at(first * columns + first_column);
-            let outcome = Outcome {
-                target,
-                stride: columns,
-                num_columns: PANEL.min(columns - first_column),
-                add: matches!(output, Output::Add(_)),
-            };
+            let outcome = self.outcome(unit, first, output);
             let shape = tile::Shape { stride: rows.stride, in_features: self.in_features() };
             // SAFETY: the panels exist; input and target have `end - first` rows.
             unsafe {

@@ -1,8 +1,10 @@
 //! The packed form of a weight: panels of 48 output columns, each [input pair][column][2], so that one vector load brings a pair
-//! of input features for 16 columns. Padding columns, and the second half of an odd last pair, are zero.
+//! of input features for 16 columns. Columns are padded to whole panels and input features to whole steps of AMX, with zeros.
 
+use super::amx::STEP;
 use super::bias_of;
 use super::tile::{Ahead, PAIR, PANEL, Panel};
+use crate::cpu::Amx;
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
@@ -28,6 +30,7 @@ pub(crate) struct PackedLinear {
     out_features: usize,
     in_features: usize,
     gated: bool,
+    amx: Option<Amx>,
 }
 
 // SAFETY: only `fill` writes the panels, and its callers guarantee that nothing reads them meanwhile.
@@ -43,17 +46,17 @@ struct Group {
 }
 
 impl PackedLinear {
-    /// Allocates a packed weight of zeros for `fill`. PERF: a weight is packed from pieces that are still in the cache, and is never
-    /// in memory together with its packed form.
+    /// Allocates a packed weight of zeros for `fill`; the layer is computed with AMX if it is given. PERF: a weight is packed from pieces
+    /// that are still in the cache, and is never in memory together with its packed form.
     ///
     /// # Safety
     /// The bias must be null or point to `out_features` elements.
-    pub(crate) unsafe fn new(arena: &Arena, weight: Weight) -> io::Result<PackedLinear> {
+    pub(crate) unsafe fn new(arena: &Arena, weight: Weight, amx: Option<Amx>) -> io::Result<PackedLinear> {
         let Weight { bias: address, out_features, in_features, gated } = weight;
         let columns = if gated { out_features / 2 } else { out_features };
         let num_panels = columns.div_ceil(PANEL) * if gated { 2 } else { 1 };
-        let panels = arena.allocate(num_panels * in_features.div_ceil(2) * PAIR * 2)?;
-        let mut packed = PackedLinear { panels, bias: Vec::new(), num_panels, out_features, in_features, gated };
+        let panels = arena.allocate(num_panels * panel_numbers(in_features) * 2)?;
+        let mut packed = PackedLinear { panels, bias: Vec::new(), num_panels, out_features, in_features, gated, amx };
         // SAFETY: the caller vouches for the bias.
         let numbers = unsafe { bias_of(address, out_features) };
         if !numbers.is_empty() {
@@ -77,7 +80,7 @@ impl PackedLinear {
         }
         let filled = first..first + num_rows;
         let (begin, end) = (self.groups_before(first + 1) - 1, self.groups_before(filled.end));
-        let panel_numbers = self.in_features.div_ceil(2) * PAIR;
+        let panel_numbers = panel_numbers(self.in_features);
         let destination = Target::new(self.panels.as_ptr().cast::<u16>());
         executor.for_each(end - begin, |index| {
             let group = self.group(begin + index);
@@ -120,13 +123,12 @@ impl PackedLinear {
         output: Target<u16>,
     ) {
         debug_assert!(!self.gated);
-        let pairs = self.in_features.div_ceil(2);
         let panels = Source::new(self.panels.as_ptr().cast::<u16>().cast_const());
         executor.for_each(num_rows, |index| {
             // SAFETY: the caller vouches for `rows` and `output`; a row below `out_features` is a column of a panel.
             unsafe {
                 let row = rows.at(index).read() as usize;
-                let source = panels.at(row / PANEL * pairs * PAIR + row % PANEL * 2);
+                let source = panels.at(row / PANEL * panel_numbers(self.in_features) + row % PANEL * 2);
                 let target = output.at(index * self.in_features);
                 for feature in 0..self.in_features {
                     target.add(feature).write(source.add(feature / 2 * PAIR + feature % 2).read());
@@ -152,12 +154,16 @@ impl PackedLinear {
         self.gated
     }
 
+    pub(super) fn amx(&self) -> Option<Amx> {
+        self.amx
+    }
+
     pub(super) fn num_panels(&self) -> usize {
         self.num_panels
     }
 
     pub(super) fn panel(&self, index: usize, ahead: Ahead) -> Panel {
-        let numbers = self.in_features.div_ceil(2) * PAIR;
+        let numbers = panel_numbers(self.in_features);
         // SAFETY: the panel lies inside the piece, whose bias (when there is one) covers it too.
         let (weights, bias) = unsafe {
             let bias = if self.bias.is_empty() { std::ptr::null() } else { self.bias.as_ptr().add(index * PANEL) };
@@ -165,6 +171,11 @@ impl PackedLinear {
         };
         Panel { weights, bias, ahead, bytes: numbers * 2 }
     }
+}
+
+/// bf16 elements of a panel.
+fn panel_numbers(in_features: usize) -> usize {
+    in_features.next_multiple_of(STEP) / 2 * PAIR
 }
 
 /// Writes at most LANES rows as columns of a panel, from `target` on.

@@ -3,20 +3,57 @@ use crate::memory::Arena;
 use crate::pool::Pool;
 use crate::testing::{Random, assert_close, spawning_pool, to_bf16, to_f32};
 
+mod amx;
+
+/// Makes tests of functions that take the path: `on_avx512::name` and `on_amx::name`, each ignored where the instructions are missing.
+macro_rules! on_both_paths {
+    ($($name:ident),* $(,)?) => {
+        mod on_avx512 {
+            $(
+                #[test]
+                #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
+                fn $name() {
+                    super::$name(None);
+                }
+            )*
+        }
+        mod on_amx {
+            $(
+                #[test]
+                #[cfg_attr(not(amx_bf16), ignore = "needs AMX")]
+                fn $name() {
+                    super::$name(Some(crate::cpu::Amx::request().unwrap()));
+                }
+            )*
+        }
+    };
+}
+
+on_both_paths!(
+    products_are_right_for_all_edge_sizes,
+    a_row_has_the_same_bits_alone_and_among_others,
+    what_is_not_finite_spoils_its_own_row_only,
+    strided_rows_are_read_where_they_are,
+    nothing_is_read_after_the_last_row,
+    adding_to_a_residual_rounds_like_two_operators,
+    gated_layers_multiply_silu_of_the_gate_with_the_rest,
+    rows_are_copied_as_they_were_packed,
+);
+
 struct Case {
     weight: Vec<u16>,
     bias: Vec<u16>,
     packed: PackedLinear,
 }
 
-fn pack(out_features: usize, in_features: usize, with_bias: bool, gated: bool) -> Case {
+fn pack(amx: Option<Amx>, out_features: usize, in_features: usize, with_bias: bool, gated: bool) -> Case {
     let mut random = Random::new((out_features * 31 + in_features) as u64);
     let weight = random.bf16s(out_features * in_features);
     let bias = random.bf16s(out_features);
     let shape =
         Weight { bias: if with_bias { bias.as_ptr() } else { std::ptr::null() }, out_features, in_features, gated };
     // SAFETY: the vectors have the sizes said.
-    let packed = unsafe { PackedLinear::new(&Arena::default(), shape) }.unwrap();
+    let packed = unsafe { PackedLinear::new(&Arena::default(), shape, amx) }.unwrap();
     // In pieces of all sizes, so that some begin or end within a panel, within 16 rows, or across the halves of a gated one.
     let mut first = 0;
     while first < out_features {
@@ -49,14 +86,25 @@ fn expected(case: &Case, row: &[u16], column: usize) -> f32 {
     sum as f32 + to_f32(case.bias[column])
 }
 
-const SHAPES: [(usize, usize); 8] = [(1, 1), (16, 2), (47, 33), (48, 64), (49, 7), (96, 128), (200, 96), (576, 100)];
+const SHAPES: [(usize, usize); 12] = [
+    (1, 1),
+    (16, 2),
+    (47, 33),
+    (48, 64),
+    (49, 7),
+    (96, 128),
+    (200, 96),
+    (576, 100),
+    (48, 31),
+    (1, 576),
+    (200, 576),
+    (49, 1536),
+];
 
-#[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
-fn products_are_right_for_all_edge_sizes() {
+fn products_are_right_for_all_edge_sizes(amx: Option<Amx>) {
     for (out_features, in_features) in SHAPES {
         for with_bias in [false, true] {
-            let case = pack(out_features, in_features, with_bias, false);
+            let case = pack(amx, out_features, in_features, with_bias, false);
             for num_rows in [1, 2, 3, 5, 8, 9, 17, 130, 300] {
                 let x = Random::new(num_rows as u64).bf16s(num_rows * in_features);
                 let y = apply(&case.packed, &spawning_pool(2), &x, in_features, num_rows);
@@ -70,42 +118,100 @@ fn products_are_right_for_all_edge_sizes() {
     }
 }
 
-#[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
-fn a_row_has_the_same_bits_alone_and_among_others() {
+fn a_row_has_the_same_bits_alone_and_among_others(amx: Option<Amx>) {
     for (out_features, in_features) in SHAPES {
         for gated in [false, true] {
             let out_features = if gated { out_features * 2 } else { out_features };
-            let packed = pack(out_features, in_features, true, gated).packed;
+            let packed = pack(amx, out_features, in_features, true, gated).packed;
             let columns = packed.output_columns();
             let x = Random::new(5).bf16s(150 * in_features);
-            let alone: Vec<Vec<u16>> =
-                x.chunks(in_features).map(|row| apply(&packed, &Pool::single(), row, in_features, 1)).collect();
-            for num_rows in [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 16, 23, 64, 150] {
-                let y = apply(&packed, &spawning_pool(3), &x, in_features, num_rows);
-                for row in 0..num_rows {
-                    assert_eq!(y[row * columns..][..columns], alone[row], "row {row} of {num_rows}");
+            let alone: Vec<u16> =
+                x.chunks(in_features).flat_map(|row| apply(&packed, &Pool::single(), row, in_features, 1)).collect();
+            for num_rows in (1..=70).chain([140, 150]) {
+                // The last rows, so that a row has another place in every batch.
+                let first = 150 - num_rows;
+                for num_threads in if num_rows % 10 == 0 { 1..4 } else { 1..2 } {
+                    let y =
+                        apply(&packed, &spawning_pool(num_threads), &x[first * in_features..], in_features, num_rows);
+                    assert!(y == alone[first * columns..], "{num_rows} rows of {out_features} x {in_features}");
                 }
             }
         }
     }
 }
 
-#[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
-fn strided_rows_are_read_where_they_are() {
-    let packed = pack(50, 20, false, false).packed;
+fn what_is_not_finite_spoils_its_own_row_only(amx: Option<Amx>) {
+    for (out_features, in_features) in SHAPES {
+        let packed = pack(amx, out_features, in_features, true, false).packed;
+        let x = Random::new(8).bf16s(40 * in_features);
+        let clean = apply(&packed, &Pool::single(), &x, in_features, 40);
+        for bits in [0x7fc0, 0x7f80, 0xff80] {
+            let mut spoiled = x.clone();
+            for row in [0, 15, 16, 33, 39] {
+                spoiled[row * in_features + row % in_features] = bits;
+            }
+            let y = apply(&packed, &Pool::single(), &spoiled, in_features, 40);
+            for row in 0..40 {
+                let (row_of, expected) = (&y[row * out_features..][..out_features], &clean[row * out_features..]);
+                if [0, 15, 16, 33, 39].contains(&row) {
+                    assert!(row_of.iter().all(|&result| !to_f32(result).is_finite()), "row {row}");
+                } else {
+                    assert_eq!(row_of, &expected[..out_features], "row {row}");
+                }
+            }
+        }
+    }
+}
+
+fn strided_rows_are_read_where_they_are(amx: Option<Amx>) {
+    let packed = pack(amx, 50, 20, false, false).packed;
     let x = Random::new(9).bf16s(30 * 3);
     let strided = apply(&packed, &Pool::single(), &x, 30, 3);
     let dense: Vec<u16> = x.chunks(30).flat_map(|row| row[..20].to_vec()).collect();
     assert_eq!(strided, apply(&packed, &Pool::single(), &dense, 20, 3));
 }
 
-#[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
-fn adding_to_a_residual_rounds_like_two_operators() {
-    for num_rows in [1, 9] {
-        let packed = pack(70, 40, true, false).packed;
+/// Reading the page after the input ends the process.
+fn nothing_is_read_after_the_last_row(amx: Option<Amx>) {
+    const PAGE: usize = 4096;
+    for (out_features, in_features) in SHAPES {
+        let packed = pack(amx, out_features, in_features, false, false).packed;
+        for num_rows in [1, 16, 17, 40] {
+            let x = Random::new(6).bf16s(num_rows * in_features);
+            let room = (x.len() * 2).next_multiple_of(PAGE);
+            // SAFETY: a new mapping, whose last page may not be touched; the input ends where that page begins.
+            unsafe {
+                let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+                let map = libc::mmap(std::ptr::null_mut(), room + PAGE, access, flags, -1, 0);
+                assert_ne!(map, libc::MAP_FAILED);
+                assert_eq!(libc::mprotect(map.byte_add(room), PAGE, libc::PROT_NONE), 0);
+                let last = std::slice::from_raw_parts_mut(map.byte_add(room - x.len() * 2).cast(), x.len());
+                last.copy_from_slice(&x);
+                let y = apply(&packed, &Pool::single(), last, in_features, num_rows);
+                assert_eq!(y, apply(&packed, &Pool::single(), &x, in_features, num_rows));
+                libc::munmap(map, room + PAGE);
+            }
+        }
+    }
+}
+
+fn rows_are_copied_as_they_were_packed(amx: Option<Amx>) {
+    for (out_features, in_features) in SHAPES {
+        let case = pack(amx, out_features, in_features, false, false);
+        let rows: Vec<i64> = (0..out_features as i64).rev().collect();
+        let mut copied = vec![0; case.weight.len()];
+        // SAFETY: the rows are those of the weight, and there is room for them.
+        unsafe {
+            let target = Target::new(copied.as_mut_ptr());
+            case.packed.copy_rows(&spawning_pool(2), Source::new(rows.as_ptr()), rows.len(), target);
+        }
+        assert!(copied.chunks(in_features).eq(case.weight.chunks(in_features).rev()));
+    }
+}
+
+fn adding_to_a_residual_rounds_like_two_operators(amx: Option<Amx>) {
+    for num_rows in [1, 9, 33, 70] {
+        let packed = pack(amx, 70, 40, true, false).packed;
         let x = Random::new(1).bf16s(num_rows * 40);
         let residual = Random::new(2).bf16s(num_rows * 70);
         let plain = apply(&packed, &Pool::single(), &x, 40, num_rows);
@@ -121,11 +227,9 @@ fn adding_to_a_residual_rounds_like_two_operators() {
     }
 }
 
-#[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
-fn gated_layers_multiply_silu_of_the_gate_with_the_rest() {
-    for (columns, num_rows) in [(5, 1), (48, 3), (100, 20)] {
-        let case = pack(columns * 2, 64, true, true);
+fn gated_layers_multiply_silu_of_the_gate_with_the_rest(amx: Option<Amx>) {
+    for (columns, num_rows) in [(5, 1), (48, 3), (100, 20), (49, 37)] {
+        let case = pack(amx, columns * 2, 64, true, true);
         let x = Random::new(3).bf16s(num_rows * 64);
         let y = apply(&case.packed, &spawning_pool(2), &x, 64, num_rows);
         for (row, result) in x.chunks(64).zip(y.chunks(columns)) {

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 /// Output columns per panel.
 pub(crate) const PANEL: usize = 48;
 /// Vectors per panel row.
-const VECTORS: usize = PANEL / LANES;
+pub(super) const VECTORS: usize = PANEL / LANES;
 /// bf16 elements of a panel per input pair.
 pub(super) const PAIR: usize = PANEL * 2;
 
@@ -49,6 +49,21 @@ pub(crate) struct Panel {
     pub(crate) bias: *const f32,
     pub(crate) ahead: Ahead,
     pub(crate) bytes: usize,
+}
+
+impl Panel {
+    /// Where a tile's prefetches begin, and their number of lines per pair.
+    pub(super) fn prefetches(&self) -> (*const i8, usize) {
+        let start = self.weights.cast::<i8>();
+        match self.ahead {
+            Ahead::Nothing => (start, 0),
+            Ahead::Stream => (start.wrapping_add(STREAM_AHEAD_BYTES), VECTORS),
+            Ahead::Share { tile, lines_per_pair, panels } => {
+                let share = self.bytes / VECTORS * lines_per_pair;
+                (start.wrapping_add(self.bytes * panels + tile * share), lines_per_pair)
+            }
+        }
+    }
 }
 
 /// The input's shape.
@@ -101,22 +116,9 @@ unsafe fn gated<const R: usize>(input: *const u16, shape: Shape, panels: [Panel;
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn product<const R: usize>(input: *const u16, shape: Shape, panel: Panel) -> Sums<R> {
     let pairs = shape.in_features / 2;
-    let start = panel.weights.cast::<i8>();
+    let (ahead, lines) = panel.prefetches();
     // SAFETY: the caller of `apply` vouches for all addresses; prefetching touches nothing.
-    let mut sums = unsafe {
-        match panel.ahead {
-            Ahead::Stream => accumulate::<R, 3>(input, shape, panel.weights, start.wrapping_add(STREAM_AHEAD_BYTES)),
-            Ahead::Share { tile, lines_per_pair, panels } => {
-                let from = start.wrapping_add(panel.bytes * panels + tile * pairs * lines_per_pair * LINE);
-                if lines_per_pair == 2 {
-                    accumulate::<R, 2>(input, shape, panel.weights, from)
-                } else {
-                    accumulate::<R, 1>(input, shape, panel.weights, from)
-                }
-            }
-            Ahead::Nothing => accumulate::<R, 0>(input, shape, panel.weights, start),
-        }
-    };
+    let mut sums = unsafe { with_constant!(lines, [0, 1, 2; 3], accumulate::<R>(input, shape, panel.weights, ahead)) };
     if shape.in_features % 2 == 1 {
         // SAFETY: as above; the second half of the pair does not exist in the input and is replaced by zero.
         unsafe {

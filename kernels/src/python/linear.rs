@@ -2,6 +2,7 @@
 
 use super::view::View;
 use super::{maybe_detached, require};
+use crate::cpu::Amx;
 use crate::linear::{self, Format, InputBits, Linear, Number, Output, QuantizedRows, Rows, Segment, Weight};
 use crate::memory::Arena;
 use crate::pool::{Pool, Source, Target};
@@ -24,6 +25,7 @@ impl Packing {
     pub(super) fn new(
         pool: Pool,
         arena: &Arena,
+        amx: Option<Amx>,
         [out_features, in_features]: [usize; 2],
         bias: Option<&View<'_, u16, 1>>,
         gated: bool,
@@ -39,7 +41,7 @@ impl Packing {
         };
         let weight = Weight { bias, out_features, in_features, gated };
         // SAFETY: the bias is null or has `out_features` elements.
-        let packed = unsafe { linear::PackedLinear::new(arena, weight) };
+        let packed = unsafe { linear::PackedLinear::new(arena, weight, amx) };
         let packed = packed.map_err(|error| PyOSError::new_err(format!("no memory for a packed weight: {error}")))?;
         Ok(Packing { pool, packed: Some(packed), num_filled: 0 })
     }
