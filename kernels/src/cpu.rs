@@ -30,10 +30,13 @@ impl Amx {
         const BF16: u32 = 1 << 22;
         const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
         const TILE_DATA: libc::c_long = 18;
-        let found = std::arch::x86_64::__cpuid_count(7, 0).edx & (TILE | BF16);
-        // SAFETY: the request only changes which instructions the process may use.
-        let permits = || unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) } == 0;
-        (supported() && found == TILE | BF16 && permits()).then_some(Amx(()))
+        // SAFETY: a supported CPU has this leaf; the request only changes which instructions the process may use.
+        let permitted = supported()
+            && unsafe {
+                std::arch::x86_64::__cpuid_count(7, 0).edx & (TILE | BF16) == TILE | BF16
+                    && libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0
+            };
+        permitted.then_some(Amx(()))
     }
 
     /// None: other architectures have no AMX.
