@@ -108,7 +108,7 @@ def test_grouped_kernels_compute_the_experts_of_transformers(
         want = expected(case, make_model(case), x)
 
     def of_rank(group: RankGroup) -> Tensor:
-        layer, _ = load(path, case, group, torch.float32, ops=TritonOps())
+        layer, _ = load(path, case, group, torch.float32, ops=TritonOps(CPU, torch.float32))
         return torch.cat([layer(x), layer(x[5:6]), layer(x[:0])])
 
     for got in run_ranks(size, of_rank):

@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 from gguf_files import finish, model_metadata, raw_writer, save_gguf
 from model_driver import ModelDriver
 from penstock_server.kernels.native_ops import NativeOps
-from penstock_server.kernels.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.linear import DenseWeights
 from penstock_server.layers.quantized import QuantizedWeights
@@ -23,6 +23,7 @@ from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.gguf.block import FORMATS, unpack
 from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
 from penstock_server.weights.gguf.folder import gguf_folder
+from quantized_matrices import random_matrix
 from test_gguf import finite_blocks
 from tiny_models import make_model, prompts
 
@@ -64,32 +65,6 @@ def test_a_checkpoint_hands_out_parts_as_they_are_stored(type_: GGMLQuantization
         assert matrix.shape == expected.shape
         assert torch.equal(torch.cat([*pieces, expected[:0]]), expected)
     assert checkpoint.quantized("blk.0.attn_q.weight", Part(1, range(8, 768))) is None
-
-
-def random_matrix(format_: QuantFormat, num_rows: int, num_columns: int) -> QuantizedMatrix:
-    generator = torch.Generator().manual_seed(num_rows)
-
-    def numbers(width: int, scale: float) -> torch.Tensor:
-        return (torch.rand((num_rows, -(-num_columns // width)), generator=generator) * scale).half().float()
-
-    is_integer = format_.number == "int8"
-    codes = torch.randint(0, 1 << format_.bits, (num_rows, num_columns), generator=generator, dtype=torch.uint8)
-    scales, mins = (numbers(format_.group, 63).round() if is_integer else numbers(format_.group, 0.1) for _ in range(2))
-    factors = (numbers(SUPER_GROUP, 0.01) if is_integer else None for _ in range(2))
-    scale_factors, min_factors = factors
-    if not format_.has_mins:
-        rows = QuantizedRows(codes, scales, None, scale_factors)
-    else:
-        rows = QuantizedRows(codes, scales, -mins, scale_factors, min_factors)
-    pieces = rows.codes.split(7)  # uneven
-
-    def in_pieces() -> list[QuantizedRows]:
-        starts = range(0, num_rows, 7)
-        return [
-            rows.select(torch.arange(start, start + len(piece))) for start, piece in zip(starts, pieces, strict=True)
-        ]
-
-    return QuantizedMatrix((num_rows, num_columns), format_, lambda: iter(in_pieces()))
 
 
 def weights_of(*matrices: QuantizedMatrix, bias: torch.Tensor | None = None) -> QuantizedWeights:

@@ -388,13 +388,35 @@ def test_kernels_compile_and_fit_without_a_gpu() -> None:
     compile_and_check(["64", "128", "256", "latent", "operators", "fp8-e4m3fn", "fp8-e5m2"])
 
 
+def test_quantized_layers_use_one_kind_of_product_for_any_number_of_rows() -> None:
+    assert_one_kind_of_product("gptq")
+
+
+@pytest.mark.slow
+def test_quantized_layers_of_every_kind_compile() -> None:
+    assert_one_kind_of_product("awq", "q4_k", "q6_k", "w8")
+
+
+def assert_one_kind_of_product(*formats: str) -> None:
+    """Its instruction adds up the same features in the same step, whatever the tile, so that tiles give the same
+    bits."""
+    kernels = compile_and_check([f"quantized-{name}-{rows}" for name in formats for rows in ("few", "many")])
+    # Compute capabilities 8.6 and 8.9 run the code of 8.0.
+    assert all(each["shared_bytes"] <= 99 << 10 for each in kernels if each["capability"] == 80), kernels
+    for capability in MAX_SHARED_BYTES:
+        products = [each["products"] for each in kernels if each["capability"] == capability and each["products"]]
+        assert len(products) == 2 * len(formats)
+        assert len({name for names in products for name in names}) == 1, products
+
+
 @pytest.mark.slow
 def test_every_variant_compiles_and_fits_without_a_gpu() -> None:
     variants = ["sinks", "soft-cap", "alibi", "relative-bias", "chunk", "fp8-64", "fp8-256", "fp8-latent"]
     compile_and_check(["float16", "float32", "float32-256", "float32-latent", *variants])
 
 
-def compile_and_check(names: list[str]) -> None:
+def compile_and_check(names: list[str]) -> list[dict[str, Any]]:
+    """The resources of each compiled kernel."""
     path = os.pathsep.join([str(Path(triton_device.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, str(PROGRAM), ",".join(map(str, MAX_SHARED_BYTES)), ",".join(names)],
@@ -404,7 +426,7 @@ def compile_and_check(names: list[str]) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     kernels = [json.loads(line) for line in ran.stdout.splitlines()]
-    num_kernels = sum(7 if name == "operators" else 3 for name in names)
+    num_kernels = sum(7 if name == "operators" else 1 if name.endswith("-many") else 3 for name in names)
     assert len(kernels) == num_kernels * len(MAX_SHARED_BYTES)
     for each in kernels:
         # The bits of a row would depend on its step if different steps launched different kernels.
@@ -412,3 +434,4 @@ def compile_and_check(names: list[str]) -> None:
         assert each["shared_bytes"] <= MAX_SHARED_BYTES[each["capability"]], each
         # Spilled registers of a thread.
         assert each["stack_bytes"] <= (512 if each["case"].startswith("float32") else 256), each
+    return kernels

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-OPS, TORCH = TritonOps(), TorchOps()
+OPS, TORCH = TritonOps(DEVICE, torch.float32), TorchOps()
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = [dtype for dtype in TOLERANCE if DEVICE.type == "cuda" or dtype != torch.bfloat16]
 

@@ -23,8 +23,10 @@ from penstock_server.attention.triton import backend
 from penstock_server.engine import cut, triton_greedy
 from penstock_server.kernels import triton_device
 from penstock_server.kernels.ops import NormVariant
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
 from penstock_server.kernels.triton_ops import TritonOps
+from penstock_server.kernels.triton_quantized import QuantizedLinear
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
@@ -56,6 +58,14 @@ CASES: dict[str, tuple[AttentionShape, torch.dtype]] = {
     "fp8-latent": (LATENT, BF16),
 }
 
+# Formats of quantized layers, each launched with few rows, as splits, and with many.
+QUANTIZED = {
+    "gptq": QuantFormat(4, 128, offset=8, number="float16"),
+    "awq": QuantFormat(4, 128, has_mins=True),
+    "q4_k": QuantFormat(4, 32, has_mins=True, number="int8"),
+    "q6_k": QuantFormat(6, 16, offset=32, number="int8"),
+    "w8": QuantFormat(8, 4096, offset=128),
+}
 
 # Computed and new tokens of the sequences of a step: decode rows with splits, without, one alone, and with prompts.
 STEPS = [
@@ -73,6 +83,10 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
     triton_device.launch = lambda function, grid, **arguments: found.update({function: arguments})
     if name == "operators":
         launch_operators(sum(new for _, new in spans))
+        return found
+    if name.startswith("quantized"):
+        _, format_name, rows = name.split("-")
+        launch_quantized(QUANTIZED[format_name], sum(new for _, new in spans), is_wide=rows == "many")
         return found
     shape, dtype = CASES[name]
     fp8_dtype = torch.float8_e5m2 if name == "fp8-e5m2" else torch.float8_e4m3fn
@@ -100,7 +114,7 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
 
 def launch_operators(num_tokens: int) -> None:
     """Those of an 8B Llama and the truncation of its vocabulary."""
-    ops = TritonOps()
+    ops = TritonOps(torch.device("cpu"), BF16)
     x, weight = torch.zeros(num_tokens, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
     ops.norm(x, weight, None, NormVariant(1e-5), x.clone())
     qkv = torch.zeros(num_tokens, 48, 128, dtype=BF16)
@@ -114,6 +128,17 @@ def launch_operators(num_tokens: int) -> None:
     probs, mass = torch.zeros(2, 128256), torch.zeros(2, dtype=torch.int64)
     triton_greedy.choose(torch.zeros(num_tokens, 128256, dtype=BF16), None)
     cut.cut_rows(probs, probs.int(), mass, mass > 0, is_count=False, all_equals=False)
+
+
+def launch_quantized(format_: QuantFormat, num_tokens: int, *, is_wide: bool) -> None:
+    """A projection of an 8B Llama for few rows, and its table; or gate and up for many rows."""
+    device, depth = torch.device("cpu"), 4096
+    shape = 28672 if is_wide else 4096, depth
+    matrix = QuantizedMatrix(shape, format_, lambda: iter(()))
+    linear = QuantizedLinear.pack([matrix], None, BF16, device, gated=is_wide)
+    linear(torch.zeros(65 + num_tokens if is_wide else 1 + num_tokens % 16, depth, dtype=BF16))
+    if not is_wide:
+        linear.rows(torch.zeros(num_tokens, dtype=torch.int64))
 
 
 def specialize(function: Any, arguments: dict[str, Any], target: GPUTarget) -> tuple[Any, ...]:
@@ -137,6 +162,10 @@ def check(name: str, capability: int) -> None:
         source = ASTSource(function, signature, constants, attributes)
         compiled = triton.compile(source, target=target, options=options.__dict__)
         resources = {"shared_bytes": compiled.metadata.shared, **registers(compiled.asm["cubin"])}
+        products = re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*", compiled.asm["ptx"])
+        resources["products"] = sorted(
+            {re.sub(r"n\d+k", "k", name) for name in products}
+        )  # whatever the tile's columns
         identity = {"case": name, "kernel": function.__name__, "capability": capability}
         print(json.dumps({**identity, "num_compilations": len(specialized), **resources}))
 

@@ -41,7 +41,7 @@ def choose_ops(device: torch.device, dtype: torch.dtype, activation_bits: int = 
             from penstock_server.kernels.triton_ops import TritonOps
 
             logger.info("operators: triton")
-            return TritonOps()
+            return TritonOps(device, dtype)
         logger.warning("operators: torch, which is slow, because Triton kernels cannot be used: %s", reason)
         return TorchOps()
     logger.info("operators: torch")

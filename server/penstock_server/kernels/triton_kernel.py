@@ -123,7 +123,7 @@ def rotate_kernel(
 
 
 @triton.jit
-def _activated(x, NAME: tl.constexpr):
+def activated(x, NAME: tl.constexpr):
     """An activation function of float32."""
     if NAME == "silu":
         y = x / (1.0 + tl.exp(-x))
@@ -153,7 +153,7 @@ def gate_kernel(
     dtype = output.dtype.element_ty
     gate = tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * row_stride + DIM + column, mask=mask, other=0.0).to(tl.float32)
-    gated = _activated(gate, NAME).to(dtype).to(tl.float32) * up
+    gated = activated(gate, NAME).to(dtype).to(tl.float32) * up
     tl.store(output + row * DIM + column, gated.to(dtype), mask=mask)
 
 

@@ -1,10 +1,11 @@
-"""The operators between matrix products as Triton kernels, for CUDA devices. Matrix products are torch's.
+"""The operators as Triton kernels, for CUDA devices, except products with dense matrices, which are torch's.
 
 A row's result does not depend on the other rows, except through the matrix library's choice of kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from penstock_server.kernels import triton_device, triton_kernel
 from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.ops import Elementwise, NormVariant, norm_dtype
-from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedLinear, norm_dtype
+from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.kernels.torch_ops import GateUp, TorchOps
+from penstock_server.kernels.triton_quantized import QuantizedLinear
 
 # The names by which the kernel knows activations.
 _KERNEL_ACTIVATIONS: dict[Elementwise, str] = {
@@ -36,6 +39,21 @@ class TritonOps(TorchOps):
 
     name = "triton"
     groups_experts = True
+    keeps_quantized = True
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """device: of packed weights; dtype: the model's."""
+        self._device, self._dtype = device, dtype
+
+    def pack_quantized(
+        self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
+    ) -> tuple[PackedLinear, Lookup]:
+        is_fused = gated and len({matrix.format for matrix in matrices}) == 1
+        linear = QuantizedLinear.pack(matrices, bias, self._dtype, self._device, gated=is_fused)
+        if gated and not is_fused:
+            dim = linear.out_features // 2
+            return GateUp(linear, self.gated(F.silu), dim, linear.in_features), linear.rows
+        return linear, linear.rows
 
     def norm(
         self,

@@ -93,7 +93,8 @@ class Stored(Dense):
         if matrices is None:
             return super().load(loader, *names)
         bias = loader.read_if_there(*(f"{name}.bias" for name in names))
-        return QuantizedWeights(matrices, bias, loader.dtype, loader.device)
+        dtype = loader.parameters[f"{names[0]}.weight"].dtype_in(loader.dtype)
+        return QuantizedWeights(matrices, bias, dtype, loader.device)
 
 
 class EightBits(Stored):
@@ -107,7 +108,7 @@ class EightBits(Stored):
         )
         loader.loaded_bytes += matrix.num_bytes - weight.shape[0] * weight.shape[1] * weight.dtype.itemsize
         bias = loader.read_if_there(*(f"{name}.bias" for name in names))
-        return QuantizedWeights((matrix,), bias, loader.dtype, loader.device)
+        return QuantizedWeights((matrix,), bias, weight.dtype, loader.device)
 
 
 def quantized_to_8_bits(rows: Tensor) -> QuantizedRows:

@@ -1,0 +1,216 @@
+"""The Triton kernels of quantized weights against the weights that they stand for, on a GPU or in Triton's interpreter.
+
+The interpreter truncates where it should round to bfloat16, so there the kernels run in float32 and float16 only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from penstock_server import kernels
+from penstock_server.kernels import triton_device
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
+from penstock_server.layers.quantized import QuantizedWeights
+from quantized_checkpoints import save_quantized
+from quantized_matrices import random_matrix
+from test_quantized_checkpoints import CASES, SIZES, logits
+from tested_device import DEVICE, triton_skip_reason
+from tiny_models import make_model
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+if reason := triton_skip_reason():
+    pytest.skip(reason, allow_module_level=True)
+
+from penstock_server.kernels import triton_quantized
+from penstock_server.kernels.triton_ops import TritonOps
+from penstock_server.kernels.triton_quantized import QuantizedLinear
+
+pytestmark = pytest.mark.usefixtures("on_tested_device")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = [dtype for dtype in TOLERANCE if DEVICE.type == "cuda" or dtype != torch.bfloat16]
+FORMATS = {
+    "2 bits, K": QuantFormat(2, 16, has_mins=True, number="int8"),
+    "3 bits": QuantFormat(3, 64, offset=4, number="float16"),
+    "3 bits, K": QuantFormat(3, 16, offset=4, number="int8"),
+    "4 bits": QuantFormat(4, 128, offset=8, number="float16"),
+    "4 bits, mins": QuantFormat(4, 32, has_mins=True, number="float16"),
+    "4 bits, K": QuantFormat(4, 32, has_mins=True, number="int8"),
+    "4 bits, uneven groups": QuantFormat(4, 96, offset=8, has_mins=True),
+    "5 bits": QuantFormat(5, 32, offset=16, number="float16"),
+    "5 bits, K": QuantFormat(5, 32, has_mins=True, number="int8"),
+    "6 bits, K": QuantFormat(6, 16, offset=32, number="int8"),
+    "8 bits": QuantFormat(8, 32, offset=128, number="float16"),
+    "8 bits, long groups": QuantFormat(8, 512, offset=128, number="float16"),
+    "8 bits, one group": QuantFormat(8, 4096, offset=128),
+}
+FOUR_BITS, MIXED = FORMATS["4 bits"], (FORMATS["4 bits, K"], FORMATS["6 bits, K"])
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(DEVICE, dtype)
+
+
+def weights(*matrices: QuantizedMatrix, bias: Tensor | None = None, dtype: torch.dtype) -> QuantizedWeights:
+    return QuantizedWeights(matrices, bias, dtype, DEVICE)
+
+
+def assert_near(found: Tensor, expected: Tensor, size: Tensor) -> None:
+    """size: what the sum of the products' magnitudes may reach."""
+    assert found.shape == expected.shape
+    excess = (found.double() - expected).abs() - TOLERANCE[found.dtype] * size
+    assert excess.max() <= 1e-9, excess.max()
+
+
+def assert_products(layer: QuantizedWeights, num_rows: int) -> None:
+    dtype = layer.dtype
+    dense, bias = layer.dense()
+    x = random(7, num_rows, dense.shape[1], dtype=dtype)
+    found = layer.pack(TritonOps(DEVICE, dtype))(x, None)
+    assert found.dtype == dtype
+    expected = F.linear(x.double(), dense.double(), None if bias is None else bias.double())
+    assert_near(found, expected, dense.double().norm(dim=1) * x.double().norm(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_those_of_the_dense_weights(name: str, dtype: torch.dtype) -> None:
+    """Not a whole number of blocks, of tiles of outputs, nor, where groups allow it, of units."""
+    depth = 632 if FORMATS[name].number == "float32" else 640
+    assert_products(weights(random_matrix(FORMATS[name], 70, depth), dtype=dtype), 5)
+
+
+@pytest.mark.parametrize("depth", [16, 32, 256, 288, 1024])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 40, 130])
+def test_any_number_of_rows_and_features(num_rows: int, depth: int) -> None:
+    assert_products(weights(random_matrix(FORMATS["6 bits, K"], 33, depth), dtype=torch.float32), num_rows)
+
+
+def test_no_rows_give_no_rows() -> None:
+    linear, lookup = TritonOps(DEVICE, torch.float32).pack_quantized([random_matrix(FOUR_BITS, 9, 256)], None)
+    assert linear(random(1, 0, 256)).shape == (0, 9)
+    assert lookup(torch.tensor([], dtype=torch.int64)).shape == (0, 256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("formats", [(FOUR_BITS,) * 3, (MIXED[0], MIXED[0], MIXED[1])], ids=["one", "several"])
+def test_fused_layers_have_any_formats_and_a_bias(formats: tuple[QuantFormat, ...], dtype: torch.dtype) -> None:
+    matrices = [random_matrix(format_, num, 512) for format_, num in zip(formats, (70, 20, 21), strict=True)]
+    assert_products(weights(*matrices, bias=random(3, 111, dtype=dtype), dtype=dtype), 3)
+
+
+def test_inputs_may_be_part_of_a_wider_tensor() -> None:
+    linear, _ = TritonOps(DEVICE, torch.float32).pack_quantized([random_matrix(FOUR_BITS, 9, 256)], None)
+    wide = random(1, 4, 600)
+    assert torch.equal(linear(wide[:, 300:556]), linear(wide[:, 300:556].contiguous()))
+    transposed = random(2, 256, 4)
+    assert torch.equal(linear(transposed.t()), linear(transposed.t().contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("formats", [(FOUR_BITS, FOUR_BITS), MIXED], ids=["one format", "two formats"])
+@pytest.mark.parametrize("depth", [256, 768])
+def test_a_gated_layer_is_that_of_the_dense_weights(
+    depth: int, formats: tuple[QuantFormat, QuantFormat], has_bias: bool, dtype: torch.dtype
+) -> None:
+    matrices = [random_matrix(format_, 70, depth) for format_ in formats]
+    bias = random(3, 140, dtype=dtype) if has_bias else None
+    layer = weights(*matrices, bias=bias, dtype=dtype)
+    dense, _ = layer.dense()
+    x = random(4, 3, depth, dtype=dtype) / 8
+    gate, up = F.linear(x.double(), dense.double(), None if bias is None else bias.double()).chunk(2, dim=1)
+    found = layer.pack(TritonOps(DEVICE, dtype), gated=True)(x, None)
+    assert_near(found, F.silu(gate) * up, 4 * (1 + gate.abs()) * (1 + up.abs()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_looked_up_to_the_bit(dtype: torch.dtype) -> None:
+    ids = torch.tensor([90, 0, 3, 70])
+    for format_ in (FORMATS["3 bits, K"], FORMATS["4 bits, K"]):
+        layer = weights(random_matrix(format_, 70, 288), random_matrix(MIXED[1], 21, 288), dtype=dtype)
+        _, lookup = layer.pack_tied(TritonOps(DEVICE, dtype))
+        # A GPU rounds code * scale + min once.
+        tolerance = TOLERANCE[dtype] if format_.has_mins and DEVICE.type == "cuda" else 0
+        torch.testing.assert_close(lookup(ids), layer.dense()[0][ids], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["4 bits", "8 bits, one group"])
+def test_a_row_has_the_same_bits_in_every_batch(name: str, gated: bool, dtype: torch.dtype) -> None:
+    """With every tile of rows. The layer has several splits."""
+    matrix, bias = random_matrix(FORMATS[name], 70, 600), random(3, 70, dtype=dtype)
+    linear, _ = TritonOps(DEVICE, dtype).pack_quantized([matrix], bias, gated=gated)
+    x = random(6, 131, 600, dtype=dtype) / 16
+    whole = linear(x)
+    assert whole.isfinite().all()
+    for rows in (slice(0, 1), slice(130, 131), slice(3, 19), slice(20, 50), slice(60, 120), slice(10, 80)):
+        assert torch.equal(linear(x[rows]), whole[rows])
+
+
+def test_splits_depend_on_the_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, _ = TritonOps(DEVICE, torch.float32).pack_quantized([random_matrix(FOUR_BITS, 40, 1024)], None)
+    x, launched = random(1, 20, 1024), []
+    with_partials = linear(x)
+    launch = triton_device.launch
+    monkeypatch.setattr(
+        triton_device,
+        "launch",
+        lambda function, *rest, **named: launched.append(function) or launch(function, *rest, **named),
+    )
+    monkeypatch.setattr(triton_quantized, "_MAX_PARTIAL_BYTES", 0)
+    assert torch.equal(linear(x), with_partials)
+    assert launched == [triton_quantized.product_kernel]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_memory_is_that_of_the_format(name: str) -> None:
+    matrix = random_matrix(FORMATS[name], 64, 4096)
+    packed = QuantizedLinear.pack([matrix], None, torch.float16, DEVICE)
+    tensors = [tensor for segment in packed.segments for tensor in segment.weight if tensor is not None]
+    assert 1 <= sum(tensor.nbytes for tensor in tensors) / matrix.num_bytes < 1.02
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake device stands in for a GPU")
+@pytest.mark.parametrize("num_rows", [1, 300])
+def test_a_layer_waits_for_nothing(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it can be recorded in a CUDA graph."""
+    linear, _ = TritonOps(DEVICE, torch.float32).pack_quantized([random_matrix(FOUR_BITS, 40, 1024)], None)
+    assert isinstance(linear, QuantizedLinear)
+    launches: list[Any] = []
+    monkeypatch.setattr(triton_device, "launch", lambda function, grid, **_: launches.append((function, grid)))
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+
+        def fake(tensor: Tensor) -> Tensor:
+            return mode.from_tensor(tensor).to("cuda")
+
+        segments = tuple(
+            replace(each, weight=type(each.weight)(*(part if part is None else fake(part) for part in each.weight)))
+            for each in linear.segments
+        )
+        x = torch.empty(num_rows, 1024, dtype=torch.float16, device="cuda")
+        y = replace(linear, segments=segments)(x)
+    assert y.device.type == "cuda"
+    assert len(launches) == 2
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the model is loaded on the CPU")
+@pytest.mark.parametrize("name", ["gptq in activation order", "w4a16 asymmetric"])
+def test_a_checkpoint_stays_quantized(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, quantize = CASES[name]
+    model = make_model("qwen2", **SIZES)
+    exact = save_quantized(model, tmp_path / "stored", options, quantize)
+    model.load_state_dict(exact, strict=False)
+    model.save_pretrained(tmp_path / "dense")
+    expected, dense_bytes = logits(tmp_path / "dense", torch.float32, 3)
+    ops = TritonOps(DEVICE, torch.float32)
+    monkeypatch.setattr(kernels, "choose_ops", lambda *_: ops)
+    found, num_bytes = logits(tmp_path / "stored", torch.float32, 3)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    assert num_bytes < dense_bytes * 0.4
