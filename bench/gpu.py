@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from figure import percentile
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
+from penstock_server.kernels.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
 from penstock_server.plan import Advances, NewSequence, Plan, Sampling
 from penstock_server.weights.loader import Loader
 from result import heading, keep, machine, option_parser
@@ -32,6 +33,7 @@ from torch import Tensor
 WARM_STEPS, TIMED_STEPS, PROFILED_STEPS = 5, 50, 20
 CHUNK_TOKENS = 2048  # of a long prompt beside running streams
 MAX_STEP_TOKENS = 8192
+PIECE_ROWS = 4096  # of a quantized matrix
 LIMIT_BYTES = 4 << 30
 LIMIT_SIZE = 8192  # of the square matrices whose product is timed
 
@@ -46,6 +48,7 @@ class Size:
     batches: Sequence[tuple[int, int, int]]  # sequences, prompt tokens, output tokens
     long_prompt: int  # beside 64 streams
     max_sequences: int = 256
+    format: QuantFormat | None = None  # of the layers' weights
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
@@ -113,6 +116,19 @@ SIZES = {
     ),
     "tiny": TINY,
 }
+FORMATS = {
+    "w4": QuantFormat(4, 128, offset=8, number="float16"),  # GPTQ
+    "w8": QuantFormat(8, 32, offset=128, number="float16"),  # Q8_0
+    "q4k": QuantFormat(4, 32, has_mins=True, number="int8"),  # Q4_K
+    "q6k": QuantFormat(6, 16, offset=32, number="int8"),  # Q6_K
+}
+SIZES |= {
+    f"{name}-{format_name}": replace(
+        SIZES[name], format=format_, prompts=SIZES[name].prompts[:2], batches=(), long_prompt=0
+    )
+    for name in ("llama-8b", "tiny")
+    for format_name, format_ in FORMATS.items()
+}
 
 
 def write_model(config: dict[str, Any], folder: Path) -> Path:
@@ -158,6 +174,44 @@ def read_random(loader: Loader, *names: str, dtype: torch.dtype | None = None) -
     made = torch.ones(shape, dtype=dtype or parameters[0].dtype_in(loader.dtype), device=loader.device)
     loader.loaded_bytes += made.nbytes
     return made if made.dim() == 1 else made.normal_(0, 0.02)
+
+
+def read_quantized(format_: QuantFormat | None, loader: Loader, *names: str) -> tuple[QuantizedMatrix, ...] | None:
+    """In place of `Loader.quantized`: random weights of this format. Embedding and output head are dense."""
+    if format_ is None or names[0] in ("embedding.weight", "head.weight"):
+        return None
+    shapes = [loader.parameters[name].local_shape for name in names]
+    matrices = tuple(random_matrix(format_, shape[0], shape[1], loader.device) for shape in shapes)
+    loader.unfilled.difference_update(names)
+    loader.loaded_bytes += sum(matrix.num_bytes for matrix in matrices)
+    return matrices
+
+
+def random_matrix(format_: QuantFormat, num_rows: int, num_columns: int, device: torch.device) -> QuantizedMatrix:
+    """Made on the device, piece by piece."""
+
+    def numbers(num: int, width: int, value: float, is_there: bool = True) -> Tensor | None:
+        return torch.full((num, -(-num_columns // width)), value, device=device) if is_there else None
+
+    def piece(num: int) -> QuantizedRows:
+        codes = torch.randint(0, 1 << format_.bits, (num, num_columns), dtype=torch.uint8, device=device)
+        # Codes have a standard deviation of 0.29 * 2**bits; weights, of 0.02.
+        step, middle = 2.0**-4 / (1 << format_.bits), (1 << format_.bits) // 2
+        is_integer = format_.number == "int8"
+        scale, least = (1.0, -1.0) if is_integer else (step, -middle * step)
+        scales = numbers(num, format_.group, scale)
+        assert scales is not None
+        return QuantizedRows(
+            codes,
+            scales,
+            numbers(num, format_.group, least, format_.has_mins),
+            numbers(num, SUPER_GROUP, step, is_integer),
+            numbers(num, SUPER_GROUP, middle * step, is_integer and format_.has_mins),
+        )
+
+    starts = range(0, num_rows, PIECE_ROWS)
+    sizes = [min(PIECE_ROWS, num_rows - start) for start in starts]
+    return QuantizedMatrix((num_rows, num_columns), format_, lambda: map(piece, sizes))
 
 
 @dataclass
@@ -352,20 +406,29 @@ def transformers_eager(folder: Path, device: torch.device, num_tokens: int) -> f
     return num_tokens / (time.perf_counter() - started)
 
 
-def prediction(config: dict[str, Any]) -> dict[str, float]:
-    """What a decode step reads and computes, by the sizes of a dense model."""
+def prediction(size: Size) -> dict[str, float]:
+    """What a decode step reads, by the sizes of a model without experts, and its parameters."""
+    config = size.config
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    parameters = layers * (attention + 3 * hidden * config["intermediate_size"]) + hidden * config["vocab_size"]
-    return {"weight_bytes": 2 * parameters, "kv_bytes_per_token": 4 * layers * kv_heads * head_dim}
+    in_layers, head = layers * (attention + 3 * hidden * config["intermediate_size"]), hidden * config["vocab_size"]
+    layer_bytes = 2 * in_layers
+    if size.format is not None:
+        layer_bytes = QuantizedMatrix((in_layers // hidden, hidden), size.format, lambda: iter(())).num_bytes
+    return {
+        "weight_bytes": layer_bytes + 2 * head,
+        "kv_bytes_per_token": 4 * layers * kv_heads * head_dim,
+        "parameters": in_layers + head,
+    }
 
 
 def measure(name: str, device: torch.device, options: Any) -> dict[str, Any]:
     size = SIZES[name]
     folder = write_model(size.config, Path(tempfile.mkdtemp()))
     Loader.read = read_random  # type: ignore[method-assign]
+    Loader.quantized = lambda loader, *names: read_quantized(size.format, loader, *names)  # type: ignore[method-assign]
     started = time.perf_counter()
     engine, description = Engine.load(LoadConfig(folder, dtype="bfloat16", device=str(device)))
     limits = WarmUpConfig(MAX_STEP_TOKENS, size.max_sequences, size.config["max_position_embeddings"])
@@ -373,6 +436,7 @@ def measure(name: str, device: torch.device, options: Any) -> dict[str, Any]:
     record: dict[str, Any] = {
         "attention": description.attention,
         "weight_bytes": description.weight_bytes,
+        "parameters": prediction(size)["parameters"] if size.format else description.weight_bytes // 2,
         "num_blocks": capacity.num_blocks,
         "block_tokens": description.block_tokens,
         "warm_up": [(phase.name, phase.seconds) for phase in capacity.phases],
@@ -398,7 +462,7 @@ def measure(name: str, device: torch.device, options: Any) -> dict[str, Any]:
     del engine, sequences
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    if options.peers:
+    if options.peers and size.format is None:
         record["transformers_tokens_per_s"] = transformers_eager(folder, device, 64 if device.type == "cuda" else 4)
     return record
 
@@ -418,7 +482,7 @@ def report(record: dict[str, Any]) -> str:
             rows.append([name, f"decode, {num} streams", f"{num / step_s:,.0f} tokens/s", limit, idle_text])
         for prompt in repeats[0]["ttft_s"]:
             ttft_s = statistics.median(repeat["ttft_s"][prompt] for repeat in repeats)
-            limit = f"{result['weight_bytes'] * prompt / flops / ttft_s:.2f} of the matrix products"
+            limit = f"{2 * result['parameters'] * prompt / flops / ttft_s:.2f} of the matrix products"
             rows.append([name, f"first token, prompt of {prompt}", f"{ttft_s * 1e3:,.1f} ms", limit, ""])
         for batch in repeats[0]["batches"]:
             found = [repeat["batches"][batch] for repeat in repeats if batch in repeat["batches"]]
@@ -447,9 +511,9 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="print what a decode step reads, and stop")
     options = parser.parse_args()
     if options.predict:
-        sizes = {name: prediction(SIZES[name].config) for name in options.model}
+        sizes = {name: prediction(SIZES[name]) for name in options.model}
         rows = [[name, *(f"{value:,.0f}" for value in size.values())] for name, size in sizes.items()]
-        print(markdown(["model", "bytes of weights", "KV bytes per token"], rows))
+        print(markdown(["model", "bytes of weights", "KV bytes per token", "parameters"], rows))
         return
     device = torch.device(options.device)
     is_gpu = device.type == "cuda"

@@ -25,7 +25,13 @@ PACKAGES = ("grpcio", "protobuf", "llguidance", "gguf", "pytest", "pytest-timeou
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "manylinux2014_x86_64")
 
 # Every test module whose tests run on the device of PENSTOCK_TEST_DEVICE, the quick ones first.
-KERNEL_TESTS = ("test_triton_ops.py", "test_triton_cut.py", "test_triton_attention.py", "test_flash_attention.py")
+KERNEL_TESTS = (
+    "test_triton_ops.py",
+    "test_triton_quantized.py",
+    "test_triton_cut.py",
+    "test_triton_attention.py",
+    "test_flash_attention.py",
+)
 MODEL_TESTS = ("test_models.py", "architecture/test_parity.py")
 
 
@@ -85,9 +91,10 @@ def run(device: str, out: Path, quick: bool) -> int:
     env = environment(device, out / "site")
     pytest = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "--durations", "10"]
     tests = ROOT / "server" / "tests"
-    chosen = ["-k", "llama or operators or norms"] if quick else []
-    model = "tiny" if device == "cpu" or quick else "llama-8b"
-    benchmark = [sys.executable, "bench/gpu.py", "--device", device, "--out", str(out), "--model", model]
+    chosen = ["-k", "llama or operators or norms or dense_weights"] if quick else []
+    size, formats = ("tiny", ("w4", "q4k")) if device == "cpu" or quick else ("llama-8b", ("w4", "w8", "q4k", "q6k"))
+    models = [size, *(f"{size}-{name}" for name in formats)]
+    benchmark = [sys.executable, "bench/gpu.py", "--device", device, "--out", str(out), "--model", *models]
     parts: dict[str, list[str]] = {
         "kernels": [*pytest, *chosen, *(str(tests / name) for name in KERNEL_TESTS)],
         "models": [*pytest, *chosen, *(str(tests / name) for name in MODEL_TESTS)],

@@ -11,10 +11,14 @@ PROGRAM = Path(__file__).parents[1] / "gpu.py"
 
 
 def test_every_load_of_the_tiny_model_is_measured(tmp_path: Path) -> None:
-    options = ["--model", "tiny", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]
+    options = ["--model", "tiny", "tiny-w4", "tiny-q4k", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]
     subprocess.run([sys.executable, str(PROGRAM), *options], check=True, timeout=240)
     (raw,) = tmp_path.glob("*-gpu.json")
-    model = json.loads(raw.read_text())["models"]["tiny"]
+    models = json.loads(raw.read_text())["models"]
+    for name in ("tiny-w4", "tiny-q4k"):
+        (repeat,) = models[name]["repeats"]
+        assert (set(repeat["streams"]), set(repeat["ttft_s"])) == ({"1", "4"}, {"16", "100"})
+    model = models["tiny"]
     (repeat,) = model["repeats"]
     assert {num: len(found["step_s"]) for num, found in repeat["streams"].items()} == {"1": 50, "4": 50}
     assert set(repeat["ttft_s"]) == {"16", "100"}
@@ -24,8 +28,14 @@ def test_every_load_of_the_tiny_model_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_prediction_for_llama_8b_is_its_size() -> None:
-    printed = subprocess.run([sys.executable, str(PROGRAM), "--predict"], check=True, capture_output=True, text=True)
-    (row,) = [line for line in printed.stdout.splitlines() if "llama-8b" in line]
-    _, _, weights, kv, _ = (cell.strip().replace(",", "") for cell in row.split("|"))
-    assert 14.9e9 < int(weights) < 15.1e9  # 8.03 billion parameters, without the input embedding
-    assert int(kv) == 131072
+    command = [sys.executable, str(PROGRAM), "--predict", "--model", "llama-8b", "llama-8b-w4"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True)
+    dense, quantized = (
+        [int(cell.replace(",", "")) for cell in line.split("|")[2:-1]]
+        for line in printed.stdout.splitlines()
+        if "llama-8b" in line
+    )
+    assert 14.9e9 < dense[0] < 15.1e9  # 8.03 billion parameters, without the input embedding
+    assert dense[0] == 2 * dense[2]
+    assert 4.6e9 < quantized[0] < 4.7e9
+    assert dense[1] == quantized[1] == 131072
