@@ -1,4 +1,4 @@
-//! Model-checks the rounds with loom: every interleaving of two ranks, every value that the memory model allows, races on the slots,
+//! Model-checks the rounds with loom: interleavings of two ranks, every value that the memory model allows, races on the slots,
 //! and wakes that are lost. `make loom`.
 
 use super::round::{Counter, Round};
@@ -43,7 +43,10 @@ fn run(group: &Group, rank: usize, reads: bool) {
 }
 
 fn check(reads: [bool; 2]) {
-    loom::model(move || {
+    // All interleavings with up to two preemptions; more take hours.
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.check(move || {
         let group = Arc::new(Group::default());
         let other = thread::spawn({
             let group = Arc::clone(&group);

@@ -8,9 +8,12 @@ use std::sync::atomic::Ordering;
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicU32, fence};
 
-/// Polls of a counter before the thread sleeps. PERF: as long as a sleep and its wake take, some 50 µs, so that waiting costs at most
-/// twice the processor time that is needed.
-const MAX_SPINS: usize = if cfg!(loom) { 0 } else { 3000 };
+/// Polls of a counter before the thread sleeps, about 50 µs: as long as a sleep and its wake take, so that waiting costs at most twice
+/// the processor time that is needed.
+const MAX_POLLS: usize = if cfg!(loom) { 0 } else { 3000 };
+/// Polls after which the thread lets others run between polls, because the rank that it waits for may be on the same core.
+const POLLS_ALONE: usize = 500;
+const POLLS_PER_YIELD: usize = 50;
 
 /// The last round that a rank has published.
 #[repr(C)]
@@ -41,11 +44,15 @@ impl Counter {
 
     /// Waits for a short time. Returns whether the round was published.
     pub(super) fn spin_until(&self, number: u32) -> bool {
-        for _ in 0..MAX_SPINS {
+        for poll in 0..MAX_POLLS {
             if self.has_reached(number) {
                 return true;
             }
-            std::hint::spin_loop();
+            if poll >= POLLS_ALONE && poll % POLLS_PER_YIELD == 0 {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
         }
         self.has_reached(number)
     }
