@@ -1,4 +1,4 @@
-"""How the ranks of one model exchange tensors: through memory that they share if all compute on one host's CPUs, else by
+"""How the ranks of one model exchange tensors: on one host's CPUs through memory that they share, else by
 torch.distributed."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _joined(parts: list[Tensor], widths: tuple[int, ...]) -> Tensor:
 
 
 class SharedMemory:
-    """Memory of the ranks of one host. Implements `Collectives`. Raises RuntimeError when the process of another rank has
+    """Memory of the ranks of one host. Implements `Collectives`. Raises RuntimeError when another rank's process has
     exited."""
 
     def __init__(self, native: Collective, rank: int, size: int) -> None:

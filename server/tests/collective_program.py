@@ -1,4 +1,4 @@
-"""One rank as a process: `collective_program.py ACTION RANK SIZE RENDEZVOUS`. It prints what the test expects to read."""
+"""One rank as a process: `collective_program.py ACTION RANK SIZE RENDEZVOUS`. It prints what the test expects."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ fn run(group: &Group, rank: usize, reads: bool) {
 }
 
 fn check(reads: [bool; 2]) {
-    // All interleavings with up to two preemptions; more take hours.
+    // More preemptions take longer than a test may.
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(2);
     model.check(move || {

@@ -9,7 +9,7 @@ use std::time::Duration;
 fn memory(size: usize) -> File {
     // SAFETY: the name is a string, and the new descriptor has no other owner.
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"ranks".as_ptr(), libc::MFD_CLOEXEC)) };
-    file.set_len(segment_bytes(size) as u64).unwrap();
+    file.set_len(segment_bytes(size) as u64).expect("memory");
     file
 }
 
@@ -35,7 +35,7 @@ fn on_ranks(size: usize, of_rank: impl Fn(&Collective) + Sync) {
         for rank in 0..size {
             let (memory, of_rank) = (&memory, &of_rank);
             scope.spawn(move || {
-                let collective = Collective::new(rank, &vec![own_pid(); size], memory.as_fd()).unwrap();
+                let collective = Collective::new(rank, &vec![own_pid(); size], memory.as_fd()).expect("the ranks run");
                 let _release = Release(&collective);
                 of_rank(&collective);
             });
@@ -159,7 +159,7 @@ fn the_number_of_a_round_wraps_around() {
 }
 
 fn child(program: &str, argument: &str) -> Child {
-    Command::new(program).arg(argument).stdout(Stdio::null()).spawn().unwrap()
+    Command::new(program).arg(argument).stdout(Stdio::null()).spawn().expect("the program starts")
 }
 
 #[test]
