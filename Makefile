@@ -41,8 +41,8 @@ simulate: ## simulate the scheduler in virtual time; make simulate SEED=7 STEPS=
 mutants: ## mutation tests of the scheduler with cargo-mutants: hours for all of it; make mutants ARGS="--file scheduler/src/pool.rs"
 	SIMULATION_STEPS=100000 cargo mutants --package penstock-scheduler --exclude-re audit --output target $(ARGS) -- --lib --test simulation
 
-loom: ## test every interleaving of the kernels' threads
-	RUSTFLAGS="--cfg loom" cargo test --locked --quiet --package penstock-kernels --lib --target-dir target/loom pool::
+loom: ## test the interleavings of the kernels' threads and of the ranks' rounds
+	RUSTFLAGS="--cfg loom" cargo test --locked --quiet --package penstock-kernels --lib --target-dir target/loom interleavings::
 
 miri: ## look for undefined behaviour in the kernels' pool; needs a nightly toolchain with miri
 	cargo +nightly miri test --locked --quiet --package penstock-kernels --lib --target-dir target/miri pool::

@@ -8,6 +8,7 @@
 
 #[cfg(target_arch = "x86_64")]
 mod attention;
+mod collective;
 mod cpu;
 #[cfg(target_arch = "x86_64")]
 mod linear;

@@ -2,6 +2,7 @@
 //! kernel: a wrong tensor raises TypeError or ValueError and touches no memory.
 
 mod attention;
+mod collective;
 mod dlpack;
 mod linear;
 mod stack;
@@ -16,6 +17,7 @@ use crate::rotate::{Angles, Heads};
 use crate::sample::Logits;
 use crate::table::NUM_PATTERNS;
 use attention::{AttentionShape, Batch, PagedAttention};
+use collective::Collective;
 use linear::{PackedLinear, Packing, QuantizedPacking, SegmentParts};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -236,6 +238,7 @@ fn penstock_kernels(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("BLOCK_TOKENS", BLOCK)?;
     module.add("MAX_DIM", MAX_DIM)?;
     module.add_class::<Batch>()?;
+    module.add_class::<Collective>()?;
     module.add_class::<Kernels>()?;
     module.add_class::<PackedLinear>()?;
     module.add_class::<PagedAttention>()?;

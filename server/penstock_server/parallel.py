@@ -1,13 +1,13 @@
-"""The ranks that hold one model: their collectives, and how a dimension is split among them."""
+"""The ranks that hold one model, and how a dimension is split among them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock_server.collectives import Collectives, Distributed, connect
 from penstock_server.errors import ConfigError
 
 
@@ -17,53 +17,35 @@ class RankGroup:
 
     rank: int = 0
     size: int = 1
+    collectives: Collectives = field(default_factory=Distributed)
 
     @classmethod
     def join(cls, rank: int, size: int, rendezvous: str, backend: str) -> RankGroup:
         """Connect to the other ranks by a torch.distributed init method; blocks until all are connected."""
-        if size > 1:
-            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
-        return cls(rank, size)
+        if size == 1:
+            return cls()
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
+        return cls(rank, size, connect(rank, size))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(x)
-        return x
+        return x if self.size == 1 else self.collectives.all_reduce(x)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's values on all ranks, in place."""
-        if self.size > 1:
-            dist.broadcast(x, src=0)
-        return x
+        return x if self.size == 1 else self.collectives.broadcast(x)
 
     def gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor | None:
         """[rows, widths[rank]] of every rank → [rows, sum(widths)] on rank 0, None on the others."""
-        if self.size == 1:
-            return x
-        padded = _widened(x, max(widths))
-        parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
-        dist.gather(padded, parts, dst=0)
-        return None if parts is None else _joined(parts, widths)
+        return x if self.size == 1 else self.collectives.gather_columns(x, widths)
 
     def all_gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         """[rows, widths[rank]] of every rank → [rows, sum(widths)] on all of them."""
-        if self.size == 1:
-            return x
-        padded = _widened(x, max(widths))
-        parts = [torch.empty_like(padded) for _ in widths]
-        dist.all_gather(parts, padded)
-        return _joined(parts, widths)
+        return x if self.size == 1 else self.collectives.all_gather_columns(x, widths)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values."""
-        if self.size == 1:
-            return value
-        # NCCL takes tensors of its own device only.
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        x = torch.tensor([value], dtype=torch.int64, device=device)
-        dist.all_reduce(x, op=dist.ReduceOp.MIN)
-        return int(x.item())
+        return value if self.size == 1 else self.collectives.minimum(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +62,6 @@ class Split:
     def widths(self, unit: int = 1) -> tuple[int, ...]:
         """The size of each rank's part, times a unit."""
         return tuple(len(part) * unit for part in self.parts)
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    """Padded to `width`, because collectives need equal shapes."""
-    return x.contiguous() if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
-
-
-def _joined(parts: list[Tensor], widths: tuple[int, ...]) -> Tensor:
-    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
 
 def split_evenly(total: int, rank: int, size: int, unit: int = 1) -> range:

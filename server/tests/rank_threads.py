@@ -49,7 +49,7 @@ def run_ranks(size: int, of_rank: Callable[[RankGroup], T]) -> list[T]:
     def run(rank: int) -> None:
         try:
             with torch.inference_mode():
-                results[rank] = of_rank(ThreadGroup(rank, size, barrier, table))  # type: ignore[arg-type]
+                results[rank] = of_rank(ThreadGroup(rank, size, barrier=barrier, table=table))  # type: ignore[arg-type]
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
             results[rank] = error
             barrier.abort()

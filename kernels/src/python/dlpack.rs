@@ -32,6 +32,11 @@ impl DlType {
     pub(super) const fn new(code: u8, bits: u8) -> DlType {
         DlType { code, bits, lanes: 1 }
     }
+
+    /// Bytes of an element.
+    pub(super) fn bytes(self) -> usize {
+        usize::from(self.bits) * usize::from(self.lanes) / 8
+    }
 }
 
 /// `DLTensor`. Shape and strides are memory of the tensor.

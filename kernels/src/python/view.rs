@@ -2,7 +2,7 @@
 //! a tensor on another device, or another object, raises TypeError. A method checks sizes, which raise ValueError, before it passes
 //! addresses on.
 
-use super::dlpack::{self, DlType};
+use super::dlpack::{self, DlTensor, DlType};
 use crate::pool::{Source, Target};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -49,23 +49,31 @@ pub(super) struct View<'py, T, const N: usize> {
     strides: [usize; N],
 }
 
+fn on_cpu(object: &Bound<'_, PyAny>) -> PyResult<DlTensor> {
+    let described = dlpack::describe(object)?;
+    if described.device_type == dlpack::CPU {
+        return Ok(described);
+    }
+    let device = object.getattr("device")?;
+    Err(PyTypeError::new_err(format!("is on device {device}, must be on the CPU")))
+}
+
+/// Shape and strides in elements.
+fn sizes<const N: usize>(described: &DlTensor) -> PyResult<([usize; N], [usize; N])> {
+    let given = described.num_dimensions;
+    described.sizes().ok_or_else(|| PyTypeError::new_err(format!("has {given} dimensions, must have {N}")))
+}
+
 impl<'py, T: Element, const N: usize> FromPyObject<'_, 'py> for View<'py, T, N> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let described = dlpack::describe(&object)?;
-        if described.device_type != dlpack::CPU {
-            let device = object.getattr("device")?;
-            return Err(PyTypeError::new_err(format!("is on device {device}, must be on the CPU")));
-        }
+        let described = on_cpu(&object)?;
         if described.dtype != T::DTYPE {
             let dtype = object.getattr("dtype")?;
             return Err(PyTypeError::new_err(format!("has dtype {dtype}, must be torch.{}", T::NAME)));
         }
-        let Some((shape, strides)) = described.sizes() else {
-            let given = described.num_dimensions;
-            return Err(PyTypeError::new_err(format!("has {given} dimensions, must have {N}")));
-        };
+        let (shape, strides) = sizes(&described)?;
         Ok(View { address: described.address().cast(), shape, strides, tensor: object.to_owned() })
     }
 }
@@ -156,5 +164,61 @@ impl View<'_, i64, 1> {
             return Err(PyValueError::new_err(format!("{name} contains {index}, there are {end} {what}")));
         }
         self.source(name)
+    }
+}
+
+/// A tensor [rows, columns] of any dtype on the CPU, as bytes. The elements of a row are contiguous.
+pub(super) struct Rows<'py> {
+    _tensor: Bound<'py, PyAny>,
+    address: *mut u8,
+    pub(super) num_rows: usize,
+    num_columns: usize,
+    pub(super) element_bytes: usize,
+    /// From row to row.
+    pub(super) stride_bytes: usize,
+}
+
+impl<'py> FromPyObject<'_, 'py> for Rows<'py> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let described = on_cpu(&object)?;
+        let ([num_rows, num_columns], [row_stride, stride]) = sizes(&described)?;
+        if num_columns > 1 && stride != 1 {
+            return Err(PyValueError::new_err(format!("has elements {stride} apart, must have contiguous rows")));
+        }
+        let element_bytes = described.dtype.bytes();
+        let stride_bytes = if num_rows > 1 { row_stride } else { num_columns } * element_bytes;
+        let address = described.address();
+        Ok(Rows { _tensor: object.to_owned(), address, num_rows, num_columns, element_bytes, stride_bytes })
+    }
+}
+
+impl Rows<'_> {
+    /// Fails unless it has this shape and elements of this size.
+    pub(super) fn expect(&self, name: &str, shape: [usize; 2], element_bytes: usize) -> PyResult<()> {
+        let found = ([self.num_rows, self.num_columns], self.element_bytes);
+        if found == (shape, element_bytes) {
+            return Ok(());
+        }
+        let (given, size) = found;
+        let message =
+            format!("{name} has shape {given:?} of {size}-byte elements, must be {shape:?} of {element_bytes}");
+        Err(PyValueError::new_err(message))
+    }
+
+    pub(super) fn address(&self) -> Source<u8> {
+        Source::new(self.address)
+    }
+
+    /// The address of contiguous rows that are written.
+    pub(super) fn target(&self, name: &str) -> PyResult<Target<u8>> {
+        let row_bytes = self.num_columns * self.element_bytes;
+        if self.stride_bytes != row_bytes {
+            let stride = self.stride_bytes;
+            let message = format!("{name} has rows {stride} bytes apart, must be contiguous: {row_bytes}");
+            return Err(PyValueError::new_err(message));
+        }
+        Ok(Target::new(self.address))
     }
 }

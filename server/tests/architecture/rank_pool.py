@@ -64,13 +64,12 @@ class RankPool:
 
 def main() -> None:
     import torch
-    from penstock_server.parallel import RankGroup
-    from rank_program import run
+    from rank_program import join, run
 
     torch.set_num_threads(1)
     for line in sys.stdin:
         job = json.loads(line)
-        group = RankGroup.join(job["rank"], job["size"], job["rendezvous"], "gloo")
+        group = join(job["rank"], job["size"], job["rendezvous"])
         result = run(Path(job["folder"]), group=group, **job["arguments"])
         if group.rank == 0:
             torch.save(result, job["out"])

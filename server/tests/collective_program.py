@@ -1,0 +1,77 @@
+"""One rank as a process: `collective_program.py ACTION RANK SIZE RENDEZVOUS`. It prints what the test expects."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from penstock_server import collectives
+from penstock_server.collectives import Distributed, SharedMemory
+from penstock_server.parallel import RankGroup
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float32, torch.int64)
+
+
+def part(rows: int, width: int, rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + width)
+    return torch.randint(-99, 99, (rows, width), generator=generator).to(dtype)
+
+
+def compare(group: RankGroup) -> None:
+    """Both kinds of collectives give the same tensors."""
+    shared, distributed = group.collectives, Distributed()
+    assert isinstance(shared, SharedMemory)
+    for dtype in DTYPES:
+        for rows, unit in ((1, 5), (0, 5), (7, 1), (600, 401)):
+            widths = tuple(unit * (rank + 1) for rank in range(group.size))
+            x = part(rows, widths[group.rank], group.rank, dtype)
+            assert torch.equal(shared.all_gather_columns(x, widths), distributed.all_gather_columns(x, widths))
+            # Columns of a wider tensor.
+            wide = part(rows, 2 * widths[group.rank], group.rank, dtype)[:, : widths[group.rank]]
+            found, expected = shared.gather_columns(wide, widths), distributed.gather_columns(wide, widths)
+            assert (found is None) == (expected is None) == (group.rank > 0)
+            assert found is None or (expected is not None and torch.equal(found, expected))
+            for reduce in (shared.all_reduce, shared.broadcast):
+                x = part(rows, unit, group.rank, dtype)
+                same = distributed.all_reduce if reduce == shared.all_reduce else distributed.broadcast
+                expected = same(x.clone())
+                assert reduce(x) is x
+                assert torch.equal(x, expected)
+    assert shared.minimum(10 - group.rank) == 11 - group.size
+    print("equal", flush=True)
+
+
+def outlive(group: RankGroup) -> None:
+    """Rank 0 waits for a rank that the test kills."""
+    print("ready", flush=True)
+    if group.rank > 0:
+        time.sleep(3600)
+    try:
+        group.minimum(0)
+    except RuntimeError as error:
+        print(error, flush=True)
+
+
+def main() -> None:
+    action, rank, size, rendezvous = sys.argv[1:]
+    torch.set_num_threads(1)
+    if action == "apart":
+        # As on two hosts.
+        collectives._place = lambda: 1 + int(rank)
+    group = RankGroup.join(int(rank), int(size), rendezvous, "gloo")
+    match action:
+        case "compare":
+            compare(group)
+        case "outlive":
+            outlive(group)
+        case "apart":
+            x = torch.full((2, 3), group.rank)
+            joined = group.all_gather_columns(x, (3,) * group.size)
+            assert joined.tolist() == [[*([0] * 3), *([1] * 3)]] * 2
+            print(type(group.collectives).__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main()
