@@ -116,22 +116,22 @@ class NativeLinear:
 class NativeNorm:
     """Implements `PackedNorm`."""
 
-    __slots__ = ("_apply", "_apply_heads", "packed")
+    __slots__ = ("_apply", "_apply_heads", "_empty_like", "packed")
 
     def __init__(self, packed: KernelNorm) -> None:
+        import torch
+
+        self._empty_like = torch.empty_like
         self.packed = packed
         self._apply = packed.apply
         self._apply_heads = packed.apply_heads
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = x.new_empty(x.shape)
-        if x.dim() == 2:
-            self._apply(x, y, residual)
-        elif x.dim() == 3:
+        y = self._empty_like(x)
+        if x.dim() == 3:
             self._apply_heads(x, y)
         else:
-            dim = x.shape[-1]
-            self._apply(x.reshape(-1, dim), y.view(-1, dim))
+            self._apply(x, y, residual)
         return y
 
 

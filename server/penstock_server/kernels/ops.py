@@ -32,8 +32,8 @@ class PackedNorm(Protocol):
     """A norm with its parameters."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The norm of x [..., dim], or [rows, heads, dim] if each head has a weight of its own. The last dimension is
-        contiguous. The result has x's dtype, or the weight's if that is narrower.
+        """The norm of x [rows, dim] or [rows, heads, dim], whose last dimension is contiguous. It has x's dtype,
+        or the weight's if that is narrower.
 
         With a residual, both are [rows, dim]: x is added to it in place, and the result is the norm of the sum."""
         ...

@@ -167,8 +167,10 @@ class AttentionBlock:
 
     def append_to(self, program: NativeProgram, source: Register) -> None:
         """Appends `store` and `attend` to a native stack: the input is in `source`, the result in "attended"."""
-        if self.sinks is not None or self.bias is not None:
-            raise NotNativeError("attention with sinks or a learned bias")
+        if self.sinks is not None:
+            raise NotNativeError("attention with sinks")
+        if self.bias is not None:
+            raise NotNativeError("attention with a learned bias")
         program.linear(self.qkv, source, "qkv")
         if self.spec.clip is not None:
             # torch rounds the bounds to the dtype of what it clamps.

@@ -96,8 +96,10 @@ class Decoder:
 
     def _append_layers(self, program: NativeProgram) -> None:
         """Appends layers and final norm to a native stack."""
-        if self.encoder is not None or self.norm is None or self.project is not None:
-            raise NotNativeError("an encoder, or an output that is not a norm's")
+        if self.encoder is not None:
+            raise NotNativeError("an encoder")
+        if self.norm is None or self.project is not None:
+            raise NotNativeError("an output that is not a norm's")
         for layer in self.layers:
             layer.append_to(program, is_last=layer is self.layers[-1])
         program.norm(self.norm, "residual", "output")

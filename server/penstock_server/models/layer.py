@@ -142,8 +142,10 @@ class Layer:
             raise NotNativeError("latent attention")
         if not isinstance(mlp, Mlp):
             raise NotNativeError("experts")
-        if self.cross is not None or spec.placement is NormPlacement.SUM or spec.residual_is_normed:
-            raise NotNativeError("cross-attention, or norms of the residual")
+        if self.cross is not None:
+            raise NotNativeError("cross-attention")
+        if spec.placement is NormPlacement.SUM or spec.residual_is_normed:
+            raise NotNativeError("norms that replace the residual")
         x = self._append_enter(program, "attention_norm")
         attention.append_to(program, x)
         if is_last:
