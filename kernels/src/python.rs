@@ -104,7 +104,7 @@ impl Kernels {
     }
 
     /// Rotates queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim] in place, by the angles at their positions
-    /// [tokens] in the tables cos and sin [max positions, rotary_dim / 2]. A pair is two neighbours if `interleaved`, otherwise of halves.
+    /// [tokens] in the tables cos and sin [max positions, rotary_dim / 2]. Pairs are neighbours if `interleaved`, otherwise they span halves.
     fn rotate(
         &self,
         queries: View<'_, u16, 3>,
