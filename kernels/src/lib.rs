@@ -19,11 +19,14 @@ mod pool;
 #[cfg(target_arch = "x86_64")]
 mod rotate;
 #[cfg(target_arch = "x86_64")]
+mod row;
+#[cfg(target_arch = "x86_64")]
 mod sample;
 #[cfg(target_arch = "x86_64")]
 mod simd;
 #[cfg(target_arch = "x86_64")]
 mod stack;
+#[cfg(target_arch = "x86_64")]
 mod table;
 
 #[cfg(feature = "python")]

@@ -5,24 +5,26 @@ mod attention;
 mod collective;
 mod dlpack;
 mod linear;
+mod norm;
 mod stack;
+mod table;
 mod view;
 
 use crate::attention::{BLOCK, MAX_DIM};
 use crate::cpu::Amx;
 use crate::memory::{self, Arena};
-use crate::norm::RmsNorm;
 use crate::pool::{GompParallel, Pool};
-use crate::rotate::{Angles, Heads};
+use crate::rotate::{Angles, Heads, Pairs};
 use crate::sample::Logits;
-use crate::table::NUM_PATTERNS;
 use attention::{AttentionShape, Batch, PagedAttention};
 use collective::Collective;
 use linear::{PackedLinear, Packing, QuantizedPacking, SegmentParts};
+use norm::PackedNorm;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use stack::Stack;
+use stack::{Program, Stack};
 use std::ffi::CString;
+use table::Table;
 use view::View;
 
 /// Multiply-adds (or so) from which a call lets other Python threads run. PERF: below, it is some 50 µs at most, and waiting
@@ -85,40 +87,26 @@ impl Kernels {
         QuantizedPacking::new(self.pool, &self.arena, &segments, in_features, bias.as_ref(), gated, input_bits)
     }
 
-    /// output = rms_norm(x); both [rows, dim].
-    fn rms_norm(
+    /// The norm of the last dimension, of `kind` "rms", "wide rms" or "layer". weight [1, dim], or [heads, dim] for a weight per head;
+    /// bias the same, or None. Both are copied.
+    fn norm(
         &self,
-        x: View<'_, u16, 2>,
-        weight: View<'_, u16, 1>,
-        output: View<'_, u16, 2>,
+        kind: &str,
+        weight: View<'_, f32, 2>,
+        bias: Option<View<'_, f32, 2>>,
         eps: f32,
-    ) -> PyResult<()> {
-        let norm = norm(&x, &weight, eps)?;
-        let output = output.expect("output", x.shape())?.target("output")?;
-        // SAFETY: x, weight and output have the norm's sizes.
-        unsafe { norm.apply(&self.pool, x.source("x")?, output) };
-        Ok(())
+    ) -> PyResult<PackedNorm> {
+        PackedNorm::new(self.pool, kind, &weight, bias.as_ref(), eps)
     }
 
-    /// residual += x; output = rms_norm(residual). All [rows, dim].
-    fn add_rms_norm(
-        &self,
-        x: View<'_, u16, 2>,
-        residual: View<'_, u16, 2>,
-        weight: View<'_, u16, 1>,
-        output: View<'_, u16, 2>,
-        eps: f32,
-    ) -> PyResult<()> {
-        let norm = norm(&x, &weight, eps)?;
-        let residual = residual.expect("residual", x.shape())?.target("residual")?;
-        let output = output.expect("output", x.shape())?.target("output")?;
-        // SAFETY: x, residual, weight and output have the norm's sizes.
-        unsafe { norm.add_apply(&self.pool, x.source("x")?, residual, output) };
-        Ok(())
+    /// A function of one number as its results [65,536] by the bits of their argument. A gate multiplies them with the second half of
+    /// each row.
+    fn table(&self, results: View<'_, u16, 1>, is_gate: bool) -> PyResult<Table> {
+        Table::new(self.pool, &results, is_gate)
     }
 
     /// Rotates queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim] in place, by the angles at their positions
-    /// [tokens] in the tables cos and sin [max positions, rotary_dim / 2].
+    /// [tokens] in the tables cos and sin [max positions, rotary_dim / 2]. Pairs are neighbours if `interleaved`, otherwise they span halves.
     fn rotate(
         &self,
         queries: View<'_, u16, 3>,
@@ -126,6 +114,7 @@ impl Kernels {
         cos: View<'_, f32, 2>,
         sin: View<'_, f32, 2>,
         positions: View<'_, i64, 1>,
+        interleaved: bool,
     ) -> PyResult<()> {
         let ([num_tokens, _, head_dim], [_, num_kv_heads, _]) = (queries.shape(), keys.shape());
         let [num_positions, half] = cos.shape();
@@ -137,20 +126,11 @@ impl Kernels {
             sin: sin.expect("sin", cos.shape())?.source("sin")?,
             positions: positions.indices("positions", num_positions, "positions")?,
             half,
+            pairs: pairs(interleaved),
         };
         let heads = [heads("queries", &queries)?, heads("keys", &keys)?];
         // SAFETY: queries and keys have these heads for every token, and every position is in the tables.
         unsafe { crate::rotate::rotate(&self.pool, &angles, heads, num_tokens) };
-        Ok(())
-    }
-
-    /// output = a function of each element of x, both [rows, dim]; `table` [65,536] has its results by the bits of their argument.
-    fn look_up(&self, table: View<'_, u16, 1>, x: View<'_, u16, 2>, output: View<'_, u16, 2>) -> PyResult<()> {
-        let [num_rows, dim] = x.shape();
-        let table = table.expect("table", [NUM_PATTERNS])?.source("table")?;
-        let output = output.expect("output", x.shape())?.target("output")?;
-        // SAFETY: the table has a result for every argument, and x and output have these sizes.
-        unsafe { crate::table::look_up(&self.pool, table, x.rows("x")?, output, dim, num_rows) };
         Ok(())
     }
 
@@ -194,9 +174,8 @@ impl Kernels {
     }
 }
 
-fn norm(x: &View<'_, u16, 2>, weight: &View<'_, u16, 1>, eps: f32) -> PyResult<RmsNorm> {
-    let [num_rows, dim] = x.shape();
-    Ok(RmsNorm { weight: weight.expect("weight", [dim])?.source("weight")?, eps, dim, num_rows })
+fn pairs(interleaved: bool) -> Pairs {
+    if interleaved { Pairs::Neighbours } else { Pairs::Halves }
 }
 
 fn heads(name: &str, tokens: &View<'_, u16, 3>) -> PyResult<Heads> {
@@ -241,8 +220,11 @@ fn penstock_kernels(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Collective>()?;
     module.add_class::<Kernels>()?;
     module.add_class::<PackedLinear>()?;
+    module.add_class::<PackedNorm>()?;
     module.add_class::<PagedAttention>()?;
+    module.add_class::<Program>()?;
     module.add_class::<Stack>()?;
+    module.add_class::<Table>()?;
     module.add_function(wrap_pyfunction!(supported, module)?)?;
     module.add_function(wrap_pyfunction!(advise_huge_pages, module)?)
 }

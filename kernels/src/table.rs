@@ -2,6 +2,7 @@
 //! compute their remainder differently, and the batch decides where they end.
 
 use crate::pool::{Executor, Source, Target};
+use crate::row;
 
 /// Number of bf16 bit patterns.
 pub(crate) const NUM_PATTERNS: usize = 1 << 16;
@@ -9,51 +10,99 @@ pub(crate) const NUM_PATTERNS: usize = 1 << 16;
 /// Elements from which a parallel section pays off.
 const PART_NUMBERS: usize = 1 << 14;
 
-/// `output[row][i] = table[x[row][i]]` for rows of `dim` elements; rows of x are `stride` elements apart, those of output contiguous.
-///
-/// # Safety
-/// The table must have `NUM_PATTERNS` results, indexed by the argument's bits. The pointers must be valid for `num_rows` rows and must
-/// not overlap.
-pub(crate) unsafe fn look_up(
-    executor: &impl Executor,
-    table: Source<u16>,
-    (x, stride): (Source<u16>, usize),
-    output: Target<u16>,
-    dim: usize,
-    num_rows: usize,
-) {
-    executor.for_ranges(num_rows, PART_NUMBERS / dim.max(1), |range| {
-        for row in range {
-            // SAFETY: guaranteed by the caller.
-            unsafe {
-                let row_of_x = std::slice::from_raw_parts(x.at(row * stride), dim);
-                let row_of_output = std::slice::from_raw_parts_mut(output.at(row * dim), dim);
-                for (result, &argument) in row_of_output.iter_mut().zip(row_of_x) {
-                    *result = *table.at(usize::from(argument));
-                }
+/// A function, and what its arguments are.
+#[derive(Clone, Copy)]
+pub(crate) struct Table {
+    /// `NUM_PATTERNS` results, indexed by the argument's bits.
+    pub(crate) results: Source<u16>,
+    /// Whether a row is a gate, the function's arguments, and as many numbers that the results are multiplied with.
+    pub(crate) is_gate: bool,
+}
+
+impl Table {
+    /// Elements of the result of a row of `width` elements, which must be even for a gate.
+    pub(crate) fn output_columns(&self, width: usize) -> usize {
+        if self.is_gate { width / 2 } else { width }
+    }
+
+    /// Applies the table to rows of `width` elements; rows of x are `stride` elements apart, those of output contiguous.
+    ///
+    /// # Safety
+    /// The pointers must be valid for `num_rows` rows and must not overlap. The CPU must be `supported()`.
+    pub(crate) unsafe fn apply(
+        &self,
+        executor: &impl Executor,
+        (x, stride): (Source<u16>, usize),
+        output: Target<u16>,
+        width: usize,
+        num_rows: usize,
+    ) {
+        executor.for_ranges(num_rows, PART_NUMBERS / width.max(1), |range| {
+            for row in range {
+                // SAFETY: guaranteed by the caller.
+                unsafe { self.apply_row(x.at(row * stride), output.at(row * self.output_columns(width)), width) };
+            }
+        });
+    }
+
+    /// Applies the table to one row.
+    ///
+    /// # Safety
+    /// As for `apply`.
+    pub(crate) unsafe fn apply_row(&self, x: *const u16, output: *mut u16, width: usize) {
+        let dim = self.output_columns(width);
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            let arguments = std::slice::from_raw_parts(x, dim);
+            let results = std::slice::from_raw_parts_mut(output, dim);
+            for (result, &argument) in results.iter_mut().zip(arguments) {
+                *result = *self.results.at(usize::from(argument));
+            }
+            if self.is_gate {
+                row::multiply(x.add(dim), output, dim);
             }
         }
-    });
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{Random, spawning_pool};
+    use crate::testing::{Random, spawning_pool, to_bf16, to_f32};
+
+    fn applied(results: &[u16], is_gate: bool, x: &[u16], stride: usize, width: usize, num_rows: usize) -> Vec<u16> {
+        let table = Table { results: Source::new(results.as_ptr()), is_gate };
+        let mut output = vec![0; num_rows * table.output_columns(width)];
+        let (rows, target) = ((Source::new(x.as_ptr()), stride), Target::new(output.as_mut_ptr()));
+        // SAFETY: sizes as made.
+        unsafe { table.apply(&spawning_pool(3), rows, target, width, num_rows) };
+        output
+    }
 
     #[test]
+    #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
     fn every_number_is_looked_up_alone() {
-        let table: Vec<u16> = (0..NUM_PATTERNS).map(|pattern| (pattern as u16).wrapping_mul(31) ^ 5).collect();
+        let results: Vec<u16> = (0..NUM_PATTERNS).map(|pattern| (pattern as u16).wrapping_mul(31) ^ 5).collect();
         for (num_rows, dim, stride) in [(1, 1, 1), (3, 33, 40), (40, 700, 1400), (0, 8, 8)] {
             let x = Random::new(dim as u64).bf16s(num_rows * stride + 1);
-            let mut output = vec![0; num_rows * dim + 1];
-            let (rows, target) = ((Source::new(x.as_ptr()), stride), Target::new(output.as_mut_ptr()));
-            // SAFETY: sizes as made.
-            unsafe { look_up(&spawning_pool(3), Source::new(table.as_ptr()), rows, target, dim, num_rows) };
-            let expected =
-                x.chunks(stride).take(num_rows).flat_map(|row| &row[..dim]).map(|&number| table[number as usize]);
-            assert!(output[..num_rows * dim].iter().copied().eq(expected));
-            assert_eq!(output[num_rows * dim], 0);
+            let rows = x.chunks(stride).take(num_rows);
+            let expected: Vec<u16> = rows.flat_map(|row| &row[..dim]).map(|&x| results[x as usize]).collect();
+            assert_eq!(applied(&results, false, &x, stride, dim, num_rows), expected);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
+    fn results_of_a_gate_are_multiplied() {
+        let halves: Vec<u16> = (0..NUM_PATTERNS).map(|pattern| to_bf16(to_f32(pattern as u16) / 2.0)).collect();
+        for (num_rows, dim, stride) in [(1, 1, 2), (3, 33, 70), (40, 700, 1400)] {
+            let x = Random::new(dim as u64).bf16s(num_rows * stride);
+            let gated = |row: &[u16]| -> Vec<u16> {
+                let halved = row[..dim].iter().map(|&x| to_f32(halves[x as usize]));
+                halved.zip(&row[dim..]).map(|(gate, &up)| to_bf16(gate * to_f32(up))).collect()
+            };
+            let expected: Vec<u16> = x.chunks(stride).flat_map(gated).collect();
+            assert_eq!(applied(&halves, true, &x, stride, 2 * dim, num_rows), expected);
         }
     }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,10 +15,10 @@ from penstock_server.attention.interface import Alibi, AttentionMask, AttentionS
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels import native_ops
 from penstock_server.kernels.activation import ACTIVATIONS
-from penstock_server.kernels.ops import NormVariant
+from penstock_server.kernels.ops import NormVariant, PackedNorm
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.linear import DenseLinear
-from penstock_server.layers.native_stack import NativeStack, StackLayer
+from penstock_server.layers.native_stack import NativeProgram, NativeStack
 from penstock_server.layers.step import StepContext
 from torch import Tensor
 
@@ -27,6 +27,7 @@ penstock_kernels = pytest.importorskip("penstock_kernels")
 
 BF16 = torch.bfloat16
 VARIANT = NormVariant(1e-5)
+VARIANTS = [VARIANT, NormVariant(1e-6, is_wide=True), NormVariant(1e-5, "layer")]
 SHAPES = [(1, 1), (17, 3), (48, 64), (100, 31), (576, 576), (960, 576), (130, 1536)]
 ROWS = [1, 2, 3, 7, 8, 9, 32, 100, 260]
 
@@ -130,15 +131,30 @@ def test_gate_up_equals_torch(ops: native_ops.NativeOps) -> None:
 
 
 @pytest.mark.parametrize("dim", [1, 16, 100, 576, 4096])
-def test_norms_equal_torch(ops: native_ops.NativeOps, torch_ops: TorchOps, dim: int) -> None:
-    weight = random(dim)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_norms_equal_torch(ops: native_ops.NativeOps, torch_ops: TorchOps, variant: NormVariant, dim: int) -> None:
+    weight, bias = random(dim), random(dim, scale=0.5) if variant.kind == "layer" else None
+    norm, reference = (each.pack_norm(weight, bias, variant) for each in (ops, torch_ops))
     for rows in ROWS:
         x, residual = random(rows, dim), random(rows + 1, dim)[1:].contiguous()
-        assert_near(ops.norm(x, weight, None, VARIANT), torch_ops.norm(x, weight, None, VARIANT))
+        assert_near(norm(x), reference(x))
         sum_native, sum_torch = residual.clone(), residual.clone()
-        normed = ops.norm(x, weight, None, VARIANT, sum_native)
-        assert_near(normed, torch_ops.norm(x, weight, None, VARIANT, sum_torch))
+        assert_near(norm(x, sum_native), reference(x, sum_torch))
         assert torch.equal(sum_native, sum_torch)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("has_own_weights", [False, True])
+def test_norms_of_heads_equal_torch(
+    ops: native_ops.NativeOps, torch_ops: TorchOps, variant: NormVariant, has_own_weights: bool
+) -> None:
+    for heads, dim in ((1, 16), (3, 40), (8, 128)):
+        weight = random(heads, dim).float() if has_own_weights else random(dim).float()
+        fused = random(20, heads + 4, dim)
+        norm = ops.pack_norm(weight, None, variant)
+        normed = norm(fused[:, 1 : heads + 1])
+        assert_near(normed, torch_ops.norm(fused[:, 1 : heads + 1], weight, None, variant))
+        assert torch.equal(torch.cat([norm(row[:, 1 : heads + 1]) for row in fused.split(1)]), normed)
 
 
 def angles(rotary_dim: int) -> tuple[Tensor, Tensor]:
@@ -147,14 +163,17 @@ def angles(rotary_dim: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (64, 32), (80, 20), (256, 256)])
-def test_rotate_equals_torch(ops: native_ops.NativeOps, torch_ops: TorchOps, head_dim: int, rotary_dim: int) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotate_equals_torch(
+    ops: native_ops.NativeOps, torch_ops: TorchOps, head_dim: int, rotary_dim: int, interleaved: bool
+) -> None:
     cos, sin = angles(rotary_dim)
     for rows in ROWS:
         positions = torch.randint(0, 500, (rows,))
         fused = random(rows, 9 + 3 + 3, head_dim)
         expected = fused.clone()
-        ops.rotate(fused[:, :9], fused[:, 9:12], cos, sin, positions)
-        torch_ops.rotate(expected[:, :9], expected[:, 9:12], cos, sin, positions)
+        ops.rotate(fused[:, :9], fused[:, 9:12], cos, sin, positions, interleaved=interleaved)
+        torch_ops.rotate(expected[:, :9], expected[:, 9:12], cos, sin, positions, interleaved=interleaved)
         assert torch.equal(fused, expected)
 
 
@@ -367,42 +386,76 @@ def test_queries_may_be_views_of_a_fused_tensor() -> None:
     assert torch.equal(actual, world.native.attend(queries, world.caches[0], metadata))
 
 
-def make_layers(
-    ops: native_ops.NativeOps, mask: AttentionMask, hidden: int
-) -> tuple[native.NativeAttention, list[StackLayer]]:
-    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16, mask=mask))
+@dataclass(frozen=True)
+class SmallLayer:
+    """A Llama layer whose MLP has a size of its own."""
+
+    attention_norm: PackedNorm
+    qkv: DenseLinear
+    output: DenseLinear
+    mlp_norm: PackedNorm
+    gate_up: DenseLinear
+    down: DenseLinear
+
+
+@dataclass(frozen=True)
+class SmallDecoder:
+    attention: native.NativeAttention
+    layers: list[SmallLayer]
+    final_norm: PackedNorm
+    rope: tuple[Tensor, Tensor]
+    ops: native_ops.NativeOps
+
+    def stack(self) -> NativeStack:
+        program = NativeProgram(96)
+        for layer in self.layers:
+            program.norm(layer.attention_norm, "residual", "normed")
+            program.linear(layer.qkv, "normed", "qkv")
+            program.rotate(self.attention, self.rope, interleaved=False)
+            program.write(self.attention)
+            program.attend()
+            if layer is self.layers[-1]:
+                program.select(["residual", "attended"])
+            program.linear(layer.output, "attended", "residual", adds=True)
+            program.norm(layer.mlp_norm, "residual", "normed")
+            program.linear(layer.gate_up, "normed", "activated")
+            program.linear(layer.down, "activated", "residual", adds=True)
+        program.norm(self.final_norm, "residual", "output")
+        return program.finish()
+
+    def one_by_one(self, residual: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
+        batch = step.batch
+        for layer, cache in zip(self.layers, caches, strict=True):
+            qkv = layer.qkv(layer.attention_norm(residual), step).view(-1, 8, 32)
+            self.ops.rotate(qkv[:, :4], qkv[:, 4:6], *self.rope, batch.positions)
+            self.attention.write_kv(cache, qkv[:, 4:6], qkv[:, 6:], batch.slots)
+            attended = self.attention.attend(qkv[:, :4], cache, step.metadata[self.attention.name]).flatten(1)
+            normed = layer.mlp_norm(layer.output(attended, step), residual)
+            residual += layer.down(layer.gate_up(normed, step), step)
+        return self.final_norm(residual)[batch.sample_rows]
+
+
+def small_decoder(ops: native_ops.NativeOps, mask: AttentionMask) -> SmallDecoder:
     layers = [
-        StackLayer(
-            attention_norm=random(hidden),
-            qkv=DenseLinear(ops.pack_linear(random(8 * 32, hidden, scale=0.1), random(8 * 32, scale=0.1))),
-            output=DenseLinear(ops.pack_linear(random(hidden, 4 * 32, scale=0.1), None)),
-            mlp_norm=random(hidden),
-            gate_up=DenseLinear(ops.pack_gate_up(random(2 * 200 + layer * 100, hidden, scale=0.1), None)),
-            down=DenseLinear(ops.pack_linear(random(hidden, 200 + layer * 50, scale=0.1), None)),
+        SmallLayer(
+            attention_norm=ops.pack_norm(random(96), None, VARIANT),
+            qkv=DenseLinear(ops.pack_linear(random(8 * 32, 96, scale=0.1), random(8 * 32, scale=0.1))),
+            output=DenseLinear(ops.pack_linear(random(96, 4 * 32, scale=0.1), None)),
+            mlp_norm=ops.pack_norm(random(96), None, VARIANT),
+            gate_up=DenseLinear(ops.pack_gate_up(random(2 * 200 + layer * 100, 96, scale=0.1), None)),
+            down=DenseLinear(ops.pack_linear(random(96, 200 + layer * 50, scale=0.1), None)),
         )
         for layer in range(3)
     ]
-    return attention, layers
+    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16, mask=mask))
+    return SmallDecoder(attention, layers, ops.pack_norm(random(96), None, VARIANT), angles(32), ops)
 
 
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=70)])
 def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, mask: AttentionMask) -> None:
-    hidden, rope = 96, angles(32)
-    attention, layers = make_layers(ops, mask, hidden)
-    final_norm = random(hidden)
-    stack = NativeStack(attention, layers, final_norm, rope, VARIANT.eps)
-    caches, plain_caches = ([attention.allocate(80) for _ in layers] for _ in range(2))
-
-    def plain(residual: Tensor, step: StepContext) -> Tensor:
-        batch = step.batch
-        for layer, cache in zip(layers, plain_caches, strict=True):
-            qkv = layer.qkv(ops.norm(residual, layer.attention_norm, None, VARIANT), step).view(-1, 8, 32)
-            ops.rotate(qkv[:, :4], qkv[:, 4:6], *rope, batch.positions)
-            attention.write_kv(cache, qkv[:, 4:6], qkv[:, 6:], batch.slots)
-            attended = attention.attend(qkv[:, :4], cache, step.metadata[attention.name]).flatten(1)
-            normed = ops.norm(layer.output(attended, step), layer.mlp_norm, None, VARIANT, residual)
-            residual += layer.down(layer.gate_up(normed, step), step)
-        return ops.norm(residual, final_norm, None, VARIANT)[batch.sample_rows]
+    decoder = small_decoder(ops, mask)
+    attention, stack = decoder.attention, decoder.stack()
+    caches, plain_caches = ([attention.allocate(80) for _ in decoder.layers] for _ in range(2))
 
     # sequence 0 in blocks 0.., sequence 1 in blocks 40..: chunks, single tokens, and steps that sample nothing
     computed = [0, 0]
@@ -423,9 +476,9 @@ def test_a_stack_of_layers_equals_its_operators(ops: native_ops.NativeOps, mask:
             max_query_tokens=max(counts),
             max_context_tokens=max(computed),
         )
-        residual = random(len(positions), hidden)
+        residual = random(len(positions), 96)
         step = StepContext(batch, {attention.name: attention.prepare(batch)})
-        expected = plain(residual.clone(), step)
+        expected = decoder.one_by_one(residual.clone(), plain_caches, step)
         assert torch.equal(stack.run(residual, caches, step), expected)
         assert all(torch.equal(a, b) for a, b in zip(caches, plain_caches, strict=True))
 
@@ -443,6 +496,14 @@ def test_an_elementwise_function_depends_on_the_element_only(ops: native_ops.Nat
         assert torch.equal(torch.cat([function(gate[row : row + 1]) for row in range(rows)]), together)
     odd = torch.tensor([[float("inf"), -float("inf"), float("nan"), -0.0, 3e38]]).bfloat16()
     torch.testing.assert_close(function(odd), ACTIVATIONS[name](odd), rtol=2**-7, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_a_gate_is_the_activation_times_the_second_half(ops: native_ops.NativeOps, name: str) -> None:
+    activation, gated = ops.elementwise(ACTIVATIONS[name]), ops.gated(ACTIVATIONS[name])
+    for rows, dim in ((1, 1), (7, 33), (100, 1000)):
+        x = random(rows, 2 * dim, scale=3.0)
+        assert torch.equal(gated(x), activation(x[:, :dim]) * x[:, dim:])
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -468,7 +529,7 @@ Call = Callable[[native_ops.NativeOps], object]
 
 
 def norm(x: Tensor, width: int = 8) -> Call:
-    return lambda ops: ops.norm(x, zeros(width), None, VARIANT)
+    return lambda ops: ops.pack_norm(zeros(width), None, VARIANT)(x)
 
 
 def linear(x: Tensor, output: Tensor) -> Call:
@@ -499,7 +560,7 @@ REJECTED: dict[str, tuple[type[Exception], str, Call]] = {
     "another object": (
         TypeError,
         "is list, must be a tensor\nwhile processing 'x'",
-        lambda ops: ops._kernels.rms_norm([], *[None] * 3),
+        lambda ops: ops.pack_norm(zeros(8), None, VARIANT).packed.apply([], zeros(2, 8)),
     ),
     "dtype": (
         TypeError,
@@ -508,11 +569,11 @@ REJECTED: dict[str, tuple[type[Exception], str, Call]] = {
     ),
     "dimensions": (TypeError, "has 1 dimensions, must have 2\nwhile processing 'x'", linear(zeros(8), zeros(2, 4))),
     "device": (TypeError, "device meta, must be on the CPU\nwhile processing 'x'", norm(zeros(2, 8).to("meta"))),
-    "shape": (ValueError, "weight has shape", norm(zeros(2, 8), 7)),
+    "shape": (ValueError, "x has rows of 1 by 8 elements, which its norm of 7", norm(zeros(2, 8), 7)),
     "residual's shape": (
         ValueError,
         "residual has shape",
-        lambda ops: ops.norm(zeros(2, 8), zeros(8), None, VARIANT, zeros(1, 8)),
+        lambda ops: ops.pack_norm(zeros(8), None, VARIANT)(zeros(2, 8), zeros(1, 8)),
     ),
     "rows that are not contiguous": (ValueError, "x has shape", linear(zeros(8, 2).T, zeros(2, 4))),
     "output that is not contiguous": (ValueError, "output has shape", linear(zeros(2, 8), zeros(2, 9)[:, :4])),
@@ -573,8 +634,8 @@ def test_attention_rejects_what_lies_outside_of_its_cache() -> None:
 
 
 def test_a_stack_rejects_what_lies_outside_of_its_tables_and_caches(ops: native_ops.NativeOps) -> None:
-    attention, layers = make_layers(ops, AttentionMask(), 96)
-    stack = NativeStack(attention, layers, random(96), angles(32), 1e-5)
+    decoder = small_decoder(ops, AttentionMask())
+    attention, stack = decoder.attention, decoder.stack()
     caches = [attention.allocate(num_blocks) for num_blocks in (3, 2, 3)]
     batch = StepBatch(
         token_ids=integers(1, 2),
@@ -605,10 +666,99 @@ def test_a_stack_rejects_what_lies_outside_of_its_tables_and_caches(ops: native_
             run(wrong, random(2, 96), caches)
     with pytest.raises(ValueError, match="2 caches for 3 layers"):
         run(batch, random(2, 96), caches[:2])
-    with pytest.raises(ValueError, match="attention_norm has shape"):
-        NativeStack(attention, [replace(layers[0], attention_norm=random(95))], random(96), angles(32), 1e-5)
-    with pytest.raises(ValueError, match="sin has shape"):
-        NativeStack(attention, layers, random(96), (angles(32)[0], angles(16)[1]), 1e-5)
+
+
+Write = Callable[[native_ops.NativeOps, NativeProgram], object]
+
+
+def small_attention() -> native.NativeAttention:
+    return native.NativeAttention(AttentionShape(2, 1, 16, 0.25, 16))
+
+
+def projected(ops: native_ops.NativeOps, program: NativeProgram, width: int = 64) -> None:
+    program.linear(DenseLinear(ops.pack_linear(zeros(width, 32), None)), "residual", "qkv")
+
+
+# A part of the error, and the operations.
+WRONG_PROGRAMS: dict[str, tuple[str, Write]] = {
+    "a norm of another size": (
+        "Residual has 32 columns, a norm must have 31",
+        lambda ops, program: program.norm(ops.pack_norm(zeros(31), None, VARIANT), "residual", "normed"),
+    ),
+    "a register without value": (
+        "Normed is read before it is written",
+        lambda ops, program: program.norm(ops.pack_norm(zeros(32), None, VARIANT), "normed", "normed"),
+    ),
+    "input and output in one place": (
+        "Residual cannot be both input and output",
+        lambda ops, program: program.linear(DenseLinear(ops.pack_linear(zeros(32, 32), None)), "residual", "residual"),
+    ),
+    "a sum of other widths": (
+        "Residual has 32 columns, a sum must have 64",
+        lambda ops, program: (projected(ops, program), program.add("qkv", "residual")),
+    ),
+    "too few queries, keys and values": (
+        "Qkv has 63 columns, queries, keys and values must have 64",
+        lambda ops, program: (projected(ops, program, 63), program.write(small_attention())),
+    ),
+    "norms of more heads than there are": (
+        "a norm of 5 groups of 16 does not fit 64 columns",
+        lambda ops, program: (
+            projected(ops, program),
+            program.norm_heads(ops.pack_norm(zeros(16), None, VARIANT), 0, 5),
+        ),
+    ),
+    "tables of other sizes": (
+        "sin has shape",
+        lambda ops, program: (
+            projected(ops, program),
+            program.rotate(small_attention(), (angles(16)[0], angles(8)[1]), interleaved=False),
+        ),
+    ),
+    "a rotation wider than heads": (
+        "cos has 9 columns, must have at most half of the 16 of a head",
+        lambda ops, program: (
+            projected(ops, program),
+            program.rotate(small_attention(), angles(18), interleaved=False),
+        ),
+    ),
+    "attention without a cache": ("attention needs a cache", lambda _, program: program.attend()),
+    "attention of sampled rows": (
+        "only the sampled rows are left",
+        lambda ops, program: (
+            projected(ops, program),
+            program.write(small_attention()),
+            program.select(["residual", "qkv"]),
+            program.attend(),
+        ),
+    ),
+    "a register that was not kept": (
+        "Qkv is read before it is written",
+        lambda ops, program: (projected(ops, program), program.select(["residual"]), program.scale("qkv", 2.0)),
+    ),
+    "output for all rows": (
+        "the output has sampled rows only",
+        lambda ops, program: program.norm(ops.pack_norm(zeros(32), None, VARIANT), "residual", "output"),
+    ),
+    "a gate of an odd width": (
+        "a gate and its factor have 63 columns",
+        lambda ops, program: (
+            projected(ops, program, 63),
+            program.look_up(ops.gated(torch.relu), "qkv", "activated"),
+        ),
+    ),
+    "no output": (
+        "a stack must output 32 columns",
+        lambda ops, program: (projected(ops, program), program.write(small_attention()), program.finish()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PROGRAMS)
+def test_a_stack_refuses_operations_that_do_not_fit(ops: native_ops.NativeOps, name: str) -> None:
+    message, write = WRONG_PROGRAMS[name]
+    with pytest.raises(ValueError, match=message):
+        write(ops, NativeProgram(32))
 
 
 def test_checks_do_not_depend_on_assertions() -> None:

@@ -26,7 +26,6 @@ from penstock_server.attention.interface import Alibi, AttentionMask, AttentionS
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels import triton_device
 from penstock_server.kernels.torch_ops import TorchOps
-from penstock_server.layers.rope import rotate_interleaved
 from tested_device import DEVICE, triton_skip_reason
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -182,11 +181,7 @@ def test_writing_rotates_queries_in_place_and_keys_as_they_are_stored(
     queries, keys, values = fused.split([heads, 2, 2], dim=1)
     cache = attention.allocate(num_blocks=3)
     attention.write_kv(cache, keys, values[..., :7], slots, Rotation(queries, cos, sin, positions, is_interleaved))
-    if is_interleaved:
-        for rotated in (expected_queries, expected_keys):
-            rotate_interleaved(rotated, cos, sin, positions)
-    else:
-        TorchOps().rotate(expected_queries, expected_keys, cos, sin, positions)
+    TorchOps().rotate(expected_queries, expected_keys, cos, sin, positions, interleaved=is_interleaved)
     torch.testing.assert_close(queries, expected_queries)
     stored = cache.transpose(1, 2).flatten(0, 1)[slots]
     torch.testing.assert_close(stored, stored_rows(shape, expected_keys, values[..., :7]))

@@ -84,13 +84,14 @@ def test_rows_of_part_of_a_projection_are_normalized() -> None:
     assert OPS.norm(rows[:0], random(2, 24), None, RMS).shape == (0, 24)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "half"), [(4, 4, 16, 8), (6, 1, 64, 20), (70, 2, 8, 3)])
-def test_rotation_equals_torch(heads: int, kv_heads: int, dim: int, half: int) -> None:
+def test_rotation_equals_torch(heads: int, kv_heads: int, dim: int, half: int, interleaved: bool) -> None:
     fused = random(1, 3, heads + kv_heads + 1, dim)
     expected = fused.clone()
     cos, sin, positions = random(2, 9, half), random(3, 9, half), torch.tensor([8, 0, 5])
     for ops, x in ((OPS, fused), (TORCH, expected)):
-        ops.rotate(x[:, :heads], x[:, heads : heads + kv_heads], cos, sin, positions)
+        ops.rotate(x[:, :heads], x[:, heads : heads + kv_heads], cos, sin, positions, interleaved=interleaved)
     assert_near(fused, expected)
 
 

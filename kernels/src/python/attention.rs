@@ -6,6 +6,7 @@ use crate::attention::{self, Alibi, Attention, AttentionMask, BLOCK, DistanceBia
 use crate::pool::{Executor, Pool, Source, Target};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use std::sync::Arc;
 
 /// Multiply-adds of attention up to which one thread is done before a second has started.
 const SERIAL_BELOW: usize = 1 << 17;
@@ -134,7 +135,7 @@ impl Batch {
 #[pyclass(frozen)]
 pub(super) struct PagedAttention {
     pub(super) pool: Pool,
-    pub(super) attention: Attention,
+    pub(super) attention: Arc<Attention>,
 }
 
 impl PagedAttention {
@@ -143,15 +144,16 @@ impl PagedAttention {
         let layout = Layout { num_heads, num_kv_heads, head_dim, value_dim: output_dim, values_in_keys, scale };
         let AttentionShape { mask, soft_cap, alibi, has_relative_bias, .. } = shape;
         let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias };
-        Ok(PagedAttention { pool, attention: attention.checked().map_err(PyValueError::new_err)? })
+        let attention = attention.checked().map_err(PyValueError::new_err)?;
+        Ok(PagedAttention { pool, attention: Arc::new(attention) })
     }
+}
 
-    /// A cache's address and number of blocks.
-    pub(super) fn cache(&self, cache: &View<'_, u16, 2>) -> PyResult<(Target<u16>, usize)> {
-        let [num_blocks, _] = cache.shape();
-        cache.expect("cache", [num_blocks, self.block_elements()])?;
-        Ok((cache.target("cache")?, num_blocks))
-    }
+/// The address and the number of blocks of an attention's cache.
+pub(super) fn cache_of(attention: &Attention, cache: &View<'_, u16, 2>) -> PyResult<(Target<u16>, usize)> {
+    let [num_blocks, _] = cache.shape();
+    cache.expect("cache", [num_blocks, attention.layout.offset(1, 0)])?;
+    Ok((cache.target("cache")?, num_blocks))
 }
 
 #[pymethods]
@@ -166,7 +168,7 @@ impl PagedAttention {
         slots: View<'_, i64, 1>,
     ) -> PyResult<()> {
         let Layout { num_kv_heads, head_dim, value_dim, values_in_keys, .. } = self.attention.layout;
-        let (cache, num_blocks) = self.cache(&cache)?;
+        let (cache, num_blocks) = cache_of(&self.attention, &cache)?;
         let [num_tokens, ..] = keys.shape();
         let keys = keys.expect("keys", [num_tokens, num_kv_heads, head_dim])?.rows("keys")?;
         let values = match &values {
@@ -203,7 +205,7 @@ impl PagedAttention {
     ) -> PyResult<()> {
         let Layout { num_heads, head_dim, value_dim, .. } = self.attention.layout;
         let num_tokens = batch.num_tokens;
-        let (cache, num_blocks) = self.cache(&cache)?;
+        let (cache, num_blocks) = cache_of(&self.attention, &cache)?;
         batch.expect_blocks(num_blocks)?;
         let (queries, stride) = queries.expect("queries", [num_tokens, num_heads, head_dim])?.rows("queries")?;
         require(bias.is_some() == self.attention.has_relative_bias, || {

@@ -1,78 +1,154 @@
 //! All layers of a decoder in one call.
 
-use super::attention::{Batch, PagedAttention};
+use super::attention::{Batch, PagedAttention, cache_of};
 use super::linear::PackedLinear;
-use super::require;
+use super::norm::PackedNorm;
+use super::table::Table;
 use super::view::View;
+use super::{pairs, require};
 use crate::attention::BLOCK;
 use crate::pool::Pool;
-use crate::stack::{self, Step};
+use crate::stack::{self, Register, Rotation, Step};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
+impl<'py> FromPyObject<'_, 'py> for Register {
+    type Error = PyErr;
+
+    fn extract(name: Borrowed<'_, 'py, PyAny>) -> PyResult<Register> {
+        Ok(match name.extract::<&str>()? {
+            "residual" => Register::Residual,
+            "normed" => Register::Normed,
+            "qkv" => Register::Qkv,
+            "attended" => Register::Attended,
+            "inner" => Register::Inner,
+            "activated" => Register::Activated,
+            "projected" => Register::Projected,
+            "sum" => Register::Sum,
+            "output" => Register::Output,
+            other => return Err(PyValueError::new_err(format!("there is no register {other:?}"))),
+        })
+    }
+}
+
+/// A stack that is being written: each method appends an operation on named registers, or raises ValueError if it does not fit.
+#[pyclass]
+pub(super) struct Program {
+    /// `None` when the stack is finished.
+    program: Option<stack::Program>,
+    /// The tensors whose addresses the program has.
+    tensors: Vec<Py<PyAny>>,
+}
+
+impl Program {
+    fn append(&mut self, operation: impl FnOnce(&mut stack::Program) -> Result<(), String>) -> PyResult<()> {
+        let program = self.program.as_mut().ok_or_else(|| PyValueError::new_err("the stack is finished"))?;
+        operation(program).map_err(PyValueError::new_err)
+    }
+}
+
+#[pymethods]
+impl Program {
+    /// A stack over residuals [tokens, hidden].
+    #[new]
+    fn new(hidden: usize) -> Program {
+        Program { program: Some(stack::Program::new(hidden)), tensors: Vec::new() }
+    }
+
+    /// target = linear(source), or target += linear(source).
+    #[pyo3(signature = (linear, source, target, adds=false))]
+    fn linear(
+        &mut self,
+        linear: PyRef<'_, PackedLinear>,
+        source: Register,
+        target: Register,
+        adds: bool,
+    ) -> PyResult<()> {
+        self.append(|program| program.linear(Arc::clone(&linear.packed), source, target, adds))
+    }
+
+    /// target = norm(source), which may be the same.
+    fn norm(&mut self, norm: PyRef<'_, PackedNorm>, source: Register, target: Register) -> PyResult<()> {
+        self.append(|program| program.norm(Arc::clone(&norm.packed), source, target))
+    }
+
+    /// Norms groups of queries, keys and values in place, from column `first` on.
+    fn norm_heads(&mut self, norm: PyRef<'_, PackedNorm>, first: usize, num_groups: usize) -> PyResult<()> {
+        self.append(|program| program.norm_heads(Arc::clone(&norm.packed), first, num_groups))
+    }
+
+    /// target = table(source)
+    fn look_up(&mut self, table: Bound<'_, Table>, source: Register, target: Register) -> PyResult<()> {
+        self.tensors.push(table.get().tensor.clone_ref(table.py()));
+        self.append(|program| program.look_up(table.get().table, source, target))
+    }
+
+    /// register *= factor
+    fn scale(&mut self, register: Register, factor: f32) -> PyResult<()> {
+        self.append(|program| program.scale(register, factor))
+    }
+
+    /// Clamps a register to ± `bound`.
+    fn clamp(&mut self, register: Register, bound: f32) -> PyResult<()> {
+        self.append(|program| program.clamp(register, bound))
+    }
+
+    /// target += source
+    fn add(&mut self, source: Register, target: Register) -> PyResult<()> {
+        self.append(|program| program.add(source, target))
+    }
+
+    /// Rotates queries and keys. cos, sin [positions, rotary_dim / 2]; interleaved: as in `Kernels.rotate`.
+    fn rotate(
+        &mut self,
+        attention: PyRef<'_, PagedAttention>,
+        cos: View<'_, f32, 2>,
+        sin: View<'_, f32, 2>,
+        interleaved: bool,
+    ) -> PyResult<()> {
+        let [num_positions, half] = cos.shape();
+        let sin_address = sin.expect("sin", cos.shape())?.source("sin")?;
+        let pairs = pairs(interleaved);
+        let rotation = Rotation { cos: cos.source("cos")?, sin: sin_address, num_positions, half, pairs };
+        self.tensors.extend([cos.tensor(), sin.tensor()]);
+        self.append(|program| program.rotate(&attention.attention, rotation))
+    }
+
+    /// Stores keys and values in the step's next cache.
+    fn write(&mut self, attention: PyRef<'_, PagedAttention>) -> PyResult<()> {
+        self.append(|program| program.write(&attention.attention))
+    }
+
+    /// Attention over the cache that was written last.
+    fn attend(&mut self) -> PyResult<()> {
+        self.append(stack::Program::attend)
+    }
+
+    /// Keeps the sampled rows of these registers only.
+    fn select(&mut self, registers: Vec<Register>) -> PyResult<()> {
+        self.append(|program| program.select(&registers))
+    }
+
+    /// The stack, which runs on the threads of this attention.
+    fn finish(&mut self, attention: PyRef<'_, PagedAttention>) -> PyResult<Stack> {
+        let program = self.program.take().ok_or_else(|| PyValueError::new_err("the stack is finished"))?;
+        let stack = program.finish().map_err(PyValueError::new_err)?;
+        Ok(Stack { pool: attention.pool, stack, _tensors: std::mem::take(&mut self.tensors) })
+    }
+}
+
 /// All layers of a decoder.
 #[pyclass(frozen)]
 pub(super) struct Stack {
-    attention: Py<PagedAttention>,
     pool: Pool,
     stack: stack::Stack,
-    hidden: usize,
-    /// Rows of the tables of cosines and sines.
-    num_positions: usize,
     /// The tensors whose addresses the stack has.
     _tensors: Vec<Py<PyAny>>,
 }
 
-/// (attention norm, qkv, output, MLP norm, gate and up, down)
-type LayerParts<'py> = (
-    View<'py, u16, 1>,
-    PyRef<'py, PackedLinear>,
-    PyRef<'py, PackedLinear>,
-    View<'py, u16, 1>,
-    PyRef<'py, PackedLinear>,
-    PyRef<'py, PackedLinear>,
-);
-
 #[pymethods]
 impl Stack {
-    /// Norms [hidden]; cos, sin [positions, rotary_dim / 2].
-    #[new]
-    fn new(
-        attention: Bound<'_, PagedAttention>,
-        layers: Vec<LayerParts<'_>>,
-        final_norm: View<'_, u16, 1>,
-        cos: View<'_, f32, 2>,
-        sin: View<'_, f32, 2>,
-        eps: f32,
-    ) -> PyResult<Stack> {
-        let [hidden] = final_norm.shape();
-        let [num_positions, half] = cos.shape();
-        let mut tensors = vec![final_norm.tensor(), cos.tensor(), sin.tensor()];
-        let PagedAttention { pool, attention: of_layers } = attention.get();
-        require(2 * half <= of_layers.layout.head_dim, || {
-            format!("cos has {half} columns, must have at most half of the {} of a head", of_layers.layout.head_dim)
-        })?;
-        let mut parts = Vec::with_capacity(layers.len());
-        for (attention_norm, qkv, output, mlp_norm, gate_up, down) in layers {
-            tensors.extend([attention_norm.tensor(), mlp_norm.tensor()]);
-            parts.push(stack::Layer {
-                attention_norm: attention_norm.expect("attention_norm", [hidden])?.source("attention_norm")?,
-                qkv: Arc::clone(&qkv.packed),
-                output: Arc::clone(&output.packed),
-                mlp_norm: mlp_norm.expect("mlp_norm", [hidden])?.source("mlp_norm")?,
-                gate_up: Arc::clone(&gate_up.packed),
-                down: Arc::clone(&down.packed),
-            });
-        }
-        let angles = (cos.source("cos")?, sin.expect("sin", cos.shape())?.source("sin")?, half);
-        let stack = stack::Stack::new(parts, final_norm.source("final_norm")?, eps, of_layers.clone(), angles)
-            .map_err(PyValueError::new_err)?;
-        require(stack.hidden() == hidden, || format!("final_norm has {hidden} elements, layers {}", stack.hidden()))?;
-        let pool = *pool;
-        Ok(Stack { attention: attention.unbind(), pool, stack, hidden, num_positions, _tensors: tensors })
-    }
-
     /// Runs the step's embeddings, residual [tokens, hidden], which are overwritten, and writes the normed output of the sampled rows
     /// to output [samples, hidden]. positions, slots [tokens]; sample_rows [samples]; a cache for each layer.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a step")]
@@ -87,21 +163,23 @@ impl Stack {
         sample_rows: View<'_, i64, 1>,
         output: View<'_, u16, 2>,
     ) -> PyResult<()> {
-        let (num_tokens, [num_samples]) = (batch.num_tokens, sample_rows.shape());
-        let num_layers = self.stack.layers.len();
-        require(caches.len() == num_layers, || format!("{} caches for {num_layers} layers", caches.len()))?;
+        let (num_tokens, [num_samples], hidden) = (batch.num_tokens, sample_rows.shape(), self.stack.hidden());
+        let attentions = self.stack.cache_attentions();
+        require(caches.len() == attentions.len(), || {
+            format!("{} caches for {} layers", caches.len(), attentions.len())
+        })?;
         require(num_samples <= num_tokens, || format!("sample_rows has {num_samples} rows of {num_tokens}"))?;
-        let attention = self.attention.get();
-        let caches: Vec<_> = caches.iter().map(|cache| attention.cache(cache)).collect::<PyResult<_>>()?;
+        let caches = attentions.zip(&caches).map(|(attention, cache)| cache_of(attention, cache));
+        let caches: Vec<_> = caches.collect::<PyResult<_>>()?;
         let num_blocks = caches.iter().map(|&(_, num_blocks)| num_blocks).min().unwrap_or(0);
         batch.expect_blocks(num_blocks)?;
         let caches: Vec<_> = caches.into_iter().map(|(address, _)| address).collect();
         let step = Step {
-            residual: residual.expect("residual", [num_tokens, self.hidden])?.target("residual")?,
+            residual: residual.expect("residual", [num_tokens, hidden])?.target("residual")?,
             num_tokens,
             positions: positions.expect("positions", [num_tokens])?.indices(
                 "positions",
-                self.num_positions,
+                self.stack.num_positions,
                 "positions",
             )?,
             slots: slots.expect("slots", [num_tokens])?.indices("slots", num_blocks * BLOCK, "slots")?,
@@ -109,7 +187,7 @@ impl Stack {
             caches: &caches,
             sample_rows: sample_rows.indices("sample_rows", num_tokens, "rows")?,
             num_samples,
-            output: output.expect("output", [num_samples, self.hidden])?.target("output")?,
+            output: output.expect("output", [num_samples, hidden])?.target("output")?,
         };
         // SAFETY: the views have the sizes of the layers and of the batch; positions, slots, rows and block ids are inside their tables
         // and caches. The references to tensors and batch live until the call ends.

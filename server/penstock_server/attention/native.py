@@ -118,9 +118,9 @@ class NativeAttention:
         queries = _padded(queries, self._padding[0])
         sinks = None if sinks is None else sinks.to(queries.dtype).contiguous()
         bias = None if bias is None else bias.float().contiguous()
-        output = queries.new_empty((*queries.shape[:2], self.shape.output_dim + self._padding[1]))
+        output = queries.new_empty(queries.shape[0], self.shape.num_heads, self.shape.output_dim + self._padding[1])
         self.native.attend(queries, cache, metadata, output, sinks, bias)
-        return output[..., : self.shape.output_dim]
+        return output[..., : self.shape.output_dim] if self._padding[1] else output
 
 
 def _padded(x: Tensor, padding: int) -> Tensor:

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
-    from penstock_kernels import Kernels
+    from penstock_kernels import Kernels, Table
     from penstock_kernels import PackedLinear as PackedWeight
+    from penstock_kernels import PackedNorm as KernelNorm
     from torch import Tensor
 
-    from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, Weight
+    from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedNorm, Weight
     from penstock_server.kernels.quantized import QuantizedMatrix
 
 
@@ -112,22 +113,52 @@ class NativeLinear:
         return rows
 
 
-class NativeElementwise:
+class NativeNorm:
+    """Implements `PackedNorm`."""
+
+    __slots__ = ("_apply", "_apply_heads", "_empty_like", "packed")
+
+    def __init__(self, packed: KernelNorm) -> None:
+        import torch
+
+        self._empty_like = torch.empty_like
+        self.packed = packed
+        self._apply = packed.apply
+        self._apply_heads = packed.apply_heads
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self._empty_like(x)
+        if x.dim() == 3:
+            self._apply_heads(x, y)
+        else:
+            self._apply(x, y, residual)
+        return y
+
+
+class NativeTable:
     """A function of one bf16 number as a table of its 65,536 results. torch computes the end of a vector loop
     differently from the rest, so with torch's function a result would depend on the number's place in the batch."""
 
-    __slots__ = ("_look_up", "_table")
+    __slots__ = ("_apply", "packed")
 
-    def __init__(self, kernels: Kernels, function: Elementwise) -> None:
-        import torch
-
-        patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-        self._table = function(patterns.view(1, -1).view(torch.bfloat16)).flatten()
-        self._look_up = kernels.look_up
+    def __init__(self, packed: Table) -> None:
+        self.packed = packed
+        self._apply = packed.apply
 
     def __call__(self, x: Tensor) -> Tensor:
         y = x.new_empty(x.shape)
-        self._look_up(self._table, x, y)
+        self._apply(x, y)
+        return y
+
+
+class NativeGate(NativeTable):
+    """A table whose results are multiplied by the second half of each row."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x.new_empty((x.shape[0], x.shape[1] // 2))
+        self._apply(x, y)
         return y
 
 
@@ -144,8 +175,8 @@ class NativeOps:
 
         self._kernels = make_kernels(num_threads)
         self._activation_bits = activation_bits
-        self._torch = TorchOps()  # for what the package has no kernel for
-        self._elementwise: dict[Elementwise, NativeElementwise] = {}
+        self._torch = TorchOps()  # for norms without weights
+        self._results: dict[Elementwise, Tensor] = {}
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
         return NativeLinear.dense(self._kernels, weight, bias, gated=False)
@@ -165,36 +196,42 @@ class NativeOps:
         linear = NativeLinear.quantized(self._kernels, matrices, bias, self._activation_bits, gated=gated)
         return linear, linear.rows
 
-    def norm(
+    def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
+        if weight is None:
+            return self._torch.pack_norm(weight, bias, variant)
+        kind = "wide rms" if variant.kind == "rms" and variant.is_wide else variant.kind
+        dim = weight.shape[-1]
+        weights = weight.float().contiguous().view(-1, dim)
+        biases = None if bias is None else bias.float().contiguous().view(-1, dim)
+        return NativeNorm(self._kernels.norm(kind, weights, biases, variant.eps))
+
+    def rotate(
         self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        variant: NormVariant,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        if not _is_plain(weight, bias, variant):
-            return self._torch.norm(x, weight, bias, variant, residual)
-        # Queries and keys may be strided views of the fused projection.
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y = rows.new_empty(rows.shape)
-        if residual is None:
-            self._kernels.rms_norm(rows, weight, y, variant.eps)
-        else:
-            self._kernels.add_rms_norm(rows, residual, weight, y, variant.eps)
-        return y.view(x.shape)
+        queries: Tensor,
+        keys: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        self._kernels.rotate(queries, keys, cos, sin, positions, interleaved)
 
-    def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-        self._kernels.rotate(queries, keys, cos, sin, positions)
+    def elementwise(self, function: Elementwise) -> NativeTable:
+        return NativeTable(self._kernels.table(self._results_of(function), False))
 
-    def elementwise(self, function: Elementwise) -> Elementwise:
-        # PERF: layers share a table, which stays in the cores' caches from one layer to the next.
-        if function not in self._elementwise:
-            self._elementwise[function] = NativeElementwise(self._kernels, function)
-        return self._elementwise[function]
+    def gated(self, activation: Elementwise) -> NativeTable:
+        return NativeGate(self._kernels.table(self._results_of(activation), True))
 
-    def gated(self, activation: Elementwise) -> Elementwise:
-        return self._torch.gated(self.elementwise(activation))
+    def _results_of(self, function: Elementwise) -> Tensor:
+        """The results of all numbers by their bits [65,536]."""
+        # PERF: layers share them, so they stay in the cores' caches from one layer to the next.
+        if function not in self._results:
+            import torch
+
+            patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+            self._results[function] = function(patterns.view(1, -1).view(torch.bfloat16)).flatten()
+        return self._results[function]
 
     def argmax_logprob(
         self, logits: Tensor, places: npt.NDArray[np.int64] | None = None, masks: npt.NDArray[np.int32] | None = None
@@ -209,14 +246,6 @@ class NativeOps:
             restricted = torch.from_numpy(places), torch.from_numpy(masks)
         self._kernels.argmax_logprob(logits, ids, logprobs, restricted)
         return ids, logprobs
-
-
-def _is_plain(weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> bool:
-    """Whether a kernel computes this norm: Llama's."""
-    import torch
-
-    has_plain_weight = weight is not None and weight.dim() == 1 and weight.dtype == torch.bfloat16
-    return variant.kind == "rms" and not variant.is_wide and bias is None and has_plain_weight
 
 
 def _libgomp() -> str | None:

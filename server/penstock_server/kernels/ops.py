@@ -28,6 +28,17 @@ class PackedLinear(Protocol):
         ...
 
 
+class PackedNorm(Protocol):
+    """A norm with its parameters."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The norm of x [rows, dim] or [rows, heads, dim], whose last dimension is contiguous. It has x's dtype,
+        or the weight's if that is narrower.
+
+        With a residual, both are [rows, dim]: x is added to it in place, and the result is the norm of the sum."""
+        ...
+
+
 class LazyWeight(Protocol):
     """A weight [rows, columns] that is still in its file. It can be read once; read in pieces, it is never in memory as
     a whole next to its packed form."""
@@ -110,24 +121,23 @@ class Ops(Protocol):
         `pack_gate_up`; such a layer has no rows to look up. Only if `keeps_quantized`."""
         ...
 
-    def norm(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        variant: NormVariant,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """The norm of x [..., dim], or [rows, heads, dim] if weight is [heads, dim]; otherwise weight is [dim], as is
-        bias. The last dimension is contiguous. The result has x's dtype, or the weight's if that is narrower.
-
-        With a residual, both are [rows, dim]: x is added to it in place, and the result is the norm of the sum."""
+    def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
+        """weight [dim], or [heads, dim] for a weight per head; bias the same. Either may be None."""
         ...
 
-    def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-        """Rotary embedding in place, of pairs in halves (GPT-NeoX style). queries [rows, heads, head_dim] and keys
-        [rows, kv_heads, head_dim] may be strided views of one fused tensor with a contiguous last dimension; cos, sin
-        [max positions, rotary_dim / 2] float32; positions [rows] int64."""
+    def rotate(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        """Rotary embedding in place, of pairs in halves (GPT-NeoX) or of neighbours (GPT-J). queries [rows, heads,
+        head_dim] and keys [rows, kv_heads, head_dim] may be strided views of one fused tensor with a contiguous last
+        dimension; cos, sin [max positions, rotary_dim / 2] float32; positions [rows] int64."""
         ...
 
     def elementwise(self, function: Elementwise) -> Elementwise:

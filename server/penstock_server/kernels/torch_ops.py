@@ -13,7 +13,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedLinear, Weight, norm_dtype, whole
+from penstock_server.kernels.ops import (
+    Elementwise,
+    Lookup,
+    NormVariant,
+    PackedLinear,
+    PackedNorm,
+    Weight,
+    norm_dtype,
+    whole,
+)
 from penstock_server.kernels.quantized import QuantizedMatrix
 
 
@@ -58,6 +67,19 @@ class GateUp:
         return self.gate(self.linear(x))
 
 
+@dataclass(frozen=True, slots=True)
+class TorchNorm:
+    """Implements `PackedNorm`."""
+
+    ops: TorchOps
+    weight: Tensor | None
+    bias: Tensor | None
+    variant: NormVariant
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.ops.norm(x, self.weight, self.bias, self.variant, residual)
+
+
 class TorchOps:
     """Implements `Ops`."""
 
@@ -86,6 +108,9 @@ class TorchOps:
     ) -> tuple[PackedLinear, Lookup]:
         raise NotImplementedError("quantized weights are dequantized before they are packed")
 
+    def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
+        return TorchNorm(self, weight, bias, variant)
+
     def norm(
         self,
         x: Tensor,
@@ -94,6 +119,7 @@ class TorchOps:
         variant: NormVariant,
         residual: Tensor | None = None,
     ) -> Tensor:
+        """See `PackedNorm`."""
         if residual is not None:
             x = residual.add_(x)
         eps = variant.eps
@@ -112,15 +138,26 @@ class TorchOps:
             wide = wide + bias
         return wide.to(dtype)
 
-    def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    def rotate(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> None:
         half = cos.shape[-1]
         cos, sin = cos[positions][:, None], sin[positions][:, None]  # [rows, 1, rotary_dim / 2]
         for x in (queries, keys):
-            first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+            rotary = x[..., : 2 * half]
+            pair = (rotary[..., 0::2], rotary[..., 1::2]) if interleaved else rotary.split(half, -1)
+            first, second = (part.float() for part in pair)
             # Compute both before writing either: in float32, `first` and `second` are views of x.
             rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin
-            x[..., :half] = rotated_first.to(x.dtype)
-            x[..., half : 2 * half] = rotated_second.to(x.dtype)
+            pair[0].copy_(rotated_first)
+            pair[1].copy_(rotated_second)
 
     def elementwise(self, function: Elementwise) -> Elementwise:
         return function

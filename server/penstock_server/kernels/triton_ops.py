@@ -90,7 +90,16 @@ class TritonOps(TorchOps):
         )
         return output
 
-    def rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    def rotate(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> None:
         num_heads, num_kv_heads, half = queries.shape[1], keys.shape[1], cos.shape[1]
         width = power_of_two(half)
         tile_heads = min(power_of_two(max(num_heads, num_kv_heads)), max(1, _ROTATED_ELEMENTS // (2 * width)))
@@ -113,7 +122,7 @@ class TritonOps(TorchOps):
             HALF=half,
             WIDTH=width,
             TILE_HEADS=tile_heads,
-            IS_INTERLEAVED=False,
+            IS_INTERLEAVED=interleaved,
             num_warps=4,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
@@ -13,10 +14,10 @@ from penstock_server.kernels.ops import Ops
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
-from penstock_server.layers.norm import Norm
-from penstock_server.layers.qk_norm import ProjectionNorm, QkNormSpec, load_qk_norms, qk_norm_parameters
+from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
+from penstock_server.layers.qk_norm import ProjectionNorm, QkNorm, QkNormSpec, load_qk_norms, qk_norm_parameters
 from penstock_server.layers.relative_bias import RelativeBiasSpec
-from penstock_server.layers.rope import RopeSpec, rotate_interleaved
+from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import HeadSplit, Shard
 from penstock_server.layers.step import StepContext
@@ -70,12 +71,6 @@ class AttentionSpec:
         kv_width = self.num_kv_heads * self.head_dim
         return {"q": self.num_heads * self.head_dim, "k": kv_width, "v": kv_width}
 
-    @property
-    def is_llama_like(self) -> bool:
-        """Whether `NativeStack` computes it, provided that its attention is native."""
-        has_rope_of_halves = self.rope is not None and not self.rope.interleaved
-        return has_rope_of_halves and self.qk_norm is None and self.clip is None and not self.sinks
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
@@ -88,7 +83,7 @@ class AttentionBlock:
     ops: Ops
     attention: Attention
     rope: tuple[Tensor, Tensor] | None  # cos, sin [max positions, rotary_dim / 2] float32
-    norms: tuple[Norm | ProjectionNorm, Norm | ProjectionNorm] | None  # of queries, of keys
+    norms: tuple[QkNorm, QkNorm] | None  # of queries, of keys
     sinks: Tensor | None  # [heads on this rank]
     bias: Tensor | None  # [heads on this rank, distances]
     scales: KvScales | None
@@ -170,10 +165,35 @@ class AttentionBlock:
         """[rows, heads on this rank * head_dim] → [rows, hidden], the same on all ranks."""
         return self.output(attended, step)
 
+    def append_to(self, program: NativeProgram, source: Register) -> None:
+        """Appends `store` and `attend` to a native stack: the input is in `source`, the result in "attended"."""
+        if self.sinks is not None:
+            raise NotNativeError("attention with sinks")
+        if self.bias is not None:
+            raise NotNativeError("attention with a learned bias")
+        program.linear(self.qkv, source, "qkv")
+        if self.spec.clip is not None:
+            # torch rounds the bounds to the dtype of what it clamps.
+            program.clamp("qkv", float(torch.tensor(self.spec.clip, dtype=self.output.dtype)))
+        is_after_rope = self.spec.qk_norm is not None and self.spec.qk_norm.is_after_rope
+        if not is_after_rope:
+            self._append_norms(program)
+        if self.rope is not None and self.spec.rope is not None:
+            program.rotate(self.attention, self.rope, interleaved=self.spec.rope.interleaved)
+        if is_after_rope:
+            self._append_norms(program)
+        program.write(self.attention)
+        program.attend()
+
+    def _append_norms(self, program: NativeProgram) -> None:
+        first = 0
+        for norm, num_heads in zip(self.norms or (), (self.shape.num_heads, self.shape.num_kv_heads), strict=False):
+            if isinstance(norm, ProjectionNorm):
+                program.norm_heads(norm.norm, first, 1)
+            else:
+                program.norm_heads(norm, first, num_heads)
+            first += num_heads * self.shape.head_dim
+
     def _rotate(self, keys: Tensor, rotation: Rotation) -> None:
         tables = rotation.cos, rotation.sin, rotation.positions
-        if rotation.is_interleaved:
-            rotate_interleaved(rotation.queries, *tables)
-            rotate_interleaved(keys, *tables)
-        else:
-            self.ops.rotate(rotation.queries, keys, *tables)
+        self.ops.rotate(rotation.queries, keys, *tables, interleaved=rotation.is_interleaved)

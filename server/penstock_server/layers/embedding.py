@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from penstock_server.kernels.ops import Lookup
+from penstock_server.kernels.ops import Lookup, PackedNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
-from penstock_server.layers.norm import Norm, NormSpec, norm_parameters
+from penstock_server.layers.norm import NormSpec, load_norm, norm_parameters
 from penstock_server.layers.step import StepContext
 from penstock_server.layers.vocabulary import VocabularyEmbedding
 from penstock_server.weights.checkpoint import Part
@@ -41,7 +41,7 @@ class Embedding:
     multiplier: float
     project: Linear | None
     positions: Tensor | None  # [num_positions, hidden]
-    norm: Norm | None
+    norm: PackedNorm | None
 
     @staticmethod
     def parameters(spec: EmbeddingSpec, layout: WeightLayout) -> dict[str, Parameter]:
@@ -66,7 +66,7 @@ class Embedding:
             multiplier = float(torch.tensor(multiplier, dtype=loader.dtype))
         norm = None
         if spec.norm is not None:
-            norm = Norm.load(loader, context.ops, f"{spec.prefix}embedding_norm", spec.norm)
+            norm = load_norm(loader, context.ops, f"{spec.prefix}embedding_norm", spec.norm)
         positions = loader.read_if_there(f"{spec.prefix}positions.weight")
         if spec.sinusoid_steps is not None:
             positions = sinusoids(spec.num_positions, shard.hidden_size, spec.sinusoid_steps)

@@ -15,10 +15,11 @@ from torch import Tensor
 from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import Attention, AttentionShape
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.ops import NormVariant, Ops
+from penstock_server.kernels.ops import Ops, PackedNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import DenseWeights, Linear
+from penstock_server.layers.norm import NormSpec, load_norm
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.shard import Shard
@@ -108,9 +109,9 @@ class LatentAttentionBlock:
     spec: LatentAttentionSpec
     # From hidden to what all heads share: the latent of the queries if there is one, the latent, the rotated key part.
     down: Linear
-    q_norm: Tensor | None  # [q_lora_rank]
+    q_norm: PackedNorm | None  # of q_lora_rank elements
     queries: Linear  # to the unrotated parts of all heads on this rank, then their rotated parts
-    kv_norm: Tensor  # [kv_lora_rank]
+    kv_norm: PackedNorm  # of kv_lora_rank elements
     absorb: HeadLinear  # [rows, heads, qk_nope_head_dim] → [rows, heads, kv_lora_rank]
     unfold: HeadLinear  # [rows, heads, kv_lora_rank] → [rows, heads, v_head_dim]
     output: RowParallelLinear
@@ -154,6 +155,7 @@ class LatentAttentionBlock:
         heads = context.shard.heads(spec.num_heads, spec.num_kv_heads).heads
         shape = spec.attention_shape(heads.mine, context.block_tokens)
         cos, sin = context.rope(spec.rope)
+        norm = NormSpec("rms", spec.norm_eps)
         has_query_latent = spec.q_lora_rank is not None
         down = context.weights(*([f"{prefix}.q_a"] if has_query_latent else []), f"{prefix}.kv_a")
         queries = context.weights(f"{prefix}.q_b" if has_query_latent else f"{prefix}.q")
@@ -162,9 +164,9 @@ class LatentAttentionBlock:
         return cls(
             spec=spec,
             down=down.reorder(_down_order(spec, loader.device)).pack(ops),
-            q_norm=loader.read(f"{prefix}.q_norm.weight") if has_query_latent else None,
+            q_norm=load_norm(loader, ops, f"{prefix}.q_norm", norm) if has_query_latent else None,
             queries=queries.reorder(_query_order(spec, shape.num_heads, loader.device)).pack(ops),
-            kv_norm=loader.read(f"{prefix}.kv_norm.weight"),
+            kv_norm=load_norm(loader, ops, f"{prefix}.kv_norm", norm),
             absorb=HeadLinear.pack(ops, keys.transpose(1, 2)),
             unfold=HeadLinear.pack(ops, values),
             output=RowParallelLinear.load(f"{prefix}.output", heads.widths(spec.v_head_dim), context),
@@ -180,12 +182,11 @@ class LatentAttentionBlock:
         """x [tokens, hidden]: writes its latents to the cache, and returns the absorbed queries [tokens, heads,
         key_dim]."""
         spec, heads = self.spec, self.shape.num_heads
-        norm = NormVariant(spec.norm_eps)
         *q_latent, latent, rotated_key = self.down(x, step).split(
             [*([spec.q_lora_rank] if spec.q_lora_rank else []), spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1
         )
         if self.q_norm is not None:
-            x = self.ops.norm(q_latent[0], self.q_norm, None, norm)
+            x = self.q_norm(q_latent[0])
         plain, rotated = self.queries(x, step).split(
             [heads * spec.qk_nope_head_dim, heads * spec.qk_rope_head_dim], dim=-1
         )
@@ -194,7 +195,7 @@ class LatentAttentionBlock:
         queries = x.new_empty((x.shape[0], heads, spec.key_dim))
         self.absorb(plain.unflatten(-1, (heads, -1)), queries[..., : spec.kv_lora_rank], step)
         queries[..., spec.kv_lora_rank :] = rotated
-        latent = self.ops.norm(latent, self.kv_norm, None, norm)
+        latent = self.kv_norm(latent)
         keys = torch.cat([latent[:, None], rotated_key], dim=-1)
         values = keys[..., : spec.kv_lora_rank]
         self.attention.write_kv(cache, keys, values, step.batch.slots, scales=self.scales)

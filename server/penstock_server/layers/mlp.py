@@ -14,6 +14,7 @@ from penstock_server.kernels.ops import Elementwise
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
+from penstock_server.layers.native_stack import NativeProgram, Register
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.weights.checkpoint import Part
@@ -84,6 +85,14 @@ class Mlp:
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → the same, on all ranks."""
         return self.down(self.inner(x, step).to(self.down.dtype), step)
+
+    def append_to(self, program: NativeProgram, source: Register) -> None:
+        """Appends everything but `down` to a native stack: the input is in `source`, the result in "activated"."""
+        if isinstance(self.inner, ActivatedLinear):
+            program.linear(self.inner.linear, source, "inner")
+            program.look_up(self.inner.activation, "inner", "activated")
+        else:
+            program.linear(self.inner, source, "activated")
 
 
 def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext) -> Linear | ActivatedLinear:

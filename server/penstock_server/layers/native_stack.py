@@ -1,38 +1,108 @@
-"""All layers of a decoder in one native call per step, for a Llama-like model on one rank with native kernels.
+"""All layers of a decoder in one native call per step, on one rank with native kernels.
 
 The result equals that of the layers one by one to the bit. PERF: it saves their Python calls, some 40 µs a layer.
+
+A layer says what it computes as operations on registers, which are a step's intermediate results; see
+`kernels/src/stack/`. INVARIANT: the operations that a part appends are those that it computes alone.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from penstock_server.attention.interface import Attention
 from penstock_server.attention.native import NativeAttention
+from penstock_server.kernels.native_ops import NativeNorm, NativeTable
+from penstock_server.kernels.ops import Elementwise, Ops, PackedNorm
 from penstock_server.layers.linear import Linear
 from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup
 
+if TYPE_CHECKING:
+    from penstock_kernels import PackedNorm as KernelNorm
+    from penstock_kernels import Stack
+
 logger = logging.getLogger(__name__)
 
+Register = Literal[
+    "residual",  # the embeddings, to which layers add
+    "normed",  # the input of attention or MLP
+    "qkv",
+    "attended",
+    "inner",  # the MLP's first product
+    "activated",
+    "projected",  # what attention or MLP add to the residual
+    "sum",  # what both together add to it
+    "output",  # of the stack
+]
 
-@dataclass(frozen=True, slots=True)
-class StackLayer:
-    """The parts of one layer."""
 
-    attention_norm: Tensor  # [hidden]
-    qkv: Linear
-    output: Linear
-    mlp_norm: Tensor  # [hidden]
-    gate_up: Linear  # packed as gated
-    down: Linear
+class NotNativeError(Exception):
+    """What a stack has no operation for, for people."""
 
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.qkv, self.output, self.gate_up, self.down)
+
+class NativeProgram:
+    """A stack that is being written: each method appends an operation, or raises NotNativeError if there is none for
+    this part. Raises ValueError if sizes do not fit together."""
+
+    def __init__(self, hidden_size: int) -> None:
+        import penstock_kernels
+
+        self._native = penstock_kernels.Program(hidden_size)
+        self._attention: NativeAttention | None = None
+
+    def linear(self, linear: Linear, source: Register, target: Register, *, adds: bool = False) -> None:
+        """adds: to what is in the target."""
+        if linear.native is None:
+            raise NotNativeError("a linear layer whose columns are reordered")
+        self._native.linear(linear.native, source, target, adds)
+
+    def norm(self, norm: PackedNorm, source: Register, target: Register) -> None:
+        self._native.norm(_native_norm(norm), source, target)
+
+    def norm_heads(self, norm: PackedNorm, first: int, num_groups: int) -> None:
+        """Norms in place `num_groups` groups of elements of "qkv", from column `first` on."""
+        self._native.norm_heads(_native_norm(norm), first, num_groups)
+
+    def look_up(self, function: Elementwise, source: Register, target: Register) -> None:
+        """function: of `Ops.elementwise` or `Ops.gated`."""
+        if not isinstance(function, NativeTable):
+            raise NotNativeError("an activation that is not a table")
+        self._native.look_up(function.packed, source, target)
+
+    def scale(self, register: Register, factor: float) -> None:
+        self._native.scale(register, factor)
+
+    def clamp(self, register: Register, bound: float) -> None:
+        self._native.clamp(register, bound)
+
+    def add(self, source: Register, target: Register) -> None:
+        self._native.add(source, target)
+
+    def rotate(self, attention: Attention, rope: tuple[Tensor, Tensor], *, interleaved: bool) -> None:
+        """Rotates the queries and keys in "qkv"."""
+        self._native.rotate(_native_attention(attention).native, *rope, interleaved)
+
+    def write(self, attention: Attention) -> None:
+        """Stores the keys and values in "qkv" in the cache of the next layer."""
+        self._attention = _native_attention(attention)
+        self._native.write(self._attention.native)
+
+    def attend(self) -> None:
+        """Attention of the queries in "qkv" over the cache that was written last."""
+        self._native.attend()
+
+    def select(self, registers: Sequence[Register]) -> None:
+        """From here on, these registers have the sampled rows only, and no other register is read."""
+        self._native.select(registers)
+
+    def finish(self) -> NativeStack:
+        assert self._attention is not None, "a decoder has at least one layer"
+        return NativeStack(self._native.finish(self._attention.native))
 
 
 class NativeStack:
@@ -40,53 +110,44 @@ class NativeStack:
 
     @classmethod
     def of(
-        cls,
-        attention: Attention,
-        layers: list[StackLayer],
-        final_norm: Tensor,
-        rope: tuple[Tensor, Tensor],
-        eps: float,
-        group: RankGroup,
+        cls, append_layers: Callable[[NativeProgram], None], hidden_size: int, ops: Ops, group: RankGroup
     ) -> NativeStack | None:
-        """None if the layers must run one by one: a part is not native, or the ranks communicate inside a layer."""
-        is_native = all(linear.native is not None for layer in layers for linear in layer.linears)
-        if group.size > 1 or not is_native or not isinstance(attention, NativeAttention) or attention.is_padded:
-            logger.info("layers: one by one")
+        """The stack that `append_layers` writes. None if the layers must run one by one."""
+        try:
+            if ops.name != "native":
+                raise NotNativeError(f"{ops.name} operators")
+            if group.size > 1:
+                raise NotNativeError(f"{group.size} ranks, which communicate inside of layers")
+            program = NativeProgram(hidden_size)
+            append_layers(program)
+        except NotNativeError as reason:
+            logger.info("layers: one by one (%s)", reason)
             return None
         logger.info("layers: one native call")
-        return cls(attention, layers, final_norm, rope, eps)
+        return program.finish()
 
-    def __init__(
-        self,
-        attention: NativeAttention,
-        layers: list[StackLayer],
-        final_norm: Tensor,
-        rope: tuple[Tensor, Tensor],
-        eps: float,
-    ) -> None:
-        """rope: cos, sin [max positions, rotary_dim / 2] float32. Raises ValueError if sizes do not fit together."""
-        import penstock_kernels
-
-        self._name = attention.name
-        parts = [
-            (
-                layer.attention_norm,
-                layer.qkv.native,
-                layer.output.native,
-                layer.mlp_norm,
-                layer.gate_up.native,
-                layer.down.native,
-            )
-            for layer in layers
-        ]
-        self._native = penstock_kernels.Stack(attention.native, parts, final_norm, *rope, eps)
+    def __init__(self, native: Stack) -> None:
+        self._run = native.run
 
     def run(self, residual: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
         """residual: embeddings [tokens, hidden], overwritten. Returns the normed output of the sampled rows [samples,
         hidden]."""
         batch = step.batch
         output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))
-        self._native.run(
-            residual, batch.positions, batch.slots, step.metadata[self._name], caches, batch.sample_rows, output
-        )
+        metadata = step.metadata[NativeAttention.name]
+        self._run(residual, batch.positions, batch.slots, metadata, caches, batch.sample_rows, output)
         return output
+
+
+def _native_norm(norm: PackedNorm) -> KernelNorm:
+    if not isinstance(norm, NativeNorm):
+        raise NotNativeError("a norm without weights")
+    return norm.packed
+
+
+def _native_attention(attention: Attention) -> NativeAttention:
+    if not isinstance(attention, NativeAttention):
+        raise NotNativeError(f"{attention.name} attention")
+    if attention.is_padded:
+        raise NotNativeError(f"attention heads of {attention.shape.head_dim} elements, which are padded")
+    return attention

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from penstock_server.kernels.ops import NormKind, NormVariant, Ops
+from penstock_server.kernels.ops import NormKind, NormVariant, Ops, PackedNorm
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Loader, Parameter
 
@@ -28,7 +26,7 @@ class NormSpec:
 
     @property
     def is_plain_rms(self) -> bool:
-        """Whether it is Llama's, which the native kernels compute."""
+        """Whether it is Llama's."""
         return self == NormSpec("rms", self.eps)
 
 
@@ -43,27 +41,12 @@ def norm_parameters(
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    variant: NormVariant
-    weight: Tensor | None  # [dim], or [heads, dim]; offset included; float32 unless plain
-    bias: Tensor | None
-    ops: Ops
-
-    @classmethod
-    def load(cls, loader: Loader, ops: Ops, name: str, spec: NormSpec) -> Norm:
-        weight = loader.read(f"{name}.weight") if spec.weight else None
-        bias = loader.read(f"{name}.bias") if spec.bias else None
-        if weight is not None and not spec.is_plain_rms and (spec.kind == "rms" or weight.dim() > 1):
-            weight = weight.float() + spec.offset
-        elif weight is not None and spec.offset:
-            weight = weight + spec.offset
-        return cls(spec.variant, weight, bias, ops)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., dim], or [..., heads, dim] if each head has a weight of its own → the same shape."""
-        return self.ops.norm(x, self.weight, self.bias, self.variant)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Adds x to the residual in place, and returns the norm of the sum. Both [rows, dim]."""
-        return self.ops.norm(x, self.weight, self.bias, self.variant, residual)
+def load_norm(loader: Loader, ops: Ops, name: str, spec: NormSpec) -> PackedNorm:
+    """The norm with its parameters: the offset is added to the weight, which is float32 unless plain."""
+    weight = loader.read(f"{name}.weight") if spec.weight else None
+    bias = loader.read(f"{name}.bias") if spec.bias else None
+    if weight is not None and not spec.is_plain_rms and (spec.kind == "rms" or weight.dim() > 1):
+        weight = weight.float() + spec.offset
+    elif weight is not None and spec.offset:
+        weight = weight + spec.offset
+    return ops.pack_norm(weight, bias, spec.variant)

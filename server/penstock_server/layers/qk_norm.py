@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from penstock_server.kernels.ops import PackedNorm
 from penstock_server.layers.context import BuildContext
-from penstock_server.layers.norm import Norm, NormSpec, norm_parameters
+from penstock_server.layers.norm import NormSpec, load_norm, norm_parameters
 from penstock_server.layers.shard import HeadSplit, Shard
 from penstock_server.parallel import RankGroup
 from penstock_server.weights.checkpoint import Part
@@ -43,7 +44,7 @@ def qk_norm_parameters(spec: QkNormSpec, prefix: str, head_dim: int, split: Head
 class ProjectionNorm:
     """A norm over the heads of all ranks together. It gathers them, so its sums are those of a single rank."""
 
-    norm: Norm
+    norm: PackedNorm
     group: RankGroup
     widths: tuple[int, ...]  # columns on each rank
     columns: Tensor | None  # the gathered columns that hold each head once; None: all of them
@@ -59,18 +60,28 @@ class ProjectionNorm:
         return self.norm(gathered)[:, self.mine].reshape(x.shape)
 
 
+QkNorm = PackedNorm | ProjectionNorm
+"""[tokens, heads, head_dim] → the same shape."""
+
+
 def load_qk_norms(
     spec: QkNormSpec, prefix: str, head_dim: int, split: HeadSplit, context: BuildContext
-) -> tuple[Norm | ProjectionNorm, Norm | ProjectionNorm]:
+) -> tuple[QkNorm, QkNorm]:
     """The norms of queries and of keys, from [tokens, heads, head_dim] to the same shape."""
-    q, k = (Norm.load(context.loader, context.ops, f"{prefix}.{name}", spec.norm) for name in ("q_norm", "k_norm"))
+    q, k = (load_norm(context.loader, context.ops, f"{prefix}.{name}", spec.norm) for name in ("q_norm", "k_norm"))
     if spec.over != "projection":
         return q, k
     shard = context.shard
-    return _over_projection(q, split.heads.parts, head_dim, shard), _over_projection(k, split.kv_heads, head_dim, shard)
+    device = context.loader.device
+    return (
+        _over_projection(q, split.heads.parts, head_dim, shard, device),
+        _over_projection(k, split.kv_heads, head_dim, shard, device),
+    )
 
 
-def _over_projection(norm: Norm, parts: tuple[range, ...], head_dim: int, shard: Shard) -> ProjectionNorm:
+def _over_projection(
+    norm: PackedNorm, parts: tuple[range, ...], head_dim: int, shard: Shard, device: torch.device
+) -> ProjectionNorm:
     """parts: the heads of each rank; neighbouring ranks may hold copies of the same heads."""
     columns: list[int] = []
     start = num_seen = 0
@@ -79,7 +90,6 @@ def _over_projection(norm: Norm, parts: tuple[range, ...], head_dim: int, shard:
             columns += range(start, start + len(part) * head_dim)
             num_seen = part.stop
         start += len(part) * head_dim
-    device = None if norm.weight is None else norm.weight.device
     picks = None if len(columns) == start else torch.tensor(columns, device=device)
     mine = parts[shard.group.rank]
     widths = tuple(len(part) * head_dim for part in parts)

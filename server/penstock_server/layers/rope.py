@@ -66,16 +66,6 @@ def inverse_frequencies(spec: RopeSpec, max_sequence_tokens: int) -> Tensor:
     return _llama3(frequencies, spec)
 
 
-def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """Rotates the pairs (2i, 2i + 1) of x [tokens, heads, head_dim] in place. cos, sin: [max positions, rotary_dim / 2]
-    float32."""
-    cos, sin = cos[positions][:, None], sin[positions][:, None]
-    rotary = x[..., : 2 * cos.shape[-1]]
-    even, odd = rotary[..., 0::2].float(), rotary[..., 1::2].float()
-    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-    rotary.copy_(rotated.flatten(-2))
-
-
 def yarn_magnitude(scale: float, mscale: float = 1.0) -> float:
     """Yarn's correction of the attention's temperature (https://arxiv.org/abs/2309.00071, section 3.4)."""
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0

@@ -8,12 +8,11 @@ from torch.nn.functional import normalize
 
 from penstock_server.attention.interface import StepBatch, window_tokens
 from penstock_server.kernels.ops import Lookup
-from penstock_server.layers.attention import AttentionBlock
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.linear import DenseWeights
-from penstock_server.layers.native_stack import NativeStack
-from penstock_server.layers.norm import Norm
+from penstock_server.layers.native_stack import NativeProgram, NativeStack, NotNativeError
+from penstock_server.layers.norm import load_norm
 from penstock_server.layers.rope import limit_tables
 from penstock_server.layers.step import StepContext
 from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
@@ -47,9 +46,9 @@ class Decoder:
         self.encoder = None if spec.encoder is None else Encoder(spec.encoder, lookup, context)
         self.norm = None
         if spec.final_norm is not None:
-            self.norm = Norm.load(context.loader, context.ops, "norm", spec.final_norm)
+            self.norm = load_norm(context.loader, context.ops, "norm", spec.final_norm)
         self.project = None if self.embedding.project is None else context.linear("project_out")
-        self.stack = self._load_stack(context)
+        self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops, context.shard.group)
         context.loader.finish()
         attentions = [layer.attention.attention for layer in self.layers]
         self.attentions = attentions
@@ -95,25 +94,15 @@ class Decoder:
         x = stream.enter(self.norm)
         return x if self.project is None else self.project(x, step.select(batch.sample_rows))
 
-    def _load_stack(self, context: BuildContext) -> NativeStack | None:
-        """All layers as one native call, if it supports them."""
-        norm, layers = self.spec.final_norm, self.spec.layers
-        if norm is None or {layer.norm for layer in layers} != {norm}:
-            return None
-        if not all(layer.is_llama_like for layer in layers) or self.project is not None:
-            return None
-        first = self.layers[0].attention
-        share_attention = all(layer.attention.attention is first.attention for layer in self.layers)
-        if not share_attention or len({layer.attention.rope for layer in layers}) > 1:
-            return None
-        assert isinstance(first, AttentionBlock)
-        assert first.rope is not None
-        assert self.norm is not None
-        assert self.norm.weight is not None
-        stack_layers = [layer.for_stack() for layer in self.layers]
-        return NativeStack.of(
-            first.attention, stack_layers, self.norm.weight, first.rope, norm.eps, context.shard.group
-        )
+    def _append_layers(self, program: NativeProgram) -> None:
+        """Appends layers and final norm to a native stack."""
+        if self.encoder is not None:
+            raise NotNativeError("an encoder")
+        if self.norm is None or self.project is not None:
+            raise NotNativeError("an output that is not a norm's")
+        for layer in self.layers:
+            layer.append_to(program, is_last=layer is self.layers[-1])
+        program.norm(self.norm, "residual", "output")
 
 
 def _load_head(spec: HeadSpec, context: BuildContext) -> tuple[VocabularyHead, Lookup]:

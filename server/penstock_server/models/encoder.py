@@ -16,7 +16,7 @@ from penstock_server.attention.interface import StepBatch
 from penstock_server.kernels.ops import Lookup
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
-from penstock_server.layers.norm import Norm
+from penstock_server.layers.norm import load_norm
 from penstock_server.layers.step import StepContext
 from penstock_server.models.layer import Layer, ResidualStream
 from penstock_server.models.spec import EncoderSpec
@@ -30,7 +30,7 @@ class Encoder:
         self.layers = [Layer.load(layer, f"encoder.layers.{index}", context) for index, layer in enumerate(spec.layers)]
         self.norm = None
         if spec.final_norm is not None:
-            self.norm = Norm.load(context.loader, context.ops, "encoder.norm", spec.final_norm)
+            self.norm = load_norm(context.loader, context.ops, "encoder.norm", spec.final_norm)
 
     def read(self, sources: StepContext, layers: list[Layer], caches: list[Tensor]) -> None:
         """Encodes the sources, and writes their keys and values to the caches of these decoder layers."""

@@ -8,15 +8,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from penstock_server.attention.interface import Attention
+from penstock_server.kernels.ops import PackedNorm
 from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.cross_attention import CrossAttentionBlock
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec
 from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.mlp import ActivatedLinear, Mlp, MlpSpec
-from penstock_server.layers.native_stack import StackLayer
-from penstock_server.layers.norm import Norm, norm_parameters
+from penstock_server.layers.linear import Linear
+from penstock_server.layers.mlp import Mlp, MlpSpec
+from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
+from penstock_server.layers.norm import load_norm, norm_parameters
 from penstock_server.layers.step import StepContext
 from penstock_server.models.spec import LayerSpec, NormPlacement
 from penstock_server.weights.loader import Parameter
@@ -73,13 +75,13 @@ class ResidualStream:
     residual: Tensor
     pending: Tensor | None = None
 
-    def enter(self, norm: Norm | None) -> Tensor:
+    def enter(self, norm: PackedNorm | None) -> Tensor:
         """Adds the pending summand and returns the norm of the sum, or the sum."""
         pending, self.pending = self.pending, None
         if pending is None:
             return self.residual if norm is None else norm(self.residual)
         if norm is not None:
-            return norm.add(pending, self.residual)
+            return norm(pending, self.residual)
         self.residual += pending
         return self.residual
 
@@ -93,7 +95,7 @@ class Layer:
     spec: LayerSpec
     attention: AttentionPart
     mlp: MlpPart
-    norms: dict[str, Norm]
+    norms: dict[str, PackedNorm]
     cross: CrossAttentionBlock | None
 
     @classmethod
@@ -101,7 +103,7 @@ class Layer:
         attention = ATTENTION_PARTS[type(spec.attention)].load(spec.attention, f"{prefix}.attention", context)
         mlp = MLP_PARTS[type(spec.mlp)].load(spec.mlp, f"{prefix}.mlp", context)
         loader, ops = context.loader, context.ops
-        norms = {name: Norm.load(loader, ops, f"{prefix}.{name}", spec.norm) for name in _norm_names(spec)}
+        norms = {name: load_norm(loader, ops, f"{prefix}.{name}", spec.norm) for name in _norm_names(spec)}
         cross = None if spec.cross is None else CrossAttentionBlock.load(spec.cross, f"{prefix}.cross", context)
         return cls(spec, attention, mlp, norms, cross)
 
@@ -133,22 +135,33 @@ class Layer:
         x = self._enter(stream, "mlp_norm")
         self._add(stream, self._leave("mlp_post_norm", self.mlp(x, step)), "mlp_sum_norm")
 
-    def for_stack(self) -> StackLayer:
-        """The parts for `NativeStack`. Requires that the spec is Llama-like."""
-        assert isinstance(self.attention, AttentionBlock)
-        assert isinstance(self.mlp, Mlp)
-        assert not isinstance(self.mlp.inner, ActivatedLinear)
-        attention_norm, mlp_norm = self.norms["attention_norm"].weight, self.norms["mlp_norm"].weight
-        assert attention_norm is not None
-        assert mlp_norm is not None
-        return StackLayer(
-            attention_norm=attention_norm,
-            qkv=self.attention.qkv,
-            output=self.attention.output.linear,
-            mlp_norm=mlp_norm,
-            gate_up=self.mlp.inner,
-            down=self.mlp.down.linear,
-        )
+    def append_to(self, program: NativeProgram, *, is_last: bool) -> None:
+        """Appends `run` to a native stack. is_last: after its attention, only the sampled rows continue."""
+        attention, mlp, spec = self.attention, self.mlp, self.spec
+        if not isinstance(attention, AttentionBlock):
+            raise NotNativeError("latent attention")
+        if not isinstance(mlp, Mlp):
+            raise NotNativeError("experts")
+        if self.cross is not None:
+            raise NotNativeError("cross-attention")
+        if spec.placement is NormPlacement.SUM or spec.residual_is_normed:
+            raise NotNativeError("norms that replace the residual")
+        x = self._append_enter(program, "attention_norm")
+        attention.append_to(program, x)
+        if is_last:
+            kept: list[Register] = ["residual", "attended"]
+            program.select([*kept, x] if spec.parallel and spec.shares_norm else kept)
+        if spec.parallel:
+            self._append_leave(program, attention.output.linear, "attended", "attention_post_norm", "projected")
+            x = x if spec.shares_norm else self._append_enter(program, "mlp_norm")
+            mlp.append_to(program, x)
+            self._append_leave(program, mlp.down.linear, "activated", "mlp_post_norm", "sum")
+            program.add("sum", "projected")
+            program.add("projected", "residual")
+            return
+        self._append_add(program, attention.output.linear, "attended", "attention_post_norm")
+        mlp.append_to(program, self._append_enter(program, "mlp_norm"))
+        self._append_add(program, mlp.down.linear, "activated", "mlp_post_norm")
 
     def _enter(self, stream: ResidualStream, name: str) -> Tensor:
         """The input of a part: the norm of this name if there is one."""
@@ -169,6 +182,31 @@ class Layer:
         if norm is not None:
             x = norm(x)
         return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
+
+    def _append_enter(self, program: NativeProgram, name: str) -> Register:
+        """`_enter` in a native stack. Returns where the input of a part is."""
+        if name not in self.norms:
+            return "residual"
+        program.norm(self.norms[name], "residual", "normed")
+        return "normed"
+
+    def _append_add(self, program: NativeProgram, linear: Linear, source: Register, name: str) -> None:
+        """Adds the output of a part to the residual, in a native stack."""
+        if name not in self.norms and self.spec.residual_multiplier == 1.0:
+            program.linear(linear, source, "residual", adds=True)
+            return
+        self._append_leave(program, linear, source, name, "projected")
+        program.add("projected", "residual")
+
+    def _append_leave(
+        self, program: NativeProgram, linear: Linear, source: Register, name: str, target: Register
+    ) -> None:
+        """`_leave` in a native stack, of what a linear layer computes."""
+        program.linear(linear, source, target)
+        if name in self.norms:
+            program.norm(self.norms[name], target, target)
+        if self.spec.residual_multiplier != 1.0:
+            program.scale(target, self.spec.residual_multiplier)
 
 
 def _norm_names(spec: LayerSpec) -> list[str]:

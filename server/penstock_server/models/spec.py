@@ -61,14 +61,6 @@ class LayerSpec:
         """The parts that the residual bypasses, in order."""
         return ("attention", "mlp") if self.cross is None else ("attention", "cross", "mlp")
 
-    @property
-    def is_llama_like(self) -> bool:
-        """Whether `NativeStack` computes it."""
-        fits_attention = isinstance(self.attention, AttentionSpec) and self.attention.is_llama_like
-        fits_mlp = isinstance(self.mlp, MlpSpec) and self.mlp.is_swiglu
-        plain = LayerSpec(self.attention, self.mlp, self.norm)
-        return fits_attention and fits_mlp and self.norm.is_plain_rms and self == plain
-
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:

@@ -1,0 +1,232 @@
+//! All layers of a decoder in one call and one parallel section per step. In small batches a layer's kernels take about ten
+//! microseconds each, as long as a call from Python and the start of a section.
+//!
+//! A stack is a list of operations on registers, which a `Program` checks while it is written: no architecture is known here.
+//!
+//! INVARIANT: bit-equal to the single kernels called one after the other.
+
+mod operation;
+mod program;
+
+pub(crate) use operation::Register;
+pub(crate) use program::{Program, Rotation};
+
+use crate::attention::{Attention, Batch, Operands, Work};
+use crate::linear::{Output, Rows};
+use crate::pool::{Executor, Pool, Source, Target, Walker};
+use operation::{Operation, PerRegister, RowOperation, TokenContext};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The operations of all layers. The caller owns tables and keeps them alive.
+pub(crate) struct Stack {
+    operations: Vec<Operation>,
+    /// The largest width of each register.
+    widths: PerRegister<usize>,
+    /// The different attentions, and which of them each cache belongs to.
+    attentions: Vec<Arc<Attention>>,
+    cache_attentions: Vec<usize>,
+    /// Rows of the shortest table of cosines and sines.
+    pub(crate) num_positions: usize,
+    buffers: Mutex<Buffers>,
+}
+
+/// One step: its tokens, their sequences, and the rows to output.
+pub(crate) struct Step<'a> {
+    /// [tokens, hidden]: the embeddings; overwritten.
+    pub(crate) residual: Target<u16>,
+    pub(crate) num_tokens: usize,
+    pub(crate) positions: Source<i64>,
+    pub(crate) slots: Source<i64>,
+    pub(crate) batch: Batch,
+    /// One per layer.
+    pub(crate) caches: &'a [Target<u16>],
+    pub(crate) sample_rows: Source<i64>,
+    pub(crate) num_samples: usize,
+    /// [samples, hidden]: the normalized output of the last layer.
+    pub(crate) output: Target<u16>,
+}
+
+/// Intermediate results, reused from step to step; they grow to the largest step's size.
+#[derive(Default)]
+struct Buffers {
+    numbers: Vec<u16>,
+    states: Vec<f32>,
+    scratch: Vec<u8>,
+}
+
+/// Where a step's intermediate results are.
+struct Places {
+    /// Of each register, for all tokens and for the sampled ones.
+    registers: PerRegister<Target<u16>>,
+    sampled: PerRegister<Target<u16>>,
+    /// Of attention.
+    states: Target<f32>,
+    /// Of linear layers.
+    scratch: Target<u8>,
+}
+
+/// Row elements from which a parallel section pays off.
+const PART_NUMBERS: usize = 1 << 14;
+
+impl Buffers {
+    fn places(&mut self, widths: &PerRegister<usize>, step: &Step<'_>, states: usize, scratch: usize) -> Places {
+        let mut widths = *widths;
+        widths[Register::Output as usize] = 0; // the caller's, as are the residuals of all tokens
+        let residual_width = std::mem::take(&mut widths[Register::Residual as usize]);
+        let width = widths.iter().sum::<usize>();
+        let total = width * step.num_tokens + (width + residual_width) * step.num_samples;
+        if self.numbers.len() < total {
+            self.numbers.resize(total, 0);
+        }
+        if self.states.len() < states {
+            self.states.resize(states, 0.0);
+        }
+        if self.scratch.len() < scratch {
+            self.scratch.resize(scratch, 0);
+        }
+        let mut offset = 0;
+        let mut of_rows = |widths: &PerRegister<usize>, num_rows: usize| {
+            widths.map(|width| {
+                let place = Target::new(self.numbers.as_mut_ptr().wrapping_add(offset));
+                offset += width * num_rows;
+                place
+            })
+        };
+        let mut registers = of_rows(&widths, step.num_tokens);
+        widths[Register::Residual as usize] = residual_width;
+        let mut sampled = of_rows(&widths, step.num_samples);
+        registers[Register::Residual as usize] = step.residual;
+        registers[Register::Output as usize] = step.output;
+        sampled[Register::Output as usize] = step.output;
+        let states = Target::new(self.states.as_mut_ptr());
+        Places { registers, sampled, states, scratch: Target::new(self.scratch.as_mut_ptr()) }
+    }
+}
+
+impl Stack {
+    /// Elements of a residual row.
+    pub(crate) fn hidden(&self) -> usize {
+        self.widths[Register::Residual as usize]
+    }
+
+    /// The attention that each of the step's caches belongs to.
+    pub(crate) fn cache_attentions(&self) -> impl ExactSizeIterator<Item = &Attention> {
+        self.cache_attentions.iter().map(|&index| &*self.attentions[index])
+    }
+
+    /// Runs a step through all layers.
+    ///
+    /// # Safety
+    /// The step's pointers must be valid for the stated shapes, with a cache for each layer. The CPU must be `supported()`.
+    pub(crate) unsafe fn run(&self, pool: &Pool, step: &Step<'_>) {
+        // Without sampled rows, what follows the last write to a cache has no reader.
+        let end = if step.num_samples == 0 {
+            self.operations.iter().rposition(Operation::writes).map_or(0, |last| last + 1)
+        } else {
+            self.operations.len()
+        };
+        let operations = &self.operations[..end];
+        let num_threads = Executor::num_threads(pool);
+        // SAFETY: the caller vouches for the batch.
+        let works = self.attentions.iter().map(|attention| unsafe { attention.plan(&step.batch, num_threads) });
+        let works: Vec<Work> = works.collect();
+        let states = works.iter().map(Work::room_floats).max().unwrap_or(0);
+        let scratch = operations.iter().map(|operation| operation.scratch_bytes(step.num_tokens)).max().unwrap_or(0);
+        let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        let places = buffers.places(&self.widths, step, states, scratch);
+        let max_phases = operations.iter().map(Operation::max_phases).sum();
+        pool.section(max_phases, |walker| {
+            // SAFETY: the caller vouches for the step; the buffers have room, and every thread makes the same calls.
+            unsafe { self.walk(walker, operations, step, &works, &places) };
+        });
+    }
+
+    unsafe fn walk(
+        &self,
+        walker: &Walker<'_>,
+        operations: &[Operation],
+        step: &Step<'_>,
+        works: &[Work],
+        places: &Places,
+    ) {
+        let mut registers = places.registers;
+        let mut num_rows = step.num_tokens;
+        for operation in operations {
+            // SAFETY: the program has checked widths and order of the operations; the caller of `run` vouches for the step.
+            unsafe {
+                match operation {
+                    Operation::Linear { linear, from, to, adds } => {
+                        let (from, to) = (registers[*from as usize], registers[*to as usize]);
+                        let rows = Rows { address: from.source(), stride: linear.in_features(), num_rows };
+                        let output = if *adds { Output::Add(to) } else { Output::Store(to) };
+                        linear.apply(walker, rows, output, places.scratch);
+                    }
+                    Operation::Rows(of_row) => {
+                        let context = TokenContext { step, registers: &registers };
+                        run_rows(walker, of_row, num_rows, &context);
+                    }
+                    Operation::Attend { cache, stride } => {
+                        let attention = self.cache_attentions[*cache];
+                        let operands = Operands {
+                            queries: registers[Register::Qkv as usize].source(),
+                            stride: *stride,
+                            cache: step.caches[*cache].source(),
+                            output: registers[Register::Attended as usize],
+                            sinks: None,
+                            bias: None,
+                        };
+                        let (work, states) = (&works[attention], places.states);
+                        self.attentions[attention].attend(walker, work, &step.batch, &operands, states);
+                    }
+                    Operation::Select(kept) if step.num_samples < step.num_tokens => {
+                        gather(walker, kept, step, &registers, &places.sampled);
+                        for &(register, _) in kept {
+                            registers[register as usize] = places.sampled[register as usize];
+                        }
+                        num_rows = step.num_samples;
+                    }
+                    Operation::Select(_) => {}
+                }
+            }
+        }
+    }
+}
+
+/// Runs operations on each row, one row after the other.
+///
+/// # Safety
+/// As for `RowOperation::apply`, for all rows.
+unsafe fn run_rows(walker: &Walker<'_>, of_row: &[RowOperation], num_rows: usize, context: &TokenContext<'_>) {
+    let numbers = of_row.iter().map(RowOperation::numbers).sum::<usize>();
+    walker.for_ranges(num_rows, PART_NUMBERS / numbers.max(1), |range| {
+        for row in range {
+            for operation in of_row {
+                // SAFETY: guaranteed by the caller; a row is one thread's.
+                unsafe { operation.apply(row, context) };
+            }
+        }
+    });
+}
+
+/// Copies the sampled rows of registers, given with their widths.
+///
+/// # Safety
+/// The caller of `Stack::run` vouches for the step.
+unsafe fn gather(
+    walker: &Walker<'_>,
+    kept: &[(Register, usize)],
+    step: &Step<'_>,
+    from: &PerRegister<Target<u16>>,
+    to: &PerRegister<Target<u16>>,
+) {
+    walker.for_each(step.num_samples, |sample| {
+        for &(register, width) in kept {
+            // SAFETY: sampled rows are rows of the step; each part writes its own row.
+            unsafe {
+                let row = *step.sample_rows.at(sample) as usize;
+                let (source, target) = (from[register as usize].at(row * width), to[register as usize]);
+                target.at(sample * width).copy_from_nonoverlapping(source, width);
+            }
+        }
+    });
+}

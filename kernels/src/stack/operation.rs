@@ -1,0 +1,204 @@
+//! What a stack consists of.
+
+use super::Step;
+use crate::attention::{Layout, NewTokens};
+use crate::linear::Linear;
+use crate::norm::Norm;
+use crate::pool::{Source, Target};
+use crate::rotate::{Angles, Heads, Pairs, rotate_token};
+use crate::row;
+use crate::table::Table;
+use std::sync::Arc;
+
+/// An intermediate result: contiguous rows, one per token, or after the selection one per sampled row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Register {
+    /// The embeddings, to which layers add.
+    Residual,
+    /// The input of attention or MLP.
+    Normed,
+    /// Queries, keys and values.
+    Qkv,
+    Attended,
+    /// The MLP's first product.
+    Inner,
+    /// The MLP's activated product.
+    Activated,
+    /// What attention or MLP add to the residual.
+    Projected,
+    /// What attention and MLP together add to it.
+    Sum,
+    /// The output of the stack.
+    Output,
+}
+
+/// Number of registers.
+const NUM_REGISTERS: usize = Register::Output as usize + 1;
+
+/// A value per register.
+pub(super) type PerRegister<T> = [T; NUM_REGISTERS];
+
+/// A kernel, or a series of row operations.
+pub(super) enum Operation {
+    Linear {
+        linear: Arc<Linear>,
+        from: Register,
+        to: Register,
+        /// Whether the product is added to what is in `to`.
+        adds: bool,
+    },
+    /// PERF: a barrier costs more than most row operations, so a series of them is one phase.
+    Rows(Vec<RowOperation>),
+    /// Attention of the queries in `Qkv`, whose rows have `stride` elements, over a cache, to `Attended`.
+    Attend { cache: usize, stride: usize },
+    /// Keeps the sampled rows of these registers, given with their widths, and no other register.
+    Select(Vec<(Register, usize)>),
+}
+
+impl Operation {
+    /// Most phases that it takes of a section.
+    pub(super) fn max_phases(&self) -> usize {
+        match self {
+            // Inputs may be quantized first; segments of a context may have to be merged.
+            Operation::Linear { .. } | Operation::Attend { .. } => 2,
+            Operation::Rows(_) | Operation::Select(_) => 1,
+        }
+    }
+
+    /// Bytes of scratch for this number of rows.
+    pub(super) fn scratch_bytes(&self, num_rows: usize) -> usize {
+        match self {
+            Operation::Linear { linear, .. } => linear.scratch_bytes(num_rows),
+            _ => 0,
+        }
+    }
+
+    /// Whether it writes to a cache.
+    pub(super) fn writes(&self) -> bool {
+        matches!(self, Operation::Rows(of_row) if of_row.iter().any(|each| matches!(each, RowOperation::Write { .. })))
+    }
+}
+
+/// An operation on the registers of one row. `width` is the number of elements.
+pub(super) enum RowOperation {
+    Norm {
+        norm: Arc<Norm>,
+        from: Register,
+        to: Register,
+    },
+    /// In place, of heads of `Qkv` from column `first` on. A norm over all heads together has one group.
+    NormHeads {
+        norm: Arc<Norm>,
+        first: usize,
+        num_groups: usize,
+        stride: usize,
+    },
+    LookUp {
+        table: Table,
+        from: Register,
+        to: Register,
+        width: usize,
+    },
+    Scale {
+        register: Register,
+        factor: f32,
+        width: usize,
+    },
+    Clamp {
+        register: Register,
+        bound: f32,
+        width: usize,
+    },
+    Add {
+        from: Register,
+        to: Register,
+        width: usize,
+    },
+    /// Of the first heads of `Qkv`.
+    Rotate {
+        tables: Tables,
+        num_heads: usize,
+        head_dim: usize,
+        stride: usize,
+    },
+    /// Stores keys and values of `Qkv`.
+    Write {
+        layout: Layout,
+        cache: usize,
+        stride: usize,
+    },
+}
+
+/// Cosines and sines [positions, half].
+#[derive(Clone, Copy)]
+pub(super) struct Tables {
+    pub(super) cos: Source<f32>,
+    pub(super) sin: Source<f32>,
+    pub(super) half: usize,
+    pub(super) pairs: Pairs,
+}
+
+/// What row operations know of a step.
+pub(super) struct TokenContext<'a> {
+    pub(super) step: &'a Step<'a>,
+    pub(super) registers: &'a PerRegister<Target<u16>>,
+}
+
+impl RowOperation {
+    /// The elements of a row that a norm could compute in the same time.
+    pub(super) fn numbers(&self) -> usize {
+        match self {
+            RowOperation::Norm { norm, .. } => norm.dim(),
+            RowOperation::NormHeads { norm, num_groups, .. } => num_groups * norm.dim(),
+            RowOperation::LookUp { width, .. }
+            | RowOperation::Scale { width, .. }
+            | RowOperation::Clamp { width, .. }
+            | RowOperation::Add { width, .. } => *width,
+            RowOperation::Rotate { num_heads, head_dim, .. } => 2 * num_heads * head_dim,
+            RowOperation::Write { layout, .. } => 2 * layout.num_kv_heads * (layout.head_dim + layout.value_dim),
+        }
+    }
+
+    /// Applies the operation to a row.
+    ///
+    /// # Safety
+    /// The registers must have the row at its widths; `Rotate` and `Write` need a row of the step. The CPU must be `supported()`.
+    pub(super) unsafe fn apply(&self, row: usize, context: &TokenContext<'_>) {
+        let at = |register: Register, width: usize| context.registers[register as usize].at(row * width);
+        let qkv = context.registers[Register::Qkv as usize];
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            match *self {
+                RowOperation::Norm { ref norm, from, to } => {
+                    norm.apply_row(1, at(from, norm.dim()), at(to, norm.dim()));
+                }
+                RowOperation::NormHeads { ref norm, first, num_groups, stride } => {
+                    let heads = at(Register::Qkv, stride).wrapping_add(first);
+                    norm.apply_row(num_groups, heads, heads);
+                }
+                RowOperation::LookUp { table, from, to, width } => {
+                    table.apply_row(at(from, width), at(to, table.output_columns(width)), width);
+                }
+                RowOperation::Scale { register, factor, width } => row::scale(at(register, width), factor, width),
+                RowOperation::Clamp { register, bound, width } => row::clamp(at(register, width), bound, width),
+                RowOperation::Add { from, to, width } => row::add(at(from, width), at(to, width), width),
+                RowOperation::Rotate { tables: Tables { cos, sin, half, pairs }, num_heads, head_dim, stride } => {
+                    let angles = Angles { cos, sin, positions: context.step.positions, half, pairs };
+                    rotate_token(&angles, &Heads { address: qkv, stride, num_heads, head_dim }, row);
+                }
+                RowOperation::Write { layout, cache, stride } => {
+                    let Layout { num_heads, num_kv_heads, head_dim, .. } = layout;
+                    let tokens = NewTokens {
+                        keys: Source::new(qkv.at(num_heads * head_dim)),
+                        keys_stride: stride,
+                        values: Source::new(qkv.at((num_heads + num_kv_heads) * head_dim)),
+                        values_stride: stride,
+                        slots: context.step.slots,
+                        num_tokens: context.step.num_tokens,
+                    };
+                    layout.write_token(context.step.caches[cache], &tokens, row);
+                }
+            }
+        }
+    }
+}

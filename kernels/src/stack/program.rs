@@ -1,0 +1,251 @@
+//! Writes the operations of a stack, and checks that each finds what it needs: the widths of registers, and rows of the step.
+
+use super::operation::{Operation, PerRegister, Register, RowOperation, Tables};
+use super::{Buffers, Stack};
+use crate::attention::{Attention, Layout};
+use crate::linear::Linear;
+use crate::norm::Norm;
+use crate::pool::Source;
+use crate::rotate::Pairs;
+use crate::table::Table;
+use std::sync::{Arc, Mutex};
+
+/// Rotary embedding: tables [num_positions, half].
+#[derive(Clone, Copy)]
+pub(crate) struct Rotation {
+    pub(crate) cos: Source<f32>,
+    pub(crate) sin: Source<f32>,
+    pub(crate) num_positions: usize,
+    pub(crate) half: usize,
+    pub(crate) pairs: Pairs,
+}
+
+/// A stack that is being written. Each method appends an operation, or says why it does not fit.
+pub(crate) struct Program {
+    stack: Stack,
+    /// Present elements per row of each register; `None`: it has not been written.
+    widths: PerRegister<Option<usize>>,
+    has_selected: bool,
+}
+
+impl Program {
+    /// A stack without operations over residuals of `hidden` elements.
+    pub(crate) fn new(hidden: usize) -> Program {
+        let stack = Stack {
+            operations: Vec::new(),
+            widths: PerRegister::default(),
+            attentions: Vec::new(),
+            cache_attentions: Vec::new(),
+            num_positions: usize::MAX,
+            buffers: Mutex::<Buffers>::default(),
+        };
+        let mut program = Program { stack, widths: PerRegister::default(), has_selected: false };
+        program.set_width(Register::Residual, hidden);
+        program
+    }
+
+    /// to = linear(from), or to += linear(from).
+    pub(crate) fn linear(
+        &mut self,
+        linear: Arc<Linear>,
+        from: Register,
+        to: Register,
+        adds: bool,
+    ) -> Result<(), String> {
+        self.expect(from, linear.in_features(), "a linear layer's input")?;
+        expect_different(from, to)?;
+        let width = linear.output_columns();
+        if adds && linear.is_gated() {
+            return Err("the product of a gated layer cannot be added to a register".to_owned());
+        }
+        if adds {
+            self.expect(to, width, "a linear layer's output")?;
+        } else {
+            self.assign(to, width)?;
+        }
+        self.stack.operations.push(Operation::Linear { linear, from, to, adds });
+        Ok(())
+    }
+
+    /// to = norm(from)
+    pub(crate) fn norm(&mut self, norm: Arc<Norm>, from: Register, to: Register) -> Result<(), String> {
+        let width = norm.dim();
+        self.expect(from, width, "a norm")?;
+        if !norm.fits(1) {
+            return Err("a norm of rows has weights for several heads".to_owned());
+        }
+        self.assign(to, width)?;
+        self.push_row(RowOperation::Norm { norm, from, to });
+        Ok(())
+    }
+
+    /// Norms in place `num_groups` groups of the queries, keys and values, from column `first` on.
+    pub(crate) fn norm_heads(&mut self, norm: Arc<Norm>, first: usize, num_groups: usize) -> Result<(), String> {
+        let stride = self.width(Register::Qkv)?;
+        let end = num_groups.checked_mul(norm.dim()).and_then(|width| width.checked_add(first));
+        if end.is_none_or(|end| end > stride) || !norm.fits(num_groups) {
+            return Err(format!("a norm of {num_groups} groups of {} does not fit {stride} columns", norm.dim()));
+        }
+        self.push_row(RowOperation::NormHeads { norm, first, num_groups, stride });
+        Ok(())
+    }
+
+    /// to = table(from)
+    pub(crate) fn look_up(&mut self, table: Table, from: Register, to: Register) -> Result<(), String> {
+        let width = self.width(from)?;
+        expect_different(from, to)?;
+        if table.is_gate && !width.is_multiple_of(2) {
+            return Err(format!("a gate and its factor have {width} columns, must be an even number"));
+        }
+        self.assign(to, table.output_columns(width))?;
+        self.push_row(RowOperation::LookUp { table, from, to, width });
+        Ok(())
+    }
+
+    /// register *= factor
+    pub(crate) fn scale(&mut self, register: Register, factor: f32) -> Result<(), String> {
+        let width = self.width(register)?;
+        self.push_row(RowOperation::Scale { register, factor, width });
+        Ok(())
+    }
+
+    /// Clamps a register to ± `bound`.
+    pub(crate) fn clamp(&mut self, register: Register, bound: f32) -> Result<(), String> {
+        let width = self.width(register)?;
+        self.push_row(RowOperation::Clamp { register, bound, width });
+        Ok(())
+    }
+
+    /// to += from
+    pub(crate) fn add(&mut self, from: Register, to: Register) -> Result<(), String> {
+        let width = self.width(from)?;
+        expect_different(from, to)?;
+        self.expect(to, width, "a sum")?;
+        self.push_row(RowOperation::Add { from, to, width });
+        Ok(())
+    }
+
+    /// Rotates queries and keys of an attention in place.
+    pub(crate) fn rotate(&mut self, attention: &Attention, rotation: Rotation) -> Result<(), String> {
+        let Layout { num_heads, num_kv_heads, head_dim, .. } = attention.layout;
+        let stride = self.expect_qkv(attention)?;
+        let Rotation { cos, sin, num_positions, half, pairs } = rotation;
+        if half > head_dim / 2 {
+            return Err(format!("cos has {half} columns, must have at most half of the {head_dim} of a head"));
+        }
+        let tables = Tables { cos, sin, half, pairs };
+        self.stack.num_positions = self.stack.num_positions.min(num_positions);
+        // The keys follow the queries.
+        self.push_row(RowOperation::Rotate { tables, num_heads: num_heads + num_kv_heads, head_dim, stride });
+        Ok(())
+    }
+
+    /// Stores keys and values in the next cache, which belongs to this attention.
+    pub(crate) fn write(&mut self, attention: &Arc<Attention>) -> Result<(), String> {
+        let layout = attention.layout;
+        if layout.value_dim != layout.head_dim || layout.values_in_keys || attention.has_relative_bias {
+            return Err(
+                "a stack's values are as wide as its keys, beside them, and its scores have no learned bias".to_owned()
+            );
+        }
+        let stride = self.expect_qkv(attention)?;
+        let attentions = &mut self.stack.attentions;
+        let index = attentions.iter().position(|known| Arc::ptr_eq(known, attention)).unwrap_or_else(|| {
+            attentions.push(Arc::clone(attention));
+            attentions.len() - 1
+        });
+        let cache = self.stack.cache_attentions.len();
+        self.stack.cache_attentions.push(index);
+        self.push_row(RowOperation::Write { layout, cache, stride });
+        Ok(())
+    }
+
+    /// Attention of the queries over the cache that was written last.
+    pub(crate) fn attend(&mut self) -> Result<(), String> {
+        let Some((cache, &index)) = self.stack.cache_attentions.iter().enumerate().next_back() else {
+            return Err("attention needs a cache that was written".to_owned());
+        };
+        let attention = Arc::clone(&self.stack.attentions[index]);
+        let stride = self.expect_qkv(&attention)?;
+        self.assign(Register::Attended, attention.layout.num_heads * attention.layout.value_dim)?;
+        self.stack.operations.push(Operation::Attend { cache, stride });
+        Ok(())
+    }
+
+    /// Keeps only the sampled rows, and only of these registers.
+    pub(crate) fn select(&mut self, registers: &[Register]) -> Result<(), String> {
+        self.expect_tokens()?;
+        let kept = registers.iter().map(|&register| Ok((register, self.width(register)?)));
+        let kept = kept.collect::<Result<Vec<_>, String>>()?;
+        self.widths = PerRegister::default();
+        for &(register, width) in &kept {
+            self.widths[register as usize] = Some(width);
+        }
+        self.has_selected = true;
+        self.stack.operations.push(Operation::Select(kept));
+        Ok(())
+    }
+
+    /// The stack, once its output is written.
+    pub(crate) fn finish(self) -> Result<Stack, String> {
+        if self.widths[Register::Output as usize] != Some(self.stack.hidden()) {
+            return Err(format!("a stack must output {} columns", self.stack.hidden()));
+        }
+        Ok(self.stack)
+    }
+
+    fn push_row(&mut self, operation: RowOperation) {
+        match self.stack.operations.last_mut() {
+            Some(Operation::Rows(of_row)) => of_row.push(operation),
+            _ => self.stack.operations.push(Operation::Rows(vec![operation])),
+        }
+    }
+
+    fn width(&self, register: Register) -> Result<usize, String> {
+        self.widths[register as usize].ok_or_else(|| format!("{register:?} is read before it is written"))
+    }
+
+    fn expect(&self, register: Register, width: usize, what: &str) -> Result<(), String> {
+        match self.width(register)? {
+            given if given == width => Ok(()),
+            given => Err(format!("{register:?} has {given} columns, {what} must have {width}")),
+        }
+    }
+
+    /// Checks that rows are the step's tokens, which have a position and a slot.
+    fn expect_tokens(&self) -> Result<(), String> {
+        if self.has_selected { Err("only the sampled rows are left".to_owned()) } else { Ok(()) }
+    }
+
+    /// Checks that `Qkv` has the heads of an attention, and returns its width.
+    fn expect_qkv(&self, attention: &Attention) -> Result<usize, String> {
+        let Layout { num_heads, num_kv_heads, head_dim, .. } = attention.layout;
+        let width = (num_heads + 2 * num_kv_heads) * head_dim;
+        self.expect_tokens()?;
+        self.expect(Register::Qkv, width, "queries, keys and values")?;
+        Ok(width)
+    }
+
+    /// A register is overwritten by rows of this width.
+    fn assign(&mut self, register: Register, width: usize) -> Result<(), String> {
+        let is_residual = register == Register::Residual;
+        if is_residual && width != self.stack.hidden() {
+            return Err(format!("the residual has {} columns, not {width}", self.stack.hidden()));
+        }
+        if register == Register::Output && !self.has_selected {
+            return Err("the output has sampled rows only".to_owned());
+        }
+        self.set_width(register, width);
+        Ok(())
+    }
+
+    fn set_width(&mut self, register: Register, width: usize) {
+        let largest = &mut self.stack.widths[register as usize];
+        *largest = width.max(*largest);
+        self.widths[register as usize] = Some(width);
+    }
+}
+
+fn expect_different(from: Register, to: Register) -> Result<(), String> {
+    if from == to { Err(format!("{from:?} cannot be both input and output")) } else { Ok(()) }
+}
