@@ -33,7 +33,7 @@ from penstock_server.grammar.trial import Trial
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
-from penstock_server.plan import Advances, Grammar, NewSequence, Plan, StepResult
+from penstock_server.plan import Advances, Grammar, NewSequence, Plan, StepResult, StepTiming
 
 logger = logging.getLogger(__name__)
 
@@ -173,13 +173,13 @@ class Engine:
                 max_source_tokens=self.model.max_source_tokens,
             )
 
-        def open_table(num_blocks: int, graphs: StepGraphs | None = None) -> None:
+        def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> StepRunner:
             table = SequenceTable(table_limits(num_blocks))
             self._ready = StepRunner(self.model, self._group, self._device, config, sampler, table, grammars, graphs)
 
-        def run(plan: Plan, num_blocks: int) -> None:
-            open_table(num_blocks)
-            self.step(plan)
+        def run(model: CausalModel, plan: Plan, num_blocks: int) -> StepTiming:
+            self._ready = runner(model, num_blocks)
+            result = self.step(plan)
             self.reset()
 
         measured = Measured(config.num_blocks, 0.0, 0)
@@ -203,7 +203,7 @@ class Engine:
             with clock.phase("record graphs"):
                 graphs = StepGraphs(self.model, table_limits(num_blocks), self._device, CudaRecorder())
             logger.info("recorded %d graphs of decode steps", len(graphs))
-        open_table(num_blocks, graphs)
+        self._ready = runner(self.model, num_blocks, graphs)
         with clock.phase("rehearse"):
             self._rehearse()
         return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s)

@@ -67,7 +67,8 @@ class NativeStack:
         """rope: cos, sin [max positions, rotary_dim / 2] float32. Raises ValueError if sizes do not fit together."""
         import penstock_kernels
 
-        self._name = attention.name
+        self._attention, self._layers = attention, layers
+        self._final_norm, self._rope, self._eps = final_norm, rope, eps
         parts = [
             (
                 layer.attention_norm,
@@ -81,12 +82,16 @@ class NativeStack:
         ]
         self._native = penstock_kernels.Stack(attention.native, parts, final_norm, *rope, eps)
 
+    def of_layers(self, indices: list[int]) -> NativeStack:
+        """Some of the layers, and the final norm. Weights are shared."""
+        layers = [self._layers[index] for index in indices]
+        return NativeStack(self._attention, layers, self._final_norm, self._rope, self._eps)
+
     def run(self, residual: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
         """residual: embeddings [tokens, hidden], overwritten. Returns the normed output of the sampled rows [samples,
         hidden]."""
         batch = step.batch
         output = residual.new_empty((batch.sample_rows.shape[0], residual.shape[1]))
-        self._native.run(
-            residual, batch.positions, batch.slots, step.metadata[self._name], caches, batch.sample_rows, output
-        )
+        metadata = step.metadata[self._attention.name]
+        self._native.run(residual, batch.positions, batch.slots, metadata, caches, batch.sample_rows, output)
         return output
