@@ -2,18 +2,20 @@
 //! starts no thread, so kernels and torch do not compete for cores.
 //!
 //! A kernel takes an `Executor`: the pool, which runs each kernel as a section, or a `Walker`, which runs a series of kernels inside
-//! one section with a barrier after each.
+//! one section with a barrier after each. A thread at a barrier spins for a bounded time and then sleeps, so that the core is free for a
+//! thread of the section that another process has displaced.
 
 use std::cell::Cell;
 use std::ffi::{c_uint, c_void};
 use std::ops::Range;
-#[cfg(not(loom))]
-use std::sync::atomic::AtomicUsize;
+use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+#[cfg(not(loom))]
+use std::sync::{Condvar, Mutex, atomic::AtomicUsize};
 
 // The model checker (`make loom`) replaces the types through which threads synchronize.
 #[cfg(loom)]
-use loom::sync::atomic::AtomicUsize;
+use loom::sync::{Condvar, Mutex, atomic::AtomicUsize};
 
 /// `GOMP_parallel(fn, data, num_threads, flags)` of libgomp's C ABI.
 pub(crate) type GompParallel = unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
@@ -123,8 +125,8 @@ impl Pool {
     /// Runs a series of kernels in one section. `walk` runs on every thread and must make the same calls on each, at most
     /// `max_phases` in total.
     pub(crate) fn section<F: Fn(&Walker<'_>) + Sync>(&self, max_phases: usize, walk: F) {
-        let phases: Vec<Phase> = (0..max_phases).map(|_| Phase::default()).collect();
-        self.on_all_threads(|| walk(&Walker { phases: &phases, at: Cell::new(0), num_threads: self.num_threads }));
+        let section = Section::new(max_phases);
+        self.on_all_threads(|| walk(&Walker { section: &section, at: Cell::new(0), num_threads: self.num_threads }));
     }
 }
 
@@ -160,6 +162,7 @@ fn run_parts(next: &AtomicUsize, num_parts: usize, work: &impl Fn(usize)) -> usi
 #[derive(Default)]
 struct Phase {
     next: Line,
+    /// Finished parts, and the flag `ASLEEP`.
     done: Line,
 }
 
@@ -167,21 +170,55 @@ struct Phase {
 #[repr(align(64))]
 struct Line(AtomicUsize);
 
+/// Flag in `Phase::done`: a thread sleeps until the phase is complete. It is part of the counter, so that the thread which finishes the
+/// last part cannot miss it.
+const ASLEEP: usize = 1 << (usize::BITS - 1);
+
+/// Whether a phase of `num_parts` parts is complete, given its `Phase::done`.
+fn is_complete(done: usize, num_parts: usize) -> bool {
+    done & !ASLEEP >= num_parts
+}
+
+/// What the threads of a section share. Sleeping threads all wait for the same phase, because none gets past an incomplete one.
+struct Section {
+    phases: Vec<Phase>,
+    lock: Mutex<()>,
+    completed: Condvar,
+}
+
+impl Section {
+    fn new(max_phases: usize) -> Section {
+        let phases = (0..max_phases).map(|_| Phase::default()).collect();
+        Section { phases, lock: Mutex::new(()), completed: Condvar::new() }
+    }
+
+    fn sleep_until_complete(&self, phase: &Phase, num_parts: usize) {
+        let mut lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut done = phase.done.0.fetch_or(ASLEEP, Ordering::AcqRel);
+        while !is_complete(done, num_parts) {
+            lock = self.completed.wait(lock).unwrap_or_else(PoisonError::into_inner);
+            done = phase.done.0.load(Ordering::Acquire);
+        }
+    }
+
+    /// Wakes the threads that set `ASLEEP` before their phase was completed.
+    fn wake(&self) {
+        // A thread sets the flag under the lock and releases the lock by sleeping, so from here on it sleeps.
+        drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+        self.completed.notify_all();
+    }
+}
+
 /// One thread's progress through the kernels of a section. The barrier counts finished parts, not threads, so a thread that is not
 /// scheduled delays no other.
 pub(crate) struct Walker<'a> {
-    phases: &'a [Phase],
+    section: &'a Section,
     at: Cell<usize>,
     num_threads: usize,
 }
 
-/// Polls of a counter before the thread yields its core; about 30 µs.
+/// Polls of a counter before the thread sleeps: 30 to 100 µs. To sleep and wake costs about as much.
 const MAX_SPINS: usize = if cfg!(loom) { 0 } else { 2000 };
-
-#[cfg(loom)]
-use loom::thread::yield_now;
-#[cfg(not(loom))]
-use std::thread::yield_now;
 
 impl Executor for Walker<'_> {
     fn num_threads(&self) -> usize {
@@ -189,21 +226,24 @@ impl Executor for Walker<'_> {
     }
 
     fn for_each<F: Fn(usize) + Sync>(&self, num_parts: usize, work: F) {
-        let phase = &self.phases[self.at.get()];
+        let phase = &self.section.phases[self.at.get()];
         self.at.set(self.at.get() + 1);
         let count = run_parts(&phase.next.0, num_parts, &work);
         // Release and acquire order the writes of parts before the reads of the next kernel.
-        let mut done = phase.done.0.fetch_add(count, Ordering::AcqRel) + count;
-        let mut spins = 0;
-        while done < num_parts {
-            if spins < MAX_SPINS {
-                std::hint::spin_loop();
-                spins += 1;
-            } else {
-                yield_now();
+        let before = phase.done.0.fetch_add(count, Ordering::AcqRel);
+        if is_complete(before + count, num_parts) {
+            if count > 0 && before & ASLEEP != 0 {
+                self.section.wake();
             }
-            done = phase.done.0.load(Ordering::Acquire);
+            return;
         }
+        for _ in 0..MAX_SPINS {
+            std::hint::spin_loop();
+            if is_complete(phase.done.0.load(Ordering::Acquire), num_parts) {
+                return;
+            }
+        }
+        self.section.sleep_until_complete(phase, num_parts);
     }
 }
 

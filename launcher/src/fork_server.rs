@@ -19,6 +19,9 @@ use crate::process;
 /// How long the process may take to exit after it has closed its output.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Polls of a waiting thread of libgomp before it sleeps.
+const GOMP_SPINS: &str = "4000";
+
 /// Starts its process with the first worker, and again when a worker is requested after the process has ended.
 pub(crate) struct ForkServer {
     options: ForkServerOptions,
@@ -138,6 +141,11 @@ impl ForkServerOptions {
         command.env("OPENBLAS_NUM_THREADS", "1");
         if std::env::var_os("OMP_NUM_THREADS").is_none() {
             command.env("OMP_NUM_THREADS", self.num_threads.to_string());
+        }
+        // Threads of a parallel section that wait for another one keep their cores busy: by default for milliseconds, which they
+        // then lack when another process wants the core too.
+        if ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"].iter().all(|name| std::env::var_os(name).is_none()) {
+            command.env("GOMP_SPINCOUNT", GOMP_SPINS);
         }
         // Gloo and NCCL listen on TCP ports for the other ranks. All ranks are on this machine, so no other host needs them.
         for variable in ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] {

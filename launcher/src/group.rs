@@ -17,7 +17,7 @@ pub(crate) const EXIT_REASON_TIMEOUT: Duration = Duration::from_secs(2);
 /// How to start a group like the first one.
 pub(crate) struct Recipe {
     pub(crate) workers: WorkerOptions,
-    /// `rendezvous` is replaced, because each group needs its own.
+    /// `rendezvous` and `background` are replaced: each group has its own.
     pub(crate) load: LoadOptions,
     /// As many blocks as the first group has, without repeating that group's memory measurements.
     pub(crate) warm_up: WarmUpOptions,
@@ -61,10 +61,10 @@ impl GroupError {
 }
 
 impl Recipe {
-    /// Connects to spawned workers and loads the model.
-    pub(crate) fn load(&self, workers: &Workers) -> Loading {
+    /// Connects to spawned workers and loads the model; `background` as in `LoadOptions`.
+    pub(crate) fn load(&self, workers: &Workers, background: bool) -> Loading {
         let sockets = workers.sockets().to_vec();
-        let load = LoadOptions { rendezvous: workers.rendezvous(), ..self.load.clone() };
+        let load = LoadOptions { rendezvous: workers.rendezvous(), background, ..self.load.clone() };
         let loading = async move {
             let mut group = connect(&sockets).await?;
             let connected = Instant::now();

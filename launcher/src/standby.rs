@@ -1,10 +1,11 @@
 //! A standby group: workers with their weights loaded, ready to replace a failed group. Standby workers without weights
-//! would save almost nothing, because a fork takes hundredths of a second.
+//! would save almost nothing, because a fork takes hundredths of a second. The load yields the processors to running
+//! requests, so only a finished one is taken over.
 
 use futures::FutureExt;
 
 use crate::fork_server::ForkServer;
-use crate::group::{Loading, Recipe};
+use crate::group::{Loaded, Loading, Recipe};
 use crate::memory;
 use crate::workers::Workers;
 
@@ -15,7 +16,6 @@ const RANK_BYTES: u64 = 512 << 20;
 /// Dropping it kills its processes.
 pub(crate) struct StandbyGroup {
     workers: Workers,
-    /// Awaited here while the group waits, and by the restart that takes it over.
     loading: Loading,
     is_ready: bool,
 }
@@ -41,12 +41,8 @@ impl StandbyGroup {
             return Err(format!("less than {} MiB of memory are available", required_bytes >> 20));
         }
         let workers = Workers::spawn(&recipe.workers, fork_server, number).map_err(|error| error.to_string())?;
-        let loading = recipe.load(&workers);
+        let loading = recipe.load(&workers, true);
         Ok(Self { workers, loading, is_ready: false })
-    }
-
-    pub(crate) fn is_alive(&self) -> bool {
-        self.workers.are_alive()
     }
 
     /// The next event. Cancel safe. `Lost` is the last one.
@@ -64,8 +60,10 @@ impl StandbyGroup {
         }
     }
 
-    /// The processes, and the load that may still be running.
-    pub(crate) fn into_parts(self) -> (Workers, Loading) {
-        (self.workers, self.loading)
+    /// The processes and what they loaded. `None` if a process has exited or the load has not finished.
+    pub(crate) fn into_ready(self) -> Option<(Workers, Loaded)> {
+        let is_alive = self.workers.are_alive();
+        let loaded = self.loading.now_or_never().filter(|_| is_alive)?;
+        Some((self.workers, loaded.ok()?))
     }
 }

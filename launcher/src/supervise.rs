@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
-use futures::future::BoxFuture;
+use futures::future::{self, BoxFuture};
 use penstock_router::engine::{RestartError, RestartGroup, RestartTimes, Restarted};
 use tokio::sync::{mpsc, oneshot};
 
@@ -154,14 +154,13 @@ impl Supervisor {
         self.exit_reason = None;
         self.standby_due = None;
         times.stop = lap.next();
-        let standby = self.standby.take().filter(StandbyGroup::is_alive);
-        let (workers, loading) = match standby {
-            Some(standby) => standby.into_parts(),
+        let (workers, loading) = match self.standby.take().and_then(StandbyGroup::into_ready) {
+            Some((workers, loaded)) => (workers, future::ready(Ok(loaded)).boxed()),
             None => {
                 let workers = Workers::spawn(&self.recipe.workers, &mut self.fork_server, self.num_groups);
                 self.num_groups += 1;
                 let workers = workers.map_err(restart_error)?;
-                let loading = self.recipe.load(&workers);
+                let loading = self.recipe.load(&workers, false);
                 (workers, loading)
             }
         };

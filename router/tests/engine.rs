@@ -290,6 +290,7 @@ fn load_options() -> LoadOptions {
         dequantize: false,
         quantize: None,
         activation_bits: 16,
+        background: true,
     }
 }
 

@@ -1,4 +1,5 @@
-"""The only thread that calls torch. It runs jobs one after the other, in the order in which they were posted.
+"""The only thread that calls torch, except for a load in the background, during which it waits. It runs jobs one after
+the other, in the order in which they were posted.
 
 One thread, because OpenMP keeps a thread pool for each thread that calls it, and because steps must run in the
 protocol's order.

@@ -35,6 +35,7 @@ class LoadConfig:
     quantize: str = ""
     activation_bits: int = 0
     kv_cache_dtype: str = ""
+    background: bool = False  # yield the processors while loading
 
 
 @dataclass(frozen=True, slots=True)

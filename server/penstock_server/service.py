@@ -94,6 +94,7 @@ class Worker(rpc.WorkerServicer):
             dequantize=request.dequantize,
             quantize=request.quantize,
             activation_bits=request.activation_bits,
+            background=request.background,
         )
         try:
             description = self._compute.call(partial(self._load, config))

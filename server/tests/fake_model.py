@@ -61,6 +61,9 @@ class FakeModel:
         self.cache = torch.full((num_blocks, BLOCK_TOKENS), -1)
         self.caches = [self.cache]
 
+    def sample(self) -> FakeModel:
+        return self
+
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         pass
 

@@ -1,6 +1,5 @@
-//! Model-checks the threads of a section with loom: every interleaving, every value that the memory model allows, and races on the
-//! data that parts write and read. `make loom`. Only two threads wait for each other: of three, two could spin in turn for ever,
-//! which loom cannot tell from a deadlock.
+//! Model-checks the threads of a section with loom: every interleaving, every value that the memory model allows, races on the data
+//! that parts write and read, and threads that are never woken. `make loom`. Waiting threads do not spin here but sleep at once.
 
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
@@ -35,9 +34,9 @@ impl Cells {
 
 /// Runs `walk` on a team of threads as `Pool::section` does, and returns when all have finished.
 fn section(num_threads: usize, max_phases: usize, walk: impl Fn(&Walker<'_>) + Send + Sync + 'static) {
-    let phases: Arc<Vec<Phase>> = Arc::new((0..max_phases).map(|_| Phase::default()).collect());
+    let section = Arc::new(Section::new(max_phases));
     let walk = Arc::new(walk);
-    let enter = move || walk(&Walker { phases: &phases, at: Cell::new(0), num_threads });
+    let enter = move || walk(&Walker { section: &section, at: Cell::new(0), num_threads });
     let others: Vec<_> = (1..num_threads).map(|_| thread::spawn(enter.clone())).collect();
     enter();
     for other in others {
@@ -69,6 +68,22 @@ fn a_kernel_without_parts_and_one_with_a_single_part_block_no_thread() {
                 walker.for_each(0, |_| unreachable!("there is no part"));
                 walker.for_each(1, |_| cell.add(0, 1));
                 assert_eq!(cell.get(0), 2);
+            }
+        });
+    });
+}
+
+#[test]
+fn the_last_part_wakes_both_threads_that_sleep() {
+    // Three threads have too many interleavings for all of them.
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.check(|| {
+        section(3, 1, {
+            let cell = Cells::new(1);
+            move |walker| {
+                walker.for_each(1, |_| cell.add(0, 1));
+                assert_eq!(cell.get(0), 1);
             }
         });
     });

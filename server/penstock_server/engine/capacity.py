@@ -16,7 +16,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
-from penstock_server.plan import Plan
+from penstock_server.plan import Plan, StepTiming
 
 # Memory that one step frees in the C library's heap may be too fragmented for the next step: all of it in the worst
 # case; 30 % was observed.
@@ -33,11 +33,11 @@ class Measured:
     """What the most expensive steps took."""
 
     num_blocks: int
-    worst_step_s: float
+    worst_step_s: float  # estimated from the layers that ran
     step_bytes: int  # the most memory that a step needs temporarily
 
 
-Run = Callable[[Plan, int], object]  # runs a first plan over a pool of this many blocks
+Run = Callable[[CausalModel, Plan, int], StepTiming]  # runs a first plan over a pool of this many blocks
 Wait = Callable[[], int]  # waits for what starts during the warm-up; returns the bytes it will still allocate
 
 
@@ -81,14 +81,18 @@ class CapacityProbe:
         memory.touch_pages(self.model.caches)
         with clock.phase("first step"):
             # Memory that is allocated once, or touched for the first time, is not part of a step.
-            run(warmup.plan(worst, warmup.first(worst)), worst.num_blocks())
+            run(self.model, warmup.plan(worst, warmup.first(worst)), worst.num_blocks())
+        # PERF: on a CPU, all layers took most of the time from start to ready, in proportion to the model's size. A GPU
+        # is fast enough, and loads its kernels here.
+        sample = self.model.sample() if on_cpu else self.model
         plans = warmup.worst_steps(worst)
         meter = memory.MemoryMeter(self.device)
         seconds = []
         for name, plan in plans:
             with clock.phase(name):
-                run(plan, worst.num_blocks())
-            seconds.append(clock.phases[-1].seconds)
+                timing = run(sample, plan, worst.num_blocks())
+            forward_s = timing.forward_s * self.model.num_layers / sample.num_layers
+            seconds.append(timing.prepare_s + forward_s + timing.sample_s)
         with clock.phase("wait for grammars"):
             later_bytes = wait()
         with clock.phase("measure what is left"):

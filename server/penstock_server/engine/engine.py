@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from penstock_server.attention import preferred_block_tokens
+from penstock_server.background import run_in_background
 from penstock_server.config import Capacity, Description, LoadConfig, WarmUpConfig
 from penstock_server.engine import memory, warmup
 from penstock_server.engine.capacity import CapacityProbe, Measured
@@ -33,7 +34,7 @@ from penstock_server.grammar.trial import Trial
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
-from penstock_server.plan import Advances, Grammar, NewSequence, Plan, StepResult
+from penstock_server.plan import Advances, Grammar, NewSequence, Plan, StepResult, StepTiming
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +109,17 @@ class Engine:
             activation_bits=config.activation_bits or 16,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
-        with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):
-            model = load_model(options, group)
-        watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
-        compiler = None
-        if rank == 0:
+
+        def read() -> tuple[CausalModel, GrammarCompiler | None]:
+            with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):
+                model = load_model(options, group)
+            if rank != 0:
+                return model, None
             with clock.phase("read vocabulary"):
-                compiler = GrammarCompiler(config.model_path, model.vocab_size, first=trial)
+                return model, GrammarCompiler(config.model_path, model.vocab_size, first=trial)
+
+        model, compiler = run_in_background(read) if config.background else read()
+        watermark = Watermark.of(model.vocab_size, config.watermark_gamma, config.watermark_delta)
         description = Description(
             architecture=model.architecture,
             dtype=next(name for name, value in DTYPES.items() if value == dtype),
@@ -173,14 +178,15 @@ class Engine:
                 max_source_tokens=self.model.max_source_tokens,
             )
 
-        def open_table(num_blocks: int, graphs: StepGraphs | None = None) -> None:
+        def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> StepRunner:
             table = SequenceTable(table_limits(num_blocks))
-            self._ready = StepRunner(self.model, self._group, self._device, config, sampler, table, grammars, graphs)
+            return StepRunner(model, self._group, self._device, config, sampler, table, grammars, graphs)
 
-        def run(plan: Plan, num_blocks: int) -> None:
-            open_table(num_blocks)
-            self.step(plan)
+        def run(model: CausalModel, plan: Plan, num_blocks: int) -> StepTiming:
+            self._ready = runner(model, num_blocks)
+            result = self.step(plan)
             self.reset()
+            return result.timing
 
         measured = Measured(config.num_blocks, 0.0, 0)
         if config.proven:
@@ -203,7 +209,7 @@ class Engine:
             with clock.phase("record graphs"):
                 graphs = StepGraphs(self.model, table_limits(num_blocks), self._device, CudaRecorder())
             logger.info("recorded %d graphs of decode steps", len(graphs))
-        open_table(num_blocks, graphs)
+        self._ready = runner(self.model, num_blocks, graphs)
         with clock.phase("rehearse"):
             self._rehearse()
         return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s)

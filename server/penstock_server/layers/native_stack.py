@@ -118,12 +118,18 @@ class NativeStack:
                 raise NotNativeError(f"{ops.name} operators")
             if group.size > 1:
                 raise NotNativeError(f"{group.size} ranks, which communicate inside of layers")
-            program = NativeProgram(hidden_size)
-            append_layers(program)
+            stack = cls.written_by(append_layers, hidden_size)
         except NotNativeError as reason:
             logger.info("layers: one by one (%s)", reason)
             return None
         logger.info("layers: one native call")
+        return stack
+
+    @classmethod
+    def written_by(cls, append_layers: Callable[[NativeProgram], None], hidden_size: int) -> NativeStack:
+        """Raises NotNativeError as `append_layers` does."""
+        program = NativeProgram(hidden_size)
+        append_layers(program)
         return program.finish()
 
     def __init__(self, native: Stack) -> None:

@@ -3,6 +3,8 @@ Everything that differs between architectures is in the `ModelSpec`."""
 
 from __future__ import annotations
 
+import copy
+
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -18,7 +20,7 @@ from penstock_server.layers.step import StepContext
 from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
 from penstock_server.models.encoder import Encoder, split
 from penstock_server.models.layer import Layer, ResidualStream
-from penstock_server.models.spec import HeadSpec, ModelSpec
+from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
 from penstock_server.weights.memory import return_freed_memory
 
 
@@ -40,8 +42,12 @@ class Decoder:
         self.head, lookup = _load_head(spec.head, context)
         self.embedding = Embedding.load(spec.embedding, lookup, context)
         self.layers: list[Layer] = []
+        # Layers with one spec and one size have the same shapes and formats. The index is the last one of the kind.
+        self._kinds: dict[tuple[LayerSpec, int], int] = {}
         for index, layer in enumerate(spec.layers):
+            bytes_before = context.loader.loaded_bytes
             self.layers.append(Layer.load(layer, f"layers.{index}", context))
+            self._kinds[layer, context.loader.loaded_bytes - bytes_before] = index
             return_freed_memory()
         self.encoder = None if spec.encoder is None else Encoder(spec.encoder, lookup, context)
         self.norm = None
@@ -62,10 +68,25 @@ class Decoder:
         self._attention = context.attention
         self._dtype = context.loader.dtype
         self._ropes = context.ropes
+        self._group = context.shard.group
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []  # first: the old and the new pool may not fit together
         self.caches = [attention.allocate(num_blocks) for attention in self.attentions]
+
+    def sample(self) -> Decoder:
+        if self.encoder is not None:
+            return self
+        last_of_kind = set(self._kinds.values())
+        # A layer that differs on one rank runs on all, because they communicate in each.
+        indices = [index for index in range(self.num_layers) if self._group.minimum(-(index in last_of_kind))]
+        sample = copy.copy(self)
+        sample.num_layers = len(indices)
+        sample.layers = [self.layers[index] for index in indices]
+        sample.caches = [self.caches[index] for index in indices]
+        if self.stack is not None:
+            sample.stack = NativeStack.written_by(sample._append_layers, self.spec.hidden_size)  # noqa: SLF001 - of this class
+        return sample
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         for spec, tables in self._ropes.items():

@@ -78,6 +78,9 @@ class Fallback:
         self.caches = []  # first: the old and the new pool may not fit together
         self.caches = [attention.allocate(num_blocks) for attention in self._pager.layers]
 
+    def sample(self) -> Fallback:
+        return self
+
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         """No table depends on the length, see `_check_ropes`."""
 

@@ -51,6 +51,11 @@ class CausalModel(Protocol):
         """Allocates the paged KV pool and replaces an earlier one."""
         ...
 
+    def sample(self) -> CausalModel:
+        """A model with one layer of each kind and the same caches, to measure steps: they need as much temporary memory
+        as those of the whole model. It may be the model itself."""
+        ...
+
     def serve_up_to(self, max_sequence_tokens: int) -> None:
         """Promises that no sequence will be longer. Called once, before the first step whose results are used."""
         ...

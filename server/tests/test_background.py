@@ -1,0 +1,52 @@
+"""The priority of threads."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fake_model import BLOCK_TOKENS, FakeModel, load_fake
+from penstock_server.background import run_in_background
+from penstock_server.config import LoadConfig
+from penstock_server.engine import Engine
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_only_the_job_and_its_threads_have_a_low_priority() -> None:
+    before = niceness()
+
+    def job() -> tuple[int, int]:
+        with ThreadPoolExecutor(1) as thread:
+            return niceness(), thread.submit(niceness).result()
+
+    assert run_in_background(job) == (10, 10)
+    with ThreadPoolExecutor(1) as thread:
+        assert (niceness(), thread.submit(niceness).result()) == (before, before)
+
+
+def test_an_error_of_the_job_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_in_background(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_load_in_the_background_has_a_low_priority(background: bool) -> None:
+    found = []
+
+    def load(options: LoadOptions, group: RankGroup) -> FakeModel:
+        found.append(niceness())
+        return load_fake(options, group)
+
+    Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, background=background), load_model=load)
+    assert found == [10 if background else niceness()]
