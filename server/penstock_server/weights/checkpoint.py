@@ -57,8 +57,9 @@ class Checkpoint(Protocol):
         """Whether any range of the tensor's rows can be read without reading others."""
         ...
 
-    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
-        """A matrix, or a part of it, as it is stored; None if it is dense, or the part divides a group."""
+    def quantized(self, name: str, part: Part | None) -> tuple[QuantizedMatrix, ...] | None:
+        """A matrix, or a part of it, as it is stored; of a tensor with three dimensions, a matrix for each index of the
+        first. None if it is dense, or the part divides a group."""
         ...
 
     def close(self) -> None:

@@ -119,7 +119,7 @@ class SafetensorsCheckpoint:
     def has_independent_rows(self, name: str) -> bool:
         return True
 
-    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
+    def quantized(self, name: str, part: Part | None) -> tuple[QuantizedMatrix, ...] | None:
         return None
 
     def close(self) -> None:

@@ -46,7 +46,11 @@ class QuantizedCheckpoint:
     def has_independent_rows(self, name: str) -> bool:
         return name not in self.weights
 
-    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
+    def quantized(self, name: str, part: Part | None) -> tuple[QuantizedMatrix, ...] | None:
+        matrix = self._matrix(name, part)
+        return None if matrix is None else (matrix,)
+
+    def _matrix(self, name: str, part: Part | None) -> QuantizedMatrix | None:
         weight = self.weights.get(name)
         if not isinstance(weight, Affine):
             return None
