@@ -77,10 +77,10 @@ def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
     except ConfigError:
         checkpoint = None  # not downloaded
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str, rows: range | None = None) -> torch.Tensor:
         if checkpoint is None:
             raise ConfigError(f"the shape of {name} is only known after the download")
-        return checkpoint.raw(name)
+        return checkpoint.raw(name, rows)
 
     method = method_of(options, dtypes, read)
     weights = method.find(shapes)

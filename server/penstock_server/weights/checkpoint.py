@@ -34,7 +34,8 @@ def split_leading(part: Part | None, size: int) -> tuple[range, Part | None]:
     """Splits a part along the first dimension: the indices it covers there, out of `size`, and the part of each."""
     if part is None:
         return range(size), None
-    return (part.range, None) if part.dim == 0 else (range(size), Part(part.dim - 1, part.range))
+    view = None if part.view is None else part.view[1:]
+    return (part.range, None) if part.dim == 0 else (range(size), Part(part.dim - 1, part.range, view))
 
 
 class Checkpoint(Protocol):

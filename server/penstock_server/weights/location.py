@@ -69,7 +69,8 @@ class Location:
             return
         indices, part = split_leading(part, shape[0])
         for place, index in enumerate(indices):
-            self._read_tensor(checkpoint, self.name.replace(EACH, str(index)), shape[1:], part, out[place])
+            target = out[place] if part is not None else out[place].view(shape[1:])
+            self._read_tensor(checkpoint, self.name.replace(EACH, str(index)), shape[1:], part, target)
 
     def has_independent_rows(self, checkpoint: Checkpoint) -> bool:
         """Whether any range of the parameter's rows can be read without reading others."""

@@ -69,7 +69,7 @@ class Awq:
             name, _, suffix = tensor.rpartition(".")
             if suffix != "qweight":
                 continue
-            tensors = complete(shapes, name, ("qweight", "qzeros", "scales"))
+            tensors = complete(shapes, name, (".qweight", ".qzeros", ".scales"))
             in_features, out_features = shapes[tensor][0], shapes[tensor][1] * 8
             format_ = affine_format(
                 BITS, self.group, in_features, symmetric=False, scale_dtype=self.dtypes[f"{name}.scales"]

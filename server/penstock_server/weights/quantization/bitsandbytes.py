@@ -71,11 +71,11 @@ class BitsAndBytes:
             if states:
                 shape = tuple(json.loads(bytes(self.read_state(states[0]).tolist()))["shape"])
                 nested = [f"{tensor}.nested_{key}" for key in ("absmax", "quant_map")]
-                others = complete(shapes, tensor, ("absmax", "quant_map"))
+                others = complete(shapes, tensor, (".absmax", ".quant_map"))
                 tensors = (tensor, states[0], *others, *(each for each in nested if each in shapes))
                 found[tensor] = FourBitWeight(shape, tensors)
             elif self.dtypes[tensor] == "I8":
-                tensors = complete(shapes, name, ("weight", "SCB"))
+                tensors = complete(shapes, name, (".weight", ".SCB"))
                 if f"{name}.weight_format" in shapes:
                     tensors = (*tensors, f"{name}.weight_format")
                 out_features, in_features = shapes[tensor]

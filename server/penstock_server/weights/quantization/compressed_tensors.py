@@ -114,10 +114,10 @@ class CompressedTensors:
             name, _, suffix = tensor.rpartition(".")
             if suffix == "weight_packed":
                 out_features, in_features = shapes[tensor][0], shapes[tensor][1] * 32 // self.bits
-                tensors: tuple[str, ...] = complete(shapes, name, ("weight_packed", "weight_scale", "weight_shape"))
+                tensors: tuple[str, ...] = complete(shapes, name, (".weight_packed", ".weight_scale", ".weight_shape"))
             elif suffix == "weight" and self.dtypes[tensor] == "I8":
                 out_features, in_features = shapes[tensor]
-                tensors = complete(shapes, name, ("weight", "weight_scale"))
+                tensors = complete(shapes, name, (".weight", ".weight_scale"))
             else:
                 continue
             extras = {each: f"{name}.{each}" in shapes for each in ("weight_zero_point", "weight_g_idx", "input_scale")}

@@ -95,7 +95,7 @@ class Gptq:
             name, _, suffix = tensor.rpartition(".")
             if suffix != "qweight":
                 continue
-            tensors = complete(shapes, name, ("qweight", "qzeros", "scales"))
+            tensors = complete(shapes, name, (".qweight", ".qzeros", ".scales"))
             has_order = f"{name}.g_idx" in shapes
             in_features, out_features = shapes[tensor][0] * 32 // self.bits, shapes[tensor][1]
             format_ = affine_format(

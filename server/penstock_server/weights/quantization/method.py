@@ -10,9 +10,10 @@ from penstock_server.weights.quantization.bitsandbytes import BitsAndBytes
 from penstock_server.weights.quantization.compressed_tensors import CompressedTensors
 from penstock_server.weights.quantization.fp8 import Fp8
 from penstock_server.weights.quantization.gptq import Gptq
+from penstock_server.weights.quantization.mxfp4 import Mxfp4
 from penstock_server.weights.quantization.stored import Method, Read
 
-SUPPORTED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+SUPPORTED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
 
 
 def quantization_method(options: object) -> str | None:
@@ -44,4 +45,6 @@ def method_of(options: object, dtypes: Mapping[str, str], read: Read) -> Method:
         return CompressedTensors.read(options, dtypes)
     if name == "bitsandbytes":
         return BitsAndBytes(dtypes, read)
+    if name == "mxfp4":
+        return Mxfp4(dtypes)
     return Fp8.read(options, dtypes)

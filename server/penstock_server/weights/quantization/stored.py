@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +15,14 @@ from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 
 Shapes = Mapping[str, tuple[int, ...]]
-Read = Callable[[str], Tensor]
-"""Tensor name → the tensor in its stored type, on the CPU."""
+
+
+class Read(Protocol):
+    """Reads a tensor of the checkpoint."""
+
+    def __call__(self, name: str, rows: range | None = None) -> Tensor:
+        """The tensor in its stored type, on the CPU; rows: only these indices of its first dimension."""
+        ...
 
 
 class StoredWeight(Protocol):
@@ -106,7 +112,7 @@ def affine_format(bits: int, group: int, in_features: int, *, symmetric: bool, s
 
 def complete(shapes: Shapes, name: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
     """The tensors of a weight. Raises ConfigError if one is missing."""
-    tensors = tuple(f"{name}.{suffix}" for suffix in suffixes)
+    tensors = tuple(f"{name}{suffix}" for suffix in suffixes)
     for tensor in tensors:
         if tensor not in shapes:
             raise ConfigError(f"the checkpoint is damaged: it has {tensors[0]}, but not {tensor}")
