@@ -70,8 +70,6 @@ def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
     options = quantization_config(folder)
     if options is None or files.kind != "safetensors":
         return None
-    shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
-    dtypes = {name: tensor.dtype for name, tensor in files.tensors.items()}
     try:
         checkpoint = SafetensorsCheckpoint(find_weights(folder).paths)
     except ConfigError:
@@ -82,8 +80,8 @@ def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
             raise ConfigError(f"the shape of {name} is only known after the download")
         return checkpoint.raw(name, rows)
 
-    method = method_of(options, dtypes, read)
-    weights = method.find(shapes)
+    method = method_of(options, read)
+    weights = method.find(files.tensors)
     parts = {tensor for weight in weights.values() for tensor in weight.tensors}
     tensors = {name: tensor for name, tensor in files.tensors.items() if name not in parts}
     tensors |= {name: StoredTensor(method.name, weight.shape) for name, weight in weights.items()}

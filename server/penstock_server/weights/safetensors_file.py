@@ -82,6 +82,11 @@ class SafetensorsCheckpoint:
         shape = (part and part.view) or place.shape or (1,)
         self._fill(name, place.start, shape, part, out.view(out.shape or (1,)))
 
+    @property
+    def headers(self) -> Mapping[str, Place]:
+        """Type and shape of every tensor."""
+        return {name: entry.place for name, entry in self.entries.items()}
+
     def raw(self, name: str, rows: range | None = None) -> Tensor:
         """A tensor in its stored type, or these rows of its first dimension."""
         file, place = self.entries[name].file, self.entries[name].place

@@ -9,7 +9,6 @@ greatest magnitude of each block of numbers, as float32, or as codes of nested_q
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,17 @@ from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantizedRows
-from penstock_server.weights.quantization.stored import Affine, Read, Shapes, StoredWeight, affine_format, complete
+from penstock_server.weights.quantization.stored import (
+    FLOATS,
+    Affine,
+    Headers,
+    Read,
+    StoredWeight,
+    affine_format,
+    complete,
+    expect,
+    matrix_shape,
+)
 
 STATE = "quant_state.bitsandbytes__"
 
@@ -26,9 +35,9 @@ STATE = "quant_state.bitsandbytes__"
 class Int8Weight(Affine):
     """Implements `StoredWeight`."""
 
-    def rows(self, read: Read) -> QuantizedRows:
-        codes = (read(f"{self.name}.weight").to(torch.int16) + 128).to(torch.uint8)
-        return QuantizedRows(codes, read(f"{self.name}.SCB").float()[:, None] / 127)
+    def rows(self, read: Read, rows: range) -> QuantizedRows:
+        codes = (read(f"{self.name}.weight", rows).to(torch.int16) + 128).to(torch.uint8)
+        return QuantizedRows(codes, read(f"{self.name}.SCB", rows).float()[:, None] / 127)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +66,28 @@ class FourBitWeight:
 class BitsAndBytes:
     """Implements `Method`."""
 
-    dtypes: Mapping[str, str]  # of the tensors
     read_state: Read
     name: str = "bitsandbytes"
 
-    def find(self, shapes: Shapes) -> dict[str, StoredWeight]:
+    def find(self, headers: Headers) -> dict[str, StoredWeight]:
         found: dict[str, StoredWeight] = {}
-        for tensor in shapes:
+        for tensor in headers:
             name, _, suffix = tensor.rpartition(".")
             if suffix != "weight":
                 continue
-            states = [f"{tensor}.{STATE}{kind}" for kind in ("nf4", "fp4") if f"{tensor}.{STATE}{kind}" in shapes]
+            states = [f"{tensor}.{STATE}{kind}" for kind in ("nf4", "fp4") if f"{tensor}.{STATE}{kind}" in headers]
             if states:
                 shape = tuple(json.loads(bytes(self.read_state(states[0]).tolist()))["shape"])
                 nested = [f"{tensor}.nested_{key}" for key in ("absmax", "quant_map")]
-                others = complete(shapes, tensor, (".absmax", ".quant_map"))
-                tensors = (tensor, states[0], *others, *(each for each in nested if each in shapes))
+                others = complete(headers, tensor, (".absmax", ".quant_map"))
+                tensors = (tensor, states[0], *others, *(each for each in nested if each in headers))
                 found[tensor] = FourBitWeight(shape, tensors)
-            elif self.dtypes[tensor] == "I8":
-                tensors = complete(shapes, name, (".weight", ".SCB"))
-                if f"{name}.weight_format" in shapes:
+            elif headers[tensor].dtype == "I8":
+                tensors = complete(headers, name, (".weight", ".SCB"))
+                out_features, in_features = matrix_shape(headers, tensor, "I8")
+                expect(headers, f"{name}.SCB", (out_features,), *FLOATS)
+                if f"{name}.weight_format" in headers:
                     tensors = (*tensors, f"{name}.weight_format")
-                out_features, in_features = shapes[tensor]
-                format_ = affine_format(8, -1, in_features, symmetric=True, scale_dtype="F32")
+                format_ = affine_format(name, 8, -1, in_features, symmetric=True, scale_dtype="F32")
                 found[tensor] = Int8Weight(name, (out_features, in_features), tensors, format_)
         return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from penstock_server.errors import ConfigError
 from penstock_server.weights.quantization.awq import Awq
 from penstock_server.weights.quantization.bitsandbytes import BitsAndBytes
@@ -27,9 +25,9 @@ def quantization_method(options: object) -> str | None:
     return str(options.get("quant_method", "bitsandbytes" if is_bitsandbytes else "unknown"))
 
 
-def method_of(options: object, dtypes: Mapping[str, str], read: Read) -> Method:
-    """options: the value of `quantization_config`; dtypes: of the tensors, as safetensors names them. Raises
-    ConfigError for a method or an option that is not supported."""
+def method_of(options: object, read: Read) -> Method:
+    """options: the value of `quantization_config`. Raises ConfigError for a method or an option that is not
+    supported."""
     name = quantization_method(options)
     assert isinstance(options, dict)
     if name not in SUPPORTED:
@@ -38,13 +36,13 @@ def method_of(options: object, dtypes: Mapping[str, str], read: Read) -> Method:
             "GGUF files, and weights in float32, float16 and bfloat16"
         )
     if name == "gptq":
-        return Gptq.read(options, dtypes)
+        return Gptq.read(options)
     if name == "awq":
-        return Awq.read(options, dtypes)
+        return Awq.read(options)
     if name == "compressed-tensors":
-        return CompressedTensors.read(options, dtypes)
+        return CompressedTensors.read(options)
     if name == "bitsandbytes":
-        return BitsAndBytes(dtypes, read)
+        return BitsAndBytes(read)
     if name == "mxfp4":
-        return Mxfp4(dtypes)
-    return Fp8.read(options, dtypes)
+        return Mxfp4()
+    return Fp8.read(options)

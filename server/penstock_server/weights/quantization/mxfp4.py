@@ -7,14 +7,13 @@ byte; scales [experts, out_features, groups] uint8 are exponents of two, plus 12
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.quantization.stored import Read, Shapes, StoredWeight, complete, expect_shape
+from penstock_server.weights.quantization.stored import Headers, Read, StoredWeight, complete, expect
 
 GROUP = 32  # input features
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -43,22 +42,20 @@ class Mxfp4Weight:
 class Mxfp4:
     """Implements `Method`."""
 
-    dtypes: Mapping[str, str]  # of the tensors
     name: str = "mxfp4"
 
-    def find(self, shapes: Shapes) -> dict[str, StoredWeight]:
+    def find(self, headers: Headers) -> dict[str, StoredWeight]:
         found: dict[str, StoredWeight] = {}
-        for tensor, shape in shapes.items():
+        for tensor, header in headers.items():
             name = tensor.removesuffix(BLOCKS)
             if name == tensor:
                 continue
-            blocks, scales = complete(shapes, name, (BLOCKS, SCALES))
-            num_experts, out_features, groups = shape[:3] if len(shape) == 4 else (0, 0, 0)
-            expect_shape(shapes, blocks, (num_experts, out_features, groups, GROUP // 2))
-            expect_shape(shapes, scales, (num_experts, out_features, groups))
-            for each in (blocks, scales):
-                if self.dtypes[each] != "U8":
-                    raise ConfigError(f"tensor {each} is of type {self.dtypes[each]}, must be U8")
+            blocks, scales = complete(headers, name, (BLOCKS, SCALES))
+            if len(header.shape) != 4:
+                raise ConfigError(f"tensor {blocks} has shape {list(header.shape)}, must have four dimensions")
+            num_experts, out_features, groups, _ = header.shape
+            expect(headers, blocks, (num_experts, out_features, groups, GROUP // 2), "U8")
+            expect(headers, scales, (num_experts, out_features, groups), "U8")
             for expert in range(num_experts):
                 found[f"{name}.{expert}"] = Mxfp4Weight((out_features, groups * GROUP), (blocks, scales), expert)
         return found
