@@ -124,7 +124,10 @@ def test_a_checkpoint_is_the_model_of_the_weights_that_it_stands_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quant_method": "exl2"}, "quantized with 'exl2', which is not supported; supported are awq, bitsandbytes"),
+        (
+            {"quant_method": "exl2"},
+            r"with 'exl2', which is not supported; supported are awq, .* which --quantize eetq stores in 8 bits",
+        ),
         ("gptq", "quantization_config is 'gptq', must be an object"),
         (gptq_options(5, 32), "quantization_config.bits is 5, must be one of 2, 3, 4, 8"),
         (gptq_options(4, 32, checkpoint_format="marlin"), "GPTQ weights in the layout 'marlin' are not supported"),

@@ -18,6 +18,7 @@ from penstock_server.weights.quantization.stored import (
     FLOATS,
     Affine,
     Headers,
+    Kind,
     Read,
     StoredWeight,
     affine_format,
@@ -30,6 +31,7 @@ from penstock_server.weights.quantization.stored import (
 )
 
 BITS = 4
+KINDS = (Kind("AWQ (`gemm`)", (BITS,), is_kept=True),)
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of output i among the nibbles of a word
 
 

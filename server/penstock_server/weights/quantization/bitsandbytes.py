@@ -20,6 +20,7 @@ from penstock_server.weights.quantization.stored import (
     FLOATS,
     Affine,
     Headers,
+    Kind,
     Read,
     StoredWeight,
     affine_format,
@@ -29,6 +30,10 @@ from penstock_server.weights.quantization.stored import (
 )
 
 STATE = "quant_state.bitsandbytes__"
+KINDS = (
+    Kind("bitsandbytes `int8`", (8,), is_kept=True),
+    Kind("bitsandbytes `nf4` and `fp4`, also double-quantized", (4,), is_kept=False),
+)
 
 
 @dataclass(frozen=True, slots=True)

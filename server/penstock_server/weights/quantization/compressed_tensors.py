@@ -21,9 +21,11 @@ from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.fp8 import find_scaled
 from penstock_server.weights.quantization.stored import (
+    CODE_BITS,
     FLOATS,
     Affine,
     Headers,
+    Kind,
     Read,
     StoredWeight,
     affine_format,
@@ -37,6 +39,10 @@ from penstock_server.weights.quantization.stored import (
 )
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+KINDS = (
+    Kind("compressed-tensors: W4A16, W8A16 and other packed integers, W8A8", CODE_BITS, is_kept=True),
+    Kind("compressed-tensors: FP8", (8,), is_kept=False),
+)
 
 
 @dataclass(frozen=True, slots=True)

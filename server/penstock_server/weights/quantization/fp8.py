@@ -14,9 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.quantization.stored import FLOATS, Headers, Read, StoredWeight, expect, matrix_shape
+from penstock_server.weights.quantization.stored import FLOATS, Headers, Kind, Read, StoredWeight, expect, matrix_shape
 
 FLOATS_OF_8_BITS = ("F8_E4M3", "F8_E5M2")
+KINDS = (Kind("`fp8` (one scale, or blocks as in DeepSeek-V3), `fbgemm_fp8`", (8,), is_kept=False),)
 
 
 @dataclass(frozen=True, slots=True)

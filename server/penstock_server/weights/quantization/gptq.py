@@ -20,6 +20,7 @@ from penstock_server.weights.quantization.stored import (
     FLOATS,
     Affine,
     Headers,
+    Kind,
     Read,
     StoredWeight,
     affine_format,
@@ -33,6 +34,14 @@ from penstock_server.weights.quantization.stored import (
 )
 
 BITS = (2, 3, 4, 8)
+KINDS = (
+    Kind(
+        "GPTQ, both versions, symmetric or not, groups of 16 or a multiple of 32, activation order (`desc_act`), "
+        "layers that differ (`dynamic`)",
+        BITS,
+        is_kept=True,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

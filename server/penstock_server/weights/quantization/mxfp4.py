@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.quantization.stored import Headers, Read, StoredWeight, complete, expect
+from penstock_server.weights.quantization.stored import Headers, Kind, Read, StoredWeight, complete, expect
 
 GROUP = 32  # input features
+KINDS = (Kind("`mxfp4`: the experts of gpt-oss", (4,), is_kept=False),)
 BLOCKS, SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))

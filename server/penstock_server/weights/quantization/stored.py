@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 
+CODE_BITS = (2, 3, 4, 5, 6, 8)
 FLOATS = ("F16", "BF16", "F32")
 
 
@@ -38,6 +39,15 @@ class Read(Protocol):
     def __call__(self, name: str, rows: range | None = None) -> Tensor:
         """The tensor in its stored type, on the CPU; rows: only these indices of its first dimension."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Weights that a method can read, for docs/quantization.md."""
+
+    what: str
+    bits: tuple[int, ...]
+    is_kept: bool  # quantized in memory, where there are kernels
 
 
 class StoredWeight(Protocol):
@@ -119,7 +129,7 @@ def affine_format(
         group = math.ceil(in_features / 32) * 32
     elif in_features % group:
         raise ConfigError(f"{name}: groups of {group} do not divide {in_features} input features")
-    if bits not in (2, 3, 4, 5, 6, 8) or (group != 16 and group % 32):
+    if bits not in CODE_BITS or (group != 16 and group % 32):
         raise ConfigError(
             f"{name}: weights of {bits} bits in groups of {group} are not supported; supported are 2 to 6 and 8 bits "
             "in groups of 16 or of a multiple of 32"
