@@ -162,6 +162,7 @@ def test_options_that_are_not_supported_are_refused(
 
 
 LAYER = "model.layers.0.mlp.down_proj"
+STATE = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
 NO_ROWS = r"\[0, 64\]"
 
 
@@ -181,6 +182,11 @@ NO_ROWS = r"\[0, 64\]"
         ("fp8", f"{LAYER}.weight_scale", float("nan"), f"tensor {LAYER}.weight holds NaN"),
         ("fp8 in blocks", f"{LAYER}.weight_scale_inv", slice(1), f"tensor {LAYER}.weight_scale_inv has shape"),
         ("bitsandbytes int8", f"{LAYER}.SCB", slice(3), f"tensor {LAYER}.SCB has shape"),
+        ("bitsandbytes nf4", f"{LAYER}.weight.absmax", slice(1), f"tensor {LAYER}.weight.absmax has shape"),
+        ("bitsandbytes nf4", f"{LAYER}.weight", slice(9), f"tensor {LAYER}.weight has shape"),
+        ("bitsandbytes nf4", f"{LAYER}.weight", torch.float32, f"tensor {LAYER}.weight is of type F32, must be U8"),
+        ("bitsandbytes nf4", STATE, slice(9), f"tensor {STATE} is damaged"),
+        ("bitsandbytes nf4, double", f"{LAYER}.weight.nested_absmax", None, f"but not {LAYER}.weight.nested_absmax"),
         ("bitsandbytes nf4", f"{LAYER}.weight.absmax", float("inf"), f"tensor {LAYER}.weight holds (NaN|infinity)"),
         ("w4a16", f"{LAYER}.weight_scale", slice(3), f"tensor {LAYER}.weight_scale has shape"),
         ("w8a8", f"{LAYER}.weight_scale", float("nan"), f"tensor {LAYER}.weight holds NaN"),
