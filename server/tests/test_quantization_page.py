@@ -15,7 +15,7 @@ from penstock_server.weights.quantization.stored import Kind
 from penstock_server.weights.safetensors_file import LOADABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
-HEADING = "| checkpoint | bits | on CPUs with native kernels | elsewhere |\n|---|---|---|---|\n"
+HEADING = "| checkpoint | bits | on CPUs with native kernels, on GPUs | elsewhere |\n|---|---|---|---|\n"
 
 
 def gguf_kinds() -> Iterator[Kind]:
