@@ -80,6 +80,7 @@ docs: setup ## regenerate the reference pages and the figures from the code and 
 	$(BIN)/python bench/figures.py
 	$(BIN)/penstock --reference flags > docs/flags.md
 	$(BIN)/penstock --reference metrics > docs/metrics.md
+	$(BIN)/python server/tests/test_quantization_page.py
 	$(BIN)/python -m pytest server/tests/architecture -m "" --models-table docs/models.md
 
 wheel: setup ## build both wheels into dist/

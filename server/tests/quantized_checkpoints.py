@@ -10,32 +10,38 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+FILE = "model.safetensors"
+HEADS = ("lm_head", "embed_out")
 # A linear layer's name and weight → its tensors in the checkpoint, and the weight that they stand for.
 Quantize = Callable[[str, Tensor], tuple[Tensors, Tensor]]
 
 
 def save_quantized(
     model: transformers.PreTrainedModel, folder: Path, options: dict[str, Any], quantize: Quantize
-) -> dict[str, Tensor]:
-    """Saves the model with its layers' linear weights quantized. Returns the weights that the checkpoint stands for."""
-    model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
+) -> tuple[Path, Path]:
+    """Saves the model with the linear weights of its layers and experts quantized. Returns the folder of the quantized
+    checkpoint, and that of a checkpoint with the weights that it stands for."""
+    stored_folder, dense_folder = folder / "stored", folder / "dense"
+    for each in (stored_folder, dense_folder):
+        model.save_pretrained(each)
+    config = json.loads((stored_folder / "config.json").read_text())
+    (stored_folder / "config.json").write_text(json.dumps(config | {"quantization_config": options}))
     linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     stored, exact = {}, {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in load_file(stored_folder / FILE).items():
         layer = name.removesuffix(".weight")
-        if layer in linears and layer != "lm_head" and name.endswith(".weight"):
+        if (layer in linears and layer not in HEADS) or ".experts." in name:
             tensors, exact[name] = quantize(layer, tensor.float())
-            stored |= tensors
-        elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            stored |= {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        else:
             stored[name] = exact[name] = tensor
-    save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, folder / "model.safetensors")
-    return exact
+    save_file(stored, stored_folder / FILE)
+    save_file({name: tensor.contiguous() for name, tensor in exact.items()}, dense_folder / FILE)
+    return stored_folder, dense_folder
 
 
 def pack(values: list[int], bits: int) -> list[int]:

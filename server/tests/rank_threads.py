@@ -33,6 +33,10 @@ class ThreadGroup(RankGroup):
         assert [part.shape[1] for part in parts] == list(widths)
         return torch.cat(parts, dim=1)
 
+    def gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor | None:
+        gathered = self.all_gather_columns(x, widths)
+        return gathered if self.rank == 0 else None
+
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self.table[self.rank] = x.clone()
         self.barrier.wait()

@@ -73,8 +73,7 @@ def test_the_stated_memory_equals_that_of_loading(folder: Path, capsys: Any) -> 
 @pytest.mark.parametrize("name", ["gptq 4 bits", "w8a8", "bitsandbytes nf4"])
 def test_quantized_weights_are_described_with_the_memory_of_loading(name: str, tmp_path: Path, capsys: Any) -> None:
     options, quantize = CASES[name]
-    folder = tmp_path / "model"
-    save_quantized(make_model("qwen2", **SIZES), folder, options, quantize)
+    folder, _ = save_quantized(make_model("qwen2", **SIZES), tmp_path, options, quantize)
     status, report = run(capsys, str(with_tokenizer(folder)), "--dtype", "bfloat16")
     assert (status, report["problems"]) == (0, [])
     model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16), RankGroup())

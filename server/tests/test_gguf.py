@@ -11,9 +11,20 @@ import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from gguf_files import finish, logits_of, model_metadata, raw_writer, save_gguf, tokenizer_metadata, write_gguf
+from gguf_files import (
+    MERGES,
+    TOKENS,
+    finish,
+    logits_of,
+    model_metadata,
+    raw_writer,
+    save_gguf,
+    tokenizer_metadata,
+    write_gguf,
+)
 from gguf_tensors import gguf_tensors
 from penstock_server.errors import ConfigError
+from penstock_server.tokenizer.byte_level import byte_spelling
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.gguf.checkpoint import GgufCheckpoint
 from penstock_server.weights.gguf.config import model_config
@@ -249,6 +260,23 @@ def test_control_and_user_defined_tokens_are_not_split(tmp_path: Path) -> None:
     assert ids[-1] == 0
     assert encoder.decode(ids, skip_special_tokens=True) == "hell<tool>!"
     assert encoder.decode(ids, skip_special_tokens=False) == "<|user|>hell<tool>!<|end|>"
+
+
+def test_a_token_outside_of_the_byte_alphabet_stands_for_itself(tmp_path: Path) -> None:
+    """As in Command R, which also has the token of the same bytes."""
+    spelled = "".join(byte_spelling()[byte] for byte in "🎉".encode())
+    tokens, merges = [*TOKENS, spelled[:2], spelled[2:], spelled, "🎉", "中 a"], [*MERGES, *merges_of(spelled)]
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3, 3, 4] + [1] * (len(tokens) - 3)}
+    encoder = tokenizer(tmp_path, pre="command-r", **changes, **{"tokenizer.ggml.merges": merges})
+    assert encoder.encode("🎉").ids == [len(TOKENS) + 2]
+    assert [encoder.decode([len(TOKENS) + place]) for place in (2, 3, 4)] == ["🎉", "🎉", "中 a"]
+    assert encoder.decode(encoder.encode("中 a").ids) == "中 a"
+
+
+def merges_of(spelled: str) -> list[str]:
+    """Of four characters to one token."""
+    first, second, third, fourth = spelled
+    return [f"{first} {second}", f"{third} {fourth}", f"{first}{second} {third}{fourth}"]
 
 
 @pytest.mark.parametrize(

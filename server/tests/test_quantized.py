@@ -54,17 +54,28 @@ def test_a_checkpoint_hands_out_parts_as_they_are_stored(type_: GGMLQuantization
         tmp_path / "q.gguf", {"general.architecture": "qwen2"} | model_metadata(make_model("qwen2").config, "qwen2")
     )
     writer.add_tensor("blk.0.attn_q.weight", raw, raw_dtype=type_)
+    writer.add_tensor("blk.0.ffn_up_exps.weight", raw.reshape(3, 200, -1), raw_dtype=type_)
     finish(writer)
     checkpoint = GgufCheckpoint(tmp_path / "q.gguf")
     whole = torch.from_numpy(dequantize(raw, type_))
     for part in (None, Part(0, range(3, 577)), Part(0, range(7, 7)), Part(1, range(256, 768))):
-        matrix = checkpoint.quantized("blk.0.attn_q.weight", part)
-        assert matrix is not None
-        pieces = [rows.dequantized(matrix.format) for rows in matrix.pieces()]
-        expected = whole if part is None else part.of(whole)
-        assert matrix.shape == expected.shape
-        assert torch.equal(torch.cat([*pieces, expected[:0]]), expected)
+        matrices = checkpoint.quantized("blk.0.attn_q.weight", part)
+        assert matrices is not None
+        assert_equal(matrices[0], whole if part is None else part.of(whole))
     assert checkpoint.quantized("blk.0.attn_q.weight", Part(1, range(8, 768))) is None
+    each = torch.from_numpy(dequantize(raw, type_)).view(3, 200, 768)
+    for part in (None, Part(0, range(1, 3)), Part(1, range(9, 150)), Part(2, range(256, 768))):
+        matrices = checkpoint.quantized("blk.0.ffn_up_exps.weight", part)
+        assert matrices is not None
+        for matrix, expected in zip(matrices, each if part is None else part.of(each), strict=True):
+            assert_equal(matrix, expected)
+    assert checkpoint.quantized("blk.0.ffn_up_exps.weight", Part(2, range(8, 768))) is None
+
+
+def assert_equal(matrix: QuantizedMatrix, expected: torch.Tensor) -> None:
+    pieces = [rows.dequantized(matrix.format) for rows in matrix.pieces()]
+    assert matrix.shape == expected.shape
+    assert torch.equal(torch.cat([*pieces, expected[:0]]), expected)
 
 
 def weights_of(*matrices: QuantizedMatrix, bias: torch.Tensor | None = None) -> QuantizedWeights:
@@ -93,6 +104,7 @@ def test_products_are_those_of_the_dense_weights_but_for_the_rounding_of_the_inp
     assert torch.equal(head(x, None), one.pack(ops)(x, None))
     ids = torch.tensor([3, 69, 0, 3])
     assert torch.equal(lookup(ids), dense[ids])
+    assert torch.equal(one.lookup(ops)(ids), dense[ids])
 
 
 @pytest.mark.native

@@ -15,7 +15,7 @@ from penstock_server.kernels.native_ops import available
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from quantized_checkpoints import Quantize, awq, bits_and_bytes, compressed, float8, gptq, save_quantized
+from quantized_checkpoints import Quantize, Tensors, awq, bits_and_bytes, compressed, float8, gptq, save_quantized
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, prompts
 
@@ -27,6 +27,20 @@ def gptq_options(bits: int, group: int, **others: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True} | others
 
 
+def mixed_gptq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """The layers as DYNAMIC says."""
+    if name == "model.layers.1.self_attn.q_proj":
+        return {f"{name}.weight": weight}, weight
+    if name.endswith("down_proj"):
+        return gptq(8, 64, symmetric=True)(name, weight)
+    return gptq(3 if ".mlp." in name else 4, 32, symmetric=".mlp." not in name)(name, weight)
+
+
+DYNAMIC = {
+    r"-:model\.layers\.1\.self_attn\.q": {},
+    r"+:.*\.down_proj$": {"bits": 8, "group_size": 64},
+    r".*\.mlp\.": {"bits": 3, "sym": False},
+}
 CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq 4 bits": (gptq_options(4, 32), gptq(4, 32, symmetric=True)),
     "gptq 2 bits": (gptq_options(2, 32), gptq(2, 32, symmetric=True)),
@@ -41,6 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
         gptq_options(4, 32, sym=False, checkpoint_format="gptq_v2"),
         gptq(4, 32, symmetric=False, version=2),
     ),
+    "gptq dynamic": (gptq_options(4, 32, dynamic=DYNAMIC), mixed_gptq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq(32)),
     "w4a16": compressed(4, "group", 32, symmetric=True),
     "w4a16 asymmetric": compressed(4, "group", 32, symmetric=False),
@@ -74,14 +89,11 @@ def logits(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """By case: the quantized checkpoint, and one with the weights that it stands for."""
-    found = {}
-    for name, (options, quantize) in CASES.items():
-        model, folder = make_model("qwen2", **SIZES), tmp_path_factory.mktemp("quantized")
-        exact = save_quantized(model, folder / "stored", options, quantize)
-        model.load_state_dict(exact, strict=False)
-        model.save_pretrained(folder / "dense")
-        found[name] = folder / "stored", folder / "dense"
-    return found
+    model = make_model("qwen2", **SIZES)
+    return {
+        name: save_quantized(model, tmp_path_factory.mktemp("quantized"), options, quantize)
+        for name, (options, quantize) in CASES.items()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,11 +124,25 @@ def test_a_checkpoint_is_the_model_of_the_weights_that_it_stands_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quant_method": "exl2"}, "quantized with 'exl2', which is not supported; supported are awq, bitsandbytes"),
+        (
+            {"quant_method": "exl2"},
+            r"with 'exl2', which is not supported; supported are awq, .* which --quantize eetq stores in 8 bits",
+        ),
         ("gptq", "quantization_config is 'gptq', must be an object"),
         (gptq_options(5, 32), "quantization_config.bits is 5, must be one of 2, 3, 4, 8"),
         (gptq_options(4, 32, checkpoint_format="marlin"), "GPTQ weights in the layout 'marlin' are not supported"),
         (gptq_options(4, 48), "groups of 48 do not divide 128 input features"),
+        (gptq_options(4, 0), "quantization_config.group_size is 0, must be -1 or at least 1"),
+        (gptq_options(4, "32"), "quantization_config.group_size is '32', must be -1 or at least 1"),
+        (gptq_options(4, 32, desc_act=True, dynamic=[1]), r"quantization_config.dynamic is \[1\], must be an object"),
+        (gptq_options(4, 32, dynamic={"+:(": {"bits": 8}}), r"dynamic has an invalid regular expression '\+:\('"),
+        (gptq_options(4, 32, dynamic={"model": 8}), r"dynamic\['model'\] is 8, must be an object"),
+        (gptq_options(4, 32, dynamic={"+:model": {"bits": 5}}), "quantization_config.bits is 5, must be one of"),
+        (gptq_options(4, 32, dynamic={r"-:.*\.down_proj": {}}), "layers.0.mlp.down_proj is not quantized, but it has"),
+        (
+            gptq_options(4, 32, dynamic={"layer": {"bits": 8}, r"model\.layers": {"bits": 8}}),
+            r"down_proj.scales has shape \[4, 64\], its weight implies \[2, 64\]",
+        ),
         (gptq_options(4, 8), "weights of 4 bits in groups of 8 are not supported"),
         (gptq_options(4, 64), r"layers.0.mlp.down_proj.scales has shape \[4, 64\], its weight implies \[2, 64\]"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ weights of 4 bits in the layout 'gemv' are not"),
@@ -136,6 +162,8 @@ def test_options_that_are_not_supported_are_refused(
 
 
 LAYER = "model.layers.0.mlp.down_proj"
+STATE = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
+NO_ROWS = r"\[0, 64\]"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +172,24 @@ LAYER = "model.layers.0.mlp.down_proj"
         ("gptq 4 bits", f"{LAYER}.scales", None, f"it has {LAYER}.qweight, but not {LAYER}.scales"),
         ("gptq 4 bits", f"{LAYER}.scales", float("nan"), f"tensor {LAYER}.weight holds NaN"),
         ("gptq 4 bits", f"{LAYER}.qzeros", 0, "has zero points of its own, but the checkpoint says that it is symm"),
+        ("gptq 4 bits", f"{LAYER}.scales", float("inf"), f"tensor {LAYER}.weight holds infinity"),
+        ("gptq 4 bits", f"{LAYER}.qweight", slice(0), f"tensor {LAYER}.qweight has shape {NO_ROWS}, must be a matrix"),
+        ("gptq 4 bits", f"{LAYER}.qweight", torch.float32, f"tensor {LAYER}.qweight is of type F32, must be I32"),
+        ("gptq 4 bits", f"{LAYER}.g_idx", slice(7), f"tensor {LAYER}.g_idx has shape"),
+        ("gptq in activation order", f"{LAYER}.g_idx", None, f"it has {LAYER}.qweight, but not {LAYER}.g_idx"),
+        ("awq", f"{LAYER}.qzeros", slice(1), f"tensor {LAYER}.qzeros has shape"),
+        ("awq", f"{LAYER}.scales", float("nan"), f"tensor {LAYER}.weight holds NaN"),
+        ("fp8", f"{LAYER}.weight_scale", float("nan"), f"tensor {LAYER}.weight holds NaN"),
+        ("fp8 in blocks", f"{LAYER}.weight_scale_inv", slice(1), f"tensor {LAYER}.weight_scale_inv has shape"),
+        ("bitsandbytes int8", f"{LAYER}.SCB", slice(3), f"tensor {LAYER}.SCB has shape"),
+        ("bitsandbytes nf4", f"{LAYER}.weight.absmax", slice(1), f"tensor {LAYER}.weight.absmax has shape"),
+        ("bitsandbytes nf4", f"{LAYER}.weight", slice(9), f"tensor {LAYER}.weight has shape"),
+        ("bitsandbytes nf4", f"{LAYER}.weight", torch.float32, f"tensor {LAYER}.weight is of type F32, must be U8"),
+        ("bitsandbytes nf4", STATE, slice(9), f"tensor {STATE} is damaged"),
+        ("bitsandbytes nf4, double", f"{LAYER}.weight.nested_absmax", None, f"but not {LAYER}.weight.nested_absmax"),
+        ("bitsandbytes nf4", f"{LAYER}.weight.absmax", float("inf"), f"tensor {LAYER}.weight holds (NaN|infinity)"),
+        ("w4a16", f"{LAYER}.weight_scale", slice(3), f"tensor {LAYER}.weight_scale has shape"),
+        ("w8a8", f"{LAYER}.weight_scale", float("nan"), f"tensor {LAYER}.weight holds NaN"),
         ("gptq in activation order", f"{LAYER}.g_idx", 0, f"tensor {LAYER}.g_idx is damaged"),
         ("fp8", f"{LAYER}.weight_scale", None, "is F8_E4M3, but has no weight_scale"),
         ("bitsandbytes int8", f"{LAYER}.SCB", None, f"it has {LAYER}.weight, but not {LAYER}.SCB"),
@@ -154,7 +200,7 @@ LAYER = "model.layers.0.mlp.down_proj"
 def test_damaged_weights_are_refused(
     case: str,
     tensor: str,
-    change: float | None,
+    change: float | slice | torch.dtype | None,
     message: str,
     folders: dict[str, tuple[Path, Path]],
     tmp_path: Path,
@@ -164,6 +210,10 @@ def test_damaged_weights_are_refused(
     tensors = load_file(stored / "model.safetensors")
     if change is None:
         del tensors[tensor]
+    elif isinstance(change, slice):
+        tensors[tensor] = tensors[tensor][change].clone()
+    elif isinstance(change, torch.dtype):
+        tensors[tensor] = tensors[tensor].to(change)
     else:
         tensors[tensor].fill_(change)
     save_file(tensors, tmp_path / "model.safetensors")

@@ -15,7 +15,7 @@ from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.loader import Parameter
-from penstock_server.weights.location import EACH, Locator
+from penstock_server.weights.location import Locator
 from penstock_server.weights.quantization.method import method_of
 from penstock_server.weights.quantization.stored import Affine
 from penstock_server.weights.safetensors_file import LOADABLE, SafetensorsCheckpoint
@@ -33,13 +33,13 @@ class Quantized:
         """Bytes of this rank's weights that stay quantized, less than those of the dense weights."""
         saved = 0
         for name, parameter in table.items():
-            location = locator.locate(name)
-            format_ = None if EACH in location.name else self.formats.get(location.name)
-            is_only_looked_up = name == "embedding.weight" and "head.weight" in table
-            if format_ is None or len(parameter.shape) != 2 or is_only_looked_up:
+            stored = locator.locate(name).matrices(parameter.shape, parameter.part)
+            formats = [format_ for tensor, _ in stored if (format_ := self.formats.get(tensor)) is not None]
+            if parameter.is_dense or not stored or len(formats) < len(stored):
                 continue
-            rows, columns = parameter.local_shape
-            kept = QuantizedMatrix((rows, columns), format_, lambda: iter(())).num_bytes
+            *rows, columns = parameter.local_shape
+            shape = math.prod(rows) // len(stored), columns
+            kept = sum(QuantizedMatrix(shape, format_, lambda: iter(())).num_bytes for format_ in formats)
             saved += math.prod(parameter.local_shape) * parameter.dtype_in(dtype).itemsize - kept
         return saved
 
@@ -70,20 +70,18 @@ def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
     options = quantization_config(folder)
     if options is None or files.kind != "safetensors":
         return None
-    shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
-    dtypes = {name: tensor.dtype for name, tensor in files.tensors.items()}
     try:
         checkpoint = SafetensorsCheckpoint(find_weights(folder).paths)
     except ConfigError:
         checkpoint = None  # not downloaded
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str, rows: range | None = None) -> torch.Tensor:
         if checkpoint is None:
             raise ConfigError(f"the shape of {name} is only known after the download")
-        return checkpoint.raw(name)
+        return checkpoint.raw(name, rows)
 
-    method = method_of(options, dtypes, read)
-    weights = method.find(shapes)
+    method = method_of(options, read)
+    weights = method.find(files.tensors)
     parts = {tensor for weight in weights.values() for tensor in weight.tensors}
     tensors = {name: tensor for name, tensor in files.tensors.items() if name not in parts}
     tensors |= {name: StoredTensor(method.name, weight.shape) for name, weight in weights.items()}

@@ -135,7 +135,8 @@ class LatentAttentionBlock:
         num_queries, kv_dim = spec.num_heads * spec.query_dim, spec.qk_nope_head_dim + spec.v_head_dim
         table = layout.linear(f"{prefix}.kv_a", (spec.key_dim, hidden_size), bias=spec.has_bias)
         table[f"{prefix}.kv_norm.weight"] = Parameter((spec.kv_lora_rank,))
-        table |= layout.linear(f"{prefix}.kv_b", (spec.num_heads * kv_dim, spec.kv_lora_rank), part=by_heads(kv_dim))
+        expansion = spec.num_heads * kv_dim, spec.kv_lora_rank
+        table |= layout.linear(f"{prefix}.kv_b", expansion, part=by_heads(kv_dim), is_dense=True)
         columns = by_heads(spec.v_head_dim).range
         table |= layout.into_hidden(f"{prefix}.output", spec.num_heads * spec.v_head_dim, columns, bias=spec.has_bias)
         if spec.q_lora_rank is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_server.layers.linear import LinearWeights, SchemeOf, dense_everywhere
+from penstock_server.layers.linear import Dense, LinearWeights, SchemeOf, dense_everywhere
 from penstock_server.layers.shard import Shard
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Loader, Parameter
@@ -18,14 +18,21 @@ class WeightLayout:
     scheme_of: SchemeOf = dense_everywhere
 
     def linear(
-        self, name: str, shape: tuple[int, int], *, bias: bool = False, part: Part | None = None, is_wide: bool = False
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        bias: bool = False,
+        part: Part | None = None,
+        is_wide: bool = False,
+        is_dense: bool = False,
     ) -> dict[str, Parameter]:
         """The parameters of a linear layer. shape: [out_features, in_features] over all ranks; part: what this rank
-        holds of the weight; is_wide: as in `Parameter`."""
+        holds of the weight; is_wide, is_dense: as in `Parameter`."""
         bias_part = part if part is not None and part.dim == 0 else None
         return self.scheme_of(name).parameters(
             name,
-            Parameter(shape, part, is_wide),
+            Parameter(shape, part, is_wide, is_dense),
             Parameter(shape[:1], bias_part, is_wide) if bias else None,
         )
 
@@ -38,4 +45,5 @@ class WeightLayout:
 
     def load(self, loader: Loader, *names: str) -> LinearWeights:
         """This rank's part of a linear layer; of several layers with the same input, fused along their outputs."""
-        return self.scheme_of(names[0]).load(loader, *names)
+        is_dense = loader.parameters[f"{names[0]}.weight"].is_dense
+        return (Dense() if is_dense else self.scheme_of(names[0])).load(loader, *names)

@@ -6,7 +6,7 @@ shape, and call it; they are the same for every checkpoint format.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -64,9 +64,14 @@ class LinearWeights(Protocol):
         """The output head and the embedding whose table is the same weight, which is held once if possible."""
         ...
 
-    def lookup(self) -> Lookup:
+    def lookup(self, ops: Ops) -> Lookup:
         """The weight as an embedding table."""
         ...
+
+
+Arrange = Callable[[Sequence[tuple[Tensor, Tensor | None]]], "Iterator[DenseWeights]"]
+"""This rank's part of weight and bias of each parameter that holds many layers → these layers, fused along their
+outputs. Not needed if the weights are stored as [layers, out_features, in_features], and biases accordingly."""
 
 
 class LinearScheme(Protocol):
@@ -79,6 +84,10 @@ class LinearScheme(Protocol):
 
     def load(self, loader: Loader, *names: str) -> LinearWeights:
         """This rank's part of a layer; of several layers with the same input, fused along their outputs."""
+        ...
+
+    def load_each(self, loader: Loader, names: Sequence[str], arrange: Arrange) -> Iterator[LinearWeights]:
+        """Like `load`, of parameters that hold many layers: yields one layer after the other."""
         ...
 
 
@@ -132,7 +141,7 @@ class DenseWeights:
         packed, lookup = ops.pack_tied(self.weight)
         return DenseLinear(packed), lookup
 
-    def lookup(self) -> Lookup:
+    def lookup(self, ops: Ops) -> Lookup:
         return partial(embedding, weight=whole(self.weight))
 
 
@@ -144,9 +153,21 @@ class Dense:
         return table if bias is None else {**table, f"{name}.bias": bias}
 
     def load(self, loader: Loader, *names: str) -> LinearWeights:
-        """All have a bias or none has."""
-        weight = loader.unread(*(f"{name}.weight" for name in names))
-        return DenseWeights(weight, loader.read_if_there(*(f"{name}.bias" for name in names)))
+        return load_dense(loader, *names)
+
+    def load_each(self, loader: Loader, names: Sequence[str], arrange: Arrange) -> Iterator[LinearWeights]:
+        return load_each_dense(loader, names, arrange)
+
+
+def load_dense(loader: Loader, *names: str) -> DenseWeights:
+    """`LinearScheme.load` of dense weights. All names have a bias or none has."""
+    weight = loader.unread(*(f"{name}.weight" for name in names))
+    return DenseWeights(weight, loader.read_if_there(*(f"{name}.bias" for name in names)))
+
+
+def load_each_dense(loader: Loader, names: Sequence[str], arrange: Arrange) -> Iterator[DenseWeights]:
+    """`LinearScheme.load_each` of dense weights."""
+    return arrange([(loader.read(f"{name}.weight"), loader.read_if_there(f"{name}.bias")) for name in names])
 
 
 def dense_everywhere(_name: str) -> LinearScheme:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.ops import Lookup, Ops
+from penstock_server.kernels.ops import Lookup, Ops, pieces_of
 from penstock_server.kernels.quantized import Dequantized, QuantFormat, QuantizedMatrix, QuantizedRows, concatenated
-from penstock_server.layers.linear import Dense, DenseLinear, DenseWeights, Linear, LinearScheme, LinearWeights
+from penstock_server.layers.linear import (
+    Arrange,
+    Dense,
+    DenseLinear,
+    DenseWeights,
+    Linear,
+    LinearScheme,
+    LinearWeights,
+    load_dense,
+    load_each_dense,
+)
 from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Loader
 
@@ -50,8 +62,10 @@ class QuantizedWeights:
         packed, lookup = ops.pack_quantized(self.matrices, None)
         return DenseLinear(packed), lookup
 
-    def lookup(self) -> Lookup:
-        return self._dequantized().lookup()
+    def lookup(self, ops: Ops) -> Lookup:
+        if not self._is_in_order:
+            return self._dequantized().lookup(ops)
+        return ops.pack_quantized(self.matrices, None)[1]
 
     @property
     def _is_in_order(self) -> bool:
@@ -89,26 +103,45 @@ class Stored(Dense):
     `LinearScheme`."""
 
     def load(self, loader: Loader, *names: str) -> LinearWeights:
-        matrices = loader.quantized(*(f"{name}.weight" for name in names))
-        if matrices is None:
-            return super().load(loader, *names)
+        found = loader.quantized(*(f"{name}.weight" for name in names))
+        if found is None:
+            return load_dense(loader, *names)
         bias = loader.read_if_there(*(f"{name}.bias" for name in names))
         dtype = loader.parameters[f"{names[0]}.weight"].dtype_in(loader.dtype)
-        return QuantizedWeights(matrices, bias, dtype, loader.device)
+        return QuantizedWeights(found[0], bias, dtype, loader.device)
+
+    def load_each(self, loader: Loader, names: Sequence[str], arrange: Arrange) -> Iterator[LinearWeights]:
+        found = loader.quantized(*(f"{name}.weight" for name in names))
+        if found is None:
+            yield from load_each_dense(loader, names, arrange)
+            return
+        dtype = loader.parameters[f"{names[0]}.weight"].dtype_in(loader.dtype)
+        biases = [loader.read_if_there(f"{name}.bias") for name in names]
+        for index, matrices in enumerate(found):
+            its_biases = [bias[index] for bias in biases if bias is not None]
+            bias = torch.cat(its_biases) if its_biases else None
+            yield QuantizedWeights(matrices, bias, dtype, loader.device)
 
 
-class EightBits(Stored):
+class EightBits(Dense):
     """Dense weights quantized at load: 8 bits, a scale for each output. Implements `LinearScheme`."""
 
     def load(self, loader: Loader, *names: str) -> LinearWeights:
-        weight = loader.unread(*(f"{name}.weight" for name in names))
-        format_ = QuantFormat(8, -(-weight.shape[1] // 32) * 32, offset=128)
-        matrix = QuantizedMatrix(
-            (weight.shape[0], weight.shape[1]), format_, lambda: map(quantized_to_8_bits, weight.pieces())
-        )
-        loader.loaded_bytes += matrix.num_bytes - weight.shape[0] * weight.shape[1] * weight.dtype.itemsize
-        bias = loader.read_if_there(*(f"{name}.bias" for name in names))
-        return QuantizedWeights((matrix,), bias, weight.dtype, loader.device)
+        return _in_8_bits(load_dense(loader, *names), loader)
+
+    def load_each(self, loader: Loader, names: Sequence[str], arrange: Arrange) -> Iterator[LinearWeights]:
+        for weights in load_each_dense(loader, names, arrange):
+            yield _in_8_bits(weights, loader)
+
+
+def _in_8_bits(weights: DenseWeights, loader: Loader) -> QuantizedWeights:
+    """The weights as they are packed. `loaded_bytes` counts them instead of the dense ones."""
+    weight = weights.weight
+    shape = (weight.shape[0], weight.shape[1])
+    format_ = QuantFormat(8, -(-shape[1] // 32) * 32, offset=128)
+    matrix = QuantizedMatrix(shape, format_, lambda: map(quantized_to_8_bits, pieces_of(weight)))
+    loader.loaded_bytes += matrix.num_bytes - math.prod(shape) * weight.dtype.itemsize
+    return QuantizedWeights((matrix,), weights.bias, weight.dtype, loader.device)
 
 
 def quantized_to_8_bits(rows: Tensor) -> QuantizedRows:

@@ -136,7 +136,7 @@ def _load_head(spec: HeadSpec, context: BuildContext) -> tuple[VocabularyHead, L
         if spec.is_normalized:
             weight, bias = weights.dense()
             weights = DenseWeights(normalize(weight.float()).to(weight.dtype), bias)
-        linear, lookup = weights.pack(ops), context.weights("embedding").lookup()
+        linear, lookup = weights.pack(ops), context.weights("embedding").lookup(ops)
     cap = None if spec.soft_cap is None else soft_cap(ops, spec.soft_cap)
     logits_bias = context.loader.read("head.logits_bias")[0] if spec.logits_bias else None
     return VocabularyHead(linear, shard.vocab.widths(), shard.group, spec.multiplier, cap, logits_bias), lookup

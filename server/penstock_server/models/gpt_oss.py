@@ -10,6 +10,7 @@ from penstock_server.layers.norm import NormSpec
 from penstock_server.models import llama, moe
 from penstock_server.models.config import Config
 from penstock_server.models.spec import ModelSpec, NameMap
+from penstock_server.weights.quantization.method import quantization_method
 
 EXPERT_NAMES = moe.with_experts(
     {
@@ -20,6 +21,10 @@ EXPERT_NAMES = moe.with_experts(
         "experts.down.bias": f"{moe.MLP}.experts.down_proj_bias",
     }
 )
+MXFP4_NAMES = {
+    "layers.{i}.mlp.experts.gate_up.weight": f"{moe.MLP}.experts.gate_up_proj.{{e}}",
+    "layers.{i}.mlp.experts.down.weight": f"{moe.MLP}.experts.down_proj.{{e}}",
+}
 NAMES = EXPERT_NAMES | {"layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks"}
 # The rope of a configuration that leaves it out.
 ROPE = {
@@ -41,6 +46,7 @@ def gpt_oss(config: Config) -> tuple[ModelSpec, NameMap]:
     routing = RoutingSpec(
         moe.num_experts(config, 128), config.get("num_experts_per_tok", 4), scoring="softmax-chosen", has_bias=True
     )
+    is_mxfp4 = quantization_method(config.values.get("quantization_config")) == "mxfp4"
     experts = MoeSpec(
         routing,
         config.require("intermediate_size", int),
@@ -48,7 +54,7 @@ def gpt_oss(config: Config) -> tuple[ModelSpec, NameMap]:
         has_bias=True,
         swiglu_alpha=config.get("swiglu_alpha", 1.702),
         swiglu_limit=config.get("swiglu_limit", 7.0),
-        storage="by-input",
+        storage="by-output" if is_mxfp4 else "by-input",
     )
     bias = config.get("attention_bias", True)
     layer = llama.llama_layer(config, qkv_bias=bias, output_bias=bias)
@@ -57,4 +63,4 @@ def gpt_oss(config: Config) -> tuple[ModelSpec, NameMap]:
     types = config.layer_types(["full_attention" if index % 2 else "sliding_attention" for index in range(num)])
     windowed = llama.with_window(layer, config.window())
     layers = tuple(windowed if kind == "sliding_attention" else layer for kind in types)
-    return llama.llama_model(config, "gpt_oss", layers), NAMES
+    return llama.llama_model(config, "gpt_oss", layers), NAMES | MXFP4_NAMES if is_mxfp4 else NAMES

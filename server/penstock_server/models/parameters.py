@@ -19,7 +19,8 @@ def parameters(spec: ModelSpec, layout: WeightLayout) -> dict[str, Parameter]:
     table = Embedding.parameters(spec.embedding, layout)
     if not spec.head.tied:
         in_features = spec.embedding.size or hidden_size
-        table |= layout.linear("head", (spec.vocab_size, in_features), bias=spec.head.bias, part=vocab)
+        shape, is_dense = (spec.vocab_size, in_features), spec.head.is_normalized
+        table |= layout.linear("head", shape, bias=spec.head.bias, part=vocab, is_dense=is_dense)
     if spec.head.logits_bias:
         table["head.logits_bias"] = Parameter((1, spec.vocab_size), Part(1, vocab.range))
     table |= _stack_parameters(spec.layers, spec.final_norm, "", layout)

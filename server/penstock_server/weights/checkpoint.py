@@ -34,7 +34,8 @@ def split_leading(part: Part | None, size: int) -> tuple[range, Part | None]:
     """Splits a part along the first dimension: the indices it covers there, out of `size`, and the part of each."""
     if part is None:
         return range(size), None
-    return (part.range, None) if part.dim == 0 else (range(size), Part(part.dim - 1, part.range))
+    view = None if part.view is None else part.view[1:]
+    return (part.range, None) if part.dim == 0 else (range(size), Part(part.dim - 1, part.range, view))
 
 
 class Checkpoint(Protocol):
@@ -57,8 +58,9 @@ class Checkpoint(Protocol):
         """Whether any range of the tensor's rows can be read without reading others."""
         ...
 
-    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
-        """A matrix, or a part of it, as it is stored; None if it is dense, or the part divides a group."""
+    def quantized(self, name: str, part: Part | None) -> tuple[QuantizedMatrix, ...] | None:
+        """A matrix, or a part of it, as it is stored; of a tensor with three dimensions, a matrix for each index of the
+        first. None if it is dense, or the part divides a group."""
         ...
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ class Parameter:
     shape: tuple[int, ...]  # over all ranks
     part: Part | None = None  # what this rank holds; None: all of it
     is_wide: bool = False  # kept in float32 in a float16 model, because its values exceed the range of float16
+    is_dense: bool = False  # never kept quantized in memory, because another matrix is computed from it
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -107,20 +108,20 @@ class Loader:
             self.loaded_bytes += piece.nbytes
             yield piece
 
-    def quantized(self, *names: str) -> tuple[QuantizedMatrix, ...] | None:
-        """This rank's part of each matrix as the checkpoint stores it, to be read once; None unless all are quantized
-        and can be handed out so."""
+    def quantized(self, *names: str) -> list[tuple[QuantizedMatrix, ...]] | None:
+        """This rank's part of these parameters as the checkpoint stores them, to be read once: a matrix of each
+        parameter, or one for each index of their leading dimension. None unless all are quantized and can be handed
+        out so."""
         found = []
         for name in names:
             parameter = self.parameters[name]
-            matrix = self.locations[name].quantized(self.checkpoint, parameter.shape, parameter.part)
-            if matrix is None:
+            matrices = self.locations[name].quantized(self.checkpoint, parameter.shape, parameter.part)
+            if matrices is None:
                 return None
-            found.append(matrix)
-        for name, matrix in zip(names, found, strict=True):
-            self.unfilled.remove(name)
-            self.loaded_bytes += matrix.num_bytes
-        return tuple(found)
+            found.append(matrices)
+        self.unfilled -= set(names)
+        self.loaded_bytes += sum(matrix.num_bytes for matrices in found for matrix in matrices)
+        return list(zip(*found, strict=True))
 
     def read_if_there(self, *names: str) -> Tensor | None:
         """Like `read`; None when the model has no such parameters. It must have all of them or none."""

@@ -69,23 +69,40 @@ class Location:
             return
         indices, part = split_leading(part, shape[0])
         for place, index in enumerate(indices):
-            self._read_tensor(checkpoint, self.name.replace(EACH, str(index)), shape[1:], part, out[place])
+            target = out[place] if part is not None else out[place].view(shape[1:])
+            self._read_tensor(checkpoint, self.name.replace(EACH, str(index)), shape[1:], part, target)
 
     def has_independent_rows(self, checkpoint: Checkpoint) -> bool:
         """Whether any range of the parameter's rows can be read without reading others."""
         is_by_rows = EACH not in self.name and not self.transposed and (self.strip is None or self.dim == 0)
         return is_by_rows and checkpoint.has_independent_rows(self.name)
 
-    def quantized(self, checkpoint: Checkpoint, shape: tuple[int, ...], part: Part | None) -> QuantizedMatrix | None:
-        """This part of a parameter as the checkpoint stores it; None if it is dense, or not a matrix of its own."""
-        if EACH in self.name or self.transposed or len(shape) != 2 or (part is not None and part.view is not None):
-            return None
+    def matrices(self, shape: tuple[int, ...], part: Part | None) -> list[tuple[str, Part | None]]:
+        """The tensors, and the parts of them, that hold this part of a parameter as [..., out_features, in_features];
+        none if it is stored otherwise."""
+        if self.transposed or len(shape) < 2 or (part is not None and part.view is not None):
+            return []
+        if EACH in self.name:
+            indices, part = split_leading(part, shape[0])
+            return [(self.name.replace(EACH, str(index)), part) for index in indices]
         if self.strip is None:
-            return checkpoint.quantized(self.name, part)
+            return [(self.name, part)]
         runs = list(self.strip.runs(range(shape[0]) if part is None else part.range))
-        if self.dim != 0 or len(runs) != 1 or (part is not None and part.dim != 0):
-            return None
-        return checkpoint.quantized(self.name, Part(0, runs[0]))
+        is_in_one_run = self.dim == 0 and len(runs) == 1 and (part is None or part.dim == 0)
+        return [(self.name, Part(0, runs[0]))] if is_in_one_run else []
+
+    def quantized(
+        self, checkpoint: Checkpoint, shape: tuple[int, ...], part: Part | None
+    ) -> tuple[QuantizedMatrix, ...] | None:
+        """This part of a parameter as the checkpoint stores it, a matrix for each index of its leading dimension if it
+        has one; None if it is dense, or not stored as matrices."""
+        found: list[QuantizedMatrix] = []
+        for name, its_part in self.matrices(shape, part):
+            matrices = checkpoint.quantized(name, its_part)
+            if matrices is None:
+                return None
+            found += matrices
+        return tuple(found) or None
 
     def _read_tensor(
         self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Part | None, out: Tensor

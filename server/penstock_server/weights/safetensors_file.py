@@ -82,11 +82,18 @@ class SafetensorsCheckpoint:
         shape = (part and part.view) or place.shape or (1,)
         self._fill(name, place.start, shape, part, out.view(out.shape or (1,)))
 
-    def raw(self, name: str) -> Tensor:
-        """A whole tensor in its stored type."""
+    @property
+    def headers(self) -> Mapping[str, Place]:
+        """Type and shape of every tensor."""
+        return {name: entry.place for name, entry in self.entries.items()}
+
+    def raw(self, name: str, rows: range | None = None) -> Tensor:
+        """A tensor in its stored type, or these rows of its first dimension."""
         file, place = self.entries[name].file, self.entries[name].place
-        tensor = torch.empty(place.shape, dtype=STORED[place.dtype])
-        file.read_into(tensor.view(-1).view(torch.uint8).numpy().data, place.start)
+        shape = place.shape if rows is None else (len(rows), *place.shape[1:])
+        tensor = torch.empty(shape, dtype=STORED[place.dtype])
+        start = 0 if rows is None else rows.start * math.prod(shape[1:]) * tensor.itemsize
+        file.read_into(tensor.view(-1).view(torch.uint8).numpy().data, place.start + start)
         return tensor
 
     def path_of(self, name: str) -> Path:
@@ -119,7 +126,7 @@ class SafetensorsCheckpoint:
     def has_independent_rows(self, name: str) -> bool:
         return True
 
-    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
+    def quantized(self, name: str, part: Part | None) -> tuple[QuantizedMatrix, ...] | None:
         return None
 
     def close(self) -> None:

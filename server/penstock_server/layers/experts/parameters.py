@@ -6,7 +6,7 @@ Parameter names do not depend on the storage; `STORAGES` says what dimensions th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +28,8 @@ def moe_parameters(spec: MoeSpec, prefix: str, layout: WeightLayout) -> dict[str
     """`prefix.router.{weight,bias,correction}`, `prefix.experts.{gate,up,gate_up,down}.{weight,bias}`,
     `prefix.shared.{gate,up,down}.weight`, `prefix.shared_gate.weight`."""
     num_experts, hidden_size = spec.routing.num_experts, layout.shard.hidden_size
-    table = layout.linear(f"{prefix}.router", (num_experts, hidden_size), bias=spec.routing.has_bias)
+    router, routing = (num_experts, hidden_size), spec.routing
+    table = layout.linear(f"{prefix}.router", router, bias=routing.has_bias, is_dense=routing.is_wide)
     if spec.routing.has_correction:
         table[f"{prefix}.router.correction"] = Parameter((num_experts,))
     for name, matrix in _matrices(spec, ExpertShard.of(spec, layout.shard)).items():
@@ -85,9 +86,8 @@ class StoredMatrix:
     weight: StoredTensor
     bias: StoredTensor | None
 
-    def arranged(self, weights: LinearWeights, dims: str, bias_dims: str) -> tuple[Tensor, Tensor | None]:
+    def arranged(self, weight: Tensor, bias: Tensor | None, dims: str, bias_dims: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias with their dimensions in these orders."""
-        weight, bias = weights.dense()
         if bias is not None:
             assert self.bias is not None
             bias = self.bias.arranged(bias, bias_dims)
@@ -112,24 +112,23 @@ def _matrices(spec: MoeSpec, shard: ExpertShard) -> dict[str, StoredMatrix]:
 
 def read_experts(
     spec: MoeSpec, prefix: str, layout: WeightLayout, loader: Loader
-) -> Iterator[tuple[DenseWeights, DenseWeights]]:
+) -> Iterator[tuple[LinearWeights, LinearWeights]]:
     """For each expert on this rank, in order: gate and up [2 * intermediate, hidden], gate first; down [hidden,
     intermediate]."""
     matrices = _matrices(spec, ExpertShard.of(spec, layout.shard))
 
-    def read(name: str, dims: str, bias_dims: str) -> tuple[Tensor, Tensor | None]:
-        return matrices[name].arranged(layout.load(loader, f"{prefix}.experts.{name}"), dims, bias_dims)
+    def read(names: list[str], dims: str, bias_dims: str) -> Iterator[LinearWeights]:
+        def arranged(stored: Sequence[tuple[Tensor, Tensor | None]]) -> Iterator[DenseWeights]:
+            parts = [matrices[name].arranged(*each, dims, bias_dims) for name, each in zip(names, stored, strict=True)]
+            weights = torch.cat([weight for weight, _ in parts], dim=1) if len(parts) > 1 else parts[0][0]
+            biases = [bias for _, bias in parts if bias is not None]
+            bias = torch.cat(biases, dim=1) if biases else None
+            for expert, weight in enumerate(weights):
+                its_bias = None if bias is None else bias[expert].flatten()
+                yield DenseWeights(weight.flatten(0, -2).contiguous(), its_bias)
 
-    names = ("gate_up",) if "gate_up" in matrices else ("gate", "up")
-    halves = [read(name, "e2ih", "e2i") for name in names]
-    gate_up = torch.cat([weight for weight, _ in halves], dim=1) if len(halves) > 1 else halves[0][0]
-    biases = [bias for _, bias in halves if bias is not None]
-    gate_up_bias = torch.cat(biases, dim=1) if biases else None
-    down, down_bias = read("down", "ehi", "eh")
-    for expert in range(down.shape[0]):
-        yield (
-            DenseWeights(
-                gate_up[expert].flatten(0, 1), None if gate_up_bias is None else gate_up_bias[expert].flatten()
-            ),
-            DenseWeights(down[expert].contiguous(), None if down_bias is None else down_bias[expert].contiguous()),
-        )
+        full_names = [f"{prefix}.experts.{name}" for name in names]
+        return layout.scheme_of(full_names[0]).load_each(loader, full_names, arranged)
+
+    inner = [name for name in matrices if name != "down"]
+    return zip(read(inner, "e2ih", "e2i"), read(["down"], "ehi", "eh"), strict=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock_server.kernels.ops import Elementwise
 from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
 from penstock_server.layers.experts.shard import ExpertShard
-from penstock_server.layers.linear import DenseWeights
+from penstock_server.layers.linear import LinearWeights
 from penstock_server.layers.step import StepContext
 
 
@@ -31,7 +31,7 @@ class GroupedExperts:
         shard: ExpertShard,
         num_experts: int,
         activation: Elementwise,
-        weights: Sequence[tuple[DenseWeights, DenseWeights]],
+        weights: Sequence[tuple[LinearWeights, LinearWeights]],
     ) -> GroupedExperts:
         """weights: gate and up, and down, of each expert on this rank."""
         gate_up, down = (_grouped(part) for part in zip(*weights, strict=True))
@@ -49,7 +49,7 @@ class GroupedExperts:
         return weighted_sum(results, weights)
 
 
-def _grouped(weights: Sequence[DenseWeights]) -> GroupedLinear:
+def _grouped(weights: Sequence[LinearWeights]) -> GroupedLinear:
     dense = [one.dense() for one in weights]
     biases = [bias for _, bias in dense if bias is not None]
     return GroupedLinear(torch.stack([weight for weight, _ in dense]), torch.stack(biases) if biases else None)

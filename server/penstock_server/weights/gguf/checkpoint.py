@@ -73,11 +73,10 @@ class GgufCheckpoint:
     def has_independent_rows(self, name: str) -> bool:
         return name not in self.derived and not self._is_interleaved(name)
 
-    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
-        info = self.tensors[name]
-        if name in self.derived or len(info.shape) != 2:
+    def quantized(self, name: str, part: Part | None) -> tuple[QuantizedMatrix, ...] | None:
+        if name in self.derived:
             return None
-        return self.matrices.quantized(info, part, self.head_dim if self._is_interleaved(name) else 0)
+        return self.matrices.quantized(self.tensors[name], part, self.head_dim if self._is_interleaved(name) else 0)
 
     def close(self) -> None:
         for file in self.files:

@@ -80,9 +80,23 @@ class MatrixReader:
                 else:
                     target[first : first + piece.shape[0]].copy_(piece)
 
-    def quantized(self, info: TensorInfo, part: Part | None, interleaved: int) -> QuantizedMatrix | None:
-        """A matrix, or a part of it, as it is stored; None if its type has no codes, or the part divides a group.
-        interleaved: as in `read`."""
+    def quantized(
+        self, info: TensorInfo, part: Part | None, interleaved: int, first_row: int = 0
+    ) -> tuple[QuantizedMatrix, ...] | None:
+        """A matrix, or a part of it, as it is stored; of a tensor with three dimensions, a matrix for each index of the
+        first. None if its type has no codes, or the part divides a group. interleaved, first_row: as in `read`."""
+        if len(info.shape) == 2:
+            matrix = self._quantized_matrix(info, part, interleaved, first_row)
+            return None if matrix is None else (matrix,)
+        indexes, part = split_leading(part, info.shape[0])
+        inner = replace(info, shape=info.shape[1:])
+        rows = matrix_shape(inner.shape)[0]
+        matrices = [self.quantized(inner, part, interleaved, first_row + index * rows) for index in indexes]
+        return tuple(matrix for each in matrices if each is not None for matrix in each) or None
+
+    def _quantized_matrix(
+        self, info: TensorInfo, part: Part | None, interleaved: int, first_row: int
+    ) -> QuantizedMatrix | None:
         format_ = FORMATS.get(GGMLQuantizationType(info.type_number))
         num_columns = info.shape[1]
         rows, columns = range(info.shape[0]), range(num_columns)
@@ -102,7 +116,8 @@ class MatrixReader:
         def pieces() -> Iterator[QuantizedRows]:
             for first in range(rows.start, rows.stop, step):
                 count = min(step, rows.stop - first)
-                whole = unpack(torch.from_numpy(self._raw(info, first, count)), GGMLQuantizationType(info.type_number))
+                raw = self._raw(info, first_row + first, count)
+                whole = unpack(torch.from_numpy(raw), GGMLQuantizationType(info.type_number))
                 for numbers in (*whole.numbers, *whole.factors):
                     check_finite(numbers, numbers, info.name, self.files[info.file].path)
                 if interleaved:

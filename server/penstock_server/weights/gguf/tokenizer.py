@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_server.tokenizer.byte_level import PRE_TOKENIZERS, byte_level_json, byte_spelling
+from penstock_server.tokenizer.byte_level import PRE_TOKENIZERS, byte_level_json
 from penstock_server.tokenizer.layout import AddedToken
 from penstock_server.tokenizer.layout import tokenizer_json as complete
 from penstock_server.tokenizer.sentencepiece_json import (
@@ -75,7 +75,7 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     return config
 
 
-def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, Any]:
+def _byte_level(metadata: Metadata, tokens: list[str], _types: list[int]) -> dict[str, Any]:
     pre = _pre_tokenizer_name(metadata)
     if pre == UNSPECIFIED:
         raise metadata.error(
@@ -85,15 +85,9 @@ def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> dict
     if pre not in PRE_TOKENIZERS:
         supported = ", ".join(sorted(PRE_TOKENIZERS))
         raise metadata.error(f"GGUF pre-tokenizer {pre!r} is not supported; supported: {supported}")
-    spelling = byte_spelling()
-    alphabet = set(spelling.values())
-    vocabulary = {}
-    for token_id, (token, type_) in enumerate(zip(tokens, types, strict=True)):
-        if type_ not in (CONTROL, USER_DEFINED) and not alphabet.issuperset(token):
-            token = "".join(spelling[byte] for byte in token.encode())
-        vocabulary[token] = token_id
-    if len(vocabulary) != len(tokens):
-        raise metadata.error("the tokenizer's vocabulary contains a token twice")
+    # A token with a character outside of the byte-level alphabet stands for itself: merges only see the alphabet, so no
+    # text is encoded to it, and it decodes to its own text. Command R has such a token next to that of the same bytes.
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     return byte_level_json(vocabulary, metadata.require("tokenizer.ggml.merges"), PRE_TOKENIZERS[pre])
 
 

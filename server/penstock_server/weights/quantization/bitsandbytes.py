@@ -9,26 +9,42 @@ greatest magnitude of each block of numbers, as float32, or as codes of nested_q
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantizedRows
-from penstock_server.weights.quantization.stored import Affine, Read, Shapes, StoredWeight, affine_format, complete
+from penstock_server.weights.quantization.stored import (
+    FLOATS,
+    Affine,
+    Headers,
+    Kind,
+    Read,
+    StoredWeight,
+    affine_format,
+    complete,
+    expect,
+    matrix_shape,
+)
 
 STATE = "quant_state.bitsandbytes__"
+KINDS = (
+    Kind("bitsandbytes `int8`", (8,), is_kept=True),
+    Kind("bitsandbytes `nf4` and `fp4`, also double-quantized", (4,), is_kept=False),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight(Affine):
     """Implements `StoredWeight`."""
 
-    def rows(self, read: Read) -> QuantizedRows:
-        codes = (read(f"{self.name}.weight").to(torch.int16) + 128).to(torch.uint8)
-        return QuantizedRows(codes, read(f"{self.name}.SCB").float()[:, None] / 127)
+    def rows(self, read: Read, rows: range) -> QuantizedRows:
+        codes = (read(f"{self.name}.weight", rows).to(torch.int16) + 128).to(torch.uint8)
+        return QuantizedRows(codes, read(f"{self.name}.SCB", rows).float()[:, None] / 127)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +56,9 @@ class FourBitWeight:
 
     def dense(self, read: Read) -> Tensor:
         name = self.tensors[0]
-        state = json.loads(bytes(read(self.tensors[1]).tolist()))
-        if tuple(state["shape"]) != self.shape:
-            raise ConfigError(f"{name} says that its shape is {state['shape']}, config.json implies {list(self.shape)}")
+        state = _state(self.tensors[1], read, is_nested=len(self.tensors) > 4)
         packed = read(name).flatten()
-        codes = torch.stack([packed >> 4, packed & 15], 1).flatten().long()
+        codes = torch.stack([packed >> 4, packed & 15], 1).flatten()[: math.prod(self.shape)].long()
         absmax = read(f"{name}.absmax")
         if absmax.dtype == torch.uint8:
             scales = read(f"{name}.nested_absmax").repeat_interleave(state["nested_blocksize"])[: len(absmax)]
@@ -57,28 +71,56 @@ class FourBitWeight:
 class BitsAndBytes:
     """Implements `Method`."""
 
-    dtypes: Mapping[str, str]  # of the tensors
     read_state: Read
     name: str = "bitsandbytes"
 
-    def find(self, shapes: Shapes) -> dict[str, StoredWeight]:
+    def find(self, headers: Headers) -> dict[str, StoredWeight]:
         found: dict[str, StoredWeight] = {}
-        for tensor in shapes:
+        for tensor in headers:
             name, _, suffix = tensor.rpartition(".")
             if suffix != "weight":
                 continue
-            states = [f"{tensor}.{STATE}{kind}" for kind in ("nf4", "fp4") if f"{tensor}.{STATE}{kind}" in shapes]
+            states = [f"{tensor}.{STATE}{kind}" for kind in ("nf4", "fp4") if f"{tensor}.{STATE}{kind}" in headers]
             if states:
-                shape = tuple(json.loads(bytes(self.read_state(states[0]).tolist()))["shape"])
-                nested = [f"{tensor}.nested_{key}" for key in ("absmax", "quant_map")]
-                others = complete(shapes, tensor, ("absmax", "quant_map"))
-                tensors = (tensor, states[0], *others, *(each for each in nested if each in shapes))
-                found[tensor] = FourBitWeight(shape, tensors)
-            elif self.dtypes[tensor] == "I8":
-                tensors = complete(shapes, name, ("weight", "SCB"))
-                if f"{name}.weight_format" in shapes:
+                found[tensor] = self._four_bits(tensor, states[0], headers)
+            elif headers[tensor].dtype == "I8":
+                tensors = complete(headers, name, (".weight", ".SCB"))
+                out_features, in_features = matrix_shape(headers, tensor, "I8")
+                expect(headers, f"{name}.SCB", (out_features,), *FLOATS)
+                if f"{name}.weight_format" in headers:
                     tensors = (*tensors, f"{name}.weight_format")
-                out_features, in_features = shapes[tensor]
-                format_ = affine_format(8, -1, in_features, symmetric=True, scale_dtype="F32")
+                format_ = affine_format(name, 8, -1, in_features, symmetric=True, scale_dtype="F32")
                 found[tensor] = Int8Weight(name, (out_features, in_features), tensors, format_)
         return found
+
+    def _four_bits(self, tensor: str, state_name: str, headers: Headers) -> FourBitWeight:
+        absmax, quant_map = complete(headers, tensor, (".absmax", ".quant_map"))
+        is_nested = headers[absmax].dtype == "U8"
+        state = _state(state_name, self.read_state, is_nested)
+        tensors: tuple[str, ...] = (tensor, state_name, absmax, quant_map)
+        expect(headers, tensor, ((math.prod(state["shape"]) + 1) // 2, 1), "U8")
+        blocks = -(-math.prod(state["shape"]) // state["blocksize"])
+        expect(headers, absmax, (blocks,), "F32", "U8")
+        expect(headers, quant_map, (16,), "F32")
+        if is_nested:
+            nested, nested_map = complete(headers, tensor, (".nested_absmax", ".nested_quant_map"))
+            expect(headers, nested, (-(-blocks // state["nested_blocksize"]),), "F32")
+            expect(headers, nested_map, (256,), "F32")
+            tensors = (*tensors, nested, nested_map)
+        return FourBitWeight(tuple(state["shape"]), tensors)
+
+
+def _state(name: str, read: Read, is_nested: bool) -> dict[str, Any]:
+    """What a weight of 4 bits says about itself. Raises ConfigError if it lacks what is needed."""
+    try:
+        state: dict[str, Any] = json.loads(bytes(read(name).tolist()))
+        sizes = [*state["shape"], state["blocksize"]]
+        if is_nested:
+            sizes.append(state["nested_blocksize"])
+            float(state["nested_offset"])
+        is_valid = all(type(size) is int and size > 0 for size in sizes)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"tensor {name} is damaged: {error}") from error
+    if not is_valid:
+        raise ConfigError(f"tensor {name} is damaged: its sizes are {sizes}")
+    return state

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
@@ -21,11 +20,9 @@ class QuantizedCheckpoint:
     def __init__(self, inner: SafetensorsCheckpoint, options: object) -> None:
         """options: `quantization_config` of config.json. Raises ConfigError as `method_of` and `Method.find` do."""
         self._inner = inner
-        shapes = {name: inner.shape(name) for name in inner.names()}
-        dtypes = {name: entry.place.dtype for name, entry in inner.entries.items()}
-        method = method_of(options, dtypes, inner.raw)
+        method = method_of(options, inner.raw)
         self.method = method.name
-        self.weights: dict[str, StoredWeight] = method.find(shapes)
+        self.weights: dict[str, StoredWeight] = method.find(inner.headers)
         parts = {tensor for weight in self.weights.values() for tensor in weight.tensors}
         self._names = [name for name in inner.names() if name not in parts] + list(self.weights)
 
@@ -46,31 +43,30 @@ class QuantizedCheckpoint:
     def has_independent_rows(self, name: str) -> bool:
         return name not in self.weights
 
-    def quantized(self, name: str, part: Part | None) -> QuantizedMatrix | None:
+    def quantized(self, name: str, part: Part | None) -> tuple[QuantizedMatrix, ...] | None:
+        matrix = self._matrix(name, part)
+        return None if matrix is None else (matrix,)
+
+    def _matrix(self, name: str, part: Part | None) -> QuantizedMatrix | None:
         weight = self.weights.get(name)
         if not isinstance(weight, Affine):
             return None
         order, group = weight.order(self._inner.raw), weight.format.group
+        rows, columns = (range(size) for size in weight.shape)
+        if part is not None and part.dim == 0:
+            rows = part.range
+        elif part is not None and part.range != columns:
+            columns = part.range
+            if order is not None or columns.start % group or len(columns) % group:
+                return None
 
-        def rows() -> QuantizedRows:
-            found = weight.rows(self._inner.raw)
-            for numbers in found.numbers:
+        def pieces() -> Iterator[QuantizedRows]:
+            mine = weight.rows(self._inner.raw, rows)
+            for numbers in mine.numbers:
                 check_finite(numbers, numbers, name, self._inner.path_of(weight.tensors[0]))
-            return found
+            yield mine if len(columns) == weight.shape[1] else mine.narrow(columns, group)
 
-        whole = QuantizedMatrix((weight.shape[0], weight.shape[1]), weight.format, lambda: iter([rows()]), order)
-        if part is None:
-            return whole
-        if part.dim == 0:
-            mine = slice(part.range.start, part.range.stop)
-            return replace(whole, shape=(len(part.range), whole.shape[1]), pieces=lambda: iter([rows().select(mine)]))
-        is_whole = part.range.start == 0 and part.range.stop == whole.shape[1]
-        if is_whole or order is not None or part.range.start % group or len(part.range) % group:
-            return whole if is_whole else None
-        columns = part.range
-        return replace(
-            whole, shape=(whole.shape[0], len(columns)), pieces=lambda: iter([rows().narrow(columns, group)])
-        )
+        return QuantizedMatrix((len(rows), len(columns)), weight.format, pieces, order)
 
     def close(self) -> None:
         self._inner.close()

@@ -9,6 +9,7 @@ quantized by what they contain, or not at all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +21,28 @@ from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.fp8 import find_scaled
 from penstock_server.weights.quantization.stored import (
+    CODE_BITS,
+    FLOATS,
     Affine,
+    Headers,
+    Kind,
     Read,
-    Shapes,
     StoredWeight,
     affine_format,
     affine_rows,
     complete,
+    expect,
+    feature_order,
+    group_size,
+    matrix_shape,
     unpack_bits,
 )
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+KINDS = (
+    Kind("compressed-tensors: W4A16, W8A16 and other packed integers, W8A8", CODE_BITS, is_kept=True),
+    Kind("compressed-tensors: FP8", (8,), is_kept=False),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +54,21 @@ class CompressedWeight(Affine):
     has_order: bool
 
     def order(self, read: Read) -> Tensor | None:
-        groups = read(f"{self.name}.weight_g_idx").long() if self.has_order else None
-        if groups is None or bool((groups < 0).any()) or bool((groups.diff() >= 0).all()):
+        tensor = f"{self.name}.weight_g_idx"
+        if not self.has_order or bool((read(tensor) < 0).any()):
             return None
-        return groups.argsort(stable=True)
+        return feature_order(tensor, self.format.group, read)
 
-    def rows(self, read: Read) -> QuantizedRows:
+    def rows(self, read: Read, rows: range) -> QuantizedRows:
         (out_features, in_features), bits = self.shape, self.format.bits
         if self.is_packed:
-            codes = unpack_bits(read(f"{self.name}.weight_packed"), bits, in_features)
+            codes = unpack_bits(read(f"{self.name}.weight_packed", rows), bits, in_features)
         else:
-            codes = (read(f"{self.name}.weight").to(torch.int16) + 128).to(torch.uint8)
+            codes = (read(f"{self.name}.weight", rows).to(torch.int16) + 128).to(torch.uint8)
         order = self.order(read)
-        if order is not None:
-            groups = read(f"{self.name}.weight_g_idx").long()[order]
-            if not torch.equal(groups, torch.arange(in_features) // self.format.group):
-                raise ConfigError(f"tensor {self.name}.weight_g_idx is damaged: its groups differ in size")
-            codes = codes[:, order]
-        scales = read(f"{self.name}.weight_scale").reshape(-1, read(f"{self.name}.weight_scale").shape[-1])
+        codes = codes if order is None else codes[:, order]
+        scales = read(f"{self.name}.weight_scale")
+        scales = scales.reshape(-1, scales.shape[-1] if scales.dim() else 1)
         zeros = None
         if self.has_zeros:
             zeros = read(f"{self.name}.weight_zero_point")
@@ -70,7 +79,8 @@ class CompressedWeight(Affine):
         if scales.shape[0] != out_features:  # one for the whole weight
             scales = scales.expand(out_features, -1)
             zeros = None if zeros is None else zeros.reshape(1, -1).expand(out_features, -1)
-        return affine_rows(codes, scales, zeros, self.format)
+        mine = slice(rows.start, rows.stop)
+        return affine_rows(codes, scales[mine], None if zeros is None else zeros[mine], self.format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +90,10 @@ class CompressedTensors:
     bits: int
     group: int
     is_symmetric: bool
-    dtypes: Mapping[str, str]  # of the tensors
     name: str = "compressed-tensors"
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], dtypes: Mapping[str, str]) -> CompressedTensors:
+    def read(cls, options: Mapping[str, Any]) -> CompressedTensors:
         """Groups of layers may differ in their inputs, not in their weights."""
         found = set()
         for group in (options.get("config_groups") or {}).values():
@@ -106,30 +115,37 @@ class CompressedTensors:
                 + ", ".join(f"{bits} bits in groups of {size}" for bits, size, _ in sorted(found))
             )
         bits, size, is_symmetric = found.pop() if found else (8, -1, True)
-        return cls(bits, size, is_symmetric, dtypes)
+        return cls(bits, group_size(size), is_symmetric)
 
-    def find(self, shapes: Shapes) -> dict[str, StoredWeight]:
-        found = find_scaled(shapes, self.dtypes)
-        for tensor in shapes:
+    def find(self, headers: Headers) -> dict[str, StoredWeight]:
+        found = find_scaled(headers)
+        for tensor in headers:
             name, _, suffix = tensor.rpartition(".")
             if suffix == "weight_packed":
-                out_features, in_features = shapes[tensor][0], shapes[tensor][1] * 32 // self.bits
-                tensors: tuple[str, ...] = complete(shapes, name, ("weight_packed", "weight_scale", "weight_shape"))
-            elif suffix == "weight" and self.dtypes[tensor] == "I8":
-                out_features, in_features = shapes[tensor]
-                tensors = complete(shapes, name, ("weight", "weight_scale"))
+                out_features, columns = matrix_shape(headers, tensor, "I32")
+                in_features = columns * 32 // self.bits
+                tensors: tuple[str, ...] = complete(headers, name, (".weight_packed", ".weight_scale", ".weight_shape"))
+            elif suffix == "weight" and headers[tensor].dtype == "I8":
+                out_features, in_features = matrix_shape(headers, tensor, "I8")
+                tensors = complete(headers, name, (".weight", ".weight_scale"))
             else:
                 continue
-            extras = {each: f"{name}.{each}" in shapes for each in ("weight_zero_point", "weight_g_idx", "input_scale")}
+            extras = {
+                each: f"{name}.{each}" in headers for each in ("weight_zero_point", "weight_g_idx", "input_scale")
+            }
             tensors += tuple(f"{name}.{each}" for each, is_there in extras.items() if is_there)
             has_zeros = extras["weight_zero_point"] and not self.is_symmetric
             format_ = affine_format(
+                name,
                 self.bits,
                 self.group,
                 in_features,
                 symmetric=not has_zeros,
-                scale_dtype=self.dtypes[f"{name}.weight_scale"],
+                scale_dtype=headers[f"{name}.weight_scale"].dtype,
             )
+            if math.prod(headers[f"{name}.weight_scale"].shape) != 1:
+                groups = -(-in_features // format_.group)
+                expect(headers, f"{name}.weight_scale", (out_features, groups), *FLOATS)
             shape, is_packed = (out_features, in_features), suffix == "weight_packed"
             found[f"{name}.weight"] = CompressedWeight(
                 name, shape, tensors, format_, is_packed, has_zeros, extras["weight_g_idx"]

@@ -6,6 +6,7 @@ They have only a dense form: a CPU has no instruction for 8-bit floats.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.quantization.stored import Read, Shapes, StoredWeight
+from penstock_server.weights.quantization.stored import FLOATS, Headers, Kind, Read, StoredWeight, expect, matrix_shape
 
-FLOATS = ("F8_E4M3", "F8_E5M2")
+FLOATS_OF_8_BITS = ("F8_E4M3", "F8_E5M2")
+KINDS = (Kind("`fp8` (one scale, or blocks as in DeepSeek-V3), `fbgemm_fp8`", (8,), is_kept=False),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +37,28 @@ class ScaledWeight:
         return weight * (scale.reshape(-1, 1) if scale.dim() < 2 else scale)
 
 
-def find_scaled(
-    shapes: Shapes, dtypes: Mapping[str, str], block: tuple[int, int] | None = None
-) -> dict[str, StoredWeight]:
+def find_scaled(headers: Headers, block: tuple[int, int] | None = None) -> dict[str, StoredWeight]:
     """The weights in 8-bit floats among these tensors."""
     found: dict[str, StoredWeight] = {}
-    for tensor in shapes:
+    for tensor, header in headers.items():
         name, _, suffix = tensor.rpartition(".")
-        if suffix != "weight" or dtypes[tensor] not in FLOATS:
+        if suffix != "weight" or header.dtype not in FLOATS_OF_8_BITS:
             continue
-        scales = [f"{tensor}_scale{end}" for end in ("_inv", "") if f"{tensor}_scale{end}" in shapes]
+        scales = [f"{tensor}_scale{end}" for end in ("_inv", "") if f"{tensor}_scale{end}" in headers]
         if not scales:
-            raise ConfigError(f"the checkpoint is damaged: {tensor} is {dtypes[tensor]}, but has no weight_scale")
-        scale = scales[0]
-        of_inputs = [f"{name}.{key}" for key in ("input_scale", "input_scale_ub") if f"{name}.{key}" in shapes]
+            raise ConfigError(f"the checkpoint is damaged: {tensor} is {header.dtype}, but has no weight_scale")
+        shape, scale = matrix_shape(headers, tensor, *FLOATS_OF_8_BITS), scales[0]
+        of_inputs = [f"{name}.{key}" for key in ("input_scale", "input_scale_ub") if f"{name}.{key}" in headers]
         blocks = block if scale.endswith("_inv") else None
+        stored = headers[scale].shape
         if blocks is not None:
-            expected = tuple(-(-size // width) for size, width in zip(shapes[tensor], blocks, strict=True))
+            stored_for: tuple[int, ...] = (-(-shape[0] // blocks[0]), -(-shape[1] // blocks[1]))
+        elif math.prod(stored) == 1:  # one for the whole weight
+            stored_for = stored
         else:
-            expected = shapes[scale] if len(shapes[scale]) < 2 else (shapes[tensor][0], 1)
-        if shapes[scale] != expected:
-            raise ConfigError(f"tensor {scale} has shape {list(shapes[scale])}, must have {list(expected)}")
-        found[tensor] = ScaledWeight(shapes[tensor], (tensor, scale, *of_inputs), blocks)
+            stored_for = (shape[0], 1) if len(stored) == 2 else (shape[0],)
+        expect(headers, scale, stored_for, *FLOATS)
+        found[tensor] = ScaledWeight(shape, (tensor, scale, *of_inputs), blocks)
     return found
 
 
@@ -65,13 +67,12 @@ class Fp8:
     """Implements `Method`."""
 
     block: tuple[int, int] | None
-    dtypes: Mapping[str, str]  # of the tensors
     name: str = "fp8"
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], dtypes: Mapping[str, str]) -> Fp8:
+    def read(cls, options: Mapping[str, Any]) -> Fp8:
         block = options.get("weight_block_size")
-        return cls((int(block[0]), int(block[1])) if block else None, dtypes, options["quant_method"])
+        return cls((int(block[0]), int(block[1])) if block else None, options["quant_method"])
 
-    def find(self, shapes: Shapes) -> dict[str, StoredWeight]:
-        return find_scaled(shapes, self.dtypes, self.block)
+    def find(self, headers: Headers) -> dict[str, StoredWeight]:
+        return find_scaled(headers, self.block)

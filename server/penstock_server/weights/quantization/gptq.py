@@ -7,28 +7,41 @@ out_features * bits / 32] int32 and scales [groups, out_features] go with groups
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.stored import (
+    FLOATS,
     Affine,
+    Headers,
+    Kind,
     Read,
-    Shapes,
     StoredWeight,
     affine_format,
     affine_rows,
     complete,
-    expect_shape,
+    expect,
+    feature_order,
+    group_size,
+    matrix_shape,
     unpack_bits,
 )
 
 BITS = (2, 3, 4, 8)
+KINDS = (
+    Kind(
+        "GPTQ, both versions, symmetric or not, groups of 16 or a multiple of 32, activation order (`desc_act`), "
+        "layers that differ (`dynamic`)",
+        BITS,
+        is_kept=True,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,78 +52,97 @@ class GptqWeight(Affine):
     zero_offset: int  # added to the stored zero points
 
     def order(self, read: Read) -> Tensor | None:
-        groups = read(f"{self.name}.g_idx").long() if self.has_order else None
-        if groups is None or bool((groups.diff() >= 0).all()):
-            return None
-        return groups.argsort(stable=True)
+        return feature_order(f"{self.name}.g_idx", self.format.group, read) if self.has_order else None
 
-    def rows(self, read: Read) -> QuantizedRows:
+    def rows(self, read: Read, rows: range) -> QuantizedRows:
         (out_features, in_features), bits = self.shape, self.format.bits
-        codes = unpack_bits(read(f"{self.name}.qweight").T, bits, in_features)
-        if self.has_order:
-            groups = read(f"{self.name}.g_idx").long()
-            num_groups = -(-in_features // self.format.group)
-            expected = torch.arange(in_features) // self.format.group
-            if not torch.equal(groups.sort().values, expected):
-                raise ConfigError(
-                    f"tensor {self.name}.g_idx is damaged: it does not say for every feature which of {num_groups} "
-                    f"groups of {self.format.group} it belongs to"
-                )
-            order = self.order(read)
-            codes = codes if order is None else codes[:, order]
-        zeros = unpack_bits(read(f"{self.name}.qzeros"), bits, out_features).T.int() + self.zero_offset
+        mine, order = slice(rows.start, rows.stop), self.order(read)
+        codes = unpack_bits(read(f"{self.name}.qweight")[:, mine].T, bits, in_features)
+        zeros = unpack_bits(read(f"{self.name}.qzeros"), bits, out_features)[:, mine].T.int() + self.zero_offset
         if not self.format.has_mins and not bool((zeros == self.format.offset).all()):
             raise ConfigError(f"{self.name} has zero points of its own, but the checkpoint says that it is symmetric")
-        return affine_rows(codes, read(f"{self.name}.scales").T, zeros, self.format)
+        codes = codes if order is None else codes[:, order]
+        return affine_rows(codes, read(f"{self.name}.scales")[:, mine].T, zeros, self.format)
+
+
+@dataclass(frozen=True, slots=True)
+class GptqOptions:
+    """Of one layer."""
+
+    bits: int
+    group: int  # -1: all input features
+    is_symmetric: bool
+    has_order: bool
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> GptqOptions:
+        bits = options.get("bits")
+        if bits not in BITS:
+            raise ConfigError(f"quantization_config.bits is {bits!r}, must be one of {', '.join(map(str, BITS))}")
+        group = group_size(options.get("group_size", -1))
+        return cls(bits, group, bool(options.get("sym", True)), bool(options.get("desc_act", False)))
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
     """Implements `Method`."""
 
-    bits: int
-    group: int
-    is_symmetric: bool
+    options: GptqOptions
+    # GPTQModel's `dynamic`: the options of layers whose names start with a match, None if they are not quantized. The
+    # first match counts.
+    dynamic: tuple[tuple[re.Pattern[str], GptqOptions | None], ...]
     zero_offset: int
-    dtypes: Mapping[str, str]  # of the tensors
     name: str = "gptq"
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], dtypes: Mapping[str, str]) -> Gptq:
-        bits, layout = options.get("bits"), options.get("checkpoint_format") or "gptq"
-        if bits not in BITS:
-            raise ConfigError(f"quantization_config.bits is {bits!r}, must be one of {', '.join(map(str, BITS))}")
+    def read(cls, options: Mapping[str, Any]) -> Gptq:
+        layout = options.get("checkpoint_format") or "gptq"
         if layout not in ("gptq", "gptq_v2") or options.get("is_marlin_format"):
             raise ConfigError(
                 f"GPTQ weights in the layout {layout!r} are not supported; supported are 'gptq' and 'gptq_v2'"
             )
-        if options.get("dynamic"):
-            raise ConfigError("quantization_config.dynamic (bits of their own for some layers) is not supported")
-        group = options.get("group_size", -1)
-        return cls(bits, group, bool(options.get("sym", True)), 1 if layout == "gptq" else 0, dtypes)
+        dynamic = options.get("dynamic") or {}
+        if not isinstance(dynamic, dict):
+            raise ConfigError(f"quantization_config.dynamic is {dynamic!r}, must be an object")
+        rules = tuple(_rule(key, overrides, options) for key, overrides in dynamic.items())
+        return cls(GptqOptions.read(options), rules, 1 if layout == "gptq" else 0)
 
-    def find(self, shapes: Shapes) -> dict[str, StoredWeight]:
-        found: dict[str, StoredWeight] = {}
-        for tensor in shapes:
-            name, _, suffix = tensor.rpartition(".")
-            if suffix != "qweight":
-                continue
-            tensors = complete(shapes, name, ("qweight", "qzeros", "scales"))
-            has_order = f"{name}.g_idx" in shapes
-            in_features, out_features = shapes[tensor][0] * 32 // self.bits, shapes[tensor][1]
-            format_ = affine_format(
-                self.bits,
-                self.group,
-                in_features,
-                symmetric=self.is_symmetric,
-                scale_dtype=self.dtypes[f"{name}.scales"],
-            )
-            groups = -(-in_features // format_.group)
-            expect_shape(shapes, f"{name}.scales", (groups, out_features))
-            expect_shape(shapes, f"{name}.qzeros", (groups, out_features * self.bits // 32))
-            if has_order:
-                expect_shape(shapes, f"{name}.g_idx", (in_features,))
-                tensors = (*tensors, f"{name}.g_idx")
-            weight = GptqWeight(name, (out_features, in_features), tensors, format_, has_order, self.zero_offset)
-            found[f"{name}.weight"] = weight
-        return found
+    def find(self, headers: Headers) -> dict[str, StoredWeight]:
+        return {
+            f"{name}.weight": self._weight(name, headers)
+            for name, _, suffix in (tensor.rpartition(".") for tensor in headers)
+            if suffix == "qweight"
+        }
+
+    def _weight(self, name: str, headers: Headers) -> GptqWeight:
+        options = next((own for pattern, own in self.dynamic if pattern.match(name)), self.options)
+        if options is None:
+            raise ConfigError(f"quantization_config.dynamic says that {name} is not quantized, but it has a qweight")
+        has_order = options.has_order or f"{name}.g_idx" in headers
+        tensors = complete(headers, name, (".qweight", ".qzeros", ".scales", *([".g_idx"] if has_order else [])))
+        rows, out_features = matrix_shape(headers, tensors[0], "I32")
+        in_features = rows * 32 // options.bits
+        scales = headers[f"{name}.scales"].dtype
+        format_ = affine_format(
+            name, options.bits, options.group, in_features, symmetric=options.is_symmetric, scale_dtype=scales
+        )
+        groups = -(-in_features // format_.group)
+        expect(headers, f"{name}.scales", (groups, out_features), *FLOATS)
+        expect(headers, f"{name}.qzeros", (groups, out_features * options.bits // 32), "I32")
+        if has_order:
+            expect(headers, f"{name}.g_idx", (in_features,), "I32", "I64")
+        return GptqWeight(name, (out_features, in_features), tensors, format_, has_order, self.zero_offset)
+
+
+def _rule(key: str, overrides: object, options: Mapping[str, Any]) -> tuple[re.Pattern[str], GptqOptions | None]:
+    """An entry of `dynamic`. A key that starts with `-:` is that of layers that are not quantized."""
+    is_excluded = key.startswith("-:")
+    try:
+        pattern = re.compile(key.removeprefix("-:" if is_excluded else "+:"))
+    except re.error as error:
+        raise ConfigError(f"quantization_config.dynamic has an invalid regular expression {key!r}: {error}") from error
+    if not is_excluded and not isinstance(overrides, dict):
+        raise ConfigError(f"quantization_config.dynamic[{key!r}] is {overrides!r}, must be an object")
+    return pattern, GptqOptions.read({**options, **overrides}) if isinstance(
+        overrides, dict
+    ) and not is_excluded else None

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from penstock_server.errors import ConfigError
+from penstock_server.weights.quantization import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from penstock_server.weights.quantization.awq import Awq
 from penstock_server.weights.quantization.bitsandbytes import BitsAndBytes
 from penstock_server.weights.quantization.compressed_tensors import CompressedTensors
 from penstock_server.weights.quantization.fp8 import Fp8
 from penstock_server.weights.quantization.gptq import Gptq
+from penstock_server.weights.quantization.mxfp4 import Mxfp4
 from penstock_server.weights.quantization.stored import Method, Read
 
-SUPPORTED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+# By `quant_method`.
+_METHODS: Mapping[str, Callable[[Mapping[str, Any], Read], Method]] = MappingProxyType(
+    {
+        "awq": lambda options, _: Awq.read(options),
+        "bitsandbytes": lambda _, read: BitsAndBytes(read),
+        "compressed-tensors": lambda options, _: CompressedTensors.read(options),
+        "fbgemm_fp8": lambda options, _: Fp8.read(options),
+        "fp8": lambda options, _: Fp8.read(options),
+        "gptq": lambda options, _: Gptq.read(options),
+        "mxfp4": lambda _options, _read: Mxfp4(),
+    }
+)
+KINDS = (*gptq.KINDS, *awq.KINDS, *compressed_tensors.KINDS, *bitsandbytes.KINDS, *fp8.KINDS, *mxfp4.KINDS)
 
 
 def quantization_method(options: object) -> str | None:
@@ -26,22 +42,15 @@ def quantization_method(options: object) -> str | None:
     return str(options.get("quant_method", "bitsandbytes" if is_bitsandbytes else "unknown"))
 
 
-def method_of(options: object, dtypes: Mapping[str, str], read: Read) -> Method:
-    """options: the value of `quantization_config`; dtypes: of the tensors, as safetensors names them. Raises
-    ConfigError for a method or an option that is not supported."""
+def method_of(options: object, read: Read) -> Method:
+    """options: the value of `quantization_config`. Raises ConfigError for a method or an option that is not
+    supported."""
     name = quantization_method(options)
+    assert name is not None
     assert isinstance(options, dict)
-    if name not in SUPPORTED:
+    if name not in _METHODS:
         raise ConfigError(
-            f"the checkpoint is quantized with {name!r}, which is not supported; supported are {', '.join(SUPPORTED)}, "
-            "GGUF files, and weights in float32, float16 and bfloat16"
+            f"the checkpoint is quantized with {name!r}, which is not supported; supported are {', '.join(_METHODS)}, "
+            "GGUF files, and weights in float32, float16 and bfloat16, which --quantize eetq stores in 8 bits"
         )
-    if name == "gptq":
-        return Gptq.read(options, dtypes)
-    if name == "awq":
-        return Awq.read(options, dtypes)
-    if name == "compressed-tensors":
-        return CompressedTensors.read(options, dtypes)
-    if name == "bitsandbytes":
-        return BitsAndBytes(dtypes, read)
-    return Fp8.read(options, dtypes)
+    return _METHODS[name](options, read)

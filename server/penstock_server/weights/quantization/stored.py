@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +14,40 @@ from torch import Tensor
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 
-Shapes = Mapping[str, tuple[int, ...]]
-Read = Callable[[str], Tensor]
-"""Tensor name → the tensor in its stored type, on the CPU."""
+CODE_BITS = (2, 3, 4, 5, 6, 8)
+FLOATS = ("F16", "BF16", "F32")
+
+
+class Header(Protocol):
+    """A tensor of the checkpoint."""
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Headers = Mapping[str, Header]
+
+
+class Read(Protocol):
+    """Reads a tensor of the checkpoint."""
+
+    def __call__(self, name: str, rows: range | None = None) -> Tensor:
+        """The tensor in its stored type, on the CPU; rows: only these indices of its first dimension."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Weights that a method can read, for docs/quantization.md."""
+
+    what: str
+    bits: tuple[int, ...]
+    is_kept: bool  # quantized in memory, where there are kernels
 
 
 class StoredWeight(Protocol):
@@ -43,7 +74,7 @@ class Method(Protocol):
         """As `quant_method` in config.json."""
         ...
 
-    def find(self, shapes: Shapes) -> dict[str, StoredWeight]:
+    def find(self, headers: Headers) -> dict[str, StoredWeight]:
         """The quantized weights among these tensors, by the names that they would have if they were dense. Raises
         ConfigError if a weight is incomplete or not as the options say."""
         ...
@@ -63,11 +94,12 @@ class Affine(ABC):
         return None
 
     @abstractmethod
-    def rows(self, read: Read) -> QuantizedRows:
-        """The whole weight, quantized."""
+    def rows(self, read: Read, rows: range) -> QuantizedRows:
+        """These rows, quantized."""
 
     def dense(self, read: Read) -> Tensor:
-        dense, order = self.rows(read).dequantized(self.format), self.order(read)
+        rows = self.rows(read, range(self.shape[0]))
+        dense, order = rows.dequantized(self.format), self.order(read)
         return dense if order is None else dense[:, order.argsort()]
 
 
@@ -89,31 +121,64 @@ def affine_rows(codes: Tensor, scales: Tensor, zeros: Tensor | None, format_: Qu
     return QuantizedRows(codes.contiguous(), scales, mins)
 
 
-def affine_format(bits: int, group: int, in_features: int, *, symmetric: bool, scale_dtype: str) -> QuantFormat:
-    """group: input features, at most 0 for all. Raises ConfigError for groups that do not fit."""
-    if group <= 0 or group >= in_features:
+def affine_format(
+    name: str, bits: int, group: int, in_features: int, *, symmetric: bool, scale_dtype: str
+) -> QuantFormat:
+    """Of the weight `name`. group: as of `group_size`. Raises ConfigError for groups that do not fit."""
+    if group < 0 or group >= in_features:
         group = math.ceil(in_features / 32) * 32
     elif in_features % group:
-        raise ConfigError(f"groups of {group} do not divide {in_features} input features")
-    if bits not in (2, 3, 4, 5, 6, 8) or (group != 16 and group % 32):
+        raise ConfigError(f"{name}: groups of {group} do not divide {in_features} input features")
+    if bits not in CODE_BITS or (group != 16 and group % 32):
         raise ConfigError(
-            f"weights of {bits} bits in groups of {group} are not supported; supported are 2 to 6 and 8 bits in groups "
-            "of 16 or of a multiple of 32"
+            f"{name}: weights of {bits} bits in groups of {group} are not supported; supported are 2 to 6 and 8 bits "
+            "in groups of 16 or of a multiple of 32"
         )
     is_half = symmetric and scale_dtype == "F16"
     return QuantFormat(bits, group, 1 << (bits - 1), not symmetric, "float16" if is_half else "float32")
 
 
-def complete(shapes: Shapes, name: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+def group_size(value: object) -> int:
+    """A method's `group_size`: -1, or a number of input features. Raises ConfigError for anything else."""
+    if type(value) is not int or value < -1 or value == 0:
+        raise ConfigError(f"quantization_config.group_size is {value!r}, must be -1 or at least 1")
+    return value
+
+
+def feature_order(tensor: str, group: int, read: Read) -> Tensor | None:
+    """The input features by group [in_features] int64, from the group of each feature; None if they are in order.
+    Raises ConfigError if the groups are not of this size."""
+    groups, order = read(tensor).long().sort(stable=True)
+    if not torch.equal(groups, torch.arange(len(groups)) // group):
+        raise ConfigError(
+            f"tensor {tensor} is damaged: it does not say for every feature which of {-(-len(groups) // group)} groups "
+            f"of {group} it belongs to"
+        )
+    return None if torch.equal(order, torch.arange(len(order))) else order
+
+
+def complete(headers: Headers, name: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
     """The tensors of a weight. Raises ConfigError if one is missing."""
-    tensors = tuple(f"{name}.{suffix}" for suffix in suffixes)
+    tensors = tuple(f"{name}{suffix}" for suffix in suffixes)
     for tensor in tensors:
-        if tensor not in shapes:
+        if tensor not in headers:
             raise ConfigError(f"the checkpoint is damaged: it has {tensors[0]}, but not {tensor}")
     return tensors
 
 
-def expect_shape(shapes: Shapes, tensor: str, shape: tuple[int, ...]) -> None:
-    """Raises ConfigError if the tensor has another shape."""
-    if shapes[tensor] != shape:
-        raise ConfigError(f"tensor {tensor} has shape {list(shapes[tensor])}, its weight implies {list(shape)}")
+def expect(headers: Headers, tensor: str, shape: tuple[int, ...], *dtypes: str) -> None:
+    """Raises ConfigError if the tensor has another shape, or none of these types."""
+    header = headers[tensor]
+    if header.shape != shape:
+        raise ConfigError(f"tensor {tensor} has shape {list(header.shape)}, its weight implies {list(shape)}")
+    if header.dtype not in dtypes:
+        raise ConfigError(f"tensor {tensor} is of type {header.dtype}, must be {' or '.join(dtypes)}")
+
+
+def matrix_shape(headers: Headers, tensor: str, *dtypes: str) -> tuple[int, int]:
+    """The shape of a tensor that must be a matrix of one of these types. Raises ConfigError if it is not, or empty."""
+    shape = headers[tensor].shape
+    if len(shape) != 2 or not math.prod(shape):
+        raise ConfigError(f"tensor {tensor} has shape {list(shape)}, must be a matrix")
+    expect(headers, tensor, shape, *dtypes)
+    return shape[0], shape[1]

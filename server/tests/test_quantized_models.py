@@ -1,0 +1,182 @@
+"""Architectures with quantized weights: like the model with the dequantized weights, in less memory, and the same bits
+on one rank and on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from gguf_files import save_gguf
+from model_driver import ModelDriver
+from penstock_server.inspection.layout import lay_out
+from penstock_server.inspection.reference import find_model
+from penstock_server.models import load_model
+from penstock_server.models.interface import LoadOptions
+from penstock_server.parallel import RankGroup
+from penstock_server.weights.gguf.folder import gguf_folder
+from quantized_checkpoints import Quantize, awq, bits_and_bytes, compressed, float8, gptq, save_quantized
+from rank_threads import run_ranks
+from tiny_models import prompts
+
+pytestmark = pytest.mark.native
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+# Every token goes to all experts, so that no rounding sends it to another one.
+EXPERTS = {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": None}
+
+
+DEEPSEEK = {
+    **SIZES,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    config: str
+    values: dict[str, Any]
+    gguf: str = ""  # its name in GGUF files; empty: it is not tested in them
+    num_ranks: int = 2
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaConfig", GROUPED, "llama"),
+    "qwen2": Architecture("Qwen2Config", GROUPED, "qwen2"),
+    "gemma2": Architecture("Gemma2Config", {**GROUPED, "head_dim": 16, "tie_word_embeddings": True}, "gemma2"),
+    "mixtral": Architecture("MixtralConfig", EXPERTS, "llama"),
+    "mixtral-cut": Architecture(
+        "MixtralConfig", EXPERTS | {"num_local_experts": 2, "num_experts_per_tok": 2}, "llama", 3
+    ),
+    "deepseek-v2": Architecture("DeepseekV2Config", DEEPSEEK),
+    "gpt-neox": Architecture("GPTNeoXConfig", SIZES, "gptneox"),
+}
+FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
+        gptq(4, 32, symmetric=False, in_order=False),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq(32)),
+    "w4a16": compressed(4, "group", 32, symmetric=True),
+    "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bits_and_bytes("int8")),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("nf4")),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
+}
+DENSE = ("nf4", "fp8")  # have no integer codes
+FLAG, GGUF = "eetq", ("Q4_0", "Q5_1")
+CASES = [
+    (name, kind)
+    for name, architecture in ARCHITECTURES.items()
+    for kind in (*FORMATS, FLAG, *(GGUF if architecture.gguf else ()))
+]
+
+
+def make_model(name: str) -> transformers.PreTrainedModel:
+    """All tensors are random, and keep the scale of activations."""
+    case = ARCHITECTURES[name]
+    torch.manual_seed(len(name))
+    config = getattr(transformers, case.config)(**case.values)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.3))
+            else:
+                parameter.normal_(std=0.8 / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Makes the checkpoint of an architecture in a format, or returns it if it is made already."""
+    models = {name: make_model(name) for name in ARCHITECTURES}
+    made: dict[tuple[str, str], Path] = {}
+
+    def folder(name: str, kind: str) -> Path:
+        if (name, kind) not in made:
+            path = tmp_path_factory.mktemp("quantized")
+            if kind in GGUF:
+                path = gguf_folder(save_gguf(models[name], path / "model.gguf", ARCHITECTURES[name].gguf, kind))
+            elif kind == FLAG:
+                models[name].save_pretrained(path)
+            else:
+                path, _ = save_quantized(models[name], path, *FORMATS[kind])
+            made[name, kind] = path
+        return made[name, kind]
+
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def logits(
+    folder: Path, group: RankGroup, *chunks: int, dequantize: bool = False, quantize: str = ""
+) -> tuple[torch.Tensor | None, int]:
+    """The logits of a text in these chunks [tokens, vocab], on rank 0, and the bytes of the weights."""
+    options = LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16, dequantize=dequantize, quantize=quantize)
+    model = load_model(options, group)
+    driver = ModelDriver(model, 16, num_blocks=2)
+    sequence = driver.sequence(prompts(1, [23], 131)[0])
+    found = [driver.step([(sequence, count)], every_row=True) for count in chunks]
+    rows = [each for each in found if each is not None]
+    return torch.cat(rows).float() if rows else None, model.weight_bytes
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_every_architecture_is_served_in_every_format(
+    name: str, kind: str, folder_of: Callable[[str, str], Path]
+) -> None:
+    folder, case, flag = folder_of(name, kind), ARCHITECTURES[name], FLAG if kind == FLAG else ""
+    found, num_bytes = logits(folder, RankGroup(), 23, quantize=flag)
+    dense, dense_bytes = logits(folder, RankGroup(), 23, dequantize=True)
+    assert found is not None
+    assert dense is not None
+    is_kept = kind not in DENSE
+    if is_kept:
+        assert (found - dense).norm() < 0.08 * dense.norm()
+    assert torch.equal(found, dense) != is_kept
+    assert (num_bytes < dense_bytes * 0.8) == is_kept
+    chunked, _ = logits(folder, RankGroup(), 7, 16, quantize=flag)
+    assert torch.equal(found, chunked)
+    ranks = run_ranks(case.num_ranks, lambda group: logits(folder, group, 23, quantize=flag))
+    assert torch.equal(found, ranks[0][0])
+    if kind != FLAG:
+        assert stated_bytes(folder, 1) == [num_bytes]
+        assert stated_bytes(folder, case.num_ranks) == [rank_bytes for _, rank_bytes in ranks]
+
+
+def stated_bytes(folder: Path, num_ranks: int) -> list[int]:
+    """The bytes of each rank's weights as `penstock check` states them."""
+    files = find_model(str(folder))
+    layout = lay_out(files, folder, num_ranks, "bfloat16", memory_fraction=0.9)
+    assert layout is not None
+    return [rank.weight_bytes for rank in layout.ranks]

@@ -1,0 +1,90 @@
+"""Rows of quantized weights: any range of them is what it is in the whole weight, in every shape and grouping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock_server.weights.quantization.method import method_of
+from penstock_server.weights.quantization.stored import Affine, unpack_bits
+from quantized_checkpoints import Tensors, awq, bits_and_bytes, compressed, gptq, pack
+
+DTYPES = {
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float16: "F16",
+    torch.float32: "F32",
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def found(options: dict[str, Any], tensors: Tensors) -> tuple[Affine, Any]:
+    """The weight among these tensors, and the function that reads them."""
+
+    def read(name: str, rows: range | None = None) -> torch.Tensor:
+        return tensors[name] if rows is None else tensors[name][rows.start : rows.stop]
+
+    headers = {name: Header(DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    weight = method_of(options, read).find(headers)["x.weight"]
+    assert isinstance(weight, Affine)
+    return weight, read
+
+
+def check(data: st.DataObject, options: dict[str, Any], tensors: Tensors, exact: torch.Tensor) -> None:
+    weight, read = found(options, tensors)
+    assert weight.shape == exact.shape
+    torch.testing.assert_close(weight.dense(read), exact, atol=1e-5, rtol=1e-5)
+    start = data.draw(st.integers(0, len(exact)), "start")
+    rows = range(start, data.draw(st.integers(start, len(exact)), "stop"))
+    mine, order = weight.rows(read, rows).dequantized(weight.format), weight.order(read)
+    assert torch.equal(mine if order is None else mine[:, order.argsort()], weight.dense(read)[rows.start : rows.stop])
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_rows_are_those_of_the_whole_weight(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(["gptq", "awq", "packed", "int8", "bitsandbytes"]))
+    group = data.draw(st.sampled_from([-1, 16, 32, 64]), "group")
+    in_features = data.draw(st.integers(1, 3), "groups") * max(group, 32)
+    # As many outputs as the words of zero points hold.
+    unit = {"gptq": 32, "awq": 8, "packed": 1, "int8": 1, "bitsandbytes": 1}[kind]
+    weight = torch.randn(data.draw(st.integers(1, 3)) * unit, in_features)
+    if kind == "gptq":
+        bits, symmetric = data.draw(st.sampled_from([2, 3, 4, 8]), "bits"), data.draw(st.booleans(), "symmetric")
+        is_ordered = data.draw(st.booleans(), "ordered")
+        options = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric}
+        tensors, exact = gptq(bits, group, symmetric=symmetric, in_order=is_ordered)("x", weight)
+    elif kind == "awq":
+        group = in_features if group < 0 else group
+        options = {"quant_method": "awq", "bits": 4, "group_size": group}
+        tensors, exact = awq(group)("x", weight)
+    elif kind == "packed":
+        group = in_features if group < 0 else group
+        options, quantize = compressed(data.draw(st.sampled_from([4, 8])), "group", group, symmetric=True)
+        tensors, exact = quantize("x", weight)
+    elif kind == "int8":
+        options, quantize = compressed(8, data.draw(st.sampled_from(["channel", "tensor"])), None, symmetric=True)
+        tensors, exact = quantize("x", weight)
+    else:
+        options = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+        tensors, exact = bits_and_bytes("int8")("x", weight)
+    check(data, options, tensors, exact)
+
+
+@given(st.integers(1, 8), st.integers(1, 70), st.data())
+@settings(max_examples=60, deadline=None)
+def test_numbers_of_any_width_and_count_are_unpacked(bits: int, count: int, data: st.DataObject) -> None:
+    values = data.draw(st.lists(st.integers(0, (1 << bits) - 1), min_size=count, max_size=count))
+    padded = values + [0] * (-len(values) % 32)
+    words = torch.tensor([pack(padded, bits)] * 2, dtype=torch.int32)
+    assert unpack_bits(words, bits, count).tolist() == [values, values]
