@@ -93,6 +93,7 @@ class SharedMemory:
     exited."""
 
     def __init__(self, native: Collective, rank: int, size: int) -> None:
+        self.native = native
         self._gather = native.gather
         self._rank = rank
         self._size = size

@@ -51,6 +51,7 @@ def run(
     return {
         "logits": logits,
         "tokens": driver.greedy(texts, num_tokens, chunk_tokens=16, sources=sources),
+        "is_one_call": model.stack is not None,
         "weight_bytes": model.weight_bytes,
         "smallest": group.minimum(model.weight_bytes),
     }

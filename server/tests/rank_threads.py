@@ -1,13 +1,15 @@
-"""Ranks as threads of one process, for tests of layers: collectives go through shared memory."""
+"""Ranks as threads of one process, for tests of layers: collectives go through a table, or through `SharedMemory`."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+from penstock_server.collectives import SharedMemory
 from penstock_server.parallel import RankGroup
 from torch import Tensor
 
@@ -68,3 +70,17 @@ def run_ranks(size: int, of_rank: Callable[[RankGroup], T]) -> list[T]:
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     return [result for result in results if not isinstance(result, BaseException)]
+
+
+def run_native_ranks(size: int, of_rank: Callable[[RankGroup], T]) -> list[T]:
+    """The same with the collectives of native ranks. Only a test's timeout ends it when a single rank fails."""
+    from penstock_kernels import Collective
+
+    memory = os.memfd_create("ranks")
+    with os.fdopen(memory, "rb+"):
+        os.ftruncate(memory, Collective.memory_bytes(size))
+        pids = [os.getpid()] * size
+        groups = [
+            RankGroup(rank, size, SharedMemory(Collective(rank, pids, memory), rank, size)) for rank in range(size)
+        ]
+    return run_ranks(size, lambda group: of_rank(groups[group.rank]))

@@ -83,6 +83,7 @@ def test_the_embedded_model_gives_the_same_logits_on_two_ranks(tolerance: float,
     torch.testing.assert_close(two["logits"], one["logits"], atol=tolerance, rtol=0)
     if tolerance == 0.0:
         assert two["tokens"] == one["tokens"]
+        assert two["is_one_call"]
 
 
 @pytest.mark.parametrize("rank", [0, 6])

@@ -6,10 +6,11 @@ use crate::collective::{self, Failure, Part};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 /// One rank's view of the group. All ranks must make the same calls in the same order.
 #[pyclass(frozen)]
-pub(super) struct Collective(collective::Collective);
+pub(super) struct Collective(pub(super) Arc<collective::Collective>);
 
 #[pymethods]
 impl Collective {
@@ -27,7 +28,7 @@ impl Collective {
         require(memory >= 0, || format!("memory is {memory}, must be an open file descriptor"))?;
         // SAFETY: the caller keeps the file open during the call; a number that is no descriptor is an error of the system.
         let memory = unsafe { BorrowedFd::borrow_raw(memory) };
-        Ok(Collective(collective::Collective::new(rank, &pids, memory)?))
+        Ok(Collective(Arc::new(collective::Collective::new(rank, &pids, memory)?)))
     }
 
     /// Joins the columns of the ranks' parts [rows, widths[rank]] in output [rows, sum(widths)]; without output, this rank only sends.
@@ -46,16 +47,16 @@ impl Collective {
         // PERF: only a wait that has become long lets other Python threads run, because taking the lock again can cost a switch interval.
         // SAFETY: part and output have these sizes, and the references to them live until the call ends.
         let done = unsafe { self.0.gather(&rows, &widths, target, |sleep| py.detach(sleep)) };
-        done.map_err(|failure| PyRuntimeError::new_err(describe(&failure)))
+        done.map_err(|failure| error_of(&failure))
     }
 }
 
-fn describe(failure: &Failure) -> String {
-    match *failure {
+pub(super) fn error_of(failure: &Failure) -> PyErr {
+    PyRuntimeError::new_err(match *failure {
         Failure::Ended { rank, pid } => format!("rank {rank} (process {pid}) has exited"),
         Failure::Differs { rank, given_bytes, expected_bytes } => {
             format!("rank {rank} gave {given_bytes} bytes to a collective, must give {expected_bytes}")
         }
         Failure::Busy => "another thread of this rank is inside a collective".to_owned(),
-    }
+    })
 }

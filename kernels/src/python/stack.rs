@@ -1,6 +1,7 @@
 //! All layers of a decoder in one call.
 
 use super::attention::{Batch, PagedAttention, cache_of};
+use super::collective::{Collective, error_of};
 use super::linear::PackedLinear;
 use super::norm::PackedNorm;
 use super::table::Table;
@@ -26,6 +27,8 @@ impl<'py> FromPyObject<'_, 'py> for Register {
             "activated" => Register::Activated,
             "projected" => Register::Projected,
             "sum" => Register::Sum,
+            "gathered" => Register::Gathered,
+            "part" => Register::Part,
             "output" => Register::Output,
             other => return Err(PyValueError::new_err(format!("there is no register {other:?}"))),
         })
@@ -125,6 +128,17 @@ impl Program {
         self.append(stack::Program::attend)
     }
 
+    /// target = the columns of source on all ranks side by side; widths: the columns of each rank.
+    fn gather(
+        &mut self,
+        collective: PyRef<'_, Collective>,
+        widths: Vec<usize>,
+        source: Register,
+        target: Register,
+    ) -> PyResult<()> {
+        self.append(|program| program.gather(Arc::clone(&collective.0), &widths, source, target))
+    }
+
     /// Keeps the sampled rows of these registers only.
     fn select(&mut self, registers: Vec<Register>) -> PyResult<()> {
         self.append(|program| program.select(&registers))
@@ -150,7 +164,8 @@ pub(super) struct Stack {
 #[pymethods]
 impl Stack {
     /// Runs the step's embeddings, residual [tokens, hidden], which are overwritten, and writes the normed output of the sampled rows
-    /// to output [samples, hidden]. positions, slots [tokens]; sample_rows [samples]; a cache for each layer.
+    /// to output [samples, hidden]. positions, slots [tokens]; sample_rows [samples]; a cache for each layer. Raises RuntimeError if
+    /// another rank's process has ended.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a step")]
     fn run(
         &self,
@@ -191,7 +206,6 @@ impl Stack {
         };
         // SAFETY: the views have the sizes of the layers and of the batch; positions, slots, rows and block ids are inside their tables
         // and caches. The references to tensors and batch live until the call ends.
-        py.detach(|| unsafe { self.stack.run(&self.pool, &step) });
-        Ok(())
+        py.detach(|| unsafe { self.stack.run(&self.pool, &step) }).map_err(|failure| error_of(&failure))
     }
 }

@@ -12,10 +12,11 @@ pub(crate) use operation::Register;
 pub(crate) use program::{Program, Rotation};
 
 use crate::attention::{Attention, Batch, Operands, Work};
+use crate::collective::{Collective, Failure, Part};
 use crate::linear::{Output, Rows};
 use crate::pool::{Executor, Pool, Source, Target, Walker};
 use operation::{Operation, PerRegister, RowOperation, TokenContext};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The operations of all layers. The caller owns tables and keeps them alive.
 pub(crate) struct Stack {
@@ -114,11 +115,11 @@ impl Stack {
         self.cache_attentions.iter().map(|&index| &*self.attentions[index])
     }
 
-    /// Runs a step through all layers.
+    /// Runs a step through all layers. When a collective fails, the step ends there, on all threads.
     ///
     /// # Safety
     /// The step's pointers must be valid for the stated shapes, with a cache for each layer. The CPU must be `supported()`.
-    pub(crate) unsafe fn run(&self, pool: &Pool, step: &Step<'_>) {
+    pub(crate) unsafe fn run(&self, pool: &Pool, step: &Step<'_>) -> Result<(), Failure> {
         // Without sampled rows, what follows the last write to a cache has no reader.
         let end = if step.num_samples == 0 {
             self.operations.iter().rposition(Operation::writes).map_or(0, |last| last + 1)
@@ -135,10 +136,12 @@ impl Stack {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
         let places = buffers.places(&self.widths, step, states, scratch);
         let max_phases = operations.iter().map(Operation::max_phases).sum();
+        let failure = OnceLock::new();
         pool.section(max_phases, |walker| {
             // SAFETY: the caller vouches for the step; the buffers have room, and every thread makes the same calls.
-            unsafe { self.walk(walker, operations, step, &works, &places) };
+            unsafe { self.walk(walker, operations, step, &works, &places, &failure) };
         });
+        failure.into_inner().map_or(Ok(()), Err)
     }
 
     unsafe fn walk(
@@ -148,6 +151,7 @@ impl Stack {
         step: &Step<'_>,
         works: &[Work],
         places: &Places,
+        failure: &OnceLock<Failure>,
     ) {
         let mut registers = places.registers;
         let mut num_rows = step.num_tokens;
@@ -178,8 +182,16 @@ impl Stack {
                         let (work, states) = (&works[attention], places.states);
                         self.attentions[attention].attend(walker, work, &step.batch, &operands, states);
                     }
+                    Operation::Gather { collective, widths, from, to } => {
+                        let (from, to) = (registers[*from as usize], registers[*to as usize]);
+                        gather(walker, collective, widths, num_rows, from, to, failure);
+                        // INVARIANT: a failure was set before the barrier, so every thread stops here.
+                        if failure.get().is_some() {
+                            return;
+                        }
+                    }
                     Operation::Select(kept) if step.num_samples < step.num_tokens => {
-                        gather(walker, kept, step, &registers, &places.sampled);
+                        select(walker, kept, step, &registers, &places.sampled);
                         for &(register, _) in kept {
                             registers[register as usize] = places.sampled[register as usize];
                         }
@@ -208,11 +220,36 @@ unsafe fn run_rows(walker: &Walker<'_>, of_row: &[RowOperation], num_rows: usize
     });
 }
 
+/// Joins the ranks' columns of contiguous rows, on one thread; the others wait for it.
+///
+/// # Safety
+/// As for `Collective::gather`.
+unsafe fn gather(
+    walker: &Walker<'_>,
+    collective: &Collective,
+    widths: &[usize],
+    num_rows: usize,
+    from: Target<u16>,
+    to: Target<u16>,
+    failure: &OnceLock<Failure>,
+) {
+    walker.for_each(1, |_| {
+        let stride = widths[collective.rank()];
+        let part = Part { address: Source::new(from.at(0).cast_const().cast()), stride, num_rows };
+        // SAFETY: guaranteed by the caller.
+        let done = unsafe { collective.gather(&part, widths, Some(Target::new(to.at(0).cast())), |sleep| sleep()) };
+        if let Err(reason) = done {
+            // The one part of this phase is the only writer, and no phase follows it.
+            let _ = failure.set(reason);
+        }
+    });
+}
+
 /// Copies the sampled rows of registers, given with their widths.
 ///
 /// # Safety
 /// The caller of `Stack::run` vouches for the step.
-unsafe fn gather(
+unsafe fn select(
     walker: &Walker<'_>,
     kept: &[(Register, usize)],
     step: &Step<'_>,

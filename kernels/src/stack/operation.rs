@@ -2,6 +2,7 @@
 
 use super::Step;
 use crate::attention::{Layout, NewTokens};
+use crate::collective::Collective;
 use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::pool::{Source, Target};
@@ -28,6 +29,10 @@ pub(crate) enum Register {
     Projected,
     /// What attention and MLP together add to it.
     Sum,
+    /// The columns of all ranks.
+    Gathered,
+    /// This rank's columns of a product of what was gathered.
+    Part,
     /// The output of the stack.
     Output,
 }
@@ -51,6 +56,8 @@ pub(super) enum Operation {
     Rows(Vec<RowOperation>),
     /// Attention of the queries in `Qkv`, whose rows have `stride` elements, over a cache, to `Attended`.
     Attend { cache: usize, stride: usize },
+    /// Joins the ranks' columns of `from` in `to`. `widths`: bytes of a row on each rank.
+    Gather { collective: Arc<Collective>, widths: Vec<usize>, from: Register, to: Register },
     /// Keeps the sampled rows of these registers, given with their widths, and no other register.
     Select(Vec<(Register, usize)>),
 }
@@ -61,7 +68,7 @@ impl Operation {
         match self {
             // Inputs may be quantized first; segments of a context may have to be merged.
             Operation::Linear { .. } | Operation::Attend { .. } => 2,
-            Operation::Rows(_) | Operation::Select(_) => 1,
+            Operation::Rows(_) | Operation::Gather { .. } | Operation::Select(_) => 1,
         }
     }
 

@@ -3,6 +3,7 @@
 use super::operation::{Operation, PerRegister, Register, RowOperation, Tables};
 use super::{Buffers, Stack};
 use crate::attention::{Attention, Layout};
+use crate::collective::Collective;
 use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::pool::Source;
@@ -169,6 +170,27 @@ impl Program {
         let stride = self.expect_qkv(&attention)?;
         self.assign(Register::Attended, attention.layout.num_heads * attention.layout.value_dim)?;
         self.stack.operations.push(Operation::Attend { cache, stride });
+        Ok(())
+    }
+
+    /// to = the columns of `from` on all ranks side by side. `widths`: the columns of each rank.
+    pub(crate) fn gather(
+        &mut self,
+        collective: Arc<Collective>,
+        widths: &[usize],
+        from: Register,
+        to: Register,
+    ) -> Result<(), String> {
+        if widths.len() != collective.size() {
+            return Err(format!("there are {} widths for {} ranks", widths.len(), collective.size()));
+        }
+        self.expect(from, widths[collective.rank()], "this rank's part of a gather")?;
+        expect_different(from, to)?;
+        let total = widths.iter().try_fold(0, |sum: u32, &width| sum.checked_add(u32::try_from(width).ok()?));
+        let total = total.ok_or_else(|| format!("a gather has at most {} columns", u32::MAX))?;
+        self.assign(to, total as usize)?;
+        let widths = widths.iter().map(|width| width * size_of::<u16>()).collect();
+        self.stack.operations.push(Operation::Gather { collective, widths, from, to });
         Ok(())
     }
 

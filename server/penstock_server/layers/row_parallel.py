@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.linear import Linear
+from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
 from penstock_server.layers.shard import Shard
 from penstock_server.layers.step import StepContext
 
@@ -36,3 +37,17 @@ class RowParallelLinear:
             return shard.group.all_reduce(self.linear(x, step))
         gathered = shard.group.all_gather_columns(x, self.in_widths)
         return shard.group.all_gather_columns(self.linear(gathered, step), shard.hidden.widths())
+
+    def append_to(self, program: NativeProgram, source: Register, target: Register, *, adds: bool = False) -> None:
+        """Appends the layer to a native stack. adds: to what is in the target."""
+        shard = self.shard
+        if shard.group.size == 1:
+            program.linear(self.linear, source, target, adds=adds)
+            return
+        if not shard.exact:
+            raise NotNativeError("sums over ranks")
+        program.gather(shard.group, self.in_widths, source, "gathered")
+        program.linear(self.linear, "gathered", "part")
+        program.gather(shard.group, shard.hidden.widths(), "part", "gathered" if adds else target)
+        if adds:
+            program.add("gathered", target)

@@ -54,7 +54,7 @@ class Decoder:
         if spec.final_norm is not None:
             self.norm = load_norm(context.loader, context.ops, "norm", spec.final_norm)
         self.project = None if self.embedding.project is None else context.linear("project_out")
-        self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops, context.shard.group)
+        self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops)
         context.loader.finish()
         attentions = [layer.attention.attention for layer in self.layers]
         self.attentions = attentions

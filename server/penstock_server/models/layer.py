@@ -15,10 +15,10 @@ from penstock_server.layers.cross_attention import CrossAttentionBlock
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec
 from penstock_server.layers.latent_attention import LatentAttentionBlock, LatentAttentionSpec
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import Linear
 from penstock_server.layers.mlp import Mlp, MlpSpec
 from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
 from penstock_server.layers.norm import load_norm, norm_parameters
+from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.models.spec import LayerSpec, NormPlacement
 from penstock_server.weights.loader import Parameter
@@ -152,16 +152,16 @@ class Layer:
             kept: list[Register] = ["residual", "attended"]
             program.select([*kept, x] if spec.parallel and spec.shares_norm else kept)
         if spec.parallel:
-            self._append_leave(program, attention.output.linear, "attended", "attention_post_norm", "projected")
+            self._append_leave(program, attention.output, "attended", "attention_post_norm", "projected")
             x = x if spec.shares_norm else self._append_enter(program, "mlp_norm")
             mlp.append_to(program, x)
-            self._append_leave(program, mlp.down.linear, "activated", "mlp_post_norm", "sum")
+            self._append_leave(program, mlp.down, "activated", "mlp_post_norm", "sum")
             program.add("sum", "projected")
             program.add("projected", "residual")
             return
-        self._append_add(program, attention.output.linear, "attended", "attention_post_norm")
+        self._append_add(program, attention.output, "attended", "attention_post_norm")
         mlp.append_to(program, self._append_enter(program, "mlp_norm"))
-        self._append_add(program, mlp.down.linear, "activated", "mlp_post_norm")
+        self._append_add(program, mlp.down, "activated", "mlp_post_norm")
 
     def _enter(self, stream: ResidualStream, name: str) -> Tensor:
         """The input of a part: the norm of this name if there is one."""
@@ -190,19 +190,19 @@ class Layer:
         program.norm(self.norms[name], "residual", "normed")
         return "normed"
 
-    def _append_add(self, program: NativeProgram, linear: Linear, source: Register, name: str) -> None:
+    def _append_add(self, program: NativeProgram, linear: RowParallelLinear, source: Register, name: str) -> None:
         """Adds the output of a part to the residual, in a native stack."""
         if name not in self.norms and self.spec.residual_multiplier == 1.0:
-            program.linear(linear, source, "residual", adds=True)
+            linear.append_to(program, source, "residual", adds=True)
             return
         self._append_leave(program, linear, source, name, "projected")
         program.add("projected", "residual")
 
     def _append_leave(
-        self, program: NativeProgram, linear: Linear, source: Register, name: str, target: Register
+        self, program: NativeProgram, linear: RowParallelLinear, source: Register, name: str, target: Register
     ) -> None:
         """`_leave` in a native stack, of what a linear layer computes."""
-        program.linear(linear, source, target)
+        linear.append_to(program, source, target)
         if name in self.norms:
             program.norm(self.norms[name], target, target)
         if self.spec.residual_multiplier != 1.0:

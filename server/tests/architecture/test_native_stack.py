@@ -4,6 +4,7 @@ and the log says why other layers run one by one."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from rank_threads import run_native_ranks
 from tiny_model import make_model, save_model
 from tiny_models import prompts
 
@@ -92,6 +94,7 @@ ONE_BY_ONE = {
     "t5": "an encoder",
     "llama-nine-heads": "heads of 8 elements, which are padded",
 }
+OVER_ALL_HEADS = {"olmo2", "olmo3"}  # norms of queries and keys whose heads are on several ranks
 
 
 def widened(case: Case) -> Case:
@@ -105,18 +108,21 @@ def widened(case: Case) -> Case:
     return replace(case, values={**case.values, name: 16 * num_heads, **of_head})
 
 
-def load(name: str, case: Case, folder: Path) -> Decoder:
+def save(name: str, case: Case, folder: Path) -> Path:
     reference = make_model(name, case)
     save_model(reference, folder)
-    if case.published is not None:
-        folder = case.published.save(reference, folder / "published")
-    model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), BLOCK_TOKENS), RankGroup())
+    return folder if case.published is None else case.published.save(reference, folder / "published")
+
+
+def load(folder: Path, group: RankGroup) -> Decoder:
+    model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), BLOCK_TOKENS), group)
     assert isinstance(model, Decoder)
     return model
 
 
-def logits_of_steps(model: Decoder) -> list[torch.Tensor]:
-    """Steps of chunks, single tokens and both; each has the logits of every row, or of the last rows."""
+def logits_of_steps(model: Decoder) -> list[torch.Tensor | None]:
+    """Steps of chunks, single tokens and both; each has the logits of every row, or of the last rows. None on ranks
+    other than 0."""
     driver = ModelDriver(model, BLOCK_TOKENS)
     first, second, third = (driver.sequence(text) for text in prompts(5, [80, 40, 33], VOCAB))
     steps = [
@@ -127,30 +133,50 @@ def logits_of_steps(model: Decoder) -> list[torch.Tensor]:
         ([(third, 1)], True),
         ([(first, 20), (second, 3), (third, 1)], False),
     ]
-    found = []
-    for advances, every_row in steps:
-        logits = driver.step(advances, every_row=every_row)
-        assert logits is not None
-        found.append(logits)
-    return [*found, *(cache.clone() for cache in model.caches)]
+    return [driver.step(advances, every_row=every_row) for advances, every_row in steps]
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_one_call_computes_the_bits_of_the_layers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        model = load(name, widened(CASES[name]), tmp_path)
+        model = load(save(name, widened(CASES[name]), tmp_path), RankGroup())
     assert "layers: one native call" in caplog.messages
-    together = logits_of_steps(model)
+    together, caches = logits_of_steps(model), [cache.clone() for cache in model.caches]
     model.stack = None
-    for one_call, one_by_one in zip(together, logits_of_steps(model), strict=True):
-        assert one_call.isfinite().all()
-        assert torch.equal(one_call, one_by_one)
+    assert_equal(together, logits_of_steps(model))
+    assert_equal(caches, model.caches)
+
+
+@pytest.mark.parametrize("name", sorted({*SUPPORTED} - OVER_ALL_HEADS))
+def test_two_ranks_compute_the_bits_of_one_in_one_call(name: str, tmp_path: Path) -> None:
+    folder = save(name, widened(CASES[name]), tmp_path)
+
+    def logits(group: RankGroup) -> list[torch.Tensor | None]:
+        model = load(folder, group)
+        assert model.stack is not None
+        return logits_of_steps(model)
+
+    assert_equal(run_native_ranks(2, logits)[0], logits(RankGroup()))
+
+
+def assert_equal(first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> None:
+    for a, b in zip(first, second, strict=True):
+        assert a is not None
+        assert b is not None
+        assert a.isfinite().all()
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_the_log_says_what_has_no_native_operation(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        load(name, CASES[name], tmp_path)
+        load(save(name, CASES[name], tmp_path), RankGroup())
     (line,) = [message for message in caplog.messages if message.startswith("layers:")]
     assert line.startswith("layers: one by one (")
     assert ONE_BY_ONE[name] in line
+
+
+@pytest.mark.parametrize("name", sorted(OVER_ALL_HEADS))
+def test_ranks_compute_norms_over_all_heads_one_by_one(name: str, tmp_path: Path) -> None:
+    folder = save(name, widened(CASES[name]), tmp_path)
+    assert [load_on_rank is None for load_on_rank in run_native_ranks(2, lambda group: load(folder, group).stack)] == [True] * 2
