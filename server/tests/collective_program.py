@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import torch
+from model_driver import ModelDriver
 from penstock_server import collectives
 from penstock_server.collectives import Distributed, SharedMemory
+from penstock_server.models import load_model
+from penstock_server.models.decoder import Decoder
+from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from torch import Tensor
 
@@ -54,6 +59,25 @@ def outlive(group: RankGroup) -> None:
         print(error, flush=True)
 
 
+def outlive_in_step(group: RankGroup, folder: Path) -> None:
+    """The same inside the one native call of a step, on two threads."""
+    torch.set_num_threads(2)
+    model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16), group)
+    assert isinstance(model, Decoder)
+    assert model.stack is not None
+    driver = ModelDriver(model, 16, 16)
+    sequence = driver.sequence(list(range(8)))
+    driver.step([(sequence, 4)])
+    print("ready", flush=True)
+    if group.rank > 0:
+        time.sleep(3600)
+    for _ in range(2):  # the group stays unusable
+        try:
+            driver.step([(sequence, 1)])
+        except RuntimeError as error:
+            print(error, flush=True)
+
+
 def main() -> None:
     action, rank, size, rendezvous = sys.argv[1:]
     torch.set_num_threads(1)
@@ -66,6 +90,8 @@ def main() -> None:
             compare(group)
         case "outlive":
             outlive(group)
+        case "outlive in step":
+            outlive_in_step(group, Path(rendezvous.removeprefix("file://")).parent)
         case "apart":
             x = torch.full((2, 3), group.rank)
             joined = group.all_gather_columns(x, (3,) * group.size)

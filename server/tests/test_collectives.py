@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tiny_models import make_model, save_model
 
 PROGRAM = Path(__file__).parent / "collective_program.py"
 PACKAGES = str(Path(__file__).parents[1])
@@ -55,10 +56,15 @@ def test_ranks_of_several_hosts_use_torch_distributed(tmp_path: Path) -> None:
         assert outputs(processes) == ["Distributed"] * 2
 
 
-def test_a_rank_notices_that_another_one_was_killed(tmp_path: Path) -> None:
-    with ranks("outlive", 2, tmp_path) as (first, second):
+@pytest.mark.parametrize(
+    ("action", "num_calls"), [("outlive", 1), pytest.param("outlive in step", 2, marks=pytest.mark.native)]
+)
+def test_a_rank_notices_that_another_one_was_killed(action: str, num_calls: int, tmp_path: Path) -> None:
+    save_model(make_model("llama-head-dim"), tmp_path)
+    with ranks(action, 2, tmp_path) as (first, second):
         assert first.stdout is not None
         assert second.stdout is not None
         assert first.stdout.readline() == second.stdout.readline() == "ready\n"
         second.kill()
-        assert first.stdout.readline() == f"rank 1 (process {second.pid}) has exited\n"
+        for _ in range(num_calls):
+            assert first.stdout.readline() == f"rank 1 (process {second.pid}) has exited\n"
