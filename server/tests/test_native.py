@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -631,6 +633,22 @@ def test_attention_rejects_what_lies_outside_of_its_cache() -> None:
         attention.attend(queries, cache, batch_of(), zeros(1))
     with pytest.raises(ValueError, match="bias must be given"):
         attention.attend(queries, cache, batch_of(), None, zeros(2, 3))
+
+
+def test_a_program_rejects_parts_of_ranks_that_do_not_fit(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.write_bytes(bytes(penstock_kernels.Collective.memory_bytes(2)))
+    with memory.open("rb+", buffering=0) as opened:
+        collective = penstock_kernels.Collective(0, [os.getpid()] * 2, opened.fileno())
+    program = penstock_kernels.Program(96)
+    with pytest.raises(ValueError, match="3 widths for 2 ranks"):
+        program.gather(collective, [32, 32, 32], "residual", "gathered")
+    with pytest.raises(ValueError, match="Residual has 96 columns, this rank's part of a gather must have 48"):
+        program.gather(collective, [48, 48], "residual", "gathered")
+    with pytest.raises(ValueError, match="Residual cannot be both"):
+        program.gather(collective, [96, 96], "residual", "residual")
+    with pytest.raises(ValueError, match="at most 4294967295 columns"):
+        program.gather(collective, [96, 2**32 - 96], "residual", "gathered")
 
 
 def test_a_stack_rejects_what_lies_outside_of_its_tables_and_caches(ops: native_ops.NativeOps) -> None:
