@@ -16,6 +16,7 @@ class WeightLayout:
 
     shard: Shard
     scheme_of: SchemeOf = dense_everywhere
+    groups_experts: bool = False  # as of `Ops`: the weights of experts are dense
 
     def linear(
         self,

@@ -52,7 +52,8 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     scheme_of: SchemeOf = dense_everywhere
     if ops.keeps_quantized and not options.dequantize:
         scheme_of = eight_bits_in_layers if quantizes else stored_everywhere
-    layout = WeightLayout(Shard.of(spec.hidden_size, spec.vocab_size, group, exact), scheme_of)
+    shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
+    layout = WeightLayout(shard, scheme_of, ops.groups_experts)
     checkpoint, locator = open_checkpoint(options.folder)
     locator = locator or names.for_checkpoint(checkpoint.names())
     spec = spec.for_checkpoint(locator, checkpoint.names())

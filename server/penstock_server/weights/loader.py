@@ -30,7 +30,8 @@ class Parameter:
     shape: tuple[int, ...]  # over all ranks
     part: Part | None = None  # what this rank holds; None: all of it
     is_wide: bool = False  # kept in float32 in a float16 model, because its values exceed the range of float16
-    is_dense: bool = False  # never kept quantized in memory, because another matrix is computed from it
+    # Never kept quantized in memory: another matrix is computed from it, or its layers are multiplied together.
+    is_dense: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
