@@ -176,7 +176,9 @@ def read_random(loader: Loader, *names: str, dtype: torch.dtype | None = None) -
     return made if made.dim() == 1 else made.normal_(0, 0.02)
 
 
-def read_quantized(format_: QuantFormat | None, loader: Loader, *names: str) -> tuple[QuantizedMatrix, ...] | None:
+def read_quantized(
+    format_: QuantFormat | None, loader: Loader, *names: str
+) -> list[tuple[QuantizedMatrix, ...]] | None:
     """In place of `Loader.quantized`: random weights of this format. Embedding and output head are dense."""
     if format_ is None or names[0] in ("embedding.weight", "head.weight"):
         return None
@@ -184,7 +186,7 @@ def read_quantized(format_: QuantFormat | None, loader: Loader, *names: str) -> 
     matrices = tuple(random_matrix(format_, shape[0], shape[1], loader.device) for shape in shapes)
     loader.unfilled.difference_update(names)
     loader.loaded_bytes += sum(matrix.num_bytes for matrix in matrices)
-    return matrices
+    return [matrices]
 
 
 def random_matrix(format_: QuantFormat, num_rows: int, num_columns: int, device: torch.device) -> QuantizedMatrix:
