@@ -236,9 +236,11 @@ def test_reading_does_not_keep_the_file_resident(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_loading_peaks_at_the_size_of_the_weights_even_with_a_huge_head(is_tied: bool, tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**BASE | {"tie_word_embeddings": is_tied})
+    # A packed row has a multiple of 32 features.
+    base = BASE | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "tie_word_embeddings": is_tied}
+    config = transformers.LlamaConfig(**base)
     small = save_model(transformers.LlamaForCausalLM(config), tmp_path / "small")
-    config = transformers.LlamaConfig(**BASE | {"tie_word_embeddings": is_tied, "vocab_size": 1 << 20})
+    config = transformers.LlamaConfig(**base | {"vocab_size": 1 << 20})
     large = save_model(transformers.LlamaForCausalLM(config).bfloat16(), tmp_path / "large")
     program = Path(__file__).with_name("load_program.py")
     result = subprocess.run([sys.executable, str(program), small, large], capture_output=True, text=True, check=False)
