@@ -257,6 +257,7 @@ def quantized(record: Record) -> Iterator[Figure]:
 
 BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "compare": compare,
+    "compare-partly": compare,
     "latency": latency,
     "overload": overload,
     "multi-turn": multi_turn,
