@@ -4,6 +4,7 @@
 
 mod chat_template;
 mod compiled;
+mod concat;
 mod continuation;
 mod error;
 mod filter;
@@ -16,6 +17,7 @@ mod python_str;
 mod renderer;
 mod shape;
 mod source;
+mod text_filter;
 mod trial;
 
 pub(super) use chat_template::{ChatTemplate, TemplateSources};

@@ -10,7 +10,7 @@ use super::error::TemplateError;
 use super::input::ChatInputs;
 use super::limit::MAX_OPERATIONS;
 use super::shape::SupportedShapes;
-use super::{continuation, filter, method, python_str, source, trial};
+use super::{continuation, filter, method, python_str, source, text_filter, trial};
 
 const NAME: &str = "chat_template";
 
@@ -115,6 +115,7 @@ fn environment(clock: fn() -> jiff::Zoned) -> Environment<'static> {
     environment.set_unknown_method_callback(method::call);
     environment.set_formatter(format_as_python);
     filter::add_to(&mut environment);
+    text_filter::add_to(&mut environment);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("range", range);
     environment.add_function("strftime_now", move |format: &str| strftime(format, &clock()));

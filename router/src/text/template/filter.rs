@@ -86,7 +86,7 @@ fn default(value: &Value, arguments: Rest<Value>, options: Kwargs) -> Result<Val
 }
 
 /// `default`, or 0, for values that are not a number.
-fn int(value: &Value, default: Option<i64>) -> Value {
+pub(super) fn int(value: &Value, default: Option<i64>) -> Value {
     let number = match value.as_str() {
         Some(text) => text.trim().parse::<i64>().ok().or_else(|| text.trim().parse::<f64>().ok().and_then(whole)),
         None if value.is_integer() => return value.clone(),
@@ -110,13 +110,31 @@ fn float(value: &Value, default: Option<f64>) -> f64 {
     number.or(default).unwrap_or(0.0)
 }
 
-/// Rounds halves to even, as Python does.
-fn round(value: &Value, precision: Option<i32>) -> Result<Value, Error> {
-    if value.is_integer() {
-        return Ok(value.clone());
+/// Rounds halves to even, as Python does, or in the direction of `method`.
+fn round(value: &Value, precision: Option<i32>, method: Option<String>, options: Kwargs) -> Result<Value, Error> {
+    let precision = precision.or(options.get("precision")?).unwrap_or(0);
+    let method = method.or(options.get("method")?);
+    options.assert_all_used()?;
+    let scale = 10_f64.powi(precision);
+    let number = || f64::try_from(value.clone());
+    match method.as_deref() {
+        None | Some("common") if value.is_integer() && precision >= 0 => Ok(value.clone()),
+        None | Some("common") if value.is_integer() => {
+            Ok(Value::from(whole((number()? * scale).round_ties_even() / scale)))
+        }
+        // The decimal digits decide, as in Python: 2.675 is less than what its digits say.
+        None | Some("common") if precision > 0 => {
+            let precision = usize::try_from(precision).unwrap_or_default();
+            Ok(Value::from(format!("{:.precision$}", number()?).parse::<f64>().unwrap_or_default()))
+        }
+        None | Some("common") => Ok(Value::from((number()? * scale).round_ties_even() / scale)),
+        Some("ceil") => Ok(Value::from((number()? * scale).ceil() / scale)),
+        Some("floor") => Ok(Value::from((number()? * scale).floor() / scale)),
+        Some(other) => {
+            let message = format!("round: the method {other:?} is not known, only common, ceil and floor are");
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        }
     }
-    let scale = 10_f64.powi(precision.unwrap_or(0));
-    Ok(Value::from((f64::try_from(value.clone())? * scale).round_ties_even() / scale))
 }
 
 fn sum(state: &State<'_, '_>, values: &Value, options: Kwargs) -> Result<Value, Error> {

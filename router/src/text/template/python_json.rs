@@ -98,7 +98,7 @@ impl Writer<'_> {
                 '\t' => self.out.push_str("\\t"),
                 '\u{8}' => self.out.push_str("\\b"),
                 '\u{c}' => self.out.push_str("\\f"),
-                c if c < ' ' || (self.style.ensure_ascii && !c.is_ascii()) => {
+                c if c < ' ' || (self.style.ensure_ascii && !(' '..='~').contains(&c)) => {
                     let mut units = [0; 2];
                     for unit in c.encode_utf16(&mut units) {
                         self.out.push_str(&format!("\\u{unit:04x}"));

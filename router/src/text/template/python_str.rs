@@ -24,6 +24,13 @@ fn repr(value: &Value, out: &mut String) {
     }
 }
 
+/// `repr` of the value.
+pub(super) fn repr_text(value: &Value) -> String {
+    let mut out = String::new();
+    repr(value, &mut out);
+    out
+}
+
 fn write(value: &Value, out: &mut String) {
     match value.kind() {
         ValueKind::Undefined => {}

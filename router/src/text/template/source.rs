@@ -4,15 +4,26 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
+use super::concat;
+
 /// Tags that mark the assistant's text for training. They have no effect on the rendered text.
 static GENERATION_TAG: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}").expect("invariant: the pattern is valid")
 });
 
+static RAW_TAG: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r"(\{%[-+]?\s*raw\s*%\})\n").expect("invariant: the pattern is valid"));
+
 pub(super) fn adapted(source: &str) -> String {
     // Jinja normalizes line ends to \n.
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
-    without_generation_tags(&source)
+    let source = with_line_after_raw(&without_generation_tags(&source));
+    concat::rewritten(&source)
+}
+
+/// minijinja drops the line end after `raw`, which jinja keeps.
+fn with_line_after_raw(source: &str) -> String {
+    RAW_TAG.replace_all(source, "$1\n\n").into_owned()
 }
 
 /// Replaces them with tags that have no effect either and keep the trimming of whitespace around them.
