@@ -8,7 +8,7 @@ use super::error::GenerationError;
 use super::parameter::Checked;
 use super::validation::ValidationError;
 use crate::text::{
-    AnswerFormat, AnswerParser, ChatInputs, ReasoningState, TextModel, Tool, ToolCallFormat, ToolChoice, ToolError,
+    AnswerFormat, AnswerParser, CallIds, ChatInputs, ReasoningState, TextModel, Tool, ToolChoice, ToolError,
 };
 
 /// A conversation to answer.
@@ -23,31 +23,41 @@ pub(crate) struct Chat {
 /// The tools that the model may call. Empty only if the choice cannot be satisfied.
 #[derive(Debug)]
 pub(crate) struct ToolSet {
-    pub(crate) tools: Vec<Tool>,
+    pub(crate) tools: Arc<[Tool]>,
     /// The tools as the template sees them.
     pub(crate) values: Vec<Value>,
     pub(crate) choice: ToolChoice,
+    /// Names of the tools that the answer may call; `None`: all.
+    pub(crate) allowed: Option<Vec<String>>,
     /// Whether one answer may call several tools.
     pub(crate) parallel: bool,
     /// Replaces our instructions to a model whose template does not show tools.
     pub(crate) prompt: Option<String>,
 }
 
-/// The format of tool-call ids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ToolCallIds {
-    /// `call_` and 24 hexadecimal digits.
-    OpenAi,
-    /// Nine letters and digits, which Mistral's templates require when the call comes back in a conversation.
-    Mistral,
+impl ToolSet {
+    /// The tools that the answer may call.
+    fn callable(&self) -> Result<Vec<Tool>, ToolError> {
+        let Some(allowed) = &self.allowed else { return Ok(self.tools.to_vec()) };
+        let named = |name: &String| {
+            let tool = self.tools.iter().find(|tool| tool.name == *name);
+            tool.cloned().ok_or_else(|| ToolError::Unknown { name: name.clone() })
+        };
+        allowed.iter().map(named).collect()
+    }
 }
 
+/// The ids of an answer's tool calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ToolCallIds(CallIds);
+
 impl ToolCallIds {
+    /// The id of a call for which the model has not written one.
     pub(crate) fn new_id(self) -> String {
         let id = format!("{:032x}", rand::random::<u128>());
-        match self {
-            Self::OpenAi => format!("call_{}", &id[..24]),
-            Self::Mistral => id[..9].to_owned(),
+        match self.0 {
+            CallIds::Nine => id[..9].to_owned(),
+            CallIds::OpenAi | CallIds::Written => format!("call_{}", &id[..24]),
         }
     }
 }
@@ -99,8 +109,10 @@ impl<'a> ChatAnswer<'a> {
             (Some(grammar), None) => Some(self.style.after_reasoning(self.thinking, grammar)),
             (None, None) => None,
             (own, Some(set)) => {
-                let ToolSet { tools, choice, parallel, .. } = set;
-                let grammar = self.style.tool_grammar(self.thinking, tools, choice, *parallel, own.as_ref());
+                let ToolSet { choice, parallel, .. } = set;
+                let grammar = set
+                    .callable()
+                    .and_then(|tools| self.style.tool_grammar(self.thinking, &tools, choice, *parallel, own.as_ref()));
                 let grammar = grammar.map_err(|error: ToolError| GenerationError::Tool(error.to_string()))?;
                 // Without grammars the model may still call tools as it was trained to, but cannot be made to.
                 if !grammar_support && set.choice != ToolChoice::Auto {
@@ -128,17 +140,20 @@ impl<'a> ChatAnswer<'a> {
 
     /// Special tokens that the parser must see.
     pub(super) fn shown_token_ids(&self) -> Arc<[u32]> {
-        self.style.shown_token_ids(self.tools.is_some(), self.thinking)
+        self.style.shown_token_ids(self.choice(), self.thinking)
     }
 
     pub(super) fn parser(&self) -> AnswerParser {
-        self.style.parser(self.tools.as_ref().map(|tools| &tools.choice), self.thinking)
+        let tools = self.tools.as_ref().map(|set| Arc::clone(&set.tools)).unwrap_or_default();
+        self.style.parser(&tools, self.choice(), self.thinking)
     }
 
     pub(super) fn tool_call_ids(&self) -> Option<ToolCallIds> {
-        self.tools.as_ref().map(|_| match self.style.tool_format() {
-            ToolCallFormat::MistralList | ToolCallFormat::MistralNamed => ToolCallIds::Mistral,
-            _ => ToolCallIds::OpenAi,
-        })
+        let format = self.style.call_format();
+        self.tools.as_ref().map(|_| ToolCallIds(format.map_or(CallIds::OpenAi, |format| format.ids)))
+    }
+
+    fn choice(&self) -> Option<&ToolChoice> {
+        self.tools.as_ref().map(|set| &set.choice)
     }
 }

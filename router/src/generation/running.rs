@@ -140,7 +140,7 @@ impl Running {
 
     async fn next(&mut self, index: usize) -> Result<GenerationDelta, GenerationError> {
         let delta = self.stream.next().await?;
-        let mut parts = self.parser.as_mut().map(|parser| parser.push(&delta.text, false)).unwrap_or_default();
+        let mut parts = self.parser.as_mut().map(|parser| parser.push(&delta.text)).unwrap_or_default();
         let mut ends_in_call = false;
         if delta.finish.is_some()
             && let Some(rest) = self.parser.take().map(AnswerParser::finish)

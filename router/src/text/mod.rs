@@ -13,9 +13,7 @@ mod token_bytes;
 pub use model::{LoadError, TextModel};
 pub use template::{RENDERER_ARGUMENT, run_chat_renderer};
 
-pub(crate) use answer::{
-    AnswerFormat, AnswerParser, Part, ReasoningState, Tool, ToolCallFormat, ToolChoice, ToolError,
-};
+pub(crate) use answer::{AnswerFormat, AnswerParser, CallIds, Part, ReasoningState, Tool, ToolChoice, ToolError};
 pub(crate) use detokenizer::{Detokenizer, Piece};
 pub(crate) use model::{EncodeError, TokenSpan};
 pub(crate) use stop_matcher::{StopMatcher, StopOutcome};

@@ -86,17 +86,17 @@ impl TextModel {
             None => config.chat_templates(folder)?,
         };
         let added_token_id = |text: &str| tokenizer.get_added_vocabulary().get_vocab().get(text).copied();
-        let answer_format = |source: &String| Arc::new(AnswerFormat::new(source.clone(), added_token_id));
+        let template = ChatTemplate::new(sources.clone(), &config.special_tokens, renderer, num_threads)
+            .map_err(LoadError::Renderer)?;
+        let answer_format =
+            |source: &str, with_tools| Arc::new(AnswerFormat::new(source, template.traits(with_tools), added_token_id));
         Ok(Self {
-            answer_format: answer_format(sources.default.as_ref().unwrap_or(&String::new())),
-            tool_answer_format: sources.tool_use.as_ref().map(answer_format),
+            answer_format: answer_format(sources.default.as_deref().unwrap_or_default(), false),
+            tool_answer_format: sources.tool_use.as_deref().map(|source| answer_format(source, true)),
             byte_encoding: ByteEncoding::of(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             threads: Arc::new(Semaphore::new(num_threads.max(1))),
-            template: Arc::new(
-                ChatTemplate::new(sources, &config.special_tokens, renderer, num_threads)
-                    .map_err(LoadError::Renderer)?,
-            ),
+            template: Arc::new(template),
             eos_token_ids: eos_token_ids.into(),
         })
     }

@@ -25,6 +25,10 @@ pub(crate) use error::TemplateError;
 pub(crate) use input::ChatInputs;
 pub use process::RENDERER_ARGUMENT;
 pub use renderer::run_chat_renderer;
+pub(super) use trial::TemplateTraits;
+
+#[cfg(test)]
+pub(super) use compiled::Compiled;
 
 #[cfg(test)]
 #[path = "template/tests.rs"]

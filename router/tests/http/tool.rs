@@ -15,8 +15,12 @@ const PATH: &str = "/v1/chat/completions";
 pub const TOOL_CALL: u32 = 264;
 pub const TOOL_CALL_END: u32 = 265;
 const TEMPLATE: &str = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if enable_thinking is false %}off{% endif %}\
-    {% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\
-    {{ m.tool_call_id }}{{ m.name }}\n{% endfor %}{# writes <tool_call> and removes </think> #}";
+    {% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{\"name\": \"{{ c.function.name }}\", \
+    \"arguments\": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{{ m.tool_call_id }}{{ m.name }}\n{% endfor %}\
+    {# removes </think> #}";
+
+const MISTRAL: &str = "{{ tools }}{% for m in messages %}{{ m.content }}{% if m.tool_calls %}[TOOL_CALLS] [\
+    {% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]{% endif %}{% endfor %}";
 
 pub async fn server(script: impl Fn(Sequence) + Send + Sync + 'static) -> Server {
     server_with(write_model, script).await
@@ -64,7 +68,12 @@ pub fn call(text: &str) -> Vec<u32> {
 
 fn prompt(server: &Server) -> String {
     let ids = server.last_request().prompt_token_ids;
-    String::from_utf8(ids.into_iter().map(|id| u8::try_from(id).unwrap()).collect()).unwrap()
+    let text = |id| match id {
+        TOOL_CALL => b"<tool_call>".to_vec(),
+        TOOL_CALL_END => b"</tool_call>".to_vec(),
+        byte => vec![u8::try_from(byte).unwrap()],
+    };
+    String::from_utf8(ids.into_iter().flat_map(text).collect()).unwrap()
 }
 
 fn grammar(server: &Server) -> Option<String> {
@@ -142,7 +151,7 @@ async fn the_template_sees_tools_calls_and_results() {
     insta::assert_snapshot!(prompt(&server), @r#"
     [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]
     offuser:Hi
-    assistant:[{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"city": "x"}}}]
+    assistant:<tool_call>{"name": "f", "arguments": {"city": "x"}}</tool_call>
     tool:raincall_1f
     "#);
 }
@@ -188,8 +197,61 @@ async fn a_template_without_tools_gets_them_in_the_last_message() {
 }
 
 #[tokio::test]
+async fn a_template_that_shows_tools_gets_only_the_client_s_words() {
+    let server = answering(&[IM_END]).await;
+    for (fields, words) in
+        [(json!({}), ""), (json!({"tool_prompt": ""}), ""), (json!({"tool_prompt": "Call!"}), "\n---\nCall!")]
+    {
+        let answer = server.post(PATH, ask(fields)).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+        assert!(prompt(&server).ends_with(&format!("user:Hi{words}\n")), "{}", prompt(&server));
+    }
+}
+
+#[tokio::test]
+async fn calls_in_an_unknown_format_are_text_unless_they_are_forced() {
+    let write = |folder: &Path| {
+        let template = "{{ tools }}{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}";
+        model::write_with_template(folder, &json!(template));
+    };
+    let text = r#"{"name": "f", "arguments": {}}"#;
+    let tokens = [bytes(text), vec![IM_END]].concat();
+    let server = server_with(write, move |sequence| sequence.answer(&tokens)).await;
+    let plain = server.post(PATH, ask(json!({}))).await.json();
+    assert_eq!((&plain["choices"][0]["message"]["content"], grammar(&server)), (&json!(text), None));
+    let plain = server.post(PATH, ask(json!({"tool_choice": "required"}))).await.json();
+    assert_eq!(plain["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "f");
+}
+
+#[tokio::test]
+async fn only_allowed_tools_can_be_called_and_all_are_shown() {
+    let server = answering(&[IM_END]).await;
+    let named = |names: &[&str]| -> Value {
+        names.iter().map(|name| json!({"type": "function", "function": {"name": name}})).collect()
+    };
+    let choice = |mode: &str, names: &[&str]| json!({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named(names)}});
+    for (mode, is_forced) in [("auto", false), ("required", true)] {
+        let answer = server.post(PATH, ask(json!({"tool_choice": choice(mode, &["g"])}))).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+        let text = grammar(&server).unwrap();
+        assert!(!text.contains("\\\"f\\\"") && text.contains("\\\"g\\\""), "{text}");
+        assert_eq!(text.contains("PLAIN"), !is_forced);
+        assert!(prompt(&server).contains("\"name\": \"f\""));
+    }
+    for (choice, message) in [
+        (choice("auto", &["h"]), "the function \"h\", which is not one of the tools"),
+        (choice("none", &["f"]), "tool_choice: "),
+        (choice("auto", &[]), "allows no tool"),
+    ] {
+        let answer = server.post(PATH, ask(json!({"tool_choice": choice}))).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{}", answer.body);
+        assert!(answer.json()["error"]["message"].as_str().unwrap().contains(message), "{}", answer.body);
+    }
+}
+
+#[tokio::test]
 async fn mistral_s_call_ids_are_accepted_by_its_templates() {
-    let write = |folder: &Path| model::write_with_template(folder, &json!("{{ tools }}[TOOL_CALLS]"));
+    let write = |folder: &Path| model::write_with_template(folder, &json!(MISTRAL));
     let tokens = [bytes(r#"[TOOL_CALLS][{"name": "f", "arguments": {}}]"#), vec![IM_END]].concat();
     let server = server_with(write, move |sequence| sequence.answer(&tokens)).await;
     let plain = server.post(PATH, ask(json!({}))).await.json();

@@ -9,7 +9,7 @@ use super::tool::{ToolChoiceField, ToolField};
 use super::value::{IgnoredFields, SamplingFields, StreamOptions, is_given};
 use crate::api::field::{integer, or_default};
 use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, StopText, ToolSet, ValidationError};
-use crate::text::{ChatInputs, ToolChoice};
+use crate::text::{ChatInputs, Tool, ToolChoice};
 
 /// OpenAI's limit.
 const MAX_TOP_LOGPROBS: u32 = 20;
@@ -47,7 +47,7 @@ pub(crate) struct ChatRequest {
     pub(crate) stream: bool,
     pub(crate) stream_options: Option<StreamOptions>,
     tools: Option<Vec<ToolField>>,
-    /// `auto`, `none`, `required` or a function. By default `auto`.
+    /// `auto`, `none`, `required`, a function or a list of allowed tools. By default `auto`.
     tool_choice: Option<ToolChoiceField>,
     /// Whether one answer may call several tools.
     #[schema(default = true)]
@@ -116,9 +116,12 @@ impl ChatRequest {
 
     /// `None` for a plain chat, in which the model is shown no tools.
     fn tool_set(&mut self) -> Option<ToolSet> {
-        let (tools, values): (Vec<_>, Vec<_>) =
+        let (tools, values): (Vec<Tool>, Vec<Value>) =
             self.tools.take().into_iter().flatten().map(|field| (field.tool, field.value)).unzip();
-        let choice = self.tool_choice.take().map(|field| field.0).unwrap_or_default();
+        let (choice, allowed) = match self.tool_choice.take() {
+            Some(ToolChoiceField { choice, allowed }) => (choice, allowed),
+            None => (ToolChoice::default(), None),
+        };
         let is_plain = match choice {
             ToolChoice::None => true,
             ToolChoice::Auto => tools.is_empty(),
@@ -126,7 +129,7 @@ impl ChatRequest {
         };
         let parallel = self.parallel_tool_calls.unwrap_or(true);
         let prompt = self.tool_prompt.take();
-        (!is_plain).then_some(ToolSet { tools, values, choice, parallel, prompt })
+        (!is_plain).then(|| ToolSet { tools: tools.into(), values, allowed, choice, parallel, prompt })
     }
 
     fn parameters(&mut self) -> Result<Parameters, ValidationError> {

@@ -69,15 +69,43 @@ impl<'de> Deserialize<'de> for ToolField {
     }
 }
 
-/// `auto`, `none`, `required`, a function's name, or an object that names one.
+/// `auto`, `none`, `required`, a function's name, an object that names one, or a list of allowed tools.
 #[derive(Debug)]
-pub(crate) struct ToolChoiceField(pub(super) ToolChoice);
+pub(crate) struct ToolChoiceField {
+    pub(super) choice: ToolChoice,
+    /// Names of the tools that may be called; `None`: all.
+    pub(super) allowed: Option<Vec<String>>,
+}
 
 #[derive(Deserialize, ToSchema)]
-#[serde(untagged, expecting = "tool_choice: `auto`, `none`, `required`, a function's name, or an object with one")]
+#[serde(
+    untagged,
+    expecting = "tool_choice: `auto`, `none`, `required`, a function's name, an object with one, or `allowed_tools` with \
+                 the mode `auto` or `required`"
+)]
 enum GivenChoice {
     Text(String),
     Named { function: FunctionName },
+    Allowed { allowed_tools: AllowedTools },
+}
+
+/// The tools that may be called. The model is shown all tools.
+#[derive(Deserialize, ToSchema)]
+struct AllowedTools {
+    mode: AllowedMode,
+    tools: Vec<AllowedTool>,
+}
+
+#[derive(Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum AllowedMode {
+    Auto,
+    Required,
+}
+
+#[derive(Deserialize, ToSchema)]
+struct AllowedTool {
+    function: FunctionName,
 }
 
 #[derive(Deserialize, ToSchema)]
@@ -103,7 +131,18 @@ impl ToSchema for ToolChoiceField {
 
 impl<'de> Deserialize<'de> for ToolChoiceField {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Ok(Self(match GivenChoice::deserialize(deserializer)? {
+        let choice = match GivenChoice::deserialize(deserializer)? {
+            GivenChoice::Allowed { allowed_tools: AllowedTools { mode, tools } } => {
+                let choice = match mode {
+                    AllowedMode::Auto => ToolChoice::Auto,
+                    AllowedMode::Required => ToolChoice::Required,
+                };
+                if tools.is_empty() {
+                    return Err(D::Error::custom("tool_choice: `allowed_tools` allows no tool; send `none` instead"));
+                }
+                let allowed = tools.into_iter().map(|tool| tool.function.name).collect();
+                return Ok(Self { choice, allowed: Some(allowed) });
+            }
             GivenChoice::Named { function } => ToolChoice::Named(function.name),
             GivenChoice::Text(text) => match text.as_str() {
                 "auto" => ToolChoice::Auto,
@@ -111,6 +150,7 @@ impl<'de> Deserialize<'de> for ToolChoiceField {
                 "required" => ToolChoice::Required,
                 _ => ToolChoice::Named(text),
             },
-        }))
+        };
+        Ok(Self { choice, allowed: None })
     }
 }

@@ -37,10 +37,10 @@ impl ChatReader {
                 Delta { content: Some(text), ..Delta::default() }
             }
             Part::Reasoning(text) => Delta { reasoning_content: Some(text), ..Delta::default() },
-            Part::ToolCallStart { index, name } => {
+            Part::ToolCallStart { index, name, id } => {
                 self.num_calls += 1;
                 let function = FunctionDelta { name: Some(name), arguments: String::new() };
-                let id = Some(self.call_ids.unwrap_or(ToolCallIds::OpenAi).new_id());
+                let id = id.or_else(|| self.call_ids.map(ToolCallIds::new_id));
                 of_call(ToolCallDelta { index, id, kind: Some("function"), function })
             }
             Part::ToolCallArguments { index, fragment } => {

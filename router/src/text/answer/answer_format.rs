@@ -1,40 +1,51 @@
-//! How one model formats its answers, detected from its chat template and its vocabulary.
+//! How one model formats its answers, detected from what its chat template writes and from its vocabulary.
 
 use std::sync::Arc;
 
+use super::format::Format;
 use super::grammar::AnswerGrammar;
-use super::parser::AnswerParser;
+use super::marker::MarkerTokens;
+use super::parser::{AnswerParser, Expected};
 use super::prompt::tool_prompt;
-use super::reasoning::{ReasoningFormat, ReasoningState};
+use super::reasoning::{ReasoningFormat, ReasoningState, Reply};
+use super::table::GENERIC;
 use super::tool::{Tool, ToolChoice, ToolError};
-use super::tool_call_format::ToolCallFormat;
 use crate::sequence::Grammar;
+use crate::text::template::TemplateTraits;
 
-/// The tool call format and the reasoning format of one model.
+/// The tool-call format and the reasoning format of one model.
 #[derive(Debug)]
 pub(crate) struct AnswerFormat {
-    /// The chat template's source.
-    template: String,
-    tool_format: ToolCallFormat,
+    traits: TemplateTraits,
+    /// `None` if the template shows tools in a format that is not known: then only a forced call is one.
+    calls: Option<&'static Format>,
     reasoning: Option<ReasoningFormat>,
-    /// Markers that are single tokens, with their ids.
-    marker_tokens: Vec<(&'static str, u32)>,
+    reply: Option<Reply>,
+    marker_tokens: MarkerTokens,
 }
 
 impl AnswerFormat {
     /// `template`: the source of the chat template. `token_id`: returns the id of the added token with this text.
-    pub(crate) fn new(template: String, token_id: impl Fn(&str) -> Option<u32>) -> Self {
-        let tool_format = ToolCallFormat::detect(&template, |text| token_id(text).is_some());
-        let reasoning = ReasoningFormat::detect(&template);
-        let reasoning_markers = reasoning.into_iter().flat_map(|format| [format.open, format.close]);
-        let markers = tool_format.shape().markers().chain(reasoning_markers);
-        let marker_tokens = markers.filter_map(|marker| token_id(marker).map(|id| (marker, id))).collect();
-        Self { template, tool_format, reasoning, marker_tokens }
+    pub(crate) fn new(template: &str, traits: TemplateTraits, token_id: impl Fn(&str) -> Option<u32>) -> Self {
+        let is_token = |text: &str| token_id(text).is_some();
+        let by_template = traits.format.as_deref().and_then(Format::named);
+        let calls = match by_template {
+            Some(format) => Some(format),
+            None if traits.shows_tools => Format::of_vocabulary(is_token),
+            None => Format::named(GENERIC),
+        };
+        let texts = [template, &traits.written];
+        let (reasoning, reply) = (ReasoningFormat::detect(&texts), Reply::detect(&texts));
+        let mut markers: Vec<_> = calls.into_iter().flat_map(Format::markers).collect();
+        markers.extend(reasoning.into_iter().flat_map(|format| [format.open, format.close]));
+        markers.extend(reply.into_iter().flat_map(Reply::markers));
+        let marker_tokens = MarkerTokens::new(markers, token_id);
+        Self { traits, calls, reasoning, reply, marker_tokens }
     }
 
-    /// The format of the model's tool calls.
-    pub(crate) fn tool_format(&self) -> ToolCallFormat {
-        self.tool_format
+    /// The format of the model's tool calls, if it is known.
+    pub(crate) fn call_format(&self) -> Option<&'static Format> {
+        self.calls
     }
 
     /// Whether an answer to this rendered prompt contains reasoning.
@@ -42,28 +53,46 @@ impl AnswerFormat {
         ReasoningState::after(self.reasoning, prompt)
     }
 
+    /// The format of calls, where the answer may contain some. A call that is forced has our own format if the model's
+    /// is not known.
+    fn format_for(&self, choice: Option<&ToolChoice>) -> Option<&'static Format> {
+        match choice {
+            None | Some(ToolChoice::None) => None,
+            Some(choice) if choice.is_forced() => self.calls.or_else(|| Format::named(GENERIC)),
+            Some(_) => self.calls,
+        }
+    }
+
     /// Ids of the tokens whose text the parser needs, even where they are special tokens.
-    pub(crate) fn shown_token_ids(&self, with_tools: bool, reasoning_state: ReasoningState) -> Arc<[u32]> {
-        let reasoning_format = reasoning_state.format();
-        let is_reasoning_marker =
-            |marker: &str| reasoning_format.is_some_and(|format| marker == format.open || marker == format.close);
-        let is_tools =
-            |marker: &str| with_tools && self.tool_format.shape().markers().any(|of_tools| of_tools == marker);
-        let shown = self.marker_tokens.iter().filter(|(marker, _)| is_reasoning_marker(marker) || is_tools(marker));
-        shown.map(|(_, id)| *id).collect()
+    pub(crate) fn shown_token_ids(&self, choice: Option<&ToolChoice>, reasoning_state: ReasoningState) -> Arc<[u32]> {
+        let has_headers = self.calls.filter(|format| format.channels().is_some());
+        let calls = self.format_for(choice).or(has_headers).into_iter().flat_map(Format::markers);
+        let reasoning = reasoning_state.format().into_iter().flat_map(|format| [format.open, format.close]);
+        let reply = self.reply.into_iter().flat_map(Reply::markers);
+        self.marker_tokens.ids(calls.chain(reasoning).chain(reply))
     }
 
-    /// A parser for one answer.
-    /// `choice`: `None` without tools.
-    pub(crate) fn parser(&self, choice: Option<&ToolChoice>, reasoning_state: ReasoningState) -> AnswerParser {
-        let only_calls = matches!(choice, Some(ToolChoice::Required | ToolChoice::Named(_)));
-        AnswerParser::new(choice.map(|_| self.tool_format), reasoning_state, only_calls)
+    /// A parser for one answer. `choice`: `None` without tools.
+    pub(crate) fn parser(
+        &self,
+        tools: &Arc<[Tool]>,
+        choice: Option<&ToolChoice>,
+        reasoning_state: ReasoningState,
+    ) -> AnswerParser {
+        let expected = Expected {
+            calls: self.format_for(choice),
+            tools: Arc::clone(tools),
+            reasoning_state,
+            reply: self.reply,
+            only_calls: choice.is_some_and(ToolChoice::is_forced),
+        };
+        AnswerParser::new(self.calls, expected)
     }
 
-    /// Text to append to the last message so that the model knows the tools and how to call them, unless the template
-    /// says both. `instruction`: the client's own.
+    /// Text to append to the last message so that the model knows the tools, unless the template shows them.
+    /// `instruction`: the client's own.
     pub(crate) fn tool_prompt(&self, tools: &[serde_json::Value], instruction: Option<&str>) -> Option<String> {
-        tool_prompt(self.tool_format, &self.template, tools, instruction)
+        tool_prompt(self.traits.shows_tools, tools, instruction)
     }
 
     /// The grammar of an answer with these tools; `None` where any answer is allowed. An answer without a call must match
@@ -76,16 +105,23 @@ impl AnswerFormat {
         parallel: bool,
         content: Option<&Grammar>,
     ) -> Result<Option<Grammar>, ToolError> {
-        self.with_grammar(reasoning_state, |grammar| grammar.tools(tools, choice, parallel, content))
+        let parallel = parallel && self.traits.parallel_calls;
+        match self.format_for(Some(choice)) {
+            Some(format) => self.grammar(Some(format), reasoning_state).tools(format, tools, choice, parallel, content),
+            None => {
+                choice.check(tools)?;
+                Ok(content.map(|grammar| self.after_reasoning(reasoning_state, grammar.clone())))
+            }
+        }
     }
 
     /// The client's grammar, applied to the answer after its reasoning.
     pub(crate) fn after_reasoning(&self, reasoning_state: ReasoningState, grammar: Grammar) -> Grammar {
-        self.with_grammar(reasoning_state, |writer| writer.after_reasoning(grammar))
+        self.grammar(self.calls, reasoning_state).after_reasoning(grammar)
     }
 
-    fn with_grammar<T>(&self, reasoning_state: ReasoningState, write: impl FnOnce(&AnswerGrammar<'_>) -> T) -> T {
-        let token_id = |marker: &str| self.marker_tokens.iter().find(|(known, _)| *known == marker).map(|(_, id)| *id);
-        write(&AnswerGrammar { format: self.tool_format, reasoning_state, token_id: &token_id })
+    fn grammar(&self, format: Option<&'static Format>, reasoning_state: ReasoningState) -> AnswerGrammar<'_> {
+        let channels = format.and_then(Format::channels);
+        AnswerGrammar { channels, reasoning_state, reply: self.reply, tokens: &self.marker_tokens }
     }
 }

@@ -9,9 +9,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::super::parser::parse_whole;
+use super::super::parser::parse;
 use super::super::part::Answer;
-use super::super::sample::{FORMATS, written};
+use super::super::sample::{self, expected, formats};
 use super::*;
 
 const WEATHER: (&str, &str) = ("get_weather", r#"{"place": {"city": "Rome"}, "unit": "C"}"#);
@@ -43,6 +43,7 @@ struct Weather {
     place: Place,
     unit: Option<Unit>,
     days: Option<Vec<u8>>,
+    note: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -72,6 +73,7 @@ fn tools() -> Vec<Tool> {
             "place": {"$ref": "#/$defs/place"},
             "unit": {"enum": ["C", "F"]},
             "days": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 2},
+            "note": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 4}, {"type": "null"}]},
         },
         "required": ["place"],
         "$defs": {"place": place},
@@ -81,28 +83,64 @@ fn tools() -> Vec<Tool> {
 }
 
 fn think() -> ReasoningFormat {
-    ReasoningFormat::detect("</think>").unwrap()
+    ReasoningFormat::detect(&["</think>"]).unwrap()
 }
 
 /// Ids as in `walk.py`: after the 256 bytes and the end token.
-fn token_id(marker: &str) -> Option<u32> {
-    let mut markers = vec!["<think>", "</think>"];
-    for marker in FORMATS.iter().flat_map(|format| format.shape().markers()) {
-        let is_token = marker.len() > 1 && (marker.starts_with('<') || marker.starts_with('['));
-        if is_token && !markers.contains(&marker) {
-            markers.push(marker);
-        }
+fn token_ids() -> Vec<(String, u32)> {
+    let token =
+        regex::Regex::new(r#"｜DSML｜|<｜[^｜]*｜>|<\|[a-zA-Z_"]+\|?>|<[a-z_]+\|>|</?[a-zA-Z_:]+>|\[[A-Z_]+\]"#)
+            .unwrap();
+    let mut texts = vec!["<think>".to_owned(), "</think>".to_owned()];
+    for marker in formats().flat_map(Format::markers) {
+        let found = token.find_iter(marker).map(|found| found.as_str().to_owned());
+        texts.extend(found.collect::<Vec<_>>());
     }
-    markers.iter().position(|known| *known == marker).map(|at| 257 + u32::try_from(at).unwrap())
+    let mut known = std::collections::HashSet::new();
+    texts.retain(|text| known.insert(text.clone()));
+    texts.into_iter().zip(257..).collect()
 }
 
-fn tokens() -> Value {
-    let markers = FORMATS.iter().flat_map(|format| format.shape().markers()).chain(["<think>", "</think>"]);
-    markers.filter_map(|marker| Some((marker, token_id(marker)?))).collect()
+fn marker_tokens(with_tokens: bool) -> MarkerTokens {
+    let ids = token_ids();
+    let markers = formats().flat_map(Format::markers).chain(["<think>", "</think>"]).collect();
+    MarkerTokens::new(markers, |text| ids.iter().find(|(known, _)| with_tokens && known == text).map(|(_, id)| *id))
 }
 
-fn grammar_of(format: ToolCallFormat, reasoning_state: ReasoningState, with_tokens: bool) -> AnswerGrammar<'static> {
-    AnswerGrammar { format, reasoning_state, token_id: if with_tokens { &token_id } else { &|_| None } }
+fn tools_grammar(
+    format: &'static Format,
+    setting: &Setting,
+    content: Option<&Grammar>,
+) -> Result<Option<Grammar>, ToolError> {
+    let tokens = marker_tokens(setting.with_tokens);
+    let grammar = AnswerGrammar {
+        channels: format.channels(),
+        reasoning_state: setting.reasoning_state,
+        reply: None,
+        tokens: &tokens,
+    };
+    grammar.tools(format, &tools(), &setting.choice, setting.parallel, content)
+}
+
+/// Calls as the grammar allows them: with little whitespace and without further fields.
+fn written(format: &'static Format, calls: &[(&str, &str)]) -> String {
+    if let Some(channels) = format.channels() {
+        let (before, after) = channels.call;
+        let call =
+            |(name, arguments): &(&str, &str)| format!("{before}{name}{after}{}{arguments}", channels.end_of_header);
+        return calls.iter().map(call).collect::<Vec<_>>().join(channels.start);
+    }
+    let fields = regex::Regex::new(", \"id\": \"[^\"]*\"").unwrap();
+    fields.replace_all(&sample::written(format, calls), "").replace("\n    ", "\n")
+}
+
+fn parse_whole(text: &str, format: &'static Format, reasoning_state: ReasoningState) -> Answer {
+    parse([text], Some(format), expected(Some(format), &tools(), reasoning_state))
+}
+
+/// Whether the grammar has a rule for an answer with reasoning, or in words, that is not its own.
+fn has_headers(format: &Format) -> bool {
+    format.channels().is_some()
 }
 
 fn lark(grammar: Grammar) -> String {
@@ -112,23 +150,39 @@ fn lark(grammar: Grammar) -> String {
     }
 }
 
-fn settings() -> [Setting; 6] {
+fn settings() -> [Setting; 3] {
     let (possible, started) = (ReasoningState::Possible(think()), ReasoningState::Started(think()));
     let named = ToolChoice::Named("now".to_owned());
     let setting =
         |choice, parallel, reasoning_state, with_tokens| Setting { choice, parallel, reasoning_state, with_tokens };
     [
-        setting(ToolChoice::Auto, true, ReasoningState::Off, false),
-        setting(ToolChoice::Required, true, possible, false),
-        setting(ToolChoice::Auto, false, started, false),
-        setting(ToolChoice::Auto, true, possible, true),
+        setting(ToolChoice::Auto, true, possible, false),
         setting(ToolChoice::Required, false, ReasoningState::Off, true),
         setting(named, true, started, true),
     ]
 }
 
+fn cases() -> impl Iterator<Item = (&'static Format, Setting)> {
+    formats().flat_map(|format| {
+        settings()
+            .into_iter()
+            .chain([Setting {
+                choice: ToolChoice::Auto,
+                parallel: true,
+                reasoning_state: ReasoningState::Off,
+                with_tokens: true,
+            }])
+            .map(move |mut setting| {
+                if has_headers(format) {
+                    setting.reasoning_state = ReasoningState::Off;
+                }
+                (format, setting)
+            })
+    })
+}
+
 /// Texts without reasoning that a setting accepts and refuses.
-fn texts(format: ToolCallFormat, setting: &Setting) -> (Vec<String>, Vec<String>) {
+fn texts(format: &'static Format, setting: &Setting) -> (Vec<String>, Vec<String>) {
     let run = |calls: &[(&str, &str)]| written(format, calls);
     let mut accepted = vec![run(&[NOW])];
     let mut refused = vec![
@@ -142,11 +196,16 @@ fn texts(format: ToolCallFormat, setting: &Setting) -> (Vec<String>, Vec<String>
         if yes { accepted.push(text) } else { refused.push(text) }
     };
     to(!is_named, run(&[WEATHER]), &mut accepted, &mut refused);
-    to(setting.parallel && !is_named, run(&[WEATHER, NOW]), &mut accepted, &mut refused);
+    let is_parallel = setting.parallel && !is_named && format.channels().is_none_or(|channels| channels.parallel);
+    to(is_parallel, run(&[WEATHER, NOW]), &mut accepted, &mut refused);
     let is_auto = setting.choice == ToolChoice::Auto;
-    to(is_auto, "Hello.\n".to_owned(), &mut accepted, &mut refused);
-    to(is_auto, String::new(), &mut accepted, &mut refused);
-    if !format.shape().is_bare() {
+    let words = |text: &str| match format.channels() {
+        Some(channels) => format!("{}{}{text}", channels.content, channels.end_of_header),
+        None => text.to_owned(),
+    };
+    to(is_auto, words("Hello.\n"), &mut accepted, &mut refused);
+    to(is_auto, words(""), &mut accepted, &mut refused);
+    if !format.is_bare() && !has_headers(format) {
         to(is_auto, format!("Let me see.\n\n{}", run(&[NOW])), &mut accepted, &mut refused);
     }
     (accepted, refused)
@@ -167,29 +226,34 @@ fn with_reasoning(
     }
 }
 
+fn name_of(format: &Format, setting: &Setting) -> String {
+    let markers = if setting.with_tokens { "token" } else { "text" };
+    format!("{format:?} {:?} {markers}", setting.choice)
+}
+
 fn tool_cases() -> Vec<Case> {
-    let case = |format: ToolCallFormat, setting: &Setting| {
-        let grammar = grammar_of(format, setting.reasoning_state, setting.with_tokens);
-        let grammar = grammar.tools(&tools(), &setting.choice, setting.parallel, None).unwrap().unwrap();
-        let (accepted, refused) = with_reasoning(setting.reasoning_state, texts(format, setting));
-        let markers = if setting.with_tokens { "token" } else { "text" };
-        let reasoning_state = match setting.reasoning_state {
-            ReasoningState::Off => "off",
-            ReasoningState::Possible(_) => "possible",
-            ReasoningState::Started(_) => "started",
-        };
+    let case = |(format, setting): (&'static Format, Setting)| {
+        let grammar = tools_grammar(format, &setting, None).unwrap().unwrap();
+        let (accepted, refused) = with_reasoning(setting.reasoning_state, texts(format, &setting));
         Case {
-            name: format!(
-                "{format:?} {:?} parallel={} reasoning={reasoning_state} {markers}",
-                setting.choice, setting.parallel
-            ),
+            name: name_of(format, &setting),
             lark: lark(grammar),
             with_tokens: setting.with_tokens,
             accepted,
             refused,
         }
     };
-    FORMATS.iter().flat_map(|&format| settings().map(|setting| case(format, &setting))).collect()
+    cases().map(case).collect()
+}
+
+fn after_reasoning(
+    channels: Option<&'static Channels>,
+    reasoning_state: ReasoningState,
+    with_tokens: bool,
+    grammar: &Grammar,
+) -> Grammar {
+    let tokens = marker_tokens(with_tokens);
+    AnswerGrammar { channels, reasoning_state, reply: None, tokens: &tokens }.after_reasoning(grammar.clone())
 }
 
 /// Grammars of a client, after reasoning.
@@ -207,9 +271,7 @@ fn after_reasoning_cases() -> Vec<Case> {
                 with_reasoning(reasoning_state, (vec![(*text).to_owned()], vec!["no".to_owned()]));
             cases.push(Case {
                 name: format!("own {index} reasoning={name} {}", if with_tokens { "token" } else { "text" }),
-                lark: lark(
-                    grammar_of(ToolCallFormat::Generic, reasoning_state, with_tokens).after_reasoning(grammar.clone()),
-                ),
+                lark: lark(after_reasoning(None, reasoning_state, with_tokens, grammar)),
                 with_tokens,
                 accepted,
                 refused,
@@ -222,39 +284,81 @@ fn after_reasoning_cases() -> Vec<Case> {
 /// A client's grammar for the content, or a call.
 fn content_cases() -> Vec<Case> {
     let schema = Grammar::JsonSchema(r#"{"type":"object","properties":{"a":{"const":1}},"required":["a"]}"#.to_owned());
-    let of = [(schema, r#"{"a":1}"#), (Grammar::Regex("[0-9]{2}".to_owned()), "42")];
-    let case = |format: ToolCallFormat, (grammar, text): &(Grammar, &str), with_tokens| {
-        let writer = grammar_of(format, ReasoningState::Off, with_tokens);
-        let markers = if with_tokens { "token" } else { "text" };
+    let case = |format: &'static Format, with_tokens| {
+        let setting =
+            Setting { choice: ToolChoice::Auto, parallel: true, reasoning_state: ReasoningState::Off, with_tokens };
+        let words = |text: &str| match format.channels() {
+            Some(channels) => format!("{}{}{text}", channels.content, channels.end_of_header),
+            None => text.to_owned(),
+        };
         Case {
-            name: format!("{format:?} content {text} {markers}"),
-            lark: lark(writer.tools(&tools(), &ToolChoice::Auto, true, Some(grammar)).unwrap().unwrap()),
+            name: format!("{format:?} content {}", if with_tokens { "token" } else { "text" }),
+            lark: lark(tools_grammar(format, &setting, Some(&schema)).unwrap().unwrap()),
             with_tokens,
-            accepted: vec![(*text).to_owned(), written(format, &[NOW]), written(format, &[WEATHER, NOW])],
-            refused: vec!["Hello.".to_owned(), r#"{"a":2}"#.to_owned(), written(format, &[("other", "{}")])],
+            accepted: vec![words(r#"{"a":1}"#), written(format, &[NOW])],
+            refused: vec![words("Hello."), words(r#"{"a":2}"#), written(format, &[("other", "{}")])],
         }
     };
-    let pairs = FORMATS.iter().flat_map(|&format| of.iter().map(move |of| (format, of)));
-    pairs.flat_map(|(format, of)| [case(format, of, false), case(format, of, true)]).collect()
+    let mut cases: Vec<_> = ["hermes", "llama", "python", "harmony", "functionary"]
+        .map(|name| case(Format::named(name).unwrap(), true))
+        .into();
+    let harmony = Format::named("harmony").and_then(|format| format.channels());
+    let aside = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant";
+    cases.push(Case {
+        name: "own harmony token".to_owned(),
+        lark: lark(after_reasoning(harmony, ReasoningState::Off, true, &schema)),
+        with_tokens: true,
+        accepted: vec![format!(r#"{aside}<|channel|>final<|message|>{{"a":1}}"#)],
+        refused: vec![format!("{aside}{{\"a\":1}}"), "<|channel|>final<|message|>1".to_owned()],
+    });
+    cases
 }
 
 /// A name that must be escaped twice.
 fn name_cases() -> Vec<Case> {
     let name = "say \"\\é/\n\u{1}\"";
-    let case = |format| {
-        let grammar = grammar_of(format, ReasoningState::Off, false);
+    let case = |format: &'static Format| {
         let tool = Tool { name: name.to_owned(), parameters: None };
         let accepted = written(format, &[(name, "{}")]);
-        assert_eq!(parse_whole(&accepted, Some(format), ReasoningState::Off).tool_calls[0].name, name);
+        assert_eq!(parse_whole(&accepted, format, ReasoningState::Off).tool_calls[0].name, name);
+        let tokens = marker_tokens(false);
+        let grammar =
+            AnswerGrammar { channels: None, reasoning_state: ReasoningState::Off, reply: None, tokens: &tokens };
         Case {
             name: format!("{format:?} name"),
-            lark: lark(grammar.tools(&[tool], &ToolChoice::Required, true, None).unwrap().unwrap()),
+            lark: lark(grammar.tools(format, &[tool], &ToolChoice::Required, true, None).unwrap().unwrap()),
             with_tokens: false,
             accepted: vec![accepted],
             refused: vec![written(format, &[("say", "{}")])],
         }
     };
-    [ToolCallFormat::Hermes, ToolCallFormat::Llama, ToolCallFormat::MistralList].map(case).into()
+    ["hermes", "llama", "json-list", "apertus"].map(|name| case(Format::named(name).unwrap())).into()
+}
+
+/// The markers around a reply, which are tokens.
+fn reply_cases() -> Vec<Case> {
+    let reply = Reply::detect(&["<|START_RESPONSE|><|END_RESPONSE|>"]);
+    let tokens = MarkerTokens::new(vec!["<|START_RESPONSE|>", "<|END_RESPONSE|>"], |text| match text {
+        "<|START_RESPONSE|>" => Some(257),
+        "<|END_RESPONSE|>" => Some(258),
+        _ => None,
+    });
+    let grammar = AnswerGrammar { channels: None, reasoning_state: ReasoningState::Off, reply, tokens: &tokens };
+    let own = grammar.after_reasoning(Grammar::Regex("[0-9]+".to_owned()));
+    let command = Format::named("command").unwrap();
+    let auto = grammar.tools(command, &tools(), &ToolChoice::Auto, true, None).unwrap().unwrap();
+    // The first two tokens of the fixture stand for the markers.
+    let case = |name: &str, grammar, accepted: &[&str]| Case {
+        name: name.to_owned(),
+        lark: lark(grammar),
+        with_tokens: true,
+        accepted: accepted.iter().map(|text| (*text).to_owned()).collect(),
+        refused: vec!["<think><think>1".to_owned()],
+    };
+    vec![
+        case("reply own", own, &["<think>12</think>", "12"]),
+        case("reply auto", auto, &["<think>Hm.</think>", "Hm.", "<think>Hm."]),
+    ]
 }
 
 fn fixture(name: &str) -> PathBuf {
@@ -282,9 +386,11 @@ fn check(name: &str, answer: &Answer, setting: &Setting, text: &str) {
 
 #[test]
 fn the_fixture_holds_the_current_grammars() {
-    let cases: Vec<_> =
-        [tool_cases(), after_reasoning_cases(), content_cases(), name_cases()].into_iter().flatten().collect();
-    let now = serde_json::to_string_pretty(&json!({"tokens": tokens(), "cases": cases})).unwrap() + "\n";
+    let cases: Vec<_> = [tool_cases(), after_reasoning_cases(), content_cases(), name_cases(), reply_cases()]
+        .into_iter()
+        .flatten()
+        .collect();
+    let now = serde_json::to_string_pretty(&json!({"tokens": token_ids().into_iter().map(|(text, id)| (text, Value::from(id))).collect::<Value>(), "cases": cases})).unwrap() + "\n";
     if std::env::var_os("UPDATE_FIXTURE").is_some() {
         std::fs::write(fixture("grammar.json"), &now).unwrap();
     }
@@ -295,33 +401,39 @@ fn the_fixture_holds_the_current_grammars() {
 #[test]
 fn the_parser_understands_every_text_that_a_grammar_allows() {
     let walks: Value = serde_json::from_str(&std::fs::read_to_string(fixture("walk.json")).unwrap()).unwrap();
-    let settings = settings();
-    let pairs = FORMATS.iter().flat_map(|&format| settings.iter().map(move |setting| (format, setting)));
     let mut num_calls = 0;
-    for ((format, setting), case) in pairs.zip(tool_cases()) {
+    for ((format, setting), case) in cases().zip(tool_cases()) {
         let texts = walks[&case.name].as_array().expect("every grammar has walks");
         for text in texts.iter().filter_map(Value::as_str).chain(case.accepted.iter().map(String::as_str)) {
-            let answer = parse_whole(text, Some(format), setting.reasoning_state);
-            check(&case.name, &answer, setting, text);
+            let answer = parse_whole(text, format, setting.reasoning_state);
+            check(&case.name, &answer, &setting, text);
             num_calls += answer.tool_calls.len();
         }
     }
-    assert!(num_calls > 300, "only {num_calls} calls were walked");
+    assert!(num_calls > 600, "only {num_calls} calls were walked");
 }
 
 #[test]
 fn without_tools_or_reasoning_there_is_no_grammar_to_add() {
-    let grammar = grammar_of(ToolCallFormat::Hermes, ReasoningState::Off, false);
-    assert_eq!(grammar.tools(&[], &ToolChoice::Auto, true, None), Ok(None));
-    assert_eq!(grammar.tools(&tools(), &ToolChoice::None, true, None), Ok(None));
+    let tokens = marker_tokens(false);
+    let grammar = AnswerGrammar { channels: None, reasoning_state: ReasoningState::Off, reply: None, tokens: &tokens };
+    let hermes = Format::named("hermes").unwrap();
+    assert_eq!(grammar.tools(hermes, &[], &ToolChoice::Auto, true, None), Ok(None));
+    assert_eq!(grammar.tools(hermes, &tools(), &ToolChoice::None, true, None), Ok(None));
     assert_eq!(grammar.after_reasoning(Grammar::Regex("a".to_owned())), Grammar::Regex("a".to_owned()));
 }
 
 #[test]
 fn unusable_tools_are_refused_by_name() {
-    let grammar = grammar_of(ToolCallFormat::DeepSeek, ReasoningState::Off, false);
+    let tokens = marker_tokens(false);
+    let grammar = AnswerGrammar { channels: None, reasoning_state: ReasoningState::Off, reply: None, tokens: &tokens };
     let tool = |name: &str, parameters| Tool { name: name.to_owned(), parameters };
-    let refusal = |tools: &[Tool], choice: &ToolChoice| grammar.tools(tools, choice, true, None).unwrap_err();
+    let refusal = |tools: &[Tool], choice: &ToolChoice| {
+        let formats = ["deepseek", "harmony", "glm", "gemma"].map(|name| Format::named(name).unwrap());
+        let errors = formats.map(|format| grammar.tools(format, tools, choice, true, None).unwrap_err());
+        assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+        errors[0].clone()
+    };
     assert_eq!(refusal(&[], &ToolChoice::Required), ToolError::NoTools);
     let other = "other".to_owned();
     assert_eq!(refusal(&tools(), &ToolChoice::Named(other.clone())), ToolError::Unknown { name: other });
@@ -350,28 +462,4 @@ fn undeclared_arguments_are_excluded_unless_the_schema_allows_them() {
     }
     assert_eq!(schema(json!({"additionalProperties": true}))["additionalProperties"], true);
     assert_eq!(schema(json!({"type": ["object", "null"]}))["type"], "object");
-}
-
-#[test]
-fn a_grammar_has_this_text() {
-    let tools = [Tool { name: "f\"/é".to_owned(), parameters: None }];
-    let grammar = grammar_of(ToolCallFormat::Hermes, ReasoningState::Possible(think()), true);
-    let text = lark(grammar.tools(&tools, &ToolChoice::Auto, true, None).unwrap().unwrap());
-    insta::assert_snapshot!(text, @r##"
-    start: (reasoning SPACE?)? answer
-    TEXT: /(?s:.*)/
-    WS: /[ \n]{0,2}/
-    SPACE: /[ \n]{1,2}/
-    T_0_0: "{" WS "\"name\"" WS ":" WS "\"f\\\"/é\"" WS "," WS "\"arguments\"" WS ":" WS
-    T_0_1: WS "}" WS
-    arguments_0: %json {"type":"object","additionalProperties":false,"x-guidance":{"whitespace_flexible":false,"item_separator":", ?","key_separator":": ?"}}
-    call_0: SPACE? T_0_0 arguments_0 T_0_1 <[260]>
-    call_rest: call_0
-    call: <[259]> call_rest
-    run_rest: call_rest (SPACE? call)*
-    run: <[259]> run_rest
-    PLAIN: /(?s:.*)/
-    answer: PLAIN? run?
-    reasoning: <[257]> TEXT? <[258]>
-    "##);
 }

@@ -1,25 +1,34 @@
 //! The parts of an answer: content, reasoning and tool calls, in the formats that models write.
 //!
-//! A format is data (`tool_call_format.rs`, `reasoning.rs`). One grammar writer and one parser read it, so the parser
-//! understands every text that the grammar allows. This folder knows no HTTP and no API dialect.
+//! A format is data (`table.rs`, `reasoning.rs`). One grammar writer and one parser read it, so the parser understands every
+//! text that the grammar allows. This folder knows no HTTP and no API dialect.
 //! INVARIANT: the parser's output does not depend on how the text is cut into pieces.
 
 mod answer_format;
+mod argument;
 mod call_item;
+mod channel_parser;
+mod detect;
+mod format;
 mod grammar;
+mod marker;
 mod object_scan;
 mod parser;
 mod part;
 mod prompt;
 mod reasoning;
+mod run_parser;
 #[cfg(test)]
 mod sample;
+mod table;
 mod tool;
-mod tool_call_format;
+mod value_kind;
 
 pub(crate) use answer_format::AnswerFormat;
+pub(super) use detect::WrittenCall;
+pub(crate) use format::{CallIds, Format};
 pub(crate) use parser::AnswerParser;
 pub(crate) use part::Part;
+pub(super) use reasoning::ReasoningFormat;
 pub(crate) use reasoning::ReasoningState;
 pub(crate) use tool::{Tool, ToolChoice, ToolError};
-pub(crate) use tool_call_format::ToolCallFormat;

@@ -7,9 +7,9 @@ pub(crate) enum Part {
     Content(String),
     /// Text of the reasoning, without its markers.
     Reasoning(String),
-    /// Starts a tool call. The next parts are its arguments.
-    ToolCallStart { index: usize, name: String },
-    /// The next fragment of the arguments, in the model's own JSON.
+    /// Starts a tool call. The next parts are its arguments. `id`: of the call, if the model has written it.
+    ToolCallStart { index: usize, name: String, id: Option<String> },
+    /// The next fragment of the arguments as JSON, which is the model's own if it writes JSON.
     ToolCallArguments { index: usize, fragment: String },
 }
 

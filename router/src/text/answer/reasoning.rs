@@ -7,11 +7,47 @@ pub(crate) struct ReasoningFormat {
     pub(super) close: &'static str,
 }
 
-const FORMATS: [ReasoningFormat; 3] = [
-    ReasoningFormat { open: "<think>", close: "</think>" },
-    ReasoningFormat { open: "[THINK]", close: "[/THINK]" },
-    ReasoningFormat { open: "<|START_THINKING|>", close: "<|END_THINKING|>" },
+impl ReasoningFormat {
+    pub(super) const ALL: [Self; 9] = [
+        Self { open: "<think>", close: "</think>" },
+        Self { open: "[THINK]", close: "[/THINK]" },
+        Self { open: "<seed:think>", close: "</seed:think>" },
+        Self { open: "<longcat_think>", close: "</longcat_think>" },
+        Self { open: "<|START_THINKING|>", close: "<|END_THINKING|>" },
+        Self { open: "<|inner_prefix|>", close: "<|inner_suffix|>" },
+        Self { open: "<|channel>thought", close: "<channel|>" },
+        Self { open: "<|open|>think<|sep|>", close: "<|close|>think<|sep|>" },
+        Self { open: "Here are my reasoning steps:", close: "[BEGIN FINAL RESPONSE]" },
+    ];
+}
+
+/// The markers around the part of an answer that is for the user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reply {
+    /// Empty if the end of the reasoning is the start of the reply.
+    pub(super) open: &'static str,
+    pub(super) close: &'static [&'static str],
+}
+
+const REPLIES: [Reply; 5] = [
+    Reply { open: "<|START_RESPONSE|>", close: &["<|END_RESPONSE|>"] },
+    Reply { open: "<response>", close: &["</response>"] },
+    Reply { open: "<answer>", close: &["</answer>"] },
+    Reply { open: "<|open|>response<|sep|>", close: &["<|close|>response<|sep|>", "<|close|>message<|sep|>"] },
+    Reply { open: "", close: &["[END FINAL RESPONSE]"] },
 ];
+
+impl Reply {
+    pub(super) fn markers(self) -> impl Iterator<Item = &'static str> {
+        [self.open].into_iter().filter(|open| !open.is_empty()).chain(self.close.iter().copied())
+    }
+
+    /// Detects the markers from the texts that the template contains or writes.
+    pub(crate) fn detect(texts: &[&str]) -> Option<Self> {
+        let has = |marker: &str| texts.iter().any(|text| text.contains(marker));
+        REPLIES.into_iter().find(|reply| has(reply.open) && reply.close.iter().all(|marker| has(marker)))
+    }
+}
 
 /// Whether an answer contains reasoning, as known from the end of the prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,9 +61,10 @@ pub(crate) enum ReasoningState {
 }
 
 impl ReasoningFormat {
-    /// Detects the format from the source of the chat template: a template of a reasoning model contains the closing marker.
-    pub(crate) fn detect(template: &str) -> Option<Self> {
-        FORMATS.into_iter().find(|format| template.contains(format.close))
+    /// Detects the format from the texts that the template contains or writes: those of a reasoning model have the closing
+    /// marker.
+    pub(crate) fn detect(texts: &[&str]) -> Option<Self> {
+        Self::ALL.into_iter().find(|format| texts.iter().any(|text| text.contains(format.close)))
     }
 
     fn at_end_of(self, prompt: &str) -> ReasoningState {

@@ -1,5 +1,7 @@
 //! The tools of a request, and which of them the model may or must call.
 
+use std::collections::HashSet;
+
 use serde_json::{Map, Value, json};
 
 /// A function that the model may call.
@@ -22,6 +24,33 @@ pub(crate) enum ToolChoice {
     Required,
     /// Exactly one call of this function.
     Named(String),
+}
+
+impl ToolChoice {
+    /// Whether the answer must be a call.
+    pub(crate) fn is_forced(&self) -> bool {
+        matches!(self, Self::Required | Self::Named(_))
+    }
+
+    /// Checks the tools and the choice among them.
+    pub(super) fn check(&self, tools: &[Tool]) -> Result<(), ToolError> {
+        if tools.is_empty() && *self == Self::Required {
+            return Err(ToolError::NoTools);
+        }
+        if let Self::Named(name) = self
+            && !tools.iter().any(|tool| tool.name == *name)
+        {
+            return Err(ToolError::Unknown { name: name.clone() });
+        }
+        if tools.iter().any(|tool| tool.name.is_empty()) {
+            return Err(ToolError::NoName);
+        }
+        let mut names = HashSet::new();
+        match tools.iter().find(|tool| !names.insert(&tool.name)) {
+            Some(tool) => Err(ToolError::Duplicate { name: tool.name.clone() }),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Why the tools of a request cannot be used.
@@ -74,9 +103,12 @@ impl Tool {
         if !says_what_else && knows_required {
             schema.insert("additionalProperties".to_owned(), false.into());
         }
-        // One line, as templates write calls. Small models can loop on unrestricted whitespace.
-        let layout = json!({"whitespace_flexible": false, "item_separator": ", ?", "key_separator": ": ?"});
-        schema.insert("x-guidance".to_owned(), layout);
+        schema.insert("x-guidance".to_owned(), json_layout());
         Ok(Value::Object(schema).to_string())
     }
+}
+
+/// An option of the grammar engine: one line, as templates write calls. Small models can loop on unrestricted whitespace.
+pub(super) fn json_layout() -> Value {
+    json!({"whitespace_flexible": false, "item_separator": ", ?", "key_separator": ": ?"})
 }

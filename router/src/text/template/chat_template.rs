@@ -10,6 +10,7 @@ use tokio::sync::Semaphore;
 use super::error::TemplateError;
 use super::input::ChatInputs;
 use super::process::{Renderer, Start};
+use super::trial::TemplateTraits;
 
 /// The source texts of a model's templates.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -67,6 +68,11 @@ impl ChatTemplate {
             renderer.render(&inputs)
         });
         task.await.unwrap_or_else(|error| Err(failed(&error)))
+    }
+
+    /// What the template for requests with or without tools writes; nothing if it is unusable.
+    pub(in crate::text) fn traits(&self, with_tools: bool) -> TemplateTraits {
+        self.choose(with_tools).map(|renderer| renderer.traits().clone()).unwrap_or_default()
     }
 
     fn choose(&self, with_tools: bool) -> Result<&Arc<Renderer>, TemplateError> {

@@ -1,5 +1,6 @@
 //! A compiled template, with the environment and the variables that transformers gives it.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
@@ -10,7 +11,8 @@ use super::error::TemplateError;
 use super::input::ChatInputs;
 use super::limit::MAX_OPERATIONS;
 use super::shape::SupportedShapes;
-use super::{continuation, filter, method, python_str, source, text_filter, trial};
+use super::trial::{TemplateTraits, Trial};
+use super::{continuation, filter, method, python_str, source, text_filter};
 
 const NAME: &str = "chat_template";
 
@@ -20,16 +22,17 @@ const MAX_RANGE: i64 = 100_000;
 /// Variables set from the request's own fields; `chat_template_kwargs` must not contradict them.
 const RESERVED: [&str; 5] = ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"];
 
-pub(super) struct Compiled {
+pub(in crate::text) struct Compiled {
     environment: Environment<'static>,
     special_tokens: Map<String, serde_json::Value>,
     writes_content: bool,
     shapes: SupportedShapes,
+    traits: TemplateTraits,
 }
 
 impl Compiled {
     /// `clock`: returns the time that `strftime_now` formats.
-    pub(super) fn new(
+    pub(in crate::text) fn new(
         source: &str,
         special_tokens: Map<String, serde_json::Value>,
         clock: fn() -> jiff::Zoned,
@@ -38,9 +41,21 @@ impl Compiled {
         environment.add_template_owned(NAME, source::adapted(source))?;
         let writes_content = source.contains("content");
         let shapes = SupportedShapes::default();
-        let mut compiled = Self { environment, special_tokens, writes_content, shapes };
-        compiled.shapes = trial::supported_shapes(|inputs| compiled.render(inputs).ok());
+        let traits = TemplateTraits::default();
+        let mut compiled = Self { environment, special_tokens, writes_content, shapes, traits };
+        // One endless rendering is enough to know the template.
+        let is_endless = Cell::new(false);
+        let render = |inputs| {
+            let rendered = (!is_endless.get()).then(|| compiled.render(inputs))?;
+            is_endless.set(matches!(rendered, Err(TemplateError::TooExpensive)));
+            rendered.ok()
+        };
+        (compiled.shapes, compiled.traits) = Trial(render).run(source);
         Ok(compiled)
+    }
+
+    pub(in crate::text) fn traits(&self) -> &TemplateTraits {
+        &self.traits
     }
 
     /// Renders messages of OpenAI's clients, converted to the shapes that the template supports.
@@ -50,7 +65,7 @@ impl Compiled {
     }
 
     /// Renders messages unconverted, exactly as transformers renders these inputs.
-    pub(super) fn render(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
+    pub(in crate::text) fn render(&self, mut inputs: ChatInputs) -> Result<String, TemplateError> {
         if let Some(name) = RESERVED.into_iter().find(|name| inputs.kwargs.contains_key(*name)) {
             return Err(TemplateError::ReservedKwarg(name.to_owned()));
         }

@@ -22,6 +22,7 @@ use serde_json::{Map, Value};
 use super::error::TemplateError;
 use super::input::ChatInputs;
 use super::limit::{MAX_PROMPT_BYTES, RENDER_DEADLINE, START_DEADLINE};
+use super::trial::TemplateTraits;
 
 /// First command-line argument of a renderer process, which calls [`run_chat_renderer`](super::run_chat_renderer).
 pub const RENDERER_ARGUMENT: &str = "render-chat-template";
@@ -40,6 +41,7 @@ pub(super) struct Start {
 pub(super) struct Renderer {
     program: PathBuf,
     start: Start,
+    traits: TemplateTraits,
     idle: Mutex<Vec<RendererProcess>>,
 }
 
@@ -48,9 +50,14 @@ impl Renderer {
     /// template is unusable.
     pub(super) fn start(program: &Path, start: Start) -> io::Result<Result<Self, TemplateError>> {
         let mut process = RendererProcess::spawn(program)?;
-        let started: Result<(), _> = process.call(&start, START_DEADLINE);
+        let started = process.call(&start, START_DEADLINE);
         let idle = Mutex::new(vec![process]);
-        Ok(started.map(|()| Self { program: program.to_owned(), start, idle }))
+        Ok(started.map(|traits| Self { program: program.to_owned(), start, traits, idle }))
+    }
+
+    /// What the template writes.
+    pub(super) fn traits(&self) -> &TemplateTraits {
+        &self.traits
     }
 
     /// Blocks for up to [`START_DEADLINE`] and [`RENDER_DEADLINE`].
@@ -72,7 +79,7 @@ impl Renderer {
         }
         let failed = |error: io::Error| TemplateError::Renderer(error.to_string());
         let mut process = RendererProcess::spawn(&self.program).map_err(failed)?;
-        process.call::<()>(&self.start, START_DEADLINE)?;
+        process.call::<TemplateTraits>(&self.start, START_DEADLINE)?;
         Ok(process)
     }
 

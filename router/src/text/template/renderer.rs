@@ -30,7 +30,7 @@ pub fn run_chat_renderer() -> io::Result<()> {
     let mut requests = BufReader::new(socket.try_clone()?);
     let Some(Start { source, special_tokens }) = receive(&mut requests)? else { return Ok(()) };
     let template = within(START_DEADLINE, || Compiled::new(&source, special_tokens, jiff::Zoned::now));
-    send(&socket, &template.as_ref().map(|_| ()))?;
+    send(&socket, &template.as_ref().map(Compiled::traits))?;
     let Ok(template) = template else { return Ok(()) };
     while let Some(inputs) = receive::<ChatInputs>(&mut requests)? {
         let prompt = within(RENDER_DEADLINE, || template.render_adapted(inputs));

@@ -1,30 +1,46 @@
 //! Converts messages to the shapes that a template supports: content as a string or as a list of parts, and arguments of
 //! tool calls as an object or as a string.
 //!
-//! Content keeps its shape where the template supports it. For a template that supports only strings, a list becomes the
+//! Content keeps its shape where the template supports it in messages of the role. For a template that supports only strings, a list becomes the
 //! concatenation of its texts (as in TGI). For a template that supports only lists, a string becomes a list of one part.
 
 use serde_json::{Value, json};
 
-/// The shapes of message fields that a template supports.
+/// The shapes of a message's content that a template writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ContentShape {
+    pub(super) string: bool,
+    pub(super) parts: bool,
+}
+
+/// The shapes of message fields that a template supports. Other roles than these are treated like users.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SupportedShapes {
-    pub(super) string_content: bool,
-    pub(super) part_content: bool,
+    pub(super) user: ContentShape,
+    pub(super) system: ContentShape,
+    pub(super) assistant: ContentShape,
+    pub(super) tool: ContentShape,
     pub(super) object_arguments: bool,
 }
 
 impl Default for SupportedShapes {
     /// What most templates support.
     fn default() -> Self {
-        Self { string_content: true, part_content: false, object_arguments: true }
+        let content = ContentShape { string: true, parts: false };
+        Self { user: content, system: content, assistant: content, tool: content, object_arguments: true }
     }
 }
 
 impl SupportedShapes {
     pub(super) fn convert(self, mut message: Value) -> Value {
+        let shape = match message["role"].as_str() {
+            Some("system" | "developer") => self.system,
+            Some("assistant") => self.assistant,
+            Some("tool") => self.tool,
+            _ => self.user,
+        };
         if let Some(content) = message.get_mut("content") {
-            self.convert_content(content);
+            shape.convert(content);
         }
         if self.object_arguments
             && let Some(calls) = message.get_mut("tool_calls").and_then(Value::as_array_mut)
@@ -33,15 +49,17 @@ impl SupportedShapes {
         }
         message
     }
+}
 
-    fn convert_content(self, content: &mut Value) {
+impl ContentShape {
+    fn convert(self, content: &mut Value) {
         match content {
-            Value::Array(parts) if !self.part_content => {
+            Value::Array(parts) if !self.parts => {
                 if let Some(text) = joined(parts) {
                     *content = text.into();
                 }
             }
-            Value::String(text) if !self.string_content && self.part_content => {
+            Value::String(text) if !self.string && self.parts => {
                 *content = json!([{"type": "text", "text": text}]);
             }
             _ => {}

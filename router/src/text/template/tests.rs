@@ -117,6 +117,65 @@ fn arguments_of_calls_are_objects_unless_the_template_concatenates_them() {
 }
 
 #[test]
+fn each_role_gets_content_in_a_shape_that_the_template_writes_for_it() {
+    // The user's parts are written one by one, the system's content as it is, a tool's as JSON.
+    let source = "{% for m in messages %}[{% if m.role == 'user' and m.content is not string %}\
+        {% for part in m.content %}<{{ part.text }}>{% endfor %}{% elif m.role == 'tool' %}{{ m.content | tojson }}\
+        {% elif m.role == 'assistant' %}{{ m.content[0].text if m.content is not string else m.content }}\
+        {% else %}{{ m.content }}{% endif %}]{% endfor %}";
+    let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
+    let roles = ["system", "user", "assistant", "tool", "developer"];
+    let messages: Value = roles.iter().map(|role| json!({"role": role, "content": parts})).collect();
+    assert_eq!(render(source, messages).unwrap(), "[ab][<a><b>][ab][\"ab\"][ab]");
+}
+
+#[test]
+fn arguments_that_a_template_would_write_as_python_are_json() {
+    let source = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\
+        {\"name\": \"{{ c.function.name }}\", \"arguments\": {{ c.function.arguments | string }}}</tool_call>{% endfor %}{% endfor %}";
+    let calls = json!([{"id": "call00000", "function": {"name": "f", "arguments": "{\"a\": true}"}}]);
+    let messages =
+        json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]);
+    let inputs = ChatInputs { add_generation_prompt: Some(false), ..inputs(messages) };
+    let text = template(source).render_adapted(inputs).unwrap();
+    assert_eq!(text, "Hi<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": true}}</tool_call>");
+}
+
+#[test]
+fn what_a_template_shows_is_tried_out() {
+    let tags = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let traits = |source: &str| {
+        let compiled = template(source);
+        let traits = compiled.traits();
+        (traits.shows_tools, traits.format.clone())
+    };
+    assert_eq!(traits(tags), (false, None));
+    assert_eq!(traits(&format!("{{# tools <tool_call> #}}{tags}")), (false, None));
+    assert_eq!(traits(&format!("{{{{ tools }}}}{tags}")), (true, None));
+    let instruction = "Answer <tool_call>{\"name\": NAME, \"arguments\": ARGUMENTS}</tool_call>";
+    assert_eq!(
+        traits(&format!("{{% if tools %}}{{{{ tools }}}}{instruction}{{% endif %}}{tags}")),
+        (true, Some("hermes".into()))
+    );
+    let in_xml = "Answer <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>";
+    assert_eq!(
+        traits(&format!("{{% if tools %}}{{{{ tools }}}}{in_xml}{{% endif %}}{tags}")),
+        (true, Some("qwen-xml".into()))
+    );
+    let unknown =
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<call {{ c }}>{% endfor %}{% endfor %}";
+    assert_eq!(traits(&format!("{{{{ tools }}}}{unknown}")), (true, None));
+}
+
+#[test]
+fn a_template_that_refuses_two_calls_gets_one() {
+    let source = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}\
+        [TOOL_CALLS]{{ m.tool_calls[0].function.name }}[ARGS]{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}";
+    let compiled = template(source);
+    assert_eq!((compiled.traits().format.as_deref(), compiled.traits().parallel_calls), (Some("mistral"), false));
+}
+
+#[test]
 fn kwargs_are_variables_and_cannot_replace_a_field_of_the_request() {
     let with = |kwargs: Value| {
         let kwargs = kwargs.as_object().unwrap().clone();
