@@ -51,6 +51,25 @@ pub(crate) struct TgiErrorBody {
     pub(crate) error_type: &'static str,
 }
 
+/// Anthropic's error object, in answers and as the last event of a stream.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = AnthropicError, example = json!({"type": "error", "error": {"type": "rate_limit_error", "message": "Model is overloaded"}}))]
+pub(crate) struct AnthropicErrorBody {
+    /// Always `error`.
+    #[serde(rename = "type")]
+    kind: &'static str,
+    error: AnthropicErrorFields,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct AnthropicErrorFields {
+    /// For programs: `invalid_request_error`, `rate_limit_error`, `api_error`, …
+    #[serde(rename = "type")]
+    kind: &'static str,
+    /// For people: what was given, and what is allowed.
+    message: String,
+}
+
 /// OpenAI's error object, in answers and as an event of a stream.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = OpenAiError, example = json!({"error": {"message": "Model is overloaded", "type": "rate_limit_error", "param": null, "code": "overloaded"}}))]
@@ -199,6 +218,30 @@ impl ApiError {
             }
         };
         OpenAiErrorBody { error: OpenAiErrorFields { message, kind, param, code, http_status_code: None } }
+    }
+
+    pub(crate) fn anthropic_body(&self) -> AnthropicErrorBody {
+        let kind = match self.openai_status() {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+            StatusCode::GATEWAY_TIMEOUT => "timeout_error",
+            status if status.is_server_error() => "api_error",
+            _ => "invalid_request_error",
+        };
+        let message = match self {
+            // COMPAT: clients compact the conversation when they read these words.
+            Self::Generation(GenerationError::Validation(ValidationError::InputTokens { max, given })) => {
+                format!("prompt is too long: {given} tokens > {max} maximum")
+            }
+            Self::Generation(GenerationError::Validation(error)) => {
+                error.openai_message("messages").replace("`stop`", "`stop_sequences`")
+            }
+            error => error.to_string(),
+        };
+        AnthropicErrorBody { kind: "error", error: AnthropicErrorFields { kind, message } }
     }
 
     /// The body as an event of a stream.

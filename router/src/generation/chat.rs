@@ -33,20 +33,32 @@ pub(crate) struct ToolSet {
     pub(crate) prompt: Option<String>,
 }
 
+impl ToolSet {
+    /// `None` for a plain chat, in which the model is shown no tools.
+    pub(crate) fn new(tools: Vec<Tool>, values: Vec<Value>, choice: ToolChoice, parallel: bool) -> Option<Self> {
+        let is_plain = match choice {
+            ToolChoice::None => true,
+            ToolChoice::Auto => tools.is_empty(),
+            ToolChoice::Required | ToolChoice::Named(_) => false,
+        };
+        (!is_plain).then_some(Self { tools, values, choice, parallel, prompt: None })
+    }
+}
+
 /// The format of tool-call ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ToolCallIds {
-    /// `call_` and 24 hexadecimal digits.
-    OpenAi,
+    /// The dialect's prefix and 24 hexadecimal digits.
+    Prefixed,
     /// Nine letters and digits, which Mistral's templates require when the call comes back in a conversation.
     Mistral,
 }
 
 impl ToolCallIds {
-    pub(crate) fn new_id(self) -> String {
+    pub(crate) fn new_id(self, prefix: &str) -> String {
         let id = format!("{:032x}", rand::random::<u128>());
         match self {
-            Self::OpenAi => format!("call_{}", &id[..24]),
+            Self::Prefixed => format!("{prefix}{}", &id[..24]),
             Self::Mistral => id[..9].to_owned(),
         }
     }
@@ -138,7 +150,7 @@ impl<'a> ChatAnswer<'a> {
     pub(super) fn tool_call_ids(&self) -> Option<ToolCallIds> {
         self.tools.as_ref().map(|_| match self.style.tool_format() {
             ToolCallFormat::MistralList | ToolCallFormat::MistralNamed => ToolCallIds::Mistral,
-            _ => ToolCallIds::OpenAi,
+            _ => ToolCallIds::Prefixed,
         })
     }
 }

@@ -25,7 +25,7 @@ pub(crate) use delta::{FinishReason, PromptToken, TextToken, TopToken};
 pub(crate) use error::{Bound, GenerationError, MIN_RETRY_AFTER_S, Refusal};
 pub(crate) use parameter::{Extension, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, Parameters};
 pub(crate) use request::{GenerationRequest, Prompt};
-pub(crate) use running::{Finished, GenerationDelta, Generations};
+pub(crate) use running::{Finished, GenerationDelta, Generations, StartedPrompt};
 pub(crate) use service::{GenerationService, TokenizedChat};
 pub(crate) use text_stream::StopText;
 pub(crate) use validation::ValidationError;

@@ -97,6 +97,9 @@ pub(crate) enum ValidationError {
     Unsupported { field: &'static str, why: &'static str },
     #[error("`{part}` parts are not supported in a message's content by this model")]
     ContentPart { part: String },
+    /// A message, a part of its content or a tool cannot be used. `path`: where it is in the request.
+    #[error("{path}: {problem}")]
+    Item { path: String, problem: String },
 }
 
 impl ValidationError {
@@ -107,6 +110,7 @@ impl ValidationError {
             Self::TopP => "`top_p` must be >= 0.0 and <= 1.0".to_owned(),
             Self::TypicalP => "`typical_p` must be > 0.0 and <= 1.0".to_owned(),
             Self::TopK => "`top_k` must be >= -1".to_owned(),
+            Self::Item { .. } => self.to_string(),
             error => error
                 .to_string()
                 .replace("`inputs`", &format!("`{prompt_field}`"))
@@ -121,7 +125,7 @@ impl ValidationError {
     }
 
     /// The invalid field of OpenAI's API, if a single field is invalid.
-    pub(crate) fn openai_param(&self, prompt_field: &'static str) -> Option<&'static str> {
+    pub(crate) fn openai_param<'a>(&'a self, prompt_field: &'a str) -> Option<&'a str> {
         match self {
             Self::EmptyInput | Self::InputTokens { .. } | Self::TotalTokens { .. } => Some(prompt_field),
             Self::BestOf { .. } | Self::BestOfStream | Self::BestOfSampling => Some("best_of"),
@@ -150,6 +154,7 @@ impl ValidationError {
             Self::IgnoreEosWithGrammar => Some("ignore_eos"),
             Self::StreamOptions => Some("stream_options"),
             Self::NoMessages | Self::ContentPart { .. } => Some("messages"),
+            Self::Item { path, .. } => Some(path),
             Self::NoPrompts | Self::TokenId { .. } => Some("prompt"),
             Self::PrefillDetailsStream | Self::NoInstances | Self::Truncate { .. } | Self::Tokenizer(_) => None,
         }

@@ -16,6 +16,8 @@ mod header;
 mod health;
 mod invocations;
 mod logprob;
+mod message_answer;
+mod messages;
 mod observe;
 mod openai_answer;
 mod request_id;
@@ -43,6 +45,7 @@ use utoipa_axum::routes;
 pub(crate) use service::Service;
 
 use crate::api::error::ApiError;
+use dialect::Dialect;
 use crate::config::ConnectionLimits;
 
 /// A value of `--cors-allow-origin` is not an origin.
@@ -81,6 +84,8 @@ fn routes() -> (Router<Service>, OpenApi) {
         .routes(routes!(tokenize::chat_tokenize))
         .routes(routes!(chat::chat_completions))
         .routes(routes!(completion::completions))
+        .routes(routes!(messages::messages))
+        .routes(routes!(messages::count_tokens))
         .routes(routes!(status::models))
         .routes(routes!(status::model))
         .routes(routes!(invocations::invocations))
@@ -96,11 +101,11 @@ fn routes() -> (Router<Service>, OpenApi) {
     (router, document)
 }
 
-/// COMPAT: TGI's 404 has no body; OpenAI's clients expect an error object.
+/// COMPAT: TGI's 404 has no body; clients of the other dialects expect an error object.
 async fn unknown_route(request: Request) -> Response {
     let path = request.uri().path();
-    if dialect::is_openai(path) {
-        return dialect::OpenAiError::from(ApiError::NotFound(format!("there is no route {path}"))).into_response();
+    if Dialect::of(path).refuses_with_body() {
+        return dialect::error_response(path, ApiError::NotFound(format!("there is no route {path}")));
     }
     StatusCode::NOT_FOUND.into_response()
 }

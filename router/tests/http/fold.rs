@@ -1,4 +1,4 @@
-//! Adds up streams of OpenAI's routes as the openai package does.
+//! Adds up streams as the openai and anthropic packages do.
 
 use std::collections::BTreeMap;
 
@@ -55,6 +55,56 @@ pub fn chat_fold(answer: &Answer) -> Value {
         }
     }
     choices.into_values().map(message).collect()
+}
+
+/// The message of a stream of `/v1/messages`. Checks that its blocks come one after the other.
+pub fn message_fold(answer: &Answer) -> Value {
+    let mut events = answer.typed_events().into_iter().filter(|event| event["type"] != "ping");
+    let mut message = events.next().unwrap()["message"].take();
+    let (mut open, mut arguments) = (None, String::new());
+    for mut event in events.by_ref() {
+        let blocks = message["content"].as_array_mut().unwrap();
+        match event["type"].as_str().unwrap() {
+            "content_block_start" => {
+                assert_eq!((open, &event["index"]), (None, &json!(blocks.len())));
+                open = event["index"].as_u64();
+                blocks.push(event["content_block"].take());
+            }
+            "content_block_delta" => {
+                assert_eq!(event["index"].as_u64(), open);
+                let (block, delta) = (blocks.last_mut().unwrap(), &event["delta"]);
+                let (field, kind) = match delta["type"].as_str().unwrap() {
+                    "text_delta" => ("text", "text"),
+                    "thinking_delta" => ("thinking", "thinking"),
+                    "signature_delta" => ("signature", "thinking"),
+                    "input_json_delta" => {
+                        assert_eq!(block["type"], "tool_use");
+                        arguments.push_str(delta["partial_json"].as_str().unwrap());
+                        continue;
+                    }
+                    other => panic!("{other}"),
+                };
+                assert_eq!(block["type"], kind);
+                block[field] = (block[field].as_str().unwrap().to_owned() + delta[field].as_str().unwrap()).into();
+            }
+            "content_block_stop" => {
+                assert_eq!(event["index"].as_u64(), open.take());
+                if blocks.last().unwrap()["type"] == "tool_use" {
+                    blocks.last_mut().unwrap()["input"] = serde_json::from_str(&arguments).unwrap_or(json!({}));
+                    arguments.clear();
+                }
+            }
+            "message_delta" => {
+                assert_eq!(open, None);
+                accumulate(&mut message, &event["delta"]);
+                message["usage"] = event["usage"].take();
+                break;
+            }
+            other => panic!("{other}"),
+        }
+    }
+    assert_eq!(events.collect::<Vec<_>>(), [json!({"type": "message_stop"})]);
+    message
 }
 
 /// Turns a summed delta into a message, whose calls have no index.

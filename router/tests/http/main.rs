@@ -15,6 +15,8 @@ mod fault;
 mod fold;
 mod fold_property;
 mod generate;
+mod messages;
+mod messages_input;
 mod model;
 mod openai;
 mod request_id;

@@ -62,7 +62,7 @@ pub fn call(text: &str) -> Vec<u32> {
     [vec![TOOL_CALL], bytes(text), vec![TOOL_CALL_END]].concat()
 }
 
-fn prompt(server: &Server) -> String {
+pub fn prompt(server: &Server) -> String {
     let ids = server.last_request().prompt_token_ids;
     String::from_utf8(ids.into_iter().map(|id| u8::try_from(id).unwrap()).collect()).unwrap()
 }

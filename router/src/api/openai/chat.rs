@@ -9,7 +9,7 @@ use super::tool::{ToolChoiceField, ToolField};
 use super::value::{IgnoredFields, SamplingFields, StreamOptions, is_given};
 use crate::api::field::{integer, or_default};
 use crate::generation::{Chat, GenerationRequest, Parameters, Prompt, StopText, ToolSet, ValidationError};
-use crate::text::{ChatInputs, ToolChoice};
+use crate::text::ChatInputs;
 
 /// OpenAI's limit.
 const MAX_TOP_LOGPROBS: u32 = 20;
@@ -119,14 +119,8 @@ impl ChatRequest {
         let (tools, values): (Vec<_>, Vec<_>) =
             self.tools.take().into_iter().flatten().map(|field| (field.tool, field.value)).unzip();
         let choice = self.tool_choice.take().map(|field| field.0).unwrap_or_default();
-        let is_plain = match choice {
-            ToolChoice::None => true,
-            ToolChoice::Auto => tools.is_empty(),
-            ToolChoice::Required | ToolChoice::Named(_) => false,
-        };
-        let parallel = self.parallel_tool_calls.unwrap_or(true);
-        let prompt = self.tool_prompt.take();
-        (!is_plain).then_some(ToolSet { tools, values, choice, parallel, prompt })
+        let set = ToolSet::new(tools, values, choice, self.parallel_tool_calls.unwrap_or(true))?;
+        Some(ToolSet { prompt: self.tool_prompt.take(), ..set })
     }
 
     fn parameters(&mut self) -> Result<Parameters, ValidationError> {

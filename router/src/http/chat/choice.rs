@@ -40,7 +40,7 @@ impl ChatReader {
             Part::ToolCallStart { index, name } => {
                 self.num_calls += 1;
                 let function = FunctionDelta { name: Some(name), arguments: String::new() };
-                let id = Some(self.call_ids.unwrap_or(ToolCallIds::OpenAi).new_id());
+                let id = Some(self.call_ids.unwrap_or(ToolCallIds::Prefixed).new_id("call_"));
                 of_call(ToolCallDelta { index, id, kind: Some("function"), function })
             }
             Part::ToolCallArguments { index, fragment } => {
