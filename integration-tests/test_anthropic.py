@@ -45,7 +45,7 @@ def test_a_stream_equals_the_plain_answer(client: Anthropic) -> None:
         pieces = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert pieces == text(plain)
-    assert final.content == plain.content
+    assert text(final) == text(plain)
     assert (final.stop_reason, final.usage.output_tokens) == (plain.stop_reason, plain.usage.output_tokens)
 
 

@@ -6,10 +6,12 @@
 pub(crate) mod anthropic;
 mod closed_schema;
 mod content;
+pub(crate) mod conversation;
 pub(crate) mod error;
 pub(crate) mod extension;
 mod field;
 pub(crate) mod grammar;
 pub(crate) mod openai;
+pub(crate) mod responses;
 pub(crate) mod tgi;
 pub(crate) mod vertex;

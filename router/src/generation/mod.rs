@@ -28,4 +28,4 @@ pub(crate) use request::{GenerationRequest, Prompt};
 pub(crate) use running::{Finished, GenerationDelta, Generations, StartedPrompt};
 pub(crate) use service::{GenerationService, TokenizedChat};
 pub(crate) use text_stream::StopText;
-pub(crate) use validation::ValidationError;
+pub(crate) use validation::{FieldNames, ValidationError};

@@ -7,7 +7,8 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::api::error::ApiError;
+use crate::api::error::{ApiError, CHAT_NAMES, COMPLETION_NAMES, RESPONSE_NAMES};
+use crate::generation::FieldNames;
 
 /// SageMaker's route, whose bodies decide the dialect.
 pub(super) const INVOCATIONS: &str = "/invocations";
@@ -50,14 +51,18 @@ pub(super) struct TgiError(pub(super) ApiError);
 #[derive(Debug)]
 pub(super) struct OpenAiError {
     error: ApiError,
-    /// The request's field for the prompt.
-    prompt_field: &'static str,
+    names: FieldNames,
 }
 
 impl OpenAiError {
     /// An error of a chat, whose prompt is its messages.
     pub(super) fn of_chat(error: impl Into<ApiError>) -> Self {
-        Self { error: error.into(), prompt_field: "messages" }
+        Self { error: error.into(), names: CHAT_NAMES }
+    }
+
+    /// An error of a response, whose prompt is its input.
+    pub(super) fn of_response(error: impl Into<ApiError>) -> Self {
+        Self { error: error.into(), names: RESPONSE_NAMES }
     }
 }
 
@@ -73,7 +78,7 @@ impl<E: Into<ApiError>> From<E> for TgiError {
 
 impl<E: Into<ApiError>> From<E> for OpenAiError {
     fn from(error: E) -> Self {
-        Self { error: error.into(), prompt_field: "prompt" }
+        Self { error: error.into(), names: COMPLETION_NAMES }
     }
 }
 
@@ -91,7 +96,7 @@ impl IntoResponse for TgiError {
 
 impl IntoResponse for OpenAiError {
     fn into_response(self) -> Response {
-        render(self.error.openai_status(), self.error.openai_body(self.prompt_field), self.error)
+        render(self.error.openai_status(), self.error.openai_body(self.names), self.error)
     }
 }
 

@@ -21,6 +21,7 @@ mod messages;
 mod observe;
 mod openai_answer;
 mod request_id;
+mod responses;
 mod service;
 mod slow_body;
 mod socket;
@@ -45,8 +46,8 @@ use utoipa_axum::routes;
 pub(crate) use service::Service;
 
 use crate::api::error::ApiError;
-use dialect::Dialect;
 use crate::config::ConnectionLimits;
+use dialect::Dialect;
 
 /// A value of `--cors-allow-origin` is not an origin.
 #[derive(Debug, thiserror::Error)]
@@ -84,6 +85,7 @@ fn routes() -> (Router<Service>, OpenApi) {
         .routes(routes!(tokenize::chat_tokenize))
         .routes(routes!(chat::chat_completions))
         .routes(routes!(completion::completions))
+        .routes(routes!(responses::responses))
         .routes(routes!(messages::messages))
         .routes(routes!(messages::count_tokens))
         .routes(routes!(status::models))

@@ -59,18 +59,19 @@ pub(super) fn done() -> Event {
     Event::default().data("[DONE]")
 }
 
-/// An event with the value as JSON, whose name is its field `type`.
-pub(super) fn typed_event(value: &impl Serialize) -> Event {
-    let value = serde_json::to_value(value).unwrap_or_default();
-    with_json(Event::default().event(value["type"].as_str().unwrap_or_default()), &value)
-}
-
 /// An event with the value as JSON.
 pub(super) fn event(value: &impl Serialize) -> Event {
-    with_json(Event::default(), value)
+    Event::default().data(json(value))
 }
 
-fn with_json(event: Event, value: &impl Serialize) -> Event {
+/// An event with the value as JSON, whose name is the value's type. INVARIANT: `type` is the value's first field.
+pub(super) fn typed_event(value: &impl Serialize) -> Event {
+    let json = json(value);
+    let name = json.strip_prefix("{\"type\":\"").and_then(|rest| rest.split('"').next());
+    Event::default().event(name.unwrap_or_default()).data(&json)
+}
+
+fn json(value: &impl Serialize) -> String {
     // Serializing our own types cannot fail: map keys are strings, and NaN becomes null.
-    event.json_data(value).unwrap_or_else(|_| Event::default().data("null"))
+    serde_json::to_string(value).unwrap_or_else(|_| "null".to_owned())
 }

@@ -9,9 +9,10 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::fold::{SEED, chat_fold, chunks, completion_fold, message_fold, seed_index, with};
+use crate::fold::{SEED, chat_fold, chunks, completion_fold, message_fold, response_fold, seed_index, with};
 use crate::messages::{hello, stable, tool as anthropic_tool};
 use crate::model::{IM_END, bytes, word};
+use crate::responses;
 use crate::server::Server;
 use crate::tool::{TOOL_CALL, TOOL_CALL_END, ask, call, server, without_ids};
 
@@ -48,6 +49,15 @@ fn answering(runtime: &Runtime, answers: &Answers) -> Server {
             if sequence.request.sampling.prompt_logprobs { &sequence.request.prompt_token_ids[1..] } else { &[] };
         let token = |&id: &u32| Token { id, logprob: -0.25, top: vec![TopToken { id: 0xC3, logprob: -0.5 }] };
         sequence.send(SequenceEvent::PromptTokens(prompt.iter().map(token).collect()));
+        sequence.answer(&tokens);
+    }))
+}
+
+/// Answers every sequence with the first answer.
+fn answering_first(runtime: &Runtime, answers: &Answers) -> Server {
+    let answers = Arc::clone(answers);
+    runtime.block_on(server(move |sequence| {
+        let tokens = answers.lock().unwrap()[0].clone();
         sequence.answer(&tokens);
     }))
 }
@@ -93,13 +103,7 @@ fn a_chat_s_stream_folds_to_the_plain_answer() {
 fn a_stream_of_messages_folds_to_the_plain_answer() {
     let runtime = Runtime::new().unwrap();
     let answers = Answers::default();
-    let server = {
-        let answers = Arc::clone(&answers);
-        runtime.block_on(server(move |sequence| {
-            let tokens = answers.lock().unwrap()[0].clone();
-            sequence.answer(&tokens);
-        }))
-    };
+    let server = answering_first(&runtime, &answers);
     let kinds = Cell::new([0; 3]);
     let case = (pieces(), any::<[bool; 3]>(), proptest::option::of(1..40_u32));
     proptest!(config(), |((tokens, [with_tools, shows_thinking, stops], max_tokens) in case)| {
@@ -118,6 +122,31 @@ fn a_stream_of_messages_folds_to_the_plain_answer() {
         let streamed = runtime.block_on(server.post("/v1/messages", with(body, json!({"stream": true}))));
         prop_assert_eq!(stable(&message_fold(&streamed).to_string()), stable(&plain.body));
         let seen = ["\"text\"", "\"thinking\"", "\"tool_use\""].map(|kind| plain.body.matches(kind).count());
+        kinds.set(std::array::from_fn(|kind| kinds.get()[kind] + seen[kind]));
+    });
+    assert!(kinds.get().iter().all(|&num| num > 0), "{:?}", kinds.get());
+}
+
+#[test]
+fn a_stream_of_a_response_folds_to_the_plain_answer() {
+    let runtime = Runtime::new().unwrap();
+    let answers = Answers::default();
+    let server = answering_first(&runtime, &answers);
+    let kinds = Cell::new([0; 3]);
+    let case = (pieces(), any::<bool>(), proptest::option::of(1..40_u32));
+    proptest!(config(), |((tokens, with_tools, max_tokens) in case)| {
+        *answers.lock().unwrap() = vec![tokens];
+        let mut body = responses::hello(json!({"max_output_tokens": max_tokens}));
+        if with_tools {
+            body["tools"] = json!([responses::tool("f"), responses::tool("g")]);
+        }
+        let plain = runtime.block_on(server.post("/v1/responses", body.clone()));
+        prop_assert_eq!(plain.status, StatusCode::OK);
+        let streamed = runtime.block_on(server.post("/v1/responses", with(body, json!({"stream": true}))));
+        let stable = responses::stable;
+        prop_assert_eq!(stable(&response_fold(&streamed).to_string()), stable(&plain.json().to_string()));
+        let seen = ["\"output_text\"", "\"reasoning_text\"", "\"function_call\""];
+        let seen = seen.map(|kind| plain.body.matches(kind).count());
         kinds.set(std::array::from_fn(|kind| kinds.get()[kind] + seen[kind]));
     });
     assert!(kinds.get().iter().all(|&num| num > 0), "{:?}", kinds.get());

@@ -20,6 +20,8 @@ mod messages_input;
 mod model;
 mod openai;
 mod request_id;
+mod responses;
+mod responses_input;
 mod server;
 mod status;
 mod stream;

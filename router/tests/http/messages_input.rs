@@ -68,7 +68,8 @@ async fn the_template_sees_the_system_prompt_tools_calls_and_results() {
 #[tokio::test]
 async fn what_differs_in_every_request_of_claude_code_is_not_part_of_the_prompt() {
     let server = server(|sequence| sequence.answer(&[IM_END])).await;
-    let header = |hash: &str| format!("x-anthropic-billing-header: cc_version=2.1.107.3d9; cc_entrypoint=cli; cch={hash};");
+    let header =
+        |hash: &str| format!("x-anthropic-billing-header: cc_version=2.1.107.3d9; cc_entrypoint=cli; cch={hash};");
     let expected = prompt_of(&server, json!({"system": "You help."})).await;
     for system in [
         json!([text(&header("74943")), text("You help.")]),
@@ -125,20 +126,23 @@ async fn invalid_requests_name_the_field() {
         (user(json!({"type": "text"})), "messages[0].content[1]: missing field `text`"),
         (user(json!({"type": "video"})), "messages[0].content[1].type: unknown variant `video`"),
         (user(image.clone()), "messages[0].content[1]: `image` blocks are not supported"),
-        (user(json!({"type": "document", "source": {}})), "messages[0].content[1]: `document` blocks are not supported"),
-        (user(call("a")), "messages[0].content[1]: `tool_use` blocks belong into a message of the assistant"),
+        (
+            user(json!({"type": "document", "source": {}})),
+            "messages[0].content[1]: `document` blocks are not supported",
+        ),
+        (user(call("a")), "messages[0].content[1]: `tool_use` blocks do not belong"),
         (user(result("nobody")), "messages[0].content[1].tool_use_id: `nobody` is not the id"),
         (json!({"system": [image.clone()]}), "system[0]: `image` blocks are not supported"),
         (answered(json!([call("a")]), json!([result("b")])), "messages[2].content[0].tool_use_id: `b` is not the id"),
         (answered(json!([call("a")]), json!([result("a"), result("a")])), "messages[2].content[1].tool_use_id: `a`"),
-        (answered(json!([call("a")]), json!("Go on")), "messages[2]: the `tool_use` block `a` needs"),
-        (answered(json!([call("a"), call("a")]), json!([])), "messages[1].content[1].id: `a` occurs twice"),
-        (answered(json!([result("a")]), json!([])), "messages[1].content[0]: `tool_result` blocks belong"),
+        (answered(json!([call("a")]), json!("Go on")), "messages: the call `a` has no result"),
+        (answered(json!([call("a"), call("a")]), json!([])), "messages[1].content[1].id: the id `a` occurs twice"),
+        (answered(json!([result("a")]), json!([])), "messages[1].content[0]: `tool_result` blocks do not belong"),
         (
             answered(json!([call("a")]), json!([{"type": "tool_result", "tool_use_id": "a", "content": [image]}])),
             "messages[2].content[0].content[0]: `image` blocks are not supported",
         ),
-        (json!({"messages": [{"role": "assistant", "content": [call("a")]}]}), "messages: the `tool_use` block `a`"),
+        (json!({"messages": [{"role": "assistant", "content": [call("a")]}]}), "messages: the call `a` has no result"),
         (json!({"max_tokens": 0}), "`max_tokens` must be strictly positive"),
         (json!({"max_tokens": -1}), "max_tokens: invalid value"),
         (json!({"max_tokens": null}), "max_tokens: invalid type: null"),

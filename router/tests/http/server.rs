@@ -290,6 +290,7 @@ fn config(folder: &Path) -> Config {
         compute_type: "1-cpu".to_owned(),
         grammar_support: true,
         prefill_logprobs: true,
+        max_stored_responses: 0,
         vertex_routes: VertexRoutes::default(),
         connections: ConnectionLimits::new(&LIMITS),
         graceful_termination_timeout: Duration::from_secs(10),

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use axum::http::StatusCode;
+use penstock_router::Config;
 use penstock_router::sequence::Grammar;
 use serde_json::{Value, json};
 
@@ -20,6 +21,19 @@ const TEMPLATE: &str = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if ena
 
 pub async fn server(script: impl Fn(Sequence) + Send + Sync + 'static) -> Server {
     server_with(write_model, script).await
+}
+
+/// `adjust` changes the configuration.
+pub async fn server_with_config(
+    adjust: impl FnOnce(&mut Config),
+    script: impl Fn(Sequence) + Send + Sync + 'static,
+) -> Server {
+    Server::start(script, |config| {
+        write_model(&config.model_folder);
+        (config.limits.max_input_tokens, config.limits.max_total_tokens) = (8000, 9000);
+        adjust(config);
+    })
+    .await
 }
 
 /// `write` changes the model's folder.

@@ -18,6 +18,11 @@ pub(crate) struct Message {
     pub(crate) stop_reason: Option<StopReason>,
     /// The stop sequence that ended the answer.
     pub(crate) stop_sequence: Option<String>,
+    /// Always null, as is `container`.
+    #[schema(value_type = Option<Object>)]
+    pub(crate) stop_details: (),
+    #[schema(value_type = Option<Object>)]
+    pub(crate) container: (),
     pub(crate) usage: Usage,
 }
 
@@ -28,6 +33,9 @@ pub(crate) struct Message {
 pub(crate) enum ContentBlock {
     Text {
         text: String,
+        /// Always null.
+        #[schema(value_type = Option<Object>)]
+        citations: (),
     },
     Thinking {
         thinking: String,
@@ -36,11 +44,20 @@ pub(crate) enum ContentBlock {
     ToolUse {
         id: String,
         name: String,
+        caller: Caller,
         /// The arguments. Empty if the answer ended within them.
         #[serde(serialize_with = "object")]
         #[schema(value_type = Object)]
         input: String,
     },
+}
+
+/// Who makes a call: always the model itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schema(as = AnthropicCaller)]
+pub(crate) enum Caller {
+    Direct,
 }
 
 /// JSON text as the object that it is, or as an empty one if it is incomplete.
@@ -72,6 +89,22 @@ pub(crate) struct Usage {
     /// Prompt tokens found in the prefix cache.
     pub(crate) cache_read_input_tokens: usize,
     pub(crate) output_tokens: usize,
+    pub(crate) output_tokens_details: OutputTokensDetails,
+    /// Always null, as are `inference_geo` and `server_tool_use`.
+    #[schema(value_type = Option<Object>)]
+    pub(crate) cache_creation: (),
+    #[schema(value_type = Option<String>)]
+    pub(crate) inference_geo: (),
+    #[schema(value_type = Option<Object>)]
+    pub(crate) server_tool_use: (),
+    /// Always `standard`.
+    pub(crate) service_tier: &'static str,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
+#[schema(as = AnthropicOutputTokensDetails)]
+pub(crate) struct OutputTokensDetails {
+    pub(crate) thinking_tokens: usize,
 }
 
 /// The answer of `/v1/messages/count_tokens`.
@@ -111,13 +144,17 @@ pub(crate) enum MessageEvent {
 
 /// The addition of one event to a block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(tag = "type")]
 #[schema(as = AnthropicContentDelta)]
 pub(crate) enum ContentDelta {
-    TextDelta { text: String },
-    ThinkingDelta { thinking: String },
-    SignatureDelta { signature: String },
-    InputJsonDelta { partial_json: String },
+    #[serde(rename = "text_delta")]
+    Text { text: String },
+    #[serde(rename = "thinking_delta")]
+    Thinking { thinking: String },
+    #[serde(rename = "signature_delta")]
+    Signature { signature: String },
+    #[serde(rename = "input_json_delta")]
+    InputJson { partial_json: String },
 }
 
 /// How the answer ended.
@@ -150,10 +187,10 @@ impl Message {
 impl ContentBlock {
     fn add(&mut self, delta: &ContentDelta) {
         match (self, delta) {
-            (Self::Text { text }, ContentDelta::TextDelta { text: more })
-            | (Self::Thinking { thinking: text, .. }, ContentDelta::ThinkingDelta { thinking: more })
-            | (Self::Thinking { signature: text, .. }, ContentDelta::SignatureDelta { signature: more })
-            | (Self::ToolUse { input: text, .. }, ContentDelta::InputJsonDelta { partial_json: more }) => {
+            (Self::Text { text, .. }, ContentDelta::Text { text: more })
+            | (Self::Thinking { thinking: text, .. }, ContentDelta::Thinking { thinking: more })
+            | (Self::Thinking { signature: text, .. }, ContentDelta::Signature { signature: more })
+            | (Self::ToolUse { input: text, .. }, ContentDelta::InputJson { partial_json: more }) => {
                 text.push_str(more);
             }
             _ => {}

@@ -15,12 +15,6 @@ pub(super) struct MessageParam {
     pub(super) content: Content<Block>,
 }
 
-impl MessageParam {
-    pub(super) fn is_assistant(&self) -> bool {
-        self.role == Role::Assistant
-    }
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 #[schema(as = AnthropicRole)]
@@ -133,8 +127,3 @@ pub(super) fn texts(content: Content<TextBlock>, path: &str) -> Result<Vec<Strin
 }
 
 pub(super) const UNREADABLE: &str = "are not supported: this model reads only text";
-
-/// Texts of separate blocks as one text.
-pub(super) fn joined(texts: Vec<String>) -> String {
-    texts.join("\n\n")
-}

@@ -6,5 +6,8 @@ mod conversation;
 mod request;
 mod tool;
 
-pub(crate) use answer::{ContentBlock, ContentDelta, Message, MessageDelta, MessageEvent, StopReason, TokenCount, Usage};
+pub(crate) use answer::{
+    Caller, ContentBlock, ContentDelta, Message, MessageDelta, MessageEvent, OutputTokensDetails, StopReason,
+    TokenCount, Usage,
+};
 pub(crate) use request::{CountTokensRequest, MessagesRequest};

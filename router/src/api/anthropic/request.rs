@@ -195,7 +195,6 @@ impl Conversation {
     /// The conversation with its tools.
     fn into_chat(self) -> Result<Chat, ValidationError> {
         self.check_supported()?;
-        let continues = self.messages.last().is_some_and(MessageParam::is_assistant);
         let mut kwargs = Map::new();
         if let Some(thinking) = &self.thinking {
             kwargs.insert("enable_thinking".to_owned(), (!matches!(thinking, Thinking::Disabled)).into());
@@ -203,9 +202,10 @@ impl Conversation {
         if let Some(effort) = self.output_config.and_then(|config| config.effort) {
             kwargs.insert("reasoning_effort".to_owned(), effort.into());
         }
+        let messages = template_messages(self.system, self.messages)?;
         let inputs = ChatInputs {
-            messages: template_messages(self.system, self.messages)?,
-            continue_final_message: Some(continues),
+            continue_final_message: Some(messages.last().is_some_and(|message| message["role"] == "assistant")),
+            messages,
             kwargs,
             ..ChatInputs::default()
         };

@@ -71,7 +71,10 @@ impl ToolParam {
             Err(ValidationError::Item { path: format!("tools[{index}]{field}"), problem })
         };
         if let Some(kind) = self.kind.filter(|kind| kind != CUSTOM) {
-            return refused(".type", format!("`{kind}` is not supported, only `{CUSTOM}` is: this server executes no tools"));
+            return refused(
+                ".type",
+                format!("`{kind}` is not supported, only `{CUSTOM}` is: this server executes no tools"),
+            );
         }
         let Some(schema) = self.input_schema else {
             return refused("", "missing field `input_schema`".to_owned());

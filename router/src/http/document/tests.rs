@@ -6,6 +6,7 @@ use serde_json::Value;
 use crate::api::anthropic::{CountTokensRequest, MessagesRequest};
 use crate::api::grammar::GrammarField;
 use crate::api::openai::{ChatRequest, CompletionRequest};
+use crate::api::responses::ResponsesRequest;
 use crate::api::tgi::GenerateRequest;
 use crate::api::vertex::VertexRequest;
 
@@ -43,15 +44,17 @@ fn the_compatibility_pages_list_exactly_the_requests_fields() {
     let document = document();
     let tgi = include_str!("../../../../docs/tgi-compatibility.md");
     let openai = include_str!("../../../../docs/openai-compatibility.md");
+    let responses = include_str!("../../../../docs/responses-compatibility.md");
     let anthropic = include_str!("../../../../docs/anthropic-compatibility.md");
     for (page, headings, request) in [
         (tgi, &["Parameters"][..], "GenerateParameters"),
         (openai, &["Both routes", "Chat"], "ChatRequest"),
         (openai, &["Both routes", "Completions"], "CompletionRequest"),
+        (responses, &["Request"], "ResponsesRequest"),
         (anthropic, &["Conversation"], "AnthropicConversation"),
         (anthropic, &["Conversation", "Messages"], "AnthropicMessagesRequest"),
     ] {
-        let named = headings.iter().flat_map(|heading| names_under(page, heading)).collect();
+        let named: BTreeSet<_> = headings.iter().flat_map(|heading| names_under(page, heading)).collect();
         assert_eq!(named, fields(&document, schema(&document, request)), "left: {headings:?}, right: {request}");
     }
 }
@@ -73,6 +76,7 @@ fn examples_are_valid_requests() {
     check::<GenerateRequest>(&document, "GenerateRequest");
     check::<ChatRequest>(&document, "ChatRequest");
     check::<CompletionRequest>(&document, "CompletionRequest");
+    check::<ResponsesRequest>(&document, "ResponsesRequest");
     check::<MessagesRequest>(&document, "AnthropicMessagesRequest");
     check::<CountTokensRequest>(&document, "AnthropicCountTokensRequest");
     check::<VertexRequest>(&document, "VertexRequest");

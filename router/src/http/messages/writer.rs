@@ -5,11 +5,12 @@ use std::time::Duration;
 use axum::response::sse::{Event, KeepAlive};
 
 use crate::api::anthropic::{
-    ContentBlock, ContentDelta, Message, MessageDelta, MessageEvent, MessagesRequest, StopReason, Usage,
+    Caller, ContentBlock, ContentDelta, Message, MessageDelta, MessageEvent, MessagesRequest, OutputTokensDetails,
+    StopReason, Usage,
 };
 use crate::api::error::ApiError;
 use crate::generation::{FinishReason, GenerationDelta, StartedPrompt, ToolCallIds};
-use crate::http::message_answer::EventWriter;
+use crate::http::message_answer::{EventWriter, ReasoningCount};
 use crate::http::sse;
 use crate::text::Part;
 
@@ -26,6 +27,7 @@ pub(super) struct MessageWriter {
     call_ids: Option<ToolCallIds>,
     num_prompt_tokens: usize,
     num_calls: usize,
+    thinking: ReasoningCount,
     num_blocks: usize,
     open_block: Option<BlockKind>,
 }
@@ -50,6 +52,7 @@ impl MessageWriter {
             call_ids: None,
             num_prompt_tokens: 0,
             num_calls: 0,
+            thinking: ReasoningCount::default(),
             num_blocks: 0,
             open_block: None,
         }
@@ -66,29 +69,32 @@ impl MessageWriter {
             cache_creation_input_tokens: 0,
             cache_read_input_tokens: num_cached_tokens,
             output_tokens,
+            output_tokens_details: OutputTokensDetails { thinking_tokens: self.thinking.num_tokens },
+            service_tier: "standard",
+            ..Usage::default()
         }
     }
 
     fn part(&mut self, part: Part, events: &mut Vec<MessageEvent>) {
         let (kind, delta) = match part {
-            Part::Content(text) => (BlockKind::Text, ContentDelta::TextDelta { text }),
-            Part::Reasoning(thinking) => (BlockKind::Thinking, ContentDelta::ThinkingDelta { thinking }),
+            Part::Content(text) => (BlockKind::Text, ContentDelta::Text { text }),
+            Part::Reasoning(thinking) => (BlockKind::Thinking, ContentDelta::Thinking { thinking }),
             Part::ToolCallStart { name, .. } => {
                 let id = self.call_ids.unwrap_or(ToolCallIds::Prefixed).new_id("toolu_");
                 self.num_calls += 1;
                 self.close(events);
-                let block = ContentBlock::ToolUse { id, name, input: String::new() };
+                let block = ContentBlock::ToolUse { id, name, caller: Caller::Direct, input: String::new() };
                 return self.start(BlockKind::ToolUse, block, events);
             }
             Part::ToolCallArguments { fragment, .. } => {
-                (BlockKind::ToolUse, ContentDelta::InputJsonDelta { partial_json: fragment })
+                (BlockKind::ToolUse, ContentDelta::InputJson { partial_json: fragment })
             }
         };
         if self.open_block != Some(kind) {
             self.close(events);
             let block = match kind {
                 BlockKind::Thinking => ContentBlock::Thinking { thinking: String::new(), signature: String::new() },
-                _ => ContentBlock::Text { text: String::new() },
+                _ => ContentBlock::Text { text: String::new(), citations: () },
             };
             self.start(kind, block, events);
         }
@@ -107,7 +113,7 @@ impl MessageWriter {
         let Some(kind) = self.open_block.take() else { return };
         let index = self.num_blocks - 1;
         if kind == BlockKind::Thinking {
-            let delta = ContentDelta::SignatureDelta { signature: SIGNATURE.to_owned() };
+            let delta = ContentDelta::Signature { signature: SIGNATURE.to_owned() };
             events.push(MessageEvent::ContentBlockDelta { index, delta });
         }
         events.push(MessageEvent::ContentBlockStop { index });
@@ -138,6 +144,7 @@ impl EventWriter for MessageWriter {
 
     fn write(&mut self, delta: GenerationDelta) -> Vec<MessageEvent> {
         let mut events = Vec::new();
+        self.thinking.add(&delta.parts);
         for part in delta.parts {
             self.part(part, &mut events);
         }
