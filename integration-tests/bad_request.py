@@ -145,6 +145,68 @@ def conversations() -> Iterator[Bad]:
     yield _completion("logprobs", "logprobs", logprobs=10**6)
 
 
+def _message(name: str, message: str, path: str = "/v1/messages", **fields: Any) -> Bad:
+    body = {"model": "tgi", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}], **fields}
+    return Bad(name, path, json.dumps(body).encode(), BAD_REQUEST, message)
+
+
+def _response(name: str, message: str, **fields: Any) -> Bad:
+    body = {"model": "tgi", "max_output_tokens": 4, "input": "Hello", **fields}
+    return Bad(name, "/v1/responses", json.dumps(body).encode(), BAD_REQUEST, message)
+
+
+def dialects() -> Iterator[Bad]:
+    """Invalid requests of Anthropic's dialect and of Responses."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    orphan = {"type": "tool_result", "tool_use_id": "toolu_0", "content": "rain"}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for messages in (
+            [],
+            None,
+            "Hello",
+            {},
+            [None],
+            ["Hello"],
+            [{}],
+            [{"role": 5}],
+            [{"role": "tool", "content": ""}],
+        ):
+            yield _message("messages", "messages", path, messages=messages)
+        for content in (5, {}, [5], [{"type": "text"}], [{"type": "video"}], [image], [orphan], [call], [[]]):
+            yield _message("content", "messages[0].content", path, messages=[{"role": "user", "content": content}])
+        yield _message("no result", "toolu_1", path, messages=[{"role": "assistant", "content": [call]}])
+        yield _message("system", "system", path, system=[image])
+        yield _message("tools", "tools[0].type", path, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+        yield _message("servers", "mcp_servers", path, mcp_servers=[{"url": "http://127.0.0.1:1"}])
+        yield _raw("deep", f'{{"model":"tgi","messages":{DEEP}}}'.encode(), BAD_REQUEST, "messages", path)
+    for value in (0, -1, 2**32, "a", None):
+        yield _message("max_tokens", "max_tokens", max_tokens=value)
+    for message, tool in (
+        ("tools[0]: missing field `input_schema`", {"name": "f"}),
+        ("tools[0].name", {"name": 5, "input_schema": {}}),
+        ("broken_one", {"name": "broken_one", "input_schema": {"type": "circle"}}),
+    ):
+        yield _message("tools", message, tools=[tool], tool_choice={"type": "any"})
+    yield _message("long prompt", "prompt is too long", messages=[{"role": "user", "content": "word " * 20_000}])
+    for items in (5, None, [], [5], [{}], [{"role": "user"}], [{"type": "item_reference", "id": "msg_1"}]):
+        yield _response("input", "input", input=items)
+    for part in ({"type": "input_image"}, {"type": "input_text"}, {"type": "input_text", "text": 5}, 5):
+        yield _response("content", "input[0].content[0]", input=[{"role": "user", "content": [part]}])
+    yield _response("orphan", "call_0", input=[{"type": "function_call_output", "call_id": "call_0", "output": "rain"}])
+    for tool in ({"type": "web_search"}, {"type": "custom", "name": "f"}, {"type": "function"}, {}):
+        yield _response("tools", "tools[0]", tools=[tool])
+    yield _response("previous", "previous_response_id", previous_response_id="resp_0")
+    for name, value in {
+        "truncation": "auto",
+        "background": True,
+        "include": ["logprobs"],
+        "text": {"format": 5},
+    }.items():
+        yield _response(name, name, **{name: value})
+    yield _raw("deep", f'{{"model":"tgi","input":{DEEP}}}'.encode(), BAD_REQUEST, "input", "/v1/responses")
+
+
 def _grammar(name: str, kind: str, value: Any, status: int = UNPROCESSABLE, message: str = "grammar") -> Bad:
     return _generate(f"{kind} {name}", message, status, max_new_tokens=16, grammar={"type": kind, "value": value})
 
@@ -211,4 +273,4 @@ def costly_grammars() -> Iterator[Bad]:
 
 
 def every() -> list[Bad]:
-    return [*grammars(), *costly_grammars(), *syntax(), *parameters(), *conversations()]
+    return [*grammars(), *costly_grammars(), *syntax(), *parameters(), *conversations(), *dialects()]

@@ -23,9 +23,22 @@ from schemathesis.specs.openapi.checks import (
 
 DOCUMENT = "/api-doc/openapi.json"
 # Upper bounds, so that the time goes into many requests and not into many tokens.
-LARGEST = {"max_new_tokens": 2, "max_tokens": 2, "max_completion_tokens": 2, "min_tokens": 2, "n": 2, "best_of": 2}
+LARGEST = {
+    "max_new_tokens": 2,
+    "max_tokens": 2,
+    "max_completion_tokens": 2,
+    "max_output_tokens": 2,
+    "min_tokens": 2,
+    "n": 2,
+    "best_of": 2,
+}
 # The field that identifies a kind of request, and the field that limits its length.
-LENGTH_OF = {"inputs": "max_new_tokens", "messages": "max_tokens", "prompt": "max_tokens"}
+LENGTH_OF = {
+    "inputs": "max_new_tokens",
+    "messages": "max_tokens",
+    "prompt": "max_tokens",
+    "input": "max_output_tokens",
+}
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +85,7 @@ def body_conforms(ctx: CheckContext, response: Response, case: schemathesis.Case
         return
     document = case.operation.schema.raw_schema
     described = document["paths"][case.path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
-    errors = [{"$ref": f"#/components/schemas/{name}"} for name in ("Error", "OpenAiError")]
+    errors = [{"$ref": f"#/components/schemas/{name}"} for name in ("Error", "OpenAiError", "AnthropicError")]
     validator = Draft202012Validator({"anyOf": [described, *errors], "components": document["components"]})
     events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
     assert events

@@ -157,6 +157,11 @@ pub(crate) struct Args {
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) enable_prefill_logprobs: bool,
 
+    /// Number of newest responses of /v1/responses that are kept in memory, so that requests can continue them by
+    /// previous_response_id; 0 keeps none
+    #[arg(long, env, default_value_t = 0)]
+    pub(crate) max_stored_responses: usize,
+
     /// Fraction of the vocabulary that a watermark favours, between 0 and 1 [default: 0.5]
     #[arg(long, env)]
     pub(crate) watermark_gamma: Option<f32>,

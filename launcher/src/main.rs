@@ -184,6 +184,7 @@ async fn serve(setup: Setup<'_>, port: ReservedPort, stop: CancellationToken) ->
         compute_type: compute_type(settings.num_ranks, &model.device),
         grammar_support: !args.disable_grammar_support,
         prefill_logprobs: args.enable_prefill_logprobs,
+        max_stored_responses: args.max_stored_responses,
         vertex_routes: vertex_routes.clone(),
         connections: ConnectionLimits::new(&limits),
         graceful_termination_timeout: settings.graceful_termination_timeout,

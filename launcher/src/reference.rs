@@ -43,6 +43,7 @@ const OURS: &[&str] = &[
     "max-inter-token-ms",
     "max-queued-tokens",
     "max-steps-in-flight",
+    "max-stored-responses",
     "prefix-caching",
     "queue-timeout",
     "step-timeout",

@@ -39,6 +39,8 @@ pub struct Config {
     pub grammar_support: bool,
     /// Whether requests may ask for logprobs of their prompt.
     pub prefill_logprobs: bool,
+    /// Responses of `/v1/responses` that later requests can continue; 0: none.
+    pub max_stored_responses: usize,
     /// Paths on which Vertex AI sends its requests.
     pub vertex_routes: VertexRoutes,
     /// Limits of connections.

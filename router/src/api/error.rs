@@ -4,7 +4,8 @@ use axum::http::StatusCode;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::generation::{Bound, GenerationError, MIN_RETRY_AFTER_S, Refusal, ValidationError};
+use super::responses::ResponseError;
+use crate::generation::{Bound, FieldNames, GenerationError, MIN_RETRY_AFTER_S, Refusal, ValidationError};
 use crate::telemetry::metrics::{Failure, RefusalReason};
 use crate::text::TemplateError;
 
@@ -27,6 +28,9 @@ pub(crate) enum ApiError {
     Malformed { status: StatusCode, message: String, param: Option<String> },
     #[error("{0}")]
     NotFound(String),
+    /// The response that the request continues is not stored.
+    #[error("{0}")]
+    PreviousResponse(String),
     /// The API key is missing or wrong.
     #[error("{0}")]
     Unauthorized(&'static str),
@@ -41,6 +45,18 @@ impl From<ValidationError> for ApiError {
     }
 }
 
+pub(crate) const CHAT_NAMES: FieldNames =
+    FieldNames { prompt: "messages", max_tokens: "max_tokens", stop: "stop", grammar: "response_format" };
+pub(crate) const COMPLETION_NAMES: FieldNames = FieldNames { prompt: "prompt", ..CHAT_NAMES };
+pub(crate) const RESPONSE_NAMES: FieldNames =
+    FieldNames { prompt: "input", max_tokens: "max_output_tokens", stop: "stop", grammar: "text.format" };
+const ANTHROPIC_NAMES: FieldNames = FieldNames {
+    prompt: "messages",
+    max_tokens: "max_tokens",
+    stop: "stop_sequences",
+    grammar: "output_config.format",
+};
+
 /// TGI's error object, in answers and as the last event of a stream.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Error, example = json!({"error": "Input validation error: `temperature` must be strictly positive", "error_type": "validation"}))]
@@ -49,6 +65,25 @@ pub(crate) struct TgiErrorBody {
     pub(crate) error: String,
     /// For programs: `validation`, `overloaded`, `generation`, `timeout`, …
     pub(crate) error_type: &'static str,
+}
+
+/// Anthropic's error object, in answers and as the last event of a stream.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = AnthropicError, example = json!({"type": "error", "error": {"type": "rate_limit_error", "message": "Model is overloaded"}}))]
+pub(crate) struct AnthropicErrorBody {
+    /// Always `error`.
+    #[serde(rename = "type")]
+    kind: &'static str,
+    error: AnthropicErrorFields,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct AnthropicErrorFields {
+    /// For programs: `invalid_request_error`, `rate_limit_error`, `api_error`, …
+    #[serde(rename = "type")]
+    kind: &'static str,
+    /// For people: what was given, and what is allowed.
+    message: String,
 }
 
 /// OpenAI's error object, in answers and as an event of a stream.
@@ -93,6 +128,7 @@ impl ApiError {
             Self::BatchSize { .. } => "batch size exceeded",
             Self::Malformed { .. } => "malformed_request",
             Self::NotFound(_) => "not_found",
+            Self::PreviousResponse(_) => "previous_response_not_found",
             Self::Unauthorized(_) => "invalid_api_key",
             Self::Internal(_) => "internal",
         }
@@ -106,7 +142,8 @@ impl ApiError {
             Self::Generation(E::Template(TemplateError::Renderer(_))) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Generation(E::Validation(_) | E::Template(_) | E::Tool(_))
             | Self::Suffix
-            | Self::BatchSize { .. } => StatusCode::UNPROCESSABLE_ENTITY,
+            | Self::BatchSize { .. }
+            | Self::PreviousResponse(_) => StatusCode::UNPROCESSABLE_ENTITY,
             Self::Generation(E::Timeout) => StatusCode::GATEWAY_TIMEOUT,
             // COMPAT: TGI answers 424 to every failure during generation, also where the request causes it.
             Self::Generation(E::Failed(_) | E::Unservable(_)) => StatusCode::FAILED_DEPENDENCY,
@@ -157,9 +194,10 @@ impl ApiError {
         use GenerationError as E;
         match self {
             Self::Generation(E::Overloaded(_) | E::ShuttingDown) => Some(Failure::Overloaded),
-            Self::Generation(E::Validation(_) | E::Tool(_)) | Self::Suffix | Self::BatchSize { .. } => {
-                Some(Failure::Validation)
-            }
+            Self::Generation(E::Validation(_) | E::Tool(_))
+            | Self::Suffix
+            | Self::BatchSize { .. }
+            | Self::PreviousResponse(_) => Some(Failure::Validation),
             Self::Generation(E::Template(_)) => Some(Failure::Template),
             Self::Generation(E::Failed(_) | E::Unservable(_) | E::Timeout) | Self::Internal(_) => {
                 Some(Failure::Generation)
@@ -173,8 +211,7 @@ impl ApiError {
         TgiErrorBody { error: self.to_string(), error_type: self.error_type() }
     }
 
-    /// `prompt_field`: the request's field for the prompt.
-    pub(crate) fn openai_body(&self, prompt_field: &'static str) -> OpenAiErrorBody {
+    pub(crate) fn openai_body(&self, names: FieldNames) -> OpenAiErrorBody {
         let status = self.openai_status();
         let kind = match status {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
@@ -185,7 +222,7 @@ impl ApiError {
         let (message, param, code) = match self {
             Self::Generation(GenerationError::Validation(error)) => {
                 let code = if error.exceeds_context() { "context_length_exceeded" } else { self.error_type() };
-                (error.openai_message(prompt_field), error.openai_param(prompt_field).map(str::to_owned), code)
+                (error.openai_message(names), error.openai_param(names).map(str::to_owned), code)
             }
             Self::Malformed { message, param, .. } => (message.clone(), param.clone(), self.error_type()),
             error => {
@@ -193,6 +230,7 @@ impl ApiError {
                     Self::Suffix => Some("suffix"),
                     Self::BatchSize { .. } => Some("prompt"),
                     Self::Generation(GenerationError::Tool(_)) => Some("tools"),
+                    Self::PreviousResponse(_) => Some("previous_response_id"),
                     _ => None,
                 };
                 (error.to_string(), param.map(str::to_owned), self.error_type())
@@ -201,9 +239,43 @@ impl ApiError {
         OpenAiErrorBody { error: OpenAiErrorFields { message, kind, param, code, http_status_code: None } }
     }
 
+    /// The error of a failed response.
+    pub(crate) fn response_error(&self) -> ResponseError {
+        let OpenAiErrorFields { message, code, .. } = self.openai_body(RESPONSE_NAMES).error;
+        let code = match self.openai_status() {
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_exceeded",
+            status if status.is_server_error() => "server_error",
+            _ if code == "context_length_exceeded" => code,
+            _ => "invalid_prompt",
+        };
+        ResponseError { code, message }
+    }
+
+    pub(crate) fn anthropic_body(&self) -> AnthropicErrorBody {
+        let kind = match self.openai_status() {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+            StatusCode::GATEWAY_TIMEOUT => "timeout_error",
+            status if status.is_server_error() => "api_error",
+            _ => "invalid_request_error",
+        };
+        let message = match self {
+            // COMPAT: clients compact the conversation when they read these words.
+            Self::Generation(GenerationError::Validation(ValidationError::InputTokens { max, given })) => {
+                format!("prompt is too long: {given} tokens > {max} maximum")
+            }
+            Self::Generation(GenerationError::Validation(error)) => error.openai_message(ANTHROPIC_NAMES),
+            error => error.to_string(),
+        };
+        AnthropicErrorBody { kind: "error", error: AnthropicErrorFields { kind, message } }
+    }
+
     /// The body as an event of a stream.
     pub(crate) fn openai_event(&self) -> OpenAiErrorBody {
-        let mut body = self.openai_body("prompt");
+        let mut body = self.openai_body(COMPLETION_NAMES);
         body.error.http_status_code = Some(self.openai_status().as_u16());
         body
     }

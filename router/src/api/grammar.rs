@@ -60,8 +60,8 @@ fn grammar(kind: &str, value: Option<Value>, json_schema: Option<NamedSchema>) -
     Ok(Some(grammar))
 }
 
-/// A schema, or a string that holds one.
-fn schema(value: Value) -> Result<Grammar, String> {
+/// The grammar of a schema, or of a string that holds one. Objects with `properties` are closed.
+pub(super) fn schema(value: Value) -> Result<Grammar, String> {
     let mut value = match value {
         Value::String(text) => serde_json::from_str(&text).map_err(|error| format!("grammar: not JSON: {error}"))?,
         value => value,

@@ -268,7 +268,7 @@ impl From<generation::FinishReason> for FinishReason {
         match reason {
             generation::FinishReason::Length => Self::Length,
             generation::FinishReason::StopToken => Self::EosToken,
-            generation::FinishReason::StopString => Self::StopSequence,
+            generation::FinishReason::StopString(_) => Self::StopSequence,
         }
     }
 }

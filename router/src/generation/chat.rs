@@ -36,6 +36,16 @@ pub(crate) struct ToolSet {
 }
 
 impl ToolSet {
+    /// `None` for a plain chat, in which the model is shown no tools.
+    pub(crate) fn new(tools: Vec<Tool>, values: Vec<Value>, choice: ToolChoice, parallel: bool) -> Option<Self> {
+        let is_plain = match choice {
+            ToolChoice::None => true,
+            ToolChoice::Auto => tools.is_empty(),
+            ToolChoice::Required | ToolChoice::Named(_) => false,
+        };
+        (!is_plain).then_some(Self { tools: tools.into(), values, allowed: None, choice, parallel, prompt: None })
+    }
+
     /// The tools that the answer may call.
     fn callable(&self) -> Result<Vec<Tool>, ToolError> {
         let Some(allowed) = &self.allowed else { return Ok(self.tools.to_vec()) };
@@ -51,13 +61,19 @@ impl ToolSet {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ToolCallIds(CallIds);
 
+impl Default for ToolCallIds {
+    fn default() -> Self {
+        Self(CallIds::Prefixed)
+    }
+}
+
 impl ToolCallIds {
-    /// The id of a call for which the model has not written one.
-    pub(crate) fn new_id(self) -> String {
+    /// The id of a call for which the model has not written one, with the dialect's prefix where the format does not fix ids.
+    pub(crate) fn new_id(self, prefix: &str) -> String {
         let id = format!("{:032x}", rand::random::<u128>());
         match self.0 {
             CallIds::Nine => id[..9].to_owned(),
-            CallIds::OpenAi | CallIds::Written => format!("call_{}", &id[..24]),
+            CallIds::Prefixed | CallIds::Written => format!("{prefix}{}", &id[..24]),
         }
     }
 }
@@ -150,7 +166,7 @@ impl<'a> ChatAnswer<'a> {
 
     pub(super) fn tool_call_ids(&self) -> Option<ToolCallIds> {
         let format = self.style.call_format();
-        self.tools.as_ref().map(|_| ToolCallIds(format.map_or(CallIds::OpenAi, |format| format.ids)))
+        self.tools.as_ref().map(|_| ToolCallIds(format.map_or(CallIds::Prefixed, |format| format.ids)))
     }
 
     fn choice(&self) -> Option<&ToolChoice> {

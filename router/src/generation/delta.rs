@@ -63,7 +63,8 @@ pub(crate) enum FinishReason {
     Length,
     /// One of the model's end-of-sequence tokens or of the client's stop tokens.
     StopToken,
-    StopString,
+    /// The client's stop string at this position in its list.
+    StopString(usize),
 }
 
 impl From<sequence::FinishReason> for FinishReason {

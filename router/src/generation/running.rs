@@ -77,10 +77,9 @@ impl Generations {
         self.running.first().and_then(|running| running.seed)
     }
 
-    /// Returns when all generations have left the queue.
-    pub(super) async fn started(&mut self) -> Result<(), GenerationError> {
-        try_join_all(self.running.iter_mut().map(|running| running.stream.started())).await?;
-        Ok(())
+    /// Returns when all generations have left the queue: the prompt tokens that each found in the prefix cache.
+    pub(crate) async fn started(&mut self) -> Result<Vec<usize>, GenerationError> {
+        try_join_all(self.running.iter_mut().map(|running| running.stream.started())).await
     }
 
     /// The deltas of all generations as they arrive. Ends after the last, or after the first error.

@@ -121,12 +121,15 @@ impl TextStream {
         std::mem::take(&mut self.prompt_tokens)
     }
 
-    /// Returns when the sequence has left the queue. Cancel safe.
-    pub(super) async fn started(&mut self) -> Result<(), GenerationError> {
+    /// Prompt tokens found in the prefix cache. Returns when the sequence has left the queue. Cancel safe.
+    pub(super) async fn started(&mut self) -> Result<usize, GenerationError> {
         if self.started.is_none() && self.pending.is_none() {
             self.pending = Some(self.receive().await?);
         }
-        Ok(())
+        match self.pending {
+            Some(SequenceEvent::Started { num_cached_tokens }) => Ok(num_cached_tokens),
+            _ => Ok(self.num_cached_tokens),
+        }
     }
 
     /// The next delta. Must not be called after an error or a delta with `finish`.
@@ -198,16 +201,16 @@ impl TextStream {
         };
         let special = piece.special;
         piece.special &= is_stop_token || !self.shown_token_ids.contains(&token.id);
-        let (mut text, is_stopped) = self.match_stop_strings(&mut piece);
+        let (mut text, stop_string) = self.match_stop_strings(&mut piece);
 
         let ends_in_engine = is_stop_token || self.num_generated_tokens >= self.max_new_tokens;
-        let reason = match (ends_in_engine, is_stopped, self.stop_text) {
-            (false, false, _) => None,
-            (false, true, _) | (true, true, StopText::Cut) => Some(FinishReason::StopString),
+        let reason = match (ends_in_engine, stop_string, self.stop_text) {
+            (false, None, _) => None,
+            (false, Some(index), _) | (true, Some(index), StopText::Cut) => Some(FinishReason::StopString(index)),
             // COMPAT: at the last allowed token TGI answers "length", even if a stop string is complete.
             (true, _, _) => Some(self.reason_from_engine().await?),
         };
-        if reason.is_some() && !is_stopped {
+        if reason.is_some() && stop_string.is_none() {
             let rest = self.detokenizer.finish();
             if !piece.special {
                 piece.text.push_str(&rest);
@@ -226,23 +229,23 @@ impl TextStream {
         Ok(TextDelta { token, text, finish })
     }
 
-    /// Returns the text that is final now, and whether a stop string is complete. With [`StopText::Kept`] the piece is
-    /// cut after the stop string.
-    fn match_stop_strings(&mut self, piece: &mut Piece) -> (String, bool) {
+    /// Returns the text that is final now, and the position of the stop string that is complete. With
+    /// [`StopText::Kept`] the piece is cut after the stop string.
+    fn match_stop_strings(&mut self, piece: &mut Piece) -> (String, Option<usize>) {
         let outcome = self.stop_matcher.push(&piece.text);
         match (self.stop_text, outcome) {
-            (StopText::Kept, StopOutcome::Release(_)) => (visible(piece), false),
-            (StopText::Kept, StopOutcome::Match { end_in_piece, .. }) => {
+            (StopText::Kept, StopOutcome::Release(_)) => (visible(piece), None),
+            (StopText::Kept, StopOutcome::Match { index, end_in_piece, .. }) => {
                 piece.text.truncate(end_in_piece);
-                (visible(piece), true)
+                (visible(piece), Some(index))
             }
             (StopText::Cut, StopOutcome::Release(num_bytes)) => {
                 self.held.push(&piece.text, piece.special);
-                (self.held.release(num_bytes), false)
+                (self.held.release(num_bytes), None)
             }
-            (StopText::Cut, StopOutcome::Match { start, .. }) => {
+            (StopText::Cut, StopOutcome::Match { index, start, .. }) => {
                 self.held.push(&piece.text, piece.special);
-                (self.held.release(start), true)
+                (self.held.release(start), Some(index))
             }
         }
     }

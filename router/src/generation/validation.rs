@@ -97,20 +97,35 @@ pub(crate) enum ValidationError {
     Unsupported { field: &'static str, why: &'static str },
     #[error("`{part}` parts are not supported in a message's content by this model")]
     ContentPart { part: String },
+    /// A message, a part of its content or a tool cannot be used. `path`: where it is in the request.
+    #[error("{path}: {problem}")]
+    Item { path: String, problem: String },
+}
+
+/// What a dialect calls the fields that dialects name differently.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FieldNames {
+    pub(crate) prompt: &'static str,
+    pub(crate) max_tokens: &'static str,
+    pub(crate) stop: &'static str,
+    pub(crate) grammar: &'static str,
 }
 
 impl ValidationError {
-    /// The message with the names and ranges of OpenAI's API. `prompt_field`: the request's field for the prompt.
-    pub(crate) fn openai_message(&self, prompt_field: &str) -> String {
+    /// The message with the names and ranges of OpenAI's API.
+    pub(crate) fn openai_message(&self, names: FieldNames) -> String {
+        let quoted = |name: &str| format!("`{name}`");
         match self {
             Self::Temperature => "`temperature` must be >= 0.0".to_owned(),
             Self::TopP => "`top_p` must be >= 0.0 and <= 1.0".to_owned(),
             Self::TypicalP => "`typical_p` must be > 0.0 and <= 1.0".to_owned(),
             Self::TopK => "`top_k` must be >= -1".to_owned(),
+            Self::Item { .. } => self.to_string(),
             error => error
                 .to_string()
-                .replace("`inputs`", &format!("`{prompt_field}`"))
-                .replace("`max_new_tokens`", "`max_tokens`")
+                .replace("`inputs`", &quoted(names.prompt))
+                .replace("`max_new_tokens`", &quoted(names.max_tokens))
+                .replace("`stop`", &quoted(names.stop))
                 .replace("`top_n_tokens`", "`top_logprobs`"),
         }
     }
@@ -121,9 +136,9 @@ impl ValidationError {
     }
 
     /// The invalid field of OpenAI's API, if a single field is invalid.
-    pub(crate) fn openai_param(&self, prompt_field: &'static str) -> Option<&'static str> {
+    pub(crate) fn openai_param(&self, names: FieldNames) -> Option<&str> {
         match self {
-            Self::EmptyInput | Self::InputTokens { .. } | Self::TotalTokens { .. } => Some(prompt_field),
+            Self::EmptyInput | Self::InputTokens { .. } | Self::TotalTokens { .. } => Some(names.prompt),
             Self::BestOf { .. } | Self::BestOfStream | Self::BestOfSampling => Some("best_of"),
             Self::BestOfSeed => Some("seed"),
             Self::Temperature => Some("temperature"),
@@ -133,12 +148,12 @@ impl ValidationError {
             Self::TopP => Some("top_p"),
             Self::TypicalP => Some("typical_p"),
             Self::TopK => Some("top_k"),
-            Self::NoNewTokens | Self::NewTokens { .. } | Self::TwoLengths => Some("max_tokens"),
-            Self::StopCount { .. } | Self::EmptyStop => Some("stop"),
+            Self::NoNewTokens | Self::NewTokens { .. } | Self::TwoLengths => Some(names.max_tokens),
+            Self::StopCount { .. } | Self::EmptyStop => Some(names.stop),
             Self::TopNTokens { .. } => Some("top_logprobs"),
             Self::Logprobs { field, .. } | Self::Unsupported { field, .. } => Some(field),
             Self::Adapter(_) => Some("model"),
-            Self::Grammar(_) | Self::TwoGrammars | Self::GrammarDisabled => Some("response_format"),
+            Self::Grammar(_) | Self::TwoGrammars | Self::GrammarDisabled => Some(names.grammar),
             Self::MinP => Some("min_p"),
             Self::Generations { .. } | Self::GenerationsStream => Some("n"),
             Self::BestOfBelowN { .. } => Some("best_of"),
@@ -150,6 +165,7 @@ impl ValidationError {
             Self::IgnoreEosWithGrammar => Some("ignore_eos"),
             Self::StreamOptions => Some("stream_options"),
             Self::NoMessages | Self::ContentPart { .. } => Some("messages"),
+            Self::Item { path, .. } => Some(path),
             Self::NoPrompts | Self::TokenId { .. } => Some("prompt"),
             Self::PrefillDetailsStream | Self::NoInstances | Self::Truncate { .. } | Self::Tokenizer(_) => None,
         }

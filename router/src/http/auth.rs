@@ -7,7 +7,7 @@ use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
-use super::dialect::{OpenAiError, is_openai};
+use super::dialect::{self, Dialect};
 use crate::api::error::ApiError;
 use crate::config::ApiKeys;
 
@@ -26,12 +26,18 @@ const OPEN_PATHS: [&str; 10] = [
 ];
 const OPEN_FOLDER: &str = "/docs";
 
-const MISSING: &str = "no API key was given; send one as `Authorization: Bearer KEY`";
+/// The header in which Anthropic's clients send a key.
+pub(super) const API_KEY: &str = "x-api-key";
+
+const MISSING: &str = "no API key was given; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`";
 const WRONG: &str = "the given API key is not one of this server's";
 
 fn check(keys: &ApiKeys, headers: &HeaderMap) -> Result<(), ApiError> {
-    let given = headers.get(header::AUTHORIZATION).and_then(bearer).ok_or(ApiError::Unauthorized(MISSING))?;
-    if keys.contains(given) { Ok(()) } else { Err(ApiError::Unauthorized(WRONG)) }
+    let given = [headers.get(header::AUTHORIZATION).and_then(bearer), headers.get(API_KEY).map(HeaderValue::as_bytes)];
+    if given.into_iter().flatten().any(|key| keys.contains(key)) {
+        return Ok(());
+    }
+    Err(ApiError::Unauthorized(if given == [None, None] { MISSING } else { WRONG }))
 }
 
 /// The key in `Bearer KEY`. The scheme is case-insensitive, as HTTP requires.
@@ -62,8 +68,8 @@ pub(super) fn is_open(path: &str, method: &Method) -> bool {
 
 /// COMPAT: TGI's refusal has no body.
 fn unauthorized(error: ApiError, path: &str) -> Response {
-    let mut response = if is_openai(path) {
-        OpenAiError::from(error).into_response()
+    let mut response = if Dialect::of(path).refuses_with_body() {
+        dialect::error_response(path, error)
     } else {
         let mut response = StatusCode::UNAUTHORIZED.into_response();
         response.extensions_mut().insert(error);

@@ -7,35 +7,40 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::api::error::ApiError;
+use crate::api::error::{ApiError, CHAT_NAMES, COMPLETION_NAMES, RESPONSE_NAMES};
+use crate::generation::FieldNames;
 
 /// SageMaker's route, whose bodies decide the dialect.
 pub(super) const INVOCATIONS: &str = "/invocations";
 
 /// How a route writes errors.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dialect {
     Tgi,
     OpenAi,
+    Anthropic,
     /// Either, as the body decides.
     Either,
 }
 
 impl Dialect {
     pub(super) fn of(path: &str) -> Self {
+        let is_in = |folder| path.strip_prefix(folder).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
         if path == INVOCATIONS {
             Self::Either
-        } else if is_openai(path) {
+        } else if is_in("/v1/messages") {
+            Self::Anthropic
+        } else if is_in("/v1") {
             Self::OpenAi
         } else {
             Self::Tgi
         }
     }
-}
 
-/// Whether the route with this path speaks OpenAI's dialect.
-pub(super) fn is_openai(path: &str) -> bool {
-    path == "/v1" || path.starts_with("/v1/")
+    /// COMPAT: TGI refuses a key, and a route that does not exist, without a body.
+    pub(super) fn refuses_with_body(self) -> bool {
+        matches!(self, Self::OpenAi | Self::Anthropic)
+    }
 }
 
 /// An error as TGI writes it.
@@ -46,16 +51,24 @@ pub(super) struct TgiError(pub(super) ApiError);
 #[derive(Debug)]
 pub(super) struct OpenAiError {
     error: ApiError,
-    /// The request's field for the prompt.
-    prompt_field: &'static str,
+    names: FieldNames,
 }
 
 impl OpenAiError {
     /// An error of a chat, whose prompt is its messages.
     pub(super) fn of_chat(error: impl Into<ApiError>) -> Self {
-        Self { error: error.into(), prompt_field: "messages" }
+        Self { error: error.into(), names: CHAT_NAMES }
+    }
+
+    /// An error of a response, whose prompt is its input.
+    pub(super) fn of_response(error: impl Into<ApiError>) -> Self {
+        Self { error: error.into(), names: RESPONSE_NAMES }
     }
 }
+
+/// An error as Anthropic writes it.
+#[derive(Debug)]
+pub(super) struct AnthropicError(pub(super) ApiError);
 
 impl<E: Into<ApiError>> From<E> for TgiError {
     fn from(error: E) -> Self {
@@ -65,7 +78,13 @@ impl<E: Into<ApiError>> From<E> for TgiError {
 
 impl<E: Into<ApiError>> From<E> for OpenAiError {
     fn from(error: E) -> Self {
-        Self { error: error.into(), prompt_field: "prompt" }
+        Self { error: error.into(), names: COMPLETION_NAMES }
+    }
+}
+
+impl<E: Into<ApiError>> From<E> for AnthropicError {
+    fn from(error: E) -> Self {
+        Self(error.into())
     }
 }
 
@@ -77,13 +96,23 @@ impl IntoResponse for TgiError {
 
 impl IntoResponse for OpenAiError {
     fn into_response(self) -> Response {
-        render(self.error.openai_status(), self.error.openai_body(self.prompt_field), self.error)
+        render(self.error.openai_status(), self.error.openai_body(self.names), self.error)
+    }
+}
+
+impl IntoResponse for AnthropicError {
+    fn into_response(self) -> Response {
+        render(self.0.openai_status(), self.0.anthropic_body(), self.0)
     }
 }
 
 /// The error in the dialect of the route with this path.
 pub(super) fn error_response(path: &str, error: ApiError) -> Response {
-    if is_openai(path) { OpenAiError::from(error).into_response() } else { TgiError(error).into_response() }
+    match Dialect::of(path) {
+        Dialect::OpenAi => OpenAiError::from(error).into_response(),
+        Dialect::Anthropic => AnthropicError(error).into_response(),
+        Dialect::Tgi | Dialect::Either => TgiError(error).into_response(),
+    }
 }
 
 /// Attaches the error to its response, for the one place that logs and counts it (`observe`).
@@ -99,21 +128,37 @@ pub(super) fn render(status: StatusCode, body: impl Serialize, error: ApiError) 
 /// `axum::Json` whose rejections are OpenAI's error objects.
 pub(super) struct OpenAiJson<T>(pub(super) T);
 
+/// `axum::Json` whose rejections are Anthropic's error objects.
+pub(super) struct AnthropicJson<T>(pub(super) T);
+
 impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for OpenAiJson<T> {
     type Rejection = OpenAiError;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
-        match Json::from_request(request, state).await {
-            Ok(Json(value)) => Ok(Self(value)),
-            Err(rejection) => {
-                let status = match rejection.status() {
-                    StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
-                    status => status,
-                };
-                let message = rejection.body_text();
-                let param = invalid_field(&message).map(str::to_owned);
-                Err(ApiError::Malformed { status, message, param }.into())
-            }
+        Ok(Self(read(request, state).await?))
+    }
+}
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for AnthropicJson<T> {
+    type Rejection = AnthropicError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
+        Ok(Self(read(request, state).await?))
+    }
+}
+
+/// The request's body as JSON.
+async fn read<S: Send + Sync, T: DeserializeOwned>(request: Request, state: &S) -> Result<T, ApiError> {
+    match Json::from_request(request, state).await {
+        Ok(Json(value)) => Ok(value),
+        Err(rejection) => {
+            let status = match rejection.status() {
+                StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
+                status => status,
+            };
+            let message = rejection.body_text();
+            let param = invalid_field(&message).map(str::to_owned);
+            Err(ApiError::Malformed { status, message, param })
         }
     }
 }

@@ -8,30 +8,32 @@ use axum::Router;
 use axum::http::Method;
 use utoipa::openapi::path::{Operation, PathItem};
 use utoipa::openapi::schema::{AnyOfBuilder, Schema};
-use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
+use utoipa::openapi::security::{ApiKey, ApiKeyValue, Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::{Content, Ref, RefOr, Response, ResponseBuilder};
 use utoipa::{IntoResponses, OpenApi, PartialSchema};
 use utoipa_swagger_ui::SwaggerUi;
 
 use super::auth;
 use super::dialect::Dialect;
-use crate::api::error::{OpenAiErrorBody, TgiErrorBody};
+use crate::api::error::{AnthropicErrorBody, OpenAiErrorBody, TgiErrorBody};
 
 const KEY: &str = "key";
+const KEY_HEADER: &str = "key_header";
 
 /// The document without its routes.
 #[derive(OpenApi)]
 #[openapi(
     info(
         title = "Penstock",
-        description = "A server for large language models: the routes of text-generation-inference and of OpenAI.",
+        description = "A server for large language models: the routes of text-generation-inference, of OpenAI and of Anthropic.",
         license(name = "Apache-2.0", identifier = "Apache-2.0")
     ),
     servers((url = "/", description = "this server")),
-    components(schemas(TgiErrorBody, OpenAiErrorBody)),
+    components(schemas(TgiErrorBody, OpenAiErrorBody, AnthropicErrorBody)),
     tags(
         (name = "TGI", description = "The routes of text-generation-inference."),
         (name = "OpenAI", description = "The routes of OpenAI."),
+        (name = "Anthropic", description = "The routes of Anthropic."),
         (name = "Clouds", description = "Routes for SageMaker and Vertex AI."),
         (name = "Server", description = "The served model, health and metrics."),
     )
@@ -44,6 +46,8 @@ pub(super) fn complete(document: &mut utoipa::openapi::OpenApi) {
     let bearer =
         Http::builder().scheme(HttpAuthScheme::Bearer).description(Some("Required if the server has API keys."));
     components.add_security_scheme(KEY, SecurityScheme::Http(bearer.build()));
+    let header = ApiKeyValue::with_description(auth::API_KEY, "Anthropic's header for the same keys.");
+    components.add_security_scheme(KEY_HEADER, SecurityScheme::ApiKey(ApiKey::Header(header)));
     let paths = std::mem::take(&mut document.paths.paths);
     document.paths.paths = paths.into_iter().map(|(path, item)| completed(path, item)).collect();
 }
@@ -58,7 +62,8 @@ fn completed(path: String, mut item: PathItem) -> (String, PathItem) {
         }
         if !auth::is_open(&path, &method) {
             add(operation, failures(dialect, &KEYS));
-            operation.security = Some(vec![SecurityRequirement::new(KEY, Vec::<String>::new())]);
+            let either = [KEY, KEY_HEADER].map(|scheme| SecurityRequirement::new(scheme, Vec::<String>::new()));
+            operation.security = Some(either.into());
         }
     }
     // A wildcard parameter may contain slashes, which OpenAPI cannot express.
@@ -84,7 +89,7 @@ const ANYWHERE: [(u16, &str); 2] =
     [(431, "The request's head is too large."), (500, "Internal error; the server's log has the details.")];
 const KEYS: [(u16, &str); 1] = [(401, "The API key is missing or wrong.")];
 const READING: [(u16, &str); 5] = [
-    (400, "The body is not JSON; on OpenAI's routes also: the request is invalid."),
+    (400, "The body is not JSON; on OpenAI's and Anthropic's routes also: the request is invalid."),
     (408, "The body did not arrive in time."),
     (413, "The body is larger than `--payload-limit`."),
     (415, "The content type is not `application/json`."),
@@ -114,6 +119,10 @@ pub(super) struct AdmissionFailures;
 pub(super) struct TgiFailures;
 /// Failures of generations on OpenAI's routes.
 pub(super) struct OpenAiFailures;
+/// Failures of generations on Anthropic's routes.
+pub(super) struct AnthropicFailures;
+/// Failures of Anthropic's route that takes a permit but generates nothing.
+pub(super) struct AnthropicAdmissionFailures;
 /// Failures of generations where the body decides the dialect.
 pub(super) struct EitherFailures;
 
@@ -135,6 +144,18 @@ impl IntoResponses for OpenAiFailures {
     }
 }
 
+impl IntoResponses for AnthropicFailures {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        failures(Dialect::Anthropic, &GENERATING)
+    }
+}
+
+impl IntoResponses for AnthropicAdmissionFailures {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        failures(Dialect::Anthropic, &ADMITTING)
+    }
+}
+
 impl IntoResponses for EitherFailures {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
         failures(Dialect::Either, &GENERATING)
@@ -142,7 +163,8 @@ impl IntoResponses for EitherFailures {
 }
 
 fn failures(dialect: Dialect, failures: &Failures) -> BTreeMap<String, RefOr<Response>> {
-    let is_possible = |status| !(matches!(dialect, Dialect::OpenAi) && matches!(status, 422 | 424));
+    let is_possible =
+        |status| !(matches!(dialect, Dialect::OpenAi | Dialect::Anthropic) && matches!(status, 422 | 424));
     let response = |&(status, description): &(u16, &str)| (status.to_string(), failure(dialect, status, description));
     failures.iter().filter(|(status, _)| is_possible(*status)).map(response).collect()
 }
@@ -151,6 +173,7 @@ fn failure(dialect: Dialect, status: u16, description: &str) -> RefOr<Response> 
     let (text, bodies): (bool, &[&str]) = match (dialect, status) {
         (_, 431) | (Dialect::Tgi | Dialect::Either, 401) => (false, &[]),
         (Dialect::OpenAi, _) => (false, &["OpenAiError"]),
+        (Dialect::Anthropic, _) => (false, &["AnthropicError"]),
         (Dialect::Tgi, 400) | (_, 413 | 415) => (true, &[]),
         (Dialect::Either, 400) => (true, &["OpenAiError"]),
         (_, 422) => (true, &["Error"]),

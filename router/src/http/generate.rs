@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use axum::http::HeaderMap;
-use axum::response::sse::Event;
+use axum::response::sse::{Event, KeepAlive};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures::{Stream, StreamExt};
@@ -192,7 +192,7 @@ async fn stream(service: Service, record: RequestRecord, request: GenerateReques
     let (generations, shape) = start(&service, &record, request, true).await?;
     let headers = header::of_stream(&service, shape.num_characters());
     let events = events(generations, shape, record.clone());
-    Ok(sse::response(headers, record, sse::tgi_error, events))
+    Ok(sse::response(headers, record, KeepAlive::default(), sse::tgi_error, events))
 }
 
 /// One event for each token; the last has the full text.

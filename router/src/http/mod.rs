@@ -16,9 +16,12 @@ mod header;
 mod health;
 mod invocations;
 mod logprob;
+mod message_answer;
+mod messages;
 mod observe;
 mod openai_answer;
 mod request_id;
+mod responses;
 mod service;
 mod slow_body;
 mod socket;
@@ -44,6 +47,7 @@ pub(crate) use service::Service;
 
 use crate::api::error::ApiError;
 use crate::config::ConnectionLimits;
+use dialect::Dialect;
 
 /// A value of `--cors-allow-origin` is not an origin.
 #[derive(Debug, thiserror::Error)]
@@ -81,6 +85,9 @@ fn routes() -> (Router<Service>, OpenApi) {
         .routes(routes!(tokenize::chat_tokenize))
         .routes(routes!(chat::chat_completions))
         .routes(routes!(completion::completions))
+        .routes(routes!(responses::responses))
+        .routes(routes!(messages::messages))
+        .routes(routes!(messages::count_tokens))
         .routes(routes!(status::models))
         .routes(routes!(status::model))
         .routes(routes!(invocations::invocations))
@@ -96,11 +103,11 @@ fn routes() -> (Router<Service>, OpenApi) {
     (router, document)
 }
 
-/// COMPAT: TGI's 404 has no body; OpenAI's clients expect an error object.
+/// COMPAT: TGI's 404 has no body; clients of the other dialects expect an error object.
 async fn unknown_route(request: Request) -> Response {
     let path = request.uri().path();
-    if dialect::is_openai(path) {
-        return dialect::OpenAiError::from(ApiError::NotFound(format!("there is no route {path}"))).into_response();
+    if Dialect::of(path).refuses_with_body() {
+        return dialect::error_response(path, ApiError::NotFound(format!("there is no route {path}")));
     }
     StatusCode::NOT_FOUND.into_response()
 }

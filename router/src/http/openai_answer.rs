@@ -3,7 +3,7 @@
 //! INVARIANT: a plain answer is the sum of the chunks that a stream would have had.
 
 use axum::Json;
-use axum::response::sse::Event;
+use axum::response::sse::{Event, KeepAlive};
 use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
 use serde::Serialize;
@@ -69,7 +69,7 @@ impl<R: ChoiceReader> OpenAiAnswer<R> {
             }
             yield sse::done();
         };
-        sse::response(headers, stream_record, sse::openai_error, events)
+        sse::response(headers, stream_record, KeepAlive::default(), sse::openai_error, events)
     }
 
     /// One answer. `render` gets the envelope, the readers with the sums of their chunks, and the usage.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::responses::ResponseStore;
 use crate::config::Config;
 use crate::generation::GenerationService;
 use crate::telemetry::metrics::Exporter;
@@ -12,11 +13,13 @@ pub(crate) struct Service {
     config: Arc<Config>,
     generation: GenerationService,
     metrics: Exporter,
+    responses: ResponseStore,
 }
 
 impl Service {
     pub(crate) fn new(config: Arc<Config>, generation: GenerationService, metrics: Exporter) -> Self {
-        Self { config, generation, metrics }
+        let responses = ResponseStore::new(config.max_stored_responses);
+        Self { config, generation, metrics, responses }
     }
 
     pub(super) fn config(&self) -> &Config {
@@ -25,6 +28,10 @@ impl Service {
 
     pub(super) fn generation(&self) -> &GenerationService {
         &self.generation
+    }
+
+    pub(super) fn responses(&self) -> &ResponseStore {
+        &self.responses
     }
 
     pub(super) fn metrics(&self) -> &Exporter {

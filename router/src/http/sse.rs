@@ -1,4 +1,5 @@
-//! Event streams: `data: ` and one line of JSON for each event, and a comment after every 15 s without an event.
+//! Event streams: `data: ` and one line of JSON for each event, in some dialects after its name, and a comment or a ping
+//! after every 15 s without an event.
 
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
@@ -13,9 +14,6 @@ use super::observe;
 use crate::api::error::ApiError;
 use crate::telemetry::RequestRecord;
 
-/// Renders an error as a stream's last events.
-pub(super) type RenderError = fn(&ApiError) -> Vec<Event>;
-
 pub(super) fn tgi_error(error: &ApiError) -> Vec<Event> {
     vec![event(&error.tgi_body())]
 }
@@ -24,11 +22,12 @@ pub(super) fn openai_error(error: &ApiError) -> Vec<Event> {
     vec![event(&error.openai_event()), done()]
 }
 
-/// An event stream that ends after the first error. Dropping the response drops `events`, and so aborts their generations.
+/// An event stream that ends after the first error, which `render_error` renders as its last events. Dropping the response drops `events`, and so aborts their generations.
 pub(super) fn response(
     headers: HeaderMap,
     record: RequestRecord,
-    render_error: RenderError,
+    keep_alive: KeepAlive,
+    render_error: impl FnOnce(&ApiError) -> Vec<Event> + Send + 'static,
     events: impl Stream<Item = Result<Event, ApiError>> + Send + 'static,
 ) -> Response {
     let events = async_stream::stream! {
@@ -52,7 +51,7 @@ pub(super) fn response(
             }
         }
     };
-    (headers, Sse::new(events).keep_alive(KeepAlive::default())).into_response()
+    (headers, Sse::new(events).keep_alive(keep_alive)).into_response()
 }
 
 /// The last event of OpenAI's streams.
@@ -62,6 +61,17 @@ pub(super) fn done() -> Event {
 
 /// An event with the value as JSON.
 pub(super) fn event(value: &impl Serialize) -> Event {
+    Event::default().data(json(value))
+}
+
+/// An event with the value as JSON, whose name is the value's type. INVARIANT: `type` is the value's first field.
+pub(super) fn typed_event(value: &impl Serialize) -> Event {
+    let json = json(value);
+    let name = json.strip_prefix("{\"type\":\"").and_then(|rest| rest.split('"').next());
+    Event::default().event(name.unwrap_or_default()).data(&json)
+}
+
+fn json(value: &impl Serialize) -> String {
     // Serializing our own types cannot fail: map keys are strings, and NaN becomes null.
-    Event::default().json_data(value).unwrap_or_else(|_| Event::default().data("null"))
+    serde_json::to_string(value).unwrap_or_else(|_| "null".to_owned())
 }

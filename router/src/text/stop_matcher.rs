@@ -14,9 +14,9 @@ pub(crate) struct StopMatcher {
 pub(crate) enum StopOutcome {
     /// This many bytes of the text that is not released yet cannot be part of a match.
     Release(usize),
-    /// A stop sequence is complete. `start`: its first byte in the text that is not released yet. `end_in_piece`: the byte
-    /// after it in the text of this push.
-    Match { start: usize, end_in_piece: usize },
+    /// A stop sequence is complete. `index`: its position among the stop sequences. `start`: its first byte in the text
+    /// that is not released yet. `end_in_piece`: the byte after it in the text of this push.
+    Match { index: usize, start: usize, end_in_piece: usize },
 }
 
 impl StopMatcher {
@@ -34,12 +34,12 @@ impl StopMatcher {
         let num_held_bytes = self.held.len();
         self.held.push_str(text);
         // The match that ends first wins; among those, the longest.
-        let found = self.stops.iter().filter_map(|stop| {
+        let found = self.stops.iter().enumerate().filter_map(|(index, stop)| {
             let start = self.held.find(stop.as_str())?;
-            Some((start + stop.len(), start))
+            Some((start + stop.len(), start, index))
         });
-        if let Some((end, start)) = found.min() {
-            return StopOutcome::Match { start, end_in_piece: end - num_held_bytes };
+        if let Some((end, start, index)) = found.min() {
+            return StopOutcome::Match { index, start, end_in_piece: end - num_held_bytes };
         }
         let released = self.held.len() - self.longest_prefix_at_end();
         self.held.drain(..released);

@@ -63,6 +63,6 @@ async fn without_configured_keys_any_key_is_accepted() {
 async fn a_refusal_has_the_dialect_of_its_route() {
     let server = locked().await;
     assert_eq!(ask(&server, "/generate", None).await.body, "");
-    insta::assert_snapshot!(ask(&server, "/v1/completions", None).await.body, @r#"{"error":{"message":"no API key was given; send one as `Authorization: Bearer KEY`","type":"invalid_request_error","param":null,"code":"invalid_api_key"}}"#);
+    insta::assert_snapshot!(ask(&server, "/v1/completions", None).await.body, @r#"{"error":{"message":"no API key was given; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`","type":"invalid_request_error","param":null,"code":"invalid_api_key"}}"#);
     insta::assert_snapshot!(ask(&server, "/v1/completions", Some("Bearer x")).await.body, @r#"{"error":{"message":"the given API key is not one of this server's","type":"invalid_request_error","param":null,"code":"invalid_api_key"}}"#);
 }

@@ -1,4 +1,4 @@
-//! Adds up streams of OpenAI's routes as the openai package does.
+//! Adds up streams as the openai and anthropic packages do.
 
 use std::collections::BTreeMap;
 
@@ -55,6 +55,108 @@ pub fn chat_fold(answer: &Answer) -> Value {
         }
     }
     choices.into_values().map(message).collect()
+}
+
+/// The message of a stream of `/v1/messages`. Checks that its blocks come one after the other.
+pub fn message_fold(answer: &Answer) -> Value {
+    let mut events = answer.typed_events().into_iter().filter(|event| event["type"] != "ping");
+    let mut message = events.next().unwrap()["message"].take();
+    let (mut open, mut arguments) = (None, String::new());
+    for mut event in events.by_ref() {
+        let blocks = message["content"].as_array_mut().unwrap();
+        match event["type"].as_str().unwrap() {
+            "content_block_start" => {
+                assert_eq!((open, &event["index"]), (None, &json!(blocks.len())));
+                open = event["index"].as_u64();
+                blocks.push(event["content_block"].take());
+            }
+            "content_block_delta" => {
+                assert_eq!(event["index"].as_u64(), open);
+                let (block, delta) = (blocks.last_mut().unwrap(), &event["delta"]);
+                let (field, kind) = match delta["type"].as_str().unwrap() {
+                    "text_delta" => ("text", "text"),
+                    "thinking_delta" => ("thinking", "thinking"),
+                    "signature_delta" => ("signature", "thinking"),
+                    "input_json_delta" => {
+                        assert_eq!(block["type"], "tool_use");
+                        arguments.push_str(delta["partial_json"].as_str().unwrap());
+                        continue;
+                    }
+                    other => panic!("{other}"),
+                };
+                assert_eq!(block["type"], kind);
+                block[field] = (block[field].as_str().unwrap().to_owned() + delta[field].as_str().unwrap()).into();
+            }
+            "content_block_stop" => {
+                assert_eq!(event["index"].as_u64(), open.take());
+                if blocks.last().unwrap()["type"] == "tool_use" {
+                    blocks.last_mut().unwrap()["input"] = serde_json::from_str(&arguments).unwrap_or(json!({}));
+                    arguments.clear();
+                }
+            }
+            "message_delta" => {
+                assert_eq!(open, None);
+                accumulate(&mut message, &event["delta"]);
+                message["usage"] = event["usage"].take();
+                break;
+            }
+            other => panic!("{other}"),
+        }
+    }
+    assert_eq!(events.collect::<Vec<_>>(), [json!({"type": "message_stop"})]);
+    message
+}
+
+/// The response of a stream of `/v1/responses`, from its deltas. Checks the order of the events, and that what they repeat
+/// is the sum of the deltas.
+pub fn response_fold(answer: &Answer) -> Value {
+    let events = answer.typed_events();
+    for (number, event) in events.iter().enumerate() {
+        assert_eq!(event["sequence_number"], number, "{event}");
+    }
+    let (last, events) = events.split_last().unwrap();
+    assert_eq!([&events[0]["type"], &events[1]["type"]], ["response.created", "response.in_progress"]);
+    let mut output: Vec<Value> = Vec::new();
+    let mut open = None;
+    for event in &events[2..] {
+        let kind = event["type"].as_str().unwrap();
+        if kind == "response.output_item.added" {
+            assert_eq!((open, &event["output_index"]), (None, &json!(output.len())));
+            open = event["output_index"].as_u64();
+            output.push(event["item"].clone());
+            continue;
+        }
+        assert_eq!(event["output_index"].as_u64(), open, "{event}");
+        let item = output.last_mut().unwrap();
+        assert!(event.get("item_id").is_none_or(|id| *id == item["id"]), "{event}");
+        match kind {
+            "response.content_part.added" => item["content"] = json!([event["part"]]),
+            "response.output_text.delta" | "response.reasoning_text.delta" => {
+                append(&mut item["content"][0]["text"], &event["delta"]);
+            }
+            "response.function_call_arguments.delta" => append(&mut item["arguments"], &event["delta"]),
+            "response.output_text.done" | "response.reasoning_text.done" => {
+                assert_eq!(event["text"], item["content"][0]["text"]);
+            }
+            "response.function_call_arguments.done" => assert_eq!(event["arguments"], item["arguments"]),
+            "response.content_part.done" => assert_eq!(event["part"], item["content"][0]),
+            "response.output_item.done" => {
+                item["status"] = event["item"]["status"].clone();
+                assert_eq!(event["item"], *item);
+                open = None;
+            }
+            other => panic!("{other}"),
+        }
+    }
+    assert_eq!(open, None);
+    let response = &last["response"];
+    assert_eq!(last["type"], format!("response.{}", response["status"].as_str().unwrap()));
+    assert_eq!(response["output"], json!(output));
+    response.clone()
+}
+
+fn append(text: &mut Value, more: &Value) {
+    *text = (text.as_str().unwrap().to_owned() + more.as_str().unwrap()).into();
 }
 
 /// Turns a summed delta into a message, whose calls have no index.

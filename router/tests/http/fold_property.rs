@@ -1,4 +1,4 @@
-//! Property: for any model output, a stream of an OpenAI route, added up as clients do, is the plain answer.
+//! Property: for any model output, a stream, added up as clients do, is the plain answer.
 
 use std::cell::Cell;
 use std::sync::{Arc, Mutex};
@@ -9,8 +9,10 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::fold::{SEED, chat_fold, chunks, completion_fold, seed_index, with};
+use crate::fold::{SEED, chat_fold, chunks, completion_fold, message_fold, response_fold, seed_index, with};
+use crate::messages::{hello, stable, tool as anthropic_tool};
 use crate::model::{IM_END, bytes, word};
+use crate::responses;
 use crate::server::Server;
 use crate::tool::{TOOL_CALL, TOOL_CALL_END, ask, call, server, without_ids};
 
@@ -51,6 +53,15 @@ fn answering(runtime: &Runtime, answers: &Answers) -> Server {
     }))
 }
 
+/// Answers every sequence with the first answer.
+fn answering_first(runtime: &Runtime, answers: &Answers) -> Server {
+    let answers = Arc::clone(answers);
+    runtime.block_on(server(move |sequence| {
+        let tokens = answers.lock().unwrap()[0].clone();
+        sequence.answer(&tokens);
+    }))
+}
+
 fn config() -> ProptestConfig {
     ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() }
 }
@@ -86,6 +97,59 @@ fn a_chat_s_stream_folds_to_the_plain_answer() {
         num_calls.set(num_calls.get() + plain.matches("call_").count());
     });
     assert!(num_calls.get() > 0, "no answer had a call in it");
+}
+
+#[test]
+fn a_stream_of_messages_folds_to_the_plain_answer() {
+    let runtime = Runtime::new().unwrap();
+    let answers = Answers::default();
+    let server = answering_first(&runtime, &answers);
+    let kinds = Cell::new([0; 3]);
+    let case = (pieces(), any::<[bool; 3]>(), proptest::option::of(1..40_u32));
+    proptest!(config(), |((tokens, [with_tools, shows_thinking, stops], max_tokens) in case)| {
+        *answers.lock().unwrap() = vec![tokens];
+        let display = if shows_thinking { "summarized" } else { "omitted" };
+        let mut body = hello(json!({"max_tokens": max_tokens.unwrap_or(1000),
+                                    "thinking": {"type": "adaptive", "display": display}}));
+        if with_tools {
+            body["tools"] = json!([anthropic_tool("f"), anthropic_tool("g")]);
+        }
+        if stops {
+            body["stop_sequences"] = json!(["User", "}}"]);
+        }
+        let plain = runtime.block_on(server.post("/v1/messages", body.clone()));
+        prop_assert_eq!(plain.status, StatusCode::OK);
+        let streamed = runtime.block_on(server.post("/v1/messages", with(body, json!({"stream": true}))));
+        prop_assert_eq!(stable(&message_fold(&streamed).to_string()), stable(&plain.body));
+        let seen = ["\"text\"", "\"thinking\"", "\"tool_use\""].map(|kind| plain.body.matches(kind).count());
+        kinds.set(std::array::from_fn(|kind| kinds.get()[kind] + seen[kind]));
+    });
+    assert!(kinds.get().iter().all(|&num| num > 0), "{:?}", kinds.get());
+}
+
+#[test]
+fn a_stream_of_a_response_folds_to_the_plain_answer() {
+    let runtime = Runtime::new().unwrap();
+    let answers = Answers::default();
+    let server = answering_first(&runtime, &answers);
+    let kinds = Cell::new([0; 3]);
+    let case = (pieces(), any::<bool>(), proptest::option::of(1..40_u32));
+    proptest!(config(), |((tokens, with_tools, max_tokens) in case)| {
+        *answers.lock().unwrap() = vec![tokens];
+        let mut body = responses::hello(json!({"max_output_tokens": max_tokens}));
+        if with_tools {
+            body["tools"] = json!([responses::tool("f"), responses::tool("g")]);
+        }
+        let plain = runtime.block_on(server.post("/v1/responses", body.clone()));
+        prop_assert_eq!(plain.status, StatusCode::OK);
+        let streamed = runtime.block_on(server.post("/v1/responses", with(body, json!({"stream": true}))));
+        let stable = responses::stable;
+        prop_assert_eq!(stable(&response_fold(&streamed).to_string()), stable(&plain.json().to_string()));
+        let seen = ["\"output_text\"", "\"reasoning_text\"", "\"function_call\""];
+        let seen = seen.map(|kind| plain.body.matches(kind).count());
+        kinds.set(std::array::from_fn(|kind| kinds.get()[kind] + seen[kind]));
+    });
+    assert!(kinds.get().iter().all(|&num| num > 0), "{:?}", kinds.get());
 }
 
 #[test]

@@ -159,6 +159,20 @@ impl Answer {
     }
 }
 
+impl Answer {
+    /// The events of a stream with named events. Checks that each has the name of its type.
+    pub fn typed_events(&self) -> Vec<Value> {
+        let frames = self.body.strip_suffix("\n\n").unwrap().split("\n\n");
+        let event = |frame: &str| {
+            let (name, data) = frame.split_once('\n').unwrap();
+            let event: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+            assert_eq!(Some(event["type"].as_str().unwrap()), name.strip_prefix("event: "), "{frame}");
+            event
+        };
+        frames.map(event).collect()
+    }
+}
+
 impl Server {
     /// Answers every sequence with these tokens.
     pub async fn answering(token_ids: &[u32]) -> Self {
@@ -276,6 +290,7 @@ fn config(folder: &Path) -> Config {
         compute_type: "1-cpu".to_owned(),
         grammar_support: true,
         prefill_logprobs: true,
+        max_stored_responses: 0,
         vertex_routes: VertexRoutes::default(),
         connections: ConnectionLimits::new(&LIMITS),
         graceful_termination_timeout: Duration::from_secs(10),

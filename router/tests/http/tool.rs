@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use axum::http::StatusCode;
+use penstock_router::Config;
 use penstock_router::sequence::Grammar;
 use serde_json::{Value, json};
 
@@ -24,6 +25,19 @@ const MISTRAL: &str = "{{ tools }}{% for m in messages %}{{ m.content }}{% if m.
 
 pub async fn server(script: impl Fn(Sequence) + Send + Sync + 'static) -> Server {
     server_with(write_model, script).await
+}
+
+/// `adjust` changes the configuration.
+pub async fn server_with_config(
+    adjust: impl FnOnce(&mut Config),
+    script: impl Fn(Sequence) + Send + Sync + 'static,
+) -> Server {
+    Server::start(script, |config| {
+        write_model(&config.model_folder);
+        (config.limits.max_input_tokens, config.limits.max_total_tokens) = (8000, 9000);
+        adjust(config);
+    })
+    .await
 }
 
 /// `write` changes the model's folder.
@@ -66,7 +80,7 @@ pub fn call(text: &str) -> Vec<u32> {
     [vec![TOOL_CALL], bytes(text), vec![TOOL_CALL_END]].concat()
 }
 
-fn prompt(server: &Server) -> String {
+pub fn prompt(server: &Server) -> String {
     let ids = server.last_request().prompt_token_ids;
     let text = |id| match id {
         TOOL_CALL => b"<tool_call>".to_vec(),

@@ -122,14 +122,8 @@ impl ChatRequest {
             Some(ToolChoiceField { choice, allowed }) => (choice, allowed),
             None => (ToolChoice::default(), None),
         };
-        let is_plain = match choice {
-            ToolChoice::None => true,
-            ToolChoice::Auto => tools.is_empty(),
-            ToolChoice::Required | ToolChoice::Named(_) => false,
-        };
-        let parallel = self.parallel_tool_calls.unwrap_or(true);
-        let prompt = self.tool_prompt.take();
-        (!is_plain).then(|| ToolSet { tools: tools.into(), values, allowed, choice, parallel, prompt })
+        let set = ToolSet::new(tools, values, choice, self.parallel_tool_calls.unwrap_or(true))?;
+        Some(ToolSet { allowed, prompt: self.tool_prompt.take(), ..set })
     }
 
     fn parameters(&mut self) -> Result<Parameters, ValidationError> {

@@ -21,6 +21,8 @@ pub(crate) use chat_answer::{
 };
 pub(crate) use completion::CompletionRequest;
 pub(crate) use completion_answer::{Completion, CompletionChoice, CompletionChunk};
+pub(super) use value::{SamplingFields, is_given};
+
 pub(crate) use logprob::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, TopTokens};
 
 /// Number of tokens in the prompt and the answer.
@@ -62,7 +64,7 @@ impl From<generation::FinishReason> for FinishReason {
     fn from(reason: generation::FinishReason) -> Self {
         match reason {
             generation::FinishReason::Length => Self::Length,
-            generation::FinishReason::StopToken | generation::FinishReason::StopString => Self::Stop,
+            generation::FinishReason::StopToken | generation::FinishReason::StopString(_) => Self::Stop,
         }
     }
 }

@@ -46,7 +46,7 @@ fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Er
 }
 
 /// Whether a field has an effect: null, false, zero and empty values count as absent.
-pub(super) fn is_given(value: Option<&Value>) -> bool {
+pub(in crate::api) fn is_given(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null | Value::Bool(false)) => false,
         Some(Value::Bool(true) | Value::String(_)) => true,
@@ -66,7 +66,7 @@ pub(crate) struct StreamOptions {
 }
 
 /// Sampling parameters, stop strings and grammar.
-#[derive(Debug, Deserialize, ToSchema)]
+#[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(remote = "Self")]
 pub(crate) struct SamplingFields {
     /// Divides the logits before sampling. 0 means greedy.
@@ -111,9 +111,14 @@ impl<'de> Deserialize<'de> for SamplingFields {
 }
 
 impl SamplingFields {
+    /// The fields of a dialect that has no others.
+    pub(in crate::api) fn of(temperature: Option<f32>, top_p: Option<f32>, top_k: Option<i32>) -> Self {
+        Self { temperature, top_p, top_k, ..Self::default() }
+    }
+
     /// Applies OpenAI's rules: sampling unless `temperature` or `top_p` is 0; neutral values have no effect. Sets no
     /// logprobs.
-    pub(super) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
+    pub(in crate::api) fn parameters(&mut self) -> Result<Parameters, ValidationError> {
         let greedy = self.temperature == Some(0.0) || self.top_p == Some(0.0);
         let is_fraction = |value: f32| value > 0.0 && value < 1.0;
         let counts = |value: &f32| *value != 1.0 && !(greedy && is_fraction(*value));

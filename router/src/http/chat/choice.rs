@@ -40,7 +40,7 @@ impl ChatReader {
             Part::ToolCallStart { index, name, id } => {
                 self.num_calls += 1;
                 let function = FunctionDelta { name: Some(name), arguments: String::new() };
-                let id = id.or_else(|| self.call_ids.map(ToolCallIds::new_id));
+                let id = Some(id.unwrap_or_else(|| self.call_ids.unwrap_or_default().new_id("call_")));
                 of_call(ToolCallDelta { index, id, kind: Some("function"), function })
             }
             Part::ToolCallArguments { index, fragment } => {

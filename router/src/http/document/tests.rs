@@ -3,8 +3,10 @@ use std::collections::BTreeSet;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use crate::api::anthropic::{CountTokensRequest, MessagesRequest};
 use crate::api::grammar::GrammarField;
 use crate::api::openai::{ChatRequest, CompletionRequest};
+use crate::api::responses::ResponsesRequest;
 use crate::api::tgi::GenerateRequest;
 use crate::api::vertex::VertexRequest;
 
@@ -42,17 +44,18 @@ fn the_compatibility_pages_list_exactly_the_requests_fields() {
     let document = document();
     let tgi = include_str!("../../../../docs/tgi-compatibility.md");
     let openai = include_str!("../../../../docs/openai-compatibility.md");
-    for (page, heading, request) in [
-        (tgi, "Parameters", "GenerateParameters"),
-        (openai, "Chat", "ChatRequest"),
-        (openai, "Completions", "CompletionRequest"),
+    let responses = include_str!("../../../../docs/responses-compatibility.md");
+    let anthropic = include_str!("../../../../docs/anthropic-compatibility.md");
+    for (page, headings, request) in [
+        (tgi, &["Parameters"][..], "GenerateParameters"),
+        (openai, &["Both routes", "Chat"], "ChatRequest"),
+        (openai, &["Both routes", "Completions"], "CompletionRequest"),
+        (responses, &["Request"], "ResponsesRequest"),
+        (anthropic, &["Conversation"], "AnthropicConversation"),
+        (anthropic, &["Conversation", "Messages"], "AnthropicMessagesRequest"),
     ] {
-        let both = || names_under(page, "Both routes");
-        let mut named = names_under(page, heading);
-        if request != "GenerateParameters" {
-            named.append(&mut both());
-        }
-        assert_eq!(named, fields(&document, schema(&document, request)), "left: {heading}, right: {request}");
+        let named: BTreeSet<_> = headings.iter().flat_map(|heading| names_under(page, heading)).collect();
+        assert_eq!(named, fields(&document, schema(&document, request)), "left: {headings:?}, right: {request}");
     }
 }
 
@@ -73,6 +76,9 @@ fn examples_are_valid_requests() {
     check::<GenerateRequest>(&document, "GenerateRequest");
     check::<ChatRequest>(&document, "ChatRequest");
     check::<CompletionRequest>(&document, "CompletionRequest");
+    check::<ResponsesRequest>(&document, "ResponsesRequest");
+    check::<MessagesRequest>(&document, "AnthropicMessagesRequest");
+    check::<CountTokensRequest>(&document, "AnthropicCountTokensRequest");
     check::<VertexRequest>(&document, "VertexRequest");
     check::<GrammarField>(&document, "Grammar");
 }

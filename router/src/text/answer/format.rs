@@ -17,8 +17,8 @@ pub(crate) struct Format {
 /// The ids of calls that the model's template can read again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CallIds {
-    /// `call_` and 24 hexadecimal digits.
-    OpenAi,
+    /// The API's prefix, such as `call_`, and 24 hexadecimal digits.
+    Prefixed,
     /// Nine letters and digits.
     Nine,
     /// The model writes the id, which contains the name.

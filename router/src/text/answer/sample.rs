@@ -170,7 +170,7 @@ pub(super) fn written(format: &'static Format, calls: &[(&str, &str)]) -> String
         let arguments: Value = serde_json::from_str(arguments).unwrap();
         let id = match format.ids {
             CallIds::Written => format!("functions.{name}:{index}"),
-            CallIds::OpenAi | CallIds::Nine => format!("call0000{index}"),
+            CallIds::Prefixed | CallIds::Nine => format!("call0000{index}"),
         };
         json!({"id": id, "function": {"name": name, "arguments": arguments}})
     };

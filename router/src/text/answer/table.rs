@@ -16,7 +16,7 @@ const RUN: Run = Run { hint: None, open: &[], before: &[], body: ARGUMENTS, afte
 const LIST: Run = Run { open: &["["], separator: &[","], close: &["]"], ..RUN };
 
 const fn format(name: &'static str, families: &'static str, run: Run) -> Format {
-    Format { name, families, layout: Layout::Run(run), ids: CallIds::OpenAi }
+    Format { name, families, layout: Layout::Run(run), ids: CallIds::Prefixed }
 }
 
 const fn tagged(after_name: &'static [&'static str], tags: &'static Tags) -> Body {
@@ -244,7 +244,7 @@ pub(super) static FORMATS: &[Format] = &[
     Format {
         name: "harmony",
         families: "gpt-oss",
-        ids: CallIds::OpenAi,
+        ids: CallIds::Prefixed,
         layout: Layout::Channels(Channels {
             start: "<|start|>",
             role: "assistant",
@@ -265,7 +265,7 @@ pub(super) static FORMATS: &[Format] = &[
     Format {
         name: "functionary",
         families: "Functionary 3.2 and medium 3.0",
-        ids: CallIds::OpenAi,
+        ids: CallIds::Prefixed,
         layout: Layout::Channels(Channels {
             start: ">>>",
             role: "",

@@ -1,0 +1,149 @@
+//! The items of a conversation, as clients send them.
+
+use serde::Deserialize;
+use serde_json::Value;
+use utoipa::ToSchema;
+
+use crate::api::content::Content;
+use crate::api::conversation::{Conversation, joined};
+use crate::generation::ValidationError;
+
+/// An item of the conversation. `id` and `status` have no effect.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = ResponseInputItem)]
+pub(super) struct InputItem {
+    /// `message` (the default), `reasoning`, `function_call` or `function_call_output`; others are refused.
+    #[serde(rename = "type", default = "message")]
+    #[schema(default = "message", required = false)]
+    kind: String,
+    /// Of a message: `user`, `assistant`, `system` or `developer`.
+    role: Option<Role>,
+    /// Of a message: a string or a list of parts. Of reasoning: a list of parts.
+    content: Option<Content<InputPart>>,
+    /// Of reasoning: used if there is no `content`.
+    summary: Option<Vec<InputPart>>,
+    /// Of a call and of its output.
+    call_id: Option<String>,
+    /// Of a call.
+    name: Option<String>,
+    /// Of a call: JSON text.
+    arguments: Option<String>,
+    /// Of a call's output: a string or a list of parts.
+    output: Option<Content<InputPart>>,
+}
+
+fn message() -> String {
+    "message".to_owned()
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+#[schema(as = ResponseRole)]
+enum Role {
+    User,
+    Assistant,
+    System,
+    Developer,
+}
+
+/// A part of an item's content.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = ResponseInputPart)]
+pub(super) struct InputPart {
+    /// `input_text`, `output_text`, `text`, `summary_text`, `reasoning_text` or `refusal`; others are refused, because the
+    /// model reads only text.
+    #[serde(rename = "type")]
+    kind: String,
+    text: Option<String>,
+    refusal: Option<String>,
+}
+
+impl InputPart {
+    fn text(self, path: &str) -> Result<String, ValidationError> {
+        let is_text =
+            matches!(self.kind.as_str(), "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text");
+        match (self.text, self.refusal) {
+            (Some(text), _) if is_text => Ok(text),
+            (_, Some(text)) if self.kind == "refusal" => Ok(text),
+            _ if is_text || self.kind == "refusal" => Err(problem(path, "the text is missing")),
+            _ => Err(problem(path, &format!("`{}` parts are not supported: this model reads only text", self.kind))),
+        }
+    }
+}
+
+/// Adds the items to the conversation.
+pub(super) fn add_items(conversation: &mut Conversation, input: Content<InputItem>) -> Result<(), ValidationError> {
+    match input {
+        Content::Text(text) => conversation.user(text).map_err(|reason| problem("input", &reason)),
+        Content::Parts(items) => {
+            for (index, item) in items.into_iter().enumerate() {
+                item.add(conversation, &format!("input[{index}]"))?;
+            }
+            Ok(())
+        }
+    }
+}
+
+impl InputItem {
+    fn add(self, conversation: &mut Conversation, path: &str) -> Result<(), ValidationError> {
+        let missing = |field: &str| problem(path, &format!("missing field `{field}`"));
+        let (path, added) = match self.kind.as_str() {
+            "message" => {
+                let role = self.role.ok_or_else(|| missing("role"))?;
+                let content = text(self.content.ok_or_else(|| missing("content"))?, &format!("{path}.content"))?;
+                let added = match role {
+                    Role::User => conversation.user(content),
+                    Role::Assistant => conversation.text(content),
+                    Role::System | Role::Developer => conversation.system(content),
+                };
+                (path.to_owned(), added)
+            }
+            "reasoning" => {
+                let parts = self.content.or_else(|| self.summary.map(Content::Parts));
+                let reasoning = parts.map(|parts| text(parts, &format!("{path}.content"))).transpose()?;
+                match reasoning.filter(|text| !text.is_empty()) {
+                    Some(reasoning) => (path.to_owned(), conversation.reasoning(reasoning)),
+                    None => return Ok(()),
+                }
+            }
+            "function_call" => {
+                let id = self.call_id.ok_or_else(|| missing("call_id"))?;
+                let name = self.name.ok_or_else(|| missing("name"))?;
+                let arguments = self.arguments.ok_or_else(|| missing("arguments"))?;
+                (format!("{path}.call_id"), conversation.call(id, name, &arguments))
+            }
+            "function_call_output" => {
+                let id = self.call_id.ok_or_else(|| missing("call_id"))?;
+                let output = text(self.output.ok_or_else(|| missing("output"))?, &format!("{path}.output"))?;
+                (format!("{path}.call_id"), conversation.result(&id, output))
+            }
+            kind => {
+                let known = "`message`, `reasoning`, `function_call` and `function_call_output` are";
+                return Err(problem(&format!("{path}.type"), &format!("`{kind}` is not supported, {known}")));
+            }
+        };
+        added.map_err(|reason| problem(&path, &reason))
+    }
+}
+
+fn text(content: Content<InputPart>, path: &str) -> Result<String, ValidationError> {
+    match content {
+        Content::Text(text) => Ok(text),
+        Content::Parts(parts) => {
+            let texts = parts.into_iter().enumerate().map(|(index, part)| part.text(&format!("{path}[{index}]")));
+            Ok(joined(texts.collect::<Result<_, _>>()?))
+        }
+    }
+}
+
+pub(super) fn problem(path: &str, problem: &str) -> ValidationError {
+    ValidationError::Item { path: path.to_owned(), problem: problem.to_owned() }
+}
+
+/// Whether a value is absent or empty; it must be, if it is not supported.
+pub(super) fn refuse_given(fields: &[(&'static str, &Option<Value>, &'static str)]) -> Result<(), ValidationError> {
+    match fields.iter().find(|(_, value, _)| crate::api::openai::is_given(value.as_ref())) {
+        Some(&(field, _, why)) => Err(ValidationError::Unsupported { field, why }),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,259 @@
+//! The request of `/v1/responses`.
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
+
+use super::answer::Echo;
+use super::item::{InputItem, add_items, problem, refuse_given};
+use super::tool::{ToolChoiceParam, ToolParam, functions, tool_set};
+use crate::api::content::Content;
+use crate::api::conversation::Conversation;
+use crate::api::field::{integer, or_default};
+use crate::api::grammar;
+use crate::api::openai::SamplingFields;
+use crate::generation::{Chat, Extension, GenerationRequest, Parameters, Prompt, StopText, ToolSet, ValidationError};
+use crate::sequence::Grammar;
+use crate::text::ChatInputs;
+
+/// Asks for what an answer does not have; accepted, because agents always send it.
+const ENCRYPTED_REASONING: &str = "reasoning.encrypted_content";
+
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(example = json!({"model": "tgi", "instructions": "You are a helpful assistant.", "input": "What is deep learning?", "max_output_tokens": 20}))]
+pub(crate) struct ResponsesRequest {
+    /// Any name is accepted and returned; `tgi` means the served model.
+    pub(crate) model: String,
+    /// A string, or the items of the conversation.
+    input: Content<InputItem>,
+    /// Instructions before the conversation.
+    instructions: Option<String>,
+    /// Continue the conversation of this response, on servers that run with `--max-stored-responses`.
+    pub(crate) previous_response_id: Option<String>,
+    tools: Option<Vec<ToolParam>>,
+    /// `auto`, `none`, `required`, a function, or some of the tools. By default `auto`.
+    #[schema(value_type = Option<ToolChoiceParam>)]
+    tool_choice: Option<Value>,
+    /// Whether one answer may call several tools.
+    #[schema(default = true)]
+    parallel_tool_calls: Option<bool>,
+    text: Option<TextConfig>,
+    reasoning: Option<Reasoning>,
+    /// Maximum number of generated tokens. By default limited only by the context.
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>, minimum = 1)]
+    max_output_tokens: Option<u32>,
+    /// Divides the logits before sampling. 0 means greedy.
+    #[schema(minimum = 0, default = 1)]
+    temperature: Option<f32>,
+    /// Sample from the smallest set of most probable tokens whose probabilities add up to `top_p`. 1 means all tokens.
+    #[schema(minimum = 0, maximum = 1, default = 1)]
+    top_p: Option<f32>,
+    /// Subtracted once from the logit of every token that was already generated.
+    #[schema(minimum = -2, maximum = 2, default = 0)]
+    presence_penalty: Option<f32>,
+    /// Subtracted from a token's logit once for each time that the token was generated.
+    #[schema(minimum = -2, maximum = 2, default = 0)]
+    frequency_penalty: Option<f32>,
+    /// Answer with a stream of events.
+    #[serde(default, deserialize_with = "or_default")]
+    #[schema(value_type = Option<bool>, default = false)]
+    pub(crate) stream: bool,
+    /// Keep the response for `previous_response_id`, on servers that run with `--max-stored-responses`.
+    #[schema(default = true)]
+    store: Option<bool>,
+    /// Only `reasoning.encrypted_content`, which has no effect: reasoning is not encrypted.
+    include: Option<Vec<String>>,
+    /// Only `disabled`.
+    #[schema(default = "disabled")]
+    truncation: Option<String>,
+    /// Returned with the response.
+    #[schema(value_type = Option<Object>)]
+    metadata: Option<Map<String, Value>>,
+    /// Returned with the response; only tools that OpenAI executes are counted.
+    #[serde(default, deserialize_with = "integer")]
+    #[schema(value_type = Option<u32>)]
+    max_tool_calls: Option<u32>,
+    /// Returned with the response.
+    prompt_cache_key: Option<String>,
+    /// Returned with the response.
+    safety_identifier: Option<String>,
+    /// Not supported unless false or 0.
+    background: Option<Value>,
+    /// Not supported unless empty: send the conversation as `input`.
+    conversation: Option<Value>,
+    /// Not supported unless empty: send `instructions` and `input`.
+    prompt: Option<Value>,
+    /// Not supported unless 0.
+    top_logprobs: Option<Value>,
+    /// Accepted without effect.
+    #[serde(rename = "client_metadata")]
+    #[schema(value_type = Option<Object>)]
+    _client_metadata: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "service_tier")]
+    #[schema(value_type = Option<String>)]
+    _service_tier: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "stream_options")]
+    #[schema(value_type = Option<Object>)]
+    _stream_options: Option<IgnoredAny>,
+    /// Accepted without effect.
+    #[serde(rename = "user")]
+    #[schema(value_type = Option<String>)]
+    _user: Option<IgnoredAny>,
+}
+
+/// The form of the answer's text.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = ResponseTextConfig)]
+struct TextConfig {
+    format: Option<TextFormat>,
+    /// Accepted without effect.
+    #[serde(rename = "verbosity")]
+    #[schema(value_type = Option<String>)]
+    _verbosity: Option<IgnoredAny>,
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schema(as = ResponseTextFormat)]
+enum TextFormat {
+    Text,
+    JsonObject,
+    JsonSchema {
+        name: Option<String>,
+        description: Option<String>,
+        #[schema(value_type = Object)]
+        schema: Value,
+    },
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = ResponseReasoning)]
+struct Reasoning {
+    /// Variable for the template; `none` also sets `enable_thinking` to false.
+    effort: Option<String>,
+    /// Returned with the response; the reasoning is not summarized.
+    summary: Option<String>,
+}
+
+/// A request that was read: what to generate, and what the response repeats.
+pub(crate) struct ReadRequest {
+    pub(crate) generation: GenerationRequest,
+    pub(crate) echo: Echo,
+    /// What a later request continues, without the answer; `None` if the client wants nothing stored.
+    pub(crate) conversation: Option<Conversation>,
+}
+
+impl ResponsesRequest {
+    /// `earlier`: the conversation of the response that this one continues. `stores`: whether responses are stored.
+    pub(crate) fn read(mut self, earlier: Option<Conversation>, stores: bool) -> Result<ReadRequest, ValidationError> {
+        self.check_supported()?;
+        let tools = functions(self.tools.take().unwrap_or_default())?;
+        let choice = self.tool_choice.take().filter(|choice| !choice.is_null());
+        let echo = self.echo(&tools, choice.as_ref(), stores);
+        let parameters = self.parameters()?;
+        let tools = self.tool_set(&tools, choice)?;
+        let mut conversation = earlier.unwrap_or_default();
+        add_items(&mut conversation, self.input)?;
+        let stored = echo.store.then(|| conversation.clone());
+        let messages = conversation.into_messages(self.instructions).map_err(|reason| problem("input", &reason))?;
+        if messages.is_empty() {
+            return Err(problem("input", "it has no message"));
+        }
+        let mut kwargs = Map::new();
+        if let Some(effort) = self.reasoning.and_then(|reasoning| reasoning.effort) {
+            // A template reads one of these variables, or none.
+            if effort == "none" {
+                kwargs.insert("enable_thinking".to_owned(), false.into());
+            }
+            kwargs.insert("reasoning_effort".to_owned(), effort.into());
+        }
+        let inputs = ChatInputs { messages, continue_final_message: Some(false), kwargs, ..ChatInputs::default() };
+        let prompts = vec![Prompt::Chat(Box::new(Chat { inputs, tools }))];
+        let generation = GenerationRequest { prompts, parameters, stop_text: StopText::Cut, streams: self.stream };
+        Ok(ReadRequest { generation, echo, conversation: stored })
+    }
+
+    fn tool_set(&self, tools: &[ToolParam], choice: Option<Value>) -> Result<Option<ToolSet>, ValidationError> {
+        let choice = choice.map(|choice| {
+            ToolChoiceParam::deserialize(choice).map_err(|error| problem("tool_choice", &error.to_string()))
+        });
+        tool_set(tools, choice.transpose()?, self.parallel_tool_calls.unwrap_or(true))
+    }
+
+    fn parameters(&mut self) -> Result<Parameters, ValidationError> {
+        let parameters = SamplingFields::of(self.temperature, self.top_p, None).parameters()?;
+        Ok(Parameters {
+            max_new_tokens: self.max_output_tokens,
+            frequency_penalty: self.frequency_penalty,
+            grammar: self.grammar()?,
+            extension: Extension { presence_penalty: self.presence_penalty, ..parameters.extension },
+            ..parameters
+        })
+    }
+
+    fn grammar(&self) -> Result<Option<Grammar>, ValidationError> {
+        let schema = match self.text.as_ref().and_then(|text| text.format.as_ref()) {
+            None | Some(TextFormat::Text) => return Ok(None),
+            Some(TextFormat::JsonObject) => json!({"type": "object"}),
+            Some(TextFormat::JsonSchema { schema, .. }) => schema.clone(),
+        };
+        grammar::schema(schema).map(Some).map_err(|reason| problem("text.format", &reason))
+    }
+
+    fn check_supported(&self) -> Result<(), ValidationError> {
+        refuse_given(&[
+            ("background", &self.background, "every response is answered at once"),
+            ("conversation", &self.conversation, "send the conversation as `input`"),
+            ("prompt", &self.prompt, "send `instructions` and `input`"),
+            ("top_logprobs", &self.top_logprobs, "send a chat completion with `logprobs`"),
+        ])?;
+        if let Some(other) = self.include.iter().flatten().find(|include| *include != ENCRYPTED_REASONING) {
+            return Err(problem("include", &format!("`{other}` is not supported, only `{ENCRYPTED_REASONING}` is")));
+        }
+        match self.truncation.as_deref() {
+            None | Some("disabled") => Ok(()),
+            Some(_) => Err(ValidationError::Unsupported { field: "truncation", why: "only `disabled` is" }),
+        }
+    }
+
+    fn echo(&self, tools: &[ToolParam], choice: Option<&Value>, stores: bool) -> Echo {
+        let (effort, summary) = match &self.reasoning {
+            Some(Reasoning { effort, summary }) => (effort.as_deref(), summary.as_deref()),
+            None => (None, None),
+        };
+        let format = match self.text.as_ref().and_then(|text| text.format.as_ref()) {
+            None | Some(TextFormat::Text) => json!({"type": "text"}),
+            Some(TextFormat::JsonObject) => json!({"type": "json_object"}),
+            Some(TextFormat::JsonSchema { name, description, schema }) => json!({
+                "type": "json_schema", "name": name, "description": description, "schema": schema, "strict": true,
+            }),
+        };
+        Echo {
+            previous_response_id: self.previous_response_id.clone(),
+            instructions: self.instructions.clone(),
+            tools: tools.iter().map(ToolParam::echo).collect(),
+            tool_choice: choice.cloned().unwrap_or_else(|| "auto".into()),
+            truncation: "disabled",
+            parallel_tool_calls: self.parallel_tool_calls.unwrap_or(true),
+            text: json!({"format": format}),
+            temperature: self.temperature.unwrap_or(1.0),
+            top_p: self.top_p.unwrap_or(1.0),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            top_logprobs: 0,
+            reasoning: json!({"effort": effort, "summary": summary}),
+            max_output_tokens: self.max_output_tokens,
+            max_tool_calls: self.max_tool_calls,
+            store: stores && self.store.unwrap_or(true),
+            background: false,
+            service_tier: "default",
+            metadata: self.metadata.clone().unwrap_or_default().into(),
+            safety_identifier: self.safety_identifier.clone(),
+            prompt_cache_key: self.prompt_cache_key.clone(),
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! `/v1/messages` and `/v1/messages/count_tokens`.
+
+mod writer;
+
+use axum::extract::State;
+use axum::response::Response;
+use axum::{Extension, Json};
+
+use super::dialect::{AnthropicError, AnthropicJson};
+use super::document::{AnthropicAdmissionFailures, AnthropicFailures};
+use super::message_answer::MessageAnswer;
+use super::service::Service;
+use crate::api::anthropic::{CountTokensRequest, Message, MessageEvent, MessagesRequest, TokenCount};
+use crate::telemetry::RequestRecord;
+use writer::MessageWriter;
+
+/// Answer a conversation.
+#[utoipa::path(
+    post,
+    path = "/v1/messages",
+    tag = "Anthropic",
+    request_body = MessagesRequest,
+    responses(
+        (
+            status = 200,
+            description = "The answer; with `stream` as a stream of events that ends with `message_stop`.",
+            content((Message = "application/json"), (MessageEvent = "text/event-stream"))
+        ),
+        AnthropicFailures
+    )
+)]
+pub(super) async fn messages(
+    State(service): State<Service>,
+    Extension(record): Extension<RequestRecord>,
+    AnthropicJson(request): AnthropicJson<MessagesRequest>,
+) -> Result<Response, AnthropicError> {
+    record.generates();
+    let streams = request.stream;
+    let mut writer = MessageWriter::new(&request, &service.config().model_id);
+    let generations = service.generation().start(request.into_generation()?, record.received()).await?;
+    writer.read_prompt(&generations.prompts);
+    let answer = MessageAnswer { service, record, generations, writer };
+    if streams { Ok(answer.stream()) } else { Ok(answer.plain().await?) }
+}
+
+/// Count the tokens of a conversation's prompt.
+#[utoipa::path(
+    post,
+    path = "/v1/messages/count_tokens",
+    tag = "Anthropic",
+    request_body = CountTokensRequest,
+    responses((status = 200, description = "The number of tokens.", body = TokenCount), AnthropicAdmissionFailures)
+)]
+pub(super) async fn count_tokens(
+    State(service): State<Service>,
+    AnthropicJson(request): AnthropicJson<CountTokensRequest>,
+) -> Result<Json<TokenCount>, AnthropicError> {
+    let tokenized = service.generation().tokenize_chat(request.into_chat()?).await?;
+    Ok(Json(TokenCount { input_tokens: tokenized.spans.len() }))
+}
