@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from penstock_server.config import LoadConfig, WarmUpConfig
-from penstock_server.engine import Engine, logprob, prompt, step
+from penstock_server.engine import Engine, transfer
 from penstock_server.kernels import triton_device
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -38,10 +38,11 @@ NO_LAUNCH = {"prim.device"} | {
 
 @dataclass
 class Launches:
-    """What a step launches on the device, by name; and its copies from the host."""
+    """What a step launches on the device, by name; and its copies from the host and to it."""
 
     kernels: Counter[str] = field(default_factory=Counter)
-    num_host_copies: int = 0
+    num_uploads: int = 0
+    num_downloads: int = 0
 
     @property
     def num_kernels(self) -> int:
@@ -60,29 +61,32 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func).rsplit(".", 1)[0]
-        if not isinstance(result, torch.Tensor) or result.device.type != "cuda" or name in NO_LAUNCH:
+        if not isinstance(result, torch.Tensor) or name in NO_LAUNCH:
             return result
-        source = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-        if name.startswith("aten.to") and source is not None:
-            if source.device != result.device:
-                # A copy of pageable memory, or one that blocks, would wait for the device.
-                assert (kwargs or {}).get("non_blocking") or True in args, f"{func} blocks"
-                self._launches.num_host_copies += 1
-                return result
-            if source.dtype == result.dtype:
-                return result
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
+        kinds = {tensor.device.type for tensor in (*tensors, result)}
+        if kinds == {"cpu"}:
+            return result
+        if len(kinds) > 1:
+            assert name == "aten.copy_", f"{func} copies between the devices by itself"
+            # A copy that blocks would wait for the device. (Memory that is not page-locked too: see `page_locked`.)
+            assert (kwargs or {}).get("non_blocking") or any(arg is True for arg in args), f"{func} blocks"
+            if result.device.type == "cuda":
+                self._launches.num_uploads += 1
+            else:
+                self._launches.num_downloads += 1
+            return result
+        if name in ("aten.to", "aten._to_copy") and tensors[0].dtype == result.dtype:
+            return result
         self._launches.kernels[name] += 1
         return result
 
 
-class FakeCopy:
-    """Stands in for `HostCopy`: zeros of the tensor's shape."""
+class FakeEvent:
+    """Stands in for an event of CUDA."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._zeros = np.zeros(tensor.shape, np.int64 if tensor.dtype == torch.int64 else np.float64)
-
-    def wait(self) -> npt.NDArray[Any]:
-        return self._zeros
+    def synchronize(self) -> None:
+        pass
 
 
 def record_eagerly(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
@@ -104,6 +108,9 @@ def fake_cuda() -> Iterator[Launches]:
             tensor = from_numpy(array)
         return mode.from_tensor(tensor)
 
+    def fake_page_locked(num_bytes: int) -> tuple[torch.Tensor, npt.NDArray[Any]]:
+        return torch.empty(num_bytes, dtype=torch.uint8), np.zeros(num_bytes, np.uint8)
+
     def record_launch(function: Any, grid: tuple[int, int], **arguments: Any) -> None:
         devices = {value.device for value in arguments.values() if isinstance(value, torch.Tensor)}
         assert devices == {DEVICE}, devices
@@ -115,11 +122,10 @@ def fake_cuda() -> Iterator[Launches]:
         patch.setattr("penstock_server.engine.engine.choose_device", lambda name, rank: DEVICE)
         patch.setattr("penstock_server.engine.engine.open_device", lambda device: None)
         patch.setattr(torch, "from_numpy", fake_from_numpy)
-        patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+        patch.setattr(transfer, "page_locked", fake_page_locked)
+        patch.setattr(transfer, "record_event", FakeEvent)
         patch.setattr(triton_device, "launch", record_launch)
         patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
-        for module in (step, prompt, logprob):
-            patch.setattr(module, "HostCopy", FakeCopy)
         yield launches
 
 

@@ -45,7 +45,7 @@ def launched(loaded: Loaded, plan: Plan) -> Launches:
     """What one step launches, which is not collected yet."""
     engine, launches = loaded
     launches.kernels.clear()
-    launches.num_host_copies = 0
+    launches.num_uploads = launches.num_downloads = 0
     with Recorder(launches):
         engine.launch(plan)
     return launches
@@ -101,10 +101,24 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+# What their processors read of earlier tokens is known only after the model was started.
+READING_HISTORY = {"repetition penalty", "counting penalties", "watermark"}
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_no_sampling_waits_for_the_device(loaded: Loaded, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_nothing_and_is_copied_at_once(
+    loaded: Loaded, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The green lists are made on the host, from torch's generator, which has no data here.
     monkeypatch.setattr(GreenLists, "bits", lambda self, ids: np.zeros((len(ids), -(-self.vocab_size // 8)), np.uint8))
     sampling = Sampling(**SAMPLINGS[name])
-    launched(loaded, prefill(sampling, Sampling()))
-    launched(loaded, decode(2, 2))
+    for step, plan in enumerate((prefill(sampling, Sampling()), decode(2, 2), decode(3, 2), decode(4, 2)), 1):
+        found = launched(loaded, plan)
+        assert (found.num_uploads, found.num_downloads) == (2 if name in READING_HISTORY else 1, 1), step
+    assert "aten.resize_" not in found.kernels, "the memory of the last upload would have been enough"
+
+
+def test_the_chunk_of_a_prompt_is_copied_at_once_and_gives_nothing(loaded: Loaded) -> None:
+    new = [NewSequence(0, [1] * 9, 9, block_ids=[0])]
+    found = launched(loaded, Plan(1, new_sequences=new, advances=Advances.of([0], [4], [False])))
+    assert (found.num_uploads, found.num_downloads) == (1, 0)

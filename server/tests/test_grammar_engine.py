@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.constraint import Constraints
-from penstock_server.engine.sampler import Sampler, SampleRequest
+from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.engine.watermark import Watermark
 from penstock_server.plan import Grammar, NewSequence, Sampling
 from plans import Advance, plan, step
+from sample_at_once import sample_at_once
 
 EOS = 2
 NUM_SEQUENCES = 12
@@ -235,9 +236,9 @@ def test_logprobs_are_normalized_over_the_allowed_tokens(dtype: torch.dtype) -> 
     logprobs = expected.log_softmax(-1)
     logprobs[4] = logits[4].float().log_softmax(-1)
     composition = compose(np.array([record(sampling) for sampling in samplings], SAMPLING_FIELDS), {})
-    request = SampleRequest(composition, NoHistory(), Constraints(np.array([0, 2, 3, 4]), words))
-    cpu = torch.device("cpu")
-    sampled = Sampler(vocab, cpu, 5, Watermark.of(vocab)).sample(logits, request)
+    constraints = Constraints(np.array([0, 2, 3, 4]), words)
+    sampler = Sampler(vocab, torch.device("cpu"), 5, Watermark.of(vocab))
+    sampled = sample_at_once(sampler, logits, composition, NoHistory(), constraints)
     assert sampled.ids.tolist() == expected.argmax(-1).tolist()
     assert torch.allclose(sampled.logprobs.float(), logprobs.gather(1, sampled.ids[:, None])[:, 0], atol=1e-5)
 

@@ -17,7 +17,7 @@ from fake_model import BLOCK_TOKENS, POISON, FakeModel, continuation, load_fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.config import LoadConfig, WarmUpConfig
-from penstock_server.engine import Engine, graphs, logprob, prompt, step
+from penstock_server.engine import Engine, graphs, transfer
 from penstock_server.engine.graphs import context_buckets, sequence_buckets
 from penstock_server.engine.step import BROKEN_LOGITS, Pending
 from penstock_server.plan import NewSequence, Plan, Sampling, StepResult
@@ -36,25 +36,27 @@ WITH_HISTORY = [
 ]
 
 
-class LateCopy:
-    """A copy to the host that counts how often it was awaited."""
+class LateEvent:
+    """Stands in for an event of CUDA, and counts how often any was awaited."""
 
     num_waits = 0
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.clone()
+    def synchronize(self) -> None:
+        LateEvent.num_waits += 1
 
-    def wait(self) -> Any:
-        LateCopy.num_waits += 1
-        return self._tensor.numpy()
+
+def memory(num_bytes: int) -> Any:
+    tensor = torch.empty(num_bytes, dtype=torch.uint8)
+    return tensor, tensor.numpy()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def late_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock_server.engine.engine.choose_num_threads", lambda config, world_size: 1)
-        for module in (step, prompt, logprob):
-            patch.setattr(module, "HostCopy", LateCopy)
+        patch.setattr(transfer, "is_needed", lambda device: True)
+        patch.setattr(transfer, "page_locked", memory)
+        patch.setattr(transfer, "record_event", LateEvent)
         yield
 
 
@@ -136,10 +138,10 @@ def test_any_depth_gives_the_results_of_one_step_at_a_time(
 def test_a_sequence_takes_its_input_from_the_device_while_two_steps_are_in_flight(engine: Engine) -> None:
     engine.reset()
     text, blocks = [21, 22, 23], range(3)
-    LateCopy.num_waits = 0
+    LateEvent.num_waits = 0
     first = engine.launch(plan(1, (), [NewSequence(1, text, 3, 0, blocks)], [Advance(1, 3, sample=True)]))
     second = engine.launch(plan(2, advances=[Advance(1, 1, sample=True)]))
-    assert LateCopy.num_waits == 0, "nothing is on the host when the second step starts"
+    assert LateEvent.num_waits == 0, "nothing is on the host when the second step starts"
     results = [engine.collect(first), engine.collect(second)]
     assert [int(result.sampled.ids[0]) for result in results] == continuation(text, 2)
 
@@ -147,11 +149,11 @@ def test_a_sequence_takes_its_input_from_the_device_while_two_steps_are_in_fligh
 @pytest.mark.parametrize("sampling", WITH_HISTORY, ids=["penalty", "watermark"])
 def test_a_sequence_that_reads_its_history_waits_for_it(engine: Engine, sampling: Sampling) -> None:
     engine.reset()
-    LateCopy.num_waits = 0
+    LateEvent.num_waits = 0
     new = NewSequence(1, [21, 22, 23], 3, 0, range(3), sampling)
     first = engine.launch(plan(1, (), [new], [Advance(1, 3, sample=True)]))
     second = engine.launch(plan(2, advances=[Advance(1, 1, sample=True)]))
-    assert LateCopy.num_waits == 1
+    assert LateEvent.num_waits == 1
     for pending in (first, second):
         engine.collect(pending)
 

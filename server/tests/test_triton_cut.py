@@ -128,10 +128,8 @@ def test_alternatives_are_ranked_as_on_a_cpu(scores: list[list[float]], num: int
 
 def test_masks_are_applied_without_waiting_for_the_device() -> None:
     cuda = torch.device("cuda")
-    words = np.array([[3], [0]], np.int32)
-    from_numpy = torch.from_numpy
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode() as mode:
+        from_numpy = torch.from_numpy
         patch.setattr(torch, "from_numpy", lambda array: mode.from_tensor(from_numpy(array)))
-        patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-        scores = torch.empty(3, 32, device=cuda)
+        scores, words = torch.empty(3, 32, device=cuda), torch.empty(2, 1, dtype=torch.int32, device=cuda)
         Constrainer(cuda).apply(scores, torch.empty(2, dtype=torch.int64, device=cuda), words)

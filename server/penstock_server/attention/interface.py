@@ -29,8 +29,12 @@ class StepBatch:
     sample_rows: Tensor  # [samples] int64: rows of the batch whose outputs are wanted, ascending
     max_query_tokens: int  # the most new tokens of one sequence
     max_context_tokens: int  # the longest context
-    # [sequences] int32: length of the source (encoder input), the sequence's first tokens. None: there is no encoder.
+    # Of models with an encoder. [sequences] int32: the length of the source (encoder input), the first tokens of the
+    # sequence, which are not among the tokens of this batch. Positions, but not contexts, count from behind it.
     source_lens: Tensor | None = None
+    # The step's source tokens: their positions count from the start of the source, and their contexts are the source.
+    # No row is sampled. None: the step has none.
+    sources: StepBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from penstock_server.attention.fp8 import FP8_DTYPES
@@ -153,31 +151,3 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     if quota in ("max", "-1"):
         return cores
     return max(1, min(cores, math.ceil(int(quota) / int(period))))
-
-
-def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array's copy on a device; on a CPU the array itself. The host does not wait: the copy comes after the work
-    that was given to the device before."""
-    tensor = torch.from_numpy(array)
-    # PERF: on a CPU, even a `to` without effect lets other threads take the interpreter lock. On a GPU, only pinned
-    # memory is copied without waiting for the device; torch keeps and reuses it.
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-class HostCopy:
-    """A tensor's copy on the host. The copy starts at once, in the order of the device's work; `wait` returns it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._copied: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            # Only pinned memory is copied without waiting for the device.
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def wait(self) -> npt.NDArray[Any]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._tensor.numpy()

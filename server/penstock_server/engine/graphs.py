@@ -3,8 +3,8 @@
 A graph is recorded for each bucket: a number of sequences and a bound on their contexts. A step runs in the smallest
 bucket that holds it. Rows beyond its own are padding: the token is not stored, and the context is empty.
 
-INVARIANT: all graphs read the same buffers, and run on one stream, in the order of the steps. So the copies of the next
-step into these buffers, and its output over the last one's, come after the last step has used them.
+INVARIANT: all graphs read the same memory, and run on one stream, in the order of the steps. So the copy of the next
+step's inputs into this memory, and its output over the last one's, come after the last step has used them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.engine.host_batch import HostBatch
 from penstock_server.engine.sequence import TableLimits
+from penstock_server.engine.transfer import Upload
 from penstock_server.models.interface import CausalModel
 
 FIRST_CONTEXT_TOKENS = 1024  # of the least bucket; each of the next holds twice as many
@@ -60,8 +62,21 @@ def context_buckets(longest: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Bucket:
+    """The decode steps that one graph computes."""
+
+    num_sequences: int
+    max_context_tokens: int
+
+    def pad(self, batch: HostBatch, block_tokens: int) -> HostBatch:
+        """A decode step that the bucket holds, with all its rows."""
+        return batch.padded(self.num_sequences, self.max_context_tokens, block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     replay: Replay
+    inputs: Tensor  # [bytes] uint8: the memory of the batch that it reads
     output: Tensor  # [sequences of its bucket, hidden]
 
 
@@ -70,64 +85,40 @@ class StepGraphs:
 
     def __init__(self, model: CausalModel, limits: TableLimits, device: torch.device, record: Recorder) -> None:
         """Records all of them, the largest first, so that the others find its memory. The cache must be allocated."""
-        self._model = model
         self._sequences = sequence_buckets(limits.num_rows)
         self._contexts = context_buckets(limits.max_sequence_tokens)
-        longs = partial(torch.zeros, limits.num_rows, dtype=torch.int64, device=device)
-        max_blocks = -(-limits.max_sequence_tokens // limits.block_tokens)
-        self._buffers = StepBatch(
-            token_ids=longs(),
-            positions=longs(),
-            slots=longs().fill_(-1),
-            query_starts=torch.arange(limits.num_rows + 1, dtype=torch.int32, device=device),
-            context_lens=torch.zeros(limits.num_rows, dtype=torch.int32, device=device),
-            block_tables=torch.zeros(limits.num_rows, max_blocks, dtype=torch.int32, device=device),
-            sample_rows=torch.arange(limits.num_rows, device=device),
-            max_query_tokens=1,
-            max_context_tokens=limits.max_sequence_tokens,
-        )
-        self._graphs: dict[tuple[int, int], Graph] = {}
-        for bucket in product(reversed(self._sequences), reversed(self._contexts)):
-            self._graphs[bucket] = Graph(*record(partial(model.forward, self._part(*bucket))))
+        self._graphs: dict[Bucket, Graph] = {}
+        upload = Upload(device)
+        for sizes in product(reversed(self._sequences), reversed(self._contexts)):
+            bucket = Bucket(*sizes)
+            batch = bucket.pad(_empty(has_sources=limits.max_source_tokens > 0), limits.block_tokens)
+            upload = Upload(device, upload.memory)
+            inputs = batch.put(upload.add)
+            upload.start()
+            replay, output = record(partial(model.forward, inputs))
+            self._graphs[bucket] = Graph(replay, upload.memory[: upload.num_bytes], output)
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def forward(self, batch: StepBatch) -> Tensor:
-        """As the model's. The output is valid until the next call."""
-        num = batch.context_lens.shape[0]
-        is_decode = batch.max_query_tokens == 1 and batch.sample_rows.shape[0] == num
-        if not is_decode or num > self._sequences[-1] or batch.max_context_tokens > self._contexts[-1]:
-            return self._model.forward(batch)
-        size = self._sequences[bisect_left(self._sequences, num)]
-        context = self._contexts[bisect_left(self._contexts, batch.max_context_tokens)]
-        buffers = self._buffers
-        for buffer, value in (
-            (buffers.token_ids, batch.token_ids),
-            (buffers.positions, batch.positions),
-            (buffers.slots, batch.slots),
-            (buffers.context_lens, batch.context_lens),
-            (buffers.block_tables[:, : batch.block_tables.shape[1]], batch.block_tables),
-        ):
-            buffer[:num].copy_(value)
-        if num < size:
-            buffers.slots[num:size].fill_(-1)
-            buffers.context_lens[num:size].zero_()
-        graph = self._graphs[size, context]
-        graph.replay()
-        return graph.output[:num]
+    def bucket(self, batch: HostBatch) -> Bucket | None:
+        """The smallest one that holds this step. None: the step is no decode step, or too large."""
+        num, context = batch.num_sequences, batch.max_context_tokens
+        if not batch.is_decode or num > self._sequences[-1] or context > self._contexts[-1]:
+            return None
+        sequences = self._sequences[bisect_left(self._sequences, num)]
+        return Bucket(sequences, self._contexts[bisect_left(self._contexts, context)])
 
-    def _part(self, num_sequences: int, max_context_tokens: int) -> StepBatch:
-        """The buffers' rows of a bucket."""
-        buffers = self._buffers
-        return StepBatch(
-            token_ids=buffers.token_ids[:num_sequences],
-            positions=buffers.positions[:num_sequences],
-            slots=buffers.slots[:num_sequences],
-            query_starts=buffers.query_starts[: num_sequences + 1],
-            context_lens=buffers.context_lens[:num_sequences],
-            block_tables=buffers.block_tables[:num_sequences],
-            sample_rows=buffers.sample_rows[:num_sequences],
-            max_query_tokens=1,
-            max_context_tokens=max_context_tokens,
-        )
+    def forward(self, bucket: Bucket, inputs: Tensor, num_sequences: int) -> Tensor:
+        """As the model's, of `num_sequences` sequences. inputs: the memory of their padded batch, at whose start it was
+        put [at least the bytes of the batch] uint8. The output is valid until the next call."""
+        graph = self._graphs[bucket]
+        graph.inputs.copy_(inputs[: len(graph.inputs)])
+        graph.replay()
+        return graph.output[:num_sequences]
+
+
+def _empty(*, has_sources: bool) -> HostBatch:
+    longs, ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    sources = ints if has_sources else None
+    return HostBatch(longs, longs, longs, ints, ints, np.zeros((0, 0), np.int32), longs, 1, 0, sources)

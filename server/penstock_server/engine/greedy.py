@@ -41,7 +41,7 @@ def fused_greedy(device: torch.device, dtype: torch.dtype) -> Greedy | None:
 
     def greedy(logits: Tensor, masks: Masks | None) -> tuple[Tensor, Tensor]:
         ops = many if len(logits) >= PARALLEL_ROWS else few
-        return ops.argmax_logprob(logits, *(masks or ()))
+        return ops.argmax_logprob(logits, *(mask.numpy() for mask in masks or ()))
 
     return greedy
 

@@ -9,17 +9,8 @@ from cases import CASES
 from fake_cuda import fake_cuda, load
 from penstock_server.plan import Advances, NewSequence, Plan
 from tiny_model import save_case
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-# The split of a batch into sources and answers.
-WAITING = pytest.mark.xfail(
-    raises=(DataDependentOutputException, DynamicOutputShapeException),
-    strict=True,
-    reason="encoders read device tensors on the host",
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[WAITING] if c.has_encoder else []) for n, c in CASES.items()])
+@pytest.mark.parametrize("name", CASES)
 def test_steps_do_not_wait_for_the_device(name: str, tmp_path: Path) -> None:
     folder = save_case(name, tmp_path)
     num_source = 3 if CASES[name].has_encoder else 0
