@@ -121,6 +121,7 @@ def fake_cuda() -> Iterator[Launches]:
         patch.setattr(SafetensorsCheckpoint, "read", lambda self, name, part, out: None)
         patch.setattr("penstock_server.engine.engine.choose_device", lambda name, rank: DEVICE)
         patch.setattr("penstock_server.engine.engine.open_device", lambda device: None)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch, "from_numpy", fake_from_numpy)
         patch.setattr(transfer, "page_locked", fake_page_locked)
         patch.setattr(transfer, "record_event", FakeEvent)

@@ -18,7 +18,14 @@ from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory, warmup
 from penstock_server.engine import device as device_module
 from penstock_server.engine.capacity import CapacityProbe
-from penstock_server.engine.device import choose_device, choose_dtype, naming_full_memory, open_device, usable_cores
+from penstock_server.engine.device import (
+    DTYPES,
+    choose_device,
+    choose_dtype,
+    naming_full_memory,
+    open_device,
+    usable_cores,
+)
 from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.errors import ConfigError, PlanError
 from penstock_server.models.interface import CausalModel, LoadOptions
@@ -546,6 +553,25 @@ def test_full_memory_is_an_error_that_says_who_uses_it(monkeypatch: pytest.Monke
     expected = "for the weights: of 16384 MiB, this rank used 10240 MiB, other processes used 5120 MiB, and 1024 MiB"
     with pytest.raises(ConfigError, match=expected), naming_full_memory(torch.device("cuda"), "the weights", "do this"):
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(("capability", "best"), [((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16")])
+def test_the_dtype_is_one_that_the_gpu_computes_in(
+    capability: tuple[int, int], best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # torch counts emulation
+    assert choose_dtype("", gpu) == DTYPES[best]
+    assert choose_dtype("float16", gpu) == torch.float16
+    assert choose_dtype("float32", gpu) == torch.float32
+    if best == "bfloat16":
+        assert choose_dtype("bfloat16", gpu) == torch.bfloat16
+        return
+    major, minor = capability
+    with pytest.raises(ConfigError, match=rf"Tesla T4 has compute capability {major}\.{minor}, .*use --dtype float16"):
+        choose_dtype("bfloat16", gpu)
 
 
 def test_device_and_dtype_are_chosen_from_the_machine() -> None:

@@ -20,6 +20,7 @@ from penstock_server.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
+BFLOAT16_CAPABILITY = (8, 0)  # Ampere; Volta and Turing lack it
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -113,13 +114,22 @@ def _first_line(error: Exception) -> str:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype asked for; else bfloat16 if the machine computes in it; else float16 on a GPU and float32 on a CPU."""
-    if name:
-        if name not in DTYPES:
-            raise ConfigError(f'dtype is "{name}", must be one of {", ".join(DTYPES)}')
-        return DTYPES[name]
+    """The dtype asked for; else bfloat16 if the machine computes in it; else float16 on a GPU and float32 on a CPU.
+    Raises ConfigError for an unknown dtype, and for bfloat16 on a GPU that lacks it."""
+    if name and name not in DTYPES:
+        raise ConfigError(f'dtype is "{name}", must be one of {", ".join(DTYPES)}')
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        # Not `is_bf16_supported`, which is true for emulation too.
+        capability = torch.cuda.get_device_capability(device)
+        if name == "bfloat16" and capability < BFLOAT16_CAPABILITY:
+            raise ConfigError(
+                f"dtype is bfloat16, but {torch.cuda.get_device_name(device)} has compute capability {capability[0]}."
+                f"{capability[1]}, and computes in bfloat16 from {BFLOAT16_CAPABILITY[0]}.{BFLOAT16_CAPABILITY[1]} on; "
+                "use --dtype float16, or leave --dtype out"
+            )
+        return DTYPES[name] if name else torch.bfloat16 if capability >= BFLOAT16_CAPABILITY else torch.float16
+    if name:
+        return DTYPES[name]
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
