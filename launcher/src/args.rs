@@ -131,6 +131,11 @@ pub(crate) struct Args {
     #[arg(long, env, default_value_t = 0.9)]
     pub(crate) cuda_memory_fraction: f64,
 
+    /// Batch sizes for which decode steps are recorded as CUDA graphs, separated by commas. A smaller batch uses the next
+    /// larger graph, and batches beyond the largest none. 0: no graphs. No effect on a CPU [default: chosen by the worker]
+    #[arg(long, env, value_name = "SIZES", value_delimiter = ',')]
+    pub(crate) cuda_graphs: Vec<u32>,
+
     /// Method of quantization. Without it, the checkpoint's own config decides; one that contradicts the checkpoint is an
     /// error. eetq and bitsandbytes also quantize an unquantized checkpoint at load, to 8 bits
     #[arg(long, env, value_enum, value_name = "METHOD")]

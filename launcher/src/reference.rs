@@ -14,6 +14,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("api-key", "several keys; case-sensitive, unlike in TGI; also protects `/chat_tokenize`"),
     ("attention", "TGI has only the variable; its values mean `auto`"),
     ("cors-allow-origin", "also a comma-separated list; requests may carry `Authorization`"),
+    ("cuda-graphs", "default: the workers choose, up to max-batch-size"),
     ("cuda-memory-fraction", "TGI: 1.0, with a hidden factor"),
     ("dtype", "also `float32`"),
     ("graceful-termination-timeout", "applies to the whole server, not to each process"),

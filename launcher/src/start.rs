@@ -210,7 +210,11 @@ async fn load(
         num_blocks: Settings::num_blocks(args, &model).map(u64::from),
         memory_fraction: settings.memory_fraction,
         proven: false,
+        graph_sizes: args.cuda_graphs.clone(),
     };
+    if !args.cuda_graphs.is_empty() && model.device.starts_with("cpu") {
+        tracing::info!("--cuda-graphs has no effect: the model runs on a CPU");
+    }
     let pool = group.warm_up(&warm_up).await.map_err(GroupError::from)?;
     phases.push(timed("warm up", since));
     phases.extend(pool.phases.iter().map(|phase| part_of("warm up", phase)));

@@ -312,6 +312,7 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
         num_blocks: Some(77),
         memory_fraction: 0.9,
         proven: false,
+        graph_sizes: Vec::new(),
     };
     assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
     for rank in &group.ranks {
@@ -323,7 +324,7 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
             assert_eq!(seen.warm_ups[0].num_blocks, 77);
         });
     }
-    assert!(connected.probe().processor_times(PATIENCE).await.iter().all(Option::is_some));
+    assert!(connected.probe().progress(PATIENCE).await.iter().all(Option::is_some));
 }
 
 #[tokio::test]
@@ -372,6 +373,7 @@ async fn ranks_that_disagree_are_refused() {
         num_blocks: None,
         memory_fraction: 1.0,
         proven: false,
+        graph_sizes: Vec::new(),
     };
     let error = connected.warm_up(&options).await.unwrap_err();
     assert_eq!(error.to_string(), "the ranks do not agree on the number of KV blocks: [10, 11]");

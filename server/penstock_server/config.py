@@ -66,7 +66,13 @@ class WarmUpConfig:
     max_sequence_tokens: int = 0
     num_blocks: int = 0
     memory_fraction: float = 0.9
+    graph_sizes: tuple[int, ...] = ()  # sequences of the decode steps that a GPU records; (): chosen by us, (0,): none
     proven: bool = False  # an earlier group with these limits allocated num_blocks: measure nothing, allocate them
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether decode steps are recorded where the device and the model allow it."""
+        return not self.graph_sizes or any(self.graph_sizes)
 
 
 @dataclass(frozen=True, slots=True)

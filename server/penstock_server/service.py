@@ -127,6 +127,7 @@ class Worker(rpc.WorkerServicer):
             num_blocks=request.num_blocks,
             memory_fraction=request.memory_fraction,
             proven=request.proven,
+            graph_sizes=tuple(request.graph_sizes),
         )
         engine = self._engine
         if engine is None:
@@ -163,7 +164,11 @@ class Worker(rpc.WorkerServicer):
         return pb.CompileGrammarResponse()
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
-        return pb.HealthResponse(processor_seconds=time.process_time())
+        engine, device = self._engine, None
+        if engine is not None and engine.progress is not None:
+            progress = engine.progress.ask()
+            device = pb.DeviceProgress(num_finished=progress.num_finished, is_busy=progress.is_busy)
+        return pb.HealthResponse(processor_seconds=time.process_time(), device=device)
 
     def Steps(  # noqa: N802
         self, requests: Iterator[pb.Plan], context: grpc.ServicerContext

@@ -88,6 +88,9 @@ class FakeEvent:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 def record_eagerly(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
     """Stands in for `CudaRecorder`: repeats the function itself."""
@@ -124,7 +127,8 @@ def fake_cuda() -> Iterator[Launches]:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch, "from_numpy", fake_from_numpy)
         patch.setattr(transfer, "page_locked", fake_page_locked)
-        patch.setattr(transfer, "record_event", FakeEvent)
+        for module in ("transfer", "engine"):
+            patch.setattr(f"penstock_server.engine.{module}.record_event", FakeEvent)
         patch.setattr(triton_device, "launch", record_launch)
         patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
         yield launches

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from fake_cuda import Launches, Recorder, fake_cuda, load
+from fake_cuda import FakeEvent, Launches, Recorder, fake_cuda, load
 from penstock_server.engine import Engine
+from penstock_server.engine.device_progress import Progress
 from penstock_server.plan import Advances, NewSequence, Plan, Sampling
 from penstock_server.watermark import GreenLists
 
@@ -116,6 +117,19 @@ def test_a_step_waits_for_nothing_and_is_copied_at_once(
         found = launched(loaded, plan)
         assert (found.num_uploads, found.num_downloads) == (2 if name in READING_HISTORY else 1, 1), step
     assert "aten.resize_" not in found.kernels, "the memory of the last upload would have been enough"
+
+
+def test_health_sees_how_far_the_device_is(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = loaded[0].progress
+    assert progress is not None
+    launched(loaded, prefill(Sampling()))
+    before = progress.ask()
+    assert not before.is_busy
+    monkeypatch.setattr(FakeEvent, "query", lambda self: False)
+    launched(loaded, decode(2, 1))
+    assert progress.ask() == Progress(before.num_finished, is_busy=True), "the device hangs"
+    monkeypatch.undo()
+    assert progress.ask() == Progress(before.num_finished + 2, is_busy=False), "the model, and the end of the step"
 
 
 def test_the_chunk_of_a_prompt_is_copied_at_once_and_gives_nothing(loaded: Loaded) -> None:

@@ -358,7 +358,9 @@ def test_the_worst_step_is_estimated_from_the_layers_that_ran() -> None:
         return StepTiming(prepare_s=1, forward_s=4, sample_s=2, idle_s=100)
 
     probe = CapacityProbe(model, RankGroup(), torch.device("cpu"), BLOCK_TOKENS, has_grammars=False)
-    measured = probe.measure(WarmUpConfig(16, 4, num_blocks=40, memory_fraction=0.9), run, lambda: 0, PhaseClock())
+    measured = probe.measure(
+        WarmUpConfig(16, 4, num_blocks=40, memory_fraction=0.9), run, lambda: 0, lambda: 0, PhaseClock()
+    )
     assert ran == [model, sample, sample, sample], "the first step brings all layers into memory"
     assert measured.worst_step_s == 1 + 4 * 30 / 2 + 2
 

@@ -3,7 +3,6 @@ recorded graphs of decode steps."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, graphs, transfer
-from penstock_server.engine.graphs import context_buckets, sequence_buckets
 from penstock_server.engine.step import BROKEN_LOGITS, Pending
 from penstock_server.plan import NewSequence, Plan, Sampling, StepResult
 from plans import Advance, plan
@@ -168,32 +166,3 @@ def test_broken_logits_end_the_sequence_in_steps_that_were_launched_before_they_
     assert [[failure.reason for failure in result.failures] for result in results] == [[BROKEN_LOGITS]] * 2
     assert [result.sequence_ids.tolist() for result in results] == [[2], [2]]
     assert np.concatenate([result.sampled.ids for result in results]).tolist() == continuation([21, 22], 2)
-
-
-@given(most=st.integers(1, 600), longest=st.integers(1, 200_000))
-def test_buckets_ascend_to_the_limits_and_waste_less_than_half(most: int, longest: int) -> None:
-    for sizes, limit, first in ((sequence_buckets(most), most, 1), (context_buckets(longest), longest, 1024)):
-        assert sizes == sorted(set(sizes))
-        assert sizes[0] == min(first, limit)
-        assert sizes[-1] == limit
-        assert all(larger <= 2 * smaller for smaller, larger in itertools.pairwise(sizes))
-
-
-def test_decode_steps_replay_the_graph_of_their_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    replayed: list[int] = []
-
-    def record(run: Any) -> Any:
-        replay, output = record_eagerly(run)
-        return lambda: (replayed.append(len(output)), replay()), output
-
-    monkeypatch.setattr(FakeModel, "is_recordable", True)
-    monkeypatch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record)
-    engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32"), load_model=load_fake)
-    engine.warm_up(WarmUpConfig(max_step_tokens=64, max_step_sequences=8, num_blocks=NUM_BLOCKS, proven=True))
-    replayed.clear()
-    new = [NewSequence(i, [21, 22 + i], 2, 0, [2 * i, 2 * i + 1]) for i in range(3)]
-    engine.step(plan(1, (), new, [Advance(i, 2, sample=True) for i in range(3)]))
-    assert replayed == [], "a step with a prompt is no decode step"
-    engine.step(plan(2, advances=[Advance(i, 1, sample=True) for i in range(3)]))
-    engine.step(plan(3, advances=[Advance(1, 1, sample=True)]))
-    assert replayed == [4, 1]

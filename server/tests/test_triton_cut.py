@@ -101,7 +101,8 @@ def test_the_greedy_choice_is_that_of_a_softmax(vocab: int, is_masked: bool) -> 
         places = np.array([0, 1, 5])
         bits = np.random.default_rng(3).integers(0, 2, (3, -(-vocab // 32) * 32), np.uint8)
         bits[2] = 0  # allows nothing
-        masks = places, np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        masks = torch.from_numpy(places), torch.from_numpy(words)
         allowed[torch.from_numpy(places).to(DEVICE)] = torch.from_numpy(bits[:, :vocab] == 1).to(DEVICE)
     ids, logprobs = triton_greedy.choose(logits, masks)
     expected = logits.masked_fill(~allowed, -torch.inf).double().log_softmax(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,10 +23,12 @@ from penstock_server.engine.device import (
     open_device,
     usable_cores,
 )
-from penstock_server.engine.graphs import CudaRecorder, StepGraphs
+from penstock_server.engine.device_progress import DeviceProgress
+from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
 from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.engine.step import Pending, StepRunner
+from penstock_server.engine.transfer import record_event
 from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler
@@ -72,6 +75,7 @@ class Engine:
         self._watermark = watermark or Watermark.of(model.vocab_size)
         self._compiler = compiler
         self._ready: StepRunner | None = None
+        self.progress = DeviceProgress(record_event) if device.type != "cpu" else None  # of a GPU
 
     @classmethod
     def load(
@@ -180,7 +184,7 @@ class Engine:
 
         def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> StepRunner:
             table = SequenceTable(table_limits(num_blocks))
-            return StepRunner(model, self._group, self._device, config, sampler, table, grammars, graphs)
+            return StepRunner(model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress)
 
         def run(model: CausalModel, plan: Plan, num_blocks: int) -> StepTiming:
             self._ready = runner(model, num_blocks)
@@ -188,11 +192,24 @@ class Engine:
             self.reset()
             return result.timing
 
+        has_graphs = self.model.is_recordable and config.records_graphs
+
+        def new_graphs(num_blocks: int) -> tuple[StepGraphs, list[Bucket]]:
+            limits = table_limits(num_blocks)
+            graphs = StepGraphs(self.model, limits, self._device, CudaRecorder())
+            return graphs, buckets(limits, config.graph_sizes)
+
+        def graph_bytes() -> int:
+            if not has_graphs:
+                return 0
+            with clock.phase("measure graphs"):
+                return needed_bytes(*new_graphs(num_blocks=1), partial(memory.free_bytes, self._device))
+
         measured = Measured(config.num_blocks, 0.0, 0)
         if config.proven:
             probe.check_room(config, config.num_blocks)
         else:
-            measured = probe.measure(config, run, self._wait_for_grammars, clock)
+            measured = probe.measure(config, run, self._wait_for_grammars, graph_bytes, clock)
         num_blocks = measured.num_blocks
         with clock.phase("allocate KV pool"):
             self.model.allocate_cache(num_blocks)
@@ -205,10 +222,13 @@ class Engine:
         longest = probe.longest_in(num_blocks, config)
         self.model.serve_up_to(longest)
         graphs = None
-        if self.model.is_recordable:
+        if has_graphs:
             with clock.phase("record graphs"):
-                graphs = StepGraphs(self.model, table_limits(num_blocks), self._device, CudaRecorder())
+                graphs, of_steps = new_graphs(num_blocks)
+                graphs.add(of_steps)
             logger.info("recorded %d graphs of decode steps", len(graphs))
+        elif config.records_graphs and self._device.type == "cuda":
+            logger.warning("decode steps are not recorded as graphs: this model may wait for the device")
         self._ready = runner(self.model, num_blocks, graphs)
         with clock.phase("rehearse"):
             self._rehearse()

@@ -9,8 +9,9 @@ step's inputs into this memory, and its output over the last one's, come after t
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -25,6 +26,7 @@ from penstock_server.engine.transfer import Upload
 from penstock_server.models.interface import CausalModel
 
 FIRST_CONTEXT_TOKENS = 1024  # of the least bucket; each of the next holds twice as many
+_MEASURED_GRAPHS = 8  # the driver allocates memory in pieces that are larger than a graph
 
 Replay = Callable[[], object]
 Recorder = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -47,8 +49,11 @@ class CudaRecorder:
         return graph.replay, output
 
 
-def sequence_buckets(most: int) -> list[int]:
-    """Numbers of sequences, ascending to `most`. Padding is less than half, and from 64 on less than a quarter."""
+def sequence_buckets(most: int, asked: Sequence[int] = ()) -> list[int]:
+    """Numbers of sequences, ascending: those asked for, as far as steps can have as many; empty: chosen up to `most`.
+    Then padding is less than half, and from 64 on less than a quarter."""
+    if asked:
+        return sorted({min(size, most) for size in asked if size > 0})
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
     return [size for size in sizes if size < most] + [most]
 
@@ -59,6 +64,12 @@ def context_buckets(longest: int) -> list[int]:
     while sizes[-1] < longest:
         sizes.append(2 * sizes[-1])
     return [*sizes[:-1], longest]
+
+
+def buckets(limits: TableLimits, asked: Sequence[int] = ()) -> list[Bucket]:
+    """The largest first. asked: as of `sequence_buckets`."""
+    sequences, contexts = sequence_buckets(limits.num_rows, asked), context_buckets(limits.max_sequence_tokens)
+    return [Bucket(*sizes) for sizes in product(reversed(sequences), reversed(contexts))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +95,28 @@ class StepGraphs:
     """The graphs of a model's decode steps."""
 
     def __init__(self, model: CausalModel, limits: TableLimits, device: torch.device, record: Recorder) -> None:
-        """Records all of them, the largest first, so that the others find its memory. The cache must be allocated."""
-        self._sequences = sequence_buckets(limits.num_rows)
-        self._contexts = context_buckets(limits.max_sequence_tokens)
+        """Without graphs; see `add`. The cache must be allocated, and stay."""
+        self._model = model
+        self._limits = limits
+        self._device = device
+        self._record = record
+        self._memory: Tensor | None = None  # of the inputs
         self._graphs: dict[Bucket, Graph] = {}
-        upload = Upload(device)
-        for sizes in product(reversed(self._sequences), reversed(self._contexts)):
-            bucket = Bucket(*sizes)
-            batch = bucket.pad(_empty(has_sources=limits.max_source_tokens > 0), limits.block_tokens)
-            upload = Upload(device, upload.memory)
+        self._sequences: list[int] = []
+        self._contexts: list[int] = []
+
+    def add(self, buckets: Iterable[Bucket]) -> None:
+        """Records these, which must be smaller than earlier ones, so that they find the memory of those."""
+        for bucket in buckets:
+            batch = bucket.pad(_empty(has_sources=self._limits.max_source_tokens > 0), self._limits.block_tokens)
+            upload = Upload(self._device, self._memory)
             inputs = batch.put(upload.add)
             upload.start()
-            replay, output = record(partial(model.forward, inputs))
+            self._memory = upload.memory
+            replay, output = self._record(partial(self._model.forward, inputs))
             self._graphs[bucket] = Graph(replay, upload.memory[: upload.num_bytes], output)
+        self._sequences = sorted({bucket.num_sequences for bucket in self._graphs})
+        self._contexts = sorted({bucket.max_context_tokens for bucket in self._graphs})
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -104,7 +124,7 @@ class StepGraphs:
     def bucket(self, batch: HostBatch) -> Bucket | None:
         """The smallest one that holds this step. None: the step is no decode step, or too large."""
         num, context = batch.num_sequences, batch.max_context_tokens
-        if not batch.is_decode or num > self._sequences[-1] or context > self._contexts[-1]:
+        if not self._graphs or not batch.is_decode or num > self._sequences[-1] or context > self._contexts[-1]:
             return None
         sequences = self._sequences[bisect_left(self._sequences, num)]
         return Bucket(sequences, self._contexts[bisect_left(self._contexts, context)])
@@ -116,6 +136,19 @@ class StepGraphs:
         graph.inputs.copy_(inputs[: len(graph.inputs)])
         graph.replay()
         return graph.output[:num_sequences]
+
+
+def needed_bytes(graphs: StepGraphs, buckets: Sequence[Bucket], free_bytes: Callable[[], int]) -> int:
+    """Estimates the device memory that the graphs of all buckets take, from that of the first few, which it records.
+    free_bytes: of the device."""
+    start = free_bytes()
+    graphs.add(buckets[:1])
+    after_first = free_bytes()
+    graphs.add(buckets[1 : 1 + _MEASURED_GRAPHS])
+    num_more = len(graphs) - 1
+    # The largest one brings the memory of temporary tensors, which all share; each has its own list of launches.
+    per_graph = max(0, after_first - free_bytes()) / num_more if num_more else 0
+    return max(0, start - after_first) + math.ceil(per_graph * (len(buckets) - 1))
 
 
 def _empty(*, has_sources: bool) -> HostBatch:

@@ -103,9 +103,7 @@ def of_composition(composition: Composition, chunk_rows: int, put: Put) -> Param
             for rows in slices(len(processed), chunk_rows)
         ),
         reads_history=bool(
-            (
-                records["constrained"] | records["watermark"] | is_counted | (records["repetition_penalty"] != 1)
-            ).any()
+            (records["constrained"] | records["watermark"] | is_counted | (records["repetition_penalty"] != 1)).any()
         ),
     )
 
@@ -141,7 +139,7 @@ def _chunk(records: npt.NDArray[np.void], rows: slice, biases: Entries, stops: E
     drawn = records[records["do_sample"]]
 
     def column(name: str, places: npt.NDArray[np.bool_] | slice = slice(None)) -> Tensor:
-        return put(np.ascontiguousarray(records[name][places]))
+        return put(records[name][places].copy())  # torch refuses the strides of a record's column
 
     return Chunk(
         rows=rows,
@@ -167,5 +165,5 @@ def _chunk(records: npt.NDArray[np.void], rows: slice, biases: Entries, stops: E
 def _truncation(records: npt.NDArray[np.void], put: Put) -> Truncation:
     neutral = {"top_k": 0, "top_p": 1, "typical_p": 1, "min_p": 0}
     asked = frozenset(name for name, value in neutral.items() if (records[name] != value).any())
-    top_k, top_p, typical_p, min_p = (put(np.ascontiguousarray(records[name])) for name in neutral)
+    top_k, top_p, typical_p, min_p = (put(records[name].copy()) for name in neutral)
     return Truncation(top_k, top_p, typical_p, min_p, asked)

@@ -28,6 +28,7 @@ from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Built, Selection
 from penstock_server.engine.constraint import Constraints
+from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.graphs import StepGraphs
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.prompt import PromptScores, prepare_prompt, score_prompt
@@ -81,10 +82,13 @@ class StepRunner:
         table: SequenceTable,
         grammars: GrammarStates | None,
         graphs: StepGraphs | None = None,
+        progress: DeviceProgress | None = None,
     ) -> None:
-        """`grammars` belong to the first rank, which samples. `graphs` compute the model's decode steps."""
+        """`grammars` belong to the first rank, which samples. `graphs` compute the model's decode steps. `progress`
+        gets a mark behind the model and one behind each step."""
         self._model = model
         self._graphs = graphs
+        self._progress = progress
         self._group = group
         self._device = device
         self._limits = limits
@@ -165,6 +169,7 @@ class StepRunner:
         samples = hidden if sample_rows is None else hidden[sample_rows]
         logits = self._model.logits(samples) if len(rows) else None
         forwarded_at = time.perf_counter()
+        self._mark()
 
         table.computed[chosen.rows] += chosen.num_tokens
         if prompt is not None:
@@ -176,6 +181,7 @@ class StepRunner:
                 masks = self._start_masks(chosen)
             self._sample(pending, logits, prepared, masks, download)
             download.start()
+            self._mark()
         ended_at = time.perf_counter()
         return StepTiming(prepared_at - started, forwarded_at - prepared_at, ended_at - forwarded_at)
 
@@ -196,6 +202,10 @@ class StepRunner:
             sequence_id: tokens for sequence_id, tokens in prompts.items() if sequence_id not in pending.failures
         }
         return StepResult(pending.step, timing, sequence_ids, sampled, prompts, list(pending.failures.values()))
+
+    def _mark(self) -> None:
+        if self._progress is not None:
+            self._progress.mark()
 
     def _links(self, pending: Pending, built: Built, put: Put) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The input tokens that are not on the host yet: verdicts of earlier steps, which of their ids, and the
