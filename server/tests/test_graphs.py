@@ -4,9 +4,8 @@ recorder that repeats the function itself."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from fake_cuda import record_eagerly
 from fake_model import BLOCK_TOKENS, FakeModel, load_fake
 from hypothesis import given
 from hypothesis import strategies as st
+from late_device import make_late
 from penstock_server.config import LoadConfig, WarmUpConfig
-from penstock_server.engine import Engine, memory, transfer
+from penstock_server.engine import Engine, memory
 from penstock_server.engine.graphs import StepGraphs, buckets, context_buckets, needed_bytes, sequence_buckets
 from penstock_server.engine.memory import Memory
 from penstock_server.engine.sequence import TableLimits
@@ -43,17 +43,11 @@ class FakeDevice:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    def page_locked(num_bytes: int) -> Any:
-        tensor = torch.empty(num_bytes, dtype=torch.uint8)
-        return tensor, tensor.numpy()
-
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice()
     monkeypatch.setattr(FakeModel, "is_recordable", True)
     monkeypatch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: device.record)
-    monkeypatch.setattr(transfer, "is_needed", lambda device: True)
-    monkeypatch.setattr(transfer, "page_locked", page_locked)
-    monkeypatch.setattr(transfer, "record_event", lambda: type("Event", (), {"synchronize": lambda self: None})())
+    make_late(monkeypatch)
     return device
 
 

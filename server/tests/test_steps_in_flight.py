@@ -7,16 +7,17 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from fake_cuda import record_eagerly
 from fake_model import BLOCK_TOKENS, POISON, FakeModel, continuation, load_fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_device import LateEvent, make_late
 from penstock_server.config import LoadConfig, WarmUpConfig
-from penstock_server.engine import Engine, graphs, transfer
+from penstock_server.engine import Engine, graphs
 from penstock_server.engine.step import BROKEN_LOGITS, Pending
 from penstock_server.plan import NewSequence, Plan, Sampling, StepResult
 from plans import Advance, plan
@@ -34,27 +35,11 @@ WITH_HISTORY = [
 ]
 
 
-class LateEvent:
-    """Stands in for an event of CUDA, and counts how often any was awaited."""
-
-    num_waits = 0
-
-    def synchronize(self) -> None:
-        LateEvent.num_waits += 1
-
-
-def memory(num_bytes: int) -> Any:
-    tensor = torch.empty(num_bytes, dtype=torch.uint8)
-    return tensor, tensor.numpy()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def late_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock_server.engine.engine.choose_num_threads", lambda config, world_size: 1)
-        patch.setattr(transfer, "is_needed", lambda device: True)
-        patch.setattr(transfer, "page_locked", memory)
-        patch.setattr(transfer, "record_event", LateEvent)
+        make_late(patch)
         yield
 
 
@@ -145,15 +130,32 @@ def test_a_sequence_takes_its_input_from_the_device_while_two_steps_are_in_fligh
 
 
 @pytest.mark.parametrize("sampling", WITH_HISTORY, ids=["penalty", "watermark"])
-def test_a_sequence_that_reads_its_history_waits_for_it(engine: Engine, sampling: Sampling) -> None:
+def test_a_sequence_that_reads_its_history_waits_for_it_after_the_model_was_started(
+    engine: Engine, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.reset()
     LateEvent.num_waits = 0
+    waits_before_model: list[int] = []
+    started = Mock(set=lambda: waits_before_model.append(LateEvent.num_waits))
+    monkeypatch.setattr(engine.model, "started", started)
     new = NewSequence(1, [21, 22, 23], 3, 0, range(3), sampling)
     first = engine.launch(plan(1, (), [new], [Advance(1, 3, sample=True)]))
     second = engine.launch(plan(2, advances=[Advance(1, 1, sample=True)]))
+    assert waits_before_model == [0, 0]
     assert LateEvent.num_waits == 1
     for pending in (first, second):
         engine.collect(pending)
+
+
+def test_other_sequences_do_not_wait_for_one_that_reads_its_history(engine: Engine) -> None:
+    engine.reset()
+    new = [NewSequence(1, [21, 22], 2, 0, [0, 1], WITH_HISTORY[0]), NewSequence(2, [21, 22], 2, 0, [2, 3])]
+    first = engine.launch(plan(1, (), new, [Advance(1, 2, sample=True), Advance(2, 2, sample=True)]))
+    LateEvent.num_waits = 0
+    second = engine.launch(plan(2, advances=[Advance(2, 1, sample=True)]))
+    assert LateEvent.num_waits == 0
+    results = [engine.collect(first), engine.collect(second)]
+    assert [int(result.sampled.ids[-1]) for result in results] == continuation([21, 22], 2)
 
 
 def test_broken_logits_end_the_sequence_in_steps_that_were_launched_before_they_were_seen(engine: Engine) -> None:
