@@ -30,8 +30,8 @@ DEVICE = torch.device("cuda", 0)
 NO_LAUNCH = {"prim.device"} | {
     f"aten.{name}"
     for name in (
-        *("alias", "chunk", "detach", "empty", "expand", "new_empty", "permute", "reshape", "select", "slice"),
-        *("split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
+        *("alias", "chunk", "detach", "empty", "expand", "flatten", "new_empty", "permute", "reshape"),
+        *("select", "slice", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
     )
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from penstock_server.kernels import choose_ops, triton_device
-from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.activation import ACTIVATIONS, Xielu
 from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.torch_ops import TorchOps
 from tested_device import DEVICE, triton_skip_reason
@@ -95,11 +95,24 @@ def test_rotation_equals_torch(heads: int, kv_heads: int, dim: int, half: int, i
     assert_near(fused, expected)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize(
+    "name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gates_equal_torch(name: str, dtype: torch.dtype) -> None:
     x = torch.cat([random(1, 3, 2 * 1100) * 4, torch.tensor([[-80.0, 80.0] * 1100])]).to(dtype)
     assert_near(OPS.gated(ACTIVATIONS[name])(x), TORCH.gated(ACTIVATIONS[name])(x))
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "quick_gelu", "relu", "relu2", "tanh", "xielu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_equal_torch(name: str, dtype: torch.dtype) -> None:
+    small = torch.tensor([-1e-7, -1e-3, -0.2, -0.3, 0.0, 1e-6]).repeat(3, 1)
+    x = torch.cat([random(1, 3, 1100) * 4, small], dim=1).to(dtype)[:, 2:]  # rows have a stride
+    activation = Xielu.learned(random(2, 1), random(3, 1)) if name == "xielu" else ACTIVATIONS[name]
+    computed = OPS.elementwise(activation)(x)
+    assert computed.dtype == dtype
+    assert_near(computed, activation(x.float()).to(dtype))
 
 
 def test_a_gated_layer_equals_torch() -> None:

@@ -22,6 +22,7 @@ from penstock_server.attention.interface import Alibi, AttentionMask, AttentionS
 from penstock_server.attention.triton import backend
 from penstock_server.engine import cut, triton_greedy
 from penstock_server.kernels import triton_device
+from penstock_server.kernels.activation import Xielu
 from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
@@ -121,6 +122,7 @@ def launch_operators(num_tokens: int) -> None:
     rope = torch.zeros(9, 64)
     ops.rotate(qkv[:, :32], qkv[:, 32:40], rope, rope, torch.zeros(num_tokens, dtype=torch.int64))
     ops.gated(torch.nn.functional.silu)(torch.zeros(num_tokens, 28672, dtype=BF16))
+    ops.elementwise(Xielu(torch.ones(1), torch.ones(1)))(torch.zeros(num_tokens, 21504, dtype=BF16))
     grouped = GroupedLinear(torch.zeros(128, 1536, 2048, dtype=BF16), None)
     chosen = torch.zeros(num_tokens, 8, dtype=torch.int64)
     results = grouped(x[:, :2048], assign(chosen, range(128), 128), 8)

@@ -121,12 +121,7 @@ impl Observations {
 
     /// Adds one health check, `elapsed` after the one before: the number of reports so far (`None`: no step is in flight), and
     /// what each rank answered, if it did. Returns the most severe symptom.
-    fn add(
-        &mut self,
-        elapsed: Duration,
-        num_reports: Option<u64>,
-        ranks: &[Option<RankProgress>],
-    ) -> Option<Symptom> {
+    fn add(&mut self, elapsed: Duration, num_reports: Option<u64>, ranks: &[Option<RankProgress>]) -> Option<Symptom> {
         self.unanswered.resize(ranks.len(), Duration::ZERO);
         self.ranks.resize(ranks.len(), RankProgress::default());
         let mut computes = false;

@@ -123,18 +123,51 @@ def rotate_kernel(
 
 
 @triton.jit
-def activated(x, NAME: tl.constexpr):
-    """An activation function of float32."""
+def activated(x, NAME: tl.constexpr, above=None, below=None):
+    """An activation function of float32. above, below: pointers to the factors of xIELU."""
     if NAME == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif NAME == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "quick_gelu":
+        y = x / (1.0 + tl.exp(-1.702 * x))
+    elif NAME == "relu":
+        y = tl.maximum(x, 0.0)
+    elif NAME == "relu2":
+        y = tl.maximum(x, 0.0)
+        y = y * y
+    elif NAME == "xielu":
+        # As in `activation.Xielu`. exp(x) - 1 of a small x is a series, since the difference would be rounding errors.
+        z = tl.minimum(x, -1e-6)
+        series = z * (1.0 + z * (0.5 + z * (0.16666667 + z * (0.041666668 + z * 0.008333334))))
+        expm1 = tl.where(z > -0.25, series, tl.exp(z) - 1.0)
+        negative = (expm1 - x) * tl.load(below).to(tl.float32)
+        y = tl.where(x > 0.0, tl.load(above).to(tl.float32) * x * x, negative) + 0.5 * x
     else:
         tl.static_assert(NAME == "gelu_tanh")
         # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u))
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         y = x / (1.0 + tl.exp(-2.0 * u))
     return y
+
+
+@triton.jit
+def activate_kernel(
+    output,  # [rows, DIM]
+    x,  # [rows, DIM]
+    above,  # of `activated`
+    below,
+    row_stride,  # of x
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,  # elements of a program
+    NAME: tl.constexpr,
+):
+    """activation(x). Grid: rows, parts of WIDTH elements."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = column < DIM
+    y = activated(tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32), NAME, above, below)
+    tl.store(output + row * DIM + column, y.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit

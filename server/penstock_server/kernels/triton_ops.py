@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from penstock_server.kernels import triton_device, triton_kernel
-from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.activation import ACTIVATIONS, Xielu
 from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedLinear, norm_dtype
 from penstock_server.kernels.quantized import QuantizedMatrix
 from penstock_server.kernels.torch_ops import GateUp, TorchOps
@@ -24,6 +24,9 @@ _KERNEL_ACTIVATIONS: dict[Elementwise, str] = {
     F.silu: "silu",
     F.gelu: "gelu",
     ACTIVATIONS["gelu_new"]: "gelu_tanh",
+    ACTIVATIONS["quick_gelu"]: "quick_gelu",
+    ACTIVATIONS["relu"]: "relu",
+    ACTIVATIONS["relu2"]: "relu2",
 }
 _GATE_WIDTH = 1024  # elements of a program
 _ROTATED_ELEMENTS = 2048  # of the tile of heads that a program rotates
@@ -126,9 +129,35 @@ class TritonOps(TorchOps):
             num_warps=4,
         )
 
+    def elementwise(self, function: Elementwise) -> Elementwise:
+        if isinstance(function, Xielu):
+            return partial(_activate, "xielu", function)
+        name = _KERNEL_ACTIVATIONS.get(function)
+        return function if name is None else partial(_activate, name, None)
+
     def gated(self, activation: Elementwise) -> Elementwise:
         name = _KERNEL_ACTIVATIONS.get(activation)
         return super().gated(activation) if name is None else partial(_gate, name)
+
+
+def _activate(name: str, parameters: Xielu | None, x: Tensor) -> Tensor:
+    dim = x.shape[-1]
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, dim)
+    triton_device.launch(
+        triton_kernel.activate_kernel,
+        (rows.shape[0], -(-dim // _GATE_WIDTH)),
+        output=output,
+        x=rows,
+        above=None if parameters is None else parameters.above,
+        below=None if parameters is None else parameters.below,
+        row_stride=rows.stride(0),
+        DIM=dim,
+        WIDTH=_GATE_WIDTH,
+        NAME=name,
+        num_warps=4,
+    )
+    return output
 
 
 def _gate(name: str, x: Tensor) -> Tensor:

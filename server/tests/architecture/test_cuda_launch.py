@@ -16,9 +16,27 @@ from penstock_server.models.layer import Layer
 from penstock_server.plan import Advances, NewSequence, Plan
 from tiny_model import save_case
 
+# Four matrix products, two norms, activation, rotation with the KV write, attention, and the merge of its splits.
 MAX_DENSE_LAUNCHES = 10
-# With several splits of the context, their merge is one more launch; the contexts here have one.
-MERGES = 1
+
+HEADS = "two norms of queries and keys"
+BEHIND = "two norms behind attention and MLP"
+CROSS = "a second attention, over the source"
+PARALLEL = "the sum of attention and MLP"
+CLIPPED = "a clamp of queries, keys and values"
+# More launches than that in a decode step, and for what.
+EXCEPTIONS: dict[str, tuple[int, str]] = {
+    **dict.fromkeys(("gpt-neox", "falcon-40b"), (11, PARALLEL)),
+    **dict.fromkeys(("mpt", "olmo"), (11, CLIPPED)),
+    **dict.fromkeys(("gemma2", "glm4"), (12, BEHIND)),
+    **dict.fromkeys(("qwen3", "qwen3-window", "apertus", "persimmon"), (12, HEADS)),
+    **dict.fromkeys(("phi-qk-norm", "cohere-qk-norm", "stablelm-12b"), (12, f"{HEADS}, and {PARALLEL}")),
+    "granite": (12, "scales of the outputs of attention and MLP"),
+    "hunyuan": (13, f"{HEADS} after the rotation, which is a kernel of its own"),
+    "gemma3": (14, f"{HEADS}, and {BEHIND}"),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4", "exaone4-no-window"), (14, f"{HEADS}, and sums without a norm")),
+    **dict.fromkeys([name for name, case in CASES.items() if case.has_encoder], (15, CROSS)),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,7 +64,13 @@ def test_steps_are_copied_at_once_and_launch_few_kernels(
                 engine.launch(plan)
             assert (launches.num_uploads, launches.num_downloads) == (1, 1)
         engine.close()
-    print(name, sorted({sum(c.values()) for c in by_layer}), by_layer[0] if by_layer else None)
+    if not by_layer:
+        return  # all layers have experts
+    # The first layer also makes the attention's metadata of the step; a merge of splits is launched for long contexts.
+    fewest = min(sum((found + Counter(merge=found["attend_kernel"])).values()) for found in by_layer)
+    expected, _ = EXCEPTIONS.get(name, (fewest, ""))
+    assert fewest == expected
+    assert (fewest > MAX_DENSE_LAUNCHES) == (name in EXCEPTIONS), by_layer[-1]
 
 
 def dense_launches(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
