@@ -18,7 +18,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, HeadNorms, Rotation, StepBatch
 from penstock_server.attention.triton import backend
 from penstock_server.engine import cut, triton_greedy
 from penstock_server.kernels import triton_device
@@ -38,6 +38,8 @@ LATENT = AttentionShape(16, 1, 576, 576**-0.5, 64, value_dim=512, values_in_keys
 CASES: dict[str, tuple[AttentionShape, torch.dtype]] = {
     "64": (AttentionShape(32, 8, 64, 0.125, 64), BF16),
     "128": (AttentionShape(32, 8, 128, 0.088, 64), BF16),
+    "normed": (AttentionShape(32, 4, 128, 0.088, 64), BF16),
+    "normed-256": (AttentionShape(16, 8, 256, 0.0625, 64), BF16),
     "256": (AttentionShape(16, 8, 256, 0.0625, 64), BF16),
     "latent": (LATENT, BF16),
     "float16": (AttentionShape(32, 8, 128, 0.088, 64), FP16),
@@ -106,7 +108,11 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
     queries, keys, values = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cache = attention.allocate(1)
     rope = torch.zeros(9, shape.head_dim // 2)
-    attention.write_kv(cache, keys, values, tokens, Rotation(queries, rope, rope, tokens, False))
+    norms = None
+    if name.startswith("normed"):
+        weight = torch.zeros(shape.head_dim, dtype=dtype)
+        norms = HeadNorms(queries, weight, None, weight, None, 1e-6, is_layer=False, is_wide=False)
+    attention.write_kv(cache, keys, values, tokens, Rotation(queries, rope, rope, tokens, False), norms=norms)
     sinks = torch.zeros(shape.num_heads, dtype=dtype) if name == "sinks" else None
     bias = torch.zeros(shape.num_heads, 257) if shape.has_relative_bias else None
     attention.attend(queries, cache, attention.prepare(batch), sinks, bias)

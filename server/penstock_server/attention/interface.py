@@ -122,6 +122,27 @@ class Rotation:
     is_interleaved: bool  # a pair is elements 2i and 2i + 1, not i and i + rotary_dim / 2
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each head of a layer's queries and keys, before the rotation. Weights are [heads, head_dim], or
+    [head_dim] for all heads, or None; biases the same."""
+
+    queries: Tensor  # [tokens, num_heads, head_dim]
+    query_weight: Tensor | None
+    query_bias: Tensor | None
+    key_weight: Tensor | None
+    key_bias: Tensor | None
+    eps: float
+    is_layer: bool  # LayerNorm, not RMSNorm
+    is_wide: bool  # an RMSNorm that is rounded once, at the end
+
+    @property
+    def weight_stride(self) -> int:
+        """Between the weights of two heads."""
+        weight = self.query_weight
+        return 0 if weight is None or weight.dim() == 1 else weight.shape[-1]
+
+
 class Attention(Protocol):
     """Attention of one shape: a batch's new tokens over their sequences' paged context. It keeps no state."""
 
@@ -138,6 +159,11 @@ class Attention(Protocol):
     @property
     def rotates(self) -> bool:
         """Whether `write_kv` accepts a rotation."""
+        ...
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether `write_kv` accepts norms."""
         ...
 
     @property
@@ -165,13 +191,16 @@ class Attention(Protocol):
         slots: Tensor,
         rotation: Rotation | None = None,
         scales: KvScales | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
         """Stores keys [tokens, num_kv_heads, head_dim] and values [tokens, num_kv_heads, value_dim] at their slots
         [tokens] int64. With `values_in_keys`, `values` is ignored.
 
         rotation: applied to its queries in place, and to the keys as they are stored. None: keys are as they should be
         stored.
-        scales: of the layer, if the cache is in fp8; None: 1."""
+        scales: of the layer, if the cache is in fp8; None: 1.
+        norms: applied before the rotation, to its queries in place, and to the keys as they are stored. Their queries
+        are those of the rotation if there is one."""
         ...
 
     def attend(

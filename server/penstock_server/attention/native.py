@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock_server.attention.fp8 import KvScales
-    from penstock_server.attention.interface import Attention, AttentionShape, Rotation, StepBatch
+    from penstock_server.attention.interface import Attention, AttentionShape, HeadNorms, Rotation, StepBatch
 
 PREFERRED_BLOCK_TOKENS = 16  # penstock_kernels.BLOCK_TOKENS, the only size that the kernels know
 HEAD_DIM_MULTIPLE = 16
@@ -58,6 +58,7 @@ class NativeAttention:
 
     name = "native"
     rotates = False
+    normalizes = False
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -101,8 +102,9 @@ class NativeAttention:
         slots: Tensor,
         rotation: Rotation | None = None,
         scales: KvScales | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
-        assert rotation is None
+        assert rotation is norms is None
         stored = None if self.shape.values_in_keys else _padded(values, self._padding[1])
         self.native.write(cache, _padded(keys, self._padding[0]), stored, slots)
 

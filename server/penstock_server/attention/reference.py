@@ -12,7 +12,15 @@ from torch import Tensor
 
 from penstock_server.attention import fp8
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, Rotation, StepBatch
+from penstock_server.attention.interface import (
+    Alibi,
+    Attention,
+    AttentionMask,
+    AttentionShape,
+    HeadNorms,
+    Rotation,
+    StepBatch,
+)
 
 PREFERRED_BLOCK_TOKENS = 16
 # Queries whose scores are computed at once: it bounds the score matrix of a long prompt.
@@ -79,6 +87,7 @@ class ReferenceAttention:
 
     name = "reference"
     rotates = False
+    normalizes = False
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(
@@ -113,8 +122,9 @@ class ReferenceAttention:
         slots: Tensor,
         rotation: Rotation | None = None,
         scales: KvScales | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
-        assert rotation is None
+        assert rotation is norms is None
         if self.kv_dtype is not None:
             scales = scales or KvScales()
             keys = fp8.encode(keys, self.kv_dtype, scales.keys)

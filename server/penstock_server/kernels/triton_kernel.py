@@ -54,6 +54,42 @@ def to_stored(x, dtype: tl.constexpr, factor, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def head_statistics(
+    rows, is_head, eps, IS_NORMED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, IS_LAYER: tl.constexpr
+):
+    """For `normalized`: the mean of each head [heads] behind the pointers `rows` (of an RMSNorm 0), and the factor that
+    gives it the variance 1; anything if not IS_NORMED."""
+    mean = tl.zeros(is_head.shape, tl.float32)
+    factor = mean
+    if IS_NORMED:
+        column = tl.arange(0, WIDTH)
+        mask = is_head[:, None] & (column < DIM)[None, :]
+        wide = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if IS_LAYER:
+            mean = tl.sum(wide, 1) / DIM
+            wide = tl.where(mask, wide - mean[:, None], 0.0)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)
+    return mean, factor
+
+
+@triton.jit
+def normalized(
+    x, mean, factor, weight, bias, places, mask, dtype: tl.constexpr, IS_NORMED: tl.constexpr, IS_WIDE: tl.constexpr
+):
+    """x [heads, columns] float32, or its norm, rounded as if it were stored. weight, bias: behind `places`, or None."""
+    if IS_NORMED:
+        x = (x - mean[:, None]) * factor[:, None]
+        if not IS_WIDE:
+            x = x.to(dtype).to(tl.float32)
+        if weight is not None:
+            x = x * tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
+        if bias is not None:
+            x = x + tl.load(bias + places, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
 def rotate_pairs(
     source,
     target,
@@ -65,10 +101,18 @@ def rotate_pairs(
     IS_INTERLEAVED: tl.constexpr,
     factor=1.0,
     FORMAT: tl.constexpr = "",
+    mean=None,
+    norm_factor=None,
+    weight=None,
+    bias=None,
+    weight_rows=None,
+    IS_NORMED: tl.constexpr = False,
+    IS_WIDE: tl.constexpr = False,
 ):
     """Reads the rotary elements of some heads behind the pointers source [heads] and writes them, rotated, behind
     target [heads]. cos, sin: pointers to the HALF numbers of the token's position. WIDTH: HALF or more, a power of two.
-    factor, FORMAT: as in `to_stored`.
+    factor, FORMAT: as in `to_stored`. IS_NORMED: elements are normalized before; mean, norm_factor, weight, bias,
+    IS_WIDE: as in `normalized`, weight_rows [heads]: where the head's weight begins.
 
     One thread reads both elements of a pair and writes both, so target may be source.
     """
@@ -81,6 +125,12 @@ def rotate_pairs(
         places, distance = pair, HALF
     first = tl.load(source[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source[:, None] + places[None, :] + distance, mask=mask, other=0.0).to(tl.float32)
+    if IS_NORMED:
+        of_weight = weight_rows[:, None] + places[None, :]
+        stored: tl.constexpr = source.dtype.element_ty
+        first = normalized(first, mean, norm_factor, weight, bias, of_weight, mask, stored, IS_NORMED, IS_WIDE)
+        of_weight += distance
+        second = normalized(second, mean, norm_factor, weight, bias, of_weight, mask, stored, IS_NORMED, IS_WIDE)
     c = tl.load(cos + pair, mask=is_pair, other=0.0)[None, :]
     s = tl.load(sin + pair, mask=is_pair, other=0.0)[None, :]
     dtype = target.dtype.element_ty

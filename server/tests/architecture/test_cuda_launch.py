@@ -19,22 +19,18 @@ from tiny_model import save_case
 # Four matrix products, two norms, activation, rotation with the KV write, attention, and the merge of its splits.
 MAX_DENSE_LAUNCHES = 10
 
-HEADS = "two norms of queries and keys"
 BEHIND = "two norms behind attention and MLP"
+SUMS = "two sums that no norm follows"
 CROSS = "a second attention, over the source"
-PARALLEL = "the sum of attention and MLP"
-CLIPPED = "a clamp of queries, keys and values"
 # More launches than that in a decode step, and for what.
 EXCEPTIONS: dict[str, tuple[int, str]] = {
-    **dict.fromkeys(("gpt-neox", "falcon-40b"), (11, PARALLEL)),
-    **dict.fromkeys(("mpt", "olmo"), (11, CLIPPED)),
-    **dict.fromkeys(("gemma2", "glm4"), (12, BEHIND)),
-    **dict.fromkeys(("qwen3", "qwen3-window", "apertus", "persimmon"), (12, HEADS)),
-    **dict.fromkeys(("phi-qk-norm", "cohere-qk-norm", "stablelm-12b"), (12, f"{HEADS}, and {PARALLEL}")),
+    **dict.fromkeys(("gpt-neox", "falcon-40b"), (11, "the sum of attention and MLP")),
+    **dict.fromkeys(("mpt", "olmo"), (11, "a clamp of queries, keys and values")),
+    **dict.fromkeys(("gemma2", "gemma3", "glm4"), (12, BEHIND)),
+    **dict.fromkeys(("exaone4", "exaone4-no-window"), (12, SUMS)),
     "granite": (12, "scales of the outputs of attention and MLP"),
-    "hunyuan": (13, f"{HEADS} after the rotation, which is a kernel of its own"),
-    "gemma3": (14, f"{HEADS}, and {BEHIND}"),
-    **dict.fromkeys(("olmo2", "olmo3", "exaone4", "exaone4-no-window"), (14, f"{HEADS}, and sums without a norm")),
+    "hunyuan": (13, "norms of queries and keys after the rotation, which is a kernel of its own then"),
+    **dict.fromkeys(("olmo2", "olmo3"), (14, f"norms over all heads of queries and of keys, and {SUMS}")),
     **dict.fromkeys([name for name, case in CASES.items() if case.has_encoder], (15, CROSS)),
 }
 
