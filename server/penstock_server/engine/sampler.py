@@ -67,7 +67,7 @@ class Prepared:
 
     parameters: Parameters
     history: History
-    draws: Tensor  # [processed] random numbers
+    draws: Tensor | None  # [processed] random numbers; None: no row is processed
     early_stops: Sequence[tuple[Tensor, Tensor] | None]  # by chunk: places and ids of stop tokens that are forbidden
 
 
@@ -126,7 +126,9 @@ class Sampler:
         if self._parameters is None or self._parameters.composition is not composition:
             self._parameters = of_composition(composition, self.chunk_rows, put)
         parameters = self._parameters
-        draws = put(uniform(parameters.seeds, history.positions(parameters.processed)))
+        draws = None
+        if len(parameters.processed):
+            draws = put(uniform(parameters.seeds, history.positions(parameters.processed)))
 
         def early_stops(chunk: Chunk) -> tuple[Tensor, Tensor] | None:
             stops = chunk.stops
@@ -209,13 +211,14 @@ class Sampler:
 
     def _choose_processed(self, logits: Tensor, prepared: Prepared, context: Context, fetch: Fetch) -> Sampled:
         """Sample through the processors; `logits` holds only the rows `parameters.processed`."""
-        parameters = prepared.parameters
+        parameters, draws = prepared.parameters, prepared.draws
+        assert draws is not None
         with self._threads(len(logits)):
             out = self._empty(len(logits))
             for chunk, recent, stops in zip(parameters.chunks, context.chunks, prepared.early_stops, strict=True):
                 scores, probs = self._buffers(logits, chunk.rows)
                 self._process(scores, probs, chunk, recent, stops)
-                self._choose_chunk(scores, probs, chunk, prepared.draws[chunk.rows], out, fetch)
+                self._choose_chunk(scores, probs, chunk, draws[chunk.rows], out, fetch)
             if (some := parameters.unprocessed) is not None:
                 places = some.places
                 own = logits if len(places) == len(logits) else logits[places]

@@ -22,7 +22,7 @@ if reason := triton_skip_reason():
 from penstock_server.kernels.triton_ops import TritonOps
 
 # Each norm, activation and rotation that the kernels fuse.
-NAMES = ["llama", "llama-gelu", "qwen3", "gemma3", "cohere-qk-norm", "persimmon", "hunyuan", "nemotron", "apertus", "glm4"]
+NAMES = ["llama", "llama-gelu", "qwen3", "gemma3", "cohere-qk-norm", "persimmon", "hunyuan", "apertus", "glm4"]
 
 
 @pytest.mark.parametrize("name", NAMES)
