@@ -20,6 +20,7 @@ import torch
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, logprob, prompt, step
 from penstock_server.kernels import triton_device
+from penstock_server.plan import Plan
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -123,9 +124,19 @@ def fake_cuda() -> Iterator[Launches]:
         yield launches
 
 
-def load(folder: Path, max_sequences: int = 8, attention: str = "", kv_cache_dtype: str = "") -> Engine:
-    """An engine of the checkpoint's shapes; call it inside of `fake_cuda`."""
-    config = LoadConfig(folder, dtype="bfloat16", attention=attention, kv_cache_dtype=kv_cache_dtype)
+def load(folder: Path, max_sequences: int = 8, **options: Any) -> Engine:
+    """An engine of the checkpoint's shapes; call it inside of `fake_cuda`. options: of `LoadConfig`."""
+    config = LoadConfig(folder, dtype="bfloat16", **options)
     engine, _ = Engine.load(config)
     engine.warm_up(WarmUpConfig(64, max_sequences, 128, num_blocks=32, proven=True))
     return engine
+
+
+def launched(loaded: tuple[Engine, Launches], plan: Plan) -> Launches:
+    """What one step launches, which is not collected yet."""
+    engine, launches = loaded
+    launches.kernels.clear()
+    launches.num_host_copies = 0
+    with Recorder(launches):
+        engine.launch(plan)
+    return launches

@@ -15,6 +15,7 @@ from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, Rotation, StepBatch
 
 PREFERRED_BLOCK_TOKENS = 16
+BATCH_DEPENDENCE = "its matrix products depend on how prompts are cut into chunks"
 # Queries whose scores are computed at once: it bounds the score matrix of a long prompt.
 MAX_QUERY_ROWS = 256
 
