@@ -58,9 +58,7 @@ def check(
         if (files.folder / "config.json").is_file():
             from penstock_server.inspection.layout import lay_out
 
-            layout = lay_out(
-                files, files.folder, num_ranks, dtype, memory_fraction, deterministic=deterministic
-            )
+            layout = lay_out(files, files.folder, num_ranks, dtype, memory_fraction, deterministic=deterministic)
         else:
             files.problems.append(f"{files.folder} holds no config.json, so it is not a model folder")
     return Report(files, text, layout)

@@ -7,7 +7,7 @@ an index by a boolean tensor) raises, because there is no data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ NO_LAUNCH = {"prim.device"} | {
     f"aten.{name}"
     for name in (
         *("alias", "chunk", "detach", "empty", "expand", "new_empty", "permute", "reshape", "select", "slice"),
-        *("split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
+        *("split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view"),
     )
 }
 
@@ -47,6 +47,10 @@ class Launches:
     @property
     def num_kernels(self) -> int:
         return self.kernels.total()
+
+    def add(self, name: str, arguments: Iterable[Any], result: torch.Tensor | None = None) -> None:
+        """One launch. arguments: of a Triton kernel, by name, or of an operator of torch, with its result."""
+        self.kernels[name] += 1
 
 
 class Recorder(TorchDispatchMode):
@@ -72,7 +76,7 @@ class Recorder(TorchDispatchMode):
                 return result
             if source.dtype == result.dtype:
                 return result
-        self._launches.kernels[name] += 1
+        self._launches.add(name, args, result)
         return result
 
 
@@ -93,9 +97,10 @@ def record_eagerly(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Launches]:
-    """Engines that are loaded and run inside have a fake GPU. Yields what they launch while a Recorder is on."""
-    launches = Launches()
+def fake_cuda(launches: Launches | None = None) -> Iterator[Launches]:
+    """Engines that are loaded and run inside have a fake GPU. Yields what they launch, operators of torch only while a
+    Recorder is on."""
+    launches = launches or Launches()
     mode = FakeTensorMode()
     from_numpy = torch.from_numpy
 
@@ -109,7 +114,7 @@ def fake_cuda() -> Iterator[Launches]:
         devices = {value.device for value in arguments.values() if isinstance(value, torch.Tensor)}
         assert devices == {DEVICE}, devices
         if all(grid):
-            launches.kernels[function.fn.__name__] += 1
+            launches.add(function.fn.__name__, arguments)
 
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(SafetensorsCheckpoint, "read", lambda self, name, part, out: None)

@@ -137,10 +137,10 @@ def test_flash_attention_is_ruled_out_with_its_reason(
 def test_what_cannot_be_deterministic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no attention is deterministic for .*heads have 300 elements"):
         choose_attention(replace(SHAPE, head_dim=300), CUDA, torch.bfloat16, deterministic=True)
-    with pytest.raises(ConfigError, match="--deterministic needs the native operators .* not available for float32"):
+    with pytest.raises(ConfigError, match=r"--deterministic needs the native operators .* not available for float32"):
         choose_ops(CPU, torch.float32, deterministic=True)
     monkeypatch.setattr(triton_device, "unavailable_reason", lambda device: "there is no C compiler")
-    with pytest.raises(ConfigError, match="--deterministic needs Triton kernels, .*: there is no C compiler"):
+    with pytest.raises(ConfigError, match=r"--deterministic needs Triton kernels, .*: there is no C compiler"):
         choose_ops(CUDA, torch.bfloat16, deterministic=True)
 
 

@@ -57,8 +57,8 @@ def choose_attention(
     deterministic: bool = False,
 ) -> Attention:
     """The implementation called `name`, or the fastest that supports this shape on this device. Raises ConfigError if
-    none can be used. kv_dtype: an fp8 dtype of stored keys and values; None: dtype. deterministic: a row's bits must not
-    depend on its batch."""
+    none can be used. kv_dtype: an fp8 dtype of stored keys and values; None: dtype. deterministic: a row's bits must
+    not depend on its batch."""
     chosen, implementation, reason = _choose(device, dtype, kv_dtype, name, shape, deterministic=deterministic)
     if chosen == "reference" and (device.type == "cuda" or kv_dtype is not None):
         logger.warning("attention of %s: reference, which is slow (%s)", shape, reason)

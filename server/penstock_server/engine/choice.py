@@ -26,6 +26,6 @@ def choose(probs: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _running_sums(x: Tensor) -> Tensor:
-    """[rows, n] float32, each row with a sum below 8 → float64. Sums of integers, because a GPU adds the floats of a single
-    row in another order than those of several rows."""
+    """[rows, n] float32, each row with a sum below 8 → float64. Sums of integers, because a GPU adds the floats of a
+    single row in another order than those of several rows."""
     return (x.double() * 2.0**50).long().cumsum(-1).double() * 2.0**-50

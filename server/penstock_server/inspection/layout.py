@@ -133,8 +133,8 @@ def _share(
     ops: Ops,
     kept: tuple[Quantized, Locator] | None,
 ) -> tuple[int, int, int, int]:
-    """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token). exact: as of `Shard`. kept:
-    the weights that stay quantized, if any do."""
+    """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token). exact: as of `Shard`.
+    kept: the weights that stay quantized, if any do."""
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
     table = parameters(spec, WeightLayout(shard, groups_experts=ops.groups_experts))
     weights = sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())

@@ -32,8 +32,8 @@ def product_kernel(
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
 ):
-    """Axis 0 of the grid: tiles of columns times tiles of rows, which change faster, so that they share the weight in the
-    cache. Axis 1: the splits (1 without partials) of each matrix."""
+    """Axis 0 of the grid: tiles of columns times tiles of rows, which change faster, so that they share the weight in
+    the cache. Axis 1: the splits (1 without partials) of each matrix."""
     num_row_tiles = tl.cdiv(num_rows, TILE_ROWS)
     row = (tl.program_id(0) % num_row_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)).to(tl.int64)
     column = tl.program_id(0) // num_row_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)

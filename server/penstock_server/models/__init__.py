@@ -44,9 +44,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     if exact is None:
         # The ranks of GPUs add their results up in an order that depends on the number of rows.
         exact = options.device.type == "cpu" or options.deterministic
-    ops = choose_ops(
-        options.device, options.dtype, options.activation_bits, deterministic=options.deterministic
-    )
+    ops = choose_ops(options.device, options.dtype, options.activation_bits, deterministic=options.deterministic)
     quantizes = quantizes_at_load(options.quantize, options.folder)
     if quantizes and not ops.keeps_quantized:
         logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)

@@ -141,7 +141,8 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
         )
     if options.deterministic:
         raise config.refuse(
-            f"model type {model_type!r} is run by transformers, whose results depend on the batch; remove --deterministic"
+            f"model type {model_type!r} is run by transformers, whose results depend on the batch; "
+            "remove --deterministic"
         )
     if group.size > 1:
         raise config.refuse(

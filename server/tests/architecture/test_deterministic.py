@@ -1,5 +1,5 @@
-"""Whole models with `--deterministic` on a GPU, or in Triton's interpreter: a token's logits have the same bits alone and
-in any batch, in any chunks, on one rank and on two; and the steps' kernels are those of the flag."""
+"""Whole models with `--deterministic` on a GPU, or in Triton's interpreter: a token's logits have the same bits alone
+and in any batch, in any chunks, on one rank and on two; and the steps' kernels are those of the flag."""
 
 from __future__ import annotations
 
