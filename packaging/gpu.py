@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,12 +38,8 @@ KERNEL_TESTS = (
     "test_triton_attention.py",
     "test_flash_attention.py",
 )
-MODEL_TESTS = (
-    "test_models.py",
-    "architecture/test_deterministic.py",
-    "test_device_ranks.py",
-    "architecture/test_parity.py",
-)
+MODEL_TESTS = ("test_models.py", "test_device_ranks.py", "architecture/test_deterministic.py")
+PARITY_TESTS = ("architecture/test_parity.py",)
 # The models of the benchmark, the most valuable first.
 BENCHMARKED = (
     "llama-8b",
@@ -105,21 +102,23 @@ def environment(device: str, site: Path) -> dict[str, str]:
 
 def parts_of(device: str, out: Path, quick: bool) -> dict[str, list[str]]:
     """The commands of a run. The benchmark's parts add to one result."""
-    pytest = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "--durations", "10"]
-    tests = ROOT / "server" / "tests"
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations", "10"]
     chosen = ["-k", "llama or operators or norms or dense_weights or products"] if quick else []
+
+    def tests(names: Sequence[str]) -> list[str]:
+        return [*pytest, *chosen, *(str(ROOT / "server" / "tests" / name) for name in names)]
+
     benchmark = [sys.executable, "bench/gpu.py", "--device", device, "--resume", str(out / "gpu.json")]
     benchmark += ["--repeats", "1" if quick else "3"]
     is_tiny = quick or device == "cpu"
     # On a CPU, --deterministic needs operators that not every CPU has, so that the tiny model does without.
     models = ("tiny", "tiny-w4", "tiny-q4k") if is_tiny else BENCHMARKED
     first, *others = ({f"benchmark {name}": [*benchmark, "--model", name]} for name in models)
-    parts = {"kernels": [*pytest, *chosen, *(str(tests / name) for name in KERNEL_TESTS)], **first}
-    parts["models"] = [*pytest, *chosen, *(str(tests / name) for name in MODEL_TESTS)]
+    parts = {"kernels": tests(KERNEL_TESTS), **first, "models": tests(MODEL_TESTS)}
     parts["faults"] = [*pytest, str(ROOT / "integration-tests" / "test_device.py")]
     for other in others:
         parts |= other
-    return parts
+    return {**parts, "parity": tests(PARITY_TESTS)}
 
 
 def run(device: str, out: Path, quick: bool, limit_s: float, only: list[str] | None) -> int:
