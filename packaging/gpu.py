@@ -73,6 +73,7 @@ def bundle(python_version: str) -> None:
     options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python_version]
     download = [sys.executable, "-m", "pip", "download", "--quiet", *options, *platforms, "--dest", str(wheels)]
     subprocess.run([*download, *wanted], check=True)
+    (BUNDLE / "python-version").write_text(python_version)
     num_bytes = sum(path.stat().st_size for path in BUNDLE.rglob("*") if path.is_file())
     if num_bytes > MAX_BUNDLE_BYTES:
         raise SystemExit(f"error: {BUNDLE} has {num_bytes >> 20} MiB, at most {MAX_BUNDLE_BYTES >> 20} are allowed")
@@ -83,6 +84,12 @@ def environment(device: str, site: Path) -> dict[str, str]:
     """Of the programs that run on the device. Installs the bundle's wheels if there is a bundle."""
     paths, binary = [ROOT / "server"], {}
     if BUNDLE.exists():
+        packed, here = (BUNDLE / "python-version").read_text(), "{}.{}".format(*sys.version_info)
+        if packed != here:
+            raise SystemExit(
+                f"error: {BUNDLE} is for Python {packed}, this is {here}; run it with {packed}, or pack it with "
+                f"--python-version {here}"
+            )
         install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site)]
         wheels = map(str, sorted((BUNDLE / "wheels").glob("*.whl")))
         subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
