@@ -44,6 +44,11 @@ pub(crate) struct Args {
     #[arg(long, env, value_enum, default_value_t = Attention::Auto)]
     pub(crate) attention: Attention,
 
+    /// Give a token the same bits in every batch and for every cut of its prompt into chunks. On a CPU with native operators
+    /// this always holds; on a GPU it makes matrix products slower and rules FlashAttention out. Refused where it cannot hold
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) deterministic: bool,
+
     /// Run the checkpoint's own Python code if neither this server nor transformers knows the model type. That code can
     /// do anything
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]

@@ -41,6 +41,7 @@ const OURS: &[&str] = &[
     "api-key-file",
     "chat-template",
     "dequantize",
+    "deterministic",
     "max-inter-token-ms",
     "max-queued-tokens",
     "max-steps-in-flight",

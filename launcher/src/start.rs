@@ -181,6 +181,7 @@ async fn load(
         dequantize: args.dequantize,
         quantize: args.quantize.map(Quantize::name),
         activation_bits: args.activation_bits,
+        deterministic: args.deterministic,
         background: false,
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),

@@ -283,6 +283,7 @@ fn load_options() -> LoadOptions {
         block_tokens: None,
         rendezvous: "file:///meet".to_owned(),
         trust_remote_code: false,
+        deterministic: true,
         num_threads: Some(2),
         watermark_gamma: Some(0.25),
         watermark_delta: None,
@@ -320,7 +321,7 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
             assert_eq!((seen.loads[0].block_tokens, &*seen.loads[0].rendezvous), (0, "file:///meet"));
             assert_eq!((&*seen.loads[0].dtype, &*seen.loads[0].kv_cache_dtype), ("", "fp8_e5m2"));
             assert_eq!((seen.loads[0].watermark_gamma, seen.loads[0].watermark_delta), (0.25, 0.0));
-            assert_eq!(seen.loads[0].attention, "triton");
+            assert_eq!((&*seen.loads[0].attention, seen.loads[0].deterministic), ("triton", true));
             assert_eq!(seen.warm_ups[0].num_blocks, 77);
         });
     }

@@ -1,5 +1,5 @@
-"""How the ranks of one model exchange tensors: on one host's CPUs through memory that they share, else by
-torch.distributed."""
+"""How the ranks of one model exchange tensors: on one host's CPUs through memory that they share, on GPUs as
+`symmetric` decides, else by torch.distributed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def connect(rank: int, size: int) -> Collectives:
     """The collectives of this rank in the group of torch.distributed that the ranks have formed. All ranks get the
     same."""
     if dist.get_backend() != "gloo":
-        return Distributed()
+        from penstock_server.symmetric import connect_gpus
+
+        return connect_gpus(rank, size)
     shared, reason = _share_memory(rank, size)
     if shared is None:
         logger.warning("the ranks exchange tensors over TCP, which is slow: %s", reason)

@@ -35,6 +35,7 @@ class LoadConfig:
     quantize: str = ""
     activation_bits: int = 0
     kv_cache_dtype: str = ""
+    deterministic: bool = False  # a row's bits must not depend on its batch
     background: bool = False  # yield the processors while loading
 
 

@@ -94,6 +94,7 @@ class Worker(rpc.WorkerServicer):
             dequantize=request.dequantize,
             quantize=request.quantize,
             activation_bits=request.activation_bits,
+            deterministic=request.deterministic,
             background=request.background,
         )
         try:

@@ -7,7 +7,7 @@ an index by a boolean tensor) raises, because there is no data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, transfer
 from penstock_server.kernels import triton_device
+from penstock_server.plan import Plan
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -31,7 +32,7 @@ NO_LAUNCH = {"prim.device"} | {
     f"aten.{name}"
     for name in (
         *("alias", "chunk", "detach", "empty", "expand", "flatten", "new_empty", "permute", "reshape"),
-        *("select", "slice", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
+        *("select", "slice", "split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view"),
     )
 }
 
@@ -47,6 +48,10 @@ class Launches:
     @property
     def num_kernels(self) -> int:
         return self.kernels.total()
+
+    def add(self, name: str, arguments: Iterable[Any], result: torch.Tensor | None = None) -> None:
+        """One launch. arguments: of a Triton kernel, by name, or of an operator of torch, with its result."""
+        self.kernels[name] += 1
 
 
 class Recorder(TorchDispatchMode):
@@ -78,7 +83,7 @@ class Recorder(TorchDispatchMode):
             return result
         if name in ("aten.to", "aten._to_copy") and tensors[0].dtype == result.dtype:
             return result
-        self._launches.kernels[name] += 1
+        self._launches.add(name, args, result)
         return result
 
 
@@ -99,9 +104,10 @@ def record_eagerly(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Launches]:
-    """Engines that are loaded and run inside have a fake GPU. Yields what they launch while a Recorder is on."""
-    launches = Launches()
+def fake_cuda(launches: Launches | None = None) -> Iterator[Launches]:
+    """Engines that are loaded and run inside have a fake GPU. Yields what they launch, operators of torch only while a
+    Recorder is on."""
+    launches = launches or Launches()
     mode = FakeTensorMode()
     from_numpy = torch.from_numpy
 
@@ -118,7 +124,7 @@ def fake_cuda() -> Iterator[Launches]:
         devices = {value.device for value in arguments.values() if isinstance(value, torch.Tensor)}
         assert devices == {DEVICE}, devices
         if all(grid):
-            launches.kernels[function.fn.__name__] += 1
+            launches.add(function.fn.__name__, arguments)
 
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(SafetensorsCheckpoint, "read", lambda self, name, part, out: None)
@@ -134,9 +140,19 @@ def fake_cuda() -> Iterator[Launches]:
         yield launches
 
 
-def load(folder: Path, max_sequences: int = 8, attention: str = "", kv_cache_dtype: str = "") -> Engine:
-    """An engine of the checkpoint's shapes; call it inside of `fake_cuda`."""
-    config = LoadConfig(folder, dtype="bfloat16", attention=attention, kv_cache_dtype=kv_cache_dtype)
+def load(folder: Path, max_sequences: int = 8, **options: Any) -> Engine:
+    """An engine of the checkpoint's shapes; call it inside of `fake_cuda`. options: of `LoadConfig`."""
+    config = LoadConfig(folder, dtype="bfloat16", **options)
     engine, _ = Engine.load(config)
     engine.warm_up(WarmUpConfig(64, max_sequences, 128, num_blocks=32, proven=True))
     return engine
+
+
+def launched(loaded: tuple[Engine, Launches], plan: Plan) -> Launches:
+    """What one step launches, which is not collected yet."""
+    engine, launches = loaded
+    launches.kernels.clear()
+    launches.num_uploads = launches.num_downloads = 0
+    with Recorder(launches):
+        engine.launch(plan)
+    return launches

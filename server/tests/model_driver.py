@@ -112,6 +112,6 @@ class ModelDriver:
     def _tell(self, chosen: list[int]) -> None:
         """Broadcasts rank 0's choice to all ranks."""
         if torch.distributed.is_initialized():
-            shared = torch.tensor(chosen)
+            shared = torch.tensor(chosen, device=self.device)
             torch.distributed.broadcast(shared, src=0)
             chosen[:] = shared.tolist()

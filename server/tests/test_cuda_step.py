@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from fake_cuda import FakeEvent, Launches, Recorder, fake_cuda, load
+from fake_cuda import FakeEvent, Launches, fake_cuda, launched, load
 from penstock_server.engine import Engine
 from penstock_server.engine.device_progress import Progress
 from penstock_server.plan import Advances, NewSequence, Plan, Sampling
@@ -40,16 +40,6 @@ def prefill(*samplings: Sampling) -> Plan:
 
 def decode(step: int, num_sequences: int) -> Plan:
     return Plan(step, advances=Advances.of([*range(num_sequences)], [1] * num_sequences, [True] * num_sequences))
-
-
-def launched(loaded: Loaded, plan: Plan) -> Launches:
-    """What one step launches, which is not collected yet."""
-    engine, launches = loaded
-    launches.kernels.clear()
-    launches.num_uploads = launches.num_downloads = 0
-    with Recorder(launches):
-        engine.launch(plan)
-    return launches
 
 
 def test_a_greedy_step_is_launched_before_the_last_one_is_collected(loaded: Loaded) -> None:

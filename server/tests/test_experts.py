@@ -19,7 +19,7 @@ from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec, RoutingSpec
-from penstock_server.layers.experts.routing import WideLinear, choose_experts, widened
+from penstock_server.layers.experts.routing import WideLinear, choose_experts
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.layers.step import StepContext
@@ -236,7 +236,7 @@ def test_wide_routing_does_not_depend_on_the_place_in_the_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(30, 512, generator=generator).bfloat16() / 16
     x = torch.randn(257, 512, generator=generator).bfloat16()
-    linear, spec = WideLinear(widened(weight), None), RoutingSpec(30, 4, scoring="sigmoid", is_wide=True)
+    linear, spec = WideLinear.pack(TorchOps(), weight, None), RoutingSpec(30, 4, scoring="sigmoid", is_wide=True)
     together = choose_experts(linear(x, None), None, spec)
     for row in range(257):
         alone = choose_experts(linear(x[row : row + 1], None), None, spec)

@@ -24,8 +24,10 @@ PROGRAM = Path(__file__).parent / "rank_program.py"
 PACKAGES = str(Path(__file__).parents[1])
 
 
-def run_ranks(folder: Path, size: int, texts: list[list[int]], num_tokens: int, dtype: str, exact: bool = True) -> Any:
-    """What rank 0 found."""
+def run_ranks(
+    folder: Path, size: int, texts: list[list[int]], num_tokens: int, dtype: str, exact: bool = True, device: str = ""
+) -> Any:
+    """What rank 0 found. device: as of `rank_program`."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "out"
         processes = [
@@ -34,6 +36,7 @@ def run_ranks(folder: Path, size: int, texts: list[list[int]], num_tokens: int, 
                     *(sys.executable, str(PROGRAM), str(folder), dtype, str(rank), str(size)),
                     *(f"file://{place}/rendezvous", str(out), json.dumps(texts), str(num_tokens)),
                     "exact" if exact else "summed",
+                    *([device] if device else []),
                 ],
                 env={**os.environ, "PYTHONPATH": PACKAGES, "GLOO_SOCKET_IFNAME": "lo"},
                 stderr=subprocess.PIPE,

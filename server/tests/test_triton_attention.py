@@ -429,11 +429,17 @@ def test_block_bytes_are_what_is_allocated() -> None:
 
 
 PROGRAM = Path(__file__).with_name("triton_compile_program.py")
+NUM_KERNELS = {"operators": 8, "deterministic": 2, "deterministic-float32": 2, "deterministic-heads": 1}  # of a case
 MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one program
 
 
 def test_kernels_compile_and_fit_without_a_gpu() -> None:
     compile_and_check(["64", "128", "normed", "256", "latent", "operators", "fp8-e4m3fn", "fp8-e5m2"])
+
+
+def test_deterministic_products_are_one_compilation_for_any_number_of_rows() -> None:
+    kernels = compile_and_check(["deterministic", "deterministic-heads", "deterministic-float32"])
+    assert all(each["shared_bytes"] <= 99 << 10 and each["stack_bytes"] == 0 for each in kernels), kernels
 
 
 def test_quantized_layers_use_one_kind_of_product_for_any_number_of_rows() -> None:
@@ -474,7 +480,7 @@ def compile_and_check(names: list[str]) -> list[dict[str, Any]]:
     )
     assert ran.returncode == 0, ran.stderr
     kernels = [json.loads(line) for line in ran.stdout.splitlines()]
-    num_kernels = sum(8 if name == "operators" else 1 if name.endswith("-many") else 3 for name in names)
+    num_kernels = sum(NUM_KERNELS.get(name, 1 if name.endswith("-many") else 3) for name in names)
     assert len(kernels) == num_kernels * len(MAX_SHARED_BYTES)
     for each in kernels:
         # The bits of a row would depend on its step if different steps launched different kernels.

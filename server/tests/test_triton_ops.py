@@ -5,6 +5,8 @@ The interpreter truncates where it should round to bfloat16, so there the kernel
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from penstock_server.kernels import choose_ops, triton_device
@@ -131,8 +133,12 @@ def test_cuda_devices_get_triton_and_without_it_a_warning(
 
 
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(triton_device, "python_header", lambda: Path("/include/Python.h"))
+    assert "needs the header /include/Python.h" in str(triton_device.unavailable_reason(CUDA))
     monkeypatch.setattr(triton_device.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CC", "no-compiler")
+    assert 'CC is "no-compiler", which is no program' in str(triton_device.unavailable_reason(CUDA))
+    monkeypatch.delenv("CC")
     assert "install one or set CC" in str(triton_device.unavailable_reason(CUDA))
     assert "not cuda" in str(triton_device.unavailable_reason(CPU))
     monkeypatch.setattr(triton_device.importlib.util, "find_spec", lambda name: None)

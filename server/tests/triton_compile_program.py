@@ -26,6 +26,7 @@ from penstock_server.kernels.activation import Xielu
 from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
+from penstock_server.kernels.triton_invariant import InvariantOps
 from penstock_server.kernels.triton_ops import TritonOps
 from penstock_server.kernels.triton_quantized import QuantizedLinear
 from triton.backends.compiler import GPUTarget
@@ -87,6 +88,9 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
     if name == "operators":
         launch_operators(sum(new for _, new in spans))
         return found
+    if name.startswith("deterministic"):
+        launch_deterministic(name, sum(new for _, new in spans))
+        return found
     if name.startswith("quantized"):
         _, format_name, rows = name.split("-")
         launch_quantized(QUANTIZED[format_name], sum(new for _, new in spans), is_wide=rows == "many")
@@ -136,6 +140,18 @@ def launch_operators(num_tokens: int) -> None:
     probs, mass = torch.zeros(2, 128256), torch.zeros(2, dtype=torch.int64)
     triton_greedy.choose(torch.zeros(num_tokens, 128256, dtype=BF16), None)
     cut.cut_rows(probs, probs.int(), mass, mass > 0, is_count=False, all_equals=False)
+
+
+def launch_deterministic(name: str, num_tokens: int) -> None:
+    """A projection of an 8B Llama, a router in float32, or the absorbed projection of DeepSeek V2's heads."""
+    dtype = FP32 if name.endswith("float32") else BF16
+    ops = InvariantOps(torch.device("cpu"), dtype)
+    if name.endswith("heads"):
+        out = torch.zeros(num_tokens, 16, 576, dtype=dtype)[..., :512]
+        ops.pack_heads(torch.zeros(16, 512, 128, dtype=dtype))(torch.zeros(num_tokens, 16, 128, dtype=dtype), out)
+        return
+    weight = torch.zeros(256, 7168, dtype=dtype) if dtype == FP32 else torch.zeros(4096, 14336, dtype=dtype)
+    ops.pack_linear(weight, None)(torch.zeros(num_tokens, weight.shape[1], dtype=dtype))
 
 
 def launch_quantized(format_: QuantFormat, num_tokens: int, *, is_wide: bool) -> None:

@@ -48,6 +48,8 @@ pub struct LoadOptions {
     pub quantize: Option<String>,
     /// Bits of the inputs that quantized weights are multiplied with: 8 or 16.
     pub activation_bits: u32,
+    /// Whether a token's bits must not depend on the other sequences of its steps.
+    pub deterministic: bool,
     /// Whether the load yields the processors to other work.
     pub background: bool,
 }
@@ -176,6 +178,7 @@ impl Group {
             dequantize: options.dequantize,
             quantize: options.quantize.clone().unwrap_or_default(),
             activation_bits: options.activation_bits,
+            deterministic: options.deterministic,
             background: options.background,
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock_server.attention.interface import Attention, AttentionShape, HeadNorms, Rotation, StepBatch
 
 PREFERRED_BLOCK_TOKENS = 16  # penstock_kernels.BLOCK_TOKENS, the only size that the kernels know
+BATCH_DEPENDENCE = ""
 HEAD_DIM_MULTIPLE = 16
 
 

@@ -23,6 +23,7 @@ from penstock_server.attention.interface import (
 )
 
 PREFERRED_BLOCK_TOKENS = 16
+BATCH_DEPENDENCE = "its matrix products depend on how prompts are cut into chunks"
 # Queries whose scores are computed at once: it bounds the score matrix of a long prompt.
 MAX_QUERY_ROWS = 256
 

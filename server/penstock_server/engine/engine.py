@@ -89,7 +89,9 @@ class Engine:
         device = choose_device(config.device, rank)
         dtype = choose_dtype(config.dtype, device)
         kv_dtype = choose_kv_dtype(config.kv_cache_dtype)
-        block_tokens = config.block_tokens or preferred_block_tokens(device, dtype, kv_dtype, config.attention)
+        block_tokens = config.block_tokens or preferred_block_tokens(
+            device, dtype, kv_dtype, config.attention, deterministic=config.deterministic
+        )
         torch.set_num_threads(choose_num_threads(config, world_size))
         open_device(device)
         trial = None
@@ -107,6 +109,7 @@ class Engine:
             block_tokens,
             trust_remote_code=config.trust_remote_code,
             attention=config.attention,
+            deterministic=config.deterministic,
             kv_dtype=kv_dtype,
             dequantize=config.dequantize,
             quantize=config.quantize,

@@ -196,6 +196,9 @@ class NativeOps:
         linear = NativeLinear.quantized(self._kernels, matrices, bias, self._activation_bits, gated=gated)
         return linear, linear.rows
 
+    def pack_heads(self, weight: Tensor) -> None:
+        return None
+
     def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
         if weight is None:
             return self._torch.pack_norm(weight, bias, variant)

@@ -1,5 +1,6 @@
 """The fused operators that layers call. One implementation is selected at load: `torch_ops` (any device), `native_ops`
-(bf16 on CPUs with AVX-512 BF16) or `triton_ops` (CUDA). The last two compute a row alike whatever the other rows are.
+(bf16 on CPUs with AVX-512 BF16), `triton_ops` or `triton_invariant` (CUDA). `native_ops` and `triton_invariant` compute
+a row alike whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -95,6 +96,9 @@ Elementwise = Callable[[Tensor], Tensor]
 Lookup = Callable[[Tensor], Tensor]
 """Row numbers [rows] int64 → those rows of a table [rows, features]."""
 
+HeadProduct = Callable[[Tensor, Tensor], None]
+"""x [rows, heads, in] → out [rows, heads, out], by a matrix per head. The features of both are contiguous."""
+
 
 class Ops(Protocol):
     name: str
@@ -119,6 +123,10 @@ class Ops(Protocol):
     ) -> tuple[PackedLinear, Lookup]:
         """A layer whose weight is these matrices, one below the other, and its rows in the model's dtype. gated: as in
         `pack_gate_up`; such a layer has no rows to look up. Only if `keeps_quantized`."""
+        ...
+
+    def pack_heads(self, weight: Tensor) -> HeadProduct | None:
+        """weight [heads, out, in]. None: there is no operator for all heads, only layers for each."""
         ...
 
     def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock_server.kernels.ops import (
     Elementwise,
+    HeadProduct,
     Lookup,
     NormVariant,
     PackedLinear,
@@ -108,6 +109,11 @@ class TorchOps:
     ) -> tuple[PackedLinear, Lookup]:
         raise NotImplementedError("quantized weights are dequantized before they are packed")
 
+    def pack_heads(self, weight: Tensor) -> HeadProduct | None:
+        if weight.device.type == "cpu":
+            return None  # so that each head has a weight that oneDNN packs
+        return partial(_multiply_heads, weight.transpose(1, 2).contiguous())
+
     def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
         return TorchNorm(self, weight, bias, variant)
 
@@ -164,6 +170,11 @@ class TorchOps:
 
     def gated(self, activation: Elementwise) -> Elementwise:
         return partial(_gated, activation)
+
+
+def _multiply_heads(weight: Tensor, x: Tensor, out: Tensor) -> None:
+    """weight [heads, in, out]"""
+    out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))
 
 
 def _gated(activation: Elementwise, x: Tensor) -> Tensor:

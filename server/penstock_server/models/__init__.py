@@ -13,14 +13,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 
 def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None) -> CausalModel:
     """This rank's shard of the model in a prepared folder. It still needs `allocate_cache`.
 
-    exact: whether several ranks compute the results of one to the bit (`Shard.exact`); None: on a CPU. Raises
-    ConfigError if the folder's model cannot be served on this many ranks.
+    exact: whether several ranks compute the results of one to the bit (`Shard.exact`); None: on a CPU, or if
+    `options.deterministic`. Raises ConfigError if the folder's model cannot be served on this many ranks.
     """
     from penstock_server.attention import ModelAttention
     from penstock_server.kernels import choose_ops
@@ -44,8 +42,9 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         return load_fallback(options, group)
     spec, names = read_spec(options.folder)
     if exact is None:
-        exact = options.device.type == "cpu"
-    ops = choose_ops(options.device, options.dtype, options.activation_bits)
+        # The ranks of GPUs add their results up in an order that depends on the number of rows.
+        exact = options.device.type == "cpu" or options.deterministic
+    ops = choose_ops(options.device, options.dtype, options.activation_bits, deterministic=options.deterministic)
     quantizes = quantizes_at_load(options.quantize, options.folder)
     if quantizes and not ops.keeps_quantized:
         logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)
@@ -61,7 +60,9 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device),
         ops=ops,
         layout=layout,
-        attention=ModelAttention(options.device, options.dtype, options.kv_dtype, options.attention),
+        attention=ModelAttention(
+            options.device, options.dtype, options.kv_dtype, options.attention, deterministic=options.deterministic
+        ),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
     )

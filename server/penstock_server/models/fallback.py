@@ -139,6 +139,11 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
             f"model type {model_type!r} is run by transformers, which is supported only with a KV cache of the model's "
             "dtype; remove --kv-cache-dtype"
         )
+    if options.deterministic:
+        raise config.refuse(
+            f"model type {model_type!r} is run by transformers, whose results depend on the batch; "
+            "remove --deterministic"
+        )
     if group.size > 1:
         raise config.refuse(
             f"model type {model_type!r} is run by transformers, which is supported on one rank only, not on "

@@ -25,6 +25,7 @@ class LoadOptions:
     dequantize: bool = False  # quantized weights at load
     activation_bits: int = 16  # of the inputs of quantized weights that stay so: 8 or 16
     quantize: str = ""  # the method of the checkpoint, or one that quantizes at load; empty: the checkpoint's
+    deterministic: bool = False  # a row's bits must not depend on its batch
     kv_dtype: torch.dtype | None = None  # an fp8 dtype of stored keys and values; None: dtype
 
 

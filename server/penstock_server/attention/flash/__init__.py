@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PREFERRED_BLOCK_TOKENS = 256  # blocks must be multiples of it
 MAX_HEAD_DIM = 256
+BATCH_DEPENDENCE = "it cuts a context into a number of splits that depends on the batch"
 HEAD_DIM_MULTIPLE = 8  # the package would copy the whole cache to pad other heads
 
 
