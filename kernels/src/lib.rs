@@ -1,4 +1,6 @@
-//! Native CPU kernels: bf16 linear layers, paged attention, and the small operators between them, for x86-64 with AVX-512 BF16.
+//! Native CPU kernels: linear layers, paged attention, and the small operators between them. The crate is compiled once for each
+//! instruction set (`-C target-feature`) and data type (`--cfg element`); nothing inside chooses between them.
+//!
 //! The kernels work on raw addresses that the caller owns; the Python module checks tensors before it passes their addresses on.
 //!
 //! INVARIANT: a row's result does not depend on other rows, on the grouping of rows into calls, or on the number of threads.
@@ -6,30 +8,26 @@
 // The kernels' only caller outside of tests.
 #![cfg_attr(not(feature = "python"), allow(dead_code, unused_imports))]
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod attention;
 mod collective;
 mod cpu;
-#[cfg(target_arch = "x86_64")]
+mod element;
+#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod linear;
 mod memory;
-#[cfg(target_arch = "x86_64")]
 mod norm;
 mod pool;
-#[cfg(target_arch = "x86_64")]
 mod rotate;
-#[cfg(target_arch = "x86_64")]
 mod row;
-#[cfg(target_arch = "x86_64")]
 mod sample;
-#[cfg(target_arch = "x86_64")]
 mod simd;
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod stack;
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod table;
 
-#[cfg(feature = "python")]
+#[cfg(all(feature = "python", target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod python;
 #[cfg(test)]
 mod testing;

@@ -12,6 +12,7 @@ mod view;
 
 use crate::attention::{BLOCK, MAX_DIM};
 use crate::cpu::Amx;
+use crate::element::Element;
 use crate::memory::{self, Arena};
 use crate::pool::{GompParallel, Pool};
 use crate::rotate::{Angles, Heads, Pairs};
@@ -68,7 +69,7 @@ impl Kernels {
         &self,
         out_features: usize,
         in_features: usize,
-        bias: Option<View<'_, u16, 1>>,
+        bias: Option<View<'_, Element, 1>>,
         gated: bool,
     ) -> PyResult<Packing> {
         Packing::new(self.pool, &self.arena, self.amx, [out_features, in_features], bias.as_ref(), gated)
@@ -80,7 +81,7 @@ impl Kernels {
         &self,
         segments: Vec<SegmentParts>,
         in_features: usize,
-        bias: Option<View<'_, u16, 1>>,
+        bias: Option<View<'_, Element, 1>>,
         gated: bool,
         input_bits: usize,
     ) -> PyResult<QuantizedPacking> {
@@ -101,7 +102,7 @@ impl Kernels {
 
     /// A function of one number as its results [65,536] by the bits of their argument. A gate multiplies them with the second half of
     /// each row.
-    fn table(&self, results: View<'_, u16, 1>, is_gate: bool) -> PyResult<Table> {
+    fn table(&self, results: View<'_, Element, 1>, is_gate: bool) -> PyResult<Table> {
         Table::new(self.pool, &results, is_gate)
     }
 
@@ -109,8 +110,8 @@ impl Kernels {
     /// [tokens] in the tables cos and sin [max positions, rotary_dim / 2]. Pairs are neighbours if `interleaved`, otherwise they span halves.
     fn rotate(
         &self,
-        queries: View<'_, u16, 3>,
-        keys: View<'_, u16, 3>,
+        queries: View<'_, Element, 3>,
+        keys: View<'_, Element, 3>,
         cos: View<'_, f32, 2>,
         sin: View<'_, f32, 2>,
         positions: View<'_, i64, 1>,
@@ -139,7 +140,7 @@ impl Kernels {
     #[pyo3(signature = (logits, ids, logprobs, restricted=None))]
     fn argmax_logprob(
         &self,
-        logits: View<'_, u16, 2>,
+        logits: View<'_, Element, 2>,
         ids: View<'_, i64, 1>,
         logprobs: View<'_, f32, 1>,
         restricted: Option<(View<'_, i64, 1>, View<'_, i32, 2>)>,
@@ -178,7 +179,7 @@ fn pairs(interleaved: bool) -> Pairs {
     if interleaved { Pairs::Neighbours } else { Pairs::Halves }
 }
 
-fn heads(name: &str, tokens: &View<'_, u16, 3>) -> PyResult<Heads> {
+fn heads(name: &str, tokens: &View<'_, Element, 3>) -> PyResult<Heads> {
     let [_, num_heads, head_dim] = tokens.shape();
     let (address, stride) = tokens.rows_mut(name)?;
     Ok(Heads { address, stride, num_heads, head_dim })
@@ -205,7 +206,7 @@ fn supported() -> bool {
 
 /// Asks for huge pages under a cache.
 #[pyfunction]
-fn advise_huge_pages(cache: View<'_, u16, 2>) -> PyResult<()> {
+fn advise_huge_pages(cache: View<'_, Element, 2>) -> PyResult<()> {
     let num_bytes = 2 * cache.shape().iter().product::<usize>();
     // SAFETY: the range is the tensor's memory.
     unsafe { memory::advise_huge_pages(cache.target("cache")?.at(0).cast(), num_bytes) };

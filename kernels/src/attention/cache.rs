@@ -4,6 +4,7 @@
 //! and scores need no horizontal sums. The values are [token pair][dim][2], so that a vector holds 16 dims of two tokens. Values that
 //! are a prefix of their keys (latent attention) are not stored; readers reorder the keys instead.
 
+use crate::element::Element;
 use crate::pool::{Executor, Source, Target};
 use crate::simd::LANES;
 use std::arch::x86_64::*;
@@ -30,9 +31,9 @@ pub(crate) struct Layout {
 /// elements, from token to token. The values are ignored when `Layout::values_in_keys`.
 #[derive(Clone, Copy)]
 pub(crate) struct NewTokens {
-    pub(crate) keys: Source<u16>,
+    pub(crate) keys: Source<Element>,
     pub(crate) keys_stride: usize,
-    pub(crate) values: Source<u16>,
+    pub(crate) values: Source<Element>,
     pub(crate) values_stride: usize,
     pub(crate) slots: Source<i64>,
     pub(crate) num_tokens: usize,
@@ -58,9 +59,8 @@ impl Layout {
     /// Stores new keys and values in their slots.
     ///
     /// # Safety
-    /// All pointers must be valid for the stated shapes. Slots must be distinct and inside the cache. The CPU must be
-    /// `supported()`.
-    pub(crate) unsafe fn write(&self, executor: &impl Executor, cache: Target<u16>, tokens: NewTokens) {
+    /// All pointers must be valid for the stated shapes. Slots must be distinct and inside the cache.
+    pub(crate) unsafe fn write(&self, executor: &impl Executor, cache: Target<Element>, tokens: NewTokens) {
         // Two threads may write to the same vector of values; masked stores touch only their own elements.
         executor.for_ranges(tokens.num_tokens, 64, |range| {
             for token in range {
@@ -71,7 +71,7 @@ impl Layout {
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub(crate) unsafe fn write_token(&self, cache: Target<u16>, tokens: &NewTokens, token: usize) {
+    pub(crate) unsafe fn write_token(&self, cache: Target<Element>, tokens: &NewTokens, token: usize) {
         // SAFETY: the caller of `write` vouches for all addresses.
         unsafe {
             let slot = *tokens.slots.at(token) as usize;
@@ -105,9 +105,9 @@ impl Layout {
 /// Copies the values at the start of a block's keys, in value order.
 ///
 /// # Safety
-/// `keys` must point to a block's keys, `values` to BLOCK · `value_dim` writable elements. The CPU must be `supported()`.
+/// `keys` must point to a block's keys, `values` to BLOCK · `value_dim` writable elements.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(super) unsafe fn reorder_values(keys: *const u16, value_dim: usize, values: *mut u16) {
+pub(super) unsafe fn reorder_values(keys: *const Element, value_dim: usize, values: *mut Element) {
     /// Shuffle of two dims of two tokens: the first dim of both tokens, then the second dim of both.
     const BY_DIM: i64 = 0x0706_0302_0504_0100;
     let by_dim = _mm512_add_epi64(_mm512_set1_epi64(BY_DIM), _mm512_setr_epi64(0, EIGHT, 0, EIGHT, 0, EIGHT, 0, EIGHT));
@@ -155,7 +155,7 @@ fn transpose(rows: [__m512i; 8]) -> [__m512i; 8] {
 /// 64 bytes must be readable.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(super) unsafe fn load_pairs(address: *const u16) -> __m512i {
+pub(super) unsafe fn load_pairs(address: *const Element) -> __m512i {
     // SAFETY: guaranteed by the caller.
     unsafe { _mm512_loadu_si512(address.cast()) }
 }
@@ -166,7 +166,7 @@ pub(super) unsafe fn load_pairs(address: *const u16) -> __m512i {
 /// As for `load_pairs`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(super) unsafe fn load_first_of_pairs(address: *const u16) -> __m512i {
+pub(super) unsafe fn load_first_of_pairs(address: *const Element) -> __m512i {
     // SAFETY: guaranteed by the caller.
     unsafe { _mm512_maskz_loadu_epi16(0x5555_5555, address.cast()) }
 }

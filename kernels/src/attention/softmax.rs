@@ -2,6 +2,7 @@
 
 use super::TILE;
 use super::tile::ROWS;
+use crate::element::Element;
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
@@ -55,7 +56,7 @@ impl State {
     /// Merges a later segment's state into the rows from `first_row` on, which see it.
     ///
     /// # Safety
-    /// Both states must have the same rows. The CPU must be `supported()`.
+    /// Both states must have the same rows.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub(crate) unsafe fn merge(self, later: State, first_row: usize) {
         for row in first_row..self.num_rows {
@@ -81,9 +82,9 @@ impl State {
     /// Writes the row's result as bf16. A sink is a score without a value.
     ///
     /// # Safety
-    /// `output` must point to `value_dim` elements. The CPU must be `supported()`.
+    /// `output` must point to `value_dim` elements.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub(crate) unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut u16) {
+    pub(crate) unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut Element) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             let mut sum = _mm512_reduce_add_ps(_mm512_loadu_ps(self.sums(row)));
@@ -103,7 +104,7 @@ impl State {
     /// Turns the scores of one tile into weights, and updates maxima and sums.
     ///
     /// # Safety
-    /// The tile's rows must be rows of the state. The CPU must be `supported()`.
+    /// The tile's rows must be rows of the state.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub(crate) unsafe fn weigh<const PLAIN: bool>(self, tile: &mut TileRows, scale: f32) {

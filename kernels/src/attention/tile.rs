@@ -3,6 +3,7 @@
 
 use super::TILE;
 use super::cache::{BLOCK, load_first_of_pairs, load_pairs};
+use crate::element::Element;
 use crate::simd::{self, LANES, with_constant};
 use std::arch::x86_64::*;
 
@@ -14,8 +15,8 @@ pub(crate) const BLOCKS: usize = TILE / BLOCK;
 /// Addresses of a tile's keys and values, per block.
 #[derive(Clone, Copy)]
 pub(crate) struct Addresses {
-    pub(crate) keys: [*const u16; BLOCKS],
-    pub(crate) values: [*const u16; BLOCKS],
+    pub(crate) keys: [*const Element; BLOCKS],
+    pub(crate) values: [*const Element; BLOCKS],
 }
 
 /// The visible blocks of one tile, and the number of its tokens that exist for these rows.
@@ -32,15 +33,15 @@ pub(crate) struct Blocks {
 /// Writes q·k of up to 6 rows with the tile's tokens to `scores` [rows][TILE].
 ///
 /// # Safety
-/// Each query must have `head_dim` elements, `scores` room for all rows. The CPU must be `supported()`.
+/// Each query must have `head_dim` elements, `scores` room for all rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(crate) unsafe fn score(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
+pub(crate) unsafe fn score(queries: &[*const Element], blocks: &Blocks, scores: *mut f32) {
     // SAFETY: guaranteed by the caller.
     unsafe { with_constant!(queries.len(), [1, 2, 3, 4, 5; 6], score_rows(queries, blocks, scores)) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn score_rows<const R: usize>(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
+unsafe fn score_rows<const R: usize>(queries: &[*const Element], blocks: &Blocks, scores: *mut f32) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         with_constant!(blocks.num_tokens.div_ceil(BLOCK), [1, 2, 3; 4], score_blocks::<R>(queries, blocks, scores));
@@ -48,9 +49,9 @@ unsafe fn score_rows<const R: usize>(queries: &[*const u16], blocks: &Blocks, sc
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn score_blocks<const R: usize, const B: usize>(queries: &[*const u16], blocks: &Blocks, scores: *mut f32) {
+unsafe fn score_blocks<const R: usize, const B: usize>(queries: &[*const Element], blocks: &Blocks, scores: *mut f32) {
     let mut sums = [[_mm512_setzero_ps(); B]; R];
-    let queries: [*const u16; R] = std::array::from_fn(|row| queries[row]);
+    let queries: [*const Element; R] = std::array::from_fn(|row| queries[row]);
     for pair in 0..blocks.head_dim / 2 {
         // SAFETY: the caller of `score` vouches for queries and blocks.
         unsafe {
@@ -94,7 +95,7 @@ impl Default for Weighted {
 /// sums = sums · factor + weights · values, for up to 6 rows.
 ///
 /// # Safety
-/// Each row's pointers must be valid for `value_dim` floats and TILE / 2 pairs. The CPU must be `supported()`.
+/// Each row's pointers must be valid for `value_dim` floats and TILE / 2 pairs.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(crate) unsafe fn weigh(rows: &[Weighted], blocks: &Blocks) {
     // SAFETY: guaranteed by the caller.
@@ -162,7 +163,7 @@ unsafe fn weigh_dims<const R: usize, const V: usize>(rows: &[Weighted; R], block
 }
 
 #[inline]
-fn prefetch(address: *const u16) {
+fn prefetch(address: *const Element) {
     // SAFETY: prefetching touches nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
 }

@@ -6,6 +6,7 @@ use super::shape::Part;
 use super::softmax::{State, TileRows, state_floats};
 use super::tile::{self, Addresses, BLOCKS, Blocks, ROWS, Weighted};
 use super::{Attention, Batch, Operands, SEGMENT, TILE};
+use crate::element::Element;
 use crate::pool::Target;
 use std::cell::RefCell;
 
@@ -19,7 +20,7 @@ thread_local! {
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 #[expect(dead_code, reason = "read and written as a row of numbers")]
-struct Line([u16; LINE]);
+struct Line([Element; LINE]);
 
 /// bf16 elements per cache line.
 const LINE: usize = 32;
@@ -131,7 +132,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         self.unit.kv_head * group + row % group
     }
 
-    fn query(&self, row: usize) -> *const u16 {
+    fn query(&self, row: usize) -> *const Element {
         let token = self.unit.first_token + row / self.layout().group();
         self.call.operands.queries.at(token * self.call.operands.stride + self.head(row) * self.layout().head_dim)
     }
@@ -143,7 +144,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
             let token = self.unit.first_token + row / self.layout().group();
             // SAFETY: the caller of `run` vouches for sinks and output.
             unsafe {
-                let sink = sinks.map(|sinks| f32::from_bits(u32::from(*sinks.at(self.head(row))) << 16));
+                let sink = sinks.map(|sinks| (*sinks.at(self.head(row))).to_f32());
                 state.finish(row, sink, output.at((token * num_heads + self.head(row)) * value_dim));
             }
         }
@@ -195,7 +196,12 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     }
 
     /// Addresses of the values of a tile's blocks: after their keys, or in the buffer that they are reordered into.
-    unsafe fn value_addresses(&self, keys: &[*const u16; BLOCKS], start: usize, end: usize) -> [*const u16; BLOCKS] {
+    unsafe fn value_addresses(
+        &self,
+        keys: &[*const Element; BLOCKS],
+        start: usize,
+        end: usize,
+    ) -> [*const Element; BLOCKS] {
         let Layout { value_dim, values_in_keys, .. } = *self.layout();
         if !values_in_keys {
             return self.behind(keys);
@@ -203,9 +209,9 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         let size = BLOCK * value_dim;
         let room = VALUES.with_borrow_mut(|memory| {
             if memory.len() < BLOCKS * size / LINE {
-                memory.resize(BLOCKS * size / LINE, Line([0; LINE]));
+                memory.resize(BLOCKS * size / LINE, Line([Element::default(); LINE]));
             }
-            memory.as_mut_ptr().cast::<u16>()
+            memory.as_mut_ptr().cast::<Element>()
         });
         let seen = self.first(0).saturating_sub(start) / BLOCK..(end - start).div_ceil(BLOCK).min(BLOCKS);
         for block in seen {
@@ -216,12 +222,12 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     }
 
     /// Addresses of values that are stored after their keys.
-    fn behind(&self, keys: &[*const u16; BLOCKS]) -> [*const u16; BLOCKS] {
+    fn behind(&self, keys: &[*const Element; BLOCKS]) -> [*const Element; BLOCKS] {
         keys.map(|keys| keys.wrapping_add(self.layout().block_keys()))
     }
 
     /// Addresses of the keys of a tile's blocks. Invisible blocks are replaced by the last visible one and not read.
-    unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const u16; BLOCKS] {
+    unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const Element; BLOCKS] {
         let end = if PLAIN { unit.first_position + unit.num_tokens } else { unit.sees(&self.call.attention.mask).end };
         let last_block = end.saturating_sub(1) / BLOCK;
         std::array::from_fn(|index| {

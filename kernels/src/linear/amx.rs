@@ -7,6 +7,7 @@
 use super::epilogue::{self, Outcome, Sums};
 use super::tile::{PANEL, Panel, Shape, VECTORS};
 use crate::cpu::Amx;
+use crate::element::Element;
 use crate::simd::LANES;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -37,13 +38,13 @@ struct Block([[f32; PANEL]; TILE_ROWS]);
 
 /// The features of a tile's rows that do not fill a step, followed by zeros.
 #[repr(C, align(64))]
-struct Tail([[u16; STEP]; TILE_ROWS]);
+struct Tail([[Element; STEP]; TILE_ROWS]);
 
 /// Consecutive steps of a tile's input, as both registers of input read them.
 #[repr(C)]
 struct Segment {
-    upper: *const u16,
-    lower: *const u16,
+    upper: *const Element,
+    lower: *const Element,
     stride_bytes: usize,
     num_steps: usize,
 }
@@ -61,7 +62,7 @@ impl Tiles {
     pub(super) fn configure(_: Amx, num_rows: usize) -> Tiles {
         debug_assert!((1..=TILE_ROWS).contains(&num_rows));
         let sums = [Block([[0.0; PANEL]; TILE_ROWS]); 2];
-        let tiles = Tiles { num_rows, sums, tail: Tail([[0; STEP]; TILE_ROWS]) };
+        let tiles = Tiles { num_rows, sums, tail: Tail([[Element::default(); STEP]; TILE_ROWS]) };
         let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
         row_bytes[..8].fill(STEP as u16 * 2);
         rows[..7].fill(tiles.register_rows() as u8);
@@ -81,10 +82,10 @@ impl Tiles {
     ///
     /// # Safety
     /// The tile's rows of `shape` must be readable at `input`, `outcome` writable for the rows from `skip` on, and the panel made for
-    /// `shape.in_features`. The CPU must be `supported()`.
+    /// `shape.in_features`.
     pub(super) unsafe fn apply(
         &mut self,
-        input: *const u16,
+        input: *const Element,
         shape: Shape,
         panel: Panel,
         skip: usize,
@@ -105,7 +106,7 @@ impl Tiles {
     /// As for `apply`.
     pub(super) unsafe fn apply_gated(
         &mut self,
-        input: *const u16,
+        input: *const Element,
         shape: Shape,
         [gate, up]: [Panel; 2],
         skip: usize,
@@ -127,9 +128,9 @@ impl Tiles {
     ///
     /// # Safety
     /// As for `apply`.
-    unsafe fn multiply(&mut self, place: usize, input: *const u16, shape: Shape, panel: Panel) {
+    unsafe fn multiply(&mut self, place: usize, input: *const Element, shape: Shape, panel: Panel) {
         let lower_row = self.num_rows - self.register_rows();
-        let segment = |address: *const u16, stride: usize, num_steps: usize| Segment {
+        let segment = |address: *const Element, stride: usize, num_steps: usize| Segment {
             upper: address,
             lower: address.wrapping_add(lower_row * stride),
             stride_bytes: stride * 2,

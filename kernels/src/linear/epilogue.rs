@@ -1,12 +1,13 @@
 //! What becomes of the sums of a tile: they are stored, added to the output, or combined as gate and up.
 
+use crate::element::Element;
 use crate::simd::{self, LANES};
 use std::arch::x86_64::*;
 
 /// The output of a tile.
 #[derive(Clone, Copy)]
 pub(super) struct Outcome {
-    pub(super) target: *mut u16,
+    pub(super) target: *mut Element,
     pub(super) stride: usize,
     pub(super) num_columns: usize,
     pub(super) add: bool,

@@ -15,6 +15,7 @@ pub(crate) use quantized::{Format, InputBits, Number, QuantizedLinear, Quantized
 pub(crate) use tile::PANEL;
 
 use crate::cpu::Amx;
+use crate::element::Element;
 use crate::pool::{Executor, Source, Target};
 use epilogue::Outcome;
 use std::ops::Range;
@@ -28,7 +29,7 @@ const PART_ROWS: usize = 128;
 /// Input: `num_rows` rows of `in_features` bf16 elements, `stride` elements apart.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows {
-    pub(crate) address: Source<u16>,
+    pub(crate) address: Source<Element>,
     pub(crate) stride: usize,
     pub(crate) num_rows: usize,
 }
@@ -37,13 +38,13 @@ pub(crate) struct Rows {
 #[derive(Clone, Copy)]
 pub(crate) enum Output {
     /// y = x·Wᵀ
-    Store(Target<u16>),
+    Store(Target<Element>),
     /// y += x·Wᵀ, with the product rounded to bf16 before the addition, like two separate operators
-    Add(Target<u16>),
+    Add(Target<Element>),
 }
 
 impl Output {
-    fn address(self) -> Target<u16> {
+    fn address(self) -> Target<Element> {
         match self {
             Output::Store(address) | Output::Add(address) => address,
         }
@@ -60,8 +61,7 @@ impl Linear {
     /// Applies the layer. A gated layer's output has `out_features / 2` columns and is always stored.
     ///
     /// # Safety
-    /// `rows` must be readable, `output` writable for every row, and the two must not overlap; `scratch` must have `scratch_bytes`. The
-    /// CPU must be `supported()`.
+    /// `rows` must be readable, `output` writable for every row, and the two must not overlap; `scratch` must have `scratch_bytes`.
     pub(crate) unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output, scratch: Target<u8>) {
         // SAFETY: guaranteed by the caller.
         unsafe {
@@ -89,7 +89,7 @@ impl Linear {
         executor: &impl Executor,
         rows: Source<i64>,
         num_rows: usize,
-        output: Target<u16>,
+        output: Target<Element>,
     ) {
         // SAFETY: guaranteed by the caller.
         unsafe {
@@ -154,12 +154,12 @@ fn for_parts(
 ///
 /// # Safety
 /// The bias must be null or point to `count` elements.
-unsafe fn bias_of(bias: *const u16, count: usize) -> Vec<f32> {
+unsafe fn bias_of(bias: *const Element, count: usize) -> Vec<f32> {
     if bias.is_null() {
         return Vec::new();
     }
     // SAFETY: the caller vouches for the elements.
-    (0..count).map(|index| f32::from_bits(u32::from(unsafe { bias.add(index).read() }) << 16)).collect()
+    (0..count).map(|index| unsafe { bias.add(index).read() }.to_f32()).collect()
 }
 
 impl PackedLinear {

@@ -5,6 +5,7 @@ use super::amx::STEP;
 use super::bias_of;
 use super::tile::{Ahead, PAIR, PANEL, Panel};
 use crate::cpu::Amx;
+use crate::element::Element;
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
 use crate::simd::{self, LANES};
@@ -14,7 +15,7 @@ use std::ops::Range;
 /// The shape of a weight `[out_features, in_features]` in bf16, and its bias `[out_features]` or null.
 #[derive(Clone, Copy)]
 pub(crate) struct Weight {
-    pub(crate) bias: *const u16,
+    pub(crate) bias: *const Element,
     pub(crate) out_features: usize,
     pub(crate) in_features: usize,
     /// Whether the first half of the rows is a gate for the second half; their panels alternate.
@@ -72,16 +73,15 @@ impl PackedLinear {
     /// Fills `num_rows` rows of the weight from row `first` on.
     ///
     /// # Safety
-    /// `source` must hold these rows, the weight must have them, and nothing may use the layer meanwhile. The CPU must be
-    /// `supported()`.
-    pub(crate) unsafe fn fill(&self, executor: &impl Executor, source: Source<u16>, first: usize, num_rows: usize) {
+    /// `source` must hold these rows, the weight must have them, and nothing may use the layer meanwhile.
+    pub(crate) unsafe fn fill(&self, executor: &impl Executor, source: Source<Element>, first: usize, num_rows: usize) {
         if num_rows == 0 {
             return;
         }
         let filled = first..first + num_rows;
         let (begin, end) = (self.groups_before(first + 1) - 1, self.groups_before(filled.end));
         let panel_numbers = panel_numbers(self.in_features);
-        let destination = Target::new(self.panels.as_ptr().cast::<u16>());
+        let destination = Target::new(self.panels.as_ptr().cast::<Element>());
         executor.for_each(end - begin, |index| {
             let group = self.group(begin + index);
             let rows = group.rows.start.max(filled.start)..group.rows.end.min(filled.end);
@@ -120,10 +120,10 @@ impl PackedLinear {
         executor: &impl Executor,
         rows: Source<i64>,
         num_rows: usize,
-        output: Target<u16>,
+        output: Target<Element>,
     ) {
         debug_assert!(!self.gated);
-        let panels = Source::new(self.panels.as_ptr().cast::<u16>().cast_const());
+        let panels = Source::new(self.panels.as_ptr().cast::<Element>().cast_const());
         executor.for_each(num_rows, |index| {
             // SAFETY: the caller vouches for `rows` and `output`; a row below `out_features` is a column of a panel.
             unsafe {
@@ -167,7 +167,7 @@ impl PackedLinear {
         // SAFETY: the panel lies inside the piece, whose bias (when there is one) covers it too.
         let (weights, bias) = unsafe {
             let bias = if self.bias.is_empty() { std::ptr::null() } else { self.bias.as_ptr().add(index * PANEL) };
-            (self.panels.as_ptr().cast::<u16>().cast_const().add(index * numbers), bias)
+            (self.panels.as_ptr().cast::<Element>().cast_const().add(index * numbers), bias)
         };
         Panel { weights, bias, ahead, bytes: numbers * 2 }
     }
@@ -181,8 +181,8 @@ fn panel_numbers(in_features: usize) -> usize {
 /// Writes at most LANES rows as columns of a panel, from `target` on.
 ///
 /// # Safety
-/// `source` must hold the rows, `target` room for their columns. The CPU must be `supported()`.
-unsafe fn interleave(source: *const u16, target: *mut u16, num_rows: usize, in_features: usize) {
+/// `source` must hold the rows, `target` room for their columns.
+unsafe fn interleave(source: *const Element, target: *mut Element, num_rows: usize, in_features: usize) {
     // SAFETY: the caller vouches for all rows and columns; reads and writes stay within them.
     unsafe {
         let wide = if num_rows == LANES { in_features / (2 * LANES) * LANES } else { 0 };

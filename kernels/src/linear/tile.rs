@@ -1,6 +1,7 @@
 //! The register tile: up to 8 rows by one panel of 48 columns, with the sums over all input features in registers.
 
 use super::epilogue::{self, Outcome};
+use crate::element::Element;
 use crate::simd::{self, LANES, with_constant};
 use std::arch::x86_64::*;
 
@@ -45,7 +46,7 @@ impl Ahead {
 /// The addresses of one panel.
 #[derive(Clone, Copy)]
 pub(crate) struct Panel {
-    pub(crate) weights: *const u16,
+    pub(crate) weights: *const Element,
     pub(crate) bias: *const f32,
     pub(crate) ahead: Ahead,
     pub(crate) bytes: usize,
@@ -79,7 +80,7 @@ type Sums<const R: usize> = epilogue::Sums<R, VECTORS>;
 ///
 /// # Safety
 /// `height` rows of `shape` must be readable at `input`, `outcome` writable for them, and the panel made for `shape.in_features`.
-pub(crate) unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
+pub(crate) unsafe fn apply(height: usize, input: *const Element, shape: Shape, panel: Panel, outcome: Outcome) {
     // SAFETY: guaranteed by the caller.
     unsafe { with_constant!(height, [1, 2, 3, 4, 5, 6, 7; 8], plain(input, shape, panel, outcome)) }
 }
@@ -88,13 +89,19 @@ pub(crate) unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel
 ///
 /// # Safety
 /// As for `apply`.
-pub(crate) unsafe fn apply_gated(height: usize, input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
+pub(crate) unsafe fn apply_gated(
+    height: usize,
+    input: *const Element,
+    shape: Shape,
+    panels: [Panel; 2],
+    outcome: Outcome,
+) {
     // SAFETY: guaranteed by the caller.
     unsafe { with_constant!(height, [1, 2, 3, 4, 5, 6, 7; 8], gated(input, shape, panels, outcome)) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn plain<const R: usize>(input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
+unsafe fn plain<const R: usize>(input: *const Element, shape: Shape, panel: Panel, outcome: Outcome) {
     // SAFETY: the caller of `apply` vouches for all addresses.
     unsafe {
         epilogue::store(&product::<R>(input, shape, panel), outcome);
@@ -102,7 +109,7 @@ unsafe fn plain<const R: usize>(input: *const u16, shape: Shape, panel: Panel, o
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn gated<const R: usize>(input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
+unsafe fn gated<const R: usize>(input: *const Element, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
     // SAFETY: the caller of `apply_gated` vouches for all addresses.
     unsafe {
         let gates = product::<R>(input, shape, panels[0]);
@@ -114,7 +121,7 @@ unsafe fn gated<const R: usize>(input: *const u16, shape: Shape, panels: [Panel;
 /// The sums of R rows with one panel, bias included.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn product<const R: usize>(input: *const u16, shape: Shape, panel: Panel) -> Sums<R> {
+unsafe fn product<const R: usize>(input: *const Element, shape: Shape, panel: Panel) -> Sums<R> {
     let pairs = shape.in_features / 2;
     let (ahead, lines) = panel.prefetches();
     // SAFETY: the caller of `apply` vouches for all addresses; prefetching touches nothing.
@@ -126,7 +133,8 @@ unsafe fn product<const R: usize>(input: *const u16, shape: Shape, panel: Panel)
                 let last = input.add(row * shape.stride + pairs * 2).read();
                 for vector in 0..VECTORS {
                     let weights = _mm512_load_si512(panel.weights.add(pairs * PAIR + vector * LANES * 2).cast());
-                    sums[row][vector] = simd::dot_pairs(sums[row][vector], _mm512_set1_epi32(i32::from(last)), weights);
+                    sums[row][vector] =
+                        simd::dot_pairs(sums[row][vector], _mm512_set1_epi32(i32::from(last.bits())), weights);
                 }
             }
         }
@@ -139,9 +147,9 @@ unsafe fn product<const R: usize>(input: *const u16, shape: Shape, panel: Panel)
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn accumulate<const R: usize, const LINES: usize>(
-    input: *const u16,
+    input: *const Element,
     shape: Shape,
-    weights: *const u16,
+    weights: *const Element,
     ahead: *const i8,
 ) -> Sums<R> {
     let mut sums = [[_mm512_setzero_ps(); VECTORS]; R];

@@ -3,6 +3,7 @@
 use super::view::View;
 use super::{maybe_detached, require};
 use crate::cpu::Amx;
+use crate::element::Element;
 use crate::linear::{self, Format, InputBits, Linear, Number, Output, QuantizedRows, Rows, Segment, Weight};
 use crate::memory::Arena;
 use crate::pool::{Pool, Source, Target};
@@ -27,7 +28,7 @@ impl Packing {
         arena: &Arena,
         amx: Option<Amx>,
         [out_features, in_features]: [usize; 2],
-        bias: Option<&View<'_, u16, 1>>,
+        bias: Option<&View<'_, Element, 1>>,
         gated: bool,
     ) -> PyResult<Packing> {
         let elements = out_features.checked_mul(in_features).filter(|elements| (1..=MAX_ELEMENTS).contains(elements));
@@ -50,7 +51,7 @@ impl Packing {
 #[pymethods]
 impl Packing {
     /// Packs the next rows [some rows, in_features] of the weight.
-    fn add_rows(&mut self, py: Python<'_>, rows: View<'_, u16, 2>) -> PyResult<()> {
+    fn add_rows(&mut self, py: Python<'_>, rows: View<'_, Element, 2>) -> PyResult<()> {
         let Some(packed) = &self.packed else {
             return Err(PyValueError::new_err("the weight is complete"));
         };
@@ -92,7 +93,7 @@ impl QuantizedPacking {
         arena: &Arena,
         segments: &[SegmentParts],
         in_features: usize,
-        bias: Option<&View<'_, u16, 1>>,
+        bias: Option<&View<'_, Element, 1>>,
         gated: bool,
         input_bits: usize,
     ) -> PyResult<QuantizedPacking> {
@@ -221,7 +222,7 @@ impl PackedLinear {
 #[pymethods]
 impl PackedLinear {
     /// output [rows, columns] = x·Wᵀ + bias, or silu(gate)·up when gated, for x [rows, in_features].
-    fn apply(&self, py: Python<'_>, x: View<'_, u16, 2>, output: View<'_, u16, 2>) -> PyResult<()> {
+    fn apply(&self, py: Python<'_>, x: View<'_, Element, 2>, output: View<'_, Element, 2>) -> PyResult<()> {
         let [num_rows, _] = x.shape();
         let (address, stride) = x.expect("x", [num_rows, self.packed.in_features()])?.rows("x")?;
         let output = output.expect("output", [num_rows, self.packed.output_columns()])?.target("output")?;
@@ -235,7 +236,7 @@ impl PackedLinear {
     }
 
     /// output[i] = the weight's row `ids[i]`. Not for gated layers.
-    fn copy_rows(&self, ids: View<'_, i64, 1>, output: View<'_, u16, 2>) -> PyResult<()> {
+    fn copy_rows(&self, ids: View<'_, i64, 1>, output: View<'_, Element, 2>) -> PyResult<()> {
         require(!self.packed.is_gated(), || "a gated layer has no rows to copy".to_owned())?;
         let [num_rows] = ids.shape();
         let ids = ids.indices("ids", self.packed.out_features(), "rows")?;

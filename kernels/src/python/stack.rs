@@ -8,6 +8,7 @@ use super::table::Table;
 use super::view::View;
 use super::{pairs, require};
 use crate::attention::BLOCK;
+use crate::element::Element;
 use crate::pool::Pool;
 use crate::stack::{self, Register, Rotation, Step};
 use pyo3::exceptions::PyValueError;
@@ -170,13 +171,13 @@ impl Stack {
     fn run(
         &self,
         py: Python<'_>,
-        residual: View<'_, u16, 2>,
+        residual: View<'_, Element, 2>,
         positions: View<'_, i64, 1>,
         slots: View<'_, i64, 1>,
         batch: PyRef<'_, Batch>,
-        caches: Vec<View<'_, u16, 2>>,
+        caches: Vec<View<'_, Element, 2>>,
         sample_rows: View<'_, i64, 1>,
-        output: View<'_, u16, 2>,
+        output: View<'_, Element, 2>,
     ) -> PyResult<()> {
         let (num_tokens, [num_samples], hidden) = (batch.num_tokens, sample_rows.shape(), self.stack.hidden());
         let attentions = self.stack.cache_attentions();

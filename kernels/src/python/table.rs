@@ -2,6 +2,7 @@
 
 use super::require;
 use super::view::View;
+use crate::element::Element;
 use crate::pool::Pool;
 use crate::table::{self, NUM_PATTERNS};
 use pyo3::prelude::*;
@@ -16,7 +17,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    pub(super) fn new(pool: Pool, results: &View<'_, u16, 1>, is_gate: bool) -> PyResult<Table> {
+    pub(super) fn new(pool: Pool, results: &View<'_, Element, 1>, is_gate: bool) -> PyResult<Table> {
         let address = results.expect("results", [NUM_PATTERNS])?.source("results")?;
         Ok(Table { pool, table: table::Table { results: address, is_gate }, tensor: results.tensor() })
     }
@@ -25,7 +26,7 @@ impl Table {
 #[pymethods]
 impl Table {
     /// output [rows, dim] = the function of x [rows, dim], or for a gate of the first half of x [rows, 2 * dim], times the second.
-    fn apply(&self, x: View<'_, u16, 2>, output: View<'_, u16, 2>) -> PyResult<()> {
+    fn apply(&self, x: View<'_, Element, 2>, output: View<'_, Element, 2>) -> PyResult<()> {
         let [num_rows, width] = x.shape();
         require(!self.table.is_gate || width.is_multiple_of(2), || {
             format!("x has {width} columns, a gate needs an even number")

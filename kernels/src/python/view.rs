@@ -3,6 +3,7 @@
 //! addresses on.
 
 use super::dlpack::{self, DlTensor, DlType};
+use crate::element;
 use crate::pool::{Source, Target};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -20,7 +21,7 @@ impl Element for u8 {
     const DTYPE: DlType = DlType::new(dlpack::UINT, 8);
 }
 
-impl Element for u16 {
+impl Element for element::Element {
     const NAME: &'static str = "bfloat16";
     const DTYPE: DlType = DlType::new(dlpack::BFLOAT, 16);
 }

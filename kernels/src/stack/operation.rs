@@ -3,6 +3,7 @@
 use super::Step;
 use crate::attention::{Layout, NewTokens};
 use crate::collective::Collective;
+use crate::element::Element;
 use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::pool::{Source, Target};
@@ -148,7 +149,7 @@ pub(super) struct Tables {
 /// What row operations know of a step.
 pub(super) struct TokenContext<'a> {
     pub(super) step: &'a Step<'a>,
-    pub(super) registers: &'a PerRegister<Target<u16>>,
+    pub(super) registers: &'a PerRegister<Target<Element>>,
 }
 
 impl RowOperation {
@@ -169,7 +170,7 @@ impl RowOperation {
     /// Applies the operation to a row.
     ///
     /// # Safety
-    /// The registers must have the row at its widths; `Rotate` and `Write` need a row of the step. The CPU must be `supported()`.
+    /// The registers must have the row at its widths; `Rotate` and `Write` need a row of the step.
     pub(super) unsafe fn apply(&self, row: usize, context: &TokenContext<'_>) {
         let at = |register: Register, width: usize| context.registers[register as usize].at(row * width);
         let qkv = context.registers[Register::Qkv as usize];

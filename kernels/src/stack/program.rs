@@ -4,6 +4,7 @@ use super::operation::{Operation, PerRegister, Register, RowOperation, Tables};
 use super::{Buffers, Stack};
 use crate::attention::{Attention, Layout};
 use crate::collective::Collective;
+use crate::element::Element;
 use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::pool::Source;
@@ -189,7 +190,7 @@ impl Program {
         let total = widths.iter().try_fold(0, |sum: u32, &width| sum.checked_add(u32::try_from(width).ok()?));
         let total = total.ok_or_else(|| format!("a gather has at most {} columns", u32::MAX))?;
         self.assign(to, total as usize)?;
-        let widths = widths.iter().map(|width| width * size_of::<u16>()).collect();
+        let widths = widths.iter().map(|width| width * size_of::<Element>()).collect();
         self.stack.operations.push(Operation::Gather { collective, widths, from, to });
         Ok(())
     }
