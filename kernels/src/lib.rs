@@ -8,10 +8,12 @@
 // The kernels' only caller outside of tests.
 #![cfg_attr(not(feature = "python"), allow(dead_code, unused_imports))]
 
+mod activation;
 #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod attention;
 mod collective;
 mod cpu;
+#[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod element;
 #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod linear;
@@ -21,15 +23,12 @@ mod pool;
 mod rotate;
 mod row;
 mod sample;
+#[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod simd;
 #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod stack;
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
-mod table;
 
 #[cfg(all(feature = "python", target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod python;
 #[cfg(test)]
 mod testing;
-
-pub(crate) use cpu::supported;

@@ -1,31 +1,32 @@
-//! The Python module `penstock_kernels`. Tensors arrive as typed views, which each method checks against each other before it calls a
+//! The Python module of one build, `penstock_kernels.*.native`. Tensors arrive as typed views, which each method checks against each other before it calls a
 //! kernel: a wrong tensor raises TypeError or ValueError and touches no memory.
 
+mod activation;
 mod attention;
 mod collective;
 mod dlpack;
 mod linear;
 mod norm;
 mod stack;
-mod table;
 mod view;
 
 use crate::attention::{BLOCK, MAX_DIM};
 use crate::cpu::Amx;
-use crate::element::Element;
+use crate::element::{self, Element};
 use crate::memory::{self, Arena};
 use crate::pool::{GompParallel, Pool};
 use crate::rotate::{Angles, Heads, Pairs};
 use crate::sample::Logits;
+use crate::simd;
+use activation::Activation;
 use attention::{AttentionShape, Batch, PagedAttention};
 use collective::Collective;
 use linear::{PackedLinear, Packing, QuantizedPacking, SegmentParts};
 use norm::PackedNorm;
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use stack::{Program, Stack};
 use std::ffi::CString;
-use table::Table;
 use view::View;
 
 /// Multiply-adds (or so) from which a call lets other Python threads run. PERF: below, it is some 50 µs at most, and waiting
@@ -52,16 +53,14 @@ struct Kernels {
 #[pymethods]
 impl Kernels {
     /// `libgomp` is the path of the libgomp that this process has loaded. Without it, kernels run on the calling thread alone.
+    /// `may_use_amx`: whether dense layers use AMX, where build, CPU and system have it.
     #[new]
-    #[pyo3(signature = (num_threads, libgomp=None))]
-    fn new(num_threads: usize, libgomp: Option<CString>) -> PyResult<Kernels> {
-        if !crate::supported() {
-            return Err(PyRuntimeError::new_err("this CPU has no AVX-512 BF16"));
-        }
+    #[pyo3(signature = (num_threads, libgomp=None, may_use_amx=true))]
+    fn new(num_threads: usize, libgomp: Option<CString>, may_use_amx: bool) -> PyResult<Kernels> {
         require(num_threads > 0, || "num_threads is 0, must be at least 1".to_owned())?;
         let parallel = libgomp.and_then(|path| gomp_parallel(&path));
         let pool = parallel.map_or_else(Pool::single, |parallel| Pool::new(num_threads, parallel));
-        Ok(Kernels { pool, arena: Arena::default(), amx: Amx::request() })
+        Ok(Kernels { pool, arena: Arena::default(), amx: if may_use_amx { Amx::request() } else { None } })
     }
 
     /// An empty weight [out_features, in_features] to pack rows into. The bias [out_features] is copied.
@@ -100,10 +99,9 @@ impl Kernels {
         PackedNorm::new(self.pool, kind, &weight, bias.as_ref(), eps)
     }
 
-    /// A function of one number as its results [65,536] by the bits of their argument. A gate multiplies them with the second half of
-    /// each row.
-    fn table(&self, results: View<'_, Element, 1>, is_gate: bool) -> PyResult<Table> {
-        Table::new(self.pool, &results, is_gate)
+    /// A function of one number, by its name in `Function::named`. A gate multiplies its results with the second half of each row.
+    fn activation(&self, name: &str, parameters: Vec<f32>, is_gate: bool) -> PyResult<Activation> {
+        Activation::new(self.pool, name, &parameters, is_gate)
     }
 
     /// Rotates queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim] in place, by the angles at their positions
@@ -169,6 +167,12 @@ impl Kernels {
         Ok(())
     }
 
+    /// Whether dense layers use AMX.
+    #[getter]
+    fn uses_amx(&self) -> bool {
+        self.amx.is_some()
+    }
+
     /// Attention of this shape.
     fn attention(&self, shape: AttentionShape) -> PyResult<PagedAttention> {
         PagedAttention::new(self.pool, shape)
@@ -198,25 +202,22 @@ fn gomp_parallel(path: &std::ffi::CStr) -> Option<GompParallel> {
     }
 }
 
-/// Whether this CPU runs the kernels.
-#[pyfunction]
-fn supported() -> bool {
-    crate::supported()
-}
-
 /// Asks for huge pages under a cache.
 #[pyfunction]
 fn advise_huge_pages(cache: View<'_, Element, 2>) -> PyResult<()> {
-    let num_bytes = 2 * cache.shape().iter().product::<usize>();
+    let num_bytes = size_of::<Element>() * cache.shape().iter().product::<usize>();
     // SAFETY: the range is the tensor's memory.
     unsafe { memory::advise_huge_pages(cache.target("cache")?.at(0).cast(), num_bytes) };
     Ok(())
 }
 
 #[pymodule]
-fn penstock_kernels(module: &Bound<'_, PyModule>) -> PyResult<()> {
+fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("ISA", simd::ISA)?;
+    module.add("DTYPE", element::NAME)?;
     module.add("BLOCK_TOKENS", BLOCK)?;
     module.add("MAX_DIM", MAX_DIM)?;
+    module.add_class::<Activation>()?;
     module.add_class::<Batch>()?;
     module.add_class::<Collective>()?;
     module.add_class::<Kernels>()?;
@@ -225,7 +226,5 @@ fn penstock_kernels(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PagedAttention>()?;
     module.add_class::<Program>()?;
     module.add_class::<Stack>()?;
-    module.add_class::<Table>()?;
-    module.add_function(wrap_pyfunction!(supported, module)?)?;
     module.add_function(wrap_pyfunction!(advise_huge_pages, module)?)
 }

@@ -62,3 +62,9 @@ pub(crate) fn assert_close(actual: Element, expected: f32, tolerance: f32, what:
     let actual = Element::to_f32(actual);
     assert!((actual - expected).abs() <= tolerance * (1.0 + expected.abs()), "{what}: {actual} is not {expected}");
 }
+
+/// The distance from 1 to the next element.
+pub(crate) fn epsilon() -> f32 {
+    let steps = (1..24).map(|power| 2f32.powi(-power));
+    steps.filter(|step| Element::from_f32(1.0 + step).to_f32() > 1.0).last().unwrap_or(1.0)
+}

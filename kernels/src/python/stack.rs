@@ -1,10 +1,10 @@
 //! All layers of a decoder in one call.
 
+use super::activation::Activation;
 use super::attention::{Batch, PagedAttention, cache_of};
 use super::collective::{Collective, error_of};
 use super::linear::PackedLinear;
 use super::norm::PackedNorm;
-use super::table::Table;
 use super::view::View;
 use super::{pairs, require};
 use crate::attention::BLOCK;
@@ -82,10 +82,9 @@ impl Program {
         self.append(|program| program.norm_heads(Arc::clone(&norm.packed), first, num_groups))
     }
 
-    /// target = table(source)
-    fn look_up(&mut self, table: Bound<'_, Table>, source: Register, target: Register) -> PyResult<()> {
-        self.tensors.push(table.get().tensor.clone_ref(table.py()));
-        self.append(|program| program.look_up(table.get().table, source, target))
+    /// target = activation(source)
+    fn activate(&mut self, activation: PyRef<'_, Activation>, source: Register, target: Register) -> PyResult<()> {
+        self.append(|program| program.activate(activation.activation, source, target))
     }
 
     /// register *= factor

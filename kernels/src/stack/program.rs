@@ -2,6 +2,7 @@
 
 use super::operation::{Operation, PerRegister, Register, RowOperation, Tables};
 use super::{Buffers, Stack};
+use crate::activation::Activation;
 use crate::attention::{Attention, Layout};
 use crate::collective::Collective;
 use crate::element::Element;
@@ -9,7 +10,6 @@ use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::pool::Source;
 use crate::rotate::Pairs;
-use crate::table::Table;
 use std::sync::{Arc, Mutex};
 
 /// Rotary embedding: tables [num_positions, half].
@@ -92,15 +92,15 @@ impl Program {
         Ok(())
     }
 
-    /// to = table(from)
-    pub(crate) fn look_up(&mut self, table: Table, from: Register, to: Register) -> Result<(), String> {
+    /// to = activation(from)
+    pub(crate) fn activate(&mut self, activation: Activation, from: Register, to: Register) -> Result<(), String> {
         let width = self.width(from)?;
         expect_different(from, to)?;
-        if table.is_gate && !width.is_multiple_of(2) {
+        if activation.is_gate && !width.is_multiple_of(2) {
             return Err(format!("a gate and its factor have {width} columns, must be an even number"));
         }
-        self.assign(to, table.output_columns(width))?;
-        self.push_row(RowOperation::LookUp { table, from, to, width });
+        self.assign(to, activation.output_columns(width))?;
+        self.push_row(RowOperation::Activate { activation, from, to, width });
         Ok(())
     }
 
