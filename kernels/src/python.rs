@@ -60,7 +60,8 @@ impl Kernels {
         require(num_threads > 0, || "num_threads is 0, must be at least 1".to_owned())?;
         let parallel = libgomp.and_then(|path| gomp_parallel(&path));
         let pool = parallel.map_or_else(Pool::single, |parallel| Pool::new(num_threads, parallel));
-        Ok(Kernels { pool, arena: Arena::default(), amx: if may_use_amx { Amx::request() } else { None } })
+        let amx = if may_use_amx && cfg!(target_feature = "avx512bf16") { Amx::request() } else { None };
+        Ok(Kernels { pool, arena: Arena::default(), amx })
     }
 
     /// An empty weight [out_features, in_features] to pack rows into. The bias [out_features] is copied.

@@ -12,6 +12,7 @@ use clap::{ArgAction, Parser, ValueEnum};
 
 use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
+use crate::isa::CpuIsa;
 use crate::quantize::Quantize;
 use crate::tool::Tool;
 
@@ -43,6 +44,10 @@ pub(crate) struct Args {
     /// every layer: native (CPUs), flash (FlashAttention-2 on GPUs), triton (GPUs) or reference (slow)
     #[arg(long, env, value_enum, default_value_t = Attention::Auto)]
     pub(crate) attention: Attention,
+
+    /// Instruction set of the native CPU kernels: auto takes the fastest that the CPU has. Each other one must be there
+    #[arg(long, env, value_enum, default_value_t = CpuIsa::Auto)]
+    pub(crate) cpu_isa: CpuIsa,
 
     /// Run the checkpoint's own Python code if neither this server nor transformers knows the model type. That code can
     /// do anything

@@ -39,6 +39,7 @@ const OURS: &[&str] = &[
     "activation-bits",
     "api-key-file",
     "chat-template",
+    "cpu-isa",
     "dequantize",
     "max-inter-token-ms",
     "max-queued-tokens",

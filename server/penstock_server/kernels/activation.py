@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,18 +24,35 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def xielu(alpha_p: Tensor, alpha_n: Tensor) -> Elementwise:
-    """xIELU: quadratic above zero, exponential below, with learned factors [1] (https://arxiv.org/abs/2411.13010)."""
-    beta, almost_zero = 0.5, alpha_p.new_full((), -1e-6)
-    above, below = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """xIELU: quadratic above zero, exponential below (https://arxiv.org/abs/2411.13010)."""
 
-    def activation(x: Tensor) -> Tensor:
+    above: float
+    below: float
+
+    @classmethod
+    def of(cls, alpha_p: Tensor, alpha_n: Tensor) -> Xielu:
+        """From the learned parameters [1]."""
+        return cls(float(F.softplus(alpha_p)), float(XIELU_BETA + F.softplus(alpha_n)))
+
+    def __call__(self, x: Tensor) -> Tensor:
         # Near zero, the difference would consist of rounding errors.
-        negative = (torch.expm1(x.minimum(almost_zero)) - x) * below
-        return torch.where(x > 0, above * x * x, negative) + beta * x
+        negative = (torch.expm1(x.clamp(max=-1e-6)) - x) * self.below
+        return torch.where(x > 0, self.above * x * x, negative) + XIELU_BETA * x
 
-    return activation
 
+@dataclass(frozen=True, slots=True)
+class SoftCap:
+    """cap * tanh(x / cap) (Gemma 2)"""
+
+    cap: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tanh(x / self.cap) * self.cap
+
+
+XIELU_BETA = 0.5
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -54,3 +72,26 @@ ACTIVATIONS: dict[str, Elementwise] = {
     "sigmoid": torch.sigmoid,
     "linear": _identity,
 }
+
+_NATIVE_NAMES: dict[Elementwise, str] = {
+    F.silu: "silu",
+    F.gelu: "gelu",
+    _gelu_tanh: "tanh gelu",
+    _quick_gelu: "quick gelu",
+    F.relu: "relu",
+    _relu2: "squared relu",
+    torch.tanh: "tanh",
+    torch.sigmoid: "sigmoid",
+    _identity: "identity",
+}
+
+
+def native_form(function: Elementwise) -> tuple[str, list[float]] | None:
+    """The function's name and its parameters in the native kernels; None if they lack it."""
+    match function:
+        case Xielu(above, below):
+            return "xielu", [above, below]
+        case SoftCap(cap):
+            return "soft cap", [cap]
+    name = _NATIVE_NAMES.get(function)
+    return None if name is None else (name, [])

@@ -45,7 +45,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     spec, names = read_spec(options.folder)
     if exact is None:
         exact = options.device.type == "cpu"
-    ops = choose_ops(options.device, options.dtype, options.activation_bits)
+    ops = choose_ops(options.device, options.dtype, options.activation_bits, options.cpu_isa)
     quantizes = quantizes_at_load(options.quantize, options.folder)
     if quantizes and not ops.keeps_quantized:
         logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)
@@ -61,7 +61,9 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device),
         ops=ops,
         layout=layout,
-        attention=ModelAttention(options.device, options.dtype, options.kv_dtype, options.attention),
+        attention=ModelAttention(
+            options.device, options.dtype, options.kv_dtype, options.attention, options.cpu_isa
+        ),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
     )
