@@ -1,7 +1,7 @@
 """Build backend: compiles the crate once for each instruction set and data type, and lets maturin package all builds.
 
-maturin compiles the portable kernels for bfloat16 itself. PENSTOCK_KERNELS chooses the others: "here" (the default) is what
-this machine runs, "all" what its architecture has; else names such as "avx2/float16", separated by spaces.
+maturin compiles the portable kernels for bfloat16 itself. PENSTOCK_KERNELS chooses the others: "here" (the default) is
+what this machine runs, "all" what its architecture has; else names such as "avx2/float16", separated by spaces.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def chosen(text: str) -> list[tuple[Isa, str]]:
     else:
         names = text.split()
     if unknown := [name for name in names if name not in builds]:
-        raise SystemExit(f'PENSTOCK_KERNELS is "{text}", must be here, all, or some of {", ".join(builds)}: {unknown[0]}')
+        raise SystemExit(
+            f'PENSTOCK_KERNELS is "{text}", must be here, all, or some of {", ".join(builds)}: {unknown[0]}'
+        )
     return [builds[name] for name in names if name != "portable/bfloat16"]
 
 
@@ -66,7 +68,18 @@ def compiled(isa: Isa, dtype: str) -> Path:
     if isa.features:
         flags += ["-C", "target-feature=" + ",".join(f"+{feature}" for feature in isa.features)]
     print(f"compiling the kernels for {isa.name} in {dtype}", file=sys.stderr, flush=True)
-    cargo = ["cargo", "rustc", "--release", "--locked", "--quiet", "--lib", "--crate-type", "cdylib", "--features", "python"]
+    cargo = [
+        "cargo",
+        "rustc",
+        "--release",
+        "--locked",
+        "--quiet",
+        "--lib",
+        "--crate-type",
+        "cdylib",
+        "--features",
+        "python",
+    ]
     command = [*cargo, "--message-format", "json-render-diagnostics", "--", *flags]
     output = subprocess.run(command, cwd=CRATE, stdout=subprocess.PIPE, check=True).stdout
     messages = map(json.loads, output.splitlines())

@@ -5,7 +5,6 @@ Rank 0 writes what `run` found for the texts (JSON lists of ids) to OUT.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,15 +13,17 @@ from typing import Any
 import torch
 from model_driver import ModelDriver
 from penstock_server.collectives import SharedMemory
+from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 
 
-def join(rank: int, size: int, rendezvous: str) -> RankGroup:
-    """The group, whose ranks share memory wherever the native package is installed."""
-    group = RankGroup.join(rank, size, rendezvous, "gloo")
-    if size > 1 and importlib.util.find_spec("penstock_kernels") is not None:
+def join(rank: int, size: int, rendezvous: str, dtype: torch.dtype) -> RankGroup:
+    """The group, whose ranks share memory wherever native kernels are installed."""
+    native = find_build(torch.device("cpu"), dtype)
+    group = RankGroup.join(rank, size, rendezvous, "gloo", native)
+    if size > 1 and native is not None:
         assert isinstance(group.collectives, SharedMemory)
     return group
 
@@ -60,7 +61,7 @@ def run(
 def main() -> None:
     folder, dtype, rank, size, rendezvous, out, texts, num_tokens, exact = sys.argv[1:]
     torch.set_num_threads(1)
-    group = join(int(rank), int(size), rendezvous)
+    group = join(int(rank), int(size), rendezvous, getattr(torch, dtype))
     result = run(Path(folder), dtype, group, json.loads(texts), int(num_tokens), exact == "exact")
     if group.rank == 0:
         torch.save(result, out)

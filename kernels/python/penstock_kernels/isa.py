@@ -15,8 +15,8 @@ _AMX_FLAGS = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set: rustc's names of what its kernels use beyond the architecture's baseline, and whether they may
-    use AMX, which the same build asks the system for."""
+    """An instruction set: rustc's names of what its kernels use beyond the architecture's baseline, and whether they
+    may use AMX, which the same build asks the system for."""
 
     name: str
     features: tuple[str, ...] = ()

@@ -33,7 +33,12 @@ class Implementation(Protocol):
         ...
 
     def make(
-        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None, cpu_isa: str
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        cpu_isa: str,
     ) -> Attention:
         """cpu_isa: of native kernels, as of `find_build`."""
         ...
@@ -57,8 +62,8 @@ def choose_attention(
     cpu_isa: str = "",
 ) -> Attention:
     """The implementation called `name`, or the fastest that supports this shape on this device. Raises ConfigError if
-    `name` cannot be used. kv_dtype: an fp8 dtype of stored keys and values; None: dtype. cpu_isa: of native kernels, as of
-    `find_build`."""
+    `name` cannot be used. kv_dtype: an fp8 dtype of stored keys and values; None: dtype. cpu_isa: of native kernels,
+    as of `find_build`."""
     chosen, implementation, reason = _choose(device, dtype, kv_dtype, name, shape)
     if chosen == "reference" and (device.type == "cuda" or kv_dtype is not None):
         logger.warning("attention of %s: reference, which is slow (%s)", shape, reason)
@@ -109,7 +114,8 @@ class ModelAttention:
         name: str = "",
         cpu_isa: str = "",
     ) -> None:
-        """kv_dtype, cpu_isa: as of `choose_attention`. name: of the implementation; empty: the fastest for each shape."""
+        """kv_dtype, cpu_isa: as of `choose_attention`. name: of the implementation; empty: the fastest for each
+        shape."""
         self.kv_dtype = kv_dtype
         self._device = device
         self._dtype = dtype

@@ -168,7 +168,9 @@ class Engine:
         probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens, has_grammars)
         probe.check_limits(config)
         longest = probe.longest_sequence(config)
-        sampler = Sampler(self.model.vocab_size, self._device, config.max_step_sequences, self._watermark, self._cpu_isa)
+        sampler = Sampler(
+            self.model.vocab_size, self._device, config.max_step_sequences, self._watermark, self._cpu_isa
+        )
         grammars = None
         if self._compiler is not None:
             grammars = GrammarStates(self._compiler, max(1, min(_MAX_MASK_THREADS, usable_cores() // 2)))

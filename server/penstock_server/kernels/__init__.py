@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, activation_bits: int = 16, cpu_isa: str = "") -> Ops:
-    """The fastest operators that this machine supports. activation_bits: as of `NativeOps`; cpu_isa: as of `find_build`,
-    which may raise ConfigError."""
+    """The fastest operators that this machine supports. activation_bits: as of `NativeOps`; cpu_isa, ConfigError: as of
+    `find_build`."""
     from penstock_server.kernels.native_build import find_build
     from penstock_server.kernels.torch_ops import TorchOps
 

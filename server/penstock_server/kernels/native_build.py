@@ -1,4 +1,4 @@
-"""Chooses the build of the native CPU kernels: the package `penstock_kernels` has one for each instruction set and data type."""
+"""Chooses among the builds of the native CPU kernels: one for each instruction set and data type."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class NativeBuild:
 
 @cache
 def find_build(device: torch.device, dtype: torch.dtype, cpu_isa: str = "") -> NativeBuild | None:
-    """The kernels for tensors of this dtype on this device: the fastest that this CPU runs, or those of `cpu_isa`. None: no
-    CPU, or none are installed. Raises ConfigError if `cpu_isa` cannot be used."""
+    """The kernels for tensors of this dtype on this device: the fastest that this CPU runs, or those of `cpu_isa`. None:
+    no CPU, or none are installed. Raises ConfigError if `cpu_isa` cannot be used."""
     if device.type != "cpu":
         return None
     if importlib.util.find_spec(NATIVE_PACKAGE) is None:
@@ -48,7 +48,8 @@ def find_build(device: torch.device, dtype: torch.dtype, cpu_isa: str = "") -> N
     import penstock_kernels
 
     builds = [
-        NativeBuild(isa, dtype, penstock_kernels.load(isa, _name(dtype))) for isa in penstock_kernels.runnable(_name(dtype))
+        NativeBuild(isa, dtype, penstock_kernels.load(isa, _name(dtype)))
+        for isa in penstock_kernels.runnable(_name(dtype))
     ]
     # The system may refuse AMX to a process although the CPU has it.
     usable = [build for build in builds if build.kernels(1).uses_amx or not build.isa.may_use_amx]

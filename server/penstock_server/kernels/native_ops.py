@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from penstock_server.kernels.activation import native_form
 from penstock_server.kernels.native_build import find_build
 
@@ -78,8 +80,6 @@ class NativeLinear:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: [ids] int64 → [ids, in_features]. Not for gated layers."""
-        import torch
-
         rows = torch.empty((ids.shape[0], self.in_features), dtype=self._dtype)
         self.packed.copy_rows(ids, rows)
         return rows
@@ -92,8 +92,6 @@ class NativeNorm:
 
     def __init__(self, packed: Any, dtype: torch.dtype, plain: PackedNorm) -> None:
         """dtype: of the kernel's inputs. plain: for a residual stream in another dtype, as of T5 in float16."""
-        import torch
-
         self._empty_like = torch.empty_like
         self._dtype = dtype
         self._plain = plain
@@ -113,8 +111,8 @@ class NativeNorm:
 
 
 class NativeActivation:
-    """A function of one number. torch computes the end of a vector loop differently from the rest, so with torch's function
-    a result would depend on the number's place in the batch."""
+    """A function of one number. torch computes the end of a vector loop differently from the rest, so with torch's
+    function a result would depend on the number's place in the batch."""
 
     __slots__ = ("_apply", "packed")
 
@@ -160,8 +158,7 @@ class NativeOps:
         kernels = self._kernels
         if weight.dtype != self.build.dtype:  # kept in float32 in a float16 model
             build = find_build(torch.device("cpu"), weight.dtype, self.build.isa.name)
-            if build is None:
-                return self._torch.pack_linear(weight, bias)
+            assert build is not None, "an instruction set has kernels for all data types"
             kernels = build.kernels(self._num_threads)
         return NativeLinear.dense(kernels, weight, bias, gated=False)
 
@@ -224,8 +221,6 @@ class NativeOps:
         row that contains NaN or +infinity, in an allowed place or not, and a row whose mask allows no token, has id -1
         and logprob NaN.
         """
-        import torch
-
         ids = torch.empty(logits.shape[0], dtype=torch.int64)
         logprobs = torch.empty(logits.shape[0], dtype=torch.float32)
         restricted = None

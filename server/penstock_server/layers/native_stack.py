@@ -132,7 +132,9 @@ class NativeStack:
         return stack
 
     @classmethod
-    def written_by(cls, append_layers: Callable[[NativeProgram], None], hidden_size: int, build: NativeBuild) -> NativeStack:
+    def written_by(
+        cls, append_layers: Callable[[NativeProgram], None], hidden_size: int, build: NativeBuild
+    ) -> NativeStack:
         """Raises NotNativeError as `append_layers` does."""
         program = NativeProgram(hidden_size, build)
         append_layers(program)

@@ -61,9 +61,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device),
         ops=ops,
         layout=layout,
-        attention=ModelAttention(
-            options.device, options.dtype, options.kv_dtype, options.attention, options.cpu_isa
-        ),
+        attention=ModelAttention(options.device, options.dtype, options.kv_dtype, options.attention, options.cpu_isa),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
     )
