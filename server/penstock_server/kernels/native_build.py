@@ -37,7 +37,7 @@ class NativeBuild:
 
 @cache
 def find_build(device: torch.device, dtype: torch.dtype, cpu_isa: str = "") -> NativeBuild | None:
-    """The kernels for tensors of this dtype on this device: the fastest that this CPU runs, or those of `cpu_isa`. None:
+    """The kernels for tensors of this dtype on this device: the fastest that run here, or those of `cpu_isa`. None:
     no CPU, or none are installed. Raises ConfigError if `cpu_isa` cannot be used."""
     if device.type != "cpu":
         return None
