@@ -142,13 +142,13 @@ class NativeOps:
 
     name = "native"
     groups_experts = False
-    keeps_quantized = True
 
     def __init__(self, build: NativeBuild, num_threads: int | None = None, activation_bits: int = 16) -> None:
         """activation_bits: of the inputs of quantized weights, 8 or 16."""
         from penstock_server.kernels.torch_ops import TorchOps
 
         self.build = build
+        self.keeps_quantized = hasattr(build.module.Kernels, "quantized")
         self._num_threads = num_threads
         self._kernels = build.kernels(num_threads)
         self._activation_bits = activation_bits
