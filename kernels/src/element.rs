@@ -9,7 +9,7 @@ use crate::simd::F32;
 mod format;
 
 use format::{Bits, Vector, narrow, widen};
-pub(crate) use format::{GROUP, Group, NAME};
+pub(crate) use format::{GROUP, NAME};
 
 /// A number in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

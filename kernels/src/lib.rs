@@ -9,17 +9,16 @@
 #![cfg_attr(not(feature = "python"), allow(dead_code, unused_imports))]
 
 mod activation;
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod attention;
 mod collective;
 mod cpu;
 #[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod element;
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod linear;
 mod memory;
 mod norm;
 mod pool;
+mod product;
 mod rotate;
 mod row;
 mod sample;

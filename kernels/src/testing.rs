@@ -58,6 +58,19 @@ impl Random {
     }
 }
 
+/// The tolerance of `assert_close` for sums in float32 of some thousand products that are rounded to elements this many times.
+pub(crate) fn tolerance(num_roundings: u32) -> f32 {
+    let mantissa_bits = if cfg!(element = "f32") {
+        24
+    } else if cfg!(element = "f16") {
+        11
+    } else {
+        8
+    };
+    1e-4 + num_roundings as f32 * (-mantissa_bits as f32).exp2()
+}
+
+/// Fails unless the difference is within `tolerance` of 1 or of `expected`, whichever is greater.
 pub(crate) fn assert_close(actual: Element, expected: f32, tolerance: f32, what: &str) {
     let actual = Element::to_f32(actual);
     assert!((actual - expected).abs() <= tolerance * (1.0 + expected.abs()), "{what}: {actual} is not {expected}");

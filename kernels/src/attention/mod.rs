@@ -49,7 +49,7 @@ pub(crate) struct Operands {
     pub(crate) stride: usize,
     pub(crate) cache: Source<Element>,
     pub(crate) output: Target<Element>,
-    /// One bf16 score per head that joins the softmax without a value.
+    /// One score per head that joins the softmax without a value.
     pub(crate) sinks: Option<Source<Element>>,
     /// Present exactly when `Attention::has_relative_bias`.
     pub(crate) bias: Option<DistanceBias>,

@@ -1,6 +1,7 @@
 use super::*;
+use crate::element::GROUP;
 use crate::pool::Pool;
-use crate::testing::{Random, assert_close, spawning_pool};
+use crate::testing::{Random, assert_close, spawning_pool, tolerance};
 
 mod shapes;
 
@@ -138,7 +139,7 @@ impl World {
         let heads = tokens.flat_map(|token| (0..self.layout.num_heads).map(move |head| (token, head)));
         for (result, ((sequence, position), head)) in output.chunks(self.layout.value_dim).zip(heads) {
             for (&actual, expected) in result.iter().zip(self.expected(sequence, position, head)) {
-                assert_close(actual, expected, 0.01, what);
+                assert_close(actual, expected, tolerance(3), what);
             }
         }
     }
@@ -279,8 +280,8 @@ fn tokens_are_written_to_their_slots_only() {
         for head in 0..2 {
             let base = layout.offset(block, head);
             for dim in 0..32 {
-                let key = base + (dim / 2 * BLOCK + place) * 2 + dim % 2;
-                let value = base + BLOCK * 32 + (place / 2 * 32 + dim) * 2 + place % 2;
+                let key = base + (dim / GROUP * BLOCK + place) * GROUP + dim % GROUP;
+                let value = base + BLOCK * 32 + (place / GROUP * 32 + dim) * GROUP + place % GROUP;
                 assert_eq!(cache[key], keys[token * 64 + head * 32 + dim]);
                 assert_eq!(cache[value], values[token * 64 + head * 32 + dim]);
                 written += 2;

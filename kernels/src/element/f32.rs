@@ -3,15 +3,13 @@
 use super::Element;
 use crate::simd::{F32, LANES};
 
+/// Consecutive elements along a sum that packed layouts keep together.
+pub(crate) const GROUP: usize = 1;
 pub(crate) const NAME: &str = "float32";
 
 pub(super) type Bits = f32;
 pub(super) type Vector = F32;
 pub(super) use std::convert::{identity as to_f32, identity as from_f32, identity as widen, identity as narrow};
-
-#[path = "single.rs"]
-mod single;
-pub(crate) use single::{GROUP, Group};
 
 /// # Safety
 /// As for `Element::load_first_pairs`.

@@ -34,34 +34,3 @@ fn rounding_is_that_of_memory() {
     let rounded = Element::round(unsafe { F32::load(values.as_ptr()) }).to_array();
     assert_eq!(rounded, values.map(|value| Element::from_f32(value).to_f32()));
 }
-
-#[test]
-fn groups_are_multiplied_and_summed() {
-    let (a, b) = (elements(LANES * GROUP), elements(LANES * GROUP + 3));
-    let product = |a: &[Element], b: &[Element]| -> f32 { a.iter().zip(b).map(|(a, b)| a.to_f32() * b.to_f32()).sum() };
-    // SAFETY: both have 16 groups.
-    let (dot, dot_heads, dot_one) = unsafe {
-        let (groups, one) = (Group::load(a.as_ptr()), F32::splat(1.0));
-        let heads = Group::load_head(b.as_ptr());
-        (
-            groups.dot(Group::load(b.as_ptr()), one).to_array(),
-            groups.dot(heads, one).to_array(),
-            [
-                groups.dot(Group::broadcast(b.as_ptr().add(1)), one).to_array(),
-                groups.dot(Group::broadcast_head(b[1]), one).to_array(),
-            ],
-        )
-    };
-    for lane in 0..LANES {
-        let group = &a[lane * GROUP..][..GROUP];
-        let others = &b[lane * GROUP..][..GROUP];
-        for (actual, expected) in [
-            (dot[lane], product(group, others)),
-            (dot_heads[lane], product(&group[..1], &others[..1])),
-            (dot_one[0][lane], product(group, &b[1..])),
-            (dot_one[1][lane], product(&group[..1], &b[1..])),
-        ] {
-            assert!((actual - 1.0 - expected).abs() < 1e-5, "{actual} is not 1 + {expected}");
-        }
-    }
-}

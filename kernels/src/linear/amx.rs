@@ -5,21 +5,28 @@
 //! odd features apart, unlike `vdpbf16ps`, so a CPU with AMX takes this path for every number of rows.
 
 use super::epilogue::{self, Outcome, Sums};
-use super::tile::{PANEL, Panel, Shape, VECTORS};
+use super::pack::PADDING;
+use super::tile::{PANEL, Panel, VECTORS};
 use crate::cpu::Amx;
 use crate::element::Element;
-use crate::simd::LANES;
+use crate::simd::{F32, LANES};
 use std::arch::asm;
-use std::arch::x86_64::*;
 
 /// Input features per step of the chain: a row of a tile register.
-pub(super) const STEP: usize = 32;
+const STEP: usize = PADDING;
 /// Rows of a tile register.
 const REGISTER_ROWS: usize = 16;
 /// Rows per tile: two registers of input with each register of weights.
 pub(super) const TILE_ROWS: usize = 2 * REGISTER_ROWS;
 /// Bytes of a pair of a panel, and of a row of sums.
 const ROW_BYTES: usize = PANEL * 4;
+
+/// The input's shape; `stride` is in elements.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    pub(super) stride: usize,
+    pub(super) in_features: usize,
+}
 
 /// The operand of `ldtilecfg`.
 #[repr(C, align(64))]
@@ -300,24 +307,21 @@ unsafe fn chain_of_two(
 ///
 /// # Safety
 /// The bias must be null or cover the panel.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline(always)]
 unsafe fn load(sums: &[f32; PANEL], bias: *const f32) -> Sums<1, VECTORS> {
     // SAFETY: the vectors are those of the row; the caller vouches for the bias.
     unsafe {
-        let mut row = [std::array::from_fn(|vector| _mm512_loadu_ps(sums[vector * LANES..].as_ptr()))];
+        let mut row = [std::array::from_fn(|vector| F32::load(sums[vector * LANES..].as_ptr()))];
         epilogue::add_bias(&mut row, bias);
         row
     }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn store(sums: &[f32; PANEL], bias: *const f32, outcome: Outcome) {
     // SAFETY: the caller of `apply` vouches for the bias and the outcome.
     unsafe { epilogue::store(&load(sums, bias), outcome) };
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn store_gated([gates, ups]: [&[f32; PANEL]; 2], [gate_bias, up_bias]: [*const f32; 2], outcome: Outcome) {
     // SAFETY: the caller of `apply_gated` vouches for the biases and the outcome.
     unsafe { epilogue::store_gated(&load(gates, gate_bias), &load(ups, up_bias), outcome) };

@@ -2,6 +2,7 @@
 
 use super::LANES;
 use std::arch::x86_64::*;
+use std::array::from_fn;
 use std::ops::{Add, BitAnd, BitOr, Div, Mul, Sub};
 
 /// Calls of intrinsics that touch no memory.
@@ -11,6 +12,9 @@ macro_rules! intrinsics {
         unsafe { $($body)* }
     }};
 }
+
+/// Vectors of sums that fit the registers beside what a loop multiplies.
+pub(crate) const SUMS: usize = 6;
 
 /// 16 numbers in float32.
 #[derive(Clone, Copy)]
@@ -423,6 +427,80 @@ impl I32 {
     }
 }
 
+impl I32 {
+    /// Of the four words of each pair of lanes, swaps the second and the third.
+    #[inline(always)]
+    pub(crate) fn swap_inner_words(self) -> I32 {
+        const ORDER: i64 = 0x0706_0302_0504_0100;
+        /// Selects from the upper half of 128 bits.
+        const UPPER: i64 = 0x0808_0808_0808_0808;
+        intrinsics! {
+            let order = _mm256_setr_epi64x(ORDER, ORDER + UPPER, ORDER, ORDER + UPPER);
+            I32(self.0.map(|half| _mm256_shuffle_epi8(half, order)))
+        }
+    }
+
+    /// Pair of lanes i of row j becomes pair j of row i.
+    #[inline(always)]
+    pub(crate) fn transpose_pairs(rows: [I32; HALF]) -> [I32; HALF] {
+        let mut columns = rows;
+        for half in 0..2 {
+            for part in 0..2 {
+                let [a, b, c, d]: [__m256i; 4] = from_fn(|row| rows[part * 4 + row].0[half]);
+                intrinsics! {
+                    let (ab_even, ab_odd) = (_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+                    let (cd_even, cd_odd) = (_mm256_unpacklo_epi64(c, d), _mm256_unpackhi_epi64(c, d));
+                    columns[half * 4].0[part] = _mm256_permute2x128_si256::<0x20>(ab_even, cd_even);
+                    columns[half * 4 + 1].0[part] = _mm256_permute2x128_si256::<0x20>(ab_odd, cd_odd);
+                    columns[half * 4 + 2].0[part] = _mm256_permute2x128_si256::<0x31>(ab_even, cd_even);
+                    columns[half * 4 + 3].0[part] = _mm256_permute2x128_si256::<0x31>(ab_odd, cd_odd);
+                }
+            }
+        }
+        columns
+    }
+
+    /// Lane i of row j becomes lane j of row i.
+    #[inline(always)]
+    pub(crate) fn transpose(rows: [I32; LANES]) -> [I32; LANES] {
+        let mut columns = rows;
+        for half in 0..2 {
+            for part in 0..2 {
+                let square = transpose(from_fn(|row| rows[part * HALF + row].0[half]));
+                for column in 0..HALF {
+                    columns[half * HALF + column].0[part] = square[column];
+                }
+            }
+        }
+        columns
+    }
+}
+
+/// Transposes 8 × 8 lanes.
+#[inline(always)]
+fn transpose(mut rows: [__m256i; HALF]) -> [__m256i; HALF] {
+    intrinsics! {
+        for block in (0..HALF).step_by(2) {
+            let (a, b) = (rows[block], rows[block + 1]);
+            (rows[block], rows[block + 1]) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+        }
+        let mut quads = rows;
+        for block in (0..HALF).step_by(4) {
+            for half in 0..2 {
+                let (a, b) = (rows[block + half], rows[block + 2 + half]);
+                quads[block + 2 * half] = _mm256_unpacklo_epi64(a, b);
+                quads[block + 2 * half + 1] = _mm256_unpackhi_epi64(a, b);
+            }
+        }
+        // Now 128-bit part p of quads[4 b + i] holds column 4 p + i of rows 4 b to 4 b + 3.
+        for index in 0..4 {
+            rows[index] = _mm256_permute2x128_si256::<0x20>(quads[index], quads[4 + index]);
+            rows[4 + index] = _mm256_permute2x128_si256::<0x31>(quads[index], quads[4 + index]);
+        }
+        rows
+    }
+}
+
 impl U16 {
     /// # Safety
     /// 16 words must be readable.
@@ -471,6 +549,22 @@ impl U16 {
             }
             self.store(words.as_mut_ptr());
             address.copy_from_nonoverlapping(words.as_ptr(), count);
+        }
+    }
+
+    /// Stores the words at every second place, and leaves what is between them.
+    ///
+    /// # Safety
+    /// The 16 places must be writable.
+    #[inline(always)]
+    pub(crate) unsafe fn store_apart(self, address: *mut u16) {
+        let mut words = [0; LANES];
+        // SAFETY: guaranteed by the caller; the array has 16 words.
+        unsafe {
+            self.store(words.as_mut_ptr());
+            for (index, word) in words.into_iter().enumerate() {
+                address.add(2 * index).write(word);
+            }
         }
     }
 

@@ -12,6 +12,9 @@ macro_rules! intrinsics {
     }};
 }
 
+/// Vectors of sums that fit the registers beside what a loop multiplies.
+pub(crate) const SUMS: usize = 24;
+
 /// 16 numbers in float32.
 #[derive(Clone, Copy)]
 pub(crate) struct F32(__m512);
@@ -406,6 +409,73 @@ impl I32 {
     }
 }
 
+impl I32 {
+    /// Of the four words of each pair of lanes, swaps the second and the third.
+    #[inline(always)]
+    pub(crate) fn swap_inner_words(self) -> I32 {
+        const ORDER: i64 = 0x0706_0302_0504_0100;
+        /// Selects from the upper half of 128 bits.
+        const UPPER: i64 = 0x0808_0808_0808_0808;
+        intrinsics! {
+            let order = _mm512_setr_epi64(0, UPPER, 0, UPPER, 0, UPPER, 0, UPPER);
+            I32(_mm512_shuffle_epi8(self.0, _mm512_add_epi64(_mm512_set1_epi64(ORDER), order)))
+        }
+    }
+
+    /// Pair of lanes i of row j becomes pair j of row i.
+    #[inline(always)]
+    pub(crate) fn transpose_pairs(rows: [I32; LANES / 2]) -> [I32; LANES / 2] {
+        let mut columns = rows;
+        intrinsics! {
+            for odd in 0..2 {
+                // For each two rows: every second pair, side by side.
+                let [a, b, c, d]: [__m512i; 4] = std::array::from_fn(|index| {
+                    let (upper, lower) = (rows[2 * index].0, rows[2 * index + 1].0);
+                    if odd == 0 { _mm512_unpacklo_epi64(upper, lower) } else { _mm512_unpackhi_epi64(upper, lower) }
+                });
+                let (ab_low, cd_low) = (_mm512_shuffle_i64x2::<0x44>(a, b), _mm512_shuffle_i64x2::<0x44>(c, d));
+                let (ab_high, cd_high) = (_mm512_shuffle_i64x2::<0xee>(a, b), _mm512_shuffle_i64x2::<0xee>(c, d));
+                columns[odd] = I32(_mm512_shuffle_i64x2::<0x88>(ab_low, cd_low));
+                columns[odd + 2] = I32(_mm512_shuffle_i64x2::<0xdd>(ab_low, cd_low));
+                columns[odd + 4] = I32(_mm512_shuffle_i64x2::<0x88>(ab_high, cd_high));
+                columns[odd + 6] = I32(_mm512_shuffle_i64x2::<0xdd>(ab_high, cd_high));
+            }
+        }
+        columns
+    }
+
+    /// Lane i of row j becomes lane j of row i.
+    #[inline(always)]
+    pub(crate) fn transpose(rows: [I32; LANES]) -> [I32; LANES] {
+        intrinsics! {
+            let mut rows = rows.map(|row| row.0);
+            for block in (0..LANES).step_by(2) {
+                let (a, b) = (rows[block], rows[block + 1]);
+                (rows[block], rows[block + 1]) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+            }
+            let mut quads = rows;
+            for block in (0..LANES).step_by(4) {
+                for half in 0..2 {
+                    let (a, b) = (rows[block + half], rows[block + 2 + half]);
+                    quads[block + 2 * half] = _mm512_unpacklo_epi64(a, b);
+                    quads[block + 2 * half + 1] = _mm512_unpackhi_epi64(a, b);
+                }
+            }
+            // Now 128-bit part p of quads[4 b + i] holds column 4 p + i of rows 4 b to 4 b + 3.
+            for index in 0..4 {
+                let [a, b, c, d] = [quads[index], quads[4 + index], quads[8 + index], quads[12 + index]];
+                let (ab_even, ab_odd) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+                let (cd_even, cd_odd) = (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
+                rows[index] = _mm512_shuffle_i32x4::<0x88>(ab_even, cd_even);
+                rows[4 + index] = _mm512_shuffle_i32x4::<0x88>(ab_odd, cd_odd);
+                rows[8 + index] = _mm512_shuffle_i32x4::<0xdd>(ab_even, cd_even);
+                rows[12 + index] = _mm512_shuffle_i32x4::<0xdd>(ab_odd, cd_odd);
+            }
+            rows.map(I32)
+        }
+    }
+}
+
 impl U16 {
     /// # Safety
     /// 16 words must be readable.
@@ -441,6 +511,16 @@ impl U16 {
     pub(crate) unsafe fn store_first(self, address: *mut u16, count: usize) {
         // SAFETY: guaranteed by the caller.
         unsafe { _mm256_mask_storeu_epi16(address.cast(), Mask::first(count).0, self.0) };
+    }
+
+    /// Stores the words at every second place, and leaves what is between them.
+    ///
+    /// # Safety
+    /// The 16 places must be writable.
+    #[inline(always)]
+    pub(crate) unsafe fn store_apart(self, address: *mut u16) {
+        // SAFETY: guaranteed by the caller; nothing else is touched.
+        unsafe { _mm512_mask_storeu_epi16(address.cast(), 0x5555_5555, _mm512_cvtepu16_epi32(self.0)) };
     }
 
     /// Each word, followed by zeros, as 32 bits.

@@ -4,6 +4,9 @@ use super::LANES;
 use std::array::from_fn;
 use std::ops::{Add, BitAnd, BitOr, Div, Mul, Sub};
 
+/// Vectors of sums that fit the registers beside what a loop multiplies.
+pub(crate) const SUMS: usize = if cfg!(target_arch = "aarch64") { 6 } else { 2 };
+
 /// 16 numbers in float32.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
@@ -326,6 +329,31 @@ impl I32 {
     }
 }
 
+impl I32 {
+    /// Of the four words of each pair of lanes, swaps the second and the third.
+    #[inline(always)]
+    pub(crate) fn swap_inner_words(self) -> I32 {
+        I32(from_fn(|lane| {
+            let (first, second) = (self.0[lane & !1] as u32, self.0[lane | 1] as u32);
+            let (low, high) =
+                if lane % 2 == 0 { (first & 0xffff, second << 16) } else { (first >> 16, second & !0xffff) };
+            (low | high) as i32
+        }))
+    }
+
+    /// Pair of lanes i of row j becomes pair j of row i.
+    #[inline(always)]
+    pub(crate) fn transpose_pairs(rows: [I32; LANES / 2]) -> [I32; LANES / 2] {
+        from_fn(|column| I32(from_fn(|lane| rows[lane / 2].0[column * 2 + lane % 2])))
+    }
+
+    /// Lane i of row j becomes lane j of row i.
+    #[inline(always)]
+    pub(crate) fn transpose(rows: [I32; LANES]) -> [I32; LANES] {
+        from_fn(|column| I32(from_fn(|row| rows[row].0[column])))
+    }
+}
+
 impl U16 {
     /// # Safety
     /// 16 words must be readable.
@@ -361,6 +389,18 @@ impl U16 {
     pub(crate) unsafe fn store_first(self, address: *mut u16, count: usize) {
         // SAFETY: guaranteed by the caller.
         unsafe { store_first(&self.0, address, count) };
+    }
+
+    /// Stores the words at every second place, and leaves what is between them.
+    ///
+    /// # Safety
+    /// The 16 places must be writable.
+    #[inline(always)]
+    pub(crate) unsafe fn store_apart(self, address: *mut u16) {
+        for (index, word) in self.0.into_iter().enumerate() {
+            // SAFETY: guaranteed by the caller.
+            unsafe { address.add(2 * index).write(word) };
+        }
     }
 
     /// Each word, followed by zeros, as 32 bits.

@@ -218,3 +218,30 @@ fn tanh_is_exact_to_some_bits_everywhere() {
     assert_eq!([f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, 0.0].map(tanh_of), [1.0, -1.0, 1.0, -1.0, 0.0]);
     assert!(tanh_of(f32::NAN).is_nan());
 }
+
+#[test]
+fn squares_are_transposed() {
+    let number = |row: usize, lane: usize| (row * LANES + lane) as i32;
+    let row = |row: usize| integers(std::array::from_fn(|lane| number(row, lane)));
+    for (column, lanes) in I32::transpose(std::array::from_fn(row)).into_iter().enumerate() {
+        assert_eq!(lanes.to_array(), std::array::from_fn(|lane| number(lane, column)));
+    }
+    for (column, lanes) in I32::transpose_pairs(std::array::from_fn(row)).into_iter().enumerate() {
+        assert_eq!(lanes.to_array(), std::array::from_fn(|lane| number(lane / 2, column * 2 + lane % 2)));
+    }
+}
+
+#[test]
+fn inner_words_change_places() {
+    let pairs = std::array::from_fn(|lane| if lane % 2 == 0 { 0x2222_1111 } else { 0x4444_3333 });
+    let swapped = std::array::from_fn(|lane| if lane % 2 == 0 { 0x3333_1111 } else { 0x4444_2222 });
+    assert_eq!(integers(pairs).swap_inner_words().to_array(), swapped);
+}
+
+#[test]
+fn words_are_stored_between_others() {
+    let mut places = [7; 2 * LANES];
+    // SAFETY: there are 16 places from the second on, with another word between each two.
+    unsafe { words(std::array::from_fn(|lane| 100 + lane as u16)).store_apart(places.as_mut_ptr().add(1)) };
+    assert_eq!(places, std::array::from_fn(|place| if place % 2 == 0 { 7 } else { 100 + place as u16 / 2 }));
+}

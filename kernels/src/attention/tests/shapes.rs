@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::element::Element;
+use crate::simd::{from_bf16, to_bf16};
 
 /// One score by its formula.
 pub(crate) fn score(attention: &Attention, product: f32, head: usize, position: usize) -> f32 {
@@ -11,7 +12,7 @@ pub(crate) fn score(attention: &Attention, product: f32, head: usize, position: 
         score = cap * (score / cap).tanh();
     }
     let Some(alibi) = &attention.alibi else { return score };
-    let round = |x: f32| if alibi.is_bfloat16 { Element::to_f32(Element::from_f32(x)) } else { x };
+    let round = |x: f32| if alibi.is_bfloat16 { from_bf16(to_bf16(x)) } else { x };
     let bias = round(round(alibi.slopes[head]) * round(position as f32));
     score + if alibi.is_scaled { bias * scale } else { bias }
 }
