@@ -565,7 +565,7 @@ REJECTED: dict[str, tuple[type[Exception], str, Call]] = {
     "dtype": (
         TypeError,
         "dtype torch.float32, must be torch.bfloat16\nwhile processing 'x'",
-        norm(zeros(2, 8).float()),
+        lambda ops: ops.pack_norm(zeros(8), None, VARIANT).packed.apply(zeros(2, 8).float(), zeros(2, 8)),
     ),
     "dimensions": (TypeError, "has 1 dimensions, must have 2\nwhile processing 'x'", linear(zeros(8), zeros(2, 4))),
     "device": (TypeError, "device meta, must be on the CPU\nwhile processing 'x'", norm(zeros(2, 8).to("meta"))),
