@@ -14,6 +14,10 @@ mod collective;
 mod cpu;
 #[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod element;
+#[cfg_attr(
+    not(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32")))),
+    allow(unused, reason = "quantized layers are compiled for bf16 with AVX-512 BF16 only")
+)]
 mod linear;
 mod memory;
 mod norm;
@@ -24,10 +28,9 @@ mod row;
 mod sample;
 #[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod simd;
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod stack;
 
-#[cfg(all(feature = "python", target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
+#[cfg(feature = "python")]
 mod python;
 #[cfg(test)]
 mod testing;

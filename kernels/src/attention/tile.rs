@@ -4,7 +4,7 @@
 use super::TILE;
 use super::cache::BLOCK;
 use crate::element::{Element, GROUP};
-use crate::product::{self, Factor, LINE, STEP, WIDTH};
+use crate::product::{self, Factor, STEP, WIDTH};
 use crate::simd::{F32, LANES, SUMS, prefetch, with_constant};
 use std::array::from_fn;
 

@@ -6,7 +6,7 @@ use crate::cpu::Amx;
 use crate::element::Element;
 use crate::linear::{self, Linear, Output, Rows, Weight};
 use crate::memory::Arena;
-use crate::pool::{Pool, Source, Target};
+use crate::pool::{Pool, Target};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use std::sync::Arc;
