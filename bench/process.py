@@ -1,0 +1,40 @@
+"""What a process and all its descendants use, from /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from result import from_root
+
+
+def family_of(root: int) -> dict[int, list[str]]:
+    """The fields of /proc/PID/stat from the state on, of a process and all its descendants."""
+    stats = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stats[int(folder.name)] = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+    family, added = {root}, True
+    while added:
+        children = {pid for pid, fields in stats.items() if int(fields[1]) in family} - family
+        family, added = family | children, bool(children)
+    return {pid: stats[pid] for pid in sorted(family) if pid in stats}
+
+
+def cpu_s_of(root: int) -> float:
+    """Processor seconds of a process and all its descendants, also of those that have exited and were waited for."""
+    return sum(sum(map(int, fields[11:15])) for fields in family_of(root).values()) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_of(root: int) -> list[dict[str, Any]]:
+    """Resident and proportional bytes of a process and all its descendants."""
+    rows = []
+    for pid in family_of(root):
+        with contextlib.suppress(OSError):
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in rollup}
+            command = Path(f"/proc/{pid}/cmdline").read_text().strip("\0").split("\0")
+            rows.append({"command": from_root(command), "rss_bytes": sizes["Rss"], "pss_bytes": sizes["Pss"]})
+    return rows

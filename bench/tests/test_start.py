@@ -1,0 +1,58 @@
+"""What of a server's memory counts, and installations that are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import start
+from figure import BENCHMARKS
+
+FILE_BYTES = 100
+
+
+def result(ready_s: float, worker_bytes: int) -> dict[str, Any]:
+    cost = {"wall_s": 1.0, "cpu_s": 1.0}
+    memory = [{"pss_bytes": 30}, {"pss_bytes": worker_bytes}]
+    return {
+        "ready_s": ready_s,
+        "ready_cpu_s": 2 * ready_s,
+        "programs": dict.fromkeys(start.PROGRAMS, cost),
+        "torch_pss_bytes": 200,
+        "kv_bytes": 1000,
+        "memory": {"at ready": memory, "with the standby group": [*memory, {"pss_bytes": 80}]},
+        "tokens_per_s": {"at ready": 60.0, "later": 80.0},
+    }
+
+
+def test_figures_of_an_installation_and_against_another() -> None:
+    record = {
+        "model": {"file_bytes": FILE_BYTES},
+        "servers": {"penstock": {}, "before": {}},
+        "repeats": [
+            {"penstock": result(4.0, 1280), "before": result(8.0, 1280)},
+            {"before": result(10.0, 1280), "penstock": result(4.0, 1290)},
+            {"penstock": {"error": "did not become healthy"}, "before": result(9.0, 1280)},
+        ],
+    }
+    values = {figure.name: figure.values for figure in BENCHMARKS["start"](record)}
+    assert values["penstock: memory beyond torch and the KV cache, to the file, at ready"] == [1.1, 1.2]
+    assert values["penstock: memory beyond torch and the KV cache, to the file, with the standby group"] == [1.9, 2.0]
+    assert values["penstock: speed of a stream while the standby group loads, to later"] == [0.75, 0.75]
+    assert values["before: start to ready"] == [8.0, 10.0, 9.0]
+    assert values["start to ready, to before"] == [0.5, 0.4]
+
+
+@pytest.mark.parametrize("text", ["/usr/bin/penstock", "penstock=/bin/sh", "before=/nowhere/penstock"])
+def test_another_installation_needs_a_name_a_binary_and_a_python(text: str) -> None:
+    with pytest.raises(SystemExit, match="must be NAME=BINARY"):
+        start.another(text)
+
+
+def test_another_installation_finds_only_its_own_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    for name in ("penstock", "python"):
+        (tmp_path / name).touch()
+    found = start.another(f"before={tmp_path}/penstock")
+    assert found.environment["PYTHONPATH"] == ""
+    assert found.environment["PENSTOCK_PYTHON"] == found.python == str(tmp_path / "python")
+    assert found.server.command(5) == [str(tmp_path / "penstock"), "--port", "5"]
