@@ -88,18 +88,19 @@ unsafe fn summarize(logits: *const Element, mask: *const u16, offset: usize, cou
     let allowed = |first: usize| if mask.is_null() { 0xffff } else { unsafe { mask.add(first / LANES).read() } };
     let mut best = F32::splat(f32::NEG_INFINITY);
     let mut best_at = I32::splat(0);
-    let mut broken = 0;
+    let mut are_below_infinity = Mask::first(LANES);
     for first in (0..count).step_by(LANES) {
         // SAFETY: the lanes do not exceed the chunk.
         let x = unsafe { Element::load_first(logits.add(first), count - first) };
         let higher = x.greater(best) & Mask::first(count - first) & Mask::from_bits(allowed(first));
-        broken |= !F32::splat(f32::INFINITY).greater(x).bits(); // also of masked tokens
+        are_below_infinity = are_below_infinity & F32::splat(f32::INFINITY).greater(x); // also of masked tokens
         best = x.select(higher, best);
         best_at = I32::splat(first as i32).select(higher, best_at);
     }
     let maximum = best.reduce_max();
-    if broken != 0 || maximum == f32::NEG_INFINITY {
-        return Summary { is_broken: broken != 0, ..NOTHING };
+    let is_broken = are_below_infinity.bits() != 0xffff;
+    if is_broken || maximum == f32::NEG_INFINITY {
+        return Summary { is_broken, ..NOTHING };
     }
     let places = (best_at + I32::lane_numbers()).to_array();
     let holders = places.iter().zip(best.to_array()).filter(|&(_, best)| best == maximum);
@@ -113,7 +114,7 @@ unsafe fn summarize(logits: *const Element, mask: *const u16, offset: usize, cou
         }
         // SAFETY: as above.
         let x = unsafe { Element::load_first(logits.add(first), count - first) };
-        sum = sum + ((x - shift) * scale).exp2().select(lanes, F32::splat(0.0));
+        sum = (sum + ((x - shift) * scale).exp2()).select(lanes, sum);
     }
     Summary { maximum, index: offset + index, sum: sum.reduce_sum(), is_broken: false }
 }

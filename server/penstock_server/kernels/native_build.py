@@ -47,19 +47,19 @@ def find_build(device: torch.device, dtype: torch.dtype, cpu_isa: str = "") -> N
         return None
     import penstock_kernels
 
-    builds = [
-        NativeBuild(isa, dtype, penstock_kernels.load(isa, _name(dtype)))
-        for isa in penstock_kernels.runnable(_name(dtype))
-    ]
-    # The system may refuse AMX to a process although the CPU has it.
-    usable = [build for build in builds if build.kernels(1).uses_amx or not build.isa.may_use_amx]
+    names = []
+    for isa in penstock_kernels.runnable(_name(dtype)):
+        if cpu_isa in ("", isa.name):
+            build = NativeBuild(isa, dtype, penstock_kernels.load(isa, _name(dtype)))
+            # The system may refuse AMX to a process although the CPU has it.
+            if not isa.may_use_amx or build.kernels(1).uses_amx:
+                return build
+            continue
+        names.append(isa.name)
     if not cpu_isa:
-        return next(iter(usable), None)
-    for build in usable:
-        if build.isa.name == cpu_isa:
-            return build
-    names = ", ".join(build.isa.name for build in reversed(usable)) or "none"
-    raise ConfigError(f"--cpu-isa {cpu_isa} cannot be used: the kernels for {_name(dtype)} that run here are {names}")
+        return None
+    found = ", ".join(reversed(names)) or "none"
+    raise ConfigError(f"--cpu-isa {cpu_isa} cannot be used: the kernels for {_name(dtype)} that run here are {found}")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,5 +1,5 @@
 """The fused operators that layers call. One implementation is selected at load: `torch_ops` (any device), `native_ops`
-(bf16 on CPUs with AVX-512 BF16) or `triton_ops` (CUDA). The last two compute a row alike whatever the other rows are.
+(CPUs) or `triton_ops` (CUDA). The last two compute a row alike whatever the other rows are.
 """
 
 from __future__ import annotations
