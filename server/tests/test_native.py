@@ -760,7 +760,7 @@ WRONG_PROGRAMS: dict[str, tuple[str, Write]] = {
         "a gate and its factor have 63 columns",
         lambda ops, program: (
             projected(ops, program, 63),
-            program.activate(ops.gated(torch.relu), "qkv", "activated"),
+            program.activate(ops.gated(torch.sigmoid), "qkv", "activated"),
         ),
     ),
     "no output": (

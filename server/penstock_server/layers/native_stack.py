@@ -104,6 +104,8 @@ class NativeProgram:
         """Joins the columns of all ranks, `widths[rank]` of each."""
         if not isinstance(group.collectives, SharedMemory):
             raise NotNativeError(f"{group.size} ranks that do not share memory")
+        if not isinstance(group.collectives.native, self._build.module.Collective):
+            raise NotNativeError("ranks that share memory through kernels in another data type")
         self._native.gather(group.collectives.native, widths, source, target)
 
     def select(self, registers: Sequence[Register]) -> None:
