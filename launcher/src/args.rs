@@ -12,6 +12,7 @@ use clap::{ArgAction, Parser, ValueEnum};
 
 use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
+use crate::isa::CpuIsa;
 use crate::quantize::Quantize;
 use crate::tool::Tool;
 
@@ -48,6 +49,10 @@ pub(crate) struct Args {
     /// this always holds; on a GPU it makes matrix products slower and rules FlashAttention out. Refused where it cannot hold
     #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
     pub(crate) deterministic: bool,
+
+    /// Instruction set of the native CPU kernels: auto takes the fastest that the CPU has. Each other one must be there
+    #[arg(long, env, value_enum, default_value_t = CpuIsa::Auto)]
+    pub(crate) cpu_isa: CpuIsa,
 
     /// Run the checkpoint's own Python code if neither this server nor transformers knows the model type. That code can
     /// do anything

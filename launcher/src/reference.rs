@@ -40,6 +40,7 @@ const OURS: &[&str] = &[
     "activation-bits",
     "api-key-file",
     "chat-template",
+    "cpu-isa",
     "dequantize",
     "deterministic",
     "max-inter-token-ms",

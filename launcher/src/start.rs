@@ -185,6 +185,7 @@ async fn load(
         background: false,
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
+        cpu_isa: args.cpu_isa.name().map(str::to_owned),
     };
     let model = group.load(&load).await.map_err(GroupError::from)?;
     phases.push(timed("load", since));

@@ -288,6 +288,7 @@ fn load_options() -> LoadOptions {
         watermark_gamma: Some(0.25),
         watermark_delta: None,
         attention: Some("triton".to_owned()),
+        cpu_isa: Some("avx2".to_owned()),
         dequantize: false,
         quantize: None,
         activation_bits: 16,

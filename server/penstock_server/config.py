@@ -31,6 +31,7 @@ class LoadConfig:
     watermark_gamma: float = 0.0
     watermark_delta: float = 0.0
     attention: str = ""
+    cpu_isa: str = ""
     dequantize: bool = False  # quantized weights at load
     quantize: str = ""
     activation_bits: int = 0

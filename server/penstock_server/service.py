@@ -90,6 +90,7 @@ class Worker(rpc.WorkerServicer):
             watermark_gamma=request.watermark_gamma,
             watermark_delta=request.watermark_delta,
             attention=request.attention,
+            cpu_isa=request.cpu_isa,
             kv_cache_dtype=request.kv_cache_dtype,
             dequantize=request.dequantize,
             quantize=request.quantize,

@@ -7,7 +7,6 @@ tensors by gloo; or `cuda`: a device for each, and NCCL. Without it, the CPU and
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from model_driver import ModelDriver
 from penstock_server.collectives import Distributed, SharedMemory
 from penstock_server.engine.device import choose_device, open_device
+from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -24,10 +24,11 @@ from penstock_server.parallel import RankGroup
 CPU = torch.device("cpu")
 
 
-def join(rank: int, size: int, rendezvous: str) -> RankGroup:
-    """The group, whose ranks share memory wherever the native package is installed."""
-    group = RankGroup.join(rank, size, rendezvous, "gloo")
-    if size > 1 and importlib.util.find_spec("penstock_kernels") is not None:
+def join(rank: int, size: int, rendezvous: str, dtype: torch.dtype = torch.bfloat16) -> RankGroup:
+    """The group, whose ranks share memory wherever native kernels are installed."""
+    native = find_build(CPU, dtype)
+    group = RankGroup.join(rank, size, rendezvous, "gloo", native)
+    if size > 1 and native is not None:
         assert isinstance(group.collectives, SharedMemory)
     return group
 
@@ -79,7 +80,7 @@ def main() -> None:
     if devices:
         group, device = join_on_device(int(rank), int(size), rendezvous, devices[0])
     else:
-        group, device = join(int(rank), int(size), rendezvous), CPU
+        group, device = join(int(rank), int(size), rendezvous, getattr(torch, dtype)), CPU
     result = run(Path(folder), dtype, group, json.loads(texts), int(num_tokens), exact == "exact", device=device)
     if group.rank == 0:
         torch.save(result, out)

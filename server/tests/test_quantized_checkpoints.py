@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from model_driver import ModelDriver
+from native_builds import BUILD
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_ops import available
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_the_model_of_the_weights_that_it_stands_for(
     found, num_bytes = logits(stored, torch.float32, 23)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     assert num_bytes == dense_bytes
-    if not available():
+    if BUILD is None:
         return
     found, num_bytes = logits(stored, torch.bfloat16, 23)
     rounded, _ = logits(dense, torch.bfloat16, 23)
@@ -218,7 +218,7 @@ def test_damaged_weights_are_refused(
         tensors[tensor].fill_(change)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
-        logits(tmp_path, torch.bfloat16 if available() else torch.float32, 1)
+        logits(tmp_path, torch.bfloat16 if BUILD is not None else torch.float32, 1)
 
 
 @pytest.mark.native

@@ -405,7 +405,7 @@ def test_cuda_devices_get_triton_where_it_supports_the_shape(caplog: pytest.LogC
     attention = choose_attention(PLAIN, CUDA, torch.bfloat16)
     assert attention.name == "triton"
     assert attention.preferred_block_tokens == preferred_block_tokens(CUDA, torch.bfloat16) == 64
-    assert choose_attention(PLAIN, CPU, torch.float32).name == "reference"
+    assert choose_attention(PLAIN, CPU, torch.float64).name == "reference"
     assert choose_attention(replace(PLAIN, head_dim=257), CUDA, torch.bfloat16).name == "reference"
     assert "heads have 257 elements, at most 256 are supported" in caplog.text
     fp8_attention = choose_attention(PLAIN, CUDA, torch.bfloat16, torch.float8_e5m2)

@@ -126,7 +126,7 @@ def test_cuda_devices_get_triton_and_without_it_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose_ops(CUDA, torch.bfloat16).name == "triton"
-    assert choose_ops(CPU, torch.float32).name == "torch"
+    assert choose_ops(CPU, torch.float64).name == "torch"
     monkeypatch.setattr(triton_device.importlib.util, "find_spec", lambda name: None)
     assert choose_ops(CUDA, torch.bfloat16).name == "torch"
     assert "the triton package is not installed" in caplog.text

@@ -42,6 +42,8 @@ pub struct LoadOptions {
     pub watermark_delta: Option<f32>,
     /// Attention implementation, as `triton`; `None`: the worker chooses the fastest for each layer.
     pub attention: Option<String>,
+    /// Instruction set of the CPU kernels, as `avx2`; `None`: the fastest that each rank's CPU has.
+    pub cpu_isa: Option<String>,
     /// Whether quantized weights are dequantized at load.
     pub dequantize: bool,
     /// Method of quantization, as `gptq`; `None`: as the checkpoint says.
@@ -175,6 +177,7 @@ impl Group {
             watermark_gamma: options.watermark_gamma.unwrap_or(0.0),
             watermark_delta: options.watermark_delta.unwrap_or(0.0),
             attention: options.attention.clone().unwrap_or_default(),
+            cpu_isa: options.cpu_isa.clone().unwrap_or_default(),
             dequantize: options.dequantize,
             quantize: options.quantize.clone().unwrap_or_default(),
             activation_bits: options.activation_bits,

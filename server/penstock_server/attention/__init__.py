@@ -34,8 +34,15 @@ class Implementation(Protocol):
         ...
 
     def make(
-        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None
-    ) -> Attention: ...
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        cpu_isa: str,
+    ) -> Attention:
+        """cpu_isa: of native kernels, as of `find_build`."""
+        ...
 
 
 def _implementation(name: str) -> Implementation:
@@ -55,16 +62,17 @@ def choose_attention(
     name: str = "",
     *,
     deterministic: bool = False,
+    cpu_isa: str = "",
 ) -> Attention:
     """The implementation called `name`, or the fastest that supports this shape on this device. Raises ConfigError if
     none can be used. kv_dtype: an fp8 dtype of stored keys and values; None: dtype. deterministic: a row's bits must
-    not depend on its batch."""
+    not depend on its batch. cpu_isa: of native kernels, as of `find_build`."""
     chosen, implementation, reason = _choose(device, dtype, kv_dtype, name, shape, deterministic=deterministic)
     if chosen == "reference" and (device.type == "cuda" or kv_dtype is not None):
         logger.warning("attention of %s: reference, which is slow (%s)", shape, reason)
     else:
         logger.info("attention of %s: %s (%s)", shape, chosen, reason)
-    return implementation.make(shape, device, dtype, kv_dtype)
+    return implementation.make(shape, device, dtype, kv_dtype, cpu_isa)
 
 
 def preferred_block_tokens(
@@ -120,6 +128,7 @@ class ModelAttention:
         name: str = "",
         *,
         deterministic: bool = False,
+        cpu_isa: str = "",
     ) -> None:
         """Parameters as of `choose_attention`. name: of the implementation; empty: the fastest for each shape."""
         self.kv_dtype = kv_dtype
@@ -127,13 +136,20 @@ class ModelAttention:
         self._dtype = dtype
         self._name = name
         self._deterministic = deterministic
+        self._cpu_isa = cpu_isa
         self._by_shape: dict[AttentionShape, Attention] = {}
 
     def for_shape(self, shape: AttentionShape) -> Attention:
         """Layers of one shape share it. Raises ConfigError if the named implementation does not support it."""
         if shape not in self._by_shape:
             self._by_shape[shape] = choose_attention(
-                shape, self._device, self._dtype, self.kv_dtype, self._name, deterministic=self._deterministic
+                shape,
+                self._device,
+                self._dtype,
+                self.kv_dtype,
+                self._name,
+                deterministic=self._deterministic,
+                cpu_isa=self._cpu_isa,
             )
         return self._by_shape[shape]
 

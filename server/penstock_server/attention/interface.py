@@ -177,8 +177,7 @@ class Attention(Protocol):
         """Cache bytes of one block of one layer."""
         ...
 
-    @staticmethod
-    def prepare(batch: StepBatch) -> Any:
+    def prepare(self, batch: StepBatch) -> Any:
         """The metadata that `attend` needs for this batch. It is built once per step, for layers of every shape; what
         depends on a layer's mask is computed for its first layer and kept for the others."""
         ...

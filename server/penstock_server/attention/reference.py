@@ -36,7 +36,9 @@ def unsupported_reason(shape: AttentionShape) -> None:
     """It implements every shape."""
 
 
-def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
+def make(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None, cpu_isa: str
+) -> Attention:
     return ReferenceAttention(shape, device, dtype, kv_dtype)
 
 

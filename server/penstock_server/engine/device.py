@@ -16,6 +16,7 @@ from penstock_server.attention.fp8 import FP8_DTYPES
 from penstock_server.config import LoadConfig
 from penstock_server.engine.memory import mib
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.native_build import find_build
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,8 @@ def _first_line(error: Exception) -> str:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype asked for; else bfloat16 if the machine computes in it; else float16 on a GPU and float32 on a CPU.
-    Raises ConfigError for an unknown dtype, and for bfloat16 on a GPU that lacks it."""
+    """The dtype asked for; else bfloat16 if the machine computes in it, natively or by torch; else float16 on a GPU and
+    float32 on a CPU. Raises ConfigError for an unknown dtype, and for bfloat16 on a GPU that lacks it."""
     if name and name not in DTYPES:
         raise ConfigError(f'dtype is "{name}", must be one of {", ".join(DTYPES)}')
     if device.type == "cuda":
@@ -156,7 +157,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return DTYPES[name] if name else torch.bfloat16 if capability >= BFLOAT16_CAPABILITY else torch.float16
     if name:
         return DTYPES[name]
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    has_bf16 = find_build(device, torch.bfloat16) is not None or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def choose_kv_dtype(name: str) -> torch.dtype | None:

@@ -34,6 +34,7 @@ from penstock_server.errors import ConfigError, GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.grammar.trial import Trial
+from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
@@ -67,6 +68,7 @@ class Engine:
         block_tokens: int,
         watermark: Watermark | None = None,
         compiler: GrammarCompiler | None = None,
+        cpu_isa: str = "",
     ) -> None:
         self.model = model
         self._group = group
@@ -74,6 +76,7 @@ class Engine:
         self._block_tokens = block_tokens
         self._watermark = watermark or Watermark.of(model.vocab_size)
         self._compiler = compiler
+        self._cpu_isa = cpu_isa
         self._ready: StepRunner | None = None
         self.progress = DeviceProgress(record_event) if device.type != "cpu" else None  # of a GPU
 
@@ -92,6 +95,7 @@ class Engine:
         block_tokens = config.block_tokens or preferred_block_tokens(
             device, dtype, kv_dtype, config.attention, deterministic=config.deterministic
         )
+        native = find_build(device, dtype, config.cpu_isa)
         torch.set_num_threads(choose_num_threads(config, world_size))
         open_device(device)
         trial = None
@@ -101,7 +105,7 @@ class Engine:
             trial.start()
         with clock.phase("meet ranks"):
             backend = "nccl" if device.type == "cuda" else "gloo"
-            group = RankGroup.join(rank, world_size, config.rendezvous, backend)
+            group = RankGroup.join(rank, world_size, config.rendezvous, backend, native)
         options = LoadOptions(
             config.model_path,
             dtype,
@@ -110,6 +114,7 @@ class Engine:
             trust_remote_code=config.trust_remote_code,
             attention=config.attention,
             deterministic=config.deterministic,
+            cpu_isa=config.cpu_isa,
             kv_dtype=kv_dtype,
             dequantize=config.dequantize,
             quantize=config.quantize,
@@ -142,7 +147,7 @@ class Engine:
             decoder_prefix=model.decoder_prefix,
             max_source_tokens=model.max_source_tokens,
         )
-        return cls(model, group, device, block_tokens, watermark, compiler), description
+        return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa), description
 
     def compile_grammar(self, grammar: Grammar) -> None:
         """Compile and cache a grammar. Any thread may call it while steps run. Raises GrammarError for a grammar that
@@ -170,7 +175,9 @@ class Engine:
         probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens, has_grammars)
         probe.check_limits(config)
         longest = probe.longest_sequence(config)
-        sampler = Sampler(self.model.vocab_size, self._device, config.max_step_sequences, self._watermark)
+        sampler = Sampler(
+            self.model.vocab_size, self._device, config.max_step_sequences, self._watermark, self._cpu_isa
+        )
         grammars = None
         if self._compiler is not None:
             grammars = GrammarStates(self._compiler, max(1, min(_MAX_MASK_THREADS, usable_cores() // 2)))

@@ -102,10 +102,14 @@ class Sampler:
     """Samples one token per row of logits: `prepare` before the model runs, `read_context` when the tokens of earlier
     steps are known, then `sample`. Keeps its buffers and the last batch's parameters."""
 
-    def __init__(self, vocab_size: int, device: torch.device, max_rows: int, watermark: Watermark) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, max_rows: int, watermark: Watermark, cpu_isa: str = ""
+    ) -> None:
+        """cpu_isa: as of `find_build`."""
         self.device = device
         self._vocab_size = vocab_size
         self._watermark = watermark
+        self._cpu_isa = cpu_isa
         self._greedy: dict[torch.dtype, Greedy | None] = {}  # by the dtype of the logits
         width = -(-vocab_size // BLOCK) * BLOCK
         rows = min(_CHUNK_ROWS[device.type], max_rows)
@@ -197,7 +201,7 @@ class Sampler:
     def _choose_plain(self, logits: Tensor, masks: Masks | None = None) -> Sampled:
         """The most probable token of each row, among the tokens that its mask allows if it has one."""
         if logits.dtype not in self._greedy:
-            self._greedy[logits.dtype] = fused_greedy(self.device, logits.dtype)
+            self._greedy[logits.dtype] = fused_greedy(self.device, logits.dtype, self._cpu_isa)
         if (choose_greedy := self._greedy[logits.dtype]) is not None:
             return Sampled(*choose_greedy(logits.contiguous(), masks))
         if masks is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import TYPE_CHECKING
 
@@ -15,31 +14,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NATIVE_PACKAGE = "penstock_kernels"
-
-
-def may_be_native(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether native kernels for this device and dtype are installed. Whether this CPU supports them is not checked."""
-    import torch
-
-    return device.type == "cpu" and dtype == torch.bfloat16 and importlib.util.find_spec(NATIVE_PACKAGE) is not None
-
 
 def choose_ops(
-    device: torch.device, dtype: torch.dtype, activation_bits: int = 16, *, deterministic: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    activation_bits: int = 16,
+    *,
+    deterministic: bool = False,
+    cpu_isa: str = "",
 ) -> Ops:
     """The fastest operators that this machine supports. activation_bits: as of `NativeOps`. deterministic: a row's bits
-    must not depend on its batch; raises ConfigError where there are no such operators."""
+    must not depend on its batch; raises ConfigError where there are no such operators. cpu_isa, ConfigError: as of
+    `find_build`."""
+    from penstock_server.kernels.native_build import find_build
     from penstock_server.kernels.torch_ops import TorchOps
 
-    if may_be_native(device, dtype):
-        from penstock_server.kernels import native_ops
+    if (build := find_build(device, dtype, cpu_isa)) is not None:
+        from penstock_server.kernels.native_ops import NativeOps
 
-        if native_ops.available():
-            if deterministic:
-                logger.info("deterministic: always so with the native operators on a CPU")
-            logger.info("operators: native")
-            return native_ops.NativeOps(activation_bits=activation_bits)
+        if deterministic:
+            logger.info("deterministic: always so with the native operators on a CPU")
+        logger.info("operators: native (%s)", build)
+        return NativeOps(build, activation_bits=activation_bits)
     if device.type == "cuda":
         from penstock_server.kernels import triton_device
 

@@ -46,6 +46,16 @@ class Xielu:
         return torch.where(x > 0, self.above * x * x, negative) + self.BETA * x
 
 
+@dataclass(frozen=True, slots=True)
+class SoftCap:
+    """cap * tanh(x / cap) (Gemma 2)"""
+
+    cap: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tanh(x / self.cap) * self.cap
+
+
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 ACTIVATIONS: dict[str, Elementwise] = {
@@ -64,3 +74,26 @@ ACTIVATIONS: dict[str, Elementwise] = {
     "sigmoid": torch.sigmoid,
     "linear": _identity,
 }
+
+_NATIVE_NAMES: dict[Elementwise, str] = {
+    F.silu: "silu",
+    F.gelu: "gelu",
+    _gelu_tanh: "tanh gelu",
+    _quick_gelu: "quick gelu",
+    F.relu: "relu",
+    _relu2: "squared relu",
+    torch.tanh: "tanh",
+    torch.sigmoid: "sigmoid",
+    _identity: "identity",
+}
+
+
+def native_form(function: Elementwise) -> tuple[str, list[float]] | None:
+    """The function's name and its parameters in the native kernels; None if they lack it."""
+    match function:
+        case Xielu(above, below):
+            return "xielu", [float(above), float(below)]
+        case SoftCap(cap):
+            return "soft cap", [cap]
+    name = _NATIVE_NAMES.get(function)
+    return None if name is None else (name, [])

@@ -1,6 +1,6 @@
 """The fused operators that layers call. One implementation is selected at load: `torch_ops` (any device), `native_ops`
-(bf16 on CPUs with AVX-512 BF16), `triton_ops` or `triton_invariant` (CUDA). `native_ops` and `triton_invariant` compute
-a row alike whatever the other rows are.
+(CPUs), `triton_ops` or `triton_invariant` (CUDA). `native_ops` and `triton_invariant` compute a row alike whatever the
+other rows are.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Mlp:
         """Appends everything but `down` to a native stack: the input is in `source`, the result in "activated"."""
         if isinstance(self.inner, ActivatedLinear):
             program.linear(self.inner.linear, source, "inner")
-            program.look_up(self.inner.activation, "inner", "activated")
+            program.activate(self.inner.activation, "inner", "activated")
         else:
             program.linear(self.inner, source, "activated")
 

@@ -44,7 +44,13 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     if exact is None:
         # The ranks of GPUs add their results up in an order that depends on the number of rows.
         exact = options.device.type == "cpu" or options.deterministic
-    ops = choose_ops(options.device, options.dtype, options.activation_bits, deterministic=options.deterministic)
+    ops = choose_ops(
+        options.device,
+        options.dtype,
+        options.activation_bits,
+        deterministic=options.deterministic,
+        cpu_isa=options.cpu_isa,
+    )
     quantizes = quantizes_at_load(options.quantize, options.folder)
     if quantizes and not ops.keeps_quantized:
         logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)
@@ -61,7 +67,12 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         ops=ops,
         layout=layout,
         attention=ModelAttention(
-            options.device, options.dtype, options.kv_dtype, options.attention, deterministic=options.deterministic
+            options.device,
+            options.dtype,
+            options.kv_dtype,
+            options.attention,
+            deterministic=options.deterministic,
+            cpu_isa=options.cpu_isa,
         ),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,

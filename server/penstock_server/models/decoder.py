@@ -83,7 +83,7 @@ class Decoder:
         sample.layers = [self.layers[index] for index in indices]
         sample.caches = [self.caches[index] for index in indices]
         if self.stack is not None:
-            sample.stack = NativeStack.written_by(sample._append_layers, self.spec.hidden_size)
+            sample.stack = NativeStack.written_by(sample._append_layers, self.spec.hidden_size, self.stack.build)
         return sample
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:

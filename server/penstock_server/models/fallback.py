@@ -56,7 +56,9 @@ class Fallback:
         self.max_position_tokens = _max_position_tokens(text)
         self.max_source_tokens = 0
         self.decoder_prefix: tuple[int, ...] = ()
-        self._pager = pager.Pager(options.device, options.dtype, options.block_tokens, options.attention)
+        self._pager = pager.Pager(
+            options.device, options.dtype, options.block_tokens, options.attention, options.cpu_isa
+        )
         self._pager.plug_in(model)
         model.set_attn_implementation(pager.RECORDING)
         ids = torch.zeros((1, 2), dtype=torch.int64, device=options.device)

@@ -2,6 +2,7 @@
 //! of 16 bits is kept as high · 256 + low, two planes of 8 bits.
 
 use super::{InputBits, UNIT};
+use crate::element::Element;
 use crate::linear::Rows;
 use crate::pool::{Executor, Target};
 use std::arch::x86_64::*;
@@ -49,7 +50,7 @@ impl Layout {
 /// Quantizes rows to `target`, `row_bytes` for each. A unit that contains NaN or an infinity has the scale NaN.
 ///
 /// # Safety
-/// The rows must be readable, and the target have room for them. The CPU must be `supported()`.
+/// The rows must be readable, and the target have room for them.
 pub(super) unsafe fn quantize(
     executor: &impl Executor,
     rows: Rows,
@@ -73,7 +74,7 @@ pub(super) unsafe fn quantize(
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")]
-unsafe fn quantize_row(x: *const u16, in_features: usize, layout: Layout, target: *mut u8) {
+unsafe fn quantize_row(x: *const Element, in_features: usize, layout: Layout, target: *mut u8) {
     let magnitude = _mm512_set1_epi32(0x7fff_ffff);
     for unit in 0..layout.num_units {
         let first = unit * UNIT;

@@ -2,6 +2,7 @@
 //! planes of bits, so that one vector load brings 4 features of 16 columns; then, by group, its scales and its mins.
 
 use super::{InputBits, UNIT};
+use crate::element::Element;
 use crate::linear::bias_of;
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
@@ -153,7 +154,7 @@ impl QuantizedLinear {
         arena: &Arena,
         segments: &[Segment],
         in_features: usize,
-        bias: *const u16,
+        bias: *const Element,
         gated: bool,
         input_bits: InputBits,
     ) -> io::Result<QuantizedLinear> {
@@ -240,7 +241,7 @@ impl QuantizedLinear {
         executor: &impl Executor,
         rows: Source<i64>,
         num_rows: usize,
-        output: Target<u16>,
+        output: Target<Element>,
     ) {
         debug_assert!(!self.gated);
         executor.for_each(num_rows, |index| {
@@ -252,7 +253,7 @@ impl QuantizedLinear {
                 let target = output.at(index * self.in_features);
                 let panel = self.panel(panel);
                 for feature in 0..self.in_features {
-                    target.add(feature).write(simd::to_bf16(panel.weight(feature, column)));
+                    target.add(feature).write(Element::from_f32(panel.weight(feature, column)));
                 }
             }
         });
@@ -373,7 +374,7 @@ unsafe fn read_code(base: *const u8, format: Format, feature: usize, column: usi
 }
 
 unsafe fn write_number(base: *mut u8, kind: Number, index: usize, number: f32) {
-    // SAFETY: the caller vouches for the place, and runs on a CPU that is `supported()`.
+    // SAFETY: the caller vouches for the place.
     unsafe {
         match kind {
             Number::F16 => base.cast::<u16>().add(index).write(simd::to_f16(number)),
@@ -385,7 +386,7 @@ unsafe fn write_number(base: *mut u8, kind: Number, index: usize, number: f32) {
 
 unsafe fn read_number(of: Numbers, format: Format, feature: usize, column: usize) -> f32 {
     let index = feature / format.group * PANEL + column;
-    // SAFETY: the caller vouches for the place, and runs on a CPU that is `supported()`.
+    // SAFETY: the caller vouches for the place.
     unsafe {
         match format.number {
             Number::F16 => simd::from_f16(of.numbers.cast::<u16>().add(index).read()),

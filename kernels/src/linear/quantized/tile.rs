@@ -4,7 +4,7 @@ use super::UNIT;
 use super::activation::Layout;
 use super::pack::{Number, Numbers, PANEL, Panel, SUPER_GROUP};
 use crate::linear::epilogue::{self, Outcome};
-use crate::simd::{LANES, with_constant};
+use crate::simd::{F32, LANES, with_constant};
 use std::arch::x86_64::*;
 
 /// Vectors per row of a panel.
@@ -146,7 +146,8 @@ unsafe fn accumulate<const R: usize, const BITS: usize, const SPLIT: usize>(inpu
             }
         }
     }
-    sums
+    // SAFETY: the same 512 bits.
+    sums.map(|row| row.map(|sum| unsafe { std::mem::transmute::<__m512, F32>(sum) }))
 }
 
 /// Adds the products of a unit, or of one half of it, with a plane of the inputs that starts `offset` bytes into each row.

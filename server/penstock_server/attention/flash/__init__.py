@@ -52,7 +52,9 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
     return next((f"{feature} is not supported" for feature, is_needed in features.items() if is_needed), None)
 
 
-def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
+def make(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None, cpu_isa: str
+) -> Attention:
     from penstock_server.attention.flash.backend import FlashAttention
 
     return FlashAttention(shape, device, dtype)

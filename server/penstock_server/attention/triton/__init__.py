@@ -36,7 +36,9 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
     return None
 
 
-def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
+def make(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None, cpu_isa: str
+) -> Attention:
     from penstock_server.attention.triton.backend import TritonAttention
 
     return TritonAttention(shape, device, dtype, kv_dtype=kv_dtype)

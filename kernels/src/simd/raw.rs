@@ -1,28 +1,8 @@
-//! Vector operations of the kernels: bf16 loads, stores with rounding to nearest even, and exponentials. All need AVX-512 BF16, which
-//! `supported()` checks before a kernel object can be made.
+//! Operations of the kernels that are written for AVX-512 BF16 only.
 
+use super::LANES;
+use crate::element::Element;
 use std::arch::x86_64::*;
-
-/// float32 elements per vector register, bf16 elements per half register.
-pub(crate) const LANES: usize = 16;
-
-/// Calls `function::<N>` with `count` as the constant N, the last one for all larger counts: loops over N are then unrolled, and
-/// their vectors stay in registers.
-macro_rules! with_constant {
-    ($count:expr, [$($size:literal),*; $last:literal], $function:ident::<$rows:ident>$arguments:tt) => {
-        match $count {
-            $($size => $function::<$rows, $size>$arguments,)*
-            _ => $function::<$rows, $last>$arguments,
-        }
-    };
-    ($count:expr, [$($size:literal),*; $last:literal], $function:ident$arguments:tt) => {
-        match $count {
-            $($size => $function::<$size>$arguments,)*
-            _ => $function::<$last>$arguments,
-        }
-    };
-}
-pub(crate) use with_constant;
 
 /// Mask of the first `count` (at most 16) lanes.
 #[inline]
@@ -36,7 +16,7 @@ pub(crate) fn first_lanes(count: usize) -> __mmask16 {
 /// The selected elements must be readable.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(crate) unsafe fn load_bf16_masked(address: *const u16, mask: __mmask16) -> __m512 {
+pub(crate) unsafe fn load_bf16_masked(address: *const Element, mask: __mmask16) -> __m512 {
     // SAFETY: the caller vouches for the selected elements; the others are not touched.
     let halves = unsafe { _mm256_maskz_loadu_epi16(mask, address.cast()) };
     widen(halves)
@@ -68,7 +48,7 @@ pub(crate) fn round_bf16(values: __m512) -> __m512 {
 /// 32 bytes must be writable at `address`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(crate) unsafe fn store_bf16(address: *mut u16, values: __m512) {
+pub(crate) unsafe fn store_bf16(address: *mut Element, values: __m512) {
     // SAFETY: the caller vouches for 32 bytes.
     unsafe { _mm256_storeu_si256(address.cast(), narrow(values)) };
 }
@@ -79,7 +59,7 @@ pub(crate) unsafe fn store_bf16(address: *mut u16, values: __m512) {
 /// The selected elements must be writable.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(crate) unsafe fn store_bf16_masked(address: *mut u16, mask: __mmask16, values: __m512) {
+pub(crate) unsafe fn store_bf16_masked(address: *mut Element, mask: __mmask16, values: __m512) {
     // SAFETY: the caller vouches for the selected elements; the others are not touched.
     unsafe { _mm256_mask_storeu_epi16(address.cast(), mask, narrow(values)) };
 }
@@ -90,30 +70,9 @@ pub(crate) unsafe fn store_bf16_masked(address: *mut u16, mask: __mmask16, value
 /// 4 bytes must be readable at `address`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(crate) unsafe fn broadcast_pair(address: *const u16) -> __m512i {
+pub(crate) unsafe fn broadcast_pair(address: *const Element) -> __m512i {
     // SAFETY: the caller vouches for 4 bytes.
     _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
-}
-
-/// Rounds a number to bf16, to nearest even.
-pub(crate) fn to_bf16(value: f32) -> u16 {
-    let bits = value.to_bits();
-    if value.is_nan() {
-        return 0x7fc0;
-    }
-    ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
-}
-
-/// Rounds to float16, to nearest even.
-#[target_feature(enable = "f16c")]
-pub(crate) fn to_f16(value: f32) -> u16 {
-    _mm_cvtsi128_si32(_mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(value))) as u16
-}
-
-/// The number that float16 bits stand for.
-#[target_feature(enable = "f16c")]
-pub(crate) fn from_f16(bits: u16) -> f32 {
-    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))))
 }
 
 /// Transposes 16 × 16 pairs of bf16. Rows are `stride` and `target_stride` elements apart.
@@ -122,7 +81,12 @@ pub(crate) fn from_f16(bits: u16) -> f32 {
 /// 64 bytes must be readable in each row of `source`, and writable in each row of `target`, which are 64-byte aligned.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(crate) unsafe fn transpose_pairs(source: *const u16, stride: usize, target: *mut u16, target_stride: usize) {
+pub(crate) unsafe fn transpose_pairs(
+    source: *const Element,
+    stride: usize,
+    target: *mut Element,
+    target_stride: usize,
+) {
     let mut rows = [_mm512_setzero_si512(); LANES];
     for (index, row) in rows.iter_mut().enumerate() {
         // SAFETY: the caller vouches for the rows.
@@ -218,28 +182,4 @@ pub(crate) fn tanh(x: __m512) -> __m512 {
 pub(crate) fn silu(x: __m512) -> __m512 {
     let power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(-std::f32::consts::LOG2_E)));
     _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0), power))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn tanh_of(x: f32) -> f32 {
-        // SAFETY: only called where the CPU is supported.
-        unsafe { _mm512_cvtss_f32(tanh(_mm512_set1_ps(x))) }
-    }
-
-    #[test]
-    #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
-    fn tanh_is_exact_to_some_bits_everywhere() {
-        for step in -20_000..20_000 {
-            let x = step as f32 * 1e-3;
-            assert!((f64::from(tanh_of(x)) - f64::from(x).tanh()).abs() < 3e-7, "{x}: {}", tanh_of(x));
-        }
-        assert_eq!(
-            [f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, 0.0].map(tanh_of),
-            [1.0, -1.0, 1.0, -1.0, 0.0]
-        );
-        assert!(tanh_of(f32::NAN).is_nan());
-    }
 }
