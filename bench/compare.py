@@ -25,15 +25,12 @@ from typing import Any
 
 import peers
 from load import LLAMA_CPP, PENSTOCK, Dialect, Load, LoadError, run
-from process import memory_of
 from result import ROOT, from_root, heading, keep, option_parser
 from table import BASE, report
 
 START_TIMEOUT_S = 240
 INPUT_TOKENS, OUTPUT_TOKENS = 128, 64
 REQUESTS_PER_STREAM = {1: 8, 8: 3, 32: 2}
-STANDBY_READY = "the standby group is ready"
-WEIGHTS = {"bf16": True, "4-bit": False}  # the embedded model's, by whether they are dequantized
 Measure = Callable[[str], dict[str, Any]]  # seed of the prompts → result
 
 
@@ -60,7 +57,9 @@ def penstock_server(extra: Sequence[str], *, dequantize: bool = True) -> Server:
     paths = [str(ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {} if binary == installed else {"PYTHONPATH": ":".join(paths), "PENSTOCK_PYTHON": sys.executable}
     command = [str(binary), *(["--dequantize"] if dequantize else []), *extra, "--port"]
-    return Server("penstock", "bf16", lambda port: [*command, str(port)], PENSTOCK, environment, STANDBY_READY)
+    return Server(
+        "penstock", "bf16", lambda port: [*command, str(port)], PENSTOCK, environment, "the standby group is ready"
+    )
 
 
 def llama_server(name: str, gguf: Path, max_streams: int, extra: Sequence[str]) -> Server:
@@ -92,24 +91,15 @@ def fetch(port: int, path: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A server that is healthy."""
-
-    pid: int
-    healthy_s: float  # since its start
-    wait_for: Callable[[str], float]  # waits until its log contains a text; seconds since its start
-
-
 @contextlib.contextmanager
-def running(server: Server, port: int, *, in_own_session: bool = True) -> Iterator[Running]:
-    """Yields once the server has settled; kills its process group afterwards. in_own_session: with autogroups, Linux
-    shares processor time fairly between sessions; within one, between threads."""
+def running(server: Server, port: int) -> Iterator[tuple[int, float]]:
+    """Yields (process id, seconds until healthy) once the server has settled; kills its process group afterwards."""
     environment = {**os.environ, **server.environment}
     with tempfile.NamedTemporaryFile(prefix=f"{server.name}-", suffix=".log") as log:
         start = time.monotonic()
-        group: dict[str, Any] = {"start_new_session": True} if in_own_session else {"process_group": 0}
-        process = subprocess.Popen(server.command(port), stdout=log, stderr=subprocess.STDOUT, env=environment, **group)
+        process = subprocess.Popen(
+            server.command(port), stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
         try:
 
             def logged() -> str:
@@ -123,12 +113,8 @@ def running(server: Server, port: int, *, in_own_session: bool = True) -> Iterat
                 return time.monotonic() - start
 
             healthy_s = wait_until(lambda: fetch(port, "/health") is not None, "healthy")
-
-            def wait_for(text: str) -> float:
-                return wait_until(lambda: text in logged(), f'so far as to log "{text}"')
-
-            wait_for(server.settled)
-            yield Running(process.pid, healthy_s, wait_for)
+            wait_until(lambda: server.settled in logged(), "settled")
+            yield process.pid, healthy_s
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -136,6 +122,26 @@ def running(server: Server, port: int, *, in_own_session: bool = True) -> Iterat
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def memory_of(root: int) -> list[dict[str, Any]]:
+    """Resident and proportional bytes of a process and all its descendants."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    family, added = {root}, True
+    while added:
+        children = {pid for pid, parent in parents.items() if parent in family} - family
+        family, added = family | children, bool(children)
+    rows = []
+    for pid in sorted(family):
+        with contextlib.suppress(OSError):
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in rollup}
+            command = Path(f"/proc/{pid}/cmdline").read_text().strip("\0").split("\0")
+            rows.append({"command": from_root(command), "rss_bytes": sizes["Rss"], "pss_bytes": sizes["Pss"]})
+    return rows
 
 
 def metrics_of(port: int) -> dict[str, float]:
@@ -149,16 +155,10 @@ def metrics_of(port: int) -> dict[str, float]:
     return samples
 
 
-def stream_load(num_streams: int, num_requests: int | None = None) -> Load:
-    """num_requests: per stream; None: enough for some seconds."""
-    num_requests = num_requests or REQUESTS_PER_STREAM.get(num_streams, 2)
-    return Load(f"{num_streams} streams", num_streams, num_requests, INPUT_TOKENS, OUTPUT_TOKENS)
-
-
 def loads_of(streams: Sequence[int], quick: bool) -> list[Load]:
     """The loads that every server gets, in this order."""
     few = 1 if quick else None
-    main = [stream_load(num_streams, few) for num_streams in streams]
+    main = [Load(f"{n} streams", n, few or REQUESTS_PER_STREAM.get(n, 2), INPUT_TOKENS, OUTPUT_TOKENS) for n in streams]
     prompt = Load("ttft 512", 1, 3 if quick else 7, 512, 4)
     decode = Load("decode", 1, few or 3, 8, 128)
     return [*main, prompt, decode]
@@ -167,7 +167,7 @@ def loads_of(streams: Sequence[int], quick: bool) -> list[Load]:
 def measure(server: Server, loads: Sequence[Load], words: Sequence[str], seed: str) -> dict[str, Any]:
     """Starts, warms, loads and stops one server."""
     port = free_port()
-    with running(server, port) as started:
+    with running(server, port) as (pid, healthy_s):
         warmth = max(load.num_streams for load in loads)
         run(port, server.dialect, Load("warm-up", warmth, 1, INPUT_TOKENS, 8), words, seed)
         run(port, server.dialect, Load("warm-up", 1, 2, 512, 8), words, seed)
@@ -191,7 +191,7 @@ def measure(server: Server, loads: Sequence[Load], words: Sequence[str], seed: s
             }
             print(f"  {load.name:>10}: {result.tokens_per_s:7.1f} tok/s", flush=True)
         gauges = metrics_of(port)
-        return {"healthy_s": started.healthy_s, "loads": measured, "memory": memory_of(started.pid), "metrics": gauges}
+        return {"healthy_s": healthy_s, "loads": measured, "memory": memory_of(pid), "metrics": gauges}
 
 
 def measure_all(measures: Mapping[str, Measure], repeat: int) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from table import figures, floors, markdown
+from table import figures, floors
 
 Record = dict[str, Any]
 CRITERION_SAMPLES = 30  # of scheduler/benches/step.rs
@@ -39,11 +39,6 @@ class Figure:
         low, high = min(self.values), max(self.values)
         spread = f"{self.text(low)} to {self.text(high)}"
         return [self.name, self.target, self.text(statistics.median(self.values)), spread, str(self.num_repeats)]
-
-
-def table_of(quoted: Iterable[Figure]) -> str:
-    header = ["figure", "target", "median", "range", "repeats"]
-    return markdown(header, [figure.row() for figure in quoted])
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -260,88 +255,6 @@ def quantized(record: Record) -> Iterator[Figure]:
         yield Figure(f"{kind}: divergence from the dense weights (nats)", "", divergence, "", 4, is_count=True)
 
 
-def start(record: Record) -> Iterator[Figure]:
-    """Of each installation; then of this one to each other, start by start."""
-    results = {
-        name: [repeat[name] for repeat in record["repeats"] if "error" not in repeat[name]]
-        for name in record["servers"]
-    }
-    programs = {"interpreter": "no import", "torch": "importing torch", "worker": "all of a worker's imports"}
-    for name, repeats in results.items():
-        yield Figure(f"{name}: start to ready", "", [one["ready_s"] for one in repeats], " s")
-        cpu = [one["ready_cpu_s"] for one in repeats]
-        yield Figure(f"{name}: processor time of all processes until ready", "", cpu, " s")
-        for program, what in programs.items():
-            for clock, of in (("wall_s", "time"), ("cpu_s", "processor time")):
-                costs = [one["programs"][program][clock] for one in repeats]
-                yield Figure(f"{name}: {of} of {what} in a new process", "", costs, " s")
-        for when in ("at ready", "with the standby group"):
-            shares = [resident_share(one, when, record["model"]["file_bytes"]) for one in repeats]
-            target = "≤ 1.2" if when == "at ready" else ""
-            yield Figure(f"{name}: memory beyond torch and the KV cache, to the file, {when}", target, shares)
-        rates = [one["tokens_per_s"]["at ready"] / one["tokens_per_s"]["later"] for one in repeats]
-        yield Figure(f"{name}: speed of a stream while the standby group loads, to later", "≥ 0.9", rates)
-    ours, *others = results
-    for name in others:
-        pairs = [
-            repeat[ours]["ready_s"] / repeat[name]["ready_s"]
-            for repeat in record["repeats"]
-            if not any("error" in repeat[each] for each in (ours, name))
-        ]
-        yield Figure(f"start to ready, to {name}", "≤ 0.5", pairs)
-
-
-def resident_share(result: Record, when: str, file_bytes: int) -> float:
-    """Bytes of all processes beyond one that has imported torch, and beyond the KV cache, relative to the file's."""
-    resident = sum(process["pss_bytes"] for process in result["memory"][when])
-    return float(resident - result["torch_pss_bytes"] - result["kv_bytes"]) / file_bytes
-
-
-def contention(record: Record) -> Iterator[Figure]:
-    num_cores = record["machine"]["num_cores"]
-    for weights, by_streams in record["repeats"][0].items():
-        for streams, cells in by_streams.items():
-            for neighbours in cells:
-                if neighbours == "0":
-                    continue
-                shares = [
-                    repeat[weights][streams][neighbours]["tokens_per_s"]
-                    / repeat[weights][streams]["0"]["tokens_per_s"]
-                    / fair_share(num_cores, int(neighbours))
-                    for repeat in record["repeats"]
-                ]
-                name = f"{weights}, {streams} streams, {neighbours} busy neighbours: throughput to the fair share"
-                yield Figure(name, "≥ 0.8", shares)
-
-
-def fair_share(num_cores: int, num_neighbours: int) -> float:
-    """Share of all cores that a server with a thread for each gets, if every busy thread gets the same time."""
-    return num_cores / (num_cores + num_neighbours)
-
-
-def ranks(record: Record) -> Iterator[Figure]:
-    for weights, by_streams in record["repeats"][0].items():
-        for streams in by_streams:
-            cells = [repeat[weights][streams] for repeat in record["repeats"]]
-            for num in ("1", "2"):
-                name = f"{weights}, {streams} streams: {num} rank(s)"
-                yield Figure(name, "", [cell[num] for cell in cells], " tokens/s", 0)
-            pairs = [cell["2"] / cell["1"] for cell in cells]
-            yield Figure(f"{weights}, {streams} streams: two ranks to one", "≥ 0.9", pairs)
-
-
-def long_context(record: Record) -> Iterator[Figure]:
-    for name, cell in record["cells"].items():
-        shares = [floor_s(cell, repeat["limits"]) / repeat["seconds"][name] for repeat in record["repeats"]]
-        yield Figure(f"{name} ({cell['attention']}): share of the machine's limit", "", shares, "", 3)
-
-
-def floor_s(cell: Record, limits: Record) -> float:
-    """The shortest possible time: reading the keys and values once, or computing all products."""
-    read_s = cell["kv_bytes"] / max(limits["read_bytes_per_s"].values())
-    return float(max(read_s, cell["flop"] / limits["product_flop_per_s"]["bf16"]))
-
-
 BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "compare": compare,
     "compare-partly": compare,
@@ -351,10 +264,6 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "run-ahead": run_ahead,
     "step-overhead": step_overhead,
     "quantized": quantized,
-    "start": start,
-    "contention": contention,
-    "ranks": ranks,
-    "long-context": long_context,
     "scheduler": scheduler,
     "router": router,
     "grammar": grammar,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from figure import BENCHMARKS, Figure, Record, table_of
+from figure import BENCHMARKS, Figure, Record
 from result import ROOT, RUNS
 from table import BASE, floors, markdown, medians
 
@@ -112,7 +112,8 @@ def all_figures(by_benchmark: dict[str, Quoted | None]) -> str:
         if quoted is None:
             parts.append("Not measured yet with three repeats of a clean revision.\n")
             continue
-        parts += [table_of(quoted.rows), quoted.source().format(up="../") + "\n"]
+        header = ["figure", "target", "median", "range", "repeats"]
+        parts += [markdown(header, [figure.row() for figure in quoted.rows]), quoted.source().format(up="../") + "\n"]
     return "\n".join(parts)
 
 

@@ -198,11 +198,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         server = scripted(penstock_server(flags), build_worker(), Path(scratch), token_ids)
         port = free_port()
-        with running(server, port) as started:
+        with running(server, port) as (pid, _):
             run(port, PENSTOCK, Load("warm-up", most, 1, PROMPT_TOKENS, 16), words, "warm-up")
             for repeat in range(options.repeats):
                 print(f"repeat {repeat + 1}", flush=True)
-                record["costs"].append(measure_cost(port, started.pid, words, options.streams, str(repeat)))
+                record["costs"].append(measure_cost(port, pid, words, options.streams, str(repeat)))
             record["delay"] = measure_delay(port, words, options.repeats)
     keep(record, "router", report(record), options.out)
 

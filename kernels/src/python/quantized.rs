@@ -3,6 +3,7 @@
 use super::linear::{MAX_ELEMENTS, PackedLinear};
 use super::require;
 use super::view::View;
+use crate::cpu::Amx;
 use crate::element::Element;
 use crate::linear::{self, Format, InputBits, Linear, Number, QuantizedRows, Segment};
 use crate::memory::Arena;
@@ -25,6 +26,7 @@ impl QuantizedPacking {
     pub(super) fn new(
         pool: Pool,
         arena: &Arena,
+        amx: Option<Amx>,
         segments: &[SegmentParts],
         in_features: usize,
         bias: Option<&View<'_, Element, 1>>,
@@ -65,7 +67,7 @@ impl QuantizedPacking {
             None => std::ptr::null(),
         };
         // SAFETY: the bias is null or has `out_features` elements.
-        let packed = unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated, input_bits) };
+        let packed = unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated, input_bits, amx) };
         let packed = packed.map_err(|error| match error.kind() {
             std::io::ErrorKind::InvalidInput => PyValueError::new_err(error.to_string()),
             _ => PyOSError::new_err(format!("no memory for a packed weight: {error}")),
