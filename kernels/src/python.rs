@@ -79,7 +79,7 @@ impl Kernels {
         Packing::new(self.pool, &self.arena, self.amx, [out_features, in_features], bias.as_ref(), gated)
     }
 
-    /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales) for each segment of its
+    /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales, table) for each segment of its
     /// rows; `input_bits`: 8 or 16. The bias [all rows] is copied. w = scale · (code - offset), or scale · code + min.
     #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
     fn quantized(

@@ -244,6 +244,9 @@ fn words_are_stored_between_others() {
     // SAFETY: there are 16 places from the second on, with another word between each two.
     unsafe { words(std::array::from_fn(|lane| 100 + lane as u16)).store_apart(places.as_mut_ptr().add(1)) };
     assert_eq!(places, std::array::from_fn(|place| if place % 2 == 0 { 7 } else { 100 + place as u16 / 2 }));
+}
+
+#[test]
 fn bytes_are_widened_narrowed_and_chosen() {
     let bytes: [i8; LANES] = std::array::from_fn(|lane| (lane as i8).wrapping_mul(37));
     // SAFETY: the arrays have 16 bytes.

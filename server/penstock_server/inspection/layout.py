@@ -76,6 +76,8 @@ def lay_out(files: ModelFiles, folder: Path, num_ranks: int, dtype_name: str, me
         memory = MemoryMeter(device).measure()
         ops = choose_ops(device, dtype)
         is_kept = found is not None and ops.keeps_quantized
+        if found is not None and not ops.keeps_tables:
+            found = found.without_tables()
         kept = (found, locator) if found is not None and is_kept else None
         ranks = [_share(spec, RankGroup(rank, num_ranks), dtype, device, ops, kept) for rank in range(num_ranks)]
     except ConfigError as error:
