@@ -55,7 +55,9 @@ impl QuantizedPacking {
             require((0..256).contains(&offset), || format!("the offset is {offset}, must be a code"))?;
             require((1..=MAX_ELEMENTS).contains(&num_rows), || format!("a segment has {num_rows} rows"))?;
             require(table.is_none() || (bits == 4 && offset == 0 && !has_mins), || {
-                format!("a table goes with codes of 4 bits and without an offset or mins, not with {bits} bits, {offset}")
+                format!(
+                    "a table goes with codes of 4 bits and without an offset or mins, not with {bits} bits, {offset}"
+                )
             })?;
             out_features += num_rows;
             // Tables have unsigned bytes in the kernels.
@@ -74,7 +76,8 @@ impl QuantizedPacking {
             None => std::ptr::null(),
         };
         // SAFETY: the bias is null or has `out_features` elements.
-        let packed = unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated, input_bits, amx) };
+        let packed =
+            unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated, input_bits, amx) };
         let packed = packed.map_err(|error| match error.kind() {
             std::io::ErrorKind::InvalidInput => PyValueError::new_err(error.to_string()),
             _ => PyOSError::new_err(format!("no memory for a packed weight: {error}")),
