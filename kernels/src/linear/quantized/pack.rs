@@ -338,6 +338,7 @@ impl QuantizedLinear {
 
 impl Panel {
     /// What a product is taken off for every code; 0 with mins, which contain it.
+    #[cfg(target_feature = "avx512bf16")]
     pub(super) fn offset(&self) -> i32 {
         if self.format.has_mins { 0 } else { self.format.offset }
     }
@@ -348,6 +349,7 @@ impl Panel {
     }
 
     /// Bits of a code, or of the bytes that it stands for.
+    #[cfg(target_feature = "avx512bf16")]
     pub(super) fn byte_bits(&self) -> usize {
         if self.format.table.is_some() { 8 } else { self.format.bits }
     }

@@ -165,7 +165,7 @@ def _mxfp4(blocks: Tensor) -> Parts:
 
 def half_powers(exponents: Tensor) -> Tensor:
     """Numbers of e8m0 (uint8) / 2, in float32. The one of 255, which is NaN, is infinite."""
-    powers = torch.ldexp(torch.ones(()), exponents.int() - 128)
+    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128)
     return powers.masked_fill(exponents == 255, torch.inf)
 
 
