@@ -14,10 +14,6 @@ mod collective;
 mod cpu;
 #[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod element;
-#[cfg_attr(
-    not(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32")))),
-    allow(unused, reason = "quantized layers are compiled for bf16 with AVX-512 BF16 only")
-)]
 mod linear;
 mod memory;
 mod norm;

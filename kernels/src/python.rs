@@ -7,7 +7,6 @@ mod collective;
 mod dlpack;
 mod linear;
 mod norm;
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod quantized;
 mod stack;
 mod view;
@@ -27,7 +26,6 @@ use linear::{PackedLinear, Packing};
 use norm::PackedNorm;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 use quantized::{QuantizedPacking, SegmentParts};
 use stack::{Program, Stack};
 use std::ffi::CString;
@@ -79,9 +77,8 @@ impl Kernels {
         Packing::new(self.pool, &self.arena, self.amx, [out_features, in_features], bias.as_ref(), gated)
     }
 
-    /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales) for each segment of its
+    /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales, table) for each segment of its
     /// rows; `input_bits`: 8 or 16. The bias [all rows] is copied. w = scale · (code - offset), or scale · code + min.
-    #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
     fn quantized(
         &self,
         segments: Vec<SegmentParts>,
@@ -90,7 +87,16 @@ impl Kernels {
         gated: bool,
         input_bits: usize,
     ) -> PyResult<QuantizedPacking> {
-        QuantizedPacking::new(self.pool, &self.arena, &segments, in_features, bias.as_ref(), gated, input_bits)
+        QuantizedPacking::new(
+            self.pool,
+            &self.arena,
+            self.amx,
+            &segments,
+            in_features,
+            bias.as_ref(),
+            gated,
+            input_bits,
+        )
     }
 
     /// The norm of the last dimension, of `kind` "rms", "wide rms" or "layer". weight [1, dim], or [heads, dim] for a weight per head;

@@ -17,13 +17,14 @@ from penstock_server.inspection.reference import find_model
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
-from penstock_server.weights.quantization.mxfp4 import VALUES
+from penstock_server.weights.gguf.block import MXFP4
 from rank_threads import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_models import prompts
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 EXPERTS = "model.layers.0.mlp.experts"
+VALUES = [number / 2 for number in MXFP4]
 
 
 def make_model(num_experts: int) -> transformers.PreTrainedModel:
@@ -85,7 +86,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_the_values_are_those_of_transformers() -> None:
-    assert list(VALUES) == FP4_VALUES
+    assert VALUES == FP4_VALUES
 
 
 def test_a_published_checkpoint_is_the_model_of_transformers(saved: tuple[Path, torch.Tensor]) -> None:

@@ -42,8 +42,11 @@ def test_blocks_are_taken_apart_without_loss(type_: GGMLQuantizationType) -> Non
     rows = unpack(torch.from_numpy(raw), type_)
     assert int(rows.codes.max()) < 1 << format_.bits
     assert torch.equal(rows.dequantized(format_), torch.from_numpy(dequantize(raw, type_)))
-    exact_in = {"float16": torch.float16, "int8": torch.int8, "float32": torch.float32}[format_.number]
-    assert all(torch.equal(numbers.to(exact_in).float(), numbers) for numbers in rows.numbers)
+    if format_.number == "e8m0":
+        assert torch.equal(rows.scales.log2().round().exp2(), rows.scales)
+    else:
+        exact_in = {"float16": torch.float16, "int8": torch.int8, "float32": torch.float32}[format_.number]
+        assert all(torch.equal(numbers.to(exact_in).float(), numbers) for numbers in rows.numbers)
     assert all(torch.equal(factors.half().float(), factors) for factors in rows.factors)
 
 
@@ -122,13 +125,15 @@ def test_a_gated_layer_is_that_of_the_dense_weights() -> None:
 @pytest.mark.native
 def test_what_does_not_fit_is_refused() -> None:
     kernels = native_ops()._kernels
-    good = (4, 4, 32, 8, False, "float16")
+    good = (4, 4, 32, 8, False, "float16", None)
     for bad, message in (
-        ((4, 7, 32, 8, False, "float16"), "a code has 7 bits, must have 2 to 6 or 8"),
-        ((4, 4, 24, 8, False, "float16"), "a group has 24 features, must have 16 or a multiple of 32"),
-        ((4, 4, 32, 256, False, "float16"), "the offset is 256, must be a code"),
-        ((0, 4, 32, 8, False, "float16"), "a segment has 0 rows"),
-        ((4, 4, 32, 8, False, "int4"), "scales cannot be stored as int4"),
+        ((4, 7, 32, 8, False, "float16", None), "a code has 7 bits, must have 2 to 6 or 8"),
+        ((4, 4, 24, 8, False, "float16", None), "a group has 24 features, must have 16 or a multiple of 32"),
+        ((4, 4, 32, 256, False, "float16", None), "the offset is 256, must be a code"),
+        ((0, 4, 32, 8, False, "float16", None), "a segment has 0 rows"),
+        ((4, 4, 32, 8, False, "int4", None), "scales cannot be stored as int4"),
+        ((4, 4, 32, 8, False, "float16", [0] * 16), "a table goes with codes of 4 bits and without an offset or mins"),
+        ((4, 5, 32, 0, False, "float16", [0] * 16), "a table goes with codes of 4 bits and without an offset or mins"),
     ):
         with pytest.raises(ValueError, match=message):
             kernels.quantized([bad], 64, None, False, 16)

@@ -18,7 +18,8 @@ from penstock_server.attention import choose_attention, flash, preferred_block_t
 from penstock_server.attention.interface import AttentionShape
 from penstock_server.check import check
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import choose_ops, native_ops, triton_device
+from penstock_server.kernels import choose_ops, triton_device
+from penstock_server.kernels.native_build import find_build
 from tested_device import DEVICE, triton_skip_reason
 from torch import Tensor
 
@@ -150,7 +151,7 @@ def test_a_gpu_gets_its_operators_and_a_cpu_says_that_it_always_is(
     with caplog.at_level(logging.INFO):
         assert isinstance(choose_ops(CUDA, torch.bfloat16, deterministic=True), InvariantOps)
         assert not isinstance(choose_ops(CUDA, torch.bfloat16), InvariantOps)
-        if native_ops.available():
+        if find_build(CPU, torch.bfloat16) is not None:
             choose_ops(CPU, torch.bfloat16, deterministic=True)
             assert "deterministic: always so with the native operators on a CPU" in caplog.text
     assert "one order of sums for any batch" in caplog.text
@@ -161,7 +162,7 @@ def test_check_says_whether_the_flag_can_be_used(embedded_folder: Path) -> None:
     assert not check(folder, None, 1, "float32", 0.9).files.problems
     (problem,) = check(folder, None, 1, "float32", 0.9, deterministic=True).files.problems
     assert "--deterministic needs the native operators" in problem
-    if native_ops.available():
+    if find_build(CPU, torch.bfloat16) is not None:
         files = check(folder, None, 1, "bfloat16", 0.9, deterministic=True).files
         assert not files.problems
         assert any("same bits in every batch" in note for note in files.notes)

@@ -6,6 +6,7 @@
 
 use super::epilogue::{self, Outcome, Sums};
 use super::pack::PADDING;
+use super::registers::{REGISTER_BYTES, REGISTER_ROWS, Registers};
 use super::tile::{PANEL, Panel, VECTORS};
 use crate::cpu::Amx;
 use crate::element::Element;
@@ -14,8 +15,6 @@ use std::arch::asm;
 
 /// Input features per step of the chain: a row of a tile register.
 const STEP: usize = PADDING;
-/// Rows of a tile register.
-const REGISTER_ROWS: usize = 16;
 /// Rows per tile: two registers of input with each register of weights.
 pub(super) const TILE_ROWS: usize = 2 * REGISTER_ROWS;
 /// Bytes of a pair of a panel, and of a row of sums.
@@ -26,16 +25,6 @@ const ROW_BYTES: usize = PANEL * 4;
 pub(super) struct Shape {
     pub(super) stride: usize,
     pub(super) in_features: usize,
-}
-
-/// The operand of `ldtilecfg`.
-#[repr(C, align(64))]
-struct Configuration {
-    palette: u8,
-    start_row: u8,
-    reserved: [u8; 14],
-    row_bytes: [u16; 16],
-    rows: [u8; 16],
 }
 
 /// The sums of a tile with one panel.
@@ -56,9 +45,9 @@ struct Segment {
     num_steps: usize,
 }
 
-/// The tile registers of this thread, configured for tiles of one height and released when dropped, and their results. The thread
-/// may be torch's, so the registers are configured before every use and hold nothing afterwards.
+/// The tile registers, configured for tiles of one height, and their results.
 pub(super) struct Tiles {
+    _registers: Registers,
     num_rows: usize,
     sums: [Block; 2],
     tail: Tail,
@@ -66,23 +55,16 @@ pub(super) struct Tiles {
 
 impl Tiles {
     /// Configures the registers for tiles of `num_rows` (1 to `TILE_ROWS`) rows.
-    pub(super) fn configure(_: Amx, num_rows: usize) -> Tiles {
+    pub(super) fn configure(amx: Amx, num_rows: usize) -> Tiles {
         debug_assert!((1..=TILE_ROWS).contains(&num_rows));
-        let sums = [Block([[0.0; PANEL]; TILE_ROWS]); 2];
-        let tiles = Tiles { num_rows, sums, tail: Tail([[Element::default(); STEP]; TILE_ROWS]) };
-        let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
-        row_bytes[..8].fill(STEP as u16 * 2);
-        rows[..7].fill(tiles.register_rows() as u8);
-        rows[7] = REGISTER_ROWS as u8;
-        let configuration = Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows };
-        // SAFETY: `Amx` proves that the instruction is permitted; the configuration is valid for palette 1.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, preserves_flags)) };
-        tiles
-    }
-
-    /// Rows per register of input and sums. The two registers of a tile with an odd number of rows have a row in common.
-    fn register_rows(&self) -> usize {
-        self.num_rows.div_ceil(self.num_rows.div_ceil(REGISTER_ROWS))
+        let mut shapes = [(register_rows(num_rows), REGISTER_BYTES); 8];
+        shapes[7].0 = REGISTER_ROWS;
+        Tiles {
+            _registers: Registers::configure(amx, shapes),
+            num_rows,
+            sums: [Block([[0.0; PANEL]; TILE_ROWS]); 2],
+            tail: Tail([[Element::default(); STEP]; TILE_ROWS]),
+        }
     }
 
     /// Computes a tile, and stores its rows from `skip` on, of which `outcome` is the first.
@@ -136,7 +118,7 @@ impl Tiles {
     /// # Safety
     /// As for `apply`.
     unsafe fn multiply(&mut self, place: usize, input: *const Element, shape: Shape, panel: Panel) {
-        let lower_row = self.num_rows - self.register_rows();
+        let lower_row = self.num_rows - register_rows(self.num_rows);
         let segment = |address: *const Element, stride: usize, num_steps: usize| Segment {
             upper: address,
             lower: address.wrapping_add(lower_row * stride),
@@ -165,11 +147,9 @@ impl Tiles {
     }
 }
 
-impl Drop for Tiles {
-    fn drop(&mut self) {
-        // SAFETY: `configure` was permitted to use the registers.
-        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
-    }
+/// Rows per register of input and sums, of a tile of `num_rows`. The two registers of an odd number of rows have a row in common.
+fn register_rows(num_rows: usize) -> usize {
+    num_rows.div_ceil(num_rows.div_ceil(REGISTER_ROWS))
 }
 
 /// The loop of a chain over all steps of all segments: `zero` the sums, `multiply` a step, `store` the sums. Prefetches some lines after

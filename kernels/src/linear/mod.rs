@@ -8,12 +8,12 @@
 mod amx;
 mod epilogue;
 mod pack;
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod quantized;
+#[cfg(target_feature = "avx512bf16")]
+mod registers;
 mod tile;
 
 pub(crate) use pack::{PackedLinear, Weight};
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 pub(crate) use quantized::{Format, InputBits, Number, QuantizedLinear, QuantizedRows, SUPER_GROUP, Segment};
 pub(crate) use tile::PANEL;
 
@@ -56,7 +56,6 @@ impl Output {
 /// A layer's weight, packed.
 pub(crate) enum Linear {
     Dense(PackedLinear),
-    #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
     Quantized(QuantizedLinear),
 }
 
@@ -70,7 +69,6 @@ impl Linear {
         unsafe {
             match self {
                 Linear::Dense(linear) => linear.apply(executor, rows, output),
-                #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
                 Linear::Quantized(linear) => linear.apply(executor, rows, output, scratch),
             }
         }
@@ -80,7 +78,6 @@ impl Linear {
     pub(crate) fn scratch_bytes(&self, num_rows: usize) -> usize {
         match self {
             Linear::Dense(_) => 0,
-            #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
             Linear::Quantized(linear) => linear.scratch_bytes(num_rows),
         }
     }
@@ -100,7 +97,6 @@ impl Linear {
         unsafe {
             match self {
                 Linear::Dense(linear) => linear.copy_rows(executor, rows, num_rows, output),
-                #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
                 Linear::Quantized(linear) => linear.copy_rows(executor, rows, num_rows, output),
             }
         }
@@ -109,7 +105,6 @@ impl Linear {
     pub(crate) fn out_features(&self) -> usize {
         match self {
             Linear::Dense(linear) => linear.out_features(),
-            #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
             Linear::Quantized(linear) => linear.out_features(),
         }
     }
@@ -117,7 +112,6 @@ impl Linear {
     pub(crate) fn in_features(&self) -> usize {
         match self {
             Linear::Dense(linear) => linear.in_features(),
-            #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
             Linear::Quantized(linear) => linear.in_features(),
         }
     }
@@ -125,7 +119,6 @@ impl Linear {
     pub(crate) fn is_gated(&self) -> bool {
         match self {
             Linear::Dense(linear) => linear.is_gated(),
-            #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
             Linear::Quantized(linear) => linear.is_gated(),
         }
     }
@@ -134,11 +127,6 @@ impl Linear {
     pub(crate) fn output_columns(&self) -> usize {
         if self.is_gated() { self.out_features() / 2 } else { self.out_features() }
     }
-}
-
-/// Calls `work` for units of columns and ranges of rows that cover all, in parts.
-fn for_units(executor: &impl Executor, num_units: usize, num_rows: usize, work: impl Fn(usize, Range<usize>) + Sync) {
-    for_parts(executor, num_units, num_rows, |units, range| units.for_each(|unit| work(unit, range.clone())));
 }
 
 /// Calls `work` for ranges of units of columns and of rows that cover all.

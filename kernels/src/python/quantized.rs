@@ -3,6 +3,7 @@
 use super::linear::{MAX_ELEMENTS, PackedLinear};
 use super::require;
 use super::view::View;
+use crate::cpu::Amx;
 use crate::element::Element;
 use crate::linear::{self, Format, InputBits, Linear, Number, QuantizedRows, Segment};
 use crate::memory::Arena;
@@ -18,13 +19,14 @@ pub(super) struct QuantizedPacking {
     num_filled: usize,
 }
 
-/// (rows, bits, group, offset, whether there are mins, dtype of scales and mins)
-pub(super) type SegmentParts = (usize, usize, usize, i32, bool, String);
+/// (rows, bits, group, offset, whether there are mins, dtype of scales and mins, what codes of 4 bits stand for or None)
+pub(super) type SegmentParts = (usize, usize, usize, i32, bool, String, Option<[i8; 16]>);
 
 impl QuantizedPacking {
     pub(super) fn new(
         pool: Pool,
         arena: &Arena,
+        amx: Option<Amx>,
         segments: &[SegmentParts],
         in_features: usize,
         bias: Option<&View<'_, Element, 1>>,
@@ -38,11 +40,12 @@ impl QuantizedPacking {
         };
         let mut checked = Vec::with_capacity(segments.len());
         let mut out_features = 0;
-        for &(num_rows, bits, group, offset, has_mins, ref number) in segments {
+        for &(num_rows, bits, group, offset, has_mins, ref number, table) in segments {
             let number = match number.as_str() {
                 "float16" => Number::F16,
                 "float32" => Number::F32,
                 "int8" => Number::I8,
+                "e8m0" => Number::Power,
                 other => return Err(PyValueError::new_err(format!("scales cannot be stored as {other}"))),
             };
             require(matches!(bits, 2..=6 | 8), || format!("a code has {bits} bits, must have 2 to 6 or 8"))?;
@@ -51,8 +54,16 @@ impl QuantizedPacking {
             })?;
             require((0..256).contains(&offset), || format!("the offset is {offset}, must be a code"))?;
             require((1..=MAX_ELEMENTS).contains(&num_rows), || format!("a segment has {num_rows} rows"))?;
+            require(table.is_none() || (bits == 4 && offset == 0 && !has_mins), || {
+                format!(
+                    "a table goes with codes of 4 bits and without an offset or mins, not with {bits} bits, {offset}"
+                )
+            })?;
             out_features += num_rows;
-            let format = Format { bits, group, offset, has_mins, number };
+            // Tables have unsigned bytes in the kernels.
+            let offset = if table.is_some() { 128 } else { offset };
+            let table = table.map(|table| table.map(|number| number.cast_unsigned() ^ 128));
+            let format = Format { bits, group, offset, table, has_mins, number };
             checked.push(Segment { num_rows, format });
         }
         let elements = out_features.checked_mul(in_features).filter(|elements| (1..=MAX_ELEMENTS).contains(elements));
@@ -65,7 +76,8 @@ impl QuantizedPacking {
             None => std::ptr::null(),
         };
         // SAFETY: the bias is null or has `out_features` elements.
-        let packed = unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated, input_bits) };
+        let packed =
+            unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated, input_bits, amx) };
         let packed = packed.map_err(|error| match error.kind() {
             std::io::ErrorKind::InvalidInput => PyValueError::new_err(error.to_string()),
             _ => PyOSError::new_err(format!("no memory for a packed weight: {error}")),

@@ -391,6 +391,64 @@ impl I32 {
         }
     }
 
+    /// The greatest lane.
+    #[inline(always)]
+    pub(crate) fn reduce_max(self) -> i32 {
+        self.to_array().into_iter().fold(i32::MIN, i32::max)
+    }
+
+    #[inline(always)]
+    pub(crate) fn reduce_sum(self) -> i32 {
+        self.to_array().into_iter().sum()
+    }
+
+    /// 16 signed bytes, widened.
+    ///
+    /// # Safety
+    /// They must be readable.
+    #[inline(always)]
+    pub(crate) unsafe fn load_bytes(address: *const i8) -> I32 {
+        // SAFETY: guaranteed by the caller.
+        I32(unsafe { [0, HALF].map(|half| _mm256_cvtepi8_epi32(_mm_loadl_epi64(address.add(half).cast()))) })
+    }
+
+    /// Stores the lowest byte of each lane.
+    ///
+    /// # Safety
+    /// 16 bytes must be writable.
+    #[inline(always)]
+    pub(crate) unsafe fn store_bytes(self, address: *mut u8) {
+        let U16(words) = (self & I32::splat(0xff)).narrow();
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            let bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
+            _mm_storeu_si128(address.cast(), bytes);
+        }
+    }
+
+    /// 64 bytes: 0xff where a bit is set, the lowest bit first, else 0.
+    #[inline(always)]
+    pub(crate) fn bytes_where(bits: u64) -> I32 {
+        intrinsics! {
+            // Each of the four bytes of 32 bits eight times, of which each selects its bit.
+            let order = _mm256_setr_epi64x(0, 0x0101_0101_0101_0101, 0x0202_0202_0202_0202, 0x0303_0303_0303_0303);
+            let own = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
+            I32([bits as i32, (bits >> 32) as i32].map(|bits| {
+                let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), order);
+                _mm256_cmpeq_epi8(_mm256_and_si256(bytes, own), own)
+            }))
+        }
+    }
+
+    /// For each byte, which is below 16, a byte of the table.
+    #[inline(always)]
+    pub(crate) fn look_up(self, table: &[u8; 16]) -> I32 {
+        intrinsics! {
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            I32(self.0.map(|bytes| _mm256_shuffle_epi8(table, bytes)))
+        }
+    }
+
     /// self + the sum of the products of 4 unsigned bytes of `codes` with 4 signed bytes of `inputs`, per lane; exact.
     #[inline(always)]
     pub(crate) fn dot_bytes(self, codes: I32, inputs: I32) -> I32 {

@@ -356,6 +356,55 @@ impl I32 {
         }
     }
 
+    /// The greatest lane.
+    #[inline(always)]
+    pub(crate) fn reduce_max(self) -> i32 {
+        intrinsics! { _mm512_reduce_max_epi32(self.0) }
+    }
+
+    #[inline(always)]
+    pub(crate) fn reduce_sum(self) -> i32 {
+        intrinsics! { _mm512_reduce_add_epi32(self.0) }
+    }
+
+    /// 16 signed bytes, widened.
+    ///
+    /// # Safety
+    /// They must be readable.
+    #[inline(always)]
+    pub(crate) unsafe fn load_bytes(address: *const i8) -> I32 {
+        // SAFETY: guaranteed by the caller.
+        I32(unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(address.cast())) })
+    }
+
+    /// Stores the lowest byte of each lane.
+    ///
+    /// # Safety
+    /// 16 bytes must be writable.
+    #[inline(always)]
+    pub(crate) unsafe fn store_bytes(self, address: *mut u8) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { _mm_storeu_si128(address.cast(), _mm512_cvtepi32_epi8(self.0)) };
+    }
+
+    /// 64 bytes: 0xff where a bit is set, the lowest bit first, else 0.
+    #[inline(always)]
+    pub(crate) fn bytes_where(bits: u64) -> I32 {
+        intrinsics! { I32(_mm512_movm_epi8(bits)) }
+    }
+
+    /// For each byte, which is below 16, a byte of the table.
+    #[inline(always)]
+    pub(crate) fn look_up(self, table: &[u8; 16]) -> I32 {
+        intrinsics! { I32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), self.0)) }
+    }
+
+    /// Each byte less `other`, without its overflow.
+    #[inline(always)]
+    pub(crate) fn subtract_bytes(self, other: i8) -> I32 {
+        intrinsics! { I32(_mm512_sub_epi8(self.0, _mm512_set1_epi8(other))) }
+    }
+
     /// self + the sum of the products of 4 unsigned bytes of `codes` with 4 signed bytes of `inputs`, per lane; exact.
     #[inline(always)]
     #[cfg(target_feature = "avx512vnni")]

@@ -15,15 +15,11 @@ mod isa;
 #[path = "portable.rs"]
 mod isa;
 mod math;
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
-mod raw;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use isa::{F32, I32, Mask, SUMS, U16};
 pub(crate) use math::{from_bf16, from_f16, to_bf16, to_f16};
-#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
-pub(crate) use raw::*;
 
 /// Lanes of a vector on every instruction set, so that packed layouts are the same everywhere.
 pub(crate) const LANES: usize = 16;

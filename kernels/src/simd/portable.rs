@@ -307,6 +307,51 @@ impl I32 {
         F32(self.map(|x| x as f32))
     }
 
+    /// The greatest lane.
+    #[inline(always)]
+    pub(crate) fn reduce_max(self) -> i32 {
+        self.0.into_iter().fold(i32::MIN, i32::max)
+    }
+
+    #[inline(always)]
+    pub(crate) fn reduce_sum(self) -> i32 {
+        self.0.into_iter().sum()
+    }
+
+    /// 16 signed bytes, widened.
+    ///
+    /// # Safety
+    /// They must be readable.
+    #[inline(always)]
+    pub(crate) unsafe fn load_bytes(address: *const i8) -> I32 {
+        // SAFETY: guaranteed by the caller.
+        I32(unsafe { address.cast::<[i8; LANES]>().read() }.map(i32::from))
+    }
+
+    /// Stores the lowest byte of each lane.
+    ///
+    /// # Safety
+    /// 16 bytes must be writable.
+    #[inline(always)]
+    pub(crate) unsafe fn store_bytes(self, address: *mut u8) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { address.cast::<[u8; LANES]>().write(self.map(|lane| lane as u8)) };
+    }
+
+    /// 64 bytes: 0xff where a bit is set, the lowest bit first, else 0.
+    #[inline(always)]
+    pub(crate) fn bytes_where(bits: u64) -> I32 {
+        // Four bits of a lane, each moved to the lowest bit of its byte.
+        let spread = |four: u32| (four & 1 | (four & 2) << 7 | (four & 4) << 14 | (four & 8) << 21) * 0xff;
+        I32(from_fn(|lane| spread((bits >> (4 * lane)) as u32 & 15) as i32))
+    }
+
+    /// For each byte, which is below 16, a byte of the table.
+    #[inline(always)]
+    pub(crate) fn look_up(self, table: &[u8; 16]) -> I32 {
+        I32(self.map(|lane| i32::from_le_bytes(lane.to_le_bytes().map(|byte| table[usize::from(byte & 15)]))))
+    }
+
     /// self + the sum of the products of 4 unsigned bytes of `codes` with 4 signed bytes of `inputs`, per lane; exact.
     #[inline(always)]
     pub(crate) fn dot_bytes(self, codes: I32, inputs: I32) -> I32 {

@@ -245,3 +245,25 @@ fn words_are_stored_between_others() {
     unsafe { words(std::array::from_fn(|lane| 100 + lane as u16)).store_apart(places.as_mut_ptr().add(1)) };
     assert_eq!(places, std::array::from_fn(|place| if place % 2 == 0 { 7 } else { 100 + place as u16 / 2 }));
 }
+
+#[test]
+fn bytes_are_widened_narrowed_and_chosen() {
+    let bytes: [i8; LANES] = std::array::from_fn(|lane| (lane as i8).wrapping_mul(37));
+    // SAFETY: the arrays have 16 bytes.
+    let wide = unsafe { I32::load_bytes(bytes.as_ptr()) };
+    assert_eq!(wide.to_array(), bytes.map(i32::from));
+    assert_eq!(wide.reduce_max(), wide.to_array().into_iter().max().unwrap());
+    assert_eq!(wide.reduce_sum(), wide.to_array().into_iter().sum::<i32>());
+    let mut narrow = [0; LANES];
+    // SAFETY: as above.
+    unsafe { (wide + I32::splat(0x700)).store_bytes(narrow.as_mut_ptr()) };
+    assert_eq!(narrow, bytes.map(|byte| byte as u8));
+    let all = |vector: I32| vector.to_array().map(i32::to_le_bytes).concat();
+    let bits = 0x8001_f00f_1234_5679_u64;
+    let expected: Vec<u8> = (0..64).map(|bit| if bits >> bit & 1 == 1 { 0xff } else { 0 }).collect();
+    assert_eq!(all(I32::bytes_where(bits)), expected);
+    let table = std::array::from_fn(|index| 250 - 3 * index as u8);
+    let codes = I32::lane_numbers() * I32::splat(0x0101_0101);
+    let expected: Vec<u8> = (0..64).map(|byte| table[byte / 4]).collect();
+    assert_eq!(all(codes.look_up(&table)), expected);
+}

@@ -87,6 +87,8 @@ def lay_out(
             files.notes.append(f"a token has the same bits in every batch on this {device.type} (--deterministic)")
         exact = device.type == "cpu" or deterministic
         is_kept = found is not None and ops.keeps_quantized
+        if found is not None and not ops.keeps_tables:
+            found = found.without_tables()
         kept = (found, locator) if found is not None and is_kept else None
         ranks = [_share(spec, RankGroup(rank, num_ranks), exact, dtype, ops, kept) for rank in range(num_ranks)]
     except ConfigError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,11 @@ class Quantized:
             kept = sum(QuantizedMatrix(shape, format_, lambda: iter(())).num_bytes for format_ in formats)
             saved += math.prod(parameter.local_shape) * parameter.dtype_in(dtype).itemsize - kept
         return saved
+
+    def without_tables(self) -> Quantized:
+        """As operators see it that keep no formats with tables."""
+        kept = {name: None if form is None or form.table else form for name, form in self.formats.items()}
+        return replace(self, formats=kept)
 
     def describe(self, is_kept: bool) -> str:
         """For people: method, bits, and what happens to the weights."""

@@ -62,7 +62,7 @@ class NativeLinear:
         formats = [matrix.format for matrix in matrices]
         rows, in_features = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         segments = [
-            (matrix.shape[0], one.bits, one.group, one.offset, one.has_mins, one.number)
+            (matrix.shape[0], one.bits, one.group, one.offset, one.has_mins, one.number, one.table)
             for matrix, one in zip(matrices, formats, strict=True)
         ]
         contiguous = None if bias is None else bias.contiguous()
@@ -142,13 +142,14 @@ class NativeOps:
 
     name = "native"
     groups_experts = False
+    keeps_quantized = True
+    keeps_tables = True
 
     def __init__(self, build: NativeBuild, num_threads: int | None = None, activation_bits: int = 16) -> None:
         """activation_bits: of the inputs of quantized weights, 8 or 16."""
         from penstock_server.kernels.torch_ops import TorchOps
 
         self.build = build
-        self.keeps_quantized = hasattr(build.module.Kernels, "quantized")
         self._num_threads = num_threads
         self._kernels = build.kernels(num_threads)
         self._activation_bits = activation_bits

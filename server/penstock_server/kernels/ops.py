@@ -104,6 +104,7 @@ class Ops(Protocol):
     name: str
     groups_experts: bool  # whether the layers of experts are computed together, by `triton_grouped`
     keeps_quantized: bool  # whether there are kernels for quantized weights; otherwise they are dequantized at load
+    keeps_tables: bool  # also for those whose codes stand for numbers of a table
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [out_features, in_features], bias [out_features] or None."""

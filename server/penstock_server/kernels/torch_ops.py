@@ -87,6 +87,7 @@ class TorchOps:
     name = "torch"
     groups_experts = False
     keeps_quantized = False
+    keeps_tables = False
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         weight = whole(weight)

@@ -43,6 +43,7 @@ class TritonOps(TorchOps):
     name = "triton"
     groups_experts = True
     keeps_quantized = True
+    keeps_tables = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """device: of packed weights; dtype: the model's."""

@@ -98,12 +98,15 @@ class OrderedLinear:
         return self.linear(x.index_select(1, self.order), step)
 
 
+@dataclass(frozen=True, slots=True)
 class Stored(Dense):
     """Weights as the checkpoint stores them: quantized where it can hand them out so, else dense. Implements
     `LinearScheme`."""
 
+    with_tables: bool  # whether formats with tables stay quantized
+
     def load(self, loader: Loader, *names: str) -> LinearWeights:
-        found = loader.quantized(*(f"{name}.weight" for name in names))
+        found = loader.quantized(*(f"{name}.weight" for name in names), with_tables=self.with_tables)
         if found is None:
             return load_dense(loader, *names)
         bias = loader.read_if_there(*(f"{name}.bias" for name in names))
@@ -111,7 +114,7 @@ class Stored(Dense):
         return QuantizedWeights(found[0], bias, dtype, loader.device)
 
     def load_each(self, loader: Loader, names: Sequence[str], arrange: Arrange) -> Iterator[LinearWeights]:
-        found = loader.quantized(*(f"{name}.weight" for name in names))
+        found = loader.quantized(*(f"{name}.weight" for name in names), with_tables=self.with_tables)
         if found is None:
             yield from load_each_dense(loader, names, arrange)
             return
@@ -156,6 +159,7 @@ def eight_bits_in_layers(name: str) -> LinearScheme:
     return Dense() if name in ("embedding", "head") else EightBits()
 
 
-def stored_everywhere(_name: str) -> LinearScheme:
-    """The `SchemeOf` of every checkpoint."""
-    return Stored()
+def stored_everywhere(ops: Ops) -> SchemeOf:
+    """The `SchemeOf` of every checkpoint, for operators that keep quantized weights."""
+    scheme = Stored(ops.keeps_tables)
+    return lambda _name: scheme

@@ -56,7 +56,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)
     scheme_of: SchemeOf = dense_everywhere
     if ops.keeps_quantized and not options.dequantize:
-        scheme_of = eight_bits_in_layers if quantizes else stored_everywhere
+        scheme_of = eight_bits_in_layers if quantizes else stored_everywhere(ops)
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
     layout = WeightLayout(shard, scheme_of, ops.groups_experts)
     checkpoint, locator = open_checkpoint(options.folder)

@@ -109,15 +109,15 @@ class Loader:
             self.loaded_bytes += piece.nbytes
             yield piece
 
-    def quantized(self, *names: str) -> list[tuple[QuantizedMatrix, ...]] | None:
+    def quantized(self, *names: str, with_tables: bool) -> list[tuple[QuantizedMatrix, ...]] | None:
         """This rank's part of these parameters as the checkpoint stores them, to be read once: a matrix of each
         parameter, or one for each index of their leading dimension. None unless all are quantized and can be handed
-        out so."""
+        out so. with_tables: whether formats with tables are wanted."""
         found = []
         for name in names:
             parameter = self.parameters[name]
             matrices = self.locations[name].quantized(self.checkpoint, parameter.shape, parameter.part)
-            if matrices is None:
+            if matrices is None or (not with_tables and any(matrix.format.table for matrix in matrices)):
                 return None
             found.append(matrices)
         self.unfilled -= set(names)

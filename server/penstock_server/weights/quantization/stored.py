@@ -48,6 +48,7 @@ class Kind:
     what: str
     bits: tuple[int, ...]
     is_kept: bool  # quantized in memory, where there are kernels
+    has_table: bool = False  # there are kernels on CPUs only
 
 
 class StoredWeight(Protocol):
