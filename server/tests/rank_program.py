@@ -24,7 +24,7 @@ from penstock_server.parallel import RankGroup
 CPU = torch.device("cpu")
 
 
-def join(rank: int, size: int, rendezvous: str, dtype: torch.dtype = torch.bfloat16) -> RankGroup:
+def join(rank: int, size: int, rendezvous: str, dtype: torch.dtype) -> RankGroup:
     """The group, whose ranks share memory wherever native kernels are installed."""
     native = find_build(CPU, dtype)
     group = RankGroup.join(rank, size, rendezvous, "gloo", native)
