@@ -15,7 +15,7 @@ from penstock_server.weights.quantization.stored import Kind
 from penstock_server.weights.safetensors_file import LOADABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
-HEADING = "| checkpoint | bits | on CPUs with native kernels, on GPUs | elsewhere |\n|---|---|---|---|\n"
+HEADING = "| checkpoint | bits | on CPUs with native kernels | on GPUs | elsewhere |\n|---|---|---|---|---|\n"
 
 
 def gguf_kinds() -> Iterator[Kind]:
@@ -45,11 +45,12 @@ def names(types: list[GGMLQuantizationType]) -> str:
 def table() -> str:
     rows = []
     for kind in (*gguf_kinds(), *KINDS):
-        kept = "stay quantized" if kind.is_kept else "dequantized"
-        rows.append(f"| {kind.what} | {', '.join(map(str, kind.bits))} | {kept} | dequantized |")
-    rows.append(
-        "| any unquantized checkpoint with `--quantize eetq` or `bitsandbytes` | 8 | quantized at load | dequantized |"
-    )
+        on_gpus = "stay quantized" if kind.is_kept else "dequantized"
+        on_cpus = "dequantized" if kind.is_kept_by_gpus_only else on_gpus
+        rows.append(f"| {kind.what} | {', '.join(map(str, kind.bits))} | {on_cpus} | {on_gpus} | dequantized |")
+    what = "any unquantized checkpoint with `--quantize"
+    rows.append(f"| {what} eetq` or `bitsandbytes` | 8 | quantized at load | quantized at load | not quantized |")
+    rows.append(f"| {what} fp8` | 8 | not quantized | quantized at load | not quantized |")
     return HEADING + "\n".join(rows) + "\n"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedNorm, Weight
-    from penstock_server.kernels.quantized import QuantizedMatrix
+    from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 
 
 def available() -> bool:
@@ -167,7 +167,6 @@ class NativeOps:
 
     name = "native"
     groups_experts = False
-    keeps_quantized = True
 
     def __init__(self, num_threads: int | None = None, activation_bits: int = 16) -> None:
         """activation_bits: of the inputs of quantized weights, 8 or 16."""
@@ -177,6 +176,9 @@ class NativeOps:
         self._activation_bits = activation_bits
         self._torch = TorchOps()  # for norms without weights
         self._results: dict[Elementwise, Tensor] = {}
+
+    def keeps(self, format_: QuantFormat) -> bool:
+        return format_.code == "integer"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
         return NativeLinear.dense(self._kernels, weight, bias, gated=False)

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 
 
 class PackedLinear(Protocol):
@@ -99,7 +99,10 @@ Lookup = Callable[[Tensor], Tensor]
 class Ops(Protocol):
     name: str
     groups_experts: bool  # whether the layers of experts are computed together, by `triton_grouped`
-    keeps_quantized: bool  # whether there are kernels for quantized weights; otherwise they are dequantized at load
+
+    def keeps(self, format_: QuantFormat) -> bool:
+        """Whether there are kernels for weights in this format. Otherwise they are dequantized at load."""
+        ...
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [out_features, in_features], bias [out_features] or None."""
@@ -118,7 +121,7 @@ class Ops(Protocol):
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[PackedLinear, Lookup]:
         """A layer whose weight is these matrices, one below the other, and its rows in the model's dtype. gated: as in
-        `pack_gate_up`; such a layer has no rows to look up. Only if `keeps_quantized`."""
+        `pack_gate_up`; such a layer has no rows to look up. Only of formats that it `keeps`."""
         ...
 
     def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:

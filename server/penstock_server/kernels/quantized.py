@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 SUPER_GROUP = 256  # input features
+FLOAT8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,10 @@ class QuantFormat:
     has_mins: bool = False
     # The type in which scales and mins are exact. If it is int8, they have factors, which are exact in float16.
     number: Literal["float16", "float32", "int8"] = "float32"
+    # What a code is: an integer, or the bits of an 8-bit float, whose format has neither offset nor mins.
+    code: Literal["integer", "e4m3fn", "e5m2"] = "integer"
+    # Whether the checkpoint is made for inputs in 8 bits too, of the same kind. There is one scale for each row.
+    has_narrow_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class QuantizedRows:
         numbers = [_spread(numbers, format_.group, num_columns) for numbers in self.numbers]
         for number, factors in zip(numbers, self.factors, strict=False):
             number *= _spread(factors, SUPER_GROUP, num_columns)
+        if format_.code != "integer":
+            return self.codes.view(FLOAT8[format_.code]).float() * numbers[0]
         if self.mins is None:
             return (self.codes.float() - format_.offset) * numbers[0]
         return self.codes * numbers[0] + numbers[1]
