@@ -27,7 +27,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("port", "0 picks a free port"),
     (
         "quantize",
-        "also serves GGUF files as they are; `exl2` is refused; `bitsandbytes-nf4`, `-fp4` and `fp8` need a checkpoint of that kind",
+        "also serves GGUF files as they are; `exl2` is refused; `bitsandbytes-nf4` and `-fp4` need a checkpoint of that kind; `fp8` quantizes one at load on GPUs only",
     ),
     ("rope-scaling", "`linear` only; its factor is applied"),
     ("shard-uds-path", "default: a private folder, not /tmp"),

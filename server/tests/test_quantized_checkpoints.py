@@ -71,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "bitsandbytes nf4, double": ({"load_in_4bit": True}, bits_and_bytes("nf4", nested=True)),
     "bitsandbytes fp4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("fp4")),
 }
-# Their weights have no integer codes, so they are dequantized at load.
+# Native kernels have no such codes, so they are dequantized at load.
 DENSE = {name for name in CASES if "fp8" in name}
 
 
@@ -240,7 +240,7 @@ def test_a_dense_checkpoint_is_quantized_at_load(flag: str, folders: dict[str, t
         (
             "",
             "gptq",
-            "--quantize gptq needs a checkpoint that is quantized, and this one is not; eetq and",
+            "--quantize gptq needs a checkpoint that is quantized, and this one is not; eetq, bitsandbytes, fp8 ",
         ),
         ("awq", "exl2", "--quantize exl2 is not supported; supported are awq, bitsandbytes"),
     ],

@@ -428,6 +428,7 @@ def test_block_bytes_are_what_is_allocated() -> None:
         assert narrow.allocate(num_blocks=5).nbytes == 5 * narrow.bytes_per_block() == allocated.nbytes // 2
 
 
+NUM_KERNELS = {"operators": 8, "quantized-w8a8-many": 2}  # of these cases
 PROGRAM = Path(__file__).with_name("triton_compile_program.py")
 NUM_KERNELS = {"operators": 8, "deterministic": 2, "deterministic-float32": 2, "deterministic-heads": 1}  # of a case
 MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one program
@@ -448,7 +449,15 @@ def test_quantized_layers_use_one_kind_of_product_for_any_number_of_rows() -> No
 
 @pytest.mark.slow
 def test_quantized_layers_of_every_kind_compile() -> None:
-    assert_one_kind_of_product("awq", "q4_k", "q6_k", "w8")
+    assert_one_kind_of_product("awq", "q4_k", "q6_k", "w8", "fp8")
+
+
+@pytest.mark.slow
+def test_layers_with_inputs_of_8_bits_compile() -> None:
+    kernels = compile_and_check(["quantized-w8a8-few", "quantized-w8a8-many"])
+    products = [each for each in kernels if each["kernel"] == "int8_product_kernel"]
+    assert all("s8" in name or "i8" in name for each in products for name in each["products"])
+    assert all(each["products"] and each["shared_bytes"] <= 99 << 10 for each in products)
 
 
 def assert_one_kind_of_product(*formats: str) -> None:

@@ -25,10 +25,10 @@ from penstock_server.kernels import triton_device
 from penstock_server.kernels.activation import Xielu
 from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
-from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
+from penstock_server.kernels.triton_grouped import GroupedLinear, GroupedQuantized, assign, weighted_sum
 from penstock_server.kernels.triton_invariant import InvariantOps
 from penstock_server.kernels.triton_ops import TritonOps
-from penstock_server.kernels.triton_quantized import QuantizedLinear
+from penstock_server.kernels.triton_quantized import QuantizedLinear, Segment, can_gate
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
@@ -69,6 +69,8 @@ QUANTIZED = {
     "q4_k": QuantFormat(4, 32, has_mins=True, number="int8"),
     "q6_k": QuantFormat(6, 16, offset=32, number="int8"),
     "w8": QuantFormat(8, 4096, offset=128),
+    "fp8": QuantFormat(8, 128, code="e4m3fn"),
+    "w8a8": QuantFormat(8, 4096, offset=128, has_narrow_inputs=True),
 }
 
 # Computed and new tokens of the sequences of a step: decode rows with splits, without, one alone, and with prompts.
@@ -133,6 +135,11 @@ def launch_operators(num_tokens: int) -> None:
     ops.rotate(qkv[:, :32], qkv[:, 32:40], rope, rope, torch.zeros(num_tokens, dtype=torch.int64))
     ops.gated(torch.nn.functional.silu)(torch.zeros(num_tokens, 28672, dtype=BF16))
     ops.elementwise(Xielu(torch.ones(1), torch.ones(1)))(torch.zeros(num_tokens, 21504, dtype=BF16))
+    experts = QuantizedMatrix((8 * 1536, 2048), QUANTIZED["gptq"], lambda: iter(()))
+    segment = Segment.pack([experts], 0, None, torch.device("cpu"), gated=False)
+    GroupedQuantized(segment, 8, None, None)(
+        x[:, :2048], assign(torch.zeros(num_tokens, 8, dtype=torch.int64), range(8), 8), 8
+    )
     grouped = GroupedLinear(torch.zeros(128, 1536, 2048, dtype=BF16), None)
     chosen = torch.zeros(num_tokens, 8, dtype=torch.int64)
     results = grouped(x[:, :2048], assign(chosen, range(128), 128), 8)
@@ -159,9 +166,10 @@ def launch_quantized(format_: QuantFormat, num_tokens: int, *, is_wide: bool) ->
     device, depth = torch.device("cpu"), 4096
     shape = 28672 if is_wide else 4096, depth
     matrix = QuantizedMatrix(shape, format_, lambda: iter(()))
-    linear = QuantizedLinear.pack([matrix], None, BF16, device, gated=is_wide)
+    gated = is_wide and can_gate([matrix], BF16, device)
+    linear = QuantizedLinear.pack([matrix], None, BF16, device, gated=gated)
     linear(torch.zeros(65 + num_tokens if is_wide else 1 + num_tokens % 16, depth, dtype=BF16))
-    if not is_wide:
+    if not is_wide and not format_.has_narrow_inputs:
         linear.rows(torch.zeros(num_tokens, dtype=torch.int64))
 
 

@@ -16,7 +16,6 @@ from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
 from penstock_server.kernels import choose_ops
-from penstock_server.kernels.ops import Ops
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models.layer import ATTENTION_PARTS
@@ -86,11 +85,9 @@ def lay_out(
         if deterministic:
             files.notes.append(f"a token has the same bits in every batch on this {device.type} (--deterministic)")
         exact = device.type == "cpu" or deterministic
-        is_kept = found is not None and ops.keeps_quantized
-        if found is not None and not ops.keeps_tables:
-            found = found.without_tables()
-        kept = (found, locator) if found is not None and is_kept else None
-        ranks = [_share(spec, RankGroup(rank, num_ranks), exact, dtype, ops, kept) for rank in range(num_ranks)]
+        found = None if found is None else found.kept_by(ops)
+        kept = None if found is None else (found, locator)
+        ranks = [_share(spec, RankGroup(rank, num_ranks), exact, dtype, kept) for rank in range(num_ranks)]
     except ConfigError as error:
         problems.append(str(error))
         return None
@@ -107,7 +104,7 @@ def lay_out(
     )
     max_source_tokens = 0 if spec.encoder is None else spec.encoder.max_source_tokens
     name = str(dtype).removeprefix("torch.")
-    quantization = "" if found is None else found.describe(is_kept)
+    quantization = "" if found is None else found.describe()
     return Layout(
         spec.architecture, spec.max_position_tokens, max_source_tokens, name, device.type, shares, quantization
     )
@@ -132,13 +129,12 @@ def _share(
     group: RankGroup,
     exact: bool,
     dtype: torch.dtype,
-    ops: Ops,
     kept: tuple[Quantized, Locator] | None,
 ) -> tuple[int, int, int, int]:
     """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token). exact: as of `Shard`.
     kept: the weights that stay quantized, if any do."""
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
-    table = parameters(spec, WeightLayout(shard, groups_experts=ops.groups_experts))
+    table = parameters(spec, WeightLayout(shard))
     weights = sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
     if kept is not None:
         found, locator = kept

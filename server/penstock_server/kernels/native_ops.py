@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from penstock_server.kernels.native_build import NativeBuild
     from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedNorm, Weight
-    from penstock_server.kernels.quantized import QuantizedMatrix
+    from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 
 
 class NativeLinear:
@@ -142,8 +142,6 @@ class NativeOps:
 
     name = "native"
     groups_experts = False
-    keeps_quantized = True
-    keeps_tables = True
 
     def __init__(self, build: NativeBuild, num_threads: int | None = None, activation_bits: int = 16) -> None:
         """activation_bits: of the inputs of quantized weights, 8 or 16."""
@@ -154,6 +152,9 @@ class NativeOps:
         self._kernels = build.kernels(num_threads)
         self._activation_bits = activation_bits
         self._torch = TorchOps()  # for norms without weights
+
+    def keeps(self, format_: QuantFormat) -> bool:
+        return format_.code == "integer"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
         kernels = self._kernels

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 
 
 class PackedLinear(Protocol):
@@ -103,8 +103,10 @@ HeadProduct = Callable[[Tensor, Tensor], None]
 class Ops(Protocol):
     name: str
     groups_experts: bool  # whether the layers of experts are computed together, by `triton_grouped`
-    keeps_quantized: bool  # whether there are kernels for quantized weights; otherwise they are dequantized at load
-    keeps_tables: bool  # also for those whose codes stand for numbers of a table
+
+    def keeps(self, format_: QuantFormat) -> bool:
+        """Whether there are kernels for weights in this format. Otherwise they are dequantized at load."""
+        ...
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [out_features, in_features], bias [out_features] or None."""
@@ -123,7 +125,7 @@ class Ops(Protocol):
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[PackedLinear, Lookup]:
         """A layer whose weight is these matrices, one below the other, and its rows in the model's dtype. gated: as in
-        `pack_gate_up`; such a layer has no rows to look up. Only if `keeps_quantized`."""
+        `pack_gate_up`; such a layer has no rows to look up. Only of formats that it `keeps`."""
         ...
 
     def pack_heads(self, weight: Tensor) -> HeadProduct | None:

@@ -24,7 +24,7 @@ from penstock_server.kernels.ops import (
     norm_dtype,
     whole,
 )
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,9 @@ class TorchOps:
 
     name = "torch"
     groups_experts = False
-    keeps_quantized = False
-    keeps_tables = False
+
+    def keeps(self, format_: QuantFormat) -> bool:
+        return False
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         weight = whole(weight)

@@ -41,6 +41,11 @@ def python_header() -> Path:
     return Path(sysconfig.get_path("include", scheme)) / "Python.h"
 
 
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether the device's tensor cores multiply 8-bit floats."""
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def launch(function: Any, grid: tuple[int, int], **arguments: Any) -> None:
     """Enqueues a kernel on the current stream. An empty grid is none."""
     if all(grid):

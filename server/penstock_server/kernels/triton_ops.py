@@ -15,9 +15,9 @@ from torch import Tensor
 from penstock_server.kernels import triton_device, triton_kernel
 from penstock_server.kernels.activation import ACTIVATIONS, Xielu
 from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedLinear, norm_dtype
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.kernels.torch_ops import GateUp, TorchOps
-from penstock_server.kernels.triton_quantized import QuantizedLinear
+from penstock_server.kernels.triton_quantized import QuantizedLinear, can_gate
 
 # The names by which the kernel knows activations.
 _KERNEL_ACTIVATIONS: dict[Elementwise, str] = {
@@ -42,17 +42,18 @@ class TritonOps(TorchOps):
 
     name = "triton"
     groups_experts = True
-    keeps_quantized = True
-    keeps_tables = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """device: of packed weights; dtype: the model's."""
         self._device, self._dtype = device, dtype
 
+    def keeps(self, format_: QuantFormat) -> bool:
+        return format_.table is None
+
     def pack_quantized(
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[PackedLinear, Lookup]:
-        is_fused = gated and len({matrix.format for matrix in matrices}) == 1
+        is_fused = gated and can_gate(matrices, self._dtype, self._device)
         linear = QuantizedLinear.pack(matrices, bias, self._dtype, self._device, gated=is_fused)
         if gated and not is_fused:
             dim = linear.out_features // 2

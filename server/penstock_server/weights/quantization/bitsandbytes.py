@@ -34,7 +34,7 @@ from penstock_server.weights.quantization.stored import (
 STATE = "quant_state.bitsandbytes__"
 KINDS = (
     Kind("bitsandbytes `int8`", (8,), is_kept=True),
-    Kind("bitsandbytes `nf4` and `fp4`, also double-quantized", (4,), is_kept=True, has_table=True),
+    Kind("bitsandbytes `nf4` and `fp4`, also double-quantized", (4,), is_kept_by_cpus_only=True),
 )
 
 
@@ -61,8 +61,8 @@ class FourBitWeight:
 
 @dataclass(frozen=True, slots=True)
 class TableWeight(Affine):
-    """Numbers of a codebook, in rows of whole blocks. Quantized, they are rounded to a table of integers; the dense form
-    is exact. Implements `StoredWeight`."""
+    """Numbers of a codebook, in rows of whole blocks. Quantized, they are rounded to a table of integers; the dense
+    form is exact. Implements `StoredWeight`."""
 
     step: float  # of the table
 
