@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes.functional
 import pytest
 import torch
 from model_driver import ModelDriver
@@ -15,6 +16,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from penstock_server.weights.quantization.bitsandbytes import table_of
 from quantized_checkpoints import Quantize, Tensors, awq, bits_and_bytes, compressed, float8, gptq, save_quantized
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, prompts
@@ -119,6 +121,15 @@ def test_a_checkpoint_is_the_model_of_the_weights_that_it_stands_for(
     # Alone, in chunks and token by token, to the bit.
     assert torch.equal(found, logits(stored, torch.bfloat16, *[1] * 23)[0])
     assert torch.equal(found, logits(stored, torch.bfloat16, 7, 16)[0])
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_tables_of_integers_are_near_the_codebooks(kind: str) -> None:
+    codebook = bitsandbytes.functional.get_4bit_type(kind, device="cpu")
+    table, step = table_of(codebook)
+    assert len(table) == 16
+    assert max(map(abs, table)) <= 127
+    assert (torch.tensor(table) * step - codebook).abs().max() < 0.003
 
 
 @pytest.mark.parametrize(

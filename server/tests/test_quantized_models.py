@@ -84,7 +84,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("nf4")),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("block")),
 }
-DENSE = ("nf4", "fp8")  # have no integer codes
+DENSE = ("fp8",)  # have no integer codes
 FLAG, GGUF = "eetq", ("Q4_0", "Q5_1")
 CASES = [
     (name, kind)

@@ -164,9 +164,9 @@ def _mxfp4(blocks: Tensor) -> Parts:
 
 
 def half_powers(exponents: Tensor) -> Tensor:
-    """Numbers of e8m0 (uint8) / 2, in float32. The one of 255, which is NaN, is infinite."""
+    """Numbers of e8m0 (uint8) / 2, in float32. That of 255 is NaN."""
     powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128)
-    return powers.masked_fill(exponents == 255, torch.inf)
+    return powers.masked_fill(exponents == 255, torch.nan)
 
 
 _UNPACKERS: Mapping[Type, Callable[[Tensor], Parts]] = MappingProxyType(

@@ -100,8 +100,8 @@ def _scales(tensors: tuple[str, ...], read: Read) -> Tensor:
 
 def table_of(values: Tensor) -> tuple[tuple[int, ...], float]:
     """A codebook [16] with magnitudes up to 1 as integers of 8 bits, and the number that one of them stands for: those
-    of 64 to 127 steps that leave the least greatest error. For NF4 that is 0.0021 of a block's greatest magnitude, for FP4
-    0.0018, where the codebooks' own steps are 0.08 to 0.33: it adds less than 1 % to the error of quantization."""
+    of 64 to 127 steps that leave the least greatest error. For NF4 that is 0.0021 of a block's greatest magnitude, for
+    FP4 0.0018, where the codebooks' own steps are 0.08 to 0.33: it adds less than 1 % to the error of quantization."""
     steps = torch.linspace(64, 127, 64 * 64 - 63, dtype=torch.float64)[:, None]
     errors = ((values.double() * steps).round() / steps - values.double()).abs().amax(1)
     best = steps[errors.argmin()]
