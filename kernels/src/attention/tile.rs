@@ -72,11 +72,12 @@ unsafe fn score_blocks<const R: usize, const B: usize>(
     let mut sums = [[F32::splat(0.0); B]; R];
     let queries: [*const Factor; R] = from_fn(|row| queries[row]);
     let keys: [*const Element; B] = from_fn(|block| blocks.here.keys[first + block]);
-    for step in (0..blocks.head_dim).step_by(STEP) {
+    for step in 0..blocks.head_dim / STEP {
         for block in if const { vectors(R) < BLOCKS } { first..first + B } else { 0..BLOCKS } {
-            prefetch(blocks.next.keys[block].wrapping_add(step * BLOCK));
+            prefetch(blocks.next.keys[block].wrapping_add(step * STEP * BLOCK));
         }
-        for dim in (step..step + STEP).step_by(WIDTH) {
+        for operation in 0..STEP / WIDTH {
+            let dim = step * STEP + operation * WIDTH;
             // SAFETY: the caller of `score` vouches for queries and blocks.
             unsafe {
                 let columns = keys.map(|keys| product::columns(keys, BLOCK, dim));
@@ -149,21 +150,24 @@ unsafe fn weigh_dims<const R: usize, const V: usize>(rows: &[Weighted; R], block
             let vector_of = |vector: usize| values.add(vector * LANES * GROUP);
             let weights = |row: usize, token: usize| product::splat(rows[row].weights.add(block * BLOCK + token));
             let num_tokens = BLOCK.min(blocks.num_tokens - block * BLOCK);
-            let num_paired = num_tokens / STEP * STEP;
-            for step in (0..num_paired).step_by(STEP) {
-                for group in (step..step + STEP).step_by(GROUP) {
-                    for vector in (0..V).step_by(STEP / GROUP) {
-                        prefetch(next_values.wrapping_add(group * value_dim + vector * LANES * GROUP));
+            let num_steps = num_tokens / STEP;
+            for step in 0..num_steps {
+                for index in 0..STEP / GROUP {
+                    let group = next_values.wrapping_add((step * STEP + index * GROUP) * value_dim);
+                    for line in 0..V.div_ceil(STEP / GROUP) {
+                        prefetch(group.wrapping_add(line * LANES * STEP));
                     }
                 }
-                for token in (step..step + STEP).step_by(WIDTH) {
+                for operation in 0..STEP / WIDTH {
+                    let token = step * STEP + operation * WIDTH;
                     let columns = from_fn(|vector| product::columns(vector_of(vector), value_dim, token));
                     product::add::<R, V>(&mut sums, columns, |row| weights(row, token));
                 }
             }
-            if num_tokens > num_paired {
-                let columns = from_fn(|vector| product::last_columns(vector_of(vector), value_dim, num_paired));
-                product::add::<R, V>(&mut sums, columns, |row| weights(row, num_paired));
+            if num_tokens % STEP > 0 {
+                let token = num_steps * STEP;
+                let columns = from_fn(|vector| product::last_columns(vector_of(vector), value_dim, token));
+                product::add::<R, V>(&mut sums, columns, |row| weights(row, token));
             }
         }
         for row in 0..R {

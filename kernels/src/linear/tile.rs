@@ -202,7 +202,8 @@ unsafe fn accumulate<const R: usize, const V: usize, const LINES: usize>(
             for line in 0..LINES {
                 simd::prefetch(ahead.wrapping_add((step * LINES + line) * LINE));
             }
-            for feature in (step * STEP..(step + 1) * STEP).step_by(WIDTH) {
+            for operation in 0..STEP / WIDTH {
+                let feature = step * STEP + operation * WIDTH;
                 let factors = |row: usize| product::splat(input.rows.add(row * input.stride + feature));
                 product::add(&mut sums, columns(feature), factors);
             }
