@@ -7,6 +7,7 @@
 
 use crate::element::Element;
 use crate::simd::{F32, LANES};
+use std::array::from_fn;
 use std::cell::RefCell;
 
 #[cfg_attr(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))), path = "product/pair.rs")]
@@ -70,6 +71,15 @@ pub(crate) fn add<const R: usize, const V: usize>(
     columns: [Operand; V],
     factors: impl Fn(usize) -> Operand,
 ) {
+    if R < V {
+        let factors: [_; R] = from_fn(factors);
+        for vector in 0..V {
+            for row in 0..R {
+                sums[row][vector] = multiply_add(factors[row], columns[vector], sums[row][vector]);
+            }
+        }
+        return;
+    }
     for row in 0..R {
         let factors = factors(row);
         for vector in 0..V {
