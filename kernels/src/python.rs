@@ -87,16 +87,7 @@ impl Kernels {
         gated: bool,
         input_bits: usize,
     ) -> PyResult<QuantizedPacking> {
-        QuantizedPacking::new(
-            self.pool,
-            &self.arena,
-            self.amx,
-            &segments,
-            in_features,
-            bias.as_ref(),
-            gated,
-            input_bits,
-        )
+        QuantizedPacking::new(self, &segments, in_features, bias.as_ref(), gated, input_bits)
     }
 
     /// The norm of the last dimension, of `kind` "rms", "wide rms" or "layer". weight [1, dim], or [heads, dim] for a weight per head;

@@ -1,12 +1,10 @@
 //! Packing of quantized weights.
 
 use super::linear::{MAX_ELEMENTS, PackedLinear};
-use super::require;
 use super::view::View;
-use crate::cpu::Amx;
+use super::{Kernels, require};
 use crate::element::Element;
 use crate::linear::{self, Format, InputBits, Linear, Number, QuantizedRows, Segment};
-use crate::memory::Arena;
 use crate::pool::{Pool, Source};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -24,9 +22,7 @@ pub(super) type SegmentParts = (usize, usize, usize, i32, bool, String, Option<[
 
 impl QuantizedPacking {
     pub(super) fn new(
-        pool: Pool,
-        arena: &Arena,
-        amx: Option<Amx>,
+        kernels: &Kernels,
         segments: &[SegmentParts],
         in_features: usize,
         bias: Option<&View<'_, Element, 1>>,
@@ -76,13 +72,14 @@ impl QuantizedPacking {
             None => std::ptr::null(),
         };
         // SAFETY: the bias is null or has `out_features` elements.
-        let packed =
-            unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated, input_bits, amx) };
+        let packed = unsafe {
+            linear::QuantizedLinear::new(&kernels.arena, &checked, in_features, bias, gated, input_bits, kernels.amx)
+        };
         let packed = packed.map_err(|error| match error.kind() {
             std::io::ErrorKind::InvalidInput => PyValueError::new_err(error.to_string()),
             _ => PyOSError::new_err(format!("no memory for a packed weight: {error}")),
         })?;
-        Ok(QuantizedPacking { pool, packed: Some(packed), num_filled: 0 })
+        Ok(QuantizedPacking { pool: kernels.pool, packed: Some(packed), num_filled: 0 })
     }
 }
 
