@@ -23,6 +23,8 @@ pytestmark = pytest.mark.native
 BUILDS = all_builds()
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 
+FUNCTIONS = ACTIVATIONS | {"soft cap": SoftCap(3.0), "xielu": Xielu(torch.tensor([0.8]), torch.tensor([1.3]))}
+
 
 @pytest.fixture(scope="module", params=BUILDS, ids=str)
 def ops(request: pytest.FixtureRequest) -> NativeOps:
@@ -96,7 +98,7 @@ def test_rotary_embedding_equals_torch(ops: NativeOps, interleaved: bool, rotary
         assert_near(actual, wanted)
 
 
-@pytest.mark.parametrize("function", [*ACTIVATIONS.values(), SoftCap(3.0), Xielu(0.8, 1.3)], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_activations_equal_torch_and_depend_on_the_element_only(ops: NativeOps, function: object) -> None:
     assert callable(function)
     x = random(ops, 7, 2 * 333, scale=3.0)
