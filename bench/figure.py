@@ -342,6 +342,29 @@ def floor_s(cell: Record, limits: Record) -> float:
     return float(max(read_s, cell["flop"] / limits["product_flop_per_s"]["bf16"]))
 
 
+def gpu(record: Record) -> Iterator[Figure]:
+    """The targets are those of an H200."""
+    targets = {("llama-8b", "1"): "≥ 241", ("llama-8b", "256 × 1,024 / 1,024"): "≥ 9,500"}
+    for name, model in record["models"].items():
+        repeats = model["repeats"]
+        for num in repeats[0]["streams"]:
+            steps = [repeat["streams"][num] for repeat in repeats]
+            rates = [int(num) / statistics.median(step["step_s"]) for step in steps]
+            yield Figure(f"{name}: decode, {num} streams", targets.get((name, num), ""), rates, " tokens/s", 0)
+            idle = [100 * step["profile"]["idle_share"] for step in steps if step["profile"]]
+            yield Figure(f"{name}: GPU idle, {num} streams", "< 1 %", idle, " %")
+        for num in repeats[0]["ttft_s"]:
+            times = [repeat["ttft_s"][num] * 1e3 for repeat in repeats]
+            yield Figure(f"{name}: time to first token, {int(num):,} tokens", "", times, " ms", 1)
+        for batch in repeats[0]["batches"]:
+            found = [repeat["batches"][batch] for repeat in repeats]
+            rates = [one["output_tokens"] / one["seconds"] for one in found]
+            yield Figure(f"{name}: batch of {batch}", targets.get((name, batch), ""), rates, " output tokens/s", 0)
+        for which in ("without", "with") if "beside_long_prompt" in repeats[0] else ():
+            p99 = [percentile(repeat["beside_long_prompt"][which], 0.99) * 1e3 for repeat in repeats]
+            yield Figure(f"{name}: p99 gap of 64 streams {which} a long prompt", "", p99, " ms", 1)
+
+
 BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "compare": compare,
     "compare-partly": compare,
@@ -364,4 +387,5 @@ BENCHMARKS: dict[str, Callable[[Record], Iterator[Figure]]] = {
     "chaos": chaos,
     "soak": soak,
     "simulation": simulation,
+    "gpu": gpu,
 }

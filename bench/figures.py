@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from figure import BENCHMARKS, Figure, Record, table_of
+from prediction import decode_name, kernel_table, prompt_name, sources, step_table
 from result import ROOT, RUNS
 from table import BASE, floors, markdown, medians
 
 PAGES = ("README.md", "docs/figures.md")
 MIN_REPEATS = 3
+PREDICTED_MODEL, PREDICTED_LOADS = "llama-8b", (decode_name(1), decode_name(256), prompt_name(4096))
 BLOCK = re.compile(r"(?P<open><!-- figures: (?P<name>[a-z-]+) -->\n).*?(?P<close><!-- end of figures -->)", re.DOTALL)
 FILE_NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z]+-\d+c-(?P<benchmark>[a-z-]+?)(-\d+)?\.json")
 
@@ -116,12 +118,30 @@ def all_figures(by_benchmark: dict[str, Quoted | None]) -> str:
     return "\n".join(parts)
 
 
+@functools.cache
+def prediction(runs: Path = RUNS) -> str | None:
+    """The tables of the newest prediction of a clean revision; None: there is none. It counts, so one run is enough."""
+    records = [(json.loads(path.read_text(encoding="utf-8")), path) for path in runs.glob("*-predict*.json")]
+    for record, path in sorted(records, key=lambda found: found[0]["started"], reverse=True):
+        if refusal(record, ()) is None:
+            kernels = {name: record["models"][PREDICTED_MODEL][name] for name in PREDICTED_LOADS}
+            source = (
+                f"Revision {record['revision'][:12]}, {record['started'][:10]}; `{record['command']}`; raw result, "
+                f"with the kernels of all models and loads: [{path.name}](../bench/runs/{path.name})."
+            )
+            head = f"The kernels of {PREDICTED_MODEL}, of all layers together:\n"
+            return "\n".join([step_table(record), sources(), head, kernel_table(kernels), source, ""])
+    return None
+
+
 def rendered(page: str, by_benchmark: dict[str, Quoted | None]) -> str:
     """The page's text with every marked block written anew. Raises FigureError for a block that cannot be written."""
 
     def block(found: re.Match[str]) -> str:
         if found["name"] == "all":
             text = all_figures(by_benchmark)
+        elif found["name"] == "predicted" and (tables := prediction()):
+            text = tables
         elif found["name"] == "compare" and (quoted := by_benchmark["compare"]):
             text = headline(quoted)
         else:

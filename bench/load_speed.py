@@ -117,7 +117,7 @@ def load_here(folder: str, is_checked: bool) -> dict[str, Any]:
     """Loads in this process: seconds, and the growth of resident memory."""
     import torch
     from penstock_server.engine.device import choose_dtype
-    from penstock_server.kernels import native_ops
+    from penstock_server.kernels.native_build import find_build
     from penstock_server.models import load_model
     from penstock_server.models.interface import LoadOptions
     from penstock_server.parallel import RankGroup
@@ -129,12 +129,13 @@ def load_here(folder: str, is_checked: bool) -> dict[str, Any]:
             module.check_finite = lambda *arguments: None  # type: ignore[assignment]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = torch.device("cpu")
-    if native_ops.available():
-        native_ops.make_kernels()
+    dtype = choose_dtype("", device)
+    if (build := find_build(device, dtype)) is not None:
+        build.kernels()
     torch.ones(1 << 20).sum()  # start threads and load libraries before the clock starts
     before = status_bytes("VmRSS")
     start = time.perf_counter()
-    model = load_model(LoadOptions(Path(folder), choose_dtype("", device), device, 16), RankGroup())
+    model = load_model(LoadOptions(Path(folder), dtype, device, 16), RankGroup())
     seconds = time.perf_counter() - start
     peak, after = status_bytes("VmHWM"), status_bytes("VmRSS")
     return {

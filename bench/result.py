@@ -89,9 +89,14 @@ def new_path(record: Mapping[str, Any], name: str, out: Path) -> Path:
     return next(path for number in numbers if not (path := out / f"{stem}{number}.json").exists())
 
 
+def write(record: Mapping[str, Any], text: str, path: Path) -> None:
+    """Writes the raw result, and its table next to it."""
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
 def keep(record: Mapping[str, Any], name: str, text: str, out: Path) -> None:
     """Writes the raw result and its table, and prints the table."""
     path = new_path(record, name, out)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    write(record, text, path)
     print(f"\n{text}\nraw: {path}")

@@ -3,17 +3,22 @@
     python packaging/gpu.py bundle      where there is everything: packs gpu-bundle/, which git ignores
     python packaging/gpu.py run         there, in the project's folder with gpu-bundle/: tests, faults, benchmark
 
-`run --device cpu --quick` runs a small part of each on a CPU, so that the one run on a GPU does not fail on a typo.
+A run is made of parts, the most valuable first. Each part's result is written as soon as it is there, and a part that
+has a result does not run again, so a run that was cut short continues where it ended: by `--limit-s`, or by a machine
+that was taken away. `run --device cpu --quick` runs a small piece of each part on a CPU, so that the one run on a GPU
+does not fail on a typo.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,12 +32,22 @@ PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "m
 # Every test module whose tests run on the device of PENSTOCK_TEST_DEVICE, the quick ones first.
 KERNEL_TESTS = (
     "test_triton_ops.py",
+    "test_triton_invariant.py",
     "test_triton_quantized.py",
     "test_triton_cut.py",
     "test_triton_attention.py",
     "test_flash_attention.py",
 )
-MODEL_TESTS = ("test_models.py", "architecture/test_parity.py")
+MODEL_TESTS = ("test_models.py", "test_device_ranks.py", "architecture/test_deterministic.py")
+PARITY_TESTS = ("architecture/test_parity.py",)
+# The models of the benchmark, the most valuable first.
+BENCHMARKED = (
+    "llama-8b",
+    "qwen3-30b-a3b",
+    "deepseek-v2-lite",
+    "llama-8b-deterministic",
+    *(f"llama-8b-{name}" for name in ("w4", "w8", "q4k", "q6k")),
+)
 
 
 def bundle(python_version: str) -> None:
@@ -58,6 +73,7 @@ def bundle(python_version: str) -> None:
     options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python_version]
     download = [sys.executable, "-m", "pip", "download", "--quiet", *options, *platforms, "--dest", str(wheels)]
     subprocess.run([*download, *wanted], check=True)
+    (BUNDLE / "python-version").write_text(python_version)
     num_bytes = sum(path.stat().st_size for path in BUNDLE.rglob("*") if path.is_file())
     if num_bytes > MAX_BUNDLE_BYTES:
         raise SystemExit(f"error: {BUNDLE} has {num_bytes >> 20} MiB, at most {MAX_BUNDLE_BYTES >> 20} are allowed")
@@ -68,6 +84,12 @@ def environment(device: str, site: Path) -> dict[str, str]:
     """Of the programs that run on the device. Installs the bundle's wheels if there is a bundle."""
     paths, binary = [ROOT / "server"], {}
     if BUNDLE.exists():
+        packed, here = (BUNDLE / "python-version").read_text(), "{}.{}".format(*sys.version_info)
+        if packed != here:
+            raise SystemExit(
+                f"error: {BUNDLE} is for Python {packed}, this is {here}; run it with {packed}, or pack it with "
+                f"--python-version {here}"
+            )
         install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site)]
         wheels = map(str, sorted((BUNDLE / "wheels").glob("*.whl")))
         subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
@@ -85,33 +107,64 @@ def environment(device: str, site: Path) -> dict[str, str]:
     }
 
 
-def run(device: str, out: Path, quick: bool) -> int:
-    """Each part writes its log to `out`. Returns the number of parts that failed."""
+def parts_of(device: str, out: Path, quick: bool) -> dict[str, list[str]]:
+    """The commands of a run. The benchmark's parts add to one result."""
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations", "10"]
+    chosen = ["-k", "llama or operators or norms or dense_weights or products"] if quick else []
+
+    def tests(names: Sequence[str]) -> list[str]:
+        return [*pytest, *chosen, *(str(ROOT / "server" / "tests" / name) for name in names)]
+
+    benchmark = [sys.executable, "bench/gpu.py", "--device", device, "--resume", str(out / "gpu.json")]
+    benchmark += ["--repeats", "1" if quick else "3"]
+    is_tiny = quick or device == "cpu"
+    # On a CPU, --deterministic needs operators that not every CPU has, so that the tiny model does without.
+    models = ("tiny", "tiny-w4", "tiny-q4k") if is_tiny else BENCHMARKED
+    first, *others = ({f"benchmark {name}": [*benchmark, "--model", name]} for name in models)
+    parts = {"kernels": tests(KERNEL_TESTS), **first, "models": tests(MODEL_TESTS)}
+    parts["faults"] = [*pytest, str(ROOT / "integration-tests" / "test_device.py")]
+    for other in others:
+        parts |= other
+    return {**parts, "parity": tests(PARITY_TESTS)}
+
+
+def run(device: str, out: Path, quick: bool, limit_s: float, only: list[str] | None) -> int:
+    """Runs the parts that have no result in `out` yet. Returns how many failed or are left."""
     out.mkdir(parents=True, exist_ok=True)
+    parts = parts_of(device, out, quick)
+    if unknown := set(only or ()) - parts.keys():
+        raise SystemExit(f"error: --parts {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     env = environment(device, out / "site")
-    pytest = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "--durations", "10"]
-    tests = ROOT / "server" / "tests"
-    chosen = ["-k", "llama or operators or norms or dense_weights"] if quick else []
-    size, formats = ("tiny", ("w4", "q4k")) if device == "cpu" or quick else ("llama-8b", ("w4", "w8", "q4k", "q6k"))
-    models = [size, *(f"{size}-{name}" for name in formats)]
-    benchmark = [sys.executable, "bench/gpu.py", "--device", device, "--out", str(out), "--model", *models]
-    parts: dict[str, list[str]] = {
-        "kernels": [*pytest, *chosen, *(str(tests / name) for name in KERNEL_TESTS)],
-        "models": [*pytest, *chosen, *(str(tests / name) for name in MODEL_TESTS)],
-        "faults": [*pytest, str(ROOT / "integration-tests" / "test_device.py")],
-        "benchmark": [*benchmark, "--quick", *(["--repeats", "1"] if quick else [])],
-    }
-    failures = 0
+    results_file, end = out / "parts.json", time.monotonic() + limit_s
+    results = json.loads(results_file.read_text()) if results_file.exists() else {}
     for name, command in parts.items():
-        log, started = out / f"{name}.log", time.monotonic()
-        with log.open("w") as file:
-            status = subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
-        failures += status.returncode != 0
-        lines = log.read_text(errors="replace").splitlines()
-        print(f"== {name}: status {status.returncode}, {time.monotonic() - started:.0f} s, {log}")
-        print("\n".join(lines[-60:] if status.returncode else lines[-25:]), flush=True)
+        if name in results or (only and name not in only):
+            continue
+        started = time.monotonic()
+        if (left := end - started) <= 0:
+            break
+        with (out / "run.log").open("ab") as log:
+            log.write(f"\n== {name}: {' '.join(command)}\n".encode())
+            log.flush()
+            begin = log.tell()
+            try:
+                ran = subprocess.run(
+                    command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=left, check=False
+                )
+            except subprocess.TimeoutExpired:
+                print(f"== {name}: cut off by --limit-s; run again to continue", flush=True)
+                break
+        results[name] = {"status": ran.returncode, "seconds": round(time.monotonic() - started, 1)}
+        results_file.write_text(json.dumps(results, indent=1) + "\n")
+        lines = (out / "run.log").read_bytes()[begin:].decode(errors="replace").splitlines()
+        print(f"== {name}: status {ran.returncode}, {results[name]['seconds']:.0f} s")
+        print("\n".join(lines[-60:] if ran.returncode else lines[-25:]), flush=True)
     shutil.rmtree(out / "site", ignore_errors=True)
-    return failures
+    wanted = only or parts
+    left_over = [name for name in wanted if name not in results]
+    if left_over:
+        print(f"== left: {', '.join(left_over)}")
+    return len(left_over) + sum(results[name]["status"] != 0 for name in wanted if name in results)
 
 
 def main() -> int:
@@ -123,11 +176,15 @@ def main() -> int:
     running.add_argument("--device", default="cuda:0")
     running.add_argument("--out", type=Path, default=ROOT / "gpu-results")
     running.add_argument("--quick", action="store_true", help="a few tests and the tiny model")
+    running.add_argument(
+        "--limit-s", type=float, default=86400.0, help="stop after so many seconds; run again to continue"
+    )
+    running.add_argument("--parts", nargs="+", help="only these")
     options = parser.parse_args()
     if options.command == "bundle":
         bundle(options.python_version)
         return 0
-    return 1 if run(options.device, options.out, options.quick) else 0
+    return 1 if run(options.device, options.out, options.quick, options.limit_s, options.parts) else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 PROGRAM = Path(__file__).parents[1] / "gpu.py"
 
@@ -25,17 +26,19 @@ def test_every_load_of_the_tiny_model_is_measured(tmp_path: Path) -> None:
     assert set(repeat["batches"]) == {"4 × 16 / 4"}
     assert set(repeat["beside_long_prompt"]) == {"without", "with"}
     assert model["transformers_tokens_per_s"] > 0
+    assert set(repeat["streams"]["1"]["phases_s"]) == {"prepare_s", "forward_s", "sample_s", "idle_s"}
+    loads = {"decode, 1 streams", "decode, 4 streams", "prompt, 16 tokens", "prompt, 100 tokens"}
+    assert all(set(each["predicted"]) == loads for each in models.values())
 
 
-def test_the_prediction_for_llama_8b_is_its_size() -> None:
-    command = [sys.executable, str(PROGRAM), "--predict", "--model", "llama-8b", "llama-8b-w4"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True)
-    dense, quantized = (
-        [int(cell.replace(",", "")) for cell in line.split("|")[2:-1]]
-        for line in printed.stdout.splitlines()
-        if "llama-8b" in line
-    )
-    assert 14.9e9 < dense[0] < 15.1e9  # 8.03 billion parameters, without the input embedding
-    assert dense[0] == 2 * dense[2]
-    assert 4.6e9 < quantized[0] < 4.7e9
-    assert dense[1] == quantized[1] == 131072
+def test_a_result_is_resumed_where_it_ended(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--repeats", "1", "--no-peers", "--resume", str(tmp_path / "gpu.json")]
+
+    def models(*names: str) -> dict[str, Any]:
+        subprocess.run([sys.executable, str(PROGRAM), *options, "--model", *names], check=True, timeout=240)
+        return json.loads((tmp_path / "gpu.json").read_text())["models"]
+
+    first = models("tiny")
+    both = models("tiny", "tiny-w4")
+    assert both["tiny"] == first["tiny"]
+    assert both["tiny-w4"]["is_complete"]

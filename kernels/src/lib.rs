@@ -1,4 +1,6 @@
-//! Native CPU kernels: bf16 linear layers, paged attention, and the small operators between them, for x86-64 with AVX-512 BF16.
+//! Native CPU kernels: linear layers, paged attention, and the small operators between them. The crate is compiled once for each
+//! instruction set (`-C target-feature`) and data type (`--cfg element`); nothing inside chooses between them.
+//!
 //! The kernels work on raw addresses that the caller owns; the Python module checks tensors before it passes their addresses on.
 //!
 //! INVARIANT: a row's result does not depend on other rows, on the grouping of rows into calls, or on the number of threads.
@@ -6,32 +8,25 @@
 // The kernels' only caller outside of tests.
 #![cfg_attr(not(feature = "python"), allow(dead_code, unused_imports))]
 
-#[cfg(target_arch = "x86_64")]
+mod activation;
 mod attention;
 mod collective;
 mod cpu;
-#[cfg(target_arch = "x86_64")]
+#[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
+mod element;
 mod linear;
 mod memory;
-#[cfg(target_arch = "x86_64")]
 mod norm;
 mod pool;
-#[cfg(target_arch = "x86_64")]
+mod product;
 mod rotate;
-#[cfg(target_arch = "x86_64")]
 mod row;
-#[cfg(target_arch = "x86_64")]
 mod sample;
-#[cfg(target_arch = "x86_64")]
+#[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]
 mod simd;
-#[cfg(target_arch = "x86_64")]
 mod stack;
-#[cfg(target_arch = "x86_64")]
-mod table;
 
 #[cfg(feature = "python")]
 mod python;
 #[cfg(test)]
 mod testing;
-
-pub(crate) use cpu::supported;

@@ -1,9 +1,9 @@
 //! RMSNorm and LayerNorm, alone and fused with the preceding addition to the residual. Statistics are in float32.
 
+use crate::element::Element;
 use crate::pool::{Executor, Source, Target};
 use crate::row;
-use crate::simd::{self, LANES};
-use std::arch::x86_64::*;
+use crate::simd::{F32, LANES, Mask};
 
 /// Elements from which a parallel section pays off.
 const PART_NUMBERS: usize = 1 << 14;
@@ -11,7 +11,7 @@ const PART_NUMBERS: usize = 1 << 14;
 /// How a row is normalized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Divided by its root mean square, and rounded to bf16 before the weight is applied (Llama).
+    /// Divided by its root mean square, and rounded to an element before the weight is applied (Llama).
     Rms,
     /// The same, rounded only once, at the end (Gemma).
     WideRms,
@@ -33,7 +33,7 @@ pub(crate) struct Norm {
 /// The input of a norm: `num_rows` rows of `num_groups` contiguous groups, `stride` elements apart.
 #[derive(Clone, Copy)]
 pub(crate) struct Groups {
-    pub(crate) address: Source<u16>,
+    pub(crate) address: Source<Element>,
     pub(crate) stride: usize,
     pub(crate) num_groups: usize,
     pub(crate) num_rows: usize,
@@ -70,8 +70,8 @@ impl Norm {
     /// output = norm(x); the output's rows are contiguous.
     ///
     /// # Safety
-    /// The norm must fit the groups, and the pointers be valid for them. The CPU must be `supported()`.
-    pub(crate) unsafe fn apply(&self, executor: &impl Executor, x: Groups, output: Target<u16>) {
+    /// The norm must fit the groups, and the pointers be valid for them.
+    pub(crate) unsafe fn apply(&self, executor: &impl Executor, x: Groups, output: Target<Element>) {
         let width = x.num_groups * self.dim;
         executor.for_ranges(x.num_rows, PART_NUMBERS / width.max(1), |range| {
             for row in range {
@@ -89,8 +89,8 @@ impl Norm {
         &self,
         executor: &impl Executor,
         x: Groups,
-        residual: Target<u16>,
-        output: Target<u16>,
+        residual: Target<Element>,
+        output: Target<Element>,
     ) {
         executor.for_ranges(x.num_rows, PART_NUMBERS / self.dim, |range| {
             for row in range {
@@ -108,8 +108,7 @@ impl Norm {
     ///
     /// # Safety
     /// As for `apply`.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub(crate) unsafe fn apply_row(&self, num_groups: usize, x: *const u16, output: *mut u16) {
+    pub(crate) unsafe fn apply_row(&self, num_groups: usize, x: *const Element, output: *mut Element) {
         let has_weights_by_group = self.weight.len() > self.dim;
         for group in 0..num_groups {
             let first = group * self.dim;
@@ -121,49 +120,44 @@ impl Norm {
         }
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    unsafe fn moments(&self, x: *const u16) -> Moments {
+    unsafe fn moments(&self, x: *const Element) -> Moments {
         let mut mean = 0.0;
         if self.kind == Kind::Layer {
-            let mut sum = _mm512_setzero_ps();
+            let mut sum = F32::splat(0.0);
             for first in (0..self.dim).step_by(LANES) {
                 // SAFETY: the group has `dim` elements.
-                let x = unsafe { simd::load_bf16_masked(x.add(first), simd::first_lanes(self.dim - first)) };
-                sum = _mm512_add_ps(sum, x);
+                sum = sum + unsafe { Element::load_first(x.add(first), self.dim - first) };
             }
-            mean = _mm512_reduce_add_ps(sum) / self.dim as f32;
+            mean = sum.reduce_sum() / self.dim as f32;
         }
-        let mut squares = _mm512_setzero_ps();
+        let mut squares = F32::splat(0.0);
         for first in (0..self.dim).step_by(LANES) {
-            let mask = simd::first_lanes(self.dim - first);
             // SAFETY: as above.
-            let x = unsafe { simd::load_bf16_masked(x.add(first), mask) };
-            let centered = _mm512_maskz_sub_ps(mask, x, _mm512_set1_ps(mean));
-            squares = _mm512_fmadd_ps(centered, centered, squares);
+            let x = unsafe { Element::load_first(x.add(first), self.dim - first) };
+            let centered = (x - F32::splat(mean)).select(Mask::first(self.dim - first), F32::splat(0.0));
+            squares = centered.mul_add(centered, squares);
         }
-        Moments { mean, variance: _mm512_reduce_add_ps(squares) / self.dim as f32 }
+        Moments { mean, variance: squares.reduce_sum() / self.dim as f32 }
     }
 
     /// Applies the moments, then weight and bias from element `offset` on.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    unsafe fn scale(&self, x: *const u16, moments: Moments, offset: usize, output: *mut u16) {
-        let mean = _mm512_set1_ps(moments.mean);
-        let factor = _mm512_set1_ps(1.0 / (moments.variance + self.eps).sqrt());
+    unsafe fn scale(&self, x: *const Element, moments: Moments, offset: usize, output: *mut Element) {
+        let mean = F32::splat(moments.mean);
+        let factor = F32::splat(1.0 / (moments.variance + self.eps).sqrt());
         let (weight, bias) = (self.weight.as_ptr().wrapping_add(offset), self.bias.as_ptr().wrapping_add(offset));
         for first in (0..self.dim).step_by(LANES) {
-            let mask = simd::first_lanes(self.dim - first);
+            let count = self.dim - first;
             // SAFETY: the group has `dim` elements; weight and bias cover it from `offset` on.
             unsafe {
-                let centered = _mm512_sub_ps(simd::load_bf16_masked(x.add(first), mask), mean);
-                let mut result = _mm512_mul_ps(centered, factor);
+                let mut result = (Element::load_first(x.add(first), count) - mean) * factor;
                 if self.kind == Kind::Rms {
-                    result = simd::round_bf16(result);
+                    result = Element::round(result);
                 }
-                result = _mm512_mul_ps(result, _mm512_maskz_loadu_ps(mask, weight.add(first)));
+                result = result * F32::load_first(weight.add(first), count);
                 if !self.bias.is_empty() {
-                    result = _mm512_add_ps(result, _mm512_maskz_loadu_ps(mask, bias.add(first)));
+                    result = result + F32::load_first(bias.add(first), count);
                 }
-                simd::store_bf16_masked(output.add(first), mask, result);
+                Element::store_first(result, output.add(first), count);
             }
         }
     }

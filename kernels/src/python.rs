@@ -1,30 +1,34 @@
-//! The Python module `penstock_kernels`. Tensors arrive as typed views, which each method checks against each other before it calls a
+//! The Python module of one build, `penstock_kernels.*.native`. Tensors arrive as typed views, which each method checks against each other before it calls a
 //! kernel: a wrong tensor raises TypeError or ValueError and touches no memory.
 
+mod activation;
 mod attention;
 mod collective;
 mod dlpack;
 mod linear;
 mod norm;
+mod quantized;
 mod stack;
-mod table;
 mod view;
 
 use crate::attention::{BLOCK, MAX_DIM};
 use crate::cpu::Amx;
+use crate::element::{self, Element};
 use crate::memory::{self, Arena};
 use crate::pool::{GompParallel, Pool};
 use crate::rotate::{Angles, Heads, Pairs};
 use crate::sample::Logits;
+use crate::simd;
+use activation::Activation;
 use attention::{AttentionShape, Batch, PagedAttention};
 use collective::Collective;
-use linear::{PackedLinear, Packing, QuantizedPacking, SegmentParts};
+use linear::{PackedLinear, Packing};
 use norm::PackedNorm;
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use quantized::{QuantizedPacking, SegmentParts};
 use stack::{Program, Stack};
 use std::ffi::CString;
-use table::Table;
 use view::View;
 
 /// Multiply-adds (or so) from which a call lets other Python threads run. PERF: below, it is some 50 µs at most, and waiting
@@ -51,16 +55,15 @@ struct Kernels {
 #[pymethods]
 impl Kernels {
     /// `libgomp` is the path of the libgomp that this process has loaded. Without it, kernels run on the calling thread alone.
+    /// `may_use_amx`: whether dense layers use AMX, where build, CPU and system have it.
     #[new]
-    #[pyo3(signature = (num_threads, libgomp=None))]
-    fn new(num_threads: usize, libgomp: Option<CString>) -> PyResult<Kernels> {
-        if !crate::supported() {
-            return Err(PyRuntimeError::new_err("this CPU has no AVX-512 BF16"));
-        }
+    #[pyo3(signature = (num_threads, libgomp=None, may_use_amx=true))]
+    fn new(num_threads: usize, libgomp: Option<CString>, may_use_amx: bool) -> PyResult<Kernels> {
         require(num_threads > 0, || "num_threads is 0, must be at least 1".to_owned())?;
         let parallel = libgomp.and_then(|path| gomp_parallel(&path));
         let pool = parallel.map_or_else(Pool::single, |parallel| Pool::new(num_threads, parallel));
-        Ok(Kernels { pool, arena: Arena::default(), amx: Amx::request() })
+        let amx = if may_use_amx && cfg!(target_feature = "avx512bf16") { Amx::request() } else { None };
+        Ok(Kernels { pool, arena: Arena::default(), amx })
     }
 
     /// An empty weight [out_features, in_features] to pack rows into. The bias [out_features] is copied.
@@ -68,23 +71,23 @@ impl Kernels {
         &self,
         out_features: usize,
         in_features: usize,
-        bias: Option<View<'_, u16, 1>>,
+        bias: Option<View<'_, Element, 1>>,
         gated: bool,
     ) -> PyResult<Packing> {
         Packing::new(self.pool, &self.arena, self.amx, [out_features, in_features], bias.as_ref(), gated)
     }
 
-    /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales) for each segment of its
+    /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales, table) for each segment of its
     /// rows; `input_bits`: 8 or 16. The bias [all rows] is copied. w = scale · (code - offset), or scale · code + min.
     fn quantized(
         &self,
         segments: Vec<SegmentParts>,
         in_features: usize,
-        bias: Option<View<'_, u16, 1>>,
+        bias: Option<View<'_, Element, 1>>,
         gated: bool,
         input_bits: usize,
     ) -> PyResult<QuantizedPacking> {
-        QuantizedPacking::new(self.pool, &self.arena, &segments, in_features, bias.as_ref(), gated, input_bits)
+        QuantizedPacking::new(self, &segments, in_features, bias.as_ref(), gated, input_bits)
     }
 
     /// The norm of the last dimension, of `kind` "rms", "wide rms" or "layer". weight [1, dim], or [heads, dim] for a weight per head;
@@ -99,18 +102,17 @@ impl Kernels {
         PackedNorm::new(self.pool, kind, &weight, bias.as_ref(), eps)
     }
 
-    /// A function of one number as its results [65,536] by the bits of their argument. A gate multiplies them with the second half of
-    /// each row.
-    fn table(&self, results: View<'_, u16, 1>, is_gate: bool) -> PyResult<Table> {
-        Table::new(self.pool, &results, is_gate)
+    /// A function of one number, by its name in `Function::named`. A gate multiplies its results with the second half of each row.
+    fn activation(&self, name: &str, parameters: Vec<f32>, is_gate: bool) -> PyResult<Activation> {
+        Activation::new(self.pool, name, &parameters, is_gate)
     }
 
     /// Rotates queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim] in place, by the angles at their positions
     /// [tokens] in the tables cos and sin [max positions, rotary_dim / 2]. Pairs are neighbours if `interleaved`, otherwise they span halves.
     fn rotate(
         &self,
-        queries: View<'_, u16, 3>,
-        keys: View<'_, u16, 3>,
+        queries: View<'_, Element, 3>,
+        keys: View<'_, Element, 3>,
         cos: View<'_, f32, 2>,
         sin: View<'_, f32, 2>,
         positions: View<'_, i64, 1>,
@@ -139,7 +141,7 @@ impl Kernels {
     #[pyo3(signature = (logits, ids, logprobs, restricted=None))]
     fn argmax_logprob(
         &self,
-        logits: View<'_, u16, 2>,
+        logits: View<'_, Element, 2>,
         ids: View<'_, i64, 1>,
         logprobs: View<'_, f32, 1>,
         restricted: Option<(View<'_, i64, 1>, View<'_, i32, 2>)>,
@@ -168,6 +170,12 @@ impl Kernels {
         Ok(())
     }
 
+    /// Whether dense layers use AMX.
+    #[getter]
+    fn uses_amx(&self) -> bool {
+        self.amx.is_some()
+    }
+
     /// Attention of this shape.
     fn attention(&self, shape: AttentionShape) -> PyResult<PagedAttention> {
         PagedAttention::new(self.pool, shape)
@@ -178,7 +186,7 @@ fn pairs(interleaved: bool) -> Pairs {
     if interleaved { Pairs::Neighbours } else { Pairs::Halves }
 }
 
-fn heads(name: &str, tokens: &View<'_, u16, 3>) -> PyResult<Heads> {
+fn heads(name: &str, tokens: &View<'_, Element, 3>) -> PyResult<Heads> {
     let [_, num_heads, head_dim] = tokens.shape();
     let (address, stride) = tokens.rows_mut(name)?;
     Ok(Heads { address, stride, num_heads, head_dim })
@@ -197,25 +205,22 @@ fn gomp_parallel(path: &std::ffi::CStr) -> Option<GompParallel> {
     }
 }
 
-/// Whether this CPU runs the kernels.
-#[pyfunction]
-fn supported() -> bool {
-    crate::supported()
-}
-
 /// Asks for huge pages under a cache.
 #[pyfunction]
-fn advise_huge_pages(cache: View<'_, u16, 2>) -> PyResult<()> {
-    let num_bytes = 2 * cache.shape().iter().product::<usize>();
+fn advise_huge_pages(cache: View<'_, Element, 2>) -> PyResult<()> {
+    let num_bytes = size_of::<Element>() * cache.shape().iter().product::<usize>();
     // SAFETY: the range is the tensor's memory.
     unsafe { memory::advise_huge_pages(cache.target("cache")?.at(0).cast(), num_bytes) };
     Ok(())
 }
 
 #[pymodule]
-fn penstock_kernels(module: &Bound<'_, PyModule>) -> PyResult<()> {
+fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("ISA", simd::ISA)?;
+    module.add("DTYPE", element::NAME)?;
     module.add("BLOCK_TOKENS", BLOCK)?;
     module.add("MAX_DIM", MAX_DIM)?;
+    module.add_class::<Activation>()?;
     module.add_class::<Batch>()?;
     module.add_class::<Collective>()?;
     module.add_class::<Kernels>()?;
@@ -224,7 +229,5 @@ fn penstock_kernels(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PagedAttention>()?;
     module.add_class::<Program>()?;
     module.add_class::<Stack>()?;
-    module.add_class::<Table>()?;
-    module.add_function(wrap_pyfunction!(supported, module)?)?;
     module.add_function(wrap_pyfunction!(advise_huge_pages, module)?)
 }

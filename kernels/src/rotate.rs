@@ -1,8 +1,8 @@
 //! Rotary position embedding in place.
 
+use crate::element::Element;
 use crate::pool::{Executor, Source, Target};
-use crate::simd::{self, LANES};
-use std::arch::x86_64::*;
+use crate::simd::{F32, LANES};
 
 /// The angles: cosines and sines [positions, half] in float32, and the position of each token.
 #[derive(Clone, Copy)]
@@ -27,7 +27,7 @@ pub(crate) enum Pairs {
 /// Heads to rotate: [tokens, heads, head_dim], `stride` elements from token to token.
 #[derive(Clone, Copy)]
 pub(crate) struct Heads {
-    pub(crate) address: Target<u16>,
+    pub(crate) address: Target<Element>,
     pub(crate) stride: usize,
     pub(crate) num_heads: usize,
     pub(crate) head_dim: usize,
@@ -38,7 +38,7 @@ const PART_NUMBERS: usize = 1 << 13;
 /// Rotates queries and keys of `num_tokens` tokens.
 ///
 /// # Safety
-/// The pointers must be valid for the stated shapes, positions inside the tables. The CPU must be `supported()`.
+/// The pointers must be valid for the stated shapes, positions inside the tables.
 pub(crate) unsafe fn rotate(executor: &impl Executor, angles: &Angles, heads: [Heads; 2], num_tokens: usize) {
     let numbers = heads.iter().map(|heads| heads.num_heads * heads.head_dim).sum::<usize>();
     executor.for_ranges(num_tokens, PART_NUMBERS / numbers.max(1), |range| {
@@ -56,69 +56,59 @@ pub(crate) unsafe fn rotate(executor: &impl Executor, angles: &Angles, heads: [H
 ///
 /// # Safety
 /// As for `rotate`.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(crate) unsafe fn rotate_token(angles: &Angles, heads: &Heads, token: usize) {
     // SAFETY: the caller vouches for all addresses.
     unsafe {
         let position = *angles.positions.at(token) as usize;
         for first in (0..angles.half).step_by(LANES) {
-            let mask = simd::first_lanes(angles.half - first);
-            let cos = _mm512_maskz_loadu_ps(mask, angles.cos.at(position * angles.half + first));
-            let sin = _mm512_maskz_loadu_ps(mask, angles.sin.at(position * angles.half + first));
+            let count = LANES.min(angles.half - first);
+            let cos = F32::load_first(angles.cos.at(position * angles.half + first), count);
+            let sin = F32::load_first(angles.sin.at(position * angles.half + first), count);
             for head in 0..heads.num_heads {
                 let start = heads.address.at(token * heads.stride + head * heads.head_dim);
                 match angles.pairs {
-                    Pairs::Halves => turn_halves(start.add(first), angles.half, mask, cos, sin),
-                    Pairs::Neighbours => turn_neighbours(start.add(2 * first), mask, cos, sin),
+                    Pairs::Halves => turn_halves(start.add(first), angles.half, count, cos, sin),
+                    Pairs::Neighbours => turn_neighbours(start.add(2 * first), count, cos, sin),
                 }
             }
         }
     }
 }
 
-/// Rotates the selected ones of 16 elements with those `half` elements later.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn turn_halves(low: *mut u16, half: usize, mask: __mmask16, cos: __m512, sin: __m512) {
-    // SAFETY: the caller vouches for the selected elements.
+/// Rotates the first `count` of 16 elements with those `half` elements later.
+#[inline(always)]
+unsafe fn turn_halves(low: *mut Element, half: usize, count: usize, cos: F32, sin: F32) {
+    // SAFETY: the caller vouches for the elements.
     unsafe {
         let high = low.add(half);
-        let (x, y) = turned(simd::load_bf16_masked(low, mask), simd::load_bf16_masked(high, mask), cos, sin);
-        simd::store_bf16_masked(low, mask, x);
-        simd::store_bf16_masked(high, mask, y);
+        let (x, y) = turned(Element::load_first(low, count), Element::load_first(high, count), cos, sin);
+        Element::store_first(x, low, count);
+        Element::store_first(y, high, count);
     }
 }
 
-/// Rotates the selected ones of 16 pairs of consecutive elements.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn turn_neighbours(first: *mut u16, mask: __mmask16, cos: __m512, sin: __m512) {
-    // SAFETY: the caller vouches for the selected pairs.
+/// Rotates the first `count` of 16 pairs of consecutive elements.
+#[inline(always)]
+unsafe fn turn_neighbours(first: *mut Element, count: usize, cos: F32, sin: F32) {
+    // SAFETY: the caller vouches for the pairs.
     unsafe {
-        let pairs = _mm512_maskz_loadu_epi32(mask, first.cast());
-        let x = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs));
-        let y = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32)));
+        let (x, y) = Element::load_first_pairs(first, count);
         let (x, y) = turned(x, y, cos, sin);
-        let (x, y) = (_mm512_cvtepu16_epi32(simd::narrow(x)), _mm512_cvtepu16_epi32(simd::narrow(y)));
-        _mm512_mask_storeu_epi32(first.cast(), mask, _mm512_or_si512(x, _mm512_slli_epi32::<16>(y)));
+        Element::store_first_pairs(x, y, first, count);
     }
 }
 
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn turned(x: __m512, y: __m512, cos: __m512, sin: __m512) -> (__m512, __m512) {
-    let turned_x = _mm512_sub_ps(_mm512_mul_ps(x, cos), _mm512_mul_ps(y, sin));
-    let turned_y = _mm512_add_ps(_mm512_mul_ps(y, cos), _mm512_mul_ps(x, sin));
-    (turned_x, turned_y)
+#[inline(always)]
+fn turned(x: F32, y: F32, cos: F32, sin: F32) -> (F32, F32) {
+    (x * cos - y * sin, y * cos + x * sin)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{Random, assert_close, spawning_pool, to_f32};
+    use crate::testing::{Random, assert_close, spawning_pool};
 
     #[test]
-    #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
     fn pairs_rotate_by_their_angle_and_other_dims_are_unchanged() {
         let shapes = [(2, 64, 32, 5), (3, 48, 8, 70), (1, 20, 10, 2), (2, 80, 20, 3)];
         for (pairs, shape) in
@@ -126,7 +116,7 @@ mod tests {
         {
             let (num_heads, head_dim, half, num_tokens) = shape;
             let stride = num_heads * head_dim + 6;
-            let before = Random::new(half as u64).bf16s(num_tokens * stride);
+            let before = Random::new(half as u64).elements(num_tokens * stride);
             let mut after = before.clone();
             let table: Vec<f32> = (0..100 * half).map(|index| index as f32 * 0.37).collect();
             let (cos, sin): (Vec<f32>, Vec<f32>) = table.iter().map(|angle| (angle.cos(), angle.sin())).unzip();
@@ -154,11 +144,11 @@ mod tests {
                         Pairs::Neighbours => (dim / 2, dim % 2 == 0, 1),
                     };
                     let angle = table[positions[token] as usize * half + pair];
-                    let x = to_f32(before[at]);
+                    let x = Element::to_f32(before[at]);
                     let turned = if is_first {
-                        x * angle.cos() - to_f32(before[at + distance]) * angle.sin()
+                        x * angle.cos() - Element::to_f32(before[at + distance]) * angle.sin()
                     } else {
-                        x * angle.cos() + to_f32(before[at - distance]) * angle.sin()
+                        x * angle.cos() + Element::to_f32(before[at - distance]) * angle.sin()
                     };
                     assert_close(after[at], turned, 0.01, "turned");
                 }

@@ -3,9 +3,9 @@
 //!
 //! INVARIANT: chunks have fixed positions and are merged in order, so the result does not depend on threads or other rows.
 
+use crate::element::Element;
 use crate::pool::{Executor, Source, Target};
-use crate::simd::{self, LANES};
-use std::arch::x86_64::*;
+use crate::simd::{F32, I32, LANES, Mask};
 
 /// Logits per part of the work: 8 KiB, which stay in the first-level cache for the second pass. A multiple of `LANES`.
 const CHUNK: usize = 4096;
@@ -23,10 +23,10 @@ struct Summary {
 
 const NOTHING: Summary = Summary { maximum: f32::NEG_INFINITY, index: 0, sum: 0.0, is_broken: false };
 
-/// Contiguous bf16 logits, and the tokens that may be chosen.
+/// Contiguous logits, and the tokens that may be chosen.
 pub(crate) struct Logits {
     /// [num_rows, vocab]
-    pub(crate) address: Source<u16>,
+    pub(crate) address: Source<Element>,
     pub(crate) num_rows: usize,
     pub(crate) vocab: usize,
     /// `[num_rows]`: address of each row's mask (32-bit words, one bit per token, lowest bit first), where 0 allows every token. Null
@@ -50,7 +50,7 @@ impl Logits {
 /// tokens. A row with a NaN or +infinity anywhere, or without an allowed token, gets the index -1 and NaN.
 ///
 /// # Safety
-/// The pointers must be valid for `num_rows` rows. The CPU must be `supported()`.
+/// The pointers must be valid for `num_rows` rows.
 pub(crate) unsafe fn argmax_logprob(
     executor: &impl Executor,
     logits: &Logits,
@@ -83,55 +83,52 @@ pub(crate) unsafe fn argmax_logprob(
     }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn summarize(logits: *const u16, mask: *const u16, offset: usize, count: usize) -> Summary {
+unsafe fn summarize(logits: *const Element, mask: *const u16, offset: usize, count: usize) -> Summary {
     // SAFETY: the mask has a bit for every token, in whole 32-bit words.
     let allowed = |first: usize| if mask.is_null() { 0xffff } else { unsafe { mask.add(first / LANES).read() } };
-    let infinity = _mm512_set1_ps(f32::INFINITY);
-    let mut best = _mm512_set1_ps(f32::NEG_INFINITY);
-    let mut best_at = _mm512_setzero_si512();
-    let mut broken: __mmask16 = 0;
+    let mut best = F32::splat(f32::NEG_INFINITY);
+    let mut best_at = I32::splat(0);
+    let mut are_below_infinity = Mask::first(LANES);
     for first in (0..count).step_by(LANES) {
-        let lanes = simd::first_lanes(count - first);
         // SAFETY: the lanes do not exceed the chunk.
-        let x = unsafe { simd::load_bf16_masked(logits.add(first), lanes) };
-        let higher = _mm512_mask_cmp_ps_mask::<_CMP_GT_OQ>(lanes & allowed(first), x, best);
-        broken |= _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, infinity); // also of masked tokens
-        best = _mm512_mask_mov_ps(best, higher, x);
-        best_at = _mm512_mask_mov_epi32(best_at, higher, _mm512_set1_epi32(first as i32));
+        let x = unsafe { Element::load_first(logits.add(first), count - first) };
+        let higher = x.greater(best) & Mask::first(count - first) & Mask::from_bits(allowed(first));
+        are_below_infinity = are_below_infinity & F32::splat(f32::INFINITY).greater(x); // also of masked tokens
+        best = x.select(higher, best);
+        best_at = I32::splat(first as i32).select(higher, best_at);
     }
-    let maximum = _mm512_reduce_max_ps(best);
-    if broken != 0 || maximum == f32::NEG_INFINITY {
-        return Summary { is_broken: broken != 0, ..NOTHING };
+    let maximum = best.reduce_max();
+    let is_broken = are_below_infinity.bits() != 0xffff;
+    if is_broken || maximum == f32::NEG_INFINITY {
+        return Summary { is_broken, ..NOTHING };
     }
-    let places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    let holders = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(best, _mm512_set1_ps(maximum));
-    let index = _mm512_mask_reduce_min_epi32(holders, _mm512_add_epi32(best_at, places)) as usize;
-    let scale = _mm512_set1_ps(std::f32::consts::LOG2_E);
-    let mut sum = _mm512_setzero_ps();
+    let places = (best_at + I32::lane_numbers()).to_array();
+    let holders = places.iter().zip(best.to_array()).filter(|&(_, best)| best == maximum);
+    let index = holders.map(|(&place, _)| place as usize).min().unwrap_or(0);
+    let (shift, scale) = (F32::splat(maximum), F32::splat(std::f32::consts::LOG2_E));
+    let mut sum = F32::splat(0.0);
     for first in (0..count).step_by(LANES) {
-        let lanes = simd::first_lanes(count - first) & allowed(first);
-        if lanes == 0 {
+        let lanes = Mask::first(count - first) & Mask::from_bits(allowed(first));
+        if lanes.bits() == 0 {
             continue; // common where a grammar allows few tokens
         }
         // SAFETY: as above.
-        let x = unsafe { simd::load_bf16_masked(logits.add(first), lanes) };
-        let distance = _mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(maximum)), scale);
-        sum = _mm512_mask_add_ps(sum, lanes, sum, simd::exp2(distance));
+        let x = unsafe { Element::load_first(logits.add(first), count - first) };
+        sum = (sum + ((x - shift) * scale).exp2()).select(lanes, sum);
     }
-    Summary { maximum, index: offset + index, sum: _mm512_reduce_add_ps(sum), is_broken: false }
+    Summary { maximum, index: offset + index, sum: sum.reduce_sum(), is_broken: false }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{Random, spawning_pool, to_bf16, to_f32};
+    use crate::testing::{Random, spawning_pool};
 
-    fn run(logits: &[u16], vocab: usize) -> Vec<(i64, f32)> {
+    fn run(logits: &[Element], vocab: usize) -> Vec<(i64, f32)> {
         run_masked(logits, vocab, &[])
     }
 
-    fn run_masked(logits: &[u16], vocab: usize, masks: &[Option<Vec<u32>>]) -> Vec<(i64, f32)> {
+    fn run_masked(logits: &[Element], vocab: usize, masks: &[Option<Vec<u32>>]) -> Vec<(i64, f32)> {
         let num_rows = logits.len() / vocab;
         let (mut ids, mut logprobs) = (vec![0; num_rows], vec![0.0; num_rows]);
         let (ids_at, logprobs_at) = (Target::new(ids.as_mut_ptr()), Target::new(logprobs.as_mut_ptr()));
@@ -149,28 +146,26 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
     fn the_lowest_index_of_the_maximum_wins() {
         for vocab in [1, 5, 16, 4096, 4097, 10_000] {
-            let logits = Random::new(vocab as u64).bf16s(vocab * 3);
+            let logits = Random::new(vocab as u64).elements(vocab * 3);
             for (row, (id, logprob)) in logits.chunks(vocab).zip(run(&logits, vocab)) {
-                let maximum = row.iter().map(|&x| to_f32(x)).fold(f32::MIN, f32::max);
-                assert_eq!(id as usize, row.iter().position(|&x| to_f32(x) == maximum).unwrap());
-                let sum: f64 = row.iter().map(|&x| f64::from(to_f32(x) - maximum).exp()).sum();
+                let maximum = row.iter().map(|&x| Element::to_f32(x)).fold(f32::MIN, f32::max);
+                assert_eq!(id as usize, row.iter().position(|&x| Element::to_f32(x) == maximum).unwrap());
+                let sum: f64 = row.iter().map(|&x| f64::from(Element::to_f32(x) - maximum).exp()).sum();
                 assert!((f64::from(logprob) + sum.ln()).abs() < 1e-5, "{logprob} is not {}", -sum.ln());
             }
         }
     }
 
     #[test]
-    #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
     fn nan_is_flagged_and_hidden_logits_have_no_probability() {
         let vocab = 9000;
-        let mut logits = vec![to_bf16(f32::NEG_INFINITY); 3 * vocab];
-        logits[7000] = to_bf16(2.0);
-        logits[vocab + 3] = to_bf16(f32::NAN);
-        logits[2 * vocab + 8999] = to_bf16(-1.0);
-        logits[2 * vocab + 1] = to_bf16(-1.0);
+        let mut logits = vec![Element::from_f32(f32::NEG_INFINITY); 3 * vocab];
+        logits[7000] = Element::from_f32(2.0);
+        logits[vocab + 3] = Element::from_f32(f32::NAN);
+        logits[2 * vocab + 8999] = Element::from_f32(-1.0);
+        logits[2 * vocab + 1] = Element::from_f32(-1.0);
         let results = run(&logits, vocab);
         assert_eq!(results[0], (7000, 0.0));
         assert_eq!(results[1].0, -1);
@@ -180,11 +175,10 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
     fn a_mask_counts_as_logits_of_minus_infinity_bit_for_bit() {
         for vocab in [1, 5, 31, 33, 4096, 4097, 10_000] {
             let mut random = Random::new(vocab as u64);
-            let logits = random.bf16s(vocab * 4);
+            let logits = random.elements(vocab * 4);
             // dense, sparse, only the last token, and no mask
             let mut masks: Vec<Option<Vec<u32>>> = [0xffff_ffff_u32, 0x8100_0001]
                 .iter()
@@ -197,7 +191,7 @@ mod tests {
             for (row, mask) in masks.iter().enumerate() {
                 for id in 0..vocab {
                     if mask.as_ref().is_some_and(|words| !is_allowed(words, id)) {
-                        hidden[row * vocab + id] = to_bf16(f32::NEG_INFINITY);
+                        hidden[row * vocab + id] = Element::from_f32(f32::NEG_INFINITY);
                     }
                 }
             }
@@ -211,12 +205,11 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
     fn a_row_without_an_allowed_token_and_nan_behind_a_mask_are_flagged() {
         let vocab = 5000;
-        let mut logits = Random::new(1).bf16s(4 * vocab);
-        logits[vocab + 4999] = to_bf16(f32::NAN);
-        logits[2 * vocab + 40] = to_bf16(f32::INFINITY);
+        let mut logits = Random::new(1).elements(4 * vocab);
+        logits[vocab + 4999] = Element::from_f32(f32::NAN);
+        logits[2 * vocab + 40] = Element::from_f32(f32::INFINITY);
         let words = |allowed: u32| {
             let mut words = vec![0; vocab.div_ceil(32)];
             words[0] = allowed;

@@ -1,7 +1,8 @@
 //! Shared by the unit tests: a pool of real threads, pseudo-random bf16 numbers, and scalar conversions for the references.
 
+use crate::element::Element;
 use crate::pool::Pool;
-pub(crate) use crate::simd::to_bf16;
+
 use std::ffi::{c_uint, c_void};
 
 struct Shared(*mut c_void);
@@ -32,10 +33,6 @@ pub(crate) fn spawning_pool(num_threads: usize) -> Pool {
     Pool::new(num_threads, spawn_parallel)
 }
 
-pub(crate) fn to_f32(value: u16) -> f32 {
-    f32::from_bits(u32::from(value) << 16)
-}
-
 /// A small generator (xorshift); the same seed gives the same numbers.
 pub(crate) struct Random(u64);
 
@@ -56,12 +53,31 @@ impl Random {
         ((self.next() >> 40) as f32) / ((1u64 << 23) as f32) - 1.0
     }
 
-    pub(crate) fn bf16s(&mut self, count: usize) -> Vec<u16> {
-        (0..count).map(|_| to_bf16(self.uniform())).collect()
+    pub(crate) fn elements(&mut self, count: usize) -> Vec<Element> {
+        (0..count).map(|_| Element::from_f32(self.uniform())).collect()
     }
 }
 
-pub(crate) fn assert_close(actual: u16, expected: f32, tolerance: f32, what: &str) {
-    let actual = to_f32(actual);
+/// The tolerance of `assert_close` for sums in float32 of some thousand products that are rounded to elements this many times.
+pub(crate) fn tolerance(num_roundings: u32) -> f32 {
+    let mantissa_bits = if cfg!(element = "f32") {
+        24
+    } else if cfg!(element = "f16") {
+        11
+    } else {
+        8
+    };
+    1e-4 + num_roundings as f32 * (-mantissa_bits as f32).exp2()
+}
+
+/// Fails unless the difference is within `tolerance` of 1 or of `expected`, whichever is greater.
+pub(crate) fn assert_close(actual: Element, expected: f32, tolerance: f32, what: &str) {
+    let actual = Element::to_f32(actual);
     assert!((actual - expected).abs() <= tolerance * (1.0 + expected.abs()), "{what}: {actual} is not {expected}");
+}
+
+/// The distance from 1 to the next element.
+pub(crate) fn epsilon() -> f32 {
+    let steps = (1..24).map(|power| 2f32.powi(-power));
+    steps.filter(|step| Element::from_f32(1.0 + step).to_f32() > 1.0).last().unwrap_or(1.0)
 }

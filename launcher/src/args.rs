@@ -12,6 +12,7 @@ use clap::{ArgAction, Parser, ValueEnum};
 
 use crate::attention::Attention;
 use crate::dtype::{Dtype, KvCacheDtype};
+use crate::isa::CpuIsa;
 use crate::quantize::Quantize;
 use crate::tool::Tool;
 
@@ -43,6 +44,15 @@ pub(crate) struct Args {
     /// every layer: native (CPUs), flash (FlashAttention-2 on GPUs), triton (GPUs) or reference (slow)
     #[arg(long, env, value_enum, default_value_t = Attention::Auto)]
     pub(crate) attention: Attention,
+
+    /// Give a token the same bits in every batch and for every cut of its prompt into chunks. On a CPU with native operators
+    /// this always holds; on a GPU it makes matrix products slower and rules FlashAttention out. Refused where it cannot hold
+    #[arg(long, env, action = ArgAction::SetTrue, value_parser = BoolishValueParser::new())]
+    pub(crate) deterministic: bool,
+
+    /// Instruction set of the native CPU kernels: auto takes the fastest that the CPU has. Each other one must be there
+    #[arg(long, env, value_enum, default_value_t = CpuIsa::Auto)]
+    pub(crate) cpu_isa: CpuIsa,
 
     /// Run the checkpoint's own Python code if neither this server nor transformers knows the model type. That code can
     /// do anything
@@ -130,6 +140,11 @@ pub(crate) struct Args {
     /// Fraction of a device's memory that the server may use in total, above 0 and at most 1
     #[arg(long, env, default_value_t = 0.9)]
     pub(crate) cuda_memory_fraction: f64,
+
+    /// Batch sizes for which decode steps are recorded as CUDA graphs, separated by commas. A smaller batch uses the next
+    /// larger graph, and batches beyond the largest none. 0: no graphs. No effect on a CPU [default: chosen by the worker]
+    #[arg(long, env, value_name = "SIZES", value_delimiter = ',')]
+    pub(crate) cuda_graphs: Vec<u32>,
 
     /// Method of quantization. Without it, the checkpoint's own config decides; one that contradicts the checkpoint is an
     /// error. eetq and bitsandbytes also quantize an unquantized checkpoint at load, to 8 bits

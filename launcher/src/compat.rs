@@ -47,7 +47,6 @@ pub(crate) const FLAGS: &[CompatFlag] = &[
     refused("lora-adapters", Value, "LoRA adapters are not supported yet; merge the adapter into the weights"),
     neutral("waiting-served-ratio", Value, "waiting requests join the batch at every step"),
     neutral("max-waiting-tokens", Value, "waiting requests join the batch at every step"),
-    neutral("cuda-graphs", Value, "decode steps of every batch size are recorded as CUDA graphs"),
     neutral("disable-custom-kernels", Switch, "kernels are chosen for the machine's hardware"),
     neutral("prometheus-port", Value, "metrics are served at /metrics on the main port"),
     neutral("master-addr", Value, RENDEZVOUS),

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::resolve::{Machine, visible_devices};
+use crate::resolve::{Machine, listed_devices, visible_devices};
 
 const PACKAGES: &str = "\
 import importlib.metadata as m, platform
@@ -20,7 +20,7 @@ pub(crate) fn machine() -> Machine {
         num_cores: std::thread::available_parallelism().map_or(1, usize::from),
         num_visible_devices: visible_devices(
             |name| std::env::var(name).ok(),
-            || Some(output("nvidia-smi", &["-L"])?.lines().count()),
+            || output("nvidia-smi", &["-L"]).as_deref().map(listed_devices),
         ),
     }
 }

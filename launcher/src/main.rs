@@ -13,6 +13,7 @@ mod environment;
 mod fork_protocol;
 mod fork_server;
 mod group;
+mod isa;
 mod keys;
 mod listener;
 mod log;

@@ -100,6 +100,11 @@ pub(crate) enum ResolveError {
     },
     #[error("--sharded needs more than one device, {found}; set the number of ranks with --num-shard")]
     NothingToShardOver { found: String },
+    #[error(
+        "--num-shard is {num_shard}, but {devices} device(s) are visible, and each rank needs one of its own; lower it, \
+         make more devices visible (CUDA_VISIBLE_DEVICES, docker's --gpus), or serve on the CPU with CUDA_VISIBLE_DEVICES=\"\""
+    )]
+    TooFewDevices { num_shard: usize, devices: usize },
     #[error("--max-total-tokens is {given}, but the model supports sequences of at most {allowed} tokens")]
     BeyondModel { given: u32, allowed: u32 },
     #[error(
@@ -355,6 +360,10 @@ fn num_ranks(args: &Args, machine: Machine, choices: &mut Vec<Choice>) -> Result
             value: args.num_shard.unwrap_or_default().to_string(),
             allowed: "1 with --sharded false",
         }),
+        // On a machine whose environment names devices that are not there, the worker reports what it sees.
+        (_, Some(num_shard), Some(devices @ 1..)) if num_shard > devices => {
+            Err(ResolveError::TooFewDevices { num_shard, devices })
+        }
         (_, Some(num_shard), _) => Ok(num_shard),
         (Some(true), None, Some(devices @ 2..)) => {
             choices.push(Choice::new("num-shard", devices, "--sharded, one rank per visible device"));
@@ -406,7 +415,11 @@ pub(crate) fn visible_devices(
     get_env: impl Fn(&str) -> Option<String>,
     list_all: impl FnOnce() -> Option<usize>,
 ) -> Option<usize> {
-    let count = |list: &str| list.split(',').filter(|device| !device.trim().is_empty()).count();
+    let count = |list: &str| {
+        let is_named = |device: &&str| !device.is_empty() && !device.starts_with('-'); // CUDA ignores all after a -1
+        let devices: Vec<&str> = list.split(',').map(str::trim).take_while(is_named).collect();
+        if devices.iter().any(|device| device.starts_with("MIG-")) { 1 } else { devices.len() }
+    };
     if let Some(list) = get_env("CUDA_VISIBLE_DEVICES") {
         return Some(count(&list));
     }
@@ -416,6 +429,11 @@ pub(crate) fn visible_devices(
         Some("void" | "none") => Some(0),
         Some(list) => Some(count(list)),
     }
+}
+
+/// The devices that a process can use, of those that `nvidia-smi -L` lists. A process sees one MIG instance.
+pub(crate) fn listed_devices(list: &str) -> usize {
+    if list.lines().any(|line| line.trim_start().starts_with("MIG ")) { 1 } else { list.lines().count() }
 }
 
 #[cfg(test)]

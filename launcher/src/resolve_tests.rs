@@ -234,6 +234,32 @@ fn visible_devices_are_counted_as_tgi_did() {
     assert_eq!(count(&[("NVIDIA_VISIBLE_DEVICES", "void")]), Some(0));
     assert_eq!(count(&[("CUDA_VISIBLE_DEVICES", "1"), ("NVIDIA_VISIBLE_DEVICES", "all")]), Some(1));
     assert_eq!(count(&[("ZE_AFFINITY_MASK", "0,1")]), Some(2));
+    assert_eq!(count(&[("CUDA_VISIBLE_DEVICES", "-1")]), Some(0));
+    assert_eq!(count(&[("CUDA_VISIBLE_DEVICES", "1, -1, 2")]), Some(1));
+}
+
+#[test]
+fn a_process_sees_one_mig_instance() {
+    let get = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| "MIG-3f7a,MIG-91c0".to_owned());
+    assert_eq!(visible_devices(get, || None), Some(1));
+    let gpu = "GPU 0: NVIDIA H200 (UUID: GPU-5d1e)";
+    assert_eq!(listed_devices(&format!("{gpu}\nGPU 1: NVIDIA H200 (UUID: GPU-77aa)")), 2);
+    let instance = "  MIG 1g.18gb     Device  0: (UUID: MIG-3f7a)";
+    assert_eq!(listed_devices(&format!("{gpu}\n{instance}\n{instance}")), 1);
+}
+
+#[test]
+fn more_ranks_than_visible_devices_are_refused() {
+    let resolve = |flags: &str, num_visible_devices| {
+        Settings::resolve(&args(flags), Machine { num_visible_devices, ..MACHINE }).map(|settings| settings.num_ranks)
+    };
+    let refusal = resolve("--num-shard 4", Some(2)).unwrap_err().to_string();
+    assert!(refusal.starts_with("--num-shard is 4, but 2 device(s) are visible, and each rank needs one"), "{refusal}");
+    assert!(resolve("--sharded true --num-shard 4", Some(2)).is_err());
+    assert_eq!(resolve("--num-shard 2", Some(2)), Ok(2));
+    // On a CPU any number of ranks can share the machine.
+    assert_eq!(resolve("--num-shard 4", Some(0)), Ok(4));
+    assert_eq!(resolve("--num-shard 4", None), Ok(4));
 }
 
 #[test]

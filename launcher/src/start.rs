@@ -181,9 +181,11 @@ async fn load(
         dequantize: args.dequantize,
         quantize: args.quantize.map(Quantize::name),
         activation_bits: args.activation_bits,
+        deterministic: args.deterministic,
         background: false,
         watermark_delta: args.watermark_delta,
         attention: args.attention.name().map(str::to_owned),
+        cpu_isa: args.cpu_isa.name().map(str::to_owned),
     };
     let model = group.load(&load).await.map_err(GroupError::from)?;
     phases.push(timed("load", since));
@@ -210,7 +212,11 @@ async fn load(
         num_blocks: Settings::num_blocks(args, &model).map(u64::from),
         memory_fraction: settings.memory_fraction,
         proven: false,
+        graph_sizes: args.cuda_graphs.clone(),
     };
+    if !args.cuda_graphs.is_empty() && model.device.starts_with("cpu") {
+        tracing::info!("--cuda-graphs has no effect: the model runs on a CPU");
+    }
     let pool = group.warm_up(&warm_up).await.map_err(GroupError::from)?;
     phases.push(timed("warm up", since));
     phases.extend(pool.phases.iter().map(|phase| part_of("warm up", phase)));

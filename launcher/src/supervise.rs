@@ -166,7 +166,7 @@ impl Supervisor {
         };
         let workers = self.workers.insert(workers);
         times.spawn = lap.next();
-        let warm_up = self.recipe.warm_up;
+        let warm_up = self.recipe.warm_up.clone();
         let prepare = async {
             let Loaded { mut group, connected } = loading.await?;
             times.connect = lap.until(connected);

@@ -46,6 +46,10 @@ pub(crate) struct Check {
     #[arg(long, default_value_t = 0.9)]
     cuda_memory_fraction: f64,
 
+    /// Require that a token has the same bits in every batch
+    #[arg(long)]
+    deterministic: bool,
+
     /// Folder that holds Hub models [default: ~/.cache/huggingface/hub]
     #[arg(long)]
     huggingface_hub_cache: Option<PathBuf>,
@@ -75,6 +79,7 @@ impl Tool {
                 command.args(["-m", "penstock_server.check", "--num-shard", &check.num_shard.to_string()]);
                 command.args(["--cuda-memory-fraction", &check.cuda_memory_fraction.to_string()]);
                 command.args(check.dtype.iter().flat_map(|dtype| ["--dtype", dtype.name()]));
+                command.args(check.deterministic.then_some("--deterministic"));
                 command.args(check.revision.iter().flat_map(|revision| ["--revision", revision]));
                 if let Some(cache) = &check.huggingface_hub_cache {
                     command.env("HF_HUB_CACHE", cache);

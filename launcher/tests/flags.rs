@@ -200,6 +200,16 @@ fn a_kv_cache_dtype_is_one_of_those_listed() {
 }
 
 #[test]
+fn batch_sizes_of_cuda_graphs_are_numbers() {
+    for sizes in ["0", "1,2,4,8,16,32", "64"] {
+        let message = printed(&penstock(&[&["--cuda-graphs", sizes], &CONTRADICTION[..]].concat(), &[]));
+        assert!(message.contains("max-input-tokens must be less than"), "{message}");
+    }
+    let message = printed(&penstock(&["--cuda-graphs", "1,many"], &[]));
+    assert!(message.contains("invalid value 'many' for '--cuda-graphs <SIZES>'"), "{message}");
+}
+
+#[test]
 fn a_refused_switch_that_the_environment_turns_off_is_ignored() {
     let output = penstock(&CONTRADICTION, &[("NGROK", "false"), ("DISABLE_CUSTOM_KERNELS", "0"), ("QUANTIZE", "")]);
     assert!(printed(&output).contains("max-input-tokens must be less than max-total-tokens"), "{}", printed(&output));
@@ -208,8 +218,7 @@ fn a_refused_switch_that_the_environment_turns_off_is_ignored() {
 #[test]
 fn a_flag_without_effect_is_accepted() {
     for arguments in [
-        &["--cuda-graphs", "0"][..],
-        &["--usage-stats", "off"],
+        &["--usage-stats", "off"][..],
         &["--disable-custom-kernels"],
         &["--prometheus-port", "9000"],
         &["--waiting-served-ratio", "1.2"],

@@ -283,10 +283,12 @@ fn load_options() -> LoadOptions {
         block_tokens: None,
         rendezvous: "file:///meet".to_owned(),
         trust_remote_code: false,
+        deterministic: true,
         num_threads: Some(2),
         watermark_gamma: Some(0.25),
         watermark_delta: None,
         attention: Some("triton".to_owned()),
+        cpu_isa: Some("avx2".to_owned()),
         dequantize: false,
         quantize: None,
         activation_bits: 16,
@@ -312,6 +314,7 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
         num_blocks: Some(77),
         memory_fraction: 0.9,
         proven: false,
+        graph_sizes: Vec::new(),
     };
     assert_eq!(connected.warm_up(&options).await.unwrap().num_blocks, 77);
     for rank in &group.ranks {
@@ -319,11 +322,11 @@ async fn loading_and_warming_up_reach_every_rank_and_add_up_their_sizes() {
             assert_eq!((seen.loads[0].block_tokens, &*seen.loads[0].rendezvous), (0, "file:///meet"));
             assert_eq!((&*seen.loads[0].dtype, &*seen.loads[0].kv_cache_dtype), ("", "fp8_e5m2"));
             assert_eq!((seen.loads[0].watermark_gamma, seen.loads[0].watermark_delta), (0.25, 0.0));
-            assert_eq!(seen.loads[0].attention, "triton");
+            assert_eq!((&*seen.loads[0].attention, seen.loads[0].deterministic), ("triton", true));
             assert_eq!(seen.warm_ups[0].num_blocks, 77);
         });
     }
-    assert!(connected.probe().processor_times(PATIENCE).await.iter().all(Option::is_some));
+    assert!(connected.probe().progress(PATIENCE).await.iter().all(Option::is_some));
 }
 
 #[tokio::test]
@@ -372,6 +375,7 @@ async fn ranks_that_disagree_are_refused() {
         num_blocks: None,
         memory_fraction: 1.0,
         proven: false,
+        graph_sizes: Vec::new(),
     };
     let error = connected.warm_up(&options).await.unwrap_err();
     assert_eq!(error.to_string(), "the ranks do not agree on the number of KV blocks: [10, 11]");

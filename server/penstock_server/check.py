@@ -40,7 +40,15 @@ class Report:
         return dict(Counter(tensor.dtype for tensor in (self.files.tensors or {}).values()).most_common())
 
 
-def check(model_id: str | None, revision: str | None, num_ranks: int, dtype: str, memory_fraction: float) -> Report:
+def check(
+    model_id: str | None,
+    revision: str | None,
+    num_ranks: int,
+    dtype: str,
+    memory_fraction: float,
+    *,
+    deterministic: bool = False,
+) -> Report:
     """Inspects a model. Its problems are in the report and raise no errors."""
     files = find_model(model_id, revision)
     text, layout = TextFacts(), None
@@ -50,7 +58,7 @@ def check(model_id: str | None, revision: str | None, num_ranks: int, dtype: str
         if (files.folder / "config.json").is_file():
             from penstock_server.inspection.layout import lay_out
 
-            layout = lay_out(files, files.folder, num_ranks, dtype, memory_fraction)
+            layout = lay_out(files, files.folder, num_ranks, dtype, memory_fraction, deterministic=deterministic)
         else:
             files.problems.append(f"{files.folder} holds no config.json, so it is not a model folder")
     return Report(files, text, layout)
@@ -126,11 +134,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--cuda-memory-fraction", type=float, default=MEMORY_FRACTION, help="fraction of memory to use (default 0.9)"
     )
+    parser.add_argument("--deterministic", action="store_true", help="as the server's flag")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     if options.num_shard < 1:
         parser.error(f"--num-shard is {options.num_shard}, must be at least 1")
-    report = check(options.model, options.revision, options.num_shard, options.dtype, options.cuda_memory_fraction)
+    report = check(
+        options.model,
+        options.revision,
+        options.num_shard,
+        options.dtype,
+        options.cuda_memory_fraction,
+        deterministic=options.deterministic,
+    )
     print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))
     return 1 if report.files.problems else 0
 

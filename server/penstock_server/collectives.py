@@ -1,21 +1,20 @@
-"""How the ranks of one model exchange tensors: on one host's CPUs through memory that they share, else by
-torch.distributed."""
+"""How the ranks of one model exchange tensors: on one host's CPUs through memory that they share, on GPUs as
+`symmetric` decides, else by torch.distributed."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from penstock_kernels import Collective
+    from penstock_server.kernels.native_build import NativeBuild
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class SharedMemory:
     """Memory of the ranks of one host. Implements `Collectives`. Raises RuntimeError when another rank's process has
     exited."""
 
-    def __init__(self, native: Collective, rank: int, size: int) -> None:
+    def __init__(self, native: Any, rank: int, size: int) -> None:
         self.native = native
         self._gather = native.gather
         self._rank = rank
@@ -133,12 +132,14 @@ class SharedMemory:
         return self.all_gather_columns(x.view(1, -1), (x.numel(),) * self._size).view(self._size, *x.shape)
 
 
-def connect(rank: int, size: int) -> Collectives:
+def connect(rank: int, size: int, native: NativeBuild | None) -> Collectives:
     """The collectives of this rank in the group of torch.distributed that the ranks have formed. All ranks get the
     same."""
     if dist.get_backend() != "gloo":
-        return Distributed()
-    shared, reason = _share_memory(rank, size)
+        from penstock_server.symmetric import connect_gpus
+
+        return connect_gpus(rank, size)
+    shared, reason = _share_memory(rank, size, native)
     if shared is None:
         logger.warning("the ranks exchange tensors over TCP, which is slow: %s", reason)
         return Distributed()
@@ -146,13 +147,12 @@ def connect(rank: int, size: int) -> Collectives:
     return shared
 
 
-def _share_memory(rank: int, size: int) -> tuple[SharedMemory | None, str]:
+def _share_memory(rank: int, size: int, native: NativeBuild | None) -> tuple[SharedMemory | None, str]:
     """The memory, or why there is none."""
-    if importlib.util.find_spec("penstock_kernels") is None:
+    if native is None:
         _gather_numbers(_NOWHERE, 0, 0)
-        return None, "penstock_kernels is not installed"
-    from penstock_kernels import Collective
-
+        return None, "penstock_kernels has no kernels for this data type"
+    Collective = native.module.Collective  # noqa: N806
     # The file has no name and ends with its processes. It does not count against the size of /dev/shm.
     memory = os.memfd_create("penstock ranks")
     with os.fdopen(memory, "rb+"):

@@ -31,10 +31,12 @@ class LoadConfig:
     watermark_gamma: float = 0.0
     watermark_delta: float = 0.0
     attention: str = ""
+    cpu_isa: str = ""
     dequantize: bool = False  # quantized weights at load
     quantize: str = ""
     activation_bits: int = 0
     kv_cache_dtype: str = ""
+    deterministic: bool = False  # a row's bits must not depend on its batch
     background: bool = False  # yield the processors while loading
 
 
@@ -66,7 +68,13 @@ class WarmUpConfig:
     max_sequence_tokens: int = 0
     num_blocks: int = 0
     memory_fraction: float = 0.9
+    graph_sizes: tuple[int, ...] = ()  # sequences of the decode steps that a GPU records; (): chosen by us, (0,): none
     proven: bool = False  # an earlier group with these limits allocated num_blocks: measure nothing, allocate them
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether decode steps are recorded where the device and the model allow it."""
+        return not self.graph_sizes or any(self.graph_sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,9 +203,7 @@ def _import_all() -> Callable[[WorkerConfig], int]:
     """Import everything that a worker needs. Returns what a worker runs."""
     from penstock_server import worker
     from penstock_server.engine import device
-    from penstock_server.kernels import native_ops
 
-    native_ops.available()
     has_gpu = device.NVIDIA_DRIVER.exists()
     for package in _PACKAGES:
         path = Path(__file__).parent / package

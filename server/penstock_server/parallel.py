@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock_server.collectives import Collectives, Distributed, connect
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.native_build import NativeBuild
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,13 @@ class RankGroup:
     collectives: Collectives = field(default_factory=Distributed)
 
     @classmethod
-    def join(cls, rank: int, size: int, rendezvous: str, backend: str) -> RankGroup:
-        """Connect to the other ranks by a torch.distributed init method; blocks until all are connected."""
+    def join(cls, rank: int, size: int, rendezvous: str, backend: str, native: NativeBuild | None) -> RankGroup:
+        """Connect to the other ranks by a torch.distributed init method; blocks until all are connected. native: the
+        kernels through which ranks share memory, if there are any."""
         if size == 1:
             return cls()
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
-        return cls(rank, size, connect(rank, size))
+        return cls(rank, size, connect(rank, size, native))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""

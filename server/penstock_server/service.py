@@ -90,10 +90,12 @@ class Worker(rpc.WorkerServicer):
             watermark_gamma=request.watermark_gamma,
             watermark_delta=request.watermark_delta,
             attention=request.attention,
+            cpu_isa=request.cpu_isa,
             kv_cache_dtype=request.kv_cache_dtype,
             dequantize=request.dequantize,
             quantize=request.quantize,
             activation_bits=request.activation_bits,
+            deterministic=request.deterministic,
             background=request.background,
         )
         try:
@@ -127,6 +129,7 @@ class Worker(rpc.WorkerServicer):
             num_blocks=request.num_blocks,
             memory_fraction=request.memory_fraction,
             proven=request.proven,
+            graph_sizes=tuple(request.graph_sizes),
         )
         engine = self._engine
         if engine is None:
@@ -163,7 +166,11 @@ class Worker(rpc.WorkerServicer):
         return pb.CompileGrammarResponse()
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802
-        return pb.HealthResponse(processor_seconds=time.process_time())
+        engine, device = self._engine, None
+        if engine is not None and engine.progress is not None:
+            progress = engine.progress.ask()
+            device = pb.DeviceProgress(num_finished=progress.num_finished, is_busy=progress.is_busy)
+        return pb.HealthResponse(processor_seconds=time.process_time(), device=device)
 
     def Steps(  # noqa: N802
         self, requests: Iterator[pb.Plan], context: grpc.ServicerContext

@@ -10,6 +10,7 @@ import torch
 from model_driver import ModelDriver
 from penstock_server import collectives
 from penstock_server.collectives import Distributed, SharedMemory
+from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
 from penstock_server.models.interface import LoadOptions
@@ -84,7 +85,7 @@ def main() -> None:
     if action == "apart":
         # As on two hosts.
         collectives._place = lambda: 1 + int(rank)
-    group = RankGroup.join(int(rank), int(size), rendezvous, "gloo")
+    group = RankGroup.join(int(rank), int(size), rendezvous, "gloo", find_build(torch.device("cpu"), torch.bfloat16))
     match action:
         case "compare":
             compare(group)

@@ -7,7 +7,7 @@ an index by a boolean tensor) raises, because there is no data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,9 @@ import numpy.typing as npt
 import pytest
 import torch
 from penstock_server.config import LoadConfig, WarmUpConfig
-from penstock_server.engine import Engine, logprob, prompt, step
+from penstock_server.engine import Engine, transfer
 from penstock_server.kernels import triton_device
+from penstock_server.plan import Plan
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -30,22 +31,27 @@ DEVICE = torch.device("cuda", 0)
 NO_LAUNCH = {"prim.device"} | {
     f"aten.{name}"
     for name in (
-        *("alias", "chunk", "detach", "empty", "expand", "new_empty", "permute", "reshape", "select", "slice"),
-        *("split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
+        *("alias", "chunk", "detach", "empty", "expand", "flatten", "new_empty", "permute", "reshape"),
+        *("select", "slice", "split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view"),
     )
 }
 
 
 @dataclass
 class Launches:
-    """What a step launches on the device, by name; and its copies from the host."""
+    """What a step launches on the device, by name; and its copies from the host and to it."""
 
     kernels: Counter[str] = field(default_factory=Counter)
-    num_host_copies: int = 0
+    num_uploads: int = 0
+    num_downloads: int = 0
 
     @property
     def num_kernels(self) -> int:
         return self.kernels.total()
+
+    def add(self, name: str, arguments: Iterable[Any], result: torch.Tensor | None = None) -> None:
+        """One launch. arguments: of a Triton kernel, by name, or of an operator of torch, with its result."""
+        self.kernels[name] += 1
 
 
 class Recorder(TorchDispatchMode):
@@ -60,29 +66,35 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func).rsplit(".", 1)[0]
-        if not isinstance(result, torch.Tensor) or result.device.type != "cuda" or name in NO_LAUNCH:
+        if not isinstance(result, torch.Tensor) or name in NO_LAUNCH:
             return result
-        source = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-        if name.startswith("aten.to") and source is not None:
-            if source.device != result.device:
-                # A copy of pageable memory, or one that blocks, would wait for the device.
-                assert (kwargs or {}).get("non_blocking") or True in args, f"{func} blocks"
-                self._launches.num_host_copies += 1
-                return result
-            if source.dtype == result.dtype:
-                return result
-        self._launches.kernels[name] += 1
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
+        kinds = {tensor.device.type for tensor in (*tensors, result)}
+        if kinds == {"cpu"}:
+            return result
+        if len(kinds) > 1:
+            assert name == "aten.copy_", f"{func} copies between the devices by itself"
+            # A copy that blocks would wait for the device. (Memory that is not page-locked too: see `page_locked`.)
+            assert (kwargs or {}).get("non_blocking") or any(arg is True for arg in args), f"{func} blocks"
+            if result.device.type == "cuda":
+                self._launches.num_uploads += 1
+            else:
+                self._launches.num_downloads += 1
+            return result
+        if name in ("aten.to", "aten._to_copy") and tensors[0].dtype == result.dtype:
+            return result
+        self._launches.add(name, args, result)
         return result
 
 
-class FakeCopy:
-    """Stands in for `HostCopy`: zeros of the tensor's shape."""
+class FakeEvent:
+    """Stands in for an event of CUDA."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._zeros = np.zeros(tensor.shape, np.int64 if tensor.dtype == torch.int64 else np.float64)
+    def synchronize(self) -> None:
+        pass
 
-    def wait(self) -> npt.NDArray[Any]:
-        return self._zeros
+    def query(self) -> bool:
+        return True
 
 
 def record_eagerly(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
@@ -92,9 +104,10 @@ def record_eagerly(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Launches]:
-    """Engines that are loaded and run inside have a fake GPU. Yields what they launch while a Recorder is on."""
-    launches = Launches()
+def fake_cuda(launches: Launches | None = None) -> Iterator[Launches]:
+    """Engines that are loaded and run inside have a fake GPU. Yields what they launch, operators of torch only while a
+    Recorder is on."""
+    launches = launches or Launches()
     mode = FakeTensorMode()
     from_numpy = torch.from_numpy
 
@@ -104,28 +117,42 @@ def fake_cuda() -> Iterator[Launches]:
             tensor = from_numpy(array)
         return mode.from_tensor(tensor)
 
+    def fake_page_locked(num_bytes: int) -> tuple[torch.Tensor, npt.NDArray[Any]]:
+        return torch.empty(num_bytes, dtype=torch.uint8), np.zeros(num_bytes, np.uint8)
+
     def record_launch(function: Any, grid: tuple[int, int], **arguments: Any) -> None:
         devices = {value.device for value in arguments.values() if isinstance(value, torch.Tensor)}
         assert devices == {DEVICE}, devices
         if all(grid):
-            launches.kernels[function.fn.__name__] += 1
+            launches.add(function.fn.__name__, arguments)
 
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(SafetensorsCheckpoint, "read", lambda self, name, part, out: None)
         patch.setattr("penstock_server.engine.engine.choose_device", lambda name, rank: DEVICE)
         patch.setattr("penstock_server.engine.engine.open_device", lambda device: None)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch, "from_numpy", fake_from_numpy)
-        patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+        patch.setattr(transfer, "page_locked", fake_page_locked)
+        for module in ("transfer", "engine"):
+            patch.setattr(f"penstock_server.engine.{module}.record_event", FakeEvent)
         patch.setattr(triton_device, "launch", record_launch)
         patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
-        for module in (step, prompt, logprob):
-            patch.setattr(module, "HostCopy", FakeCopy)
         yield launches
 
 
-def load(folder: Path, max_sequences: int = 8, attention: str = "", kv_cache_dtype: str = "") -> Engine:
-    """An engine of the checkpoint's shapes; call it inside of `fake_cuda`."""
-    config = LoadConfig(folder, dtype="bfloat16", attention=attention, kv_cache_dtype=kv_cache_dtype)
+def load(folder: Path, max_sequences: int = 8, **options: Any) -> Engine:
+    """An engine of the checkpoint's shapes; call it inside of `fake_cuda`. options: of `LoadConfig`."""
+    config = LoadConfig(folder, dtype="bfloat16", **options)
     engine, _ = Engine.load(config)
     engine.warm_up(WarmUpConfig(64, max_sequences, 128, num_blocks=32, proven=True))
     return engine
+
+
+def launched(loaded: tuple[Engine, Launches], plan: Plan) -> Launches:
+    """What one step launches, which is not collected yet."""
+    engine, launches = loaded
+    launches.kernels.clear()
+    launches.num_uploads = launches.num_downloads = 0
+    with Recorder(launches):
+        engine.launch(plan)
+    return launches

@@ -74,12 +74,16 @@ class FakeModel:
         assert self.gate.wait(30)
         if (batch.token_ids == CRASH).any():
             raise RuntimeError("the model crashed")
-        is_stored = batch.slots >= 0
-        self.cache.view(-1)[batch.slots[is_stored]] = batch.token_ids[is_stored]
+        for part in (batch, batch.sources):
+            if part is not None:
+                is_stored = part.slots >= 0
+                self.cache.view(-1)[part.slots[is_stored]] = part.token_ids[is_stored]
         outputs = torch.zeros(len(batch.sample_rows), 1, dtype=torch.int64)
         for place, row in enumerate(batch.sample_rows.tolist()):
             sequence = int(torch.searchsorted(batch.query_starts, row, right=True)) - 1
-            context = self.cache[batch.block_tables[sequence].long()].view(-1)[: int(batch.positions[row]) + 1]
+            num_source = 0 if batch.source_lens is None else int(batch.source_lens[sequence])
+            end = num_source + int(batch.positions[row]) + 1
+            context = self.cache[batch.block_tables[sequence].long()].view(-1)[:end]
             outputs[place] = POISON if context[-1] == POISON else next_token(context.tolist())
         return outputs
 

@@ -149,8 +149,8 @@ def mixtral_file(path: Path, kind: str = "F32", **changes: Any) -> Path:
 
 
 def logits_of(folder: Path, text: list[int]) -> torch.Tensor:
-    """The logits of a prepared folder's model at every token of the text: [tokens, vocab]."""
-    model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 4), RankGroup())
+    """The logits of a prepared folder's model, dequantized, at every token of the text: [tokens, vocab]."""
+    model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 4, dequantize=True), RankGroup())
     driver = ModelDriver(model)
     logits = driver.step([(driver.sequence(text), len(text))], every_row=True)
     assert logits is not None

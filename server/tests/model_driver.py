@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from penstock_server.attention.interface import StepBatch
+from penstock_server.engine.host_batch import HostBatch, split
 from penstock_server.models.interface import CausalModel
 from tested_device import DEVICE
 from torch import Tensor
@@ -63,21 +64,21 @@ class ModelDriver:
         context_lens = [sequence.num_computed for sequence, _ in advances]
         width = max(len(sequence.blocks) for sequence, _ in advances)
         tables = [sequence.blocks + [0] * (width - len(sequence.blocks)) for sequence, _ in advances]
-        batch = StepBatch(
-            token_ids=self._tensor(token_ids, torch.int64),
-            positions=self._tensor(positions, torch.int64),
-            slots=self._tensor(slots, torch.int64),
-            query_starts=self._tensor(starts, torch.int32),
-            context_lens=self._tensor(context_lens, torch.int32),
-            block_tables=self._tensor(tables, torch.int32),
-            sample_rows=self._tensor(rows if every_row else last_rows, torch.int64),
+        batch = HostBatch(
+            token_ids=np.array(token_ids),
+            positions=np.array(positions),
+            slots=np.array(slots),
+            query_starts=np.array(starts, np.int32),
+            context_lens=np.array(context_lens, np.int32),
+            block_tables=np.array(tables, np.int32),
+            sample_rows=np.array(rows if every_row else last_rows, np.int64),
             max_query_tokens=max(num_tokens for _, num_tokens in advances),
             max_context_tokens=max(context_lens),
-            source_lens=self._tensor([sequence.num_source for sequence, _ in advances], torch.int32)
-            if self.model.max_source_tokens
-            else None,
         )
-        logits = self.model.logits(self.model.forward(batch))
+        if self.model.max_source_tokens:
+            batch, _ = split(batch, np.array([sequence.num_source for sequence, _ in advances]))
+        on_device = batch.put(lambda array: torch.from_numpy(array).to(self.device))
+        logits = self.model.logits(self.model.forward(on_device))
         return None if logits is None else logits.cpu()
 
     def greedy(
@@ -111,9 +112,6 @@ class ModelDriver:
     def _tell(self, chosen: list[int]) -> None:
         """Broadcasts rank 0's choice to all ranks."""
         if torch.distributed.is_initialized():
-            shared = torch.tensor(chosen)
+            shared = torch.tensor(chosen, device=self.device)
             torch.distributed.broadcast(shared, src=0)
             chosen[:] = shared.tolist()
-
-    def _tensor(self, values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from penstock_server.kernels.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
+from penstock_server.kernels.quantized import FLOAT8, SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
 
 
 def random_matrix(format_: QuantFormat, num_rows: int, num_columns: int) -> QuantizedMatrix:
@@ -16,7 +16,11 @@ def random_matrix(format_: QuantFormat, num_rows: int, num_columns: int) -> Quan
 
     is_integer = format_.number == "int8"
     codes = torch.randint(0, 1 << format_.bits, (num_rows, num_columns), generator=generator, device="cpu").byte()
+    if format_.code != "integer":
+        codes[~codes.view(FLOAT8[format_.code]).float().isfinite()] = 1
     scales, mins = (numbers(format_.group, 63).round() if is_integer else numbers(format_.group, 0.1) for _ in range(2))
+    if format_.number == "e8m0":
+        scales = scales.clamp(min=2**-8).log2().round().exp2()
     scale_factors, min_factors = (numbers(SUPER_GROUP, 0.01) if is_integer else None for _ in range(2))
     if not format_.has_mins:
         rows = QuantizedRows(codes, scales, None, scale_factors)

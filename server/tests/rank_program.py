@@ -1,11 +1,12 @@
-"""One rank of a model as a process: `rank_program.py FOLDER DTYPE RANK SIZE RENDEZVOUS OUT TEXTS NUM_TOKENS EXACT`.
+"""One rank of a model as a process:
+`rank_program.py FOLDER DTYPE RANK SIZE RENDEZVOUS OUT TEXTS NUM_TOKENS EXACT [DEVICE]`.
 
-Rank 0 writes what `run` found for the texts (JSON lists of ids) to OUT.
+Rank 0 writes what `run` found for the texts (JSON lists of ids) to OUT. DEVICE: one for all ranks, which then exchange
+tensors by gloo; or `cuda`: a device for each, and NCCL. Without it, the CPU and what the server uses there.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,18 +14,33 @@ from typing import Any
 
 import torch
 from model_driver import ModelDriver
-from penstock_server.collectives import SharedMemory
+from penstock_server.collectives import Distributed, SharedMemory
+from penstock_server.engine.device import choose_device, open_device
+from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 
+CPU = torch.device("cpu")
 
-def join(rank: int, size: int, rendezvous: str) -> RankGroup:
-    """The group, whose ranks share memory wherever the native package is installed."""
-    group = RankGroup.join(rank, size, rendezvous, "gloo")
-    if size > 1 and importlib.util.find_spec("penstock_kernels") is not None:
+
+def join(rank: int, size: int, rendezvous: str, dtype: torch.dtype) -> RankGroup:
+    """The group, whose ranks share memory wherever native kernels are installed."""
+    native = find_build(CPU, dtype)
+    group = RankGroup.join(rank, size, rendezvous, "gloo", native)
+    if size > 1 and native is not None:
         assert isinstance(group.collectives, SharedMemory)
     return group
+
+
+def join_on_device(rank: int, size: int, rendezvous: str, name: str) -> tuple[RankGroup, torch.device]:
+    """name: as DEVICE."""
+    device = choose_device("" if name == "cuda" else name, rank)
+    open_device(device)
+    if name == "cuda":
+        return RankGroup.join(rank, size, rendezvous, "nccl"), device
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
+    return RankGroup(rank, size, Distributed()), device
 
 
 def run(
@@ -35,12 +51,13 @@ def run(
     num_tokens: int,
     exact: bool = True,
     sources: list[int] | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """The logits of a mixed batch and the greedy tokens of the texts; without logits on ranks other than 0.
 
     sources: for a model with an encoder, how many of each text's tokens are the encoder's."""
-    model = load_model(LoadOptions(folder, getattr(torch, dtype), torch.device("cpu"), 16), group, exact)
-    driver = ModelDriver(model, block_tokens=16, num_blocks=256)
+    model = load_model(LoadOptions(folder, getattr(torch, dtype), device, 16), group, exact)
+    driver = ModelDriver(model, block_tokens=16, num_blocks=256, device=device)
     sequences = [driver.sequence(*of_one) for of_one in zip(texts, sources or [0] * len(texts), strict=True)]
     halves = [(sequence, max(len(sequence.token_ids) // 2, sequence.num_source)) for sequence in sequences]
     driver.step([(sequence, half) for sequence, half in halves if half])
@@ -58,10 +75,13 @@ def run(
 
 
 def main() -> None:
-    folder, dtype, rank, size, rendezvous, out, texts, num_tokens, exact = sys.argv[1:]
+    folder, dtype, rank, size, rendezvous, out, texts, num_tokens, exact, *devices = sys.argv[1:]
     torch.set_num_threads(1)
-    group = join(int(rank), int(size), rendezvous)
-    result = run(Path(folder), dtype, group, json.loads(texts), int(num_tokens), exact == "exact")
+    if devices:
+        group, device = join_on_device(int(rank), int(size), rendezvous, devices[0])
+    else:
+        group, device = join(int(rank), int(size), rendezvous, getattr(torch, dtype)), CPU
+    result = run(Path(folder), dtype, group, json.loads(texts), int(num_tokens), exact == "exact", device=device)
     if group.rank == 0:
         torch.save(result, out)
     else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+from native_builds import build
 from penstock_server.collectives import SharedMemory
 from penstock_server.parallel import RankGroup
 from torch import Tensor
@@ -74,8 +75,7 @@ def run_ranks(size: int, of_rank: Callable[[RankGroup], T]) -> list[T]:
 
 def run_native_ranks(size: int, of_rank: Callable[[RankGroup], T]) -> list[T]:
     """The same with the collectives of native ranks. Only a test's timeout ends it when a single rank fails."""
-    from penstock_kernels import Collective
-
+    Collective = build().module.Collective
     memory = os.memfd_create("ranks")
     with os.fdopen(memory, "rb+"):
         os.ftruncate(memory, Collective.memory_bytes(size))

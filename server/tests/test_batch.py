@@ -13,7 +13,6 @@ from penstock_server.plan import Grammar, NewSequence, Sampling
 from plans import Advance, columns
 
 VOCAB = 1000
-CPU = torch.device("cpu")
 
 
 def new_table(
@@ -25,7 +24,7 @@ def new_table(
 def step(table: SequenceTable, advances: list[Advance]) -> tuple[StepBatch | None, dict[int, str]]:
     """Select and build a step, and update the table as the engine does; every sampled token is 7."""
     chosen = batch.select(table, columns(advances))
-    built = batch.build(table, chosen, CPU).batch if len(chosen.rows) else None
+    built = batch.build(table, chosen).batch.put(torch.from_numpy) if len(chosen.rows) else None
     table.computed[chosen.rows] += chosen.num_tokens
     sampled = chosen.rows[chosen.samples]
     table.token_ids[sampled, table.known[sampled]] = 7

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from fake_cuda import Launches, Recorder, fake_cuda, load
+from fake_cuda import FakeEvent, Launches, fake_cuda, launched, load
 from penstock_server.engine import Engine
+from penstock_server.engine.device_progress import Progress
 from penstock_server.plan import Advances, NewSequence, Plan, Sampling
 from penstock_server.watermark import GreenLists
 
@@ -39,16 +40,6 @@ def prefill(*samplings: Sampling) -> Plan:
 
 def decode(step: int, num_sequences: int) -> Plan:
     return Plan(step, advances=Advances.of([*range(num_sequences)], [1] * num_sequences, [True] * num_sequences))
-
-
-def launched(loaded: Loaded, plan: Plan) -> Launches:
-    """What one step launches, which is not collected yet."""
-    engine, launches = loaded
-    launches.kernels.clear()
-    launches.num_host_copies = 0
-    with Recorder(launches):
-        engine.launch(plan)
-    return launches
 
 
 def test_a_greedy_step_is_launched_before_the_last_one_is_collected(loaded: Loaded) -> None:
@@ -101,10 +92,37 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+# What their processors read of earlier tokens is known only after the model was started.
+READING_HISTORY = {"repetition penalty", "counting penalties", "watermark"}
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_no_sampling_waits_for_the_device(loaded: Loaded, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_nothing_and_is_copied_at_once(
+    loaded: Loaded, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The green lists are made on the host, from torch's generator, which has no data here.
     monkeypatch.setattr(GreenLists, "bits", lambda self, ids: np.zeros((len(ids), -(-self.vocab_size // 8)), np.uint8))
     sampling = Sampling(**SAMPLINGS[name])
-    launched(loaded, prefill(sampling, Sampling()))
-    launched(loaded, decode(2, 2))
+    for step, plan in enumerate((prefill(sampling, Sampling()), decode(2, 2), decode(3, 2), decode(4, 2)), 1):
+        found = launched(loaded, plan)
+        assert (found.num_uploads, found.num_downloads) == (2 if name in READING_HISTORY else 1, 1), step
+    assert "aten.resize_" not in found.kernels, "the memory of the last upload would have been enough"
+
+
+def test_health_sees_how_far_the_device_is(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = loaded[0].progress
+    assert progress is not None
+    launched(loaded, prefill(Sampling()))
+    before = progress.ask()
+    assert not before.is_busy
+    monkeypatch.setattr(FakeEvent, "query", lambda self: False)
+    launched(loaded, decode(2, 1))
+    assert progress.ask() == Progress(before.num_finished, is_busy=True), "the device hangs"
+    monkeypatch.undo()
+    assert progress.ask() == Progress(before.num_finished + 2, is_busy=False), "the model, and the end of the step"
+
+
+def test_the_chunk_of_a_prompt_is_copied_at_once_and_gives_nothing(loaded: Loaded) -> None:
+    new = [NewSequence(0, [1] * 9, 9, block_ids=[0])]
+    found = launched(loaded, Plan(1, new_sequences=new, advances=Advances.of([0], [4], [False])))
+    assert (found.num_uploads, found.num_downloads) == (1, 0)

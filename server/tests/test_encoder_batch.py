@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.engine import batch, warmup
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.models.encoder import split
 from penstock_server.plan import NewSequence, Plan, Sampling
 from plans import Advance, columns
 
-CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
 
 
@@ -77,16 +75,17 @@ def test_prompt_logprobs_are_of_the_decoder_s_prompt_only() -> None:
     table = new_table()
     new = sequence(1, 4, 7)
     table.add(NewSequence(1, new.token_ids, 7, 0, new.block_ids, Sampling(prompt_logprobs=True), num_source_tokens=4))
-    built = batch.build(table, batch.select(table, columns([Advance(1, 7, sample=True)])), CPU)
+    built = batch.build(table, batch.select(table, columns([Advance(1, 7, sample=True)])))
     assert built.prompt is not None
     assert built.prompt.ids.tolist() == [15, 16]
-    assert built.batch.sample_rows.tolist() == [4, 5, 6]
+    assert built.batch.sample_rows.tolist() == [0, 1, 2]  # of the tokens after the source
 
 
 def test_a_model_without_an_encoder_gets_no_source_lengths() -> None:
     table = new_table(max_source_tokens=0)
     table.add(sequence(1, 0, 5))
-    assert batch.build(table, batch.select(table, columns([Advance(1, 5)])), CPU).batch.source_lens is None
+    built = batch.build(table, batch.select(table, columns([Advance(1, 5)]))).batch
+    assert built.source_lens is built.sources is None
 
 
 @given(data=st.data())
@@ -106,24 +105,23 @@ def test_a_step_is_split_into_sources_and_decoder_tokens(data: st.DataObject) ->
         of_source.append((slots[begin : num_source if begin == 0 else begin], num_source))
         first = max(begin, num_source)
         of_answer.append((slots[first:], [p - num_source for p in range(first, stop)], stop, stop == num_known))
-    whole = batch.build(table, batch.select(table, columns(advances)), CPU).batch
-    sources, answers = split(whole)
+    built = batch.build(table, batch.select(table, columns(advances)))
+    answers, sources = built.batch, built.batch.sources
     expected = [(slots, num) for slots, num in of_source if slots]
     assert (sources is None) == (not expected)
     if sources is not None:
         assert sources.slots.tolist() == [slot for slots, _ in expected for slot in slots]
-        assert sources.query_starts.diff().tolist() == [len(slots) for slots, _ in expected]
+        assert np.diff(sources.query_starts).tolist() == [len(slots) for slots, _ in expected]
         assert sources.context_lens.tolist() == [num for _, num in expected]
         assert sources.sample_rows.tolist() == []
     expected = [answer for answer in of_answer if answer[0]]
-    assert (answers is None) == (not expected)
-    if answers is not None:
-        assert answers.slots.tolist() == [slot for slots, *_ in expected for slot in slots]
-        assert answers.positions.tolist() == [p for _, positions, *_ in expected for p in positions]
-        assert answers.query_starts.diff().tolist() == [len(slots) for slots, *_ in expected]
-        assert answers.context_lens.tolist() == [stop for _, _, stop, _ in expected]
-        assert answers.slots[answers.sample_rows].tolist() == [slots[-1] for slots, *_, ends in expected if ends]
-        assert answers.slots[answers.sample_rows].tolist() == whole.slots[whole.sample_rows].tolist()
+    assert answers.slots.tolist() == [slot for slots, *_ in expected for slot in slots]
+    assert answers.positions.tolist() == [p for _, positions, *_ in expected for p in positions]
+    assert np.diff(answers.query_starts).tolist() == [len(slots) for slots, *_ in expected]
+    assert answers.context_lens.tolist() == [stop for _, _, stop, _ in expected]
+    assert answers.slots[answers.sample_rows].tolist() == [slots[-1] for slots, *_, ends in expected if ends]
+    ends = [tokens for tokens, (slots, *_) in zip(built.last_tokens.tolist(), of_answer, strict=True) if slots]
+    assert answers.slots[ends].tolist() == [slots[-1] for slots, *_ in expected]
 
 
 def test_warm_up_runs_a_step_full_of_sources() -> None:

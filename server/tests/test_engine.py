@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,14 @@ from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory, warmup
 from penstock_server.engine import device as device_module
 from penstock_server.engine.capacity import CapacityProbe
-from penstock_server.engine.device import choose_device, choose_dtype, naming_full_memory, open_device, usable_cores
+from penstock_server.engine.device import (
+    DTYPES,
+    choose_device,
+    choose_dtype,
+    naming_full_memory,
+    open_device,
+    usable_cores,
+)
 from penstock_server.engine.step import BROKEN_LOGITS
 from penstock_server.errors import ConfigError, PlanError
 from penstock_server.models.interface import CausalModel, LoadOptions
@@ -351,7 +359,9 @@ def test_the_worst_step_is_estimated_from_the_layers_that_ran() -> None:
         return StepTiming(prepare_s=1, forward_s=4, sample_s=2, idle_s=100)
 
     probe = CapacityProbe(model, RankGroup(), torch.device("cpu"), BLOCK_TOKENS, has_grammars=False)
-    measured = probe.measure(WarmUpConfig(16, 4, num_blocks=40, memory_fraction=0.9), run, lambda: 0, PhaseClock())
+    measured = probe.measure(
+        WarmUpConfig(16, 4, num_blocks=40, memory_fraction=0.9), run, lambda: 0, lambda: 0, PhaseClock()
+    )
     assert ran == [model, sample, sample, sample], "the first step brings all layers into memory"
     assert measured.worst_step_s == 1 + 4 * 30 / 2 + 2
 
@@ -495,6 +505,35 @@ def test_each_rank_needs_a_gpu_of_its_own() -> None:
     assert [str(choose_device("", rank)) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
     with pytest.raises(ConfigError, match=r"rank 2 has no GPU: torch sees 2 here.*at most 2 shards"):
         choose_device("", 2)
+    with pytest.raises(ConfigError, match=r'device is "cuda:2", but torch sees 2 GPUs here'):
+        choose_device("cuda:2", 0)
+
+
+def test_several_mig_instances_are_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3f7a,MIG-91c0")
+    assert choose_device("", 0) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match=r"rank 1 has no GPU: torch sees 1 here.*a process sees one MIG instance"):
+        choose_device("", 1)
+
+
+def test_without_a_driver_the_model_runs_on_the_cpu_unless_a_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device_module, "NVIDIA_DRIVER", tmp_path / "missing")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert choose_device("", 0) == torch.device("cpu")
+    assert "there is no NVIDIA driver" in caplog.text
+    with pytest.raises(ConfigError, match='device is "cuda:0", but torch sees 0 GPUs here'):
+        choose_device("cuda:0", 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    expected = r'CUDA_VISIBLE_DEVICES is "0", but there is no NVIDIA driver .*docker\'s --gpus.*To serve on the CPU'
+    with pytest.raises(ConfigError, match=expected):
+        choose_device("", 0)
+    assert choose_device("cpu", 0) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -502,7 +541,11 @@ def test_each_rank_needs_a_gpu_of_its_own() -> None:
     [
         ("7", "13.2", 'CUDA_VISIBLE_DEVICES is "7", which names none of them'),
         (None, None, "is built without CUDA"),
-        (None, "13.2", "The NVIDIA driver on your system is too old"),
+        (
+            None,
+            "13.2",
+            r"driver on your system is too old .*is built for CUDA 13\.2: install a driver for it",
+        ),
     ],
 )
 def test_a_gpu_that_torch_does_not_see_is_an_error_that_says_why(
@@ -531,13 +574,18 @@ def test_a_gpu_that_cannot_be_opened_is_an_error_that_says_why(monkeypatch: pyte
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    with pytest.raises(ConfigError, match=r"Tesla V100 has compute capability 7\.0; torch .* supports 7\.5 and later"):
-        open_device(gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for unsupported in ((7, 0), (8, 0), (10, 3)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=unsupported: found)
+        version = r"\.".join(map(str, unsupported))
+        expected = rf"Tesla V100 has compute capability {version}, for which torch .* has no code, only for sm_75, sm_9"
+        with pytest.raises(ConfigError, match=expected):
+            open_device(gpu)
     monkeypatch.setattr(torch.cuda, "set_device", busy)
-    with pytest.raises(ConfigError, match=r"cuda:0 cannot be used: CUDA error: .*busy or unavailable; `nvidia-smi`"):
-        open_device(gpu)
+    for supported in ((7, 5), (9, 0), (12, 0), (12, 1)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=supported: found)
+        expected = r"cuda:0 cannot be used: CUDA error: .*busy or unavailable; `nvidia-smi`"
+        with pytest.raises(ConfigError, match=expected):
+            open_device(gpu)
 
 
 def test_full_memory_is_an_error_that_says_who_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,6 +594,31 @@ def test_full_memory_is_an_error_that_says_who_uses_it(monkeypatch: pytest.Monke
     expected = "for the weights: of 16384 MiB, this rank used 10240 MiB, other processes used 5120 MiB, and 1024 MiB"
     with pytest.raises(ConfigError, match=expected), naming_full_memory(torch.device("cuda"), "the weights", "do this"):
         raise torch.OutOfMemoryError("CUDA out of memory")
+    full, other = torch.AcceleratorError("CUDA error: out of memory"), torch.AcceleratorError("CUDA error: other")
+    full.error_code, other.error_code = 2, 719  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=expected), naming_full_memory(torch.device("cuda"), "the weights", "do this"):
+        raise full
+    with pytest.raises(torch.AcceleratorError), naming_full_memory(torch.device("cuda"), "the weights", "do this"):
+        raise other
+
+
+@pytest.mark.parametrize(("capability", "best"), [((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16")])
+def test_the_dtype_is_one_that_the_gpu_computes_in(
+    capability: tuple[int, int], best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # torch counts emulation
+    assert choose_dtype("", gpu) == DTYPES[best]
+    assert choose_dtype("float16", gpu) == torch.float16
+    assert choose_dtype("float32", gpu) == torch.float32
+    if best == "bfloat16":
+        assert choose_dtype("bfloat16", gpu) == torch.bfloat16
+        return
+    major, minor = capability
+    with pytest.raises(ConfigError, match=rf"Tesla T4 has compute capability {major}\.{minor}, .*use --dtype float16"):
+        choose_dtype("bfloat16", gpu)
 
 
 def test_device_and_dtype_are_chosen_from_the_machine() -> None:

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 from expert_models import CASES, HIDDEN, Case, expected, make_model, save
+from native_builds import native_ops
 from penstock_server.attention import ModelAttention
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import native_ops, triton_device
+from penstock_server.kernels import triton_device
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec, RoutingSpec
-from penstock_server.layers.experts.routing import WideLinear, choose_experts, widened
+from penstock_server.layers.experts.routing import WideLinear, choose_experts
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.layers.step import StepContext
@@ -178,7 +179,7 @@ def test_ranks_with_native_operators_compute_the_same_bits_as_one(name: str, siz
     x = inputs(19, torch.bfloat16)
 
     def run(group: RankGroup) -> Tensor:
-        return load(path, case, group, torch.bfloat16, ops=native_ops.NativeOps(1))[0](x)
+        return load(path, case, group, torch.bfloat16, ops=native_ops(1))[0](x)
 
     with torch.inference_mode():
         want = run(RankGroup())
@@ -191,7 +192,7 @@ def test_ranks_with_native_operators_compute_the_same_bits_as_one(name: str, siz
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_the_other_rows(name: str, folder: Path) -> None:
     case = CASES[name]
-    ops = native_ops.NativeOps()
+    ops = native_ops()
     layer, _ = load(saved(name, torch.bfloat16, folder), case, RankGroup(), torch.bfloat16, ops=ops)
     x = inputs(67, torch.bfloat16)
     together = layer(x)
@@ -236,7 +237,7 @@ def test_wide_routing_does_not_depend_on_the_place_in_the_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(30, 512, generator=generator).bfloat16() / 16
     x = torch.randn(257, 512, generator=generator).bfloat16()
-    linear, spec = WideLinear(widened(weight), None), RoutingSpec(30, 4, scoring="sigmoid", is_wide=True)
+    linear, spec = WideLinear.pack(TorchOps(), weight, None), RoutingSpec(30, 4, scoring="sigmoid", is_wide=True)
     together = choose_experts(linear(x, None), None, spec)
     for row in range(257):
         alone = choose_experts(linear(x[row : row + 1], None), None, spec)

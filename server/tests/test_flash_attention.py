@@ -170,8 +170,8 @@ def test_flash_and_native_do_not_store_fp8(caplog: pytest.LogCaptureFixture) -> 
 def test_names_that_cannot_be_used_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # its import fails
     for name, device, dtype, reason in [
-        ("native", CUDA, BF16, "a CPU with AVX-512 BF16, and bfloat16; this is cuda in bfloat16"),
-        ("native", CPU, FP16, "this is cpu in float16"),
+        ("native", CUDA, BF16, "for this CPU and data type; this is cuda in bfloat16"),
+        ("native", CPU, torch.float64, "this is cpu in float64"),
         ("triton", CPU, BF16, "the device is cpu, not cuda"),
         ("flash", CPU, BF16, "the device is cpu, not cuda"),
         ("flash", CUDA, torch.float32, "the data type is float32"),

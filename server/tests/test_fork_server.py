@@ -229,19 +229,40 @@ print(*sorted({name for name in set(sys.modules) - before if name.startswith(("p
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_triton_is_imported_where_there_is_a_gpu_and_cuda_is_never_initialized(has_gpu: bool, tmp_path: Path) -> None:
+def test_triton_is_imported_where_there_is_a_gpu_and_cuda_is_never_touched(has_gpu: bool, tmp_path: Path) -> None:
+    """A process cannot use CUDA if the one it was forked from has initialized it."""
     driver = tmp_path / "nvidiactl"
     if has_gpu:
         driver.touch()
     program = f"""
 import pathlib, sys
+import torch
+import torch._C
+
+def refuse(*arguments):
+    raise AssertionError("CUDA is touched")
+
+# Whatever asks about devices ends in one of these.
+for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_getDevice", "_cuda_setDevice", "_cuda_isInBadFork"):
+    if hasattr(torch._C, name):
+        setattr(torch._C, name, refuse)
+for name in ("_lazy_init", "is_available", "device_count", "_device_count_nvml", "_raw_device_count_nvml"):
+    assert hasattr(torch.cuda, name), name
+    setattr(torch.cuda, name, refuse)
+
 from penstock_server.engine import device
 from penstock_server.fork_server import _import_all
 device.NVIDIA_DRIVER = pathlib.Path({str(driver)!r})
 _import_all()
-import torch
-print("triton" in sys.modules, torch.cuda.is_initialized())
+mapped = pathlib.Path("/proc/self/maps").read_text()
+print(
+    "triton" in sys.modules,
+    torch.cuda.is_initialized(),
+    any(library in mapped for library in ("libcuda.so", "libnvidia-ml.so")),
+    len(list(pathlib.Path("/proc/self/task").iterdir())),
+)
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TRITON_INTERPRET": "0"}
+    threads = {"OPENBLAS_NUM_THREADS": "1"}  # as the launcher sets it
+    environment = {**os.environ, **threads, "PYTHONPATH": str(Path(__file__).parents[1]), "TRITON_INTERPRET": "0"}
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
-    assert printed.split() == [str(has_gpu), "False"]
+    assert printed.split() == [str(has_gpu), "False", "False", "1"]

@@ -331,13 +331,13 @@ def test_masks_change_only_their_rows(data: st.DataObject) -> None:
     for place, mask in zip(places, is_allowed, strict=True):
         expected[place, ~torch.from_numpy(mask[:vocab])] = float("-inf")
     words = np.packbits(is_allowed, axis=1, bitorder="little").view(np.int32)
-    Constrainer(torch.device("cpu")).apply(scores, torch.tensor(places), words)
+    Constrainer(torch.device("cpu")).apply(scores, torch.tensor(places), torch.from_numpy(words))
     assert torch.equal(scores, expected)
 
 
 def test_end_tokens_are_allowed_when_no_other_token_remains() -> None:
     scores = torch.tensor([[1.0, 2.0, float("-inf")], [1.0, 2.0, 3.0], [float("nan")] * 3])
-    Constrainer(torch.device("cpu")).apply(scores, torch.arange(3), np.array([[4], [4], [4]], np.int32))
+    Constrainer(torch.device("cpu")).apply(scores, torch.arange(3), torch.tensor([[4], [4], [4]], dtype=torch.int32))
     assert scores[0].tolist() == [float("-inf"), float("-inf"), 0.0]
     assert scores[1].tolist() == [float("-inf"), float("-inf"), 3.0]
     assert scores[2].isnan().all()

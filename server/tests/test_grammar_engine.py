@@ -18,14 +18,17 @@ from grammar_driver import BLOCK_TOKENS, AnswerDriver
 from grammar_walk import check_instance
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from late_device import LateEvent, make_late
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.constraint import Constraints
-from penstock_server.engine.sampler import Sampler, SampleRequest
+from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.engine.watermark import Watermark
+from penstock_server.grammar.state import GrammarStates
 from penstock_server.plan import Grammar, NewSequence, Sampling
 from plans import Advance, plan, step
+from sample_at_once import sample_at_once
 
 EOS = 2
 NUM_SEQUENCES = 12
@@ -218,6 +221,54 @@ def test_model_logprobs_ignore_the_grammar(driver: AnswerDriver, prompt: list[in
     assert model.logprob < -5
 
 
+def test_rows_with_a_grammar_wait_only_for_their_own_mask(
+    driver: AnswerDriver, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While steps run ahead: the model is started before the last step's tokens are awaited and masks are made, and a
+    step without such rows awaits nothing."""
+    engine, happened = driver.engine, []
+    num_tokens, blocks = len(prompt), -(-(len(prompt) + 8) // BLOCK_TOKENS)
+    samplings = [constrained(PERSON), Sampling()]
+    new = [
+        NewSequence(i, prompt, num_tokens, 0, range(i * blocks, (i + 1) * blocks), sampling)
+        for i, sampling in enumerate(samplings)
+    ]
+    plans = [
+        plan(1, (), new, [Advance(0, num_tokens, sample=True), Advance(1, num_tokens, sample=True)]),
+        plan(2, advances=[Advance(0, 1, sample=True), Advance(1, 1, sample=True)]),
+        plan(3, advances=[Advance(1, 1, sample=True)]),
+        plan(4, advances=[Advance(0, 1, sample=True), Advance(1, 1, sample=True)]),
+    ]
+    engine.reset()
+    expected = [engine.step(each).sampled.ids.tolist() for each in plans]
+
+    def traced(owner: type, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            happened.append(what)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    make_late(monkeypatch)
+    monkeypatch.setattr(LateEvent, "on_wait", lambda: happened.append("wait"))
+    traced(type(engine.model), "forward", "model")
+    traced(GrammarStates, "start", "masks")
+    engine.reset()
+    pending = [engine.launch(plans[0]), engine.launch(plans[1])]
+    assert happened == ["masks", "model", "model", "wait", "masks"]
+    found = [engine.collect(pending.pop(0))]
+    happened.clear()
+    pending.append(engine.launch(plans[2]))
+    assert happened == ["masks", "model"], "of no row"
+    found.append(engine.collect(pending.pop(0)))
+    pending.append(engine.launch(plans[3]))
+    found += [engine.collect(each) for each in pending]
+    engine.reset()
+    assert [result.sampled.ids.tolist() for result in found] == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logprobs_are_normalized_over_the_allowed_tokens(dtype: torch.dtype) -> None:
     """Greedy rows take a shorter path; this batch mixes them with rows that cannot."""
@@ -235,9 +286,9 @@ def test_logprobs_are_normalized_over_the_allowed_tokens(dtype: torch.dtype) -> 
     logprobs = expected.log_softmax(-1)
     logprobs[4] = logits[4].float().log_softmax(-1)
     composition = compose(np.array([record(sampling) for sampling in samplings], SAMPLING_FIELDS), {})
-    request = SampleRequest(composition, NoHistory(), Constraints(np.array([0, 2, 3, 4]), words))
-    cpu = torch.device("cpu")
-    sampled = Sampler(vocab, cpu, 5, Watermark.of(vocab)).sample(logits, request)
+    constraints = Constraints(np.array([0, 2, 3, 4]), words)
+    sampler = Sampler(vocab, torch.device("cpu"), 5, Watermark.of(vocab))
+    sampled = sample_at_once(sampler, logits, composition, NoHistory(), constraints)
     assert sampled.ids.tolist() == expected.argmax(-1).tolist()
     assert torch.allclose(sampled.logprobs.float(), logprobs.gather(1, sampled.ids[:, None])[:, 0], atol=1e-5)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from native_builds import native_ops
 from penstock_server.attention import ModelAttention, choose_attention
 from penstock_server.attention.interface import StepBatch
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import native_ops
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
@@ -216,7 +216,7 @@ def test_native_operators_compute_the_same(tmp_path: Path) -> None:
     texts, path = make_texts(torch.bfloat16), tmp_path / "model.safetensors"
     plain, native = (
         torch.cat(run(load(path, "v3-yarn", RankGroup(), True, ops, torch.bfloat16), texts))
-        for ops in (TorchOps(), native_ops.NativeOps())
+        for ops in (TorchOps(), native_ops())
     )
     torch.testing.assert_close(native, plain, atol=6e-2, rtol=2e-2)
 

@@ -14,9 +14,9 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_builds import BUILD
 from penstock_server.engine.device import choose_dtype
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import native_ops
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models import load_model
@@ -231,9 +231,7 @@ def test_reading_does_not_keep_the_file_resident(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.skipif(
-    choose_dtype("", CPU) == torch.bfloat16 and not native_ops.available(), reason="torch packs weights as a whole"
-)
+@pytest.mark.skipif(choose_dtype("", CPU) == torch.bfloat16 and BUILD is None, reason="torch packs weights as a whole")
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_loading_peaks_at_the_size_of_the_weights_even_with_a_huge_head(is_tied: bool, tmp_path: Path) -> None:
     # A packed row has a multiple of 32 features.

@@ -11,7 +11,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from gguf_files import finish, model_metadata, raw_writer, save_gguf
 from model_driver import ModelDriver
-from penstock_server.kernels.native_ops import NativeOps
+from native_builds import native_ops
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.linear import DenseWeights
@@ -42,8 +42,11 @@ def test_blocks_are_taken_apart_without_loss(type_: GGMLQuantizationType) -> Non
     rows = unpack(torch.from_numpy(raw), type_)
     assert int(rows.codes.max()) < 1 << format_.bits
     assert torch.equal(rows.dequantized(format_), torch.from_numpy(dequantize(raw, type_)))
-    exact_in = {"float16": torch.float16, "int8": torch.int8, "float32": torch.float32}[format_.number]
-    assert all(torch.equal(numbers.to(exact_in).float(), numbers) for numbers in rows.numbers)
+    if format_.number == "e8m0":
+        assert torch.equal(rows.scales.log2().round().exp2(), rows.scales)
+    else:
+        exact_in = {"float16": torch.float16, "int8": torch.int8, "float32": torch.float32}[format_.number]
+        assert all(torch.equal(numbers.to(exact_in).float(), numbers) for numbers in rows.numbers)
     assert all(torch.equal(factors.half().float(), factors) for factors in rows.factors)
 
 
@@ -86,7 +89,7 @@ def weights_of(*matrices: QuantizedMatrix, bias: torch.Tensor | None = None) -> 
 @pytest.mark.parametrize("format_", dict.fromkeys(FORMATS.values()), ids=str)
 @torch.inference_mode()
 def test_products_are_those_of_the_dense_weights_but_for_the_rounding_of_the_input(format_: QuantFormat) -> None:
-    ops, num_rows = NativeOps(), 70
+    ops, num_rows = native_ops(), 70
     matrices = random_matrix(format_, num_rows, 512), random_matrix(FORMATS[GGMLQuantizationType.Q8_0], 30, 512)
     bias = torch.randn(100).bfloat16()
     layer = weights_of(*matrices, bias=bias)
@@ -113,7 +116,7 @@ def test_a_gated_layer_is_that_of_the_dense_weights() -> None:
     format_ = FORMATS[GGMLQuantizationType.Q4_1]
     layer = weights_of(random_matrix(format_, 40, 64), random_matrix(format_, 40, 64))
     x = torch.randn(3, 64).bfloat16()
-    native = layer.pack(NativeOps(), gated=True)(x, None).float()
+    native = layer.pack(native_ops(), gated=True)(x, None).float()
     plain = DenseWeights(layer.dense()[0]).pack(TorchOps(), gated=True)(x, None).float()
     assert native.shape == (3, 40)
     assert (native - plain).norm() < 0.05 * plain.norm()
@@ -121,14 +124,16 @@ def test_a_gated_layer_is_that_of_the_dense_weights() -> None:
 
 @pytest.mark.native
 def test_what_does_not_fit_is_refused() -> None:
-    kernels = NativeOps()._kernels
-    good = (4, 4, 32, 8, False, "float16")
+    kernels = native_ops()._kernels
+    good = (4, 4, 32, 8, False, "float16", None)
     for bad, message in (
-        ((4, 7, 32, 8, False, "float16"), "a code has 7 bits, must have 2 to 6 or 8"),
-        ((4, 4, 24, 8, False, "float16"), "a group has 24 features, must have 16 or a multiple of 32"),
-        ((4, 4, 32, 256, False, "float16"), "the offset is 256, must be a code"),
-        ((0, 4, 32, 8, False, "float16"), "a segment has 0 rows"),
-        ((4, 4, 32, 8, False, "int4"), "scales cannot be stored as int4"),
+        ((4, 7, 32, 8, False, "float16", None), "a code has 7 bits, must have 2 to 6 or 8"),
+        ((4, 4, 24, 8, False, "float16", None), "a group has 24 features, must have 16 or a multiple of 32"),
+        ((4, 4, 32, 256, False, "float16", None), "the offset is 256, must be a code"),
+        ((0, 4, 32, 8, False, "float16", None), "a segment has 0 rows"),
+        ((4, 4, 32, 8, False, "int4", None), "scales cannot be stored as int4"),
+        ((4, 4, 32, 8, False, "float16", [0] * 16), "a table goes with codes of 4 bits and without an offset or mins"),
+        ((4, 5, 32, 0, False, "float16", [0] * 16), "a table goes with codes of 4 bits and without an offset or mins"),
     ):
         with pytest.raises(ValueError, match=message):
             kernels.quantized([bad], 64, None, False, 16)

@@ -7,14 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes.functional
 import pytest
 import torch
 from model_driver import ModelDriver
+from native_builds import BUILD
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.native_ops import available
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from penstock_server.weights.quantization.bitsandbytes import table_of
 from quantized_checkpoints import Quantize, Tensors, awq, bits_and_bytes, compressed, float8, gptq, save_quantized
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, prompts
@@ -71,8 +73,8 @@ CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "bitsandbytes nf4, double": ({"load_in_4bit": True}, bits_and_bytes("nf4", nested=True)),
     "bitsandbytes fp4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bits_and_bytes("fp4")),
 }
-# Their weights have no integer codes, so they are dequantized at load.
-DENSE = {name for name in CASES if "fp8" in name or "nf4" in name or "fp4" in name}
+# Native kernels have no such codes, so they are dequantized at load.
+DENSE = {name for name in CASES if "fp8" in name}
 
 
 def logits(
@@ -102,10 +104,10 @@ def test_a_checkpoint_is_the_model_of_the_weights_that_it_stands_for(
 ) -> None:
     stored, dense = folders[name]
     expected, dense_bytes = logits(dense, torch.float32, 23)
-    found, num_bytes = logits(stored, torch.float32, 23)
+    found, num_bytes = logits(stored, torch.float32, 23, dequantize=True)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     assert num_bytes == dense_bytes
-    if not available():
+    if BUILD is None:
         return
     found, num_bytes = logits(stored, torch.bfloat16, 23)
     rounded, _ = logits(dense, torch.bfloat16, 23)
@@ -119,6 +121,15 @@ def test_a_checkpoint_is_the_model_of_the_weights_that_it_stands_for(
     # Alone, in chunks and token by token, to the bit.
     assert torch.equal(found, logits(stored, torch.bfloat16, *[1] * 23)[0])
     assert torch.equal(found, logits(stored, torch.bfloat16, 7, 16)[0])
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_tables_of_integers_are_near_the_codebooks(kind: str) -> None:
+    codebook = bitsandbytes.functional.get_4bit_type(kind, device="cpu")
+    table, step = table_of(codebook)
+    assert len(table) == 16
+    assert max(map(abs, table)) <= 127
+    assert (torch.tensor(table) * step - codebook).abs().max() < 0.003
 
 
 @pytest.mark.parametrize(
@@ -218,7 +229,7 @@ def test_damaged_weights_are_refused(
         tensors[tensor].fill_(change)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
-        logits(tmp_path, torch.bfloat16 if available() else torch.float32, 1)
+        logits(tmp_path, torch.bfloat16 if BUILD is not None else torch.float32, 1)
 
 
 @pytest.mark.native
@@ -240,7 +251,7 @@ def test_a_dense_checkpoint_is_quantized_at_load(flag: str, folders: dict[str, t
         (
             "",
             "gptq",
-            "--quantize gptq needs a checkpoint that is quantized, and this one is not; eetq and",
+            "--quantize gptq needs a checkpoint that is quantized, and this one is not; eetq, bitsandbytes, fp8 ",
         ),
         ("awq", "exl2", "--quantize exl2 is not supported; supported are awq, bitsandbytes"),
     ],

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from native_builds import BUILD
 from penstock_server.errors import ConfigError
-from penstock_server.kernels import native_ops
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -24,8 +24,10 @@ PROGRAM = Path(__file__).parent / "rank_program.py"
 PACKAGES = str(Path(__file__).parents[1])
 
 
-def run_ranks(folder: Path, size: int, texts: list[list[int]], num_tokens: int, dtype: str, exact: bool = True) -> Any:
-    """What rank 0 found."""
+def run_ranks(
+    folder: Path, size: int, texts: list[list[int]], num_tokens: int, dtype: str, exact: bool = True, device: str = ""
+) -> Any:
+    """What rank 0 found. device: as of `rank_program`."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "out"
         processes = [
@@ -34,6 +36,7 @@ def run_ranks(folder: Path, size: int, texts: list[list[int]], num_tokens: int, 
                     *(sys.executable, str(PROGRAM), str(folder), dtype, str(rank), str(size)),
                     *(f"file://{place}/rendezvous", str(out), json.dumps(texts), str(num_tokens)),
                     "exact" if exact else "summed",
+                    *([device] if device else []),
                 ],
                 env={**os.environ, "PYTHONPATH": PACKAGES, "GLOO_SOCKET_IFNAME": "lo"},
                 stderr=subprocess.PIPE,
@@ -70,9 +73,7 @@ def test_ranks_agree_with_one(variant: str, size: int, exact: bool, tmp_path: Pa
     [
         pytest.param(0.0, marks=pytest.mark.native),
         # torch's matrix products may sum in another order.
-        pytest.param(
-            0.5, marks=pytest.mark.skipif(native_ops.available(), reason="native operators pass the exact test")
-        ),
+        pytest.param(0.5, marks=pytest.mark.skipif(BUILD is not None, reason="native operators pass the exact test")),
     ],
 )
 def test_the_embedded_model_gives_the_same_logits_on_two_ranks(tolerance: float, embedded_folder: Path) -> None:

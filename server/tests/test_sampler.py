@@ -17,11 +17,12 @@ from penstock_server.engine import cut, head
 from penstock_server.engine import sampler as sampler_module
 from penstock_server.engine.logprob import tops_of
 from penstock_server.engine.random import uniform
-from penstock_server.engine.sampler import BROKEN, Sampled, Sampler, SampleRequest
-from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, names_tokens, record, refusal
+from penstock_server.engine.sampler import BROKEN, Sampled, Sampler
+from penstock_server.engine.sampling import SAMPLING_FIELDS, Composition, compose, names_tokens, record, refusal
 from penstock_server.engine.watermark import Watermark
 from penstock_server.plan import Sampling
 from penstock_server.watermark import GreenLists
+from sample_at_once import sample_at_once
 from transformers.generation import logits_process as hf
 
 CPU = torch.device("cpu")
@@ -69,12 +70,12 @@ class Listed:
 
 def request_for(
     rows: list[Row], positions: list[int], prompts: list[list[int]], generated: list[list[int]]
-) -> SampleRequest:
+) -> tuple[Composition, Listed]:
     samplings = [Sampling(**row) for row in rows]
     assert not any(refusal(sampling, 1 << 40) for sampling in samplings)
     naming = {place: sampling for place, sampling in enumerate(samplings) if names_tokens(sampling)}
     composition = compose(np.array([record(sampling) for sampling in samplings], SAMPLING_FIELDS), naming)
-    return SampleRequest(composition, Listed(positions, prompts, generated))
+    return composition, Listed(positions, prompts, generated)
 
 
 def sample(
@@ -88,7 +89,7 @@ def sample(
     prompts, behind = histories or [[0]] * len(rows), generated or [[] for _ in rows]
     request = request_for(rows, positions or [0] * len(rows), prompts, behind)
     vocab = logits.shape[1]
-    return Sampler(vocab, CPU, len(rows), Watermark.of(vocab)).sample(logits, request)
+    return sample_at_once(Sampler(vocab, CPU, len(rows), Watermark.of(vocab)), logits, *request)
 
 
 def oracle_scores(logits: torch.Tensor, row: Row, prompt: list[int], behind: Sequence[int] = ()) -> torch.Tensor:
@@ -396,9 +397,9 @@ def test_a_broken_row_does_not_affect_later_batches() -> None:
     row: Row = {"temperature": 0.5}
     sampler = Sampler(100, CPU, 4, Watermark.of(100))
     request = request_for([row], [0], [[0]], [[]])
-    expected = sampler.sample(logits, request)
-    assert int(sampler.sample(torch.full((1, 100), math.nan), request).ids[0]) == BROKEN
-    again = sampler.sample(logits, request)
+    expected = sample_at_once(sampler, logits, *request)
+    assert int(sample_at_once(sampler, torch.full((1, 100), math.nan), *request).ids[0]) == BROKEN
+    again = sample_at_once(sampler, logits, *request)
     assert (int(again.ids[0]), float(again.logprobs[0])) == (int(expected.ids[0]), float(expected.logprobs[0]))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -18,6 +19,7 @@ from fake_model import BLOCK_TOKENS, CRASH, FakeModel, continuation
 from grammar_walk import END, WORDS, write_small_tokenizer
 from penstock_server.config import WorkerConfig
 from penstock_server.engine import Engine
+from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.sampling import SAMPLING_FIELDS
 from penstock_server.errors import ConfigError
 from penstock_server.models.interface import LoadOptions
@@ -208,6 +210,24 @@ def test_a_result_is_returned_while_the_next_step_computes(client: Client, monke
     may_go_on.release()
     steps.end()
     assert [result.step for result in steps.results] == [2]
+
+
+def test_health_tells_how_far_a_gpu_is(client: Client) -> None:
+    client.make_ready()
+    assert not client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).HasField("device"), "there is no GPU"
+    is_finished = [True, False, True]  # an event behind an unfinished one is not asked
+    events = (Mock(query=lambda place=place: is_finished[place]) for place in range(3))
+    engine = client.worker._engine
+    assert engine is not None
+    engine.progress = DeviceProgress(lambda: next(events))
+    found = []
+    for _ in range(3):
+        engine.progress.mark()
+        device = client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).device
+        found.append((device.num_finished, device.is_busy))
+    is_finished[1] = True
+    device = client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).device
+    assert [*found, (device.num_finished, device.is_busy)] == [(1, False), (1, True), (1, True), (3, False)]
 
 
 def test_health_answers_while_a_step_runs(client: Client) -> None:

@@ -3,22 +3,21 @@ recorded graphs of decode steps."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from fake_cuda import record_eagerly
 from fake_model import BLOCK_TOKENS, POISON, FakeModel, continuation, load_fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_device import LateEvent, make_late
 from penstock_server.config import LoadConfig, WarmUpConfig
-from penstock_server.engine import Engine, graphs, logprob, prompt, step
-from penstock_server.engine.graphs import context_buckets, sequence_buckets
+from penstock_server.engine import Engine, graphs
 from penstock_server.engine.step import BROKEN_LOGITS, Pending
 from penstock_server.plan import NewSequence, Plan, Sampling, StepResult
 from plans import Advance, plan
@@ -36,25 +35,11 @@ WITH_HISTORY = [
 ]
 
 
-class LateCopy:
-    """A copy to the host that counts how often it was awaited."""
-
-    num_waits = 0
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.clone()
-
-    def wait(self) -> Any:
-        LateCopy.num_waits += 1
-        return self._tensor.numpy()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def late_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock_server.engine.engine.choose_num_threads", lambda config, world_size: 1)
-        for module in (step, prompt, logprob):
-            patch.setattr(module, "HostCopy", LateCopy)
+        make_late(patch)
         yield
 
 
@@ -136,24 +121,41 @@ def test_any_depth_gives_the_results_of_one_step_at_a_time(
 def test_a_sequence_takes_its_input_from_the_device_while_two_steps_are_in_flight(engine: Engine) -> None:
     engine.reset()
     text, blocks = [21, 22, 23], range(3)
-    LateCopy.num_waits = 0
+    LateEvent.num_waits = 0
     first = engine.launch(plan(1, (), [NewSequence(1, text, 3, 0, blocks)], [Advance(1, 3, sample=True)]))
     second = engine.launch(plan(2, advances=[Advance(1, 1, sample=True)]))
-    assert LateCopy.num_waits == 0, "nothing is on the host when the second step starts"
+    assert LateEvent.num_waits == 0, "nothing is on the host when the second step starts"
     results = [engine.collect(first), engine.collect(second)]
     assert [int(result.sampled.ids[0]) for result in results] == continuation(text, 2)
 
 
 @pytest.mark.parametrize("sampling", WITH_HISTORY, ids=["penalty", "watermark"])
-def test_a_sequence_that_reads_its_history_waits_for_it(engine: Engine, sampling: Sampling) -> None:
+def test_a_sequence_that_reads_its_history_waits_for_it_after_the_model_was_started(
+    engine: Engine, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.reset()
-    LateCopy.num_waits = 0
+    LateEvent.num_waits = 0
+    waits_before_model: list[int] = []
+    started = Mock(set=lambda: waits_before_model.append(LateEvent.num_waits))
+    monkeypatch.setattr(engine.model, "started", started)
     new = NewSequence(1, [21, 22, 23], 3, 0, range(3), sampling)
     first = engine.launch(plan(1, (), [new], [Advance(1, 3, sample=True)]))
     second = engine.launch(plan(2, advances=[Advance(1, 1, sample=True)]))
-    assert LateCopy.num_waits == 1
+    assert waits_before_model == [0, 0]
+    assert LateEvent.num_waits == 1
     for pending in (first, second):
         engine.collect(pending)
+
+
+def test_other_sequences_do_not_wait_for_one_that_reads_its_history(engine: Engine) -> None:
+    engine.reset()
+    new = [NewSequence(1, [21, 22], 2, 0, [0, 1], WITH_HISTORY[0]), NewSequence(2, [21, 22], 2, 0, [2, 3])]
+    first = engine.launch(plan(1, (), new, [Advance(1, 2, sample=True), Advance(2, 2, sample=True)]))
+    LateEvent.num_waits = 0
+    second = engine.launch(plan(2, advances=[Advance(2, 1, sample=True)]))
+    assert LateEvent.num_waits == 0
+    results = [engine.collect(first), engine.collect(second)]
+    assert [int(result.sampled.ids[-1]) for result in results] == continuation([21, 22], 2)
 
 
 def test_broken_logits_end_the_sequence_in_steps_that_were_launched_before_they_were_seen(engine: Engine) -> None:
@@ -166,32 +168,3 @@ def test_broken_logits_end_the_sequence_in_steps_that_were_launched_before_they_
     assert [[failure.reason for failure in result.failures] for result in results] == [[BROKEN_LOGITS]] * 2
     assert [result.sequence_ids.tolist() for result in results] == [[2], [2]]
     assert np.concatenate([result.sampled.ids for result in results]).tolist() == continuation([21, 22], 2)
-
-
-@given(most=st.integers(1, 600), longest=st.integers(1, 200_000))
-def test_buckets_ascend_to_the_limits_and_waste_less_than_half(most: int, longest: int) -> None:
-    for sizes, limit, first in ((sequence_buckets(most), most, 1), (context_buckets(longest), longest, 1024)):
-        assert sizes == sorted(set(sizes))
-        assert sizes[0] == min(first, limit)
-        assert sizes[-1] == limit
-        assert all(larger <= 2 * smaller for smaller, larger in itertools.pairwise(sizes))
-
-
-def test_decode_steps_replay_the_graph_of_their_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    replayed: list[int] = []
-
-    def record(run: Any) -> Any:
-        replay, output = record_eagerly(run)
-        return lambda: (replayed.append(len(output)), replay()), output
-
-    monkeypatch.setattr(FakeModel, "is_recordable", True)
-    monkeypatch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record)
-    engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32"), load_model=load_fake)
-    engine.warm_up(WarmUpConfig(max_step_tokens=64, max_step_sequences=8, num_blocks=NUM_BLOCKS, proven=True))
-    replayed.clear()
-    new = [NewSequence(i, [21, 22 + i], 2, 0, [2 * i, 2 * i + 1]) for i in range(3)]
-    engine.step(plan(1, (), new, [Advance(i, 2, sample=True) for i in range(3)]))
-    assert replayed == [], "a step with a prompt is no decode step"
-    engine.step(plan(2, advances=[Advance(i, 1, sample=True) for i in range(3)]))
-    engine.step(plan(3, advances=[Advance(1, 1, sample=True)]))
-    assert replayed == [4, 1]

@@ -22,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.attention import choose_attention, fp8, preferred_block_tokens
 from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, HeadNorms, Rotation, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels import triton_device
+from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.torch_ops import TorchOps
 from tested_device import DEVICE, triton_skip_reason
 from torch import Tensor
@@ -240,6 +241,58 @@ def test_every_fp8_number_is_read_exactly(kv_dtype: torch.dtype, dtype: torch.dt
     )
 
 
+RMS, LAYER = NormVariant(1e-5), NormVariant(1e-5, "layer")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW_DTYPES], ids=str)
+@pytest.mark.parametrize("half", [0, 5, 10], ids=["no rope", "partial rope", "rope"])
+@pytest.mark.parametrize(
+    ("variant", "weight_shape", "has_bias"),
+    [
+        (RMS, (1, 20), False),  # Qwen3
+        (NormVariant(1e-5, is_wide=True), (1, 20), False),  # Gemma 3
+        (LAYER, (6, 20), False),  # Cohere
+        (LAYER, (1, 20), True),  # Persimmon
+        (LAYER, None, False),
+    ],
+)
+def test_heads_are_normalized_before_they_are_rotated(
+    variant: NormVariant, weight_shape: tuple[int, int] | None, has_bias: bool, half: int, dtype: torch.dtype
+) -> None:
+    shape = AttentionShape(4, 2, 20, 1.0, 16)
+    attention, torch_ops = TritonAttention(shape, DEVICE, dtype), TorchOps()
+    cos, sin, positions = random(1, 30, half), random(2, 30, half), torch.tensor([3, 0, 29])
+    slots = torch.tensor([40, 2, 17])
+    # Gemma's weights are float32 for any model.
+    of_dtype = torch.float32 if variant.is_wide else dtype
+    weights = None if weight_shape is None else random(3, *weight_shape).to(of_dtype)
+    biases = random(4, 1, 20).to(dtype) if has_bias else None
+
+    def of_heads(parameters: Tensor | None, heads: slice) -> Tensor | None:
+        return None if parameters is None else parameters[0] if len(parameters) == 1 else parameters[heads]
+
+    (query_weight, key_weight), (query_bias, key_bias) = (
+        [of_heads(each, heads) for heads in (slice(0, 4), slice(4, 6))] for each in (weights, biases)
+    )
+    qkv = random(6, 3, 8, 20).to(dtype)
+    queries, keys, values = qkv.clone().split([4, 2, 2], dim=1)
+    expected_queries = torch_ops.norm(queries, query_weight, query_bias, variant)
+    expected_keys = torch_ops.norm(keys, key_weight, key_bias, variant)
+    if half:
+        torch_ops.rotate(expected_queries, expected_keys, cos, sin, positions)
+    cache = attention.allocate(num_blocks=3)
+    rotation = Rotation(queries, cos, sin, positions, False) if half else None
+    is_layer = variant.kind == "layer"
+    norms = HeadNorms(queries, query_weight, query_bias, key_weight, key_bias, variant.eps, is_layer, variant.is_wide)
+    attention.write_kv(cache, keys, values, slots, rotation, norms=norms)
+    stored_keys, stored_values = cache.transpose(1, 2).flatten(0, 1)[slots].split(20, dim=2)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for found, expected in ((queries, expected_queries), (stored_keys, expected_keys)):
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(stored_values, qkv[:, 6:])
+    assert torch.equal(keys, qkv[:, 4:6])
+
+
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("kv_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
 def test_keys_are_rotated_before_they_are_rounded_to_fp8(kv_dtype: torch.dtype, is_interleaved: bool) -> None:
@@ -352,7 +405,7 @@ def test_cuda_devices_get_triton_where_it_supports_the_shape(caplog: pytest.LogC
     attention = choose_attention(PLAIN, CUDA, torch.bfloat16)
     assert attention.name == "triton"
     assert attention.preferred_block_tokens == preferred_block_tokens(CUDA, torch.bfloat16) == 64
-    assert choose_attention(PLAIN, CPU, torch.float32).name == "reference"
+    assert choose_attention(PLAIN, CPU, torch.float64).name == "reference"
     assert choose_attention(replace(PLAIN, head_dim=257), CUDA, torch.bfloat16).name == "reference"
     assert "heads have 257 elements, at most 256 are supported" in caplog.text
     fp8_attention = choose_attention(PLAIN, CUDA, torch.bfloat16, torch.float8_e5m2)
@@ -375,12 +428,19 @@ def test_block_bytes_are_what_is_allocated() -> None:
         assert narrow.allocate(num_blocks=5).nbytes == 5 * narrow.bytes_per_block() == allocated.nbytes // 2
 
 
+NUM_KERNELS = {"operators": 8, "quantized-w8a8-many": 2}  # of these cases
 PROGRAM = Path(__file__).with_name("triton_compile_program.py")
+NUM_KERNELS = {"operators": 8, "deterministic": 2, "deterministic-float32": 2, "deterministic-heads": 1}  # of a case
 MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one program
 
 
 def test_kernels_compile_and_fit_without_a_gpu() -> None:
-    compile_and_check(["64", "128", "256", "latent", "operators", "fp8-e4m3fn", "fp8-e5m2"])
+    compile_and_check(["64", "128", "normed", "256", "latent", "operators", "fp8-e4m3fn", "fp8-e5m2"])
+
+
+def test_deterministic_products_are_one_compilation_for_any_number_of_rows() -> None:
+    kernels = compile_and_check(["deterministic", "deterministic-heads", "deterministic-float32"])
+    assert all(each["shared_bytes"] <= 99 << 10 and each["stack_bytes"] == 0 for each in kernels), kernels
 
 
 def test_quantized_layers_use_one_kind_of_product_for_any_number_of_rows() -> None:
@@ -389,7 +449,15 @@ def test_quantized_layers_use_one_kind_of_product_for_any_number_of_rows() -> No
 
 @pytest.mark.slow
 def test_quantized_layers_of_every_kind_compile() -> None:
-    assert_one_kind_of_product("awq", "q4_k", "q6_k", "w8")
+    assert_one_kind_of_product("awq", "q4_k", "q6_k", "w8", "fp8")
+
+
+@pytest.mark.slow
+def test_layers_with_inputs_of_8_bits_compile() -> None:
+    kernels = compile_and_check(["quantized-w8a8-few", "quantized-w8a8-many"])
+    products = [each for each in kernels if each["kernel"] == "int8_product_kernel"]
+    assert all("s8" in name or "i8" in name for each in products for name in each["products"])
+    assert all(each["products"] and each["shared_bytes"] <= 99 << 10 for each in products)
 
 
 def assert_one_kind_of_product(*formats: str) -> None:
@@ -406,7 +474,7 @@ def assert_one_kind_of_product(*formats: str) -> None:
 
 @pytest.mark.slow
 def test_every_variant_compiles_and_fits_without_a_gpu() -> None:
-    variants = ["sinks", "soft-cap", "alibi", "relative-bias", "chunk", "fp8-64", "fp8-256", "fp8-latent"]
+    variants = ["normed-256", "sinks", "soft-cap", "alibi", "relative-bias", "chunk", "fp8-64", "fp8-256", "fp8-latent"]
     compile_and_check(["float16", "float32", "float32-256", "float32-latent", *variants])
 
 
@@ -421,7 +489,7 @@ def compile_and_check(names: list[str]) -> list[dict[str, Any]]:
     )
     assert ran.returncode == 0, ran.stderr
     kernels = [json.loads(line) for line in ran.stdout.splitlines()]
-    num_kernels = sum(7 if name == "operators" else 1 if name.endswith("-many") else 3 for name in names)
+    num_kernels = sum(NUM_KERNELS.get(name, 1 if name.endswith("-many") else 3) for name in names)
     assert len(kernels) == num_kernels * len(MAX_SHARED_BYTES)
     for each in kernels:
         # The bits of a row would depend on its step if different steps launched different kernels.

@@ -101,7 +101,8 @@ def test_the_greedy_choice_is_that_of_a_softmax(vocab: int, is_masked: bool) -> 
         places = np.array([0, 1, 5])
         bits = np.random.default_rng(3).integers(0, 2, (3, -(-vocab // 32) * 32), np.uint8)
         bits[2] = 0  # allows nothing
-        masks = places, np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        masks = torch.from_numpy(places), torch.from_numpy(words)
         allowed[torch.from_numpy(places).to(DEVICE)] = torch.from_numpy(bits[:, :vocab] == 1).to(DEVICE)
     ids, logprobs = triton_greedy.choose(logits, masks)
     expected = logits.masked_fill(~allowed, -torch.inf).double().log_softmax(-1)
@@ -128,10 +129,8 @@ def test_alternatives_are_ranked_as_on_a_cpu(scores: list[list[float]], num: int
 
 def test_masks_are_applied_without_waiting_for_the_device() -> None:
     cuda = torch.device("cuda")
-    words = np.array([[3], [0]], np.int32)
-    from_numpy = torch.from_numpy
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode() as mode:
+        from_numpy = torch.from_numpy
         patch.setattr(torch, "from_numpy", lambda array: mode.from_tensor(from_numpy(array)))
-        patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-        scores = torch.empty(3, 32, device=cuda)
+        scores, words = torch.empty(3, 32, device=cuda), torch.empty(2, 1, dtype=torch.int32, device=cuda)
         Constrainer(cuda).apply(scores, torch.empty(2, dtype=torch.int64, device=cuda), words)

@@ -5,10 +5,12 @@ The interpreter truncates where it should round to bfloat16, so there the kernel
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from penstock_server.kernels import choose_ops, triton_device
-from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.activation import ACTIVATIONS, Xielu
 from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.torch_ops import TorchOps
 from tested_device import DEVICE, triton_skip_reason
@@ -95,11 +97,24 @@ def test_rotation_equals_torch(heads: int, kv_heads: int, dim: int, half: int, i
     assert_near(fused, expected)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize(
+    "name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gates_equal_torch(name: str, dtype: torch.dtype) -> None:
     x = torch.cat([random(1, 3, 2 * 1100) * 4, torch.tensor([[-80.0, 80.0] * 1100])]).to(dtype)
     assert_near(OPS.gated(ACTIVATIONS[name])(x), TORCH.gated(ACTIVATIONS[name])(x))
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "quick_gelu", "relu", "relu2", "tanh", "xielu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_equal_torch(name: str, dtype: torch.dtype) -> None:
+    small = torch.tensor([-1e-7, -1e-3, -0.2, -0.3, 0.0, 1e-6]).repeat(3, 1)
+    x = torch.cat([random(1, 3, 1100) * 4, small], dim=1).to(dtype)[:, 2:]  # rows have a stride
+    activation = Xielu.learned(random(2, 1), random(3, 1)) if name == "xielu" else ACTIVATIONS[name]
+    computed = OPS.elementwise(activation)(x)
+    assert computed.dtype == dtype
+    assert_near(computed, activation(x.float()).to(dtype))
 
 
 def test_a_gated_layer_equals_torch() -> None:
@@ -111,15 +126,19 @@ def test_cuda_devices_get_triton_and_without_it_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose_ops(CUDA, torch.bfloat16).name == "triton"
-    assert choose_ops(CPU, torch.float32).name == "torch"
+    assert choose_ops(CPU, torch.float64).name == "torch"
     monkeypatch.setattr(triton_device.importlib.util, "find_spec", lambda name: None)
     assert choose_ops(CUDA, torch.bfloat16).name == "torch"
     assert "the triton package is not installed" in caplog.text
 
 
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(triton_device, "python_header", lambda: Path("/include/Python.h"))
+    assert "needs the header /include/Python.h" in str(triton_device.unavailable_reason(CUDA))
     monkeypatch.setattr(triton_device.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CC", "no-compiler")
+    assert 'CC is "no-compiler", which is no program' in str(triton_device.unavailable_reason(CUDA))
+    monkeypatch.delenv("CC")
     assert "install one or set CC" in str(triton_device.unavailable_reason(CUDA))
     assert "not cuda" in str(triton_device.unavailable_reason(CPU))
     monkeypatch.setattr(triton_device.importlib.util, "find_spec", lambda name: None)

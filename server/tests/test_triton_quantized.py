@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from penstock_server import kernels
 from penstock_server.kernels import triton_device
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
@@ -28,9 +29,12 @@ if reason := triton_skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
 from penstock_server.kernels import triton_quantized
+from penstock_server.kernels.triton_grouped import GroupedLinear, GroupedQuantized, assign
 from penstock_server.kernels.triton_ops import TritonOps
 from penstock_server.kernels.triton_quantized import QuantizedLinear
+from penstock_server.layers.experts import triton_experts
 
+FLOATS = ["compressed fp8", "fp8", "fp8 in blocks", "fbgemm_fp8"]
 pytestmark = pytest.mark.usefixtures("on_tested_device")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = [dtype for dtype in TOLERANCE if DEVICE.type == "cuda" or dtype != torch.bfloat16]
@@ -48,6 +52,9 @@ FORMATS = {
     "8 bits": QuantFormat(8, 32, offset=128, number="float16"),
     "8 bits, long groups": QuantFormat(8, 512, offset=128, number="float16"),
     "8 bits, one group": QuantFormat(8, 4096, offset=128),
+    "e4m3fn": QuantFormat(8, 4096, code="e4m3fn"),
+    "e4m3fn in blocks": QuantFormat(8, 128, code="e4m3fn"),
+    "e5m2": QuantFormat(8, 32, code="e5m2"),
 }
 FOUR_BITS, MIXED = FORMATS["4 bits"], (FORMATS["4 bits, K"], FORMATS["6 bits, K"])
 
@@ -201,7 +208,7 @@ def test_a_layer_waits_for_nothing(num_rows: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the model is loaded on the CPU")
-@pytest.mark.parametrize("name", ["gptq in activation order", "w4a16 asymmetric"])
+@pytest.mark.parametrize("name", ["gptq in activation order", "w4a16 asymmetric", *FLOATS])
 def test_a_checkpoint_stays_quantized(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, quantize = CASES[name]
     model = make_model("qwen2", **SIZES)
@@ -212,3 +219,82 @@ def test_a_checkpoint_stays_quantized(name: str, tmp_path: Path, monkeypatch: py
     found, num_bytes = logits(stored, torch.float32, 3)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     assert num_bytes < dense_bytes * 0.4
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the model is loaded on the CPU")
+@pytest.mark.parametrize("name", ["gptq in activation order", "awq", "fp8 in blocks"])
+def test_experts_stay_quantized(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, quantize = CASES[name]
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96}
+    config = transformers.MixtralConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=131
+    )
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    stored, dense = save_quantized(model, tmp_path, options, quantize)
+    expected, dense_bytes = logits(dense, torch.float32, 3)
+    ops, grouped = TritonOps(DEVICE, torch.float32), []
+    monkeypatch.setattr(kernels, "choose_ops", lambda *_: ops)
+    pack = triton_experts._grouped_quantized
+    monkeypatch.setattr(triton_experts, "_grouped_quantized", lambda each: grouped.append(pack(each)) or grouped[-1])
+    found, num_bytes = logits(stored, torch.float32, 3)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    assert len(grouped) == 2
+    assert num_bytes < dense_bytes * 0.5
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the model is loaded on the CPU")
+@pytest.mark.parametrize("has_narrow_inputs", [False, True])
+def test_inputs_are_quantized_if_the_checkpoint_says_so(
+    has_narrow_inputs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, quantize = CASES["w8a8"]
+    if has_narrow_inputs:
+        inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+        group = options["config_groups"]["group_0"] | {"input_activations": inputs}
+        options = options | {"config_groups": {"group_0": group}}
+    stored, dense = save_quantized(make_model("qwen2", **SIZES), tmp_path, options, quantize)
+    expected, _ = logits(dense, torch.float32, 3)
+    ops = TritonOps(DEVICE, torch.float32)
+    monkeypatch.setattr(kernels, "choose_ops", lambda *_: ops)
+    found, _ = logits(stored, torch.float32, 3)
+    error = (found - expected).norm() / expected.norm()
+    assert 1e-3 < error < 0.05 if has_narrow_inputs else error < 1e-4
+
+
+@pytest.mark.parametrize("name", ["3 bits, K", "4 bits, mins", "e4m3fn in blocks"])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_experts_are_those_of_the_dense_weights(name: str, is_ordered: bool) -> None:
+    """The first and the last of five experts are on other ranks."""
+    mine, num_experts, depth, num_outputs, top_k = range(1, 4), 5, 288, 70, 2
+    orders = [torch.randperm(depth, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    orders[1] = None  # in order
+    layers = [
+        weights(
+            replace(random_matrix(FORMATS[name], num_outputs, depth), order=orders[index] if is_ordered else None),
+            bias=random(index, num_outputs),
+            dtype=torch.float32,
+        )
+        for index in range(len(mine))
+    ]
+    grouped = triton_experts._grouped(layers)
+    assert isinstance(grouped, GroupedQuantized)
+    x = random(8, 90, depth)
+    experts = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(90)]).to(DEVICE)
+    found = grouped(x, assign(experts, mine, num_experts), top_k).unflatten(0, (-1, top_k))
+    expected = torch.zeros(90, top_k, num_outputs, dtype=torch.float64, device=DEVICE)
+    size = torch.ones(90, top_k, 1, dtype=torch.float64, device=DEVICE)
+    for expert, layer in zip(mine, layers, strict=True):
+        dense, bias = layer.dense()
+        assert bias is not None
+        row, place = (experts == expert).nonzero(as_tuple=True)
+        expected[row, place] = F.linear(x[row].double(), dense.double(), bias.double())
+        size[row, place] = (dense.double().norm() * x[row].double().norm(dim=1) + 1)[:, None]
+    assert_near(found, expected, size)
+    alone = grouped(x[7:8], assign(experts[7:8], mine, num_experts), top_k)
+    assert torch.equal(alone, found[7])
+
+
+def test_experts_of_several_formats_are_dequantized() -> None:
+    layers = [weights(random_matrix(format_, 9, 256), dtype=torch.float32) for format_ in MIXED]
+    assert isinstance(triton_experts._grouped(layers), GroupedLinear)

@@ -15,6 +15,7 @@ from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError
 from penstock_server.watermark import GreenLists, detect
+from sample_at_once import sample_at_once
 from test_sampler import request_for
 
 
@@ -76,7 +77,7 @@ def test_a_detector_of_tgi_s_recipe_finds_the_sampler_s_watermark(gamma: float) 
         rows = [{"do_sample": True, "seed": 3, "watermark": marked} for marked in (True, False)]
         logits = torch.randn(2, 997, generator=torch.Generator().manual_seed(position))
         request = request_for(rows, [position] * 2, texts, [[], []])
-        for text, token in zip(texts, sampler.sample(logits, request).ids.tolist(), strict=True):
+        for text, token in zip(texts, sample_at_once(sampler, logits, *request).ids.tolist(), strict=True):
             text.append(token)
     assert tgi_z_score(texts[0], 997, gamma) > 6
     assert abs(tgi_z_score(texts[1], 997, gamma)) < 3
@@ -86,7 +87,8 @@ def test_the_processor_adds_delta_to_green_logits_only() -> None:
     lists = GreenLists(300, 0.3)
     scores = torch.randn(3, 300)
     before = scores.clone()
-    Watermark(lists, 1.5).apply(scores, torch.tensor([0, 2]), np.array([7, 299]))
+    watermark = Watermark(lists, 1.5)
+    watermark.apply(scores, torch.tensor([0, 2]), torch.from_numpy(watermark.green(np.array([7, 299]))))
     for row, previous in ((0, 7), (2, 299)):
         green = torch.from_numpy(lists.are_green(np.full(300, previous), np.arange(300)))
         torch.testing.assert_close(scores[row], before[row] + 1.5 * green)

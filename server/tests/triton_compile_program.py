@@ -18,15 +18,17 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, StepBatch
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, HeadNorms, Rotation, StepBatch
 from penstock_server.attention.triton import backend
 from penstock_server.engine import cut, triton_greedy
 from penstock_server.kernels import triton_device
+from penstock_server.kernels.activation import Xielu
 from penstock_server.kernels.ops import NormVariant
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
-from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
+from penstock_server.kernels.triton_grouped import GroupedLinear, GroupedQuantized, assign, weighted_sum
+from penstock_server.kernels.triton_invariant import InvariantOps
 from penstock_server.kernels.triton_ops import TritonOps
-from penstock_server.kernels.triton_quantized import QuantizedLinear
+from penstock_server.kernels.triton_quantized import QuantizedLinear, Segment, can_gate
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
@@ -37,6 +39,8 @@ LATENT = AttentionShape(16, 1, 576, 576**-0.5, 64, value_dim=512, values_in_keys
 CASES: dict[str, tuple[AttentionShape, torch.dtype]] = {
     "64": (AttentionShape(32, 8, 64, 0.125, 64), BF16),
     "128": (AttentionShape(32, 8, 128, 0.088, 64), BF16),
+    "normed": (AttentionShape(32, 4, 128, 0.088, 64), BF16),
+    "normed-256": (AttentionShape(16, 8, 256, 0.0625, 64), BF16),
     "256": (AttentionShape(16, 8, 256, 0.0625, 64), BF16),
     "latent": (LATENT, BF16),
     "float16": (AttentionShape(32, 8, 128, 0.088, 64), FP16),
@@ -65,6 +69,8 @@ QUANTIZED = {
     "q4_k": QuantFormat(4, 32, has_mins=True, number="int8"),
     "q6_k": QuantFormat(6, 16, offset=32, number="int8"),
     "w8": QuantFormat(8, 4096, offset=128),
+    "fp8": QuantFormat(8, 128, code="e4m3fn"),
+    "w8a8": QuantFormat(8, 4096, offset=128, has_narrow_inputs=True),
 }
 
 # Computed and new tokens of the sequences of a step: decode rows with splits, without, one alone, and with prompts.
@@ -83,6 +89,9 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
     triton_device.launch = lambda function, grid, **arguments: found.update({function: arguments})
     if name == "operators":
         launch_operators(sum(new for _, new in spans))
+        return found
+    if name.startswith("deterministic"):
+        launch_deterministic(name, sum(new for _, new in spans))
         return found
     if name.startswith("quantized"):
         _, format_name, rows = name.split("-")
@@ -105,7 +114,11 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
     queries, keys, values = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cache = attention.allocate(1)
     rope = torch.zeros(9, shape.head_dim // 2)
-    attention.write_kv(cache, keys, values, tokens, Rotation(queries, rope, rope, tokens, False))
+    norms = None
+    if name.startswith("normed"):
+        weight = torch.zeros(shape.head_dim, dtype=dtype)
+        norms = HeadNorms(queries, weight, None, weight, None, 1e-6, is_layer=False, is_wide=False)
+    attention.write_kv(cache, keys, values, tokens, Rotation(queries, rope, rope, tokens, False), norms=norms)
     sinks = torch.zeros(shape.num_heads, dtype=dtype) if name == "sinks" else None
     bias = torch.zeros(shape.num_heads, 257) if shape.has_relative_bias else None
     attention.attend(queries, cache, attention.prepare(batch), sinks, bias)
@@ -121,6 +134,12 @@ def launch_operators(num_tokens: int) -> None:
     rope = torch.zeros(9, 64)
     ops.rotate(qkv[:, :32], qkv[:, 32:40], rope, rope, torch.zeros(num_tokens, dtype=torch.int64))
     ops.gated(torch.nn.functional.silu)(torch.zeros(num_tokens, 28672, dtype=BF16))
+    ops.elementwise(Xielu(torch.ones(1), torch.ones(1)))(torch.zeros(num_tokens, 21504, dtype=BF16))
+    experts = QuantizedMatrix((8 * 1536, 2048), QUANTIZED["gptq"], lambda: iter(()))
+    segment = Segment.pack([experts], 0, None, torch.device("cpu"), gated=False)
+    GroupedQuantized(segment, 8, None, None)(
+        x[:, :2048], assign(torch.zeros(num_tokens, 8, dtype=torch.int64), range(8), 8), 8
+    )
     grouped = GroupedLinear(torch.zeros(128, 1536, 2048, dtype=BF16), None)
     chosen = torch.zeros(num_tokens, 8, dtype=torch.int64)
     results = grouped(x[:, :2048], assign(chosen, range(128), 128), 8)
@@ -130,14 +149,27 @@ def launch_operators(num_tokens: int) -> None:
     cut.cut_rows(probs, probs.int(), mass, mass > 0, is_count=False, all_equals=False)
 
 
+def launch_deterministic(name: str, num_tokens: int) -> None:
+    """A projection of an 8B Llama, a router in float32, or the absorbed projection of DeepSeek V2's heads."""
+    dtype = FP32 if name.endswith("float32") else BF16
+    ops = InvariantOps(torch.device("cpu"), dtype)
+    if name.endswith("heads"):
+        out = torch.zeros(num_tokens, 16, 576, dtype=dtype)[..., :512]
+        ops.pack_heads(torch.zeros(16, 512, 128, dtype=dtype))(torch.zeros(num_tokens, 16, 128, dtype=dtype), out)
+        return
+    weight = torch.zeros(256, 7168, dtype=dtype) if dtype == FP32 else torch.zeros(4096, 14336, dtype=dtype)
+    ops.pack_linear(weight, None)(torch.zeros(num_tokens, weight.shape[1], dtype=dtype))
+
+
 def launch_quantized(format_: QuantFormat, num_tokens: int, *, is_wide: bool) -> None:
     """A projection of an 8B Llama for few rows, and its table; or gate and up for many rows."""
     device, depth = torch.device("cpu"), 4096
     shape = 28672 if is_wide else 4096, depth
     matrix = QuantizedMatrix(shape, format_, lambda: iter(()))
-    linear = QuantizedLinear.pack([matrix], None, BF16, device, gated=is_wide)
+    gated = is_wide and can_gate([matrix], BF16, device)
+    linear = QuantizedLinear.pack([matrix], None, BF16, device, gated=gated)
     linear(torch.zeros(65 + num_tokens if is_wide else 1 + num_tokens % 16, depth, dtype=BF16))
-    if not is_wide:
+    if not is_wide and not format_.has_narrow_inputs:
         linear.rows(torch.zeros(num_tokens, dtype=torch.int64))
 
 

@@ -18,6 +18,7 @@ mod unit;
 pub(crate) use cache::{BLOCK, Layout, NewTokens};
 pub(crate) use shape::{Alibi, Attention, AttentionMask, DistanceBias, MAX_DIM, Part};
 
+use crate::element::Element;
 use crate::pool::{Executor, Source, Target};
 use plan::{Plan, Unit};
 use unit::Call;
@@ -44,12 +45,12 @@ pub(crate) struct Batch {
 /// [tokens, heads, value_dim].
 #[derive(Clone, Copy)]
 pub(crate) struct Operands {
-    pub(crate) queries: Source<u16>,
+    pub(crate) queries: Source<Element>,
     pub(crate) stride: usize,
-    pub(crate) cache: Source<u16>,
-    pub(crate) output: Target<u16>,
-    /// One bf16 score per head that joins the softmax without a value.
-    pub(crate) sinks: Option<Source<u16>>,
+    pub(crate) cache: Source<Element>,
+    pub(crate) output: Target<Element>,
+    /// One score per head that joins the softmax without a value.
+    pub(crate) sinks: Option<Source<Element>>,
     /// Present exactly when `Attention::has_relative_bias`.
     pub(crate) bias: Option<DistanceBias>,
 }
@@ -83,8 +84,7 @@ impl Attention {
     /// Computes the attention of all queries of a batch. `room` points to `work.room_floats()` floats.
     ///
     /// # Safety
-    /// The batch and the operands must be consistent: every block id is inside the cache, every visible token was written. The CPU
-    /// must be `supported()`.
+    /// The batch and the operands must be consistent: every block id is inside the cache, every visible token was written.
     pub(crate) unsafe fn attend(
         &self,
         executor: &impl Executor,

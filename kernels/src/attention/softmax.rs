@@ -2,8 +2,9 @@
 
 use super::TILE;
 use super::tile::ROWS;
-use crate::simd::{self, LANES};
-use std::arch::x86_64::*;
+use crate::element::Element;
+use crate::product::{Factor, store_factors};
+use crate::simd::{F32, LANES};
 
 /// Lower than every score, but finite, so that differences of maxima are never NaN.
 const NO_MAXIMUM: f32 = -1e30;
@@ -55,20 +56,18 @@ impl State {
     /// Merges a later segment's state into the rows from `first_row` on, which see it.
     ///
     /// # Safety
-    /// Both states must have the same rows. The CPU must be `supported()`.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    /// Both states must have the same rows.
     pub(crate) unsafe fn merge(self, later: State, first_row: usize) {
         for row in first_row..self.num_rows {
             // SAFETY: guaranteed by the caller.
             unsafe {
                 let (mine, other) = (*self.maximum(row), *later.maximum(row));
                 let maximum = if mine > other { mine } else { other };
-                let keep = simd::exp2(_mm512_set1_ps(mine - maximum));
-                let take = simd::exp2(_mm512_set1_ps(other - maximum));
+                let keep = F32::splat(mine - maximum).exp2();
+                let take = F32::splat(other - maximum).exp2();
                 self.maximum(row).write(maximum);
                 let combine = |target: *mut f32, source: *const f32| {
-                    let scaled = _mm512_mul_ps(_mm512_loadu_ps(source), take);
-                    _mm512_storeu_ps(target, _mm512_fmadd_ps(_mm512_loadu_ps(target), keep, scaled));
+                    F32::load(target).mul_add(keep, F32::load(source) * take).store(target);
                 };
                 combine(self.sums(row), later.sums(row));
                 for dim in (0..self.value_dim).step_by(LANES) {
@@ -78,24 +77,22 @@ impl State {
         }
     }
 
-    /// Writes the row's result as bf16. A sink is a score without a value.
+    /// Writes the row's result. A sink is a score without a value.
     ///
     /// # Safety
-    /// `output` must point to `value_dim` elements. The CPU must be `supported()`.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub(crate) unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut u16) {
+    /// `output` must point to `value_dim` elements.
+    pub(crate) unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut Element) {
         // SAFETY: guaranteed by the caller.
         unsafe {
-            let mut sum = _mm512_reduce_add_ps(_mm512_loadu_ps(self.sums(row)));
+            let mut sum = F32::load(self.sums(row)).reduce_sum();
             if let Some(sink) = sink {
-                let power = _mm512_set1_ps(sink * std::f32::consts::LOG2_E - *self.maximum(row));
-                sum += _mm512_cvtss_f32(simd::exp2(power));
+                let power = F32::splat(sink * std::f32::consts::LOG2_E - *self.maximum(row));
+                sum += power.exp2().to_array()[0];
             }
             // A row that sees nothing (an empty source) gets zeros.
-            let factor = _mm512_set1_ps(if sum == 0.0 { 0.0 } else { 1.0 / sum });
+            let factor = F32::splat(if sum == 0.0 { 0.0 } else { 1.0 / sum });
             for dim in (0..self.value_dim).step_by(LANES) {
-                let value = _mm512_mul_ps(_mm512_loadu_ps(self.values(row).add(dim)), factor);
-                simd::store_bf16(output.add(dim), value);
+                Element::store(F32::load(self.values(row).add(dim)) * factor, output.add(dim));
             }
         }
     }
@@ -103,35 +100,27 @@ impl State {
     /// Turns the scores of one tile into weights, and updates maxima and sums.
     ///
     /// # Safety
-    /// The tile's rows must be rows of the state. The CPU must be `supported()`.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    /// The tile's rows must be rows of the state.
+    #[inline(always)]
     pub(crate) unsafe fn weigh<const PLAIN: bool>(self, tile: &mut TileRows, scale: f32) {
-        let rows = simd::first_lanes(tile.count);
         let mut highest = [0.0f32; LANES];
         for row in 0..tile.count {
             let first = if PLAIN { 0 } else { tile.first_visible[row] };
-            // SAFETY: every row of a tile has TILE scores.
-            highest[row] = unsafe { hide(&mut tile.scores[row], first, tile.end_visible[row]) };
+            highest[row] = hide(&mut tile.scores[row], first, tile.end_visible[row]);
         }
-        // SAFETY: the caller vouches for the state's rows; the arrays have a lane for each row.
+        // SAFETY: the caller vouches for the state's rows; the arrays have a lane for each row, and each row has TILE scores.
         unsafe {
             let maxima = self.maximum(tile.first);
-            let before = _mm512_maskz_loadu_ps(rows, maxima);
-            let scaled = _mm512_mul_ps(_mm512_loadu_ps(highest.as_ptr()), _mm512_set1_ps(scale));
-            // `max` returns its second operand when one is NaN.
-            let after = _mm512_max_ps(scaled, before);
-            _mm512_mask_storeu_ps(maxima, rows, after);
-            _mm512_storeu_ps(tile.factors.as_mut_ptr(), simd::exp2(_mm512_sub_ps(before, after)));
-        }
-        for row in 0..tile.count {
-            // SAFETY: as above.
-            unsafe {
-                let shift = _mm512_set1_ps(*self.maximum(tile.first + row));
-                let factor = _mm512_set1_ps(tile.factors[row]);
-                let added = weights_of(&tile.scores[row], &mut tile.weights[row], _mm512_set1_ps(scale), shift);
+            let before = F32::load_first(maxima, tile.count);
+            // If the scores have NaN, `max` keeps the maximum before.
+            let after = (F32::load(highest.as_ptr()) * F32::splat(scale)).max(before);
+            after.store_first(maxima, tile.count);
+            (before - after).exp2().store(tile.factors.as_mut_ptr());
+            for row in 0..tile.count {
+                let shift = F32::splat(-*self.maximum(tile.first + row));
+                let added = weights_of(&tile.scores[row], &mut tile.weights[row], F32::splat(scale), shift);
                 let sums = self.sums(tile.first + row);
-                _mm512_storeu_ps(sums, _mm512_fmadd_ps(_mm512_loadu_ps(sums), factor, added));
+                F32::load(sums).mul_add(F32::splat(tile.factors[row]), added).store(sums);
             }
         }
     }
@@ -147,8 +136,7 @@ pub(crate) struct TileRows {
     pub(crate) first_visible: [usize; ROWS],
     pub(crate) end_visible: [usize; ROWS],
     pub(crate) scores: [[f32; TILE]; ROWS],
-    /// bf16, in pairs of consecutive tokens.
-    pub(crate) weights: [[u32; TILE / 2]; ROWS],
+    pub(crate) weights: [[Factor; TILE]; ROWS],
     /// Factor of each row's accumulated values.
     pub(crate) factors: [f32; LANES],
 }
@@ -161,7 +149,7 @@ impl TileRows {
             first_visible: [0; ROWS],
             end_visible: [0; ROWS],
             scores: [[0.0; TILE]; ROWS],
-            weights: [[0; TILE / 2]; ROWS],
+            weights: [[Factor::default(); TILE]; ROWS],
             factors: [0.0; LANES],
         }
     }
@@ -170,44 +158,27 @@ impl TileRows {
 const VECTORS: usize = TILE / LANES;
 
 /// Masks invisible scores with -∞ and returns the highest visible score.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn hide(scores: &mut [f32; TILE], first_visible: usize, end_visible: usize) -> f32 {
-    let mut x = [_mm512_set1_ps(f32::NEG_INFINITY); VECTORS];
+#[inline(always)]
+fn hide(scores: &mut [f32; TILE], first_visible: usize, end_visible: usize) -> f32 {
+    scores[..first_visible.min(TILE)].fill(f32::NEG_INFINITY);
+    scores[end_visible..].fill(f32::NEG_INFINITY);
     // SAFETY: the array holds VECTORS vectors.
-    unsafe {
-        if first_visible == 0 && end_visible >= TILE {
-            for vector in 0..VECTORS {
-                x[vector] = _mm512_loadu_ps(scores.as_ptr().add(vector * LANES));
-            }
-        } else {
-            for vector in 0..VECTORS {
-                let lanes = |count: usize| simd::first_lanes(count.saturating_sub(vector * LANES));
-                let mask = lanes(end_visible) & !lanes(first_visible);
-                x[vector] = _mm512_mask_loadu_ps(x[vector], mask, scores.as_ptr().add(vector * LANES));
-                _mm512_storeu_ps(scores.as_mut_ptr().add(vector * LANES), x[vector]);
-            }
-        }
-    }
-    _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])))
+    let x: [F32; VECTORS] = std::array::from_fn(|vector| unsafe { F32::load(scores[vector * LANES..].as_ptr()) });
+    x[0].max(x[1]).max(x[2].max(x[3])).reduce_max()
 }
 
-/// 2^(score · scale - shift), as bf16; returns their sums by lane.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn weights_of(scores: &[f32; TILE], weights: &mut [u32; TILE / 2], scale: __m512, shift: __m512) -> __m512 {
-    let mut x = [shift; VECTORS];
-    // SAFETY: the arrays hold VECTORS vectors, and half as many of pairs.
-    unsafe {
-        for vector in 0..VECTORS {
-            let score = _mm512_loadu_ps(scores.as_ptr().add(vector * LANES));
-            x[vector] = simd::exp2_coarse(_mm512_fmsub_ps(score, scale, shift));
+/// 2^(score · scale + shift), as factors; returns their sums by lane.
+#[inline(always)]
+fn weights_of(scores: &[f32; TILE], weights: &mut [Factor; TILE], scale: F32, shift: F32) -> F32 {
+    let x: [F32; VECTORS] = std::array::from_fn(|vector| {
+        // SAFETY: both arrays hold VECTORS vectors.
+        unsafe {
+            let score = F32::load(scores[vector * LANES..].as_ptr());
+            let power = score.mul_add(scale, shift);
+            let weight = if size_of::<Element>() == 4 { power.exp2() } else { power.exp2_coarse() };
+            store_factors(weight, weights[vector * LANES..].as_mut_ptr());
+            weight
         }
-        for half in 0..VECTORS / 2 {
-            let pairs = _mm512_cvtne2ps_pbh(x[2 * half + 1], x[2 * half]);
-            let pairs = std::mem::transmute::<__m512bh, __m512i>(pairs);
-            _mm512_storeu_si512(weights.as_mut_ptr().add(half * LANES).cast(), pairs);
-        }
-    }
-    _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]))
+    });
+    (x[0] + x[1]) + (x[2] + x[3])
 }

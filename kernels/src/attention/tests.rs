@@ -1,6 +1,7 @@
 use super::*;
+use crate::element::GROUP;
 use crate::pool::Pool;
-use crate::testing::{Random, assert_close, spawning_pool, to_bf16, to_f32};
+use crate::testing::{Random, assert_close, spawning_pool, tolerance};
 
 mod shapes;
 
@@ -9,14 +10,14 @@ mod shapes;
 struct World {
     attention: Attention,
     layout: Layout,
-    sinks: Option<Vec<u16>>,
+    sinks: Option<Vec<Element>>,
     bias: Option<Vec<f32>>,
     source_lens: Vec<i32>,
     tables: Vec<Vec<i32>>,
-    cache: Vec<u16>,
-    queries: Vec<Vec<u16>>,
-    keys: Vec<Vec<u16>>,
-    values: Vec<Vec<u16>>,
+    cache: Vec<Element>,
+    queries: Vec<Vec<Element>>,
+    keys: Vec<Vec<Element>>,
+    values: Vec<Vec<Element>>,
 }
 
 /// (sequence, computed tokens, tokens of this step)
@@ -37,21 +38,21 @@ impl World {
             let pick = |_| free.swap_remove(random.next() as usize % free.len());
             tables.push((0..length.div_ceil(BLOCK)).map(pick).collect());
         }
-        let mut cache = vec![if poison { 0x7fc0 } else { 0 }; layout.offset(num_blocks, 0)];
-        cache.resize(layout.offset(num_blocks + 1, 0), 0x7fc0);
-        let draw = |random: &mut Random, numbers: usize| -> Vec<Vec<u16>> {
-            lengths.iter().map(|&length| random.bf16s(length * numbers)).collect()
+        let mut cache = vec![Element::from_f32(if poison { f32::NAN } else { 0.0 }); layout.offset(num_blocks, 0)];
+        cache.resize(layout.offset(num_blocks + 1, 0), Element::from_f32(f32::NAN));
+        let draw = |random: &mut Random, numbers: usize| -> Vec<Vec<Element>> {
+            lengths.iter().map(|&length| random.elements(length * numbers)).collect()
         };
         let queries = draw(&mut random, layout.num_heads * layout.head_dim);
         let keys = draw(&mut random, layout.num_kv_heads * layout.head_dim);
         let mut values = draw(&mut random, layout.num_kv_heads * layout.value_dim);
         if layout.values_in_keys {
-            let first = |key: &[u16]| key[..layout.value_dim].to_vec();
+            let first = |key: &[Element]| key[..layout.value_dim].to_vec();
             values = keys.iter().map(|keys| keys.chunks(layout.head_dim).flat_map(first).collect()).collect();
         }
-        let bias = attention
-            .has_relative_bias
-            .then(|| (0..layout.num_heads * (2 * BIAS_REACH + 1)).map(|_| to_f32(random.bf16s(1)[0]) * 3.0).collect());
+        let bias = attention.has_relative_bias.then(|| {
+            (0..layout.num_heads * (2 * BIAS_REACH + 1)).map(|_| Element::to_f32(random.elements(1)[0]) * 3.0).collect()
+        });
         let source_lens = lengths.iter().map(|length| (length / 2).min(100) as i32).collect();
         let mut world =
             World { attention, layout, sinks: None, bias, source_lens, tables, cache, queries, keys, values };
@@ -85,7 +86,7 @@ impl World {
     }
 
     /// Concatenated results of the steps' tokens. Blocks that a step's tokens do not see have been released.
-    fn attend(&self, pool: &Pool, steps: &[Step]) -> Vec<u16> {
+    fn attend(&self, pool: &Pool, steps: &[Step]) -> Vec<Element> {
         let row = self.layout.num_heads * self.layout.head_dim;
         let mut source_lens = Vec::new();
         let max_blocks = self.tables.iter().map(Vec::len).max().unwrap();
@@ -104,7 +105,8 @@ impl World {
             source_lens.push(self.source_lens[sequence]);
             tables.extend(table);
         }
-        let mut output = vec![0x7fc0; queries.len() / self.layout.head_dim * self.layout.value_dim];
+        let mut output =
+            vec![Element::from_f32(f32::NAN); queries.len() / self.layout.head_dim * self.layout.value_dim];
         let batch = Batch {
             query_starts: Source::new(starts.as_ptr()),
             context_lens: Source::new(contexts.as_ptr()),
@@ -130,14 +132,14 @@ impl World {
         output
     }
 
-    fn assert_right(&self, output: &[u16], steps: &[Step], what: &str) {
+    fn assert_right(&self, output: &[Element], steps: &[Step], what: &str) {
         let tokens = steps.iter().flat_map(|&(sequence, computed, count)| {
             (computed..computed + count).map(move |position| (sequence, position))
         });
         let heads = tokens.flat_map(|token| (0..self.layout.num_heads).map(move |head| (token, head)));
         for (result, ((sequence, position), head)) in output.chunks(self.layout.value_dim).zip(heads) {
             for (&actual, expected) in result.iter().zip(self.expected(sequence, position, head)) {
-                assert_close(actual, expected, 0.01, what);
+                assert_close(actual, expected, tolerance(3), what);
             }
         }
     }
@@ -146,11 +148,12 @@ impl World {
         let Layout { num_heads, num_kv_heads, head_dim, value_dim, .. } = self.layout;
         let kv_head = head / self.layout.group();
         let query = &self.queries[sequence][(position * num_heads + head) * head_dim..][..head_dim];
-        let at = |rows: &[u16], dim: usize, token: usize, index: usize| {
-            to_f32(rows[(token * num_kv_heads + kv_head) * dim + index])
+        let at = |rows: &[Element], dim: usize, token: usize, index: usize| {
+            Element::to_f32(rows[(token * num_kv_heads + kv_head) * dim + index])
         };
         let product = |token: usize| -> f32 {
-            let factors = |index: usize| to_f32(query[index]) * at(&self.keys[sequence], head_dim, token, index);
+            let factors =
+                |index: usize| Element::to_f32(query[index]) * at(&self.keys[sequence], head_dim, token, index);
             (0..head_dim).map(factors).sum::<f32>()
         };
         let seen = self.seen(sequence, position);
@@ -164,7 +167,7 @@ impl World {
             shapes::score(&self.attention, product(token), head, token) + bias
         };
         let scores: Vec<f32> = seen.clone().map(score).collect();
-        let sink = self.sinks.as_ref().map(|sinks| to_f32(sinks[head]));
+        let sink = self.sinks.as_ref().map(|sinks| Element::to_f32(sinks[head]));
         let maximum = scores.iter().copied().chain(sink).fold(f32::MIN, f32::max);
         let weights: Vec<f32> = scores.iter().map(|score| (score - maximum).exp()).collect();
         let total: f32 = weights.iter().sum::<f32>() + sink.map_or(0.0, |sink| (sink - maximum).exp());
@@ -195,7 +198,6 @@ fn uneven_layouts() -> Vec<Layout> {
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn attention_is_right_for_all_shapes() {
     let even = [(3, 1, 64), (9, 3, 64), (4, 4, 16), (8, 1, 80), (2, 1, 128), (14, 2, 256)];
     let even = even.map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
@@ -209,7 +211,6 @@ fn attention_is_right_for_all_shapes() {
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_row_has_the_same_bits_alone_chunked_and_split() {
     let even = [(9, 3, 64), (4, 4, 32), (8, 1, 96)].map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
     for layout in even.into_iter().chain(uneven_layouts()) {
@@ -238,33 +239,31 @@ fn a_row_has_the_same_bits_alone_chunked_and_split() {
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn nan_reaches_exactly_the_rows_that_see_it() {
     let layout = layout(4, 2, 32);
     for (first, end) in [(300, 301), (256, 512)] {
         let mut world = World::new(layout, &[600, 40], false);
         let before = world.attend(&Pool::single(), &[(0, 0, 600), (1, 0, 40)]);
-        world.keys[0][first * 64..end * 64].fill(0x7fc0);
+        world.keys[0][first * 64..end * 64].fill(Element::from_f32(f32::NAN));
         world.write(0, 600);
         let after = world.attend(&Pool::single(), &[(0, 0, 600), (1, 0, 40)]);
         let sees_it = |index: usize| (first..600).contains(&(index / 128));
         for index in 0..after.len() {
-            assert_eq!(to_f32(after[index]).is_nan(), sees_it(index), "{index}");
+            assert_eq!(Element::to_f32(after[index]).is_nan(), sees_it(index), "{index}");
             assert!(sees_it(index) || after[index] == before[index]);
         }
         let split = world.attend(&spawning_pool(64), &[(0, 599, 1)]);
-        assert!(split.iter().all(|&number| to_f32(number).is_nan()));
+        assert!(split.iter().all(|&number| Element::to_f32(number).is_nan()));
     }
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn tokens_are_written_to_their_slots_only() {
     let layout = layout(2, 2, 32);
     let mut random = Random::new(4);
     let slots: Vec<i64> = [5, 6, 7, 31, 32, 20].to_vec();
-    let (keys, values) = (random.bf16s(6 * 64), random.bf16s(6 * 64));
-    let mut cache = vec![9u16; layout.offset(3, 0)];
+    let (keys, values) = (random.elements(6 * 64), random.elements(6 * 64));
+    let mut cache = vec![Element::from_f32(9.0); layout.offset(3, 0)];
     let tokens = NewTokens {
         keys: Source::new(keys.as_ptr()),
         keys_stride: 64,
@@ -281,13 +280,13 @@ fn tokens_are_written_to_their_slots_only() {
         for head in 0..2 {
             let base = layout.offset(block, head);
             for dim in 0..32 {
-                let key = base + (dim / 2 * BLOCK + place) * 2 + dim % 2;
-                let value = base + BLOCK * 32 + (place / 2 * 32 + dim) * 2 + place % 2;
+                let key = base + (dim / GROUP * BLOCK + place) * GROUP + dim % GROUP;
+                let value = base + BLOCK * 32 + (place / GROUP * 32 + dim) * GROUP + place % GROUP;
                 assert_eq!(cache[key], keys[token * 64 + head * 32 + dim]);
                 assert_eq!(cache[value], values[token * 64 + head * 32 + dim]);
                 written += 2;
             }
         }
     }
-    assert_eq!(cache.iter().filter(|&&number| number != 9).count(), written);
+    assert_eq!(cache.iter().filter(|&&number| number != Element::from_f32(9.0)).count(), written);
 }

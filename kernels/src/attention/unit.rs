@@ -6,23 +6,25 @@ use super::shape::Part;
 use super::softmax::{State, TileRows, state_floats};
 use super::tile::{self, Addresses, BLOCKS, Blocks, ROWS, Weighted};
 use super::{Attention, Batch, Operands, SEGMENT, TILE};
+use crate::element::Element;
 use crate::pool::Target;
+use crate::product::{self, Factor};
 use std::cell::RefCell;
 
 thread_local! {
     /// Softmax states of the current unit: of all segments so far, and of the current segment.
     static STATES: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-    /// The current tile's values when they are stored in the keys: [block][token pair][dim][2].
+    /// The current tile's values when they are stored in the keys: [block][token group][dim][GROUP].
     static VALUES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 #[expect(dead_code, reason = "read and written as a row of numbers")]
-struct Line([u16; LINE]);
+struct Line([Element; LINE]);
 
-/// bf16 elements per cache line.
-const LINE: usize = 32;
+/// Elements per cache line.
+const LINE: usize = product::LINE / size_of::<Element>();
 
 /// The arguments that all units of a call share.
 #[derive(Clone, Copy)]
@@ -37,28 +39,14 @@ pub(crate) struct Call<'a> {
 /// # Safety
 /// As for `Attention::attend`; `partials` must have `Work::room_floats` floats.
 pub(crate) unsafe fn run<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, following: &Unit, partials: Target<f32>) {
-    let layout = &call.attention.layout;
-    let rows = Rows::<PLAIN> { call, unit, following, count: unit.num_tokens * layout.group() };
+    let (layout, operands) = (&call.attention.layout, call.operands);
+    let dim = layout.group() * layout.head_dim;
+    let first = operands.queries.at(unit.first_token * operands.stride + unit.kv_head * dim);
     // SAFETY: guaranteed by the caller.
     unsafe {
-        if let Some(offset) = unit.partial {
-            rows.attend_segment(unit.first_segment, State::new(partials.at(offset), rows.count, layout.value_dim));
-            return;
-        }
-        STATES.with_borrow_mut(|memory| {
-            let size = state_floats(rows.count, layout.value_dim);
-            if memory.len() < 2 * size {
-                memory.resize(2 * size, 0.0);
-            }
-            let (first, second) = memory.split_at_mut(size);
-            let total = State::new(first.as_mut_ptr(), rows.count, layout.value_dim);
-            let segment_state = State::new(second.as_mut_ptr(), rows.count, layout.value_dim);
-            rows.attend_segment(unit.first_segment, total);
-            for segment in unit.first_segment + 1..unit.end_segment {
-                rows.attend_segment(segment, segment_state);
-                total.merge(segment_state, rows.first_that_reaches(segment));
-            }
-            rows.finish(total);
+        product::with_factors(first, operands.stride, unit.num_tokens, dim, |queries, stride| {
+            let count = unit.num_tokens * layout.group();
+            Rows::<PLAIN> { call, unit, following, count, queries, stride }.attend(partials);
         });
     }
 }
@@ -70,7 +58,8 @@ pub(crate) unsafe fn run<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, follow
 pub(crate) unsafe fn merge_partials<const PLAIN: bool>(call: &Call<'_>, unit: &Unit, partials: Target<f32>) {
     let Some(offset) = unit.partial else { return };
     let layout = &call.attention.layout;
-    let rows = Rows::<PLAIN> { call, unit, following: unit, count: unit.num_tokens * layout.group() };
+    let count = unit.num_tokens * layout.group();
+    let rows = Rows::<PLAIN> { call, unit, following: unit, count, queries: std::ptr::null(), stride: 0 };
     let size = state_floats(rows.count, layout.value_dim);
     let total = State::new(partials.at(offset), rows.count, layout.value_dim);
     // SAFETY: guaranteed by the caller.
@@ -96,6 +85,9 @@ struct Rows<'a, const PLAIN: bool> {
     /// The unit that this thread probably computes next; its first blocks are prefetched.
     following: &'a Unit,
     count: usize,
+    /// The queries of the unit's heads, and their distance from token to token.
+    queries: *const Factor,
+    stride: usize,
 }
 
 impl<const PLAIN: bool> Rows<'_, PLAIN> {
@@ -131,9 +123,37 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         self.unit.kv_head * group + row % group
     }
 
-    fn query(&self, row: usize) -> *const u16 {
-        let token = self.unit.first_token + row / self.layout().group();
-        self.call.operands.queries.at(token * self.call.operands.stride + self.head(row) * self.layout().head_dim)
+    fn query(&self, row: usize) -> *const Factor {
+        let Layout { head_dim, .. } = *self.layout();
+        let group = self.layout().group();
+        self.queries.wrapping_add(row / group * self.stride + row % group * head_dim)
+    }
+
+    /// Computes the rows' results, or the partial state of the unit's segment.
+    unsafe fn attend(&self, partials: Target<f32>) {
+        let (unit, value_dim) = (self.unit, self.layout().value_dim);
+        // SAFETY: guaranteed by the caller of `run`.
+        unsafe {
+            if let Some(offset) = unit.partial {
+                self.attend_segment(unit.first_segment, State::new(partials.at(offset), self.count, value_dim));
+                return;
+            }
+            STATES.with_borrow_mut(|memory| {
+                let size = state_floats(self.count, value_dim);
+                if memory.len() < 2 * size {
+                    memory.resize(2 * size, 0.0);
+                }
+                let (first, second) = memory.split_at_mut(size);
+                let total = State::new(first.as_mut_ptr(), self.count, value_dim);
+                let segment_state = State::new(second.as_mut_ptr(), self.count, value_dim);
+                self.attend_segment(unit.first_segment, total);
+                for segment in unit.first_segment + 1..unit.end_segment {
+                    self.attend_segment(segment, segment_state);
+                    total.merge(segment_state, self.first_that_reaches(segment));
+                }
+                self.finish(total);
+            });
+        }
     }
 
     unsafe fn finish(&self, state: State) {
@@ -143,7 +163,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
             let token = self.unit.first_token + row / self.layout().group();
             // SAFETY: the caller of `run` vouches for sinks and output.
             unsafe {
-                let sink = sinks.map(|sinks| f32::from_bits(u32::from(*sinks.at(self.head(row))) << 16));
+                let sink = sinks.map(|sinks| (*sinks.at(self.head(row))).to_f32());
                 state.finish(row, sink, output.at((token * num_heads + self.head(row)) * value_dim));
             }
         }
@@ -195,7 +215,12 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     }
 
     /// Addresses of the values of a tile's blocks: after their keys, or in the buffer that they are reordered into.
-    unsafe fn value_addresses(&self, keys: &[*const u16; BLOCKS], start: usize, end: usize) -> [*const u16; BLOCKS] {
+    unsafe fn value_addresses(
+        &self,
+        keys: &[*const Element; BLOCKS],
+        start: usize,
+        end: usize,
+    ) -> [*const Element; BLOCKS] {
         let Layout { value_dim, values_in_keys, .. } = *self.layout();
         if !values_in_keys {
             return self.behind(keys);
@@ -203,9 +228,9 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         let size = BLOCK * value_dim;
         let room = VALUES.with_borrow_mut(|memory| {
             if memory.len() < BLOCKS * size / LINE {
-                memory.resize(BLOCKS * size / LINE, Line([0; LINE]));
+                memory.resize(BLOCKS * size / LINE, Line([Element::default(); LINE]));
             }
-            memory.as_mut_ptr().cast::<u16>()
+            memory.as_mut_ptr().cast::<Element>()
         });
         let seen = self.first(0).saturating_sub(start) / BLOCK..(end - start).div_ceil(BLOCK).min(BLOCKS);
         for block in seen {
@@ -216,12 +241,12 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     }
 
     /// Addresses of values that are stored after their keys.
-    fn behind(&self, keys: &[*const u16; BLOCKS]) -> [*const u16; BLOCKS] {
+    fn behind(&self, keys: &[*const Element; BLOCKS]) -> [*const Element; BLOCKS] {
         keys.map(|keys| keys.wrapping_add(self.layout().block_keys()))
     }
 
     /// Addresses of the keys of a tile's blocks. Invisible blocks are replaced by the last visible one and not read.
-    unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const u16; BLOCKS] {
+    unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const Element; BLOCKS] {
         let end = if PLAIN { unit.first_position + unit.num_tokens } else { unit.sees(&self.call.attention.mask).end };
         let last_block = end.saturating_sub(1) / BLOCK;
         std::array::from_fn(|index| {
@@ -234,7 +259,6 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     }
 
     /// `blocks` are the tile's blocks without the first `passed`, which no row sees.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn attend_tile(&self, start: usize, passed: usize, rows: &mut TileRows, blocks: &Blocks, state: State) {
         let attention = self.call.attention;
         let mut queries = [std::ptr::null(); ROWS];
@@ -261,7 +285,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                 weighted[index] = Weighted {
                     sums: state.values(rows.first + index),
                     factor: rows.factors[index],
-                    weights: rows.weights[index].as_ptr().add(passed * BLOCK / 2),
+                    weights: rows.weights[index].as_ptr().add(passed * BLOCK),
                 };
             }
             tile::weigh(&weighted[..rows.count], blocks);

@@ -5,29 +5,26 @@
 //! odd features apart, unlike `vdpbf16ps`, so a CPU with AMX takes this path for every number of rows.
 
 use super::epilogue::{self, Outcome, Sums};
-use super::tile::{PANEL, Panel, Shape, VECTORS};
+use super::pack::PADDING;
+use super::registers::{REGISTER_BYTES, REGISTER_ROWS, Registers};
+use super::tile::{PANEL, Panel, VECTORS};
 use crate::cpu::Amx;
-use crate::simd::LANES;
+use crate::element::Element;
+use crate::simd::{F32, LANES};
 use std::arch::asm;
-use std::arch::x86_64::*;
 
 /// Input features per step of the chain: a row of a tile register.
-pub(super) const STEP: usize = 32;
-/// Rows of a tile register.
-const REGISTER_ROWS: usize = 16;
+const STEP: usize = PADDING;
 /// Rows per tile: two registers of input with each register of weights.
 pub(super) const TILE_ROWS: usize = 2 * REGISTER_ROWS;
 /// Bytes of a pair of a panel, and of a row of sums.
 const ROW_BYTES: usize = PANEL * 4;
 
-/// The operand of `ldtilecfg`.
-#[repr(C, align(64))]
-struct Configuration {
-    palette: u8,
-    start_row: u8,
-    reserved: [u8; 14],
-    row_bytes: [u16; 16],
-    rows: [u8; 16],
+/// The input's shape; `stride` is in elements.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    pub(super) stride: usize,
+    pub(super) in_features: usize,
 }
 
 /// The sums of a tile with one panel.
@@ -37,20 +34,20 @@ struct Block([[f32; PANEL]; TILE_ROWS]);
 
 /// The features of a tile's rows that do not fill a step, followed by zeros.
 #[repr(C, align(64))]
-struct Tail([[u16; STEP]; TILE_ROWS]);
+struct Tail([[Element; STEP]; TILE_ROWS]);
 
 /// Consecutive steps of a tile's input, as both registers of input read them.
 #[repr(C)]
 struct Segment {
-    upper: *const u16,
-    lower: *const u16,
+    upper: *const Element,
+    lower: *const Element,
     stride_bytes: usize,
     num_steps: usize,
 }
 
-/// The tile registers of this thread, configured for tiles of one height and released when dropped, and their results. The thread
-/// may be torch's, so the registers are configured before every use and hold nothing afterwards.
+/// The tile registers, configured for tiles of one height, and their results.
 pub(super) struct Tiles {
+    _registers: Registers,
     num_rows: usize,
     sums: [Block; 2],
     tail: Tail,
@@ -58,33 +55,26 @@ pub(super) struct Tiles {
 
 impl Tiles {
     /// Configures the registers for tiles of `num_rows` (1 to `TILE_ROWS`) rows.
-    pub(super) fn configure(_: Amx, num_rows: usize) -> Tiles {
+    pub(super) fn configure(amx: Amx, num_rows: usize) -> Tiles {
         debug_assert!((1..=TILE_ROWS).contains(&num_rows));
-        let sums = [Block([[0.0; PANEL]; TILE_ROWS]); 2];
-        let tiles = Tiles { num_rows, sums, tail: Tail([[0; STEP]; TILE_ROWS]) };
-        let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
-        row_bytes[..8].fill(STEP as u16 * 2);
-        rows[..7].fill(tiles.register_rows() as u8);
-        rows[7] = REGISTER_ROWS as u8;
-        let configuration = Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows };
-        // SAFETY: `Amx` proves that the instruction is permitted; the configuration is valid for palette 1.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, preserves_flags)) };
-        tiles
-    }
-
-    /// Rows per register of input and sums. The two registers of a tile with an odd number of rows have a row in common.
-    fn register_rows(&self) -> usize {
-        self.num_rows.div_ceil(self.num_rows.div_ceil(REGISTER_ROWS))
+        let mut shapes = [(register_rows(num_rows), REGISTER_BYTES); 8];
+        shapes[7].0 = REGISTER_ROWS;
+        Tiles {
+            _registers: Registers::configure(amx, shapes),
+            num_rows,
+            sums: [Block([[0.0; PANEL]; TILE_ROWS]); 2],
+            tail: Tail([[Element::default(); STEP]; TILE_ROWS]),
+        }
     }
 
     /// Computes a tile, and stores its rows from `skip` on, of which `outcome` is the first.
     ///
     /// # Safety
     /// The tile's rows of `shape` must be readable at `input`, `outcome` writable for the rows from `skip` on, and the panel made for
-    /// `shape.in_features`. The CPU must be `supported()`.
+    /// `shape.in_features`.
     pub(super) unsafe fn apply(
         &mut self,
-        input: *const u16,
+        input: *const Element,
         shape: Shape,
         panel: Panel,
         skip: usize,
@@ -105,7 +95,7 @@ impl Tiles {
     /// As for `apply`.
     pub(super) unsafe fn apply_gated(
         &mut self,
-        input: *const u16,
+        input: *const Element,
         shape: Shape,
         [gate, up]: [Panel; 2],
         skip: usize,
@@ -127,9 +117,9 @@ impl Tiles {
     ///
     /// # Safety
     /// As for `apply`.
-    unsafe fn multiply(&mut self, place: usize, input: *const u16, shape: Shape, panel: Panel) {
-        let lower_row = self.num_rows - self.register_rows();
-        let segment = |address: *const u16, stride: usize, num_steps: usize| Segment {
+    unsafe fn multiply(&mut self, place: usize, input: *const Element, shape: Shape, panel: Panel) {
+        let lower_row = self.num_rows - register_rows(self.num_rows);
+        let segment = |address: *const Element, stride: usize, num_steps: usize| Segment {
             upper: address,
             lower: address.wrapping_add(lower_row * stride),
             stride_bytes: stride * 2,
@@ -157,11 +147,9 @@ impl Tiles {
     }
 }
 
-impl Drop for Tiles {
-    fn drop(&mut self) {
-        // SAFETY: `configure` was permitted to use the registers.
-        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
-    }
+/// Rows per register of input and sums, of a tile of `num_rows`. The two registers of an odd number of rows have a row in common.
+fn register_rows(num_rows: usize) -> usize {
+    num_rows.div_ceil(num_rows.div_ceil(REGISTER_ROWS))
 }
 
 /// The loop of a chain over all steps of all segments: `zero` the sums, `multiply` a step, `store` the sums. Prefetches some lines after
@@ -299,24 +287,21 @@ unsafe fn chain_of_two(
 ///
 /// # Safety
 /// The bias must be null or cover the panel.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline(always)]
 unsafe fn load(sums: &[f32; PANEL], bias: *const f32) -> Sums<1, VECTORS> {
     // SAFETY: the vectors are those of the row; the caller vouches for the bias.
     unsafe {
-        let mut row = [std::array::from_fn(|vector| _mm512_loadu_ps(sums[vector * LANES..].as_ptr()))];
+        let mut row = [std::array::from_fn(|vector| F32::load(sums[vector * LANES..].as_ptr()))];
         epilogue::add_bias(&mut row, bias);
         row
     }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn store(sums: &[f32; PANEL], bias: *const f32, outcome: Outcome) {
     // SAFETY: the caller of `apply` vouches for the bias and the outcome.
     unsafe { epilogue::store(&load(sums, bias), outcome) };
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn store_gated([gates, ups]: [&[f32; PANEL]; 2], [gate_bias, up_bias]: [*const f32; 2], outcome: Outcome) {
     // SAFETY: the caller of `apply_gated` vouches for the biases and the outcome.
     unsafe { epilogue::store_gated(&load(gates, gate_bias), &load(ups, up_bias), outcome) };

@@ -1,13 +1,16 @@
-//! Linear layers: y = x·Wᵀ (+ bias) of bf16 inputs with float32 sums, the weight packed once into panels of output columns: dense in
-//! bf16, or quantized. Fused epilogues: addition to a residual, and silu(gate)·up for a gate and an up projection packed together.
+//! Linear layers: y = x·Wᵀ (+ bias) with float32 sums, the weight packed once into panels of output columns: dense, or quantized.
+//! Fused epilogues: addition to a residual, and silu(gate)·up for a gate and an up projection packed together.
 //!
 //! INVARIANT: every output element of a dense layer is one chain over ascending input features, of `tdpbf16ps` where the layer has AMX and
-//! of `vdpbf16ps` where it has not, for every number of rows. So a row's bits do not depend on the number of rows or threads.
+//! of `product::multiply_add` where it has not, for every number of rows. So a row's bits do not depend on the number of rows or threads.
 
+#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 mod amx;
 mod epilogue;
 mod pack;
 mod quantized;
+#[cfg(target_feature = "avx512bf16")]
+mod registers;
 mod tile;
 
 pub(crate) use pack::{PackedLinear, Weight};
@@ -15,35 +18,35 @@ pub(crate) use quantized::{Format, InputBits, Number, QuantizedLinear, Quantized
 pub(crate) use tile::PANEL;
 
 use crate::cpu::Amx;
+use crate::element::Element;
 use crate::pool::{Executor, Source, Target};
+use crate::product::with_factors;
 use epilogue::Outcome;
 use std::ops::Range;
-use tile::Ahead;
+use tile::{Ahead, Input, TILE_ROWS};
 
-/// Rows per register tile: 8 rows of 3 vectors use 24 of the 32 vector registers.
-const TILE_ROWS: usize = 8;
 /// Largest number of rows per part of the work.
 const PART_ROWS: usize = 128;
 
-/// Input: `num_rows` rows of `in_features` bf16 elements, `stride` elements apart.
+/// Input: `num_rows` rows of `in_features` elements, `stride` elements apart.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows {
-    pub(crate) address: Source<u16>,
+    pub(crate) address: Source<Element>,
     pub(crate) stride: usize,
     pub(crate) num_rows: usize,
 }
 
-/// The output, contiguous rows of bf16, and how results are combined with it.
+/// The output, contiguous rows, and how results are combined with it.
 #[derive(Clone, Copy)]
 pub(crate) enum Output {
     /// y = x·Wᵀ
-    Store(Target<u16>),
-    /// y += x·Wᵀ, with the product rounded to bf16 before the addition, like two separate operators
-    Add(Target<u16>),
+    Store(Target<Element>),
+    /// y += x·Wᵀ, with the product rounded before the addition, like two separate operators
+    Add(Target<Element>),
 }
 
 impl Output {
-    fn address(self) -> Target<u16> {
+    fn address(self) -> Target<Element> {
         match self {
             Output::Store(address) | Output::Add(address) => address,
         }
@@ -60,8 +63,7 @@ impl Linear {
     /// Applies the layer. A gated layer's output has `out_features / 2` columns and is always stored.
     ///
     /// # Safety
-    /// `rows` must be readable, `output` writable for every row, and the two must not overlap; `scratch` must have `scratch_bytes`. The
-    /// CPU must be `supported()`.
+    /// `rows` must be readable, `output` writable for every row, and the two must not overlap; `scratch` must have `scratch_bytes`.
     pub(crate) unsafe fn apply(&self, executor: &impl Executor, rows: Rows, output: Output, scratch: Target<u8>) {
         // SAFETY: guaranteed by the caller.
         unsafe {
@@ -89,7 +91,7 @@ impl Linear {
         executor: &impl Executor,
         rows: Source<i64>,
         num_rows: usize,
-        output: Target<u16>,
+        output: Target<Element>,
     ) {
         // SAFETY: guaranteed by the caller.
         unsafe {
@@ -127,11 +129,6 @@ impl Linear {
     }
 }
 
-/// Calls `work` for units of columns and ranges of rows that cover all, in parts.
-fn for_units(executor: &impl Executor, num_units: usize, num_rows: usize, work: impl Fn(usize, Range<usize>) + Sync) {
-    for_parts(executor, num_units, num_rows, |units, range| units.for_each(|unit| work(unit, range.clone())));
-}
-
 /// Calls `work` for ranges of units of columns and of rows that cover all.
 fn for_parts(
     executor: &impl Executor,
@@ -154,12 +151,12 @@ fn for_parts(
 ///
 /// # Safety
 /// The bias must be null or point to `count` elements.
-unsafe fn bias_of(bias: *const u16, count: usize) -> Vec<f32> {
+unsafe fn bias_of(bias: *const Element, count: usize) -> Vec<f32> {
     if bias.is_null() {
         return Vec::new();
     }
     // SAFETY: the caller vouches for the elements.
-    (0..count).map(|index| f32::from_bits(u32::from(unsafe { bias.add(index).read() }) << 16)).collect()
+    (0..count).map(|index| unsafe { bias.add(index).read() }.to_f32()).collect()
 }
 
 impl PackedLinear {
@@ -175,10 +172,15 @@ impl PackedLinear {
         for_parts(executor, num_units, rows.num_rows, |units, range| {
             // SAFETY: the caller vouches for rows and output; units and ranges are disjoint in columns or rows.
             unsafe {
-                match self.amx() {
-                    Some(amx) => self.apply_units_amx(amx, units, rows, range, output),
-                    None => units.for_each(|unit| self.apply_unit(unit, rows, range.clone(), output)),
+                #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
+                if let Some(amx) = self.amx() {
+                    return self.apply_units_amx(amx, units, rows, range, output);
                 }
+                let first = rows.address.at(range.start * rows.stride);
+                with_factors(first, rows.stride, range.len(), self.in_features(), |rows, stride| {
+                    let input = Input { rows, stride, in_features: self.in_features() };
+                    units.for_each(|unit| self.apply_unit(unit, input, range.clone(), output));
+                });
             }
         });
     }
@@ -194,6 +196,7 @@ impl PackedLinear {
         }
     }
 
+    #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
     /// Computes panels (or pairs of a gate panel and an up panel) for some rows with AMX. The last tile repeats rows of the tile before
     /// to be as high, because configuring the registers for another height takes as long as some steps.
     ///
@@ -202,7 +205,7 @@ impl PackedLinear {
     unsafe fn apply_units_amx(&self, amx: Amx, units: Range<usize>, rows: Rows, range: Range<usize>, output: Output) {
         let num_tiles = range.len().div_ceil(amx::TILE_ROWS);
         let height = range.len().div_ceil(num_tiles);
-        let shape = tile::Shape { stride: rows.stride, in_features: self.in_features() };
+        let shape = amx::Shape { stride: rows.stride, in_features: self.in_features() };
         let mut tiles = amx::Tiles::configure(amx, height);
         for unit in units {
             for tile in 0..num_tiles {
@@ -224,27 +227,28 @@ impl PackedLinear {
         }
     }
 
-    /// Computes one panel (or gate panel and up panel) for some rows, in tiles of equal height.
+    /// Computes one panel (or gate panel and up panel) for the rows of a range, in tiles of equal height.
     ///
     /// # Safety
-    /// As for `apply`.
-    unsafe fn apply_unit(&self, unit: usize, rows: Rows, range: Range<usize>, output: Output) {
-        let num_tiles = range.len().div_ceil(TILE_ROWS);
+    /// `input` must be the range's rows; the rest as for `apply`.
+    unsafe fn apply_unit(&self, unit: usize, input: Input, range: Range<usize>, output: Output) {
+        let num_rows = range.len();
+        let num_tiles = num_rows.div_ceil(TILE_ROWS);
+        let num_passes = tile::num_passes(num_rows.div_ceil(num_tiles));
+        let panel = |index: usize, tile: usize, panels: usize| {
+            self.panel(index, Ahead::plan(tile * num_passes, num_tiles * num_passes, panels))
+        };
         for tile in 0..num_tiles {
-            let first = range.start + range.len() * tile / num_tiles;
-            let end = range.start + range.len() * (tile + 1) / num_tiles;
-            let input = rows.address.at(first * rows.stride);
-            let outcome = self.outcome(unit, first, output);
-            let shape = tile::Shape { stride: rows.stride, in_features: self.in_features() };
+            let (first, end) = (num_rows * tile / num_tiles, num_rows * (tile + 1) / num_tiles);
+            let input = input.below(first);
+            let outcome = self.outcome(unit, range.start + first, output);
             // SAFETY: the panels exist; input and target have `end - first` rows.
             unsafe {
                 if self.is_gated() {
-                    let gate = self.panel(2 * unit, Ahead::plan(tile, num_tiles, 2));
-                    let up = self.panel(2 * unit + 1, Ahead::plan(tile, num_tiles, 2));
-                    tile::apply_gated(end - first, input, shape, [gate, up], outcome);
+                    let panels = [panel(2 * unit, tile, 2), panel(2 * unit + 1, tile, 2)];
+                    tile::apply_gated(end - first, input, panels, outcome);
                 } else {
-                    let panel = self.panel(unit, Ahead::plan(tile, num_tiles, 1));
-                    tile::apply(end - first, input, shape, panel, outcome);
+                    tile::apply(end - first, input, panel(unit, tile, 1), outcome);
                 }
             }
         }

@@ -1,20 +1,24 @@
-//! The packed form of a weight: panels of 48 output columns, each [input pair][column][2], so that one vector load brings a pair
-//! of input features for 16 columns. Columns are padded to whole panels and input features to whole steps of AMX, with zeros.
+//! The packed form of a weight: panels of 48 output columns, each [input group][column][GROUP], so that one vector load brings a
+//! group of input features for 16 columns. Columns are padded to whole panels and input features to whole steps of AMX, with zeros.
 
-use super::amx::STEP;
 use super::bias_of;
-use super::tile::{Ahead, PAIR, PANEL, Panel};
+use super::tile::{Ahead, PANEL, Panel};
 use crate::cpu::Amx;
+use crate::element::{Element, GROUP};
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
-use crate::simd::{self, LANES};
+use crate::product::STEP;
+use crate::simd::{I32, LANES};
 use std::io;
 use std::ops::Range;
 
-/// The shape of a weight `[out_features, in_features]` in bf16, and its bias `[out_features]` or null.
+/// Input features to whose multiple a panel is padded: a row of a tile register of AMX.
+pub(super) const PADDING: usize = 32;
+
+/// The shape of a weight `[out_features, in_features]`, and its bias `[out_features]` or null.
 #[derive(Clone, Copy)]
 pub(crate) struct Weight {
-    pub(crate) bias: *const u16,
+    pub(crate) bias: *const Element,
     pub(crate) out_features: usize,
     pub(crate) in_features: usize,
     /// Whether the first half of the rows is a gate for the second half; their panels alternate.
@@ -55,7 +59,7 @@ impl PackedLinear {
         let Weight { bias: address, out_features, in_features, gated } = weight;
         let columns = if gated { out_features / 2 } else { out_features };
         let num_panels = columns.div_ceil(PANEL) * if gated { 2 } else { 1 };
-        let panels = arena.allocate(num_panels * panel_numbers(in_features) * 2)?;
+        let panels = arena.allocate(num_panels * panel_numbers(in_features) * size_of::<Element>())?;
         let mut packed = PackedLinear { panels, bias: Vec::new(), num_panels, out_features, in_features, gated, amx };
         // SAFETY: the caller vouches for the bias.
         let numbers = unsafe { bias_of(address, out_features) };
@@ -72,22 +76,21 @@ impl PackedLinear {
     /// Fills `num_rows` rows of the weight from row `first` on.
     ///
     /// # Safety
-    /// `source` must hold these rows, the weight must have them, and nothing may use the layer meanwhile. The CPU must be
-    /// `supported()`.
-    pub(crate) unsafe fn fill(&self, executor: &impl Executor, source: Source<u16>, first: usize, num_rows: usize) {
+    /// `source` must hold these rows, the weight must have them, and nothing may use the layer meanwhile.
+    pub(crate) unsafe fn fill(&self, executor: &impl Executor, source: Source<Element>, first: usize, num_rows: usize) {
         if num_rows == 0 {
             return;
         }
         let filled = first..first + num_rows;
         let (begin, end) = (self.groups_before(first + 1) - 1, self.groups_before(filled.end));
         let panel_numbers = panel_numbers(self.in_features);
-        let destination = Target::new(self.panels.as_ptr().cast::<u16>());
+        let destination = Target::new(self.panels.as_ptr().cast::<Element>());
         executor.for_each(end - begin, |index| {
             let group = self.group(begin + index);
             let rows = group.rows.start.max(filled.start)..group.rows.end.min(filled.end);
             let column = group.column + rows.start - group.rows.start;
             let from = source.at((rows.start - first) * self.in_features);
-            let target = destination.at(group.panel * panel_numbers + column * 2);
+            let target = destination.at(group.panel * panel_numbers + column * GROUP);
             // SAFETY: the rows lie in the source, the columns in a panel of the piece; groups are disjoint.
             unsafe { interleave(from, target, rows.len(), self.in_features) };
         });
@@ -120,18 +123,18 @@ impl PackedLinear {
         executor: &impl Executor,
         rows: Source<i64>,
         num_rows: usize,
-        output: Target<u16>,
+        output: Target<Element>,
     ) {
         debug_assert!(!self.gated);
-        let panels = Source::new(self.panels.as_ptr().cast::<u16>().cast_const());
+        let panels = Source::new(self.panels.as_ptr().cast::<Element>().cast_const());
         executor.for_each(num_rows, |index| {
             // SAFETY: the caller vouches for `rows` and `output`; a row below `out_features` is a column of a panel.
             unsafe {
                 let row = rows.at(index).read() as usize;
-                let source = panels.at(row / PANEL * panel_numbers(self.in_features) + row % PANEL * 2);
+                let source = panels.at(row / PANEL * panel_numbers(self.in_features) + row % PANEL * GROUP);
                 let target = output.at(index * self.in_features);
                 for feature in 0..self.in_features {
-                    target.add(feature).write(source.add(feature / 2 * PAIR + feature % 2).read());
+                    target.add(feature).write(source.add(offset(feature)).read());
                 }
             }
         });
@@ -167,36 +170,48 @@ impl PackedLinear {
         // SAFETY: the panel lies inside the piece, whose bias (when there is one) covers it too.
         let (weights, bias) = unsafe {
             let bias = if self.bias.is_empty() { std::ptr::null() } else { self.bias.as_ptr().add(index * PANEL) };
-            (self.panels.as_ptr().cast::<u16>().cast_const().add(index * numbers), bias)
+            (self.panels.as_ptr().cast::<Element>().cast_const().add(index * numbers), bias)
         };
-        Panel { weights, bias, ahead, bytes: numbers * 2 }
+        Panel { weights, bias, ahead, bytes: numbers * size_of::<Element>() }
     }
 }
 
-/// bf16 elements of a panel.
+/// Elements of a panel.
 fn panel_numbers(in_features: usize) -> usize {
-    in_features.next_multiple_of(STEP) / 2 * PAIR
+    in_features.next_multiple_of(PADDING) * PANEL
+}
+
+/// Offset of a column's input feature from its first one.
+fn offset(feature: usize) -> usize {
+    feature / GROUP * GROUP * PANEL + feature % GROUP
 }
 
 /// Writes at most LANES rows as columns of a panel, from `target` on.
 ///
 /// # Safety
-/// `source` must hold the rows, `target` room for their columns. The CPU must be `supported()`.
-unsafe fn interleave(source: *const u16, target: *mut u16, num_rows: usize, in_features: usize) {
+/// `source` must hold the rows, `target` room for their columns.
+unsafe fn interleave(source: *const Element, target: *mut Element, num_rows: usize, in_features: usize) {
+    /// Features that are transposed at once: a vector of each row.
+    const SQUARE: usize = LANES * STEP;
     // SAFETY: the caller vouches for all rows and columns; reads and writes stay within them.
     unsafe {
-        let wide = if num_rows == LANES { in_features / (2 * LANES) * LANES } else { 0 };
-        for pair in (0..wide).step_by(LANES) {
-            simd::transpose_pairs(source.add(pair * 2), in_features, target.add(pair * PAIR), PAIR);
+        let wide = if num_rows == LANES { in_features / SQUARE * SQUARE } else { 0 };
+        for first in (0..wide).step_by(SQUARE) {
+            let rows = std::array::from_fn(|row| I32::load(source.add(row * in_features + first).cast()));
+            for (step, columns) in I32::transpose(rows).into_iter().enumerate() {
+                let target = target.add(offset(first + step * STEP));
+                if STEP == GROUP {
+                    columns.store(target.cast());
+                } else {
+                    // Two features that are not a group: their columns are apart.
+                    columns.narrow().store(target.cast());
+                    columns.shift_right(16).narrow().store(target.add(PANEL).cast());
+                }
+            }
         }
         for row in 0..num_rows {
-            let (from, to) = (source.add(row * in_features), target.add(row * 2));
-            for pair in wide..in_features / 2 {
-                let both = from.add(pair * 2).cast::<u32>().read_unaligned();
-                to.add(pair * PAIR).cast::<u32>().write(both);
-            }
-            if in_features % 2 == 1 {
-                to.add(in_features / 2 * PAIR).write(from.add(in_features - 1).read());
+            for feature in wide..in_features {
+                target.add(row * GROUP + offset(feature)).write(source.add(row * in_features + feature).read());
             }
         }
     }

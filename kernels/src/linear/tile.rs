@@ -1,43 +1,57 @@
-//! The register tile: up to 8 rows by one panel of 48 columns, with the sums over all input features in registers.
+//! The register tile: some rows by one panel of 48 columns, with the sums over all input features in registers. Where registers are
+//! few, a tile of more rows goes over its panel once for each vector of columns.
 
-use super::epilogue::{self, Outcome};
-use crate::simd::{self, LANES, with_constant};
-use std::arch::x86_64::*;
+use super::epilogue::{self, Outcome, Sums};
+use crate::element::{Element, GROUP};
+use crate::product::{self, Factor, LINE, Operand, STEP, WIDTH};
+use crate::simd::{self, F32, LANES, SUMS, with_constant};
+use std::array::from_fn;
 
 /// Output columns per panel.
 pub(crate) const PANEL: usize = 48;
 /// Vectors per panel row.
 pub(super) const VECTORS: usize = PANEL / LANES;
-/// bf16 elements of a panel per input pair.
-pub(super) const PAIR: usize = PANEL * 2;
+/// Largest number of rows whose sums with a whole panel fit the registers.
+const WIDE_ROWS: usize = SUMS / VECTORS;
+/// Rows per register tile.
+pub(super) const TILE_ROWS: usize = if WIDE_ROWS < 8 { SUMS } else { 8 };
 
 /// Prefetch distance in bytes while a single tile streams a panel. PERF: 8 and 16 rows of 3072 × 576 took 90 and 140 µs with this
 /// distance into the second-level cache, 102 to 106 and 161 to 164 µs with 2 to 16 KiB into the first (Zen 4, 2 threads).
 const STREAM_AHEAD_BYTES: usize = 8192;
-const LINE: usize = 64;
 
-/// The prefetches during a tile.
+/// The prefetches during one pass over a panel.
 #[derive(Clone, Copy)]
 pub(crate) enum Ahead {
     Nothing,
-    /// Prefetch the stream of panels a fixed distance ahead: three lines per pair.
+    /// Prefetch the stream of panels a fixed distance ahead: three lines per step.
     Stream,
-    /// Prefetch a share of the panel that comes `panels` later: one line per pair, from this line on.
+    /// Prefetch a share of the panel that comes `panels` later: one line per step, from this line on.
     Share {
-        tile: usize,
-        lines_per_pair: usize,
+        pass: usize,
+        lines_per_step: usize,
         panels: usize,
     },
 }
 
 impl Ahead {
-    /// The prefetches of tile `tile` of `num_tiles` on the same panel. The first three tiles share the next panel's lines.
-    pub(crate) fn plan(tile: usize, num_tiles: usize, panels: usize) -> Ahead {
-        match num_tiles {
+    /// The prefetches of pass `pass` of `num_passes` over the same panel. The first three passes share the next panel's lines.
+    pub(crate) fn plan(pass: usize, num_passes: usize, panels: usize) -> Ahead {
+        match num_passes {
             1 => Ahead::Stream,
-            2 => Ahead::Share { tile, lines_per_pair: 2, panels },
-            _ if tile < VECTORS => Ahead::Share { tile, lines_per_pair: 1, panels },
+            2 => Ahead::Share { pass, lines_per_step: 2, panels },
+            _ if pass < VECTORS => Ahead::Share { pass, lines_per_step: 1, panels },
             _ => Ahead::Nothing,
+        }
+    }
+
+    /// Those of a later pass of the same tile.
+    fn after(self, num_passes: usize) -> Ahead {
+        match self {
+            Ahead::Share { pass, lines_per_step, panels } => {
+                Ahead::Share { pass: pass + num_passes, lines_per_step, panels }
+            }
+            other => other,
         }
     }
 }
@@ -45,123 +59,159 @@ impl Ahead {
 /// The addresses of one panel.
 #[derive(Clone, Copy)]
 pub(crate) struct Panel {
-    pub(crate) weights: *const u16,
+    pub(crate) weights: *const Element,
     pub(crate) bias: *const f32,
     pub(crate) ahead: Ahead,
     pub(crate) bytes: usize,
 }
 
 impl Panel {
-    /// Where a tile's prefetches begin, and their number of lines per pair.
+    /// Where a pass's prefetches begin, and their number of lines per step.
     pub(super) fn prefetches(&self) -> (*const i8, usize) {
         let start = self.weights.cast::<i8>();
         match self.ahead {
             Ahead::Nothing => (start, 0),
             Ahead::Stream => (start.wrapping_add(STREAM_AHEAD_BYTES), VECTORS),
-            Ahead::Share { tile, lines_per_pair, panels } => {
-                let share = self.bytes / VECTORS * lines_per_pair;
-                (start.wrapping_add(self.bytes * panels + tile * share), lines_per_pair)
+            Ahead::Share { pass, lines_per_step, panels } => {
+                let share = self.bytes / VECTORS * lines_per_step;
+                (start.wrapping_add(self.bytes * panels + pass * share), lines_per_step)
             }
         }
     }
 }
 
-/// The input's shape.
+/// The factors of a tile's rows.
 #[derive(Clone, Copy)]
-pub(crate) struct Shape {
+pub(crate) struct Input {
+    pub(crate) rows: *const Factor,
+    /// From row to row.
     pub(crate) stride: usize,
     pub(crate) in_features: usize,
 }
 
-type Sums<const R: usize> = epilogue::Sums<R, VECTORS>;
+impl Input {
+    /// The input from a later row on.
+    pub(super) fn below(self, num_rows: usize) -> Input {
+        Input { rows: self.rows.wrapping_add(num_rows * self.stride), ..self }
+    }
+}
 
-/// Computes a tile of `height` (1 to 8) rows.
+/// Vectors of a panel that a tile of `height` rows computes at a time, in as many passes as that takes.
+const fn vectors(height: usize) -> usize {
+    if height <= WIDE_ROWS { VECTORS } else { 1 }
+}
+
+/// Passes of a tile of `height` rows over its panel.
+pub(super) fn num_passes(height: usize) -> usize {
+    VECTORS / vectors(height)
+}
+
+/// Computes a tile of `height` (1 to `TILE_ROWS`) rows.
 ///
 /// # Safety
-/// `height` rows of `shape` must be readable at `input`, `outcome` writable for them, and the panel made for `shape.in_features`.
-pub(crate) unsafe fn apply(height: usize, input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
+/// `height` rows must be readable at `input`, `outcome` writable for them, and the panel made for `input.in_features`.
+pub(crate) unsafe fn apply(height: usize, input: Input, panel: Panel, outcome: Outcome) {
     // SAFETY: guaranteed by the caller.
-    unsafe { with_constant!(height, [1, 2, 3, 4, 5, 6, 7; 8], plain(input, shape, panel, outcome)) }
+    unsafe { with_constant!(height, [1, 2, 3, 4, 5, 6, 7; 8], plain(input, panel, outcome)) }
 }
 
 /// Like `apply`, for a gate panel and the panel that it gates.
 ///
 /// # Safety
 /// As for `apply`.
-pub(crate) unsafe fn apply_gated(height: usize, input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
+pub(crate) unsafe fn apply_gated(height: usize, input: Input, panels: [Panel; 2], outcome: Outcome) {
     // SAFETY: guaranteed by the caller.
-    unsafe { with_constant!(height, [1, 2, 3, 4, 5, 6, 7; 8], gated(input, shape, panels, outcome)) }
+    unsafe { with_constant!(height, [1, 2, 3, 4, 5, 6, 7; 8], gated(input, panels, outcome)) }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn plain<const R: usize>(input: *const u16, shape: Shape, panel: Panel, outcome: Outcome) {
-    // SAFETY: the caller of `apply` vouches for all addresses.
+unsafe fn plain<const R: usize>(input: Input, panel: Panel, outcome: Outcome) {
+    // SAFETY: guaranteed by the caller.
     unsafe {
-        epilogue::store(&product::<R>(input, shape, panel), outcome);
-    }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn gated<const R: usize>(input: *const u16, shape: Shape, panels: [Panel; 2], outcome: Outcome) {
-    // SAFETY: the caller of `apply_gated` vouches for all addresses.
-    unsafe {
-        let gates = product::<R>(input, shape, panels[0]);
-        let ups = product::<R>(input, shape, panels[1]);
-        epilogue::store_gated(&gates, &ups, outcome);
-    }
-}
-
-/// The sums of R rows with one panel, bias included.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn product<const R: usize>(input: *const u16, shape: Shape, panel: Panel) -> Sums<R> {
-    let pairs = shape.in_features / 2;
-    let (ahead, lines) = panel.prefetches();
-    // SAFETY: the caller of `apply` vouches for all addresses; prefetching touches nothing.
-    let mut sums = unsafe { with_constant!(lines, [0, 1, 2; 3], accumulate::<R>(input, shape, panel.weights, ahead)) };
-    if shape.in_features % 2 == 1 {
-        // SAFETY: as above; the second half of the pair does not exist in the input and is replaced by zero.
-        unsafe {
-            for row in 0..R {
-                let last = input.add(row * shape.stride + pairs * 2).read();
-                for vector in 0..VECTORS {
-                    let weights = _mm512_load_si512(panel.weights.add(pairs * PAIR + vector * LANES * 2).cast());
-                    sums[row][vector] = simd::dot_pairs(sums[row][vector], _mm512_set1_epi32(i32::from(last)), weights);
-                }
-            }
+        if const { R <= WIDE_ROWS } {
+            plain_passes::<R, VECTORS>(input, panel, outcome);
+        } else if const { R <= TILE_ROWS } {
+            plain_passes::<R, 1>(input, panel, outcome);
         }
     }
-    // SAFETY: the bias covers the panel.
-    unsafe { epilogue::add_bias(&mut sums, panel.bias) };
-    sums
 }
 
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn accumulate<const R: usize, const LINES: usize>(
-    input: *const u16,
-    shape: Shape,
-    weights: *const u16,
-    ahead: *const i8,
-) -> Sums<R> {
-    let mut sums = [[_mm512_setzero_ps(); VECTORS]; R];
-    for pair in 0..shape.in_features / 2 {
-        // SAFETY: the caller of `apply` vouches for R rows and a panel with that many pairs; panels are 64-byte aligned.
+unsafe fn gated<const R: usize>(input: Input, panels: [Panel; 2], outcome: Outcome) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        if const { R <= WIDE_ROWS } {
+            gated_passes::<R, VECTORS>(input, panels, outcome);
+        } else if const { R <= TILE_ROWS } {
+            gated_passes::<R, 1>(input, panels, outcome);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn plain_passes<const R: usize, const V: usize>(input: Input, panel: Panel, outcome: Outcome) {
+    for pass in 0..VECTORS / V {
+        // SAFETY: the caller of `apply` vouches for all addresses.
+        unsafe { epilogue::store(&product::<R, V>(input, panel, pass), outcome.right_of(pass * V * LANES)) };
+    }
+}
+
+#[inline(always)]
+unsafe fn gated_passes<const R: usize, const V: usize>(input: Input, panels: [Panel; 2], outcome: Outcome) {
+    for pass in 0..VECTORS / V {
+        // SAFETY: the caller of `apply_gated` vouches for all addresses.
         unsafe {
-            let base = weights.add(pair * PAIR);
-            let mut columns = [_mm512_setzero_si512(); VECTORS];
-            for vector in 0..VECTORS {
-                columns[vector] = _mm512_load_si512(base.add(vector * LANES * 2).cast());
-            }
+            let [gates, ups] = panels.map(|panel| product::<R, V>(input, panel, pass));
+            epilogue::store_gated(&gates, &ups, outcome.right_of(pass * V * LANES));
+        }
+    }
+}
+
+/// The sums of R rows with V vectors of a panel, bias included.
+#[inline(always)]
+unsafe fn product<const R: usize, const V: usize>(input: Input, panel: Panel, pass: usize) -> Sums<R, V> {
+    let column = pass * V * LANES;
+    let (ahead, lines) = Panel { ahead: panel.ahead.after(pass), ..panel }.prefetches();
+    // SAFETY: the caller of `apply` vouches for all addresses; the bias covers the panel.
+    unsafe {
+        let weights = panel.weights.add(column * GROUP);
+        let mut sums = match lines {
+            0 => accumulate::<R, V, 0>(input, weights, ahead),
+            1 => accumulate::<R, V, 1>(input, weights, ahead),
+            2 => accumulate::<R, V, 2>(input, weights, ahead),
+            _ => accumulate::<R, V, VECTORS>(input, weights, ahead),
+        };
+        epilogue::add_bias(&mut sums, if panel.bias.is_null() { panel.bias } else { panel.bias.add(column) });
+        sums
+    }
+}
+
+#[inline(always)]
+unsafe fn accumulate<const R: usize, const V: usize, const LINES: usize>(
+    input: Input,
+    weights: *const Element,
+    ahead: *const i8,
+) -> Sums<R, V> {
+    let mut sums = [[F32::splat(0.0); V]; R];
+    let num_steps = input.in_features / STEP;
+    let columns = |feature: usize| -> [Operand; V] {
+        // SAFETY: as below.
+        from_fn(|vector| unsafe { product::columns(weights.add(vector * LANES * GROUP), PANEL, feature) })
+    };
+    // SAFETY: the caller of `apply` vouches for R rows and a panel with all their features. Prefetching touches nothing.
+    unsafe {
+        for step in 0..num_steps {
             for line in 0..LINES {
-                _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add((pair * LINES + line) * LINE));
+                simd::prefetch(ahead.wrapping_add((step * LINES + line) * LINE));
             }
-            for row in 0..R {
-                let both = simd::broadcast_pair(input.add(row * shape.stride + pair * 2));
-                for vector in 0..VECTORS {
-                    sums[row][vector] = simd::dot_pairs(sums[row][vector], both, columns[vector]);
-                }
+            for operation in 0..STEP / WIDTH {
+                let feature = step * STEP + operation * WIDTH;
+                let factors = |row: usize| product::splat(input.rows.add(row * input.stride + feature));
+                product::add(&mut sums, columns(feature), factors);
             }
+        }
+        if input.in_features % STEP > 0 {
+            let feature = num_steps * STEP;
+            let factors = |row: usize| product::splat_last(input.rows.add(row * input.stride + feature));
+            product::add(&mut sums, columns(feature), factors);
         }
     }
     sums

@@ -1,15 +1,16 @@
 use super::*;
-use crate::testing::{Random, assert_close, spawning_pool, to_bf16, to_f32};
+use crate::testing::{Random, assert_close, spawning_pool};
 
 const EPS: f32 = 1e-5;
 
 /// A group's norm in scalar arithmetic, before the last rounding.
-fn expected(kind: Kind, x: &[u16], weight: &[f32], bias: &[f32]) -> Vec<f32> {
+fn expected(kind: Kind, x: &[Element], weight: &[f32], bias: &[f32]) -> Vec<f32> {
     let dim = x.len() as f32;
-    let mean = if kind == Kind::Layer { x.iter().map(|&x| to_f32(x)).sum::<f32>() / dim } else { 0.0 };
-    let variance = x.iter().map(|&x| (to_f32(x) - mean).powi(2)).sum::<f32>() / dim;
-    let normed = x.iter().map(|&x| (to_f32(x) - mean) / (variance + EPS).sqrt());
-    let rounded = normed.map(|normed| if kind == Kind::Rms { to_f32(to_bf16(normed)) } else { normed });
+    let mean = if kind == Kind::Layer { x.iter().map(|&x| Element::to_f32(x)).sum::<f32>() / dim } else { 0.0 };
+    let variance = x.iter().map(|&x| (Element::to_f32(x) - mean).powi(2)).sum::<f32>() / dim;
+    let normed = x.iter().map(|&x| (Element::to_f32(x) - mean) / (variance + EPS).sqrt());
+    let rounded =
+        normed.map(|normed| if kind == Kind::Rms { Element::to_f32(Element::from_f32(normed)) } else { normed });
     let biases = bias.iter().copied().chain(std::iter::repeat(0.0));
     rounded.zip(weight).zip(biases).map(|((normed, weight), bias)| normed * weight + bias).collect()
 }
@@ -18,12 +19,11 @@ fn floats(random: &mut Random, count: usize) -> Vec<f32> {
     (0..count).map(|_| 1.0 + random.uniform()).collect()
 }
 
-fn groups(x: &[u16], stride: usize, num_groups: usize, num_rows: usize) -> Groups {
+fn groups(x: &[Element], stride: usize, num_groups: usize, num_rows: usize) -> Groups {
     Groups { address: Source::new(x.as_ptr()), stride, num_groups, num_rows }
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn norms_of_every_kind_are_right() {
     for kind in [Kind::Rms, Kind::WideRms, Kind::Layer] {
         for (num_rows, num_groups, dim, has_bias, has_own_weights) in [
@@ -35,12 +35,12 @@ fn norms_of_every_kind_are_right() {
         ] {
             let mut random = Random::new(dim as u64);
             let stride = num_groups * dim + 5;
-            let x = random.bf16s(num_rows * stride);
+            let x = random.elements(num_rows * stride);
             let count = if has_own_weights { num_groups * dim } else { dim };
             let weight = floats(&mut random, count);
             let bias = if has_bias { floats(&mut random, count) } else { Vec::new() };
             let norm = Norm::new(kind, EPS, dim, weight.clone(), bias.clone()).unwrap();
-            let mut output = vec![0; num_rows * num_groups * dim];
+            let mut output = vec![Element::default(); num_rows * num_groups * dim];
             // SAFETY: all have `num_rows` rows.
             unsafe {
                 let output = Target::new(output.as_mut_ptr());
@@ -60,15 +60,19 @@ fn norms_of_every_kind_are_right() {
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_norm_after_an_addition_is_the_norm_of_the_rounded_sum() {
     for kind in [Kind::Rms, Kind::WideRms, Kind::Layer] {
         for (num_rows, dim) in [(1, 1), (3, 17), (200, 576)] {
             let mut random = Random::new(dim as u64);
-            let (x, mut residual) = (random.bf16s(num_rows * dim), random.bf16s(num_rows * dim));
+            let (x, mut residual) = (random.elements(num_rows * dim), random.elements(num_rows * dim));
             let norm = Norm::new(kind, EPS, dim, floats(&mut random, dim), Vec::new()).unwrap();
-            let sum: Vec<u16> = x.iter().zip(&residual).map(|(&x, &y)| to_bf16(to_f32(x) + to_f32(y))).collect();
-            let (mut fused, mut apart) = (vec![0; num_rows * dim], vec![0; num_rows * dim]);
+            let sum: Vec<Element> = x
+                .iter()
+                .zip(&residual)
+                .map(|(&x, &y)| Element::from_f32(Element::to_f32(x) + Element::to_f32(y)))
+                .collect();
+            let (mut fused, mut apart) =
+                (vec![Element::default(); num_rows * dim], vec![Element::default(); num_rows * dim]);
             // SAFETY: all have `num_rows` rows.
             unsafe {
                 let (pool, residual) = (spawning_pool(2), Target::new(residual.as_mut_ptr()));

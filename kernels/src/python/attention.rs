@@ -3,6 +3,7 @@
 use super::view::View;
 use super::{maybe_detached, require};
 use crate::attention::{self, Alibi, Attention, AttentionMask, BLOCK, DistanceBias, Layout, NewTokens, Operands, Part};
+use crate::element::Element;
 use crate::pool::{Executor, Pool, Source, Target};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -150,7 +151,7 @@ impl PagedAttention {
 }
 
 /// The address and the number of blocks of an attention's cache.
-pub(super) fn cache_of(attention: &Attention, cache: &View<'_, u16, 2>) -> PyResult<(Target<u16>, usize)> {
+pub(super) fn cache_of(attention: &Attention, cache: &View<'_, Element, 2>) -> PyResult<(Target<Element>, usize)> {
     let [num_blocks, _] = cache.shape();
     cache.expect("cache", [num_blocks, attention.layout.offset(1, 0)])?;
     Ok((cache.target("cache")?, num_blocks))
@@ -162,9 +163,9 @@ impl PagedAttention {
     /// [tokens], which are distinct.
     fn write(
         &self,
-        cache: View<'_, u16, 2>,
-        keys: View<'_, u16, 3>,
-        values: Option<View<'_, u16, 3>>,
+        cache: View<'_, Element, 2>,
+        keys: View<'_, Element, 3>,
+        values: Option<View<'_, Element, 3>>,
         slots: View<'_, i64, 1>,
     ) -> PyResult<()> {
         let Layout { num_kv_heads, head_dim, value_dim, values_in_keys, .. } = self.attention.layout;
@@ -196,11 +197,11 @@ impl PagedAttention {
     fn attend(
         &self,
         py: Python<'_>,
-        queries: View<'_, u16, 3>,
-        cache: View<'_, u16, 2>,
+        queries: View<'_, Element, 3>,
+        cache: View<'_, Element, 2>,
         batch: PyRef<'_, Batch>,
-        output: View<'_, u16, 3>,
-        sinks: Option<View<'_, u16, 1>>,
+        output: View<'_, Element, 3>,
+        sinks: Option<View<'_, Element, 1>>,
         bias: Option<View<'_, f32, 2>>,
     ) -> PyResult<()> {
         let Layout { num_heads, head_dim, value_dim, .. } = self.attention.layout;

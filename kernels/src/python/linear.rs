@@ -3,15 +3,16 @@
 use super::view::View;
 use super::{maybe_detached, require};
 use crate::cpu::Amx;
-use crate::linear::{self, Format, InputBits, Linear, Number, Output, QuantizedRows, Rows, Segment, Weight};
+use crate::element::Element;
+use crate::linear::{self, Linear, Output, Rows, Weight};
 use crate::memory::Arena;
-use crate::pool::{Pool, Source, Target};
+use crate::pool::{Pool, Target};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use std::sync::Arc;
 
 /// Elements of a weight up to which no size of its packed form overflows.
-const MAX_ELEMENTS: usize = 1 << 48;
+pub(super) const MAX_ELEMENTS: usize = 1 << 48;
 
 /// A weight that is being packed, from its first row on.
 #[pyclass]
@@ -27,7 +28,7 @@ impl Packing {
         arena: &Arena,
         amx: Option<Amx>,
         [out_features, in_features]: [usize; 2],
-        bias: Option<&View<'_, u16, 1>>,
+        bias: Option<&View<'_, Element, 1>>,
         gated: bool,
     ) -> PyResult<Packing> {
         let elements = out_features.checked_mul(in_features).filter(|elements| (1..=MAX_ELEMENTS).contains(elements));
@@ -50,7 +51,7 @@ impl Packing {
 #[pymethods]
 impl Packing {
     /// Packs the next rows [some rows, in_features] of the weight.
-    fn add_rows(&mut self, py: Python<'_>, rows: View<'_, u16, 2>) -> PyResult<()> {
+    fn add_rows(&mut self, py: Python<'_>, rows: View<'_, Element, 2>) -> PyResult<()> {
         let Some(packed) = &self.packed else {
             return Err(PyValueError::new_err("the weight is complete"));
         };
@@ -75,136 +76,6 @@ impl Packing {
     }
 }
 
-/// A quantized weight that is being packed, from its first row on.
-#[pyclass]
-pub(super) struct QuantizedPacking {
-    pool: Pool,
-    packed: Option<linear::QuantizedLinear>,
-    num_filled: usize,
-}
-
-/// (rows, bits, group, offset, whether there are mins, dtype of scales and mins)
-pub(super) type SegmentParts = (usize, usize, usize, i32, bool, String);
-
-impl QuantizedPacking {
-    pub(super) fn new(
-        pool: Pool,
-        arena: &Arena,
-        segments: &[SegmentParts],
-        in_features: usize,
-        bias: Option<&View<'_, u16, 1>>,
-        gated: bool,
-        input_bits: usize,
-    ) -> PyResult<QuantizedPacking> {
-        let input_bits = match input_bits {
-            8 => InputBits::Eight,
-            16 => InputBits::Sixteen,
-            other => return Err(PyValueError::new_err(format!("inputs have {other} bits, must have 8 or 16"))),
-        };
-        let mut checked = Vec::with_capacity(segments.len());
-        let mut out_features = 0;
-        for &(num_rows, bits, group, offset, has_mins, ref number) in segments {
-            let number = match number.as_str() {
-                "float16" => Number::F16,
-                "float32" => Number::F32,
-                "int8" => Number::I8,
-                other => return Err(PyValueError::new_err(format!("scales cannot be stored as {other}"))),
-            };
-            require(matches!(bits, 2..=6 | 8), || format!("a code has {bits} bits, must have 2 to 6 or 8"))?;
-            require(group == 16 || (group > 0 && group.is_multiple_of(32)), || {
-                format!("a group has {group} features, must have 16 or a multiple of 32")
-            })?;
-            require((0..256).contains(&offset), || format!("the offset is {offset}, must be a code"))?;
-            require((1..=MAX_ELEMENTS).contains(&num_rows), || format!("a segment has {num_rows} rows"))?;
-            out_features += num_rows;
-            let format = Format { bits, group, offset, has_mins, number };
-            checked.push(Segment { num_rows, format });
-        }
-        let elements = out_features.checked_mul(in_features).filter(|elements| (1..=MAX_ELEMENTS).contains(elements));
-        require(elements.is_some(), || format!("a weight cannot have the shape {:?}", [out_features, in_features]))?;
-        require(!gated || out_features.is_multiple_of(2), || {
-            format!("a gated layer has {out_features} rows, must be an even number")
-        })?;
-        let bias = match bias {
-            Some(bias) => bias.expect("bias", [out_features])?.source("bias")?.at(0),
-            None => std::ptr::null(),
-        };
-        // SAFETY: the bias is null or has `out_features` elements.
-        let packed = unsafe { linear::QuantizedLinear::new(arena, &checked, in_features, bias, gated, input_bits) };
-        let packed = packed.map_err(|error| match error.kind() {
-            std::io::ErrorKind::InvalidInput => PyValueError::new_err(error.to_string()),
-            _ => PyOSError::new_err(format!("no memory for a packed weight: {error}")),
-        })?;
-        Ok(QuantizedPacking { pool, packed: Some(packed), num_filled: 0 })
-    }
-}
-
-#[pymethods]
-impl QuantizedPacking {
-    /// Packs the next rows, which are of one segment: codes [rows, in_features]; numbers: scales, or scales and mins, each [rows, groups];
-    /// factors: of those, if they are integers, each [rows, super-groups].
-    fn add_rows(
-        &mut self,
-        py: Python<'_>,
-        codes: View<'_, u8, 2>,
-        numbers: Vec<View<'_, f32, 2>>,
-        factors: Vec<View<'_, f32, 2>>,
-    ) -> PyResult<()> {
-        let Some(packed) = &self.packed else {
-            return Err(PyValueError::new_err("the weight is complete"));
-        };
-        let ([num_rows, _], first, pool) = (codes.shape(), self.num_filled, self.pool);
-        if num_rows == 0 {
-            return Ok(());
-        }
-        require(num_rows <= packed.out_features() - first, || {
-            format!("codes has {num_rows} rows, the weight lacks {}", packed.out_features() - first)
-        })?;
-        let format = packed.format_of(first);
-        require(format == packed.format_of(first + num_rows - 1), || "rows are of several segments".to_owned())?;
-        let num_kinds = if format.has_mins { 2 } else { 1 };
-        let num_factors = if format.number == Number::I8 { num_kinds } else { 0 };
-        require(numbers.len() == num_kinds && factors.len() == num_factors, || {
-            format!("{} numbers and {} factors do not go with {format:?}", numbers.len(), factors.len())
-        })?;
-        let columns = packed.in_features();
-        let groups = [num_rows, columns.div_ceil(format.group)];
-        let super_groups = [num_rows, columns.div_ceil(linear::SUPER_GROUP)];
-        let rows = QuantizedRows {
-            codes: codes.expect("codes", [num_rows, columns])?.source("codes")?,
-            numbers: addresses("numbers", &numbers, groups)?,
-            factors: addresses("factors", &factors, super_groups)?,
-            num_rows,
-        };
-        let greatest = codes.elements("codes")?.iter().copied().max().unwrap_or(0);
-        require(usize::from(greatest) >> format.bits == 0, || {
-            format!("codes contains {greatest}, which has more than {} bits", format.bits)
-        })?;
-        // SAFETY: the rows are inside the weight and as long as its rows; nothing else has a reference to the weight yet.
-        py.detach(|| unsafe { packed.fill(&pool, rows, first) });
-        self.num_filled += num_rows;
-        Ok(())
-    }
-
-    /// The layer, once all rows are packed.
-    fn finish(&mut self) -> PyResult<PackedLinear> {
-        let num_filled = self.num_filled;
-        match self.packed.take_if(|packed| packed.out_features() == num_filled) {
-            Some(packed) => Ok(PackedLinear::new(self.pool, Linear::Quantized(packed))),
-            None => Err(PyValueError::new_err(format!("{num_filled} rows were packed, which are not the weight's"))),
-        }
-    }
-}
-
-/// The addresses of at most two tensors of this shape; null for those that are not there.
-fn addresses(name: &str, views: &[View<'_, f32, 2>], shape: [usize; 2]) -> PyResult<[Source<f32>; 2]> {
-    let mut addresses = [Source::new(std::ptr::null()); 2];
-    for (address, view) in addresses.iter_mut().zip(views) {
-        *address = view.expect(name, shape)?.source(name)?;
-    }
-    Ok(addresses)
-}
-
 /// A linear layer's weight, packed.
 #[pyclass(frozen)]
 pub(super) struct PackedLinear {
@@ -213,7 +84,7 @@ pub(super) struct PackedLinear {
 }
 
 impl PackedLinear {
-    fn new(pool: Pool, packed: Linear) -> PackedLinear {
+    pub(super) fn new(pool: Pool, packed: Linear) -> PackedLinear {
         PackedLinear { pool, packed: Arc::new(packed) }
     }
 }
@@ -221,7 +92,7 @@ impl PackedLinear {
 #[pymethods]
 impl PackedLinear {
     /// output [rows, columns] = x·Wᵀ + bias, or silu(gate)·up when gated, for x [rows, in_features].
-    fn apply(&self, py: Python<'_>, x: View<'_, u16, 2>, output: View<'_, u16, 2>) -> PyResult<()> {
+    fn apply(&self, py: Python<'_>, x: View<'_, Element, 2>, output: View<'_, Element, 2>) -> PyResult<()> {
         let [num_rows, _] = x.shape();
         let (address, stride) = x.expect("x", [num_rows, self.packed.in_features()])?.rows("x")?;
         let output = output.expect("output", [num_rows, self.packed.output_columns()])?.target("output")?;
@@ -235,7 +106,7 @@ impl PackedLinear {
     }
 
     /// output[i] = the weight's row `ids[i]`. Not for gated layers.
-    fn copy_rows(&self, ids: View<'_, i64, 1>, output: View<'_, u16, 2>) -> PyResult<()> {
+    fn copy_rows(&self, ids: View<'_, i64, 1>, output: View<'_, Element, 2>) -> PyResult<()> {
         require(!self.packed.is_gated(), || "a gated layer has no rows to copy".to_owned())?;
         let [num_rows] = ids.shape();
         let ids = ids.indices("ids", self.packed.out_features(), "rows")?;

@@ -2,6 +2,7 @@
 
 use super::require;
 use super::view::View;
+use crate::element::Element;
 use crate::norm::{Groups, Kind, Norm};
 use crate::pool::Pool;
 use pyo3::exceptions::PyValueError;
@@ -52,7 +53,12 @@ impl PackedNorm {
 impl PackedNorm {
     /// output = norm(x); both [rows, dim]. With a residual [rows, dim]: residual += x; output = norm(residual).
     #[pyo3(signature = (x, output, residual=None))]
-    fn apply(&self, x: View<'_, u16, 2>, output: View<'_, u16, 2>, residual: Option<View<'_, u16, 2>>) -> PyResult<()> {
+    fn apply(
+        &self,
+        x: View<'_, Element, 2>,
+        output: View<'_, Element, 2>,
+        residual: Option<View<'_, Element, 2>>,
+    ) -> PyResult<()> {
         let [num_rows, dim] = x.shape();
         self.expect(1, dim)?;
         let (address, stride) = x.rows("x")?;
@@ -72,7 +78,7 @@ impl PackedNorm {
     }
 
     /// output = the norm of each head of x; both [rows, heads, dim].
-    fn apply_heads(&self, x: View<'_, u16, 3>, output: View<'_, u16, 3>) -> PyResult<()> {
+    fn apply_heads(&self, x: View<'_, Element, 3>, output: View<'_, Element, 3>) -> PyResult<()> {
         let [num_rows, num_groups, dim] = x.shape();
         self.expect(num_groups, dim)?;
         let (address, stride) = x.rows("x")?;

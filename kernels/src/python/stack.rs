@@ -1,13 +1,14 @@
 //! All layers of a decoder in one call.
 
+use super::activation::Activation;
 use super::attention::{Batch, PagedAttention, cache_of};
 use super::collective::{Collective, error_of};
 use super::linear::PackedLinear;
 use super::norm::PackedNorm;
-use super::table::Table;
 use super::view::View;
 use super::{pairs, require};
 use crate::attention::BLOCK;
+use crate::element::Element;
 use crate::pool::Pool;
 use crate::stack::{self, Register, Rotation, Step};
 use pyo3::exceptions::PyValueError;
@@ -81,10 +82,9 @@ impl Program {
         self.append(|program| program.norm_heads(Arc::clone(&norm.packed), first, num_groups))
     }
 
-    /// target = table(source)
-    fn look_up(&mut self, table: Bound<'_, Table>, source: Register, target: Register) -> PyResult<()> {
-        self.tensors.push(table.get().tensor.clone_ref(table.py()));
-        self.append(|program| program.look_up(table.get().table, source, target))
+    /// target = activation(source)
+    fn activate(&mut self, activation: PyRef<'_, Activation>, source: Register, target: Register) -> PyResult<()> {
+        self.append(|program| program.activate(activation.activation, source, target))
     }
 
     /// register *= factor
@@ -170,13 +170,13 @@ impl Stack {
     fn run(
         &self,
         py: Python<'_>,
-        residual: View<'_, u16, 2>,
+        residual: View<'_, Element, 2>,
         positions: View<'_, i64, 1>,
         slots: View<'_, i64, 1>,
         batch: PyRef<'_, Batch>,
-        caches: Vec<View<'_, u16, 2>>,
+        caches: Vec<View<'_, Element, 2>>,
         sample_rows: View<'_, i64, 1>,
-        output: View<'_, u16, 2>,
+        output: View<'_, Element, 2>,
     ) -> PyResult<()> {
         let (num_tokens, [num_samples], hidden) = (batch.num_tokens, sample_rows.shape(), self.stack.hidden());
         let attentions = self.stack.cache_attentions();

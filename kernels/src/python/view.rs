@@ -3,39 +3,46 @@
 //! addresses on.
 
 use super::dlpack::{self, DlTensor, DlType};
+use crate::element;
 use crate::pool::{Source, Target};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 /// A number that a tensor may contain.
-pub(super) trait Element: Copy {
+pub(super) trait Number: Copy {
     /// Its dtype's name in torch.
     const NAME: &'static str;
     /// Its dtype in DLPack.
     const DTYPE: DlType;
 }
 
-impl Element for u8 {
+impl Number for u8 {
     const NAME: &'static str = "uint8";
     const DTYPE: DlType = DlType::new(dlpack::UINT, 8);
 }
 
-impl Element for u16 {
-    const NAME: &'static str = "bfloat16";
-    const DTYPE: DlType = DlType::new(dlpack::BFLOAT, 16);
+impl Number for element::Element {
+    const NAME: &'static str = element::NAME;
+    const DTYPE: DlType = if cfg!(element = "f32") {
+        DlType::new(dlpack::FLOAT, 32)
+    } else if cfg!(element = "f16") {
+        DlType::new(dlpack::FLOAT, 16)
+    } else {
+        DlType::new(dlpack::BFLOAT, 16)
+    };
 }
 
-impl Element for f32 {
+impl Number for f32 {
     const NAME: &'static str = "float32";
     const DTYPE: DlType = DlType::new(dlpack::FLOAT, 32);
 }
 
-impl Element for i32 {
+impl Number for i32 {
     const NAME: &'static str = "int32";
     const DTYPE: DlType = DlType::new(dlpack::INT, 32);
 }
 
-impl Element for i64 {
+impl Number for i64 {
     const NAME: &'static str = "int64";
     const DTYPE: DlType = DlType::new(dlpack::INT, 64);
 }
@@ -64,7 +71,7 @@ fn sizes<const N: usize>(described: &DlTensor) -> PyResult<([usize; N], [usize; 
     described.sizes().ok_or_else(|| PyTypeError::new_err(format!("has {given} dimensions, must have {N}")))
 }
 
-impl<'py, T: Element, const N: usize> FromPyObject<'_, 'py> for View<'py, T, N> {
+impl<'py, T: Number, const N: usize> FromPyObject<'_, 'py> for View<'py, T, N> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
@@ -78,7 +85,7 @@ impl<'py, T: Element, const N: usize> FromPyObject<'_, 'py> for View<'py, T, N> 
     }
 }
 
-impl<'py, T: Element, const N: usize> View<'py, T, N> {
+impl<'py, T: Number, const N: usize> View<'py, T, N> {
     /// The sizes of its dimensions.
     pub(super) fn shape(&self) -> [usize; N] {
         self.shape

@@ -13,6 +13,7 @@ pub(crate) use program::{Program, Rotation};
 
 use crate::attention::{Attention, Batch, Operands, Work};
 use crate::collective::{Collective, Failure, Part};
+use crate::element::Element;
 use crate::linear::{Output, Rows};
 use crate::pool::{Executor, Pool, Source, Target, Walker};
 use operation::{Operation, PerRegister, RowOperation, TokenContext};
@@ -34,23 +35,23 @@ pub(crate) struct Stack {
 /// One step: its tokens, their sequences, and the rows to output.
 pub(crate) struct Step<'a> {
     /// [tokens, hidden]: the embeddings; overwritten.
-    pub(crate) residual: Target<u16>,
+    pub(crate) residual: Target<Element>,
     pub(crate) num_tokens: usize,
     pub(crate) positions: Source<i64>,
     pub(crate) slots: Source<i64>,
     pub(crate) batch: Batch,
     /// One per layer.
-    pub(crate) caches: &'a [Target<u16>],
+    pub(crate) caches: &'a [Target<Element>],
     pub(crate) sample_rows: Source<i64>,
     pub(crate) num_samples: usize,
     /// [samples, hidden]: the normalized output of the last layer.
-    pub(crate) output: Target<u16>,
+    pub(crate) output: Target<Element>,
 }
 
 /// Intermediate results, reused from step to step; they grow to the largest step's size.
 #[derive(Default)]
 struct Buffers {
-    numbers: Vec<u16>,
+    numbers: Vec<Element>,
     states: Vec<f32>,
     scratch: Vec<u8>,
 }
@@ -58,8 +59,8 @@ struct Buffers {
 /// Where a step's intermediate results are.
 struct Places {
     /// Of each register, for all tokens and for the sampled ones.
-    registers: PerRegister<Target<u16>>,
-    sampled: PerRegister<Target<u16>>,
+    registers: PerRegister<Target<Element>>,
+    sampled: PerRegister<Target<Element>>,
     /// Of attention.
     states: Target<f32>,
     /// Of linear layers.
@@ -77,7 +78,7 @@ impl Buffers {
         let width = widths.iter().sum::<usize>();
         let total = width * step.num_tokens + (width + residual_width) * step.num_samples;
         if self.numbers.len() < total {
-            self.numbers.resize(total, 0);
+            self.numbers.resize(total, Element::default());
         }
         if self.states.len() < states {
             self.states.resize(states, 0.0);
@@ -118,7 +119,7 @@ impl Stack {
     /// Runs a step through all layers. When a collective fails, the step ends there, on all threads.
     ///
     /// # Safety
-    /// The step's pointers must be valid for the stated shapes, with a cache for each layer. The CPU must be `supported()`.
+    /// The step's pointers must be valid for the stated shapes, with a cache for each layer.
     pub(crate) unsafe fn run(&self, pool: &Pool, step: &Step<'_>) -> Result<(), Failure> {
         // Without sampled rows, what follows the last write to a cache has no reader.
         let end = if step.num_samples == 0 {
@@ -229,8 +230,8 @@ unsafe fn gather(
     collective: &Collective,
     widths: &[usize],
     num_rows: usize,
-    from: Target<u16>,
-    to: Target<u16>,
+    from: Target<Element>,
+    to: Target<Element>,
     failure: &OnceLock<Failure>,
 ) {
     walker.for_each(1, |_| {
@@ -253,8 +254,8 @@ unsafe fn select(
     walker: &Walker<'_>,
     kept: &[(Register, usize)],
     step: &Step<'_>,
-    from: &PerRegister<Target<u16>>,
-    to: &PerRegister<Target<u16>>,
+    from: &PerRegister<Target<Element>>,
+    to: &PerRegister<Target<Element>>,
 ) {
     walker.for_each(step.num_samples, |sample| {
         for &(register, width) in kept {

@@ -1,14 +1,15 @@
 //! What a stack consists of.
 
 use super::Step;
+use crate::activation::Activation;
 use crate::attention::{Layout, NewTokens};
 use crate::collective::Collective;
+use crate::element::Element;
 use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::pool::{Source, Target};
 use crate::rotate::{Angles, Heads, Pairs, rotate_token};
 use crate::row;
-use crate::table::Table;
 use std::sync::Arc;
 
 /// An intermediate result: contiguous rows, one per token, or after the selection one per sampled row.
@@ -100,8 +101,8 @@ pub(super) enum RowOperation {
         num_groups: usize,
         stride: usize,
     },
-    LookUp {
-        table: Table,
+    Activate {
+        activation: Activation,
         from: Register,
         to: Register,
         width: usize,
@@ -148,7 +149,7 @@ pub(super) struct Tables {
 /// What row operations know of a step.
 pub(super) struct TokenContext<'a> {
     pub(super) step: &'a Step<'a>,
-    pub(super) registers: &'a PerRegister<Target<u16>>,
+    pub(super) registers: &'a PerRegister<Target<Element>>,
 }
 
 impl RowOperation {
@@ -157,7 +158,7 @@ impl RowOperation {
         match self {
             RowOperation::Norm { norm, .. } => norm.dim(),
             RowOperation::NormHeads { norm, num_groups, .. } => num_groups * norm.dim(),
-            RowOperation::LookUp { width, .. }
+            RowOperation::Activate { width, .. }
             | RowOperation::Scale { width, .. }
             | RowOperation::Clamp { width, .. }
             | RowOperation::Add { width, .. } => *width,
@@ -169,7 +170,7 @@ impl RowOperation {
     /// Applies the operation to a row.
     ///
     /// # Safety
-    /// The registers must have the row at its widths; `Rotate` and `Write` need a row of the step. The CPU must be `supported()`.
+    /// The registers must have the row at its widths; `Rotate` and `Write` need a row of the step.
     pub(super) unsafe fn apply(&self, row: usize, context: &TokenContext<'_>) {
         let at = |register: Register, width: usize| context.registers[register as usize].at(row * width);
         let qkv = context.registers[Register::Qkv as usize];
@@ -183,8 +184,9 @@ impl RowOperation {
                     let heads = at(Register::Qkv, stride).wrapping_add(first);
                     norm.apply_row(num_groups, heads, heads);
                 }
-                RowOperation::LookUp { table, from, to, width } => {
-                    table.apply_row(at(from, width), at(to, table.output_columns(width)), width);
+                RowOperation::Activate { activation, from, to, width } => {
+                    let columns = activation.output_columns(width);
+                    activation.apply_row(at(from, width), at(to, columns), width);
                 }
                 RowOperation::Scale { register, factor, width } => row::scale(at(register, width), factor, width),
                 RowOperation::Clamp { register, bound, width } => row::clamp(at(register, width), bound, width),

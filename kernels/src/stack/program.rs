@@ -2,13 +2,14 @@
 
 use super::operation::{Operation, PerRegister, Register, RowOperation, Tables};
 use super::{Buffers, Stack};
+use crate::activation::Activation;
 use crate::attention::{Attention, Layout};
 use crate::collective::Collective;
+use crate::element::Element;
 use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::pool::Source;
 use crate::rotate::Pairs;
-use crate::table::Table;
 use std::sync::{Arc, Mutex};
 
 /// Rotary embedding: tables [num_positions, half].
@@ -91,15 +92,15 @@ impl Program {
         Ok(())
     }
 
-    /// to = table(from)
-    pub(crate) fn look_up(&mut self, table: Table, from: Register, to: Register) -> Result<(), String> {
+    /// to = activation(from)
+    pub(crate) fn activate(&mut self, activation: Activation, from: Register, to: Register) -> Result<(), String> {
         let width = self.width(from)?;
         expect_different(from, to)?;
-        if table.is_gate && !width.is_multiple_of(2) {
+        if activation.is_gate && !width.is_multiple_of(2) {
             return Err(format!("a gate and its factor have {width} columns, must be an even number"));
         }
-        self.assign(to, table.output_columns(width))?;
-        self.push_row(RowOperation::LookUp { table, from, to, width });
+        self.assign(to, activation.output_columns(width))?;
+        self.push_row(RowOperation::Activate { activation, from, to, width });
         Ok(())
     }
 
@@ -189,7 +190,7 @@ impl Program {
         let total = widths.iter().try_fold(0, |sum: u32, &width| sum.checked_add(u32::try_from(width).ok()?));
         let total = total.ok_or_else(|| format!("a gather has at most {} columns", u32::MAX))?;
         self.assign(to, total as usize)?;
-        let widths = widths.iter().map(|width| width * size_of::<u16>()).collect();
+        let widths = widths.iter().map(|width| width * size_of::<Element>()).collect();
         self.stack.operations.push(Operation::Gather { collective, widths, from, to });
         Ok(())
     }

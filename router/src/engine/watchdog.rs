@@ -1,7 +1,8 @@
 //! The watchdog: tells a worker group that hangs from one that is busy, by what its ranks answer to health checks.
 //!
 //! There are three symptoms, each with a deadline: a rank that does not answer, a step during which no rank computes, and a step
-//! that takes many times longer than the slowest one of the warm-up. INVARIANT: only time counts during which this process was
+//! that takes many times longer than the slowest one of the warm-up. A rank computes when its processor time grows, or, while
+//! its GPU has work, when the GPU finishes some of it. INVARIANT: only time counts during which this process was
 //! running itself, so a suspended machine or a stopped container is not taken for a hang.
 
 use std::cell::Cell;
@@ -11,7 +12,7 @@ use tokio::time::Instant;
 
 use super::health::Health;
 use super::status::Status;
-use crate::worker::HealthProbe;
+use crate::worker::{HealthProbe, RankProgress};
 
 /// Time between two health checks, and for the answers.
 const TICK: Duration = Duration::from_secs(1);
@@ -54,11 +55,11 @@ pub(super) async fn watch(
     loop {
         let since = Instant::now();
         tokio::time::sleep(tick).await;
-        let processor_times = probe.processor_times(tick).await;
+        let ranks = probe.progress(tick).await;
         // One tick of sleep and at most one of health checks: this process was not running for the rest.
         let elapsed = since.elapsed().min(2 * tick);
         let num_reports = progress.is_waiting.get().then(|| progress.num_reports.get());
-        let symptom = observations.add(elapsed, num_reports, &processor_times);
+        let symptom = observations.add(elapsed, num_reports, &ranks);
         if let Some(symptom) = &symptom
             && symptom.is_conclusive()
         {
@@ -98,8 +99,8 @@ struct Observations {
     step_deadline: Duration,
     /// By rank: how long it has not answered.
     unanswered: Vec<Duration>,
-    /// By rank: its processor time at the last answer.
-    processor_times: Vec<Duration>,
+    /// By rank: its last answer.
+    ranks: Vec<RankProgress>,
     num_reports: Option<u64>,
     /// How long the oldest step has been in flight, and how much of that since a rank was last seen computing.
     waiting: Duration,
@@ -111,7 +112,7 @@ impl Observations {
         Self {
             step_deadline,
             unanswered: Vec::new(),
-            processor_times: Vec::new(),
+            ranks: Vec::new(),
             num_reports: None,
             waiting: Duration::ZERO,
             idle: Duration::ZERO,
@@ -119,22 +120,16 @@ impl Observations {
     }
 
     /// Adds one health check, `elapsed` after the one before: the number of reports so far (`None`: no step is in flight), and
-    /// each rank's processor time, if it answered. Returns the most severe symptom.
-    fn add(
-        &mut self,
-        elapsed: Duration,
-        num_reports: Option<u64>,
-        processor_times: &[Option<Duration>],
-    ) -> Option<Symptom> {
-        self.unanswered.resize(processor_times.len(), Duration::ZERO);
-        self.processor_times.resize(processor_times.len(), Duration::ZERO);
+    /// what each rank answered, if it did. Returns the most severe symptom.
+    fn add(&mut self, elapsed: Duration, num_reports: Option<u64>, ranks: &[Option<RankProgress>]) -> Option<Symptom> {
+        self.unanswered.resize(ranks.len(), Duration::ZERO);
+        self.ranks.resize(ranks.len(), RankProgress::default());
         let mut computes = false;
-        for (rank, processor_time) in processor_times.iter().enumerate() {
-            match processor_time {
-                Some(processor_time) => {
-                    let used = processor_time.saturating_sub(self.processor_times[rank]);
-                    computes |= used >= elapsed.mul_f64(BUSY_SHARE);
-                    self.processor_times[rank] = *processor_time;
+        for (rank, now) in ranks.iter().enumerate() {
+            match now {
+                Some(now) => {
+                    computes |= has_computed(self.ranks[rank], *now, elapsed);
+                    self.ranks[rank] = *now;
                     self.unanswered[rank] = Duration::ZERO;
                 }
                 None => self.unanswered[rank] += elapsed,
@@ -171,20 +166,39 @@ impl Observations {
     }
 }
 
+/// Whether a rank has computed between two answers. The processor time of a rank that waits for its GPU may grow though the
+/// GPU hangs, or stay the same though it computes.
+fn has_computed(before: RankProgress, now: RankProgress, elapsed: Duration) -> bool {
+    if let Some(device) = now.device {
+        let has_finished = before.device.is_none_or(|before| device.num_finished > before.num_finished);
+        if has_finished || device.is_busy {
+            return has_finished;
+        }
+    }
+    now.processor_time.saturating_sub(before.processor_time) >= elapsed.mul_f64(BUSY_SHARE)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::worker::DeviceProgress;
 
     const DEADLINE: Duration = Duration::from_secs(10);
 
-    fn answer(processor_s: f64) -> Option<Duration> {
-        Some(Duration::from_secs_f64(processor_s))
+    fn answer(processor_s: f64) -> Option<RankProgress> {
+        Some(RankProgress { processor_time: Duration::from_secs_f64(processor_s), device: None })
+    }
+
+    /// Of a rank that uses all of a core, as it does when it waits for its GPU.
+    fn answer_with_gpu(tick: u32, num_finished: u64, is_busy: bool) -> Option<RankProgress> {
+        let processor_time = Duration::from_secs(tick.into());
+        Some(RankProgress { processor_time, device: Some(DeviceProgress { num_finished, is_busy }) })
     }
 
     /// The tick (of one second each) at which the group is taken to hang, and the reason.
     fn hangs(
         mut num_reports: impl FnMut(u32) -> Option<u64>,
-        mut answers: impl FnMut(u32) -> Vec<Option<Duration>>,
+        mut answers: impl FnMut(u32) -> Vec<Option<RankProgress>>,
     ) -> Option<(u32, String)> {
         let mut observations = Observations::new(DEADLINE);
         (1..=200).find_map(|tick| {
@@ -210,6 +224,25 @@ mod tests {
     #[test]
     fn a_step_in_which_one_rank_computes_has_more_time() {
         let (tick, reason) = hangs(|_| Some(3), |tick| vec![answer(f64::from(tick) * 0.05), answer(1.0)]).unwrap();
+        assert_eq!((tick, reason.as_str()), (61, "a step was not finished after 60.0 s"));
+    }
+
+    #[test]
+    fn a_gpu_that_finishes_nothing_hangs_although_its_process_uses_the_processor() {
+        let (tick, reason) = hangs(|_| Some(3), |tick| vec![answer_with_gpu(tick, 7, true); 2]).unwrap();
+        assert_eq!((tick, reason.as_str()), (11, "a step was not finished after 10.0 s, and no rank computes"));
+    }
+
+    #[test]
+    fn a_gpu_that_finishes_parts_of_a_step_has_more_time() {
+        let finishing = |tick: u32| vec![answer_with_gpu(1, u64::from(tick / 8), true), answer_with_gpu(1, 0, true)];
+        let (tick, reason) = hangs(|_| Some(3), finishing).unwrap();
+        assert_eq!((tick, reason.as_str()), (61, "a step was not finished after 60.0 s"));
+    }
+
+    #[test]
+    fn a_process_that_still_prepares_work_for_its_gpu_has_more_time() {
+        let (tick, reason) = hangs(|_| Some(3), |tick| vec![answer_with_gpu(tick, 7, false)]).unwrap();
         assert_eq!((tick, reason.as_str()), (61, "a step was not finished after 60.0 s"));
     }
 

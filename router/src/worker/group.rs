@@ -42,12 +42,16 @@ pub struct LoadOptions {
     pub watermark_delta: Option<f32>,
     /// Attention implementation, as `triton`; `None`: the worker chooses the fastest for each layer.
     pub attention: Option<String>,
+    /// Instruction set of the CPU kernels, as `avx2`; `None`: the fastest that each rank's CPU has.
+    pub cpu_isa: Option<String>,
     /// Whether quantized weights are dequantized at load.
     pub dequantize: bool,
     /// Method of quantization, as `gptq`; `None`: as the checkpoint says.
     pub quantize: Option<String>,
     /// Bits of the inputs that quantized weights are multiplied with: 8 or 16.
     pub activation_bits: u32,
+    /// Whether a token's bits must not depend on the other sequences of its steps.
+    pub deterministic: bool,
     /// Whether the load yields the processors to other work.
     pub background: bool,
 }
@@ -91,7 +95,7 @@ pub struct Phase {
 }
 
 /// The limits of the steps that the group must be able to execute.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct WarmUpOptions {
     /// Most tokens in one step.
     pub max_step_tokens: u32,
@@ -105,6 +109,8 @@ pub struct WarmUpOptions {
     pub memory_fraction: f64,
     /// A group on the same machine with the same model and limits was warmed up before: only allocate `num_blocks` blocks.
     pub proven: bool,
+    /// On a GPU: numbers of sequences for which decode steps are recorded. Empty: the workers choose; only zeros: none.
+    pub graph_sizes: Vec<u32>,
 }
 
 /// The KV pool after warm-up.
@@ -171,9 +177,11 @@ impl Group {
             watermark_gamma: options.watermark_gamma.unwrap_or(0.0),
             watermark_delta: options.watermark_delta.unwrap_or(0.0),
             attention: options.attention.clone().unwrap_or_default(),
+            cpu_isa: options.cpu_isa.clone().unwrap_or_default(),
             dequantize: options.dequantize,
             quantize: options.quantize.clone().unwrap_or_default(),
             activation_bits: options.activation_bits,
+            deterministic: options.deterministic,
             background: options.background,
         };
         let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.load(request.clone()))).await?;
@@ -212,8 +220,9 @@ impl Group {
             num_blocks: options.num_blocks.unwrap_or(0),
             memory_fraction: options.memory_fraction,
             proven: options.proven,
+            graph_sizes: options.graph_sizes.clone(),
         };
-        let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.warm_up(request))).await?;
+        let answers = try_join_all(self.ranks.iter_mut().map(|rank| rank.warm_up(request.clone()))).await?;
         agree("the number of KV blocks", answers.iter().map(|answer| answer.num_blocks))?;
         let worst_step_seconds = answers.iter().map(|answer| answer.worst_step_seconds).fold(0.0, f64::max);
         let worst_step = Duration::try_from_secs_f64(worst_step_seconds).unwrap_or_default();
@@ -241,6 +250,24 @@ impl Group {
     }
 }
 
+/// What one rank answers to a health check.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RankProgress {
+    /// Processor time of the worker's process since its start, over all cores.
+    pub processor_time: Duration,
+    /// Its GPU; `None`: the model runs on CPUs.
+    pub device: Option<DeviceProgress>,
+}
+
+/// How far a GPU is with the work that its process has given to it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceProgress {
+    /// Parts of the work that are finished, since the start.
+    pub num_finished: u64,
+    /// Whether some part is not finished.
+    pub is_busy: bool,
+}
+
 /// Sends health checks to every rank of a group.
 #[derive(Clone, Debug)]
 pub struct HealthProbe {
@@ -248,8 +275,8 @@ pub struct HealthProbe {
 }
 
 impl HealthProbe {
-    /// Each rank's processor time since its start, by rank; `None`: it did not answer within `timeout`.
-    pub async fn processor_times(&mut self, timeout: Duration) -> Vec<Option<Duration>> {
+    /// Each rank's progress, by rank; `None`: it did not answer within `timeout`.
+    pub async fn progress(&mut self, timeout: Duration) -> Vec<Option<RankProgress>> {
         let ask = |rank| async move { tokio::time::timeout(timeout, Rank::health(rank)).await.ok()?.ok() };
         join_all(self.ranks.iter_mut().map(ask)).await
     }

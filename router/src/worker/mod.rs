@@ -11,7 +11,9 @@ mod report;
 mod step;
 
 pub use error::WorkerError;
-pub use group::{Description, Group, HealthProbe, LoadOptions, Phase, Pool, WarmUpOptions};
+pub use group::{
+    Description, DeviceProgress, Group, HealthProbe, LoadOptions, Phase, Pool, RankProgress, WarmUpOptions,
+};
 
 pub(crate) use grammar::GrammarCompiler;
 pub(crate) use report::{Fault, Output, OutputError, StepReport, WorkerTiming};

@@ -15,6 +15,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::WorkerError;
 use super::error::root_cause;
+use super::group::{DeviceProgress, RankProgress};
 
 /// Time between two attempts to connect to a socket on which no worker listens yet.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
@@ -78,10 +79,16 @@ impl Rank {
         self.index
     }
 
-    /// A health check. Returns the processor time of the worker's process since its start, over all cores.
-    pub(super) async fn health(&mut self) -> Result<Duration, WorkerError> {
+    /// A health check.
+    pub(super) async fn health(&mut self) -> Result<RankProgress, WorkerError> {
         let answer = self.client.health(proto::HealthRequest {}).await.map_err(|status| self.error(&status))?;
-        Ok(Duration::try_from_secs_f64(answer.into_inner().processor_seconds).unwrap_or_default())
+        let answer = answer.into_inner();
+        Ok(RankProgress {
+            processor_time: Duration::try_from_secs_f64(answer.processor_seconds).unwrap_or_default(),
+            device: answer
+                .device
+                .map(|device| DeviceProgress { num_finished: device.num_finished, is_busy: device.is_busy }),
+        })
     }
 
     pub(super) async fn load(&mut self, request: proto::LoadRequest) -> Result<proto::LoadResponse, WorkerError> {

@@ -23,6 +23,7 @@ class Implementation(Protocol):
     """A module of this package that implements `Attention`."""
 
     PREFERRED_BLOCK_TOKENS: int
+    BATCH_DEPENDENCE: str  # why a row's bits depend on its batch, for people; empty: they do not
 
     def unavailable_reason(self, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> str | None:
         """Why it cannot run on this device in these data types, for people. None: it can."""
@@ -33,8 +34,15 @@ class Implementation(Protocol):
         ...
 
     def make(
-        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None
-    ) -> Attention: ...
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        cpu_isa: str,
+    ) -> Attention:
+        """cpu_isa: of native kernels, as of `find_build`."""
+        ...
 
 
 def _implementation(name: str) -> Implementation:
@@ -52,23 +60,32 @@ def choose_attention(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
     name: str = "",
+    *,
+    deterministic: bool = False,
+    cpu_isa: str = "",
 ) -> Attention:
     """The implementation called `name`, or the fastest that supports this shape on this device. Raises ConfigError if
-    `name` cannot be used. kv_dtype: an fp8 dtype of stored keys and values; None: dtype."""
-    chosen, implementation, reason = _choose(device, dtype, kv_dtype, name, shape)
+    none can be used. kv_dtype: an fp8 dtype of stored keys and values; None: dtype. deterministic: a row's bits must
+    not depend on its batch. cpu_isa: of native kernels, as of `find_build`."""
+    chosen, implementation, reason = _choose(device, dtype, kv_dtype, name, shape, deterministic=deterministic)
     if chosen == "reference" and (device.type == "cuda" or kv_dtype is not None):
         logger.warning("attention of %s: reference, which is slow (%s)", shape, reason)
     else:
         logger.info("attention of %s: %s (%s)", shape, chosen, reason)
-    return implementation.make(shape, device, dtype, kv_dtype)
+    return implementation.make(shape, device, dtype, kv_dtype, cpu_isa)
 
 
 def preferred_block_tokens(
-    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, name: str = ""
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    name: str = "",
+    *,
+    deterministic: bool = False,
 ) -> int:
     """Tokens per KV block for the attention that most layers will get here. The parameters and ConfigError are as of
     `choose_attention`."""
-    _, implementation, _ = _choose(device, dtype, kv_dtype, name)
+    _, implementation, _ = _choose(device, dtype, kv_dtype, name, deterministic=deterministic)
     return implementation.PREFERRED_BLOCK_TOKENS
 
 
@@ -78,6 +95,8 @@ def _choose(
     kv_dtype: torch.dtype | None,
     name: str,
     shape: AttentionShape | None = None,
+    *,
+    deterministic: bool,
 ) -> tuple[str, Implementation, str]:
     """An implementation, and why it was chosen. shape: None for any."""
     refusals: list[str] = []
@@ -86,31 +105,52 @@ def _choose(
         refusal = implementation.unavailable_reason(device, dtype, kv_dtype)
         if refusal is None and shape is not None:
             refusal = implementation.unsupported_reason(shape)
+        if refusal is None and deterministic and implementation.BATCH_DEPENDENCE:
+            refusal = f"{implementation.BATCH_DEPENDENCE} (--deterministic)"
         if refusal is None:
             reason = "as asked for" if name else "; ".join(refusals) or "the fastest"
             return candidate, implementation, reason
         refusals.append(f"not {candidate}: {refusal}")
     of_shape = "" if shape is None else f" for {shape}"
-    raise ConfigError(f"--attention {name} cannot be used{of_shape}: {refusal}; choose another one, or auto")
+    if name:
+        raise ConfigError(f"--attention {name} cannot be used{of_shape}: {refusal}; choose another one, or auto")
+    raise ConfigError(f"no attention is deterministic{of_shape}: {'; '.join(refusals)}; leave --deterministic out")
 
 
 class ModelAttention:
     """The attention of one model's layers: an implementation for each shape, and the metadata that they share."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, name: str = ""
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        name: str = "",
+        *,
+        deterministic: bool = False,
+        cpu_isa: str = "",
     ) -> None:
-        """kv_dtype: as of `choose_attention`. name: of the implementation; empty: the fastest for each shape."""
+        """Parameters as of `choose_attention`. name: of the implementation; empty: the fastest for each shape."""
         self.kv_dtype = kv_dtype
         self._device = device
         self._dtype = dtype
         self._name = name
+        self._deterministic = deterministic
+        self._cpu_isa = cpu_isa
         self._by_shape: dict[AttentionShape, Attention] = {}
 
     def for_shape(self, shape: AttentionShape) -> Attention:
         """Layers of one shape share it. Raises ConfigError if the named implementation does not support it."""
         if shape not in self._by_shape:
-            self._by_shape[shape] = choose_attention(shape, self._device, self._dtype, self.kv_dtype, self._name)
+            self._by_shape[shape] = choose_attention(
+                shape,
+                self._device,
+                self._dtype,
+                self.kv_dtype,
+                self._name,
+                deterministic=self._deterministic,
+                cpu_isa=self._cpu_isa,
+            )
         return self._by_shape[shape]
 
     @property

@@ -29,8 +29,12 @@ class StepBatch:
     sample_rows: Tensor  # [samples] int64: rows of the batch whose outputs are wanted, ascending
     max_query_tokens: int  # the most new tokens of one sequence
     max_context_tokens: int  # the longest context
-    # [sequences] int32: length of the source (encoder input), the sequence's first tokens. None: there is no encoder.
+    # Of models with an encoder. [sequences] int32: the length of the source (encoder input), the first tokens of the
+    # sequence, which are not among the tokens of this batch. Positions, but not contexts, count from behind it.
     source_lens: Tensor | None = None
+    # The step's source tokens: their positions count from the start of the source, and their contexts are the source.
+    # No row is sampled. None: the step has none.
+    sources: StepBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,27 @@ class Rotation:
     is_interleaved: bool  # a pair is elements 2i and 2i + 1, not i and i + rotary_dim / 2
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each head of a layer's queries and keys, before the rotation. Weights are [heads, head_dim], or
+    [head_dim] for all heads, or None; biases the same."""
+
+    queries: Tensor  # [tokens, num_heads, head_dim]
+    query_weight: Tensor | None
+    query_bias: Tensor | None
+    key_weight: Tensor | None
+    key_bias: Tensor | None
+    eps: float
+    is_layer: bool  # LayerNorm, not RMSNorm
+    is_wide: bool  # an RMSNorm that is rounded once, at the end
+
+    @property
+    def weight_stride(self) -> int:
+        """Between the weights of two heads."""
+        weight = self.query_weight
+        return 0 if weight is None or weight.dim() == 1 else weight.shape[-1]
+
+
 class Attention(Protocol):
     """Attention of one shape: a batch's new tokens over their sequences' paged context. It keeps no state."""
 
@@ -137,6 +162,11 @@ class Attention(Protocol):
         ...
 
     @property
+    def normalizes(self) -> bool:
+        """Whether `write_kv` accepts norms."""
+        ...
+
+    @property
     def shape(self) -> AttentionShape: ...
 
     def allocate(self, num_blocks: int) -> Tensor:
@@ -147,8 +177,7 @@ class Attention(Protocol):
         """Cache bytes of one block of one layer."""
         ...
 
-    @staticmethod
-    def prepare(batch: StepBatch) -> Any:
+    def prepare(self, batch: StepBatch) -> Any:
         """The metadata that `attend` needs for this batch. It is built once per step, for layers of every shape; what
         depends on a layer's mask is computed for its first layer and kept for the others."""
         ...
@@ -161,13 +190,16 @@ class Attention(Protocol):
         slots: Tensor,
         rotation: Rotation | None = None,
         scales: KvScales | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
         """Stores keys [tokens, num_kv_heads, head_dim] and values [tokens, num_kv_heads, value_dim] at their slots
         [tokens] int64. With `values_in_keys`, `values` is ignored.
 
         rotation: applied to its queries in place, and to the keys as they are stored. None: keys are as they should be
         stored.
-        scales: of the layer, if the cache is in fp8; None: 1."""
+        scales: of the layer, if the cache is in fp8; None: 1.
+        norms: applied before the rotation, to its queries in place, and to the keys as they are stored. Their queries
+        are those of the rotation if there is one."""
         ...
 
     def attend(

@@ -1,4 +1,4 @@
-"""Paged attention in native kernels: bf16 on CPUs with AVX-512 BF16. A row's result depends neither on the other rows
+"""Paged attention in native kernels on a CPU. A row's result depends neither on the other rows
 nor on how its prompt was cut into chunks.
 
 Cache of one layer: [blocks, kv_heads * (keys, values) of a block]; the kernels own the order inside. They need head
@@ -7,22 +7,22 @@ dimensions that are multiples of 16: others are padded with zeros, which change 
 
 from __future__ import annotations
 
-import math
 import mmap
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penstock_server.kernels import NATIVE_PACKAGE, may_be_native, native_ops
+from penstock_server.kernels.native_build import NATIVE_PACKAGE, NativeBuild, find_build
 
 if TYPE_CHECKING:
     import torch
-    from penstock_kernels import Batch
     from torch import Tensor
 
     from penstock_server.attention.fp8 import KvScales
-    from penstock_server.attention.interface import Attention, AttentionShape, Rotation, StepBatch
+    from penstock_server.attention.interface import Attention, AttentionShape, HeadNorms, Rotation, StepBatch
 
-PREFERRED_BLOCK_TOKENS = 16  # penstock_kernels.BLOCK_TOKENS, the only size that the kernels know
+PREFERRED_BLOCK_TOKENS = 16  # BLOCK_TOKENS of every build, the only size that the kernels know
+MAX_DIM = 1024  # of every build
+BATCH_DEPENDENCE = ""
 HEAD_DIM_MULTIPLE = 16
 
 
@@ -30,27 +30,29 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, kv_dtype: torch
     """Why the kernels cannot run on this device in these data types, for people. None: they can."""
     if kv_dtype is not None:
         return "it does not store fp8 (--kv-cache-dtype)"
-    if may_be_native(device, dtype) and native_ops.available():
+    if find_build(device, dtype) is not None:
         return None
     found = f"{device.type} in {str(dtype).removeprefix('torch.')}"
-    return f"it needs {NATIVE_PACKAGE}, a CPU with AVX-512 BF16, and bfloat16; this is {found}"
+    return f"it needs {NATIVE_PACKAGE} for this CPU and data type; this is {found}"
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
     """Why the kernels do not implement this shape, for people. None: they do."""
-    import penstock_kernels
-
-    if shape.block_tokens != penstock_kernels.BLOCK_TOKENS:
-        return f"KV blocks have {shape.block_tokens} tokens, must be {penstock_kernels.BLOCK_TOKENS}"
-    if (dim := max(shape.head_dim, shape.output_dim)) > penstock_kernels.MAX_DIM:
-        return f"heads have {dim} elements, at most {penstock_kernels.MAX_DIM} are supported"
+    if shape.block_tokens != PREFERRED_BLOCK_TOKENS:
+        return f"KV blocks have {shape.block_tokens} tokens, must be {PREFERRED_BLOCK_TOKENS}"
+    if (dim := max(shape.head_dim, shape.output_dim)) > MAX_DIM:
+        return f"heads have {dim} elements, at most {MAX_DIM} are supported"
     if shape.values_in_keys and shape.output_dim % HEAD_DIM_MULTIPLE:  # they are read in whole vectors
         return f"values in keys have {shape.output_dim} elements, must be a multiple of {HEAD_DIM_MULTIPLE}"
     return None
 
 
-def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
-    return NativeAttention(shape)
+def make(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None, cpu_isa: str
+) -> Attention:
+    build = find_build(device, dtype, cpu_isa)
+    assert build is not None, "checked by unavailable_reason"
+    return NativeAttention(shape, build)
 
 
 class NativeAttention:
@@ -58,15 +60,17 @@ class NativeAttention:
 
     name = "native"
     rotates = False
+    normalizes = False
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, build: NativeBuild) -> None:
         self.shape = shape
+        self._build = build
         # Zeros behind the last element of each key head and each value head.
         self._padding = (-shape.head_dim % HEAD_DIM_MULTIPLE, -shape.output_dim % HEAD_DIM_MULTIPLE)
         head_padding, value_padding = self._padding
         padded = replace(shape, head_dim=shape.head_dim + head_padding, value_dim=shape.output_dim + value_padding)
-        self.native = native_ops.make_kernels().attention(padded)
+        self.native = build.kernels().attention(padded)
 
     @property
     def is_padded(self) -> bool:
@@ -74,24 +78,21 @@ class NativeAttention:
         return any(self._padding)
 
     def allocate(self, num_blocks: int) -> Tensor:
-        import penstock_kernels
         import torch
 
         shape = (num_blocks, self.native.block_elements)
         # Anonymous memory is zeroed by the system, and a page costs nothing until it is touched.
-        memory = mmap.mmap(-1, math.prod(shape) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        cache = torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
-        penstock_kernels.advise_huge_pages(cache)
+        num_bytes = num_blocks * self.bytes_per_block()
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        cache = torch.frombuffer(memory, dtype=self._build.dtype).view(shape)
+        self._build.module.advise_huge_pages(cache)
         return cache
 
     def bytes_per_block(self) -> int:
-        return self.native.block_elements * 2
+        return self.native.block_elements * self._build.dtype.itemsize
 
-    @staticmethod
-    def prepare(batch: StepBatch) -> Batch:
-        import penstock_kernels
-
-        return penstock_kernels.Batch(batch.query_starts, batch.context_lens, batch.block_tables, batch.source_lens)
+    def prepare(self, batch: StepBatch) -> Any:
+        return self._build.module.Batch(batch.query_starts, batch.context_lens, batch.block_tables, batch.source_lens)
 
     def write_kv(
         self,
@@ -101,8 +102,9 @@ class NativeAttention:
         slots: Tensor,
         rotation: Rotation | None = None,
         scales: KvScales | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
-        assert rotation is None
+        assert rotation is norms is None
         stored = None if self.shape.values_in_keys else _padded(values, self._padding[1])
         self.native.write(cache, _padded(keys, self._padding[0]), stored, slots)
 
@@ -110,7 +112,7 @@ class NativeAttention:
         self,
         queries: Tensor,
         cache: Tensor,
-        metadata: Batch,
+        metadata: Any,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
         scales: KvScales | None = None,

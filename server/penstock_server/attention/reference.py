@@ -12,9 +12,18 @@ from torch import Tensor
 
 from penstock_server.attention import fp8
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, Rotation, StepBatch
+from penstock_server.attention.interface import (
+    Alibi,
+    Attention,
+    AttentionMask,
+    AttentionShape,
+    HeadNorms,
+    Rotation,
+    StepBatch,
+)
 
 PREFERRED_BLOCK_TOKENS = 16
+BATCH_DEPENDENCE = "its matrix products depend on how prompts are cut into chunks"
 # Queries whose scores are computed at once: it bounds the score matrix of a long prompt.
 MAX_QUERY_ROWS = 256
 
@@ -27,7 +36,9 @@ def unsupported_reason(shape: AttentionShape) -> None:
     """It implements every shape."""
 
 
-def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
+def make(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None, cpu_isa: str
+) -> Attention:
     return ReferenceAttention(shape, device, dtype, kv_dtype)
 
 
@@ -79,6 +90,7 @@ class ReferenceAttention:
 
     name = "reference"
     rotates = False
+    normalizes = False
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(
@@ -113,8 +125,9 @@ class ReferenceAttention:
         slots: Tensor,
         rotation: Rotation | None = None,
         scales: KvScales | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
-        assert rotation is None
+        assert rotation is norms is None
         if self.kv_dtype is not None:
             scales = scales or KvScales()
             keys = fp8.encode(keys, self.kv_dtype, scales.keys)

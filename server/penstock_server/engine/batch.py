@@ -11,14 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from penstock_server.attention.interface import StepBatch
-from penstock_server.engine.device import on_device
+from penstock_server.engine.host_batch import HostBatch, Rows, split
 from penstock_server.engine.sequence import SequenceTable
 from penstock_server.plan import Advances, Failure
-
-Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +111,16 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A step's tensors, and the use of the model's outputs, which are the rows `StepBatch.sample_rows`."""
+    """A step's arrays, and the use of the model's outputs, which are the rows `HostBatch.sample_rows`."""
 
-    batch: StepBatch
+    batch: HostBatch
     samples: Rows  # [samples] row among the outputs, in the order of the advances
     prompt: PromptRows | None
+    last_tokens: Rows  # [selected] the batch's last token of each advance
 
 
-def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Built:
-    """The step's tensors. There must be at least one advance."""
+def build(table: SequenceTable, chosen: Selection) -> Built:
+    """The step's arrays. There must be at least one advance."""
     rows, counts = chosen.rows, chosen.num_tokens
     block_tokens = table.limits.block_tokens
     computed = table.computed[rows]
@@ -137,7 +134,8 @@ def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Buil
     else:
         token_rows = np.repeat(rows, counts)
         positions = np.arange(query_starts[-1]) + np.repeat(computed - query_starts[:-1], counts)
-    outputs = last = query_starts[chosen.samples + 1].astype(np.int64) - 1
+    last_tokens = query_starts[1:].astype(np.int64) - 1
+    outputs = last = last_tokens[chosen.samples]
     samples, prompt = np.arange(len(last)), None
     if table.num_scoring_prompts:
         of_prompt = np.flatnonzero(
@@ -152,17 +150,18 @@ def build(table: SequenceTable, chosen: Selection, device: torch.device) -> Buil
             places = np.repeat(np.arange(len(rows)), counts)[of_prompt]
             prompt = PromptRows(np.searchsorted(outputs, of_prompt), ids, places)
     blocks = table.block_ids[token_rows, positions // block_tokens].astype(np.int64)
-
-    batch = StepBatch(
-        token_ids=on_device(table.token_ids[token_rows, positions].astype(np.int64), device),
-        positions=on_device(positions, device),
-        slots=on_device(blocks * block_tokens + positions % block_tokens, device),
-        query_starts=on_device(query_starts, device),
-        context_lens=on_device(contexts.astype(np.int32), device),
-        block_tables=on_device(table.block_ids[rows, : -(-max_context // block_tokens)], device),
-        sample_rows=on_device(outputs, device),
+    batch = HostBatch(
+        token_ids=table.token_ids[token_rows, positions].astype(np.int64),
+        positions=positions,
+        slots=blocks * block_tokens + positions % block_tokens,
+        query_starts=query_starts,
+        context_lens=contexts.astype(np.int32),
+        block_tables=table.block_ids[rows, : -(-max_context // block_tokens)],
+        sample_rows=outputs,
         max_query_tokens=max_query,
         max_context_tokens=max_context,
-        source_lens=on_device(table.source[rows].astype(np.int32), device) if table.limits.max_source_tokens else None,
     )
-    return Built(batch, samples, prompt)
+    if table.limits.max_source_tokens:
+        batch, answer_tokens = split(batch, table.source[rows])
+        last_tokens = answer_tokens[last_tokens]
+    return Built(batch, samples, prompt, last_tokens)

@@ -51,8 +51,11 @@ class CapacityProbe:
     block_tokens: int
     has_grammars: bool  # whether this model's output can be constrained
 
-    def measure(self, config: WarmUpConfig, run: Run, wait: Wait, clock: PhaseClock) -> Measured:
-        """Run the most expensive steps over a small pool, and count the blocks that fit in the memory left."""
+    def measure(
+        self, config: WarmUpConfig, run: Run, wait: Wait, graph_bytes: Callable[[], int], clock: PhaseClock
+    ) -> Measured:
+        """Run the most expensive steps over a small pool, and count the blocks that fit in the memory left.
+        graph_bytes: returns the memory that recorded steps will take."""
         longest = self.longest_sequence(config)
         per_block = self.model.kv_bytes_per_block
         on_cpu = self.device.type == "cpu"
@@ -95,12 +98,12 @@ class CapacityProbe:
             seconds.append(timing.prepare_s + forward_s + timing.sample_s)
         with clock.phase("wait for grammars"):
             later_bytes = wait()
+        recorded_bytes = graph_bytes()
         with clock.phase("measure what is left"):
             left = meter.measure(releasing=worst.num_blocks() * per_block)
-        step_bytes = left.transient
-        if on_cpu:
-            step_bytes = _HEAP_FACTOR * step_bytes
-            left = replace(left, transient=step_bytes + later_bytes + unseen_bytes(worst))
+        step_bytes = left.transient * (_HEAP_FACTOR if on_cpu else 1)
+        unseen = later_bytes + unseen_bytes(worst) if on_cpu else 0
+        left = replace(left, transient=step_bytes + recorded_bytes + unseen)
         num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
         return Measured(num_blocks, max(seconds), step_bytes)
 

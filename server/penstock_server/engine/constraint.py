@@ -9,9 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.engine.device import on_device
-
-Masks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # rows that have one, and those [rows, words]
+Masks = tuple[Tensor, Tensor]  # on the device: rows that have a mask [rows] int64, and the masks [rows, words] int32
 
 _NOTHING = float("-inf")
 
@@ -28,6 +26,9 @@ class Constraints:
         return self.words[np.searchsorted(self.places, places)]
 
 
+NO_CONSTRAINTS = Constraints(np.zeros(0, np.int64), np.zeros((0, 0), np.int32))
+
+
 class Constrainer:
     """Applies masks on one device."""
 
@@ -38,7 +39,7 @@ class Constrainer:
         )  # by byte of a mask: what is added to eight tokens' scores
         self._tables: dict[torch.dtype, Tensor] = {}
 
-    def apply(self, scores: Tensor, places: Tensor, words: npt.NDArray[np.int32]) -> None:
+    def apply(self, scores: Tensor, places: Tensor, words: Tensor) -> None:
         """Set the scores [rows, vocab] of tokens to -inf, in place, that the masks [places, words] of rows `places` do
         not allow.
 
@@ -57,19 +58,19 @@ class Constrainer:
         if not everywhere:
             scores[places] = mine
 
-    def applied(self, logits: Tensor, places: Tensor, words: npt.NDArray[np.int32]) -> Tensor:
+    def applied(self, logits: Tensor, places: Tensor, words: Tensor) -> Tensor:
         """The same on a copy, for logits in which no token was forbidden before."""
         added = self._expand(words, logits.dtype)[:, : logits.shape[1]]
         return logits + added if len(places) == len(logits) else logits.index_add(0, places, added)
 
-    def _expand(self, words: npt.NDArray[np.int32], dtype: torch.dtype) -> Tensor:
+    def _expand(self, words: Tensor, dtype: torch.dtype) -> Tensor:
         """[places, words] → [places, 32·words] of 0 and -inf."""
-        octets, table = words.view(np.uint8), self._tables.get(dtype)
+        octets, table = words.view(torch.uint8), self._tables.get(dtype)
         if table is None:
             table = self._tables[dtype] = self._of_byte.to(dtype)
         if table.device.type != "cpu":
-            return table[on_device(octets, table.device).long()].flatten(1)
+            return table[octets.long()].flatten(1)
         # PERF: 16 rows of 49,152 in 0.1 ms, 0.17 ms with the addition; masked_fill_ takes 2.7 ms (EPYC, one thread).
         # Eight tokens at a time are one number to numpy, which does not know bfloat16.
         rows = table.view(torch.uint8).numpy()
-        return torch.from_numpy(rows.take(octets, axis=0, mode="clip").reshape(len(octets), -1)).view(dtype)
+        return torch.from_numpy(rows.take(octets.numpy(), axis=0, mode="clip").reshape(len(octets), -1)).view(dtype)

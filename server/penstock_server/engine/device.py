@@ -9,19 +9,21 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from penstock_server.attention.fp8 import FP8_DTYPES
 from penstock_server.config import LoadConfig
 from penstock_server.engine.memory import mib
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.native_build import find_build
 
 logger = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
+BFLOAT16_CAPABILITY = (8, 0)  # Ampere; Volta and Turing lack it
+_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_SERVE_ON_CPU = 'To serve on the CPU, set CUDA_VISIBLE_DEVICES=""'
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -33,9 +35,11 @@ def choose_device(name: str, rank: int) -> torch.device:
             _check_no_gpu_is_meant()
             return torch.device("cpu")
         if rank >= num_gpus:
+            advice = f"use at most {num_gpus} shards, or make more GPUs visible (CUDA_VISIBLE_DEVICES, docker's --gpus)"
+            if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+                advice = "a process sees one MIG instance, so use one shard (--num-shard 1), or GPUs without MIG"
             raise ConfigError(
-                f"rank {rank} has no GPU: torch sees {num_gpus} here, and each rank needs one of its own; "
-                f"use at most {num_gpus} shards, or make more GPUs visible (CUDA_VISIBLE_DEVICES, docker's --gpus)"
+                f"rank {rank} has no GPU: torch sees {num_gpus} here, and each rank needs one of its own; {advice}"
             )
         return torch.device("cuda", rank)
     try:
@@ -45,19 +49,27 @@ def choose_device(name: str, rank: int) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f'device is "{name}", must be "cpu" or "cuda:N"')
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        if num_gpus == 0:
+            _check_no_gpu_is_meant()
         raise ConfigError(f'device is "{name}", but torch sees {num_gpus} GPUs here')
     return device
 
 
 def _check_no_gpu_is_meant() -> None:
-    """Raises ConfigError if the machine has an NVIDIA driver and CUDA_VISIBLE_DEVICES does not hide its GPUs, but torch
-    sees none: a server on the CPU would be a surprise."""
-    if not NVIDIA_DRIVER.exists():
-        return
+    """Raises ConfigError if torch sees no GPU, although CUDA_VISIBLE_DEVICES names one, or the machine has an NVIDIA
+    driver and CUDA_VISIBLE_DEVICES does not hide its GPUs: a server on the CPU would be a surprise."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         logger.info('CUDA_VISIBLE_DEVICES is "%s", so the model runs on the CPU', visible)
         return
+    if not NVIDIA_DRIVER.exists():
+        if visible is None:
+            logger.info("there is no NVIDIA driver (%s), so the model runs on the CPU", NVIDIA_DRIVER)
+            return
+        raise ConfigError(
+            f'CUDA_VISIBLE_DEVICES is "{visible}", but there is no NVIDIA driver ({NVIDIA_DRIVER}); install it, or '
+            f"give the container its GPUs (docker's --gpus). {_SERVE_ON_CPU}"
+        )
     if torch.version.cuda is None:
         reason = f"torch {torch.__version__} is built without CUDA; install a build with it"
     elif visible is not None:
@@ -67,24 +79,22 @@ def _check_no_gpu_is_meant() -> None:
             torch.cuda.init()
             reason = "the driver lists none; `nvidia-smi` shows what it sees"
         except RuntimeError as error:
-            reason = _first_line(error)
-    raise ConfigError(
-        f"this machine has an NVIDIA driver, but torch sees no GPU: {reason}. To serve on the CPU, set "
-        'CUDA_VISIBLE_DEVICES=""'
-    )
+            reason = (
+                f"{_first_line(error)}. torch {torch.__version__} is built for CUDA {torch.version.cuda}: install a "
+                "driver for it, or a torch for the CUDA of your driver (`nvidia-smi` shows both versions)"
+            )
+    raise ConfigError(f"this machine has an NVIDIA driver, but torch sees no GPU: {reason}. {_SERVE_ON_CPU}")
 
 
 def open_device(device: torch.device) -> None:
     """Make it the default of this process, and use it for the first time. Raises ConfigError if that fails."""
     if device.type != "cuda":
         return
-    major, minor = torch.cuda.get_device_capability(device)
-    supported = [re.fullmatch(r"sm_(\d+)(\d)[a-z]?", name) for name in torch.cuda.get_arch_list()]
-    least = min(((int(match[1]), int(match[2])) for match in supported if match), default=(0, 0))
-    if (major, minor) < least:
+    capability, compiled = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    if compiled and not any(_runs_on(name, capability) for name in compiled):
         raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; torch {torch.__version__} "
-            f"supports {least[0]}.{least[1]} and later"
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, for which "
+            f"torch {torch.__version__} has no code, only for {', '.join(compiled)}; install a build of torch that has"
         )
     try:
         torch.cuda.set_device(device)
@@ -96,12 +106,28 @@ def open_device(device: torch.device) -> None:
         ) from error
 
 
+def _runs_on(compiled: str, capability: tuple[int, int]) -> bool:
+    """Whether code compiled for a target, as `sm_90`, runs on a device: machine code on later minor versions of its
+    major version (unless it is specific to one, as `sm_90a`), and what the driver compiles, as `compute_90`, on all
+    later ones."""
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", compiled)
+    if match is None:
+        return False
+    target = int(match[2]), int(match[3])
+    if match[4]:
+        return capability == target
+    return capability >= target and (match[1] == "compute" or capability[0] == target[0])
+
+
 @contextmanager
 def naming_full_memory(device: torch.device, what: str, advice: str) -> Iterator[None]:
     """Turns a GPU's lack of memory into a ConfigError: what was being done, what is used and free, what to do."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        # Outside of torch's own allocator, as for a graph, the driver reports it.
+        if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != _CUDA_OUT_OF_MEMORY:
+            raise
         free, total = torch.cuda.mem_get_info(device)
         mine = torch.cuda.memory_reserved(device)
         raise ConfigError(
@@ -115,14 +141,24 @@ def _first_line(error: Exception) -> str:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype asked for; else bfloat16 if the machine computes in it; else float16 on a GPU and float32 on a CPU."""
-    if name:
-        if name not in DTYPES:
-            raise ConfigError(f'dtype is "{name}", must be one of {", ".join(DTYPES)}')
-        return DTYPES[name]
+    """The dtype asked for; else bfloat16 if the machine computes in it, natively or by torch; else float16 on a GPU and
+    float32 on a CPU. Raises ConfigError for an unknown dtype, and for bfloat16 on a GPU that lacks it."""
+    if name and name not in DTYPES:
+        raise ConfigError(f'dtype is "{name}", must be one of {", ".join(DTYPES)}')
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        # Not `is_bf16_supported`, which is true for emulation too.
+        capability = torch.cuda.get_device_capability(device)
+        if name == "bfloat16" and capability < BFLOAT16_CAPABILITY:
+            raise ConfigError(
+                f"dtype is bfloat16, but {torch.cuda.get_device_name(device)} has compute capability {capability[0]}."
+                f"{capability[1]}, and computes in bfloat16 from {BFLOAT16_CAPABILITY[0]}.{BFLOAT16_CAPABILITY[1]} on; "
+                "use --dtype float16, or leave --dtype out"
+            )
+        return DTYPES[name] if name else torch.bfloat16 if capability >= BFLOAT16_CAPABILITY else torch.float16
+    if name:
+        return DTYPES[name]
+    has_bf16 = find_build(device, torch.bfloat16) is not None or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def choose_kv_dtype(name: str) -> torch.dtype | None:
@@ -153,31 +189,3 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     if quota in ("max", "-1"):
         return cores
     return max(1, min(cores, math.ceil(int(quota) / int(period))))
-
-
-def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array's copy on a device; on a CPU the array itself. The host does not wait: the copy comes after the work
-    that was given to the device before."""
-    tensor = torch.from_numpy(array)
-    # PERF: on a CPU, even a `to` without effect lets other threads take the interpreter lock. On a GPU, only pinned
-    # memory is copied without waiting for the device; torch keeps and reuses it.
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-class HostCopy:
-    """A tensor's copy on the host. The copy starts at once, in the order of the device's work; `wait` returns it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._copied: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            # Only pinned memory is copied without waiting for the device.
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def wait(self) -> npt.NDArray[Any]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._tensor.numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,15 +23,18 @@ from penstock_server.engine.device import (
     open_device,
     usable_cores,
 )
-from penstock_server.engine.graphs import CudaRecorder, StepGraphs
+from penstock_server.engine.device_progress import DeviceProgress
+from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
 from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sequence import SequenceTable, TableLimits
 from penstock_server.engine.step import Pending, StepRunner
+from penstock_server.engine.transfer import record_event
 from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.grammar.trial import Trial
+from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
@@ -64,6 +68,7 @@ class Engine:
         block_tokens: int,
         watermark: Watermark | None = None,
         compiler: GrammarCompiler | None = None,
+        cpu_isa: str = "",
     ) -> None:
         self.model = model
         self._group = group
@@ -71,7 +76,9 @@ class Engine:
         self._block_tokens = block_tokens
         self._watermark = watermark or Watermark.of(model.vocab_size)
         self._compiler = compiler
+        self._cpu_isa = cpu_isa
         self._ready: StepRunner | None = None
+        self.progress = DeviceProgress(record_event) if device.type != "cpu" else None  # of a GPU
 
     @classmethod
     def load(
@@ -85,7 +92,10 @@ class Engine:
         device = choose_device(config.device, rank)
         dtype = choose_dtype(config.dtype, device)
         kv_dtype = choose_kv_dtype(config.kv_cache_dtype)
-        block_tokens = config.block_tokens or preferred_block_tokens(device, dtype, kv_dtype, config.attention)
+        block_tokens = config.block_tokens or preferred_block_tokens(
+            device, dtype, kv_dtype, config.attention, deterministic=config.deterministic
+        )
+        native = find_build(device, dtype, config.cpu_isa)
         torch.set_num_threads(choose_num_threads(config, world_size))
         open_device(device)
         trial = None
@@ -95,7 +105,7 @@ class Engine:
             trial.start()
         with clock.phase("meet ranks"):
             backend = "nccl" if device.type == "cuda" else "gloo"
-            group = RankGroup.join(rank, world_size, config.rendezvous, backend)
+            group = RankGroup.join(rank, world_size, config.rendezvous, backend, native)
         options = LoadOptions(
             config.model_path,
             dtype,
@@ -103,6 +113,8 @@ class Engine:
             block_tokens,
             trust_remote_code=config.trust_remote_code,
             attention=config.attention,
+            deterministic=config.deterministic,
+            cpu_isa=config.cpu_isa,
             kv_dtype=kv_dtype,
             dequantize=config.dequantize,
             quantize=config.quantize,
@@ -135,7 +147,7 @@ class Engine:
             decoder_prefix=model.decoder_prefix,
             max_source_tokens=model.max_source_tokens,
         )
-        return cls(model, group, device, block_tokens, watermark, compiler), description
+        return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa), description
 
     def compile_grammar(self, grammar: Grammar) -> None:
         """Compile and cache a grammar. Any thread may call it while steps run. Raises GrammarError for a grammar that
@@ -163,7 +175,9 @@ class Engine:
         probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens, has_grammars)
         probe.check_limits(config)
         longest = probe.longest_sequence(config)
-        sampler = Sampler(self.model.vocab_size, self._device, config.max_step_sequences, self._watermark)
+        sampler = Sampler(
+            self.model.vocab_size, self._device, config.max_step_sequences, self._watermark, self._cpu_isa
+        )
         grammars = None
         if self._compiler is not None:
             grammars = GrammarStates(self._compiler, max(1, min(_MAX_MASK_THREADS, usable_cores() // 2)))
@@ -180,7 +194,7 @@ class Engine:
 
         def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> StepRunner:
             table = SequenceTable(table_limits(num_blocks))
-            return StepRunner(model, self._group, self._device, config, sampler, table, grammars, graphs)
+            return StepRunner(model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress)
 
         def run(model: CausalModel, plan: Plan, num_blocks: int) -> StepTiming:
             self._ready = runner(model, num_blocks)
@@ -188,11 +202,24 @@ class Engine:
             self.reset()
             return result.timing
 
+        has_graphs = self.model.is_recordable and config.records_graphs
+
+        def new_graphs(num_blocks: int) -> tuple[StepGraphs, list[Bucket]]:
+            limits = table_limits(num_blocks)
+            graphs = StepGraphs(self.model, limits, self._device, CudaRecorder())
+            return graphs, buckets(limits, config.graph_sizes)
+
+        def graph_bytes() -> int:
+            if not has_graphs:
+                return 0
+            with clock.phase("measure graphs"):
+                return needed_bytes(*new_graphs(num_blocks=1), partial(memory.free_bytes, self._device))
+
         measured = Measured(config.num_blocks, 0.0, 0)
         if config.proven:
             probe.check_room(config, config.num_blocks)
         else:
-            measured = probe.measure(config, run, self._wait_for_grammars, clock)
+            measured = probe.measure(config, run, self._wait_for_grammars, graph_bytes, clock)
         num_blocks = measured.num_blocks
         with clock.phase("allocate KV pool"):
             self.model.allocate_cache(num_blocks)
@@ -205,10 +232,13 @@ class Engine:
         longest = probe.longest_in(num_blocks, config)
         self.model.serve_up_to(longest)
         graphs = None
-        if self.model.is_recordable:
+        if has_graphs:
             with clock.phase("record graphs"):
-                graphs = StepGraphs(self.model, table_limits(num_blocks), self._device, CudaRecorder())
+                graphs, of_steps = new_graphs(num_blocks)
+                graphs.add(of_steps)
             logger.info("recorded %d graphs of decode steps", len(graphs))
+        elif config.records_graphs and self._device.type == "cuda":
+            logger.warning("decode steps are not recorded as graphs: this model may wait for the device")
         self._ready = runner(self.model, num_blocks, graphs)
         with clock.phase("rehearse"):
             self._rehearse()

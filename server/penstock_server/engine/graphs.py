@@ -3,26 +3,30 @@
 A graph is recorded for each bucket: a number of sequences and a bound on their contexts. A step runs in the smallest
 bucket that holds it. Rows beyond its own are padding: the token is not stored, and the context is empty.
 
-INVARIANT: all graphs read the same buffers, and run on one stream, in the order of the steps. So the copies of the next
-step into these buffers, and its output over the last one's, come after the last step has used them.
+INVARIANT: all graphs read the same memory, and run on one stream, in the order of the steps. So the copy of the next
+step's inputs into this memory, and its output over the last one's, come after the last step has used them.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_server.attention.interface import StepBatch
+from penstock_server.engine.host_batch import HostBatch
 from penstock_server.engine.sequence import TableLimits
+from penstock_server.engine.transfer import Upload
 from penstock_server.models.interface import CausalModel
 
 FIRST_CONTEXT_TOKENS = 1024  # of the least bucket; each of the next holds twice as many
+_MEASURED_GRAPHS = 8  # the driver allocates memory in pieces that are larger than a graph
 
 Replay = Callable[[], object]
 Recorder = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -45,8 +49,11 @@ class CudaRecorder:
         return graph.replay, output
 
 
-def sequence_buckets(most: int) -> list[int]:
-    """Numbers of sequences, ascending to `most`. Padding is less than half, and from 64 on less than a quarter."""
+def sequence_buckets(most: int, asked: Sequence[int] = ()) -> list[int]:
+    """Numbers of sequences, ascending: those asked for, as far as steps can have as many; empty: chosen up to `most`.
+    Then padding is less than half, and from 64 on less than a quarter."""
+    if asked:
+        return sorted({min(size, most) for size in asked if size > 0})
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
     return [size for size in sizes if size < most] + [most]
 
@@ -59,9 +66,28 @@ def context_buckets(longest: int) -> list[int]:
     return [*sizes[:-1], longest]
 
 
+def buckets(limits: TableLimits, asked: Sequence[int] = ()) -> list[Bucket]:
+    """The largest first. asked: as of `sequence_buckets`."""
+    sequences, contexts = sequence_buckets(limits.num_rows, asked), context_buckets(limits.max_sequence_tokens)
+    return [Bucket(*sizes) for sizes in product(reversed(sequences), reversed(contexts))]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The decode steps that one graph computes."""
+
+    num_sequences: int
+    max_context_tokens: int
+
+    def pad(self, batch: HostBatch, block_tokens: int) -> HostBatch:
+        """A decode step that the bucket holds, with all its rows."""
+        return batch.padded(self.num_sequences, self.max_context_tokens, block_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     replay: Replay
+    inputs: Tensor  # [bytes] uint8: the memory of the batch that it reads
     output: Tensor  # [sequences of its bucket, hidden]
 
 
@@ -69,65 +95,63 @@ class StepGraphs:
     """The graphs of a model's decode steps."""
 
     def __init__(self, model: CausalModel, limits: TableLimits, device: torch.device, record: Recorder) -> None:
-        """Records all of them, the largest first, so that the others find its memory. The cache must be allocated."""
+        """Without graphs; see `add`. The cache must be allocated, and stay."""
         self._model = model
-        self._sequences = sequence_buckets(limits.num_rows)
-        self._contexts = context_buckets(limits.max_sequence_tokens)
-        longs = partial(torch.zeros, limits.num_rows, dtype=torch.int64, device=device)
-        max_blocks = -(-limits.max_sequence_tokens // limits.block_tokens)
-        self._buffers = StepBatch(
-            token_ids=longs(),
-            positions=longs(),
-            slots=longs().fill_(-1),
-            query_starts=torch.arange(limits.num_rows + 1, dtype=torch.int32, device=device),
-            context_lens=torch.zeros(limits.num_rows, dtype=torch.int32, device=device),
-            block_tables=torch.zeros(limits.num_rows, max_blocks, dtype=torch.int32, device=device),
-            sample_rows=torch.arange(limits.num_rows, device=device),
-            max_query_tokens=1,
-            max_context_tokens=limits.max_sequence_tokens,
-        )
-        self._graphs: dict[tuple[int, int], Graph] = {}
-        for bucket in product(reversed(self._sequences), reversed(self._contexts)):
-            self._graphs[bucket] = Graph(*record(partial(model.forward, self._part(*bucket))))
+        self._limits = limits
+        self._device = device
+        self._record = record
+        self._memory: Tensor | None = None  # of the inputs
+        self._graphs: dict[Bucket, Graph] = {}
+        self._sequences: list[int] = []
+        self._contexts: list[int] = []
+
+    def add(self, buckets: Iterable[Bucket]) -> None:
+        """Records these, which must be smaller than earlier ones, so that they find the memory of those."""
+        for bucket in buckets:
+            batch = bucket.pad(_empty(has_sources=self._limits.max_source_tokens > 0), self._limits.block_tokens)
+            upload = Upload(self._device, self._memory)
+            inputs = batch.put(upload.add)
+            upload.start()
+            self._memory = upload.memory
+            replay, output = self._record(partial(self._model.forward, inputs))
+            self._graphs[bucket] = Graph(replay, upload.memory[: upload.num_bytes], output)
+        self._sequences = sorted({bucket.num_sequences for bucket in self._graphs})
+        self._contexts = sorted({bucket.max_context_tokens for bucket in self._graphs})
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def forward(self, batch: StepBatch) -> Tensor:
-        """As the model's. The output is valid until the next call."""
-        num = batch.context_lens.shape[0]
-        is_decode = batch.max_query_tokens == 1 and batch.sample_rows.shape[0] == num
-        if not is_decode or num > self._sequences[-1] or batch.max_context_tokens > self._contexts[-1]:
-            return self._model.forward(batch)
-        size = self._sequences[bisect_left(self._sequences, num)]
-        context = self._contexts[bisect_left(self._contexts, batch.max_context_tokens)]
-        buffers = self._buffers
-        for buffer, value in (
-            (buffers.token_ids, batch.token_ids),
-            (buffers.positions, batch.positions),
-            (buffers.slots, batch.slots),
-            (buffers.context_lens, batch.context_lens),
-            (buffers.block_tables[:, : batch.block_tables.shape[1]], batch.block_tables),
-        ):
-            buffer[:num].copy_(value)
-        if num < size:
-            buffers.slots[num:size].fill_(-1)
-            buffers.context_lens[num:size].zero_()
-        graph = self._graphs[size, context]
-        graph.replay()
-        return graph.output[:num]
+    def bucket(self, batch: HostBatch) -> Bucket | None:
+        """The smallest one that holds this step. None: the step is no decode step, or too large."""
+        num, context = batch.num_sequences, batch.max_context_tokens
+        if not self._graphs or not batch.is_decode or num > self._sequences[-1] or context > self._contexts[-1]:
+            return None
+        sequences = self._sequences[bisect_left(self._sequences, num)]
+        return Bucket(sequences, self._contexts[bisect_left(self._contexts, context)])
 
-    def _part(self, num_sequences: int, max_context_tokens: int) -> StepBatch:
-        """The buffers' rows of a bucket."""
-        buffers = self._buffers
-        return StepBatch(
-            token_ids=buffers.token_ids[:num_sequences],
-            positions=buffers.positions[:num_sequences],
-            slots=buffers.slots[:num_sequences],
-            query_starts=buffers.query_starts[: num_sequences + 1],
-            context_lens=buffers.context_lens[:num_sequences],
-            block_tables=buffers.block_tables[:num_sequences],
-            sample_rows=buffers.sample_rows[:num_sequences],
-            max_query_tokens=1,
-            max_context_tokens=max_context_tokens,
-        )
+    def forward(self, bucket: Bucket, inputs: Tensor, num_sequences: int) -> Tensor:
+        """As the model's, of `num_sequences` sequences. inputs: the memory of their padded batch, at whose start it was
+        put [at least the bytes of the batch] uint8. The output is valid until the next call."""
+        graph = self._graphs[bucket]
+        graph.inputs.copy_(inputs[: len(graph.inputs)])
+        graph.replay()
+        return graph.output[:num_sequences]
+
+
+def needed_bytes(graphs: StepGraphs, buckets: Sequence[Bucket], free_bytes: Callable[[], int]) -> int:
+    """Estimates the device memory that the graphs of all buckets take, from that of the first few, which it records.
+    free_bytes: of the device."""
+    start = free_bytes()
+    graphs.add(buckets[:1])
+    after_first = free_bytes()
+    graphs.add(buckets[1 : 1 + _MEASURED_GRAPHS])
+    num_more = len(graphs) - 1
+    # The largest one brings the memory of temporary tensors, which all share; each has its own list of launches.
+    per_graph = max(0, after_first - free_bytes()) / num_more if num_more else 0
+    return max(0, start - after_first) + math.ceil(per_graph * (len(buckets) - 1))
+
+
+def _empty(*, has_sources: bool) -> HostBatch:
+    longs, ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    sources = ints if has_sources else None
+    return HostBatch(longs, longs, longs, ints, ints, np.zeros((0, 0), np.int32), longs, 1, 0, sources)

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock_server.engine.device import HostCopy
 from penstock_server.engine.greedy import BLOCK
+from penstock_server.engine.parameter import Asking
+from penstock_server.engine.transfer import Fetch, Fetched
 from penstock_server.plan import Top
 
 
@@ -52,8 +53,8 @@ class Alternatives:
 
     rows: npt.NDArray[np.int64]  # [asking] ascending
     top_n: npt.NDArray[np.int64]  # [asking] how many tokens a row asked for
-    ids: HostCopy  # [asking, most] int64, best first; -1 where a row has no more tokens
-    logprobs: HostCopy  # [asking, most] float64
+    ids: Fetched  # [asking, most] int64, best first; -1 where a row has no more tokens
+    logprobs: Fetched  # [asking, most] float64
 
     def renumbered(self, rows: npt.NDArray[np.int64]) -> Alternatives:
         """The same for rows with other numbers; [asking]."""
@@ -74,14 +75,11 @@ def tops_of(alternatives: Iterable[Alternatives]) -> dict[int, Top]:
     return {row: top for each in alternatives for row, top in each.tops().items()}
 
 
-def alternatives_of(
-    scores: Tensor, rows: npt.NDArray[np.int64], top_n: npt.NDArray[np.int64], level: Level
-) -> Alternatives:
-    """The best tokens of scores [asking, vocab], which are those of `rows` [asking]: top_n [asking] of each, lower ids
-    first among equals, none at -inf."""
-    ids = best_ids(scores, int(top_n.max()))
+def alternatives_of(scores: Tensor, asking: Asking, level: Level, fetch: Fetch) -> Alternatives:
+    """The best tokens of scores [asking, vocab], lower ids first among equals, none at -inf. level: of these rows."""
+    ids = best_ids(scores, int(asking.top_n.max()))
     found = level.logprobs(scores.gather(1, ids.clamp(min=0)))
-    return Alternatives(rows, top_n, HostCopy(ids), HostCopy(found))
+    return Alternatives(asking.rows, asking.top_n, fetch(ids), fetch(found))
 
 
 def best_ids(scores: Tensor, num: int) -> Tensor:

@@ -76,6 +76,17 @@ class MemoryMeter:
         return Memory(total, available + releasing, max(0, transient))
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that no process uses; what torch keeps for later is given back before."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0])
+    return_free_pages()
+    return _host_memory()[1]
+
+
 def usable_bytes(memory: Memory, share: Share) -> int:
     """Bytes that one rank may allocate permanently."""
     free = memory.available - (1 - share.fraction) * memory.total

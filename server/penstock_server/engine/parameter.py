@@ -3,100 +3,167 @@ batch, and used for many steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from penstock_server.engine.sampling import Composition, Entries
+from penstock_server.engine.transfer import Put
 from penstock_server.engine.truncation import Truncation
 
 Places = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Some:
+    """Some rows of a chunk, ascending."""
+
+    processed: Places  # on the host: indexes into `Parameters.processed`
+    places: Tensor  # on the device: rows of the chunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asking:
+    """Rows of which alternatives are wanted."""
+
+    rows: Places  # [asking] their numbers, ascending
+    top_n: Places  # [asking] how many alternatives each wants
+    places: Tensor  # [asking] the same rows on the device, counted from the first row that is computed with them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """A range of `Parameters.processed`, whose rows are processed together. None: no row needs the processor."""
+
+    rows: slice
+    watermarked: Some | None
+    repeating: Some | None  # with a repetition penalty
+    counted: Some | None  # with a frequency or presence penalty
+    constrained: Some | None  # by a grammar
+    drawn: Some | None  # sampled by a random number
+    topped: Asking | None  # with alternatives of the processed distribution
+    biases: tuple[Tensor, Tensor, Tensor] | None  # places, ids, values
+    stops: Entries
+    temperature: Tensor | None  # [rows, 1]
+    repetition_penalty: Tensor | None  # [repeating]
+    counting_penalties: tuple[Tensor, Tensor] | None  # frequency and presence, [counted] each
+    truncation: Truncation | None  # [drawn]; None: no row samples from a part of the distribution
+    drawn_is_truncated: Tensor | None  # [drawn]
+    topped_is_truncated: Tensor | None  # [topped]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Parameters:
-    """Which rows need what. `plain` and `processed` are rows of the logits; all other places are indexes into
-    `processed`. Places ascend. Tensors are on the device."""
+    """Which rows need what. `plain` and `processed` are rows of the logits. Tensors are on the device."""
 
     composition: Composition  # the object that these parameters were computed from
     plain: Places  # rows that are greedy, without processors except a grammar, and without alternatives
     processed: Places  # all other rows
+    places: tuple[Tensor, Tensor] | None  # both, on the device; None: one of them is empty
+    constrained_plain: Some | None  # by a grammar; `processed` and `places` are indexes into `plain`
     seeds: npt.NDArray[np.uint64]  # [processed]
-    watermarked: Places
-    repeating: Places  # with a repetition penalty
-    counted: Places  # with a frequency or presence penalty
-    constrained: Places  # by a grammar
-    constrained_plain: Places  # by a grammar; indexes into `plain`
-    drawn: Places  # sampled by a random number
-    truncated: Places  # sampled from a part of the distribution
-    topped: Places  # with alternatives of the processed distribution
-    unprocessed: Places  # with logprobs of the model's own distribution
-    top_n: npt.NDArray[np.int64]  # [processed]
-    biases: Entries
-    stops: Entries
-    temperature: Tensor | None  # [processed, 1]; None: 1 everywhere
-    repetition_penalty: Tensor  # [processed]
-    frequency_penalty: Tensor  # [processed]
-    presence_penalty: Tensor  # [processed]
-    is_truncated: Tensor  # [processed]
-    truncation: Truncation  # [processed]
+    unprocessed: Some | None  # rows with logprobs of the model's own distribution; of `processed` as a whole
+    unprocessed_asking: tuple[Asking, ...]  # rows are indexes into `unprocessed`
+    chunks: tuple[Chunk, ...]
+    reads_history: bool  # whether some row needs the tokens before its own
 
 
-def of_composition(composition: Composition, tensor: Callable[[npt.NDArray[Any]], Tensor]) -> Parameters:
-    """`tensor` copies an array to the device."""
+def of_composition(composition: Composition, chunk_rows: int, put: Put) -> Parameters:
+    """chunk_rows: the most rows that are processed together."""
     records = composition.records
-    is_counted = (records["frequency_penalty"] != 0) | (records["presence_penalty"] != 0)
+    is_counted = _is_counted(records)
     is_processed = records["do_sample"] | records["watermark"] | is_counted | (records["top_n"] > 0)
     is_processed |= records["constrained"] & records["model_logprobs"]
     is_processed |= (records["temperature"] != 1) | (records["repetition_penalty"] != 1)
     is_processed[composition.biases.places] = True
     is_processed[composition.stops.places] = True
-    processed = np.flatnonzero(is_processed)
+    plain, processed = np.flatnonzero(~is_processed), np.flatnonzero(is_processed)
     mine = records[is_processed]
 
     def among_processed(entries: Entries) -> Entries:
         return Entries(np.searchsorted(processed, entries.places), entries.ids, entries.values)
 
-    is_cut = (mine["top_k"] > 0) | (mine["top_p"] < 1) | (mine["typical_p"] < 1) | (mine["min_p"] > 0)
-    is_cut &= mine["do_sample"]
+    biases, stops = among_processed(composition.biases), among_processed(composition.stops)
+    unprocessed = _some(mine["model_logprobs"], slice(0, len(mine)), put)
+    top_n = mine["top_n"][mine["model_logprobs"]]
     return Parameters(
         composition=composition,
-        plain=np.flatnonzero(~is_processed),
+        plain=plain,
         processed=processed,
+        places=(put(plain), put(processed)) if len(plain) and len(processed) else None,
+        constrained_plain=_some(records["constrained"][plain], slice(0, len(plain)), put),
         seeds=mine["seed"],
-        watermarked=np.flatnonzero(mine["watermark"]),
-        repeating=np.flatnonzero(mine["repetition_penalty"] != 1),
-        counted=np.flatnonzero(is_counted[is_processed]),
-        constrained=np.flatnonzero(mine["constrained"]),
-        constrained_plain=np.flatnonzero(records["constrained"][~is_processed]),
-        drawn=np.flatnonzero(mine["do_sample"]),
-        truncated=np.flatnonzero(is_cut),
-        topped=np.flatnonzero((mine["top_n"] > 0) & ~mine["model_logprobs"]),
-        unprocessed=np.flatnonzero(mine["model_logprobs"]),
-        top_n=mine["top_n"].copy(),
-        biases=among_processed(composition.biases),
-        stops=among_processed(composition.stops),
-        temperature=tensor(mine["temperature"])[:, None] if (mine["temperature"] != 1).any() else None,
-        repetition_penalty=tensor(mine["repetition_penalty"]),
-        frequency_penalty=tensor(mine["frequency_penalty"]),
-        presence_penalty=tensor(mine["presence_penalty"]),
-        is_truncated=tensor(is_cut),
-        truncation=_truncation(mine, tensor),
+        unprocessed=unprocessed,
+        unprocessed_asking=tuple(asking(top_n, chunk_rows, put)),
+        chunks=tuple(
+            _chunk(mine[rows], rows, biases.within(rows), stops.within(rows), put)
+            for rows in slices(len(processed), chunk_rows)
+        ),
+        reads_history=bool(
+            (records["constrained"] | records["watermark"] | is_counted | (records["repetition_penalty"] != 1)).any()
+        ),
     )
 
 
-def _truncation(records: npt.NDArray[np.void], tensor: Callable[[npt.NDArray[Any]], Tensor]) -> Truncation:
+def asking(top_n: Places, chunk_rows: int, put: Put) -> Iterator[Asking]:
+    """The rows that want alternatives, of top_n [rows], by chunks of as many."""
+    rows = np.flatnonzero(top_n)
+    return (Asking(rows[part], top_n[rows[part]], put(rows[part])) for part in slices(len(rows), chunk_rows))
+
+
+def slices(num_rows: int, chunk_rows: int) -> Iterator[slice]:
+    """All rows, by chunks."""
+    return (slice(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows))
+
+
+def _is_counted(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = (records["frequency_penalty"] != 0) | (records["presence_penalty"] != 0)
+    return found
+
+
+def _some(needs_it: npt.NDArray[np.bool_], rows: slice, put: Put) -> Some | None:
+    """needs_it [rows of the slice]"""
+    places = np.flatnonzero(needs_it)
+    return Some(rows.start + places, put(places)) if len(places) else None
+
+
+def _chunk(records: npt.NDArray[np.void], rows: slice, biases: Entries, stops: Entries, put: Put) -> Chunk:
+    is_cut = (records["top_k"] > 0) | (records["top_p"] < 1) | (records["typical_p"] < 1) | (records["min_p"] > 0)
+    is_cut &= records["do_sample"]
+    is_counted, is_repeating = _is_counted(records), records["repetition_penalty"] != 1
+    is_topped = (records["top_n"] > 0) & ~records["model_logprobs"]
+    topped = np.flatnonzero(is_topped)
+    drawn = records[records["do_sample"]]
+
+    def column(name: str, places: npt.NDArray[np.bool_] | slice = slice(None)) -> Tensor:
+        return put(records[name][places].copy())  # torch refuses the strides of a record's column
+
+    return Chunk(
+        rows=rows,
+        watermarked=_some(records["watermark"], rows, put),
+        repeating=_some(is_repeating, rows, put),
+        counted=_some(is_counted, rows, put),
+        constrained=_some(records["constrained"], rows, put),
+        drawn=_some(records["do_sample"], rows, put),
+        topped=Asking(rows.start + topped, records["top_n"][topped], put(topped)) if len(topped) else None,
+        biases=(put(biases.places), put(biases.ids), put(biases.values)) if len(biases.places) else None,
+        stops=stops,
+        temperature=column("temperature")[:, None] if (records["temperature"] != 1).any() else None,
+        repetition_penalty=column("repetition_penalty", is_repeating) if is_repeating.any() else None,
+        counting_penalties=(column("frequency_penalty", is_counted), column("presence_penalty", is_counted))
+        if is_counted.any()
+        else None,
+        truncation=_truncation(drawn, put) if is_cut.any() else None,
+        drawn_is_truncated=put(is_cut[records["do_sample"]]) if is_cut.any() else None,
+        topped_is_truncated=put(is_cut[topped]) if is_cut.any() and len(topped) else None,
+    )
+
+
+def _truncation(records: npt.NDArray[np.void], put: Put) -> Truncation:
     neutral = {"top_k": 0, "top_p": 1, "typical_p": 1, "min_p": 0}
-    asked = frozenset(name for name, value in neutral.items() if (records[name][records["do_sample"]] != value).any())
-    top_k, top_p, typical_p, min_p = (tensor(records[name]) for name in neutral)
+    asked = frozenset(name for name, value in neutral.items() if (records[name] != value).any())
+    top_k, top_p, typical_p, min_p = (put(records[name].copy()) for name in neutral)
     return Truncation(top_k, top_p, typical_p, min_p, asked)
-
-
-def within(ascending: Places, rows: slice) -> Places:
-    """The places within a range of rows."""
-    start, stop = np.searchsorted(ascending, (rows.start, rows.stop))
-    return ascending[start:stop]

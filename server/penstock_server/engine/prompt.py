@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from penstock_server.engine.batch import PromptRows
-from penstock_server.engine.device import HostCopy, on_device
 from penstock_server.engine.logprob import Alternatives, tops_of
+from penstock_server.engine.parameter import Asking, asking, slices
 from penstock_server.engine.sampler import Sampler
+from penstock_server.engine.transfer import Fetch, Fetched, Put
 from penstock_server.models.interface import CausalModel
 from penstock_server.plan import Tokens
 
@@ -29,7 +30,7 @@ class PromptScores:
     ids: npt.NDArray[np.int64]  # [prompt tokens]
     places: npt.NDArray[np.int64]  # [sequences] the selected advance of each sequence that has prompt tokens here
     starts: npt.NDArray[np.int64]  # [sequences] its first prompt token
-    logprobs: HostCopy | None = None  # [prompt tokens]
+    logprobs: Fetched | None = None  # [prompt tokens]
     num_broken: Tensor | None = None  # [sequences] int64: rows with logits that are not finite
     alternatives: Sequence[Alternatives] = ()  # of the prompt tokens that asked for them
 
@@ -45,28 +46,44 @@ class PromptScores:
         return tokens
 
 
-def score_prompt(
-    model: CausalModel, sampler: Sampler, hidden: Tensor, prompt: PromptRows, top_n: npt.NDArray[np.int64]
-) -> PromptScores:
-    """Scores of `prompt` with top_n [prompt tokens] alternatives, from the model's outputs [outputs, hidden]. All ranks
-    must call it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptInputs:
+    """The prompt tokens of a step that get logprobs, and what computing them needs on the device."""
+
+    ids: npt.NDArray[np.int64]  # as of `PromptScores`, as the next two
+    places: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    owners: Tensor  # [prompt tokens] index into `places`
+    chunks: Sequence[tuple[Tensor, Tensor, Sequence[Asking]]]  # rows of the outputs, ids, and who wants alternatives
+
+
+def prepare_prompt(prompt: PromptRows, top_n: npt.NDArray[np.int64], sampler: Sampler, put: Put) -> PromptInputs:
+    """top_n [prompt tokens]: the number of alternatives of each."""
     places, starts, owners = np.unique(prompt.places, return_index=True, return_inverse=True)
-    chunks: list[Tensor] = []
+    chunks = [
+        (put(prompt.outputs[part]), put(prompt.ids[part]), list(asking(top_n[part], sampler.chunk_rows, put)))
+        for part in slices(len(prompt.ids), CHUNK_ROWS[sampler.device.type])
+    ]
+    return PromptInputs(prompt.ids, places, starts, put(owners), chunks)
+
+
+def score_prompt(
+    model: CausalModel, sampler: Sampler, hidden: Tensor, prompt: PromptInputs, fetch: Fetch
+) -> PromptScores:
+    """Scores from the model's outputs [outputs, hidden]. All ranks must call it."""
+    found: list[Tensor] = []
     alternatives: list[Alternatives] = []
-    step = CHUNK_ROWS[hidden.device.type]
-    for start in range(0, len(prompt.ids), step):
-        part = slice(start, start + step)
-        rows = on_device(prompt.outputs[part], hidden.device)
+    start = 0
+    for rows, ids, asking_rows in prompt.chunks:
         logits = model.logits(hidden[rows])
-        if logits is None:
-            continue
-        ids = on_device(prompt.ids[part], hidden.device)
-        scored, found = sampler.score(logits, ids, top_n[part])
-        chunks.append(scored)
-        alternatives.extend(each.renumbered(start + each.rows) for each in found)
-    if not chunks:
-        return PromptScores(prompt.ids, places, starts)
-    logprobs = torch.cat(chunks)
-    num_broken = torch.zeros(len(places), dtype=torch.int64, device=logprobs.device)
-    num_broken.index_add_(0, on_device(owners, logprobs.device), logprobs.isnan().long())
-    return PromptScores(prompt.ids, places, starts, HostCopy(logprobs), num_broken, alternatives)
+        if logits is not None:
+            scored, best = sampler.score(logits, ids, asking_rows, fetch)
+            found.append(scored)
+            alternatives.extend(each.renumbered(start + each.rows) for each in best)
+        start += len(ids)
+    if not found:
+        return PromptScores(prompt.ids, prompt.places, prompt.starts)
+    logprobs = torch.cat(found)
+    num_broken = torch.zeros(len(prompt.places), dtype=torch.int64, device=logprobs.device)
+    num_broken.index_add_(0, prompt.owners, logprobs.isnan().long())
+    return PromptScores(prompt.ids, prompt.places, prompt.starts, fetch(logprobs), num_broken, alternatives)

@@ -7,10 +7,10 @@ with NaN or infinite logits return BROKEN and do not affect other rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,12 @@ from penstock_server.engine import penalty
 from penstock_server.engine.choice import choose
 from penstock_server.engine.constraint import Constrainer, Constraints, Masks
 from penstock_server.engine.cut import Room
-from penstock_server.engine.device import on_device
 from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Greedy, fused_greedy, greatest
-from penstock_server.engine.logprob import Alternatives, Level, alternatives_of, level_of, logprobs_at
-from penstock_server.engine.parameter import Parameters, Places, of_composition, within
+from penstock_server.engine.logprob import Alternatives, alternatives_of, level_of, logprobs_at
+from penstock_server.engine.parameter import Asking, Chunk, Parameters, Places, Some, of_composition, slices
 from penstock_server.engine.random import uniform
 from penstock_server.engine.sampling import Composition
+from penstock_server.engine.transfer import Fetch, Put
 from penstock_server.engine.truncation import truncate
 from penstock_server.engine.watermark import Watermark
 
@@ -62,12 +62,31 @@ class History(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """How to sample each row of the logits."""
+class Prepared:
+    """How a step samples, as far as it does not depend on the tokens of earlier steps. Tensors are on the device."""
 
-    composition: Composition
+    parameters: Parameters
     history: History
-    constraints: Constraints | None = None  # masks of all rows whose record is constrained
+    draws: Tensor | None  # [processed] random numbers; None: no row is processed
+    early_stops: Sequence[tuple[Tensor, Tensor] | None]  # by chunk: places and ids of stop tokens that are forbidden
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """What a chunk's processors need of the tokens before. Tensors are on the device."""
+
+    green: Tensor | None  # [watermarked, vocab] uint8
+    seen: Tensor | None  # [repeating, longest] all known tokens
+    generated: tuple[Tensor, Tensor] | None  # [counted, longest] tokens, and whether each is real
+    masks: Tensor | None  # [constrained, words]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What sampling needs of the tokens of earlier steps."""
+
+    masks: Masks | None  # of plain rows
+    chunks: Sequence[Recent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +99,17 @@ class Sampled:
 
 
 class Sampler:
-    """Samples one token per row of logits. Keeps its buffers and the last batch's parameters."""
+    """Samples one token per row of logits: `prepare` before the model runs, `read_context` when the tokens of earlier
+    steps are known, then `sample`. Keeps its buffers and the last batch's parameters."""
 
-    def __init__(self, vocab_size: int, device: torch.device, max_rows: int, watermark: Watermark) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, max_rows: int, watermark: Watermark, cpu_isa: str = ""
+    ) -> None:
+        """cpu_isa: as of `find_build`."""
+        self.device = device
         self._vocab_size = vocab_size
-        self._device = device
         self._watermark = watermark
+        self._cpu_isa = cpu_isa
         self._greedy: dict[torch.dtype, Greedy | None] = {}  # by the dtype of the logits
         width = -(-vocab_size // BLOCK) * BLOCK
         rows = min(_CHUNK_ROWS[device.type], max_rows)
@@ -96,146 +120,154 @@ class Sampler:
         self._constrainer = Constrainer(device)
         self._parameters: Parameters | None = None
 
-    def sample(self, logits: Tensor, request: SampleRequest) -> Sampled:
-        """Sample from logits [samples, vocab] of any float type, which are not changed."""
-        parameters = self._of_batch(request.composition)
-        masks: Masks | None = None
-        if len(parameters.constrained_plain):
-            assert request.constraints is not None
-            constrained = parameters.plain[parameters.constrained_plain]
-            masks = parameters.constrained_plain, request.constraints.of(constrained)
+    @property
+    def chunk_rows(self) -> int:
+        """The most rows that are processed together."""
+        return len(self._scores)
+
+    def prepare(self, composition: Composition, history: History, put: Put) -> Prepared:
+        """Reads lengths of the history, but no tokens."""
+        if self._parameters is None or self._parameters.composition is not composition:
+            self._parameters = of_composition(composition, self.chunk_rows, put)
+        parameters = self._parameters
+        draws = None
+        if len(parameters.processed):
+            draws = put(uniform(parameters.seeds, history.positions(parameters.processed)))
+
+        def early_stops(chunk: Chunk) -> tuple[Tensor, Tensor] | None:
+            stops = chunk.stops
+            if not len(stops.places):
+                return None
+            rows = parameters.processed[chunk.rows][stops.places]
+            is_early = history.num_generated(rows) < stops.values
+            return (put(stops.places[is_early]), put(stops.ids[is_early])) if is_early.any() else None
+
+        return Prepared(parameters, history, draws, [early_stops(chunk) for chunk in parameters.chunks])
+
+    def read_context(self, prepared: Prepared, constraints: Constraints, put: Put) -> Context:
+        """constraints: masks of all rows whose record is constrained."""
+        parameters, history = prepared.parameters, prepared.history
+
+        def recent(chunk: Chunk) -> Recent:
+            def rows(some: Some) -> Places:
+                return parameters.processed[some.processed]
+
+            green = seen = generated = masks = None
+            if chunk.watermarked is not None:
+                green = put(self._watermark.green(history.previous_ids(rows(chunk.watermarked))))
+            if chunk.repeating is not None:
+                seen = put(history.known(rows(chunk.repeating)))
+            if chunk.counted is not None:
+                ids, is_real = history.generated(rows(chunk.counted))
+                generated = put(ids), put(is_real)
+            if chunk.constrained is not None:
+                masks = put(constraints.of(rows(chunk.constrained)))
+            return Recent(green, seen, generated, masks)
+
+        masks, plain = None, parameters.constrained_plain
+        if plain is not None:
+            masks = plain.places, put(constraints.of(parameters.plain[plain.processed]))
+        return Context(masks, [recent(chunk) for chunk in parameters.chunks])
+
+    def sample(self, logits: Tensor, prepared: Prepared, context: Context, fetch: Fetch) -> Sampled:
+        """Sample from logits [samples, vocab] of any float type, which are not changed. Alternatives are fetched to the
+        host."""
+        parameters = prepared.parameters
         if not len(parameters.processed):
-            return self._choose_plain(logits, masks)
-        if not len(parameters.plain):
-            return self._choose_processed(logits, request, parameters)
+            return self._choose_plain(logits, context.masks)
+        if parameters.places is None:
+            return self._choose_processed(logits, prepared, context, fetch)
         out = self._empty(len(logits))
-        plain, processed = self._tensor(parameters.plain), self._tensor(parameters.processed)
-        rest = self._choose_processed(logits[processed], request, parameters)
-        for places, sampled in ((plain, self._choose_plain(logits[plain], masks)), (processed, rest)):
+        plain, processed = parameters.places
+        rest = self._choose_processed(logits[processed], prepared, context, fetch)
+        for places, sampled in ((plain, self._choose_plain(logits[plain], context.masks)), (processed, rest)):
             out.ids[places] = sampled.ids
             out.logprobs[places] = sampled.logprobs.double()
         out.alternatives.extend(each.renumbered(parameters.processed[each.rows]) for each in rest.alternatives)
         return out
 
-    def score(self, logits: Tensor, ids: Tensor, top_n: npt.NDArray[np.int64]) -> tuple[Tensor, list[Alternatives]]:
-        """Logprobs [rows] of the given ids in the model's own distribution, NaN where logits are not finite, and top_n
-        [rows] alternatives."""
+    def score(
+        self, logits: Tensor, ids: Tensor, asking: Sequence[Asking], fetch: Fetch
+    ) -> tuple[Tensor, list[Alternatives]]:
+        """Logprobs [rows] of the given ids in the model's own distribution, NaN where logits are not finite, and the
+        alternatives that some rows ask for."""
         favourite = self._choose_plain(logits)
         level = level_of(logits, favourite.ids.clamp(min=0), favourite.logprobs)
-        asking = np.flatnonzero(top_n)
-        alternatives = []
-        for part in (asking[rows] for rows in self._chunks(len(asking))):
-            places = self._tensor(part)
-            alternatives.append(alternatives_of(logits[places].float(), part, top_n[part], level.at(places)))
+        alternatives = [
+            alternatives_of(logits[part.places].float(), part, level.at(part.places), fetch) for part in asking
+        ]
         return logprobs_at(logits, ids, level), alternatives
-
-    def _of_batch(self, composition: Composition) -> Parameters:
-        if self._parameters is None or self._parameters.composition is not composition:
-            self._parameters = of_composition(composition, self._tensor)
-        return self._parameters
-
-    def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
-        # Copied, because torch refuses the strides of a record's columns.
-        return on_device(np.array(values, order="C"), self._device)
-
-    def _places(self, ascending: Places, rows: slice) -> Tensor | None:
-        """The places within a range of rows, relative to its start; None if there are none."""
-        inside = within(ascending, rows)
-        return self._tensor(inside - rows.start) if len(inside) else None
-
-    def _chunks(self, num_rows: int) -> Iterator[slice]:
-        step = len(self._scores)
-        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
     def _choose_plain(self, logits: Tensor, masks: Masks | None = None) -> Sampled:
         """The most probable token of each row, among the tokens that its mask allows if it has one."""
         if logits.dtype not in self._greedy:
-            self._greedy[logits.dtype] = fused_greedy(self._device, logits.dtype)
+            self._greedy[logits.dtype] = fused_greedy(self.device, logits.dtype, self._cpu_isa)
         if (choose_greedy := self._greedy[logits.dtype]) is not None:
             return Sampled(*choose_greedy(logits.contiguous(), masks))
         if masks is not None:
-            logits = self._constrainer.applied(logits, self._tensor(masks[0]), masks[1])
+            logits = self._constrainer.applied(logits, *masks)
         out = self._empty(len(logits))
-        for rows in self._chunks(len(logits)):
+        for rows in slices(len(logits), self.chunk_rows):
             scores, probs = self._buffers(logits, rows)
             torch.softmax(scores, -1, out=probs)
             _take_greatest(scores, probs, out.ids[rows], out.logprobs[rows])
         return Sampled(out.ids.masked_fill_(~(out.logprobs > 0), BROKEN), out.logprobs.log_())
 
-    def _choose_processed(self, logits: Tensor, request: SampleRequest, parameters: Parameters) -> Sampled:
+    def _choose_processed(self, logits: Tensor, prepared: Prepared, context: Context, fetch: Fetch) -> Sampled:
         """Sample through the processors; `logits` holds only the rows `parameters.processed`."""
-        mine = parameters.processed
+        parameters, draws = prepared.parameters, prepared.draws
+        assert draws is not None
         with self._threads(len(logits)):
-            draws = self._tensor(uniform(parameters.seeds, request.history.positions(mine)))
             out = self._empty(len(logits))
-            for rows in self._chunks(len(logits)):
-                self._choose_chunk(logits, request, parameters, rows, draws[rows], out)
-            if len(parameters.unprocessed):
-                places = self._tensor(parameters.unprocessed)
+            for chunk, recent, stops in zip(parameters.chunks, context.chunks, prepared.early_stops, strict=True):
+                scores, probs = self._buffers(logits, chunk.rows)
+                self._process(scores, probs, chunk, recent, stops)
+                self._choose_chunk(scores, probs, chunk, draws[chunk.rows], out, fetch)
+            if (some := parameters.unprocessed) is not None:
+                places = some.places
                 own = logits if len(places) == len(logits) else logits[places]
-                top_n = parameters.top_n[parameters.unprocessed]
-                out.logprobs[places], found = self.score(own, out.ids[places].clamp(min=0), top_n)
-                out.alternatives.extend(each.renumbered(parameters.unprocessed[each.rows]) for each in found)
+                ids, asking = out.ids[places].clamp(min=0), parameters.unprocessed_asking
+                out.logprobs[places], found = self.score(own, ids, asking, fetch)
+                out.alternatives.extend(each.renumbered(some.processed[each.rows]) for each in found)
         return out
 
     def _choose_chunk(
-        self,
-        logits: Tensor,
-        request: SampleRequest,
-        parameters: Parameters,
-        rows: slice,
-        draws: Tensor,
-        out: Sampled,
+        self, scores: Tensor, probs: Tensor, chunk: Chunk, draws: Tensor, out: Sampled, fetch: Fetch
     ) -> None:
-        scores, probs = self._buffers(logits, rows)
-        self._process(scores, probs, request, parameters, rows)
+        """Choose by processed scores [rows, padded vocab]; `probs` is scratch memory of the same size."""
         torch.softmax(scores, -1, out=probs)
-        ids, logprobs = out.ids[rows], out.logprobs[rows]
+        ids, logprobs = out.ids[chunk.rows], out.logprobs[chunk.rows]
         _take_greatest(scores, probs, ids, logprobs)
         broken = ~(logprobs > 0)  # NaN is not above 0
-        if self._device.type != "cpu" or broken.any():  # only a CPU can tell without waiting
+        if self.device.type != "cpu" or broken.any():  # only a CPU can tell without waiting
             probs.masked_fill_(broken[:, None], 0.0)
             probs[:, 0].masked_fill_(broken, 1.0)
         level = level_of(scores, ids, logprobs.log())
-        if (places := self._places(parameters.drawn, rows)) is not None:
+        if chunk.drawn is not None:
+            places = chunk.drawn.places
             all_mine = len(places) == len(probs)
             mine = probs if all_mine else probs[places]
-            truncated = self._places(parameters.truncated, rows)
-            if truncated is not None:
-                truncate(mine, parameters.truncation.at(rows).at(places), self._room)
+            if chunk.truncation is not None:
+                truncate(mine, chunk.truncation, self._room)
                 if not all_mine:
                     probs[places] = mine
             ids[places], mass = choose(mine, draws[places])
-            if truncated is not None:
-                level.logprob[places] -= torch.where(parameters.is_truncated[rows][places], mass.log(), 0.0)
+            if chunk.drawn_is_truncated is not None:
+                level.logprob[places] -= torch.where(chunk.drawn_is_truncated, mass.log(), 0.0)
         logprobs.copy_(logprobs_at(scores, ids, level))
-        self._take_alternatives(scores, probs, level, parameters, rows, out.alternatives)
+        if (topped := chunk.topped) is not None:
+            best = scores[topped.places]
+            if chunk.topped_is_truncated is not None:
+                removed = (probs[topped.places] == 0) & chunk.topped_is_truncated[:, None]
+                best.masked_fill_(removed, float("-inf"))
+            out.alternatives.append(alternatives_of(best, topped, level.at(topped.places), fetch))
         ids.masked_fill_(broken, BROKEN)
-
-    def _take_alternatives(
-        self,
-        scores: Tensor,
-        probs: Tensor,
-        level: Level,
-        parameters: Parameters,
-        rows: slice,
-        alternatives: list[Alternatives],
-    ) -> None:
-        """Add those of the processed distribution, without tokens that truncation removed."""
-        if (places := self._places(parameters.topped, rows)) is None:
-            return
-        mine = scores[places]
-        if len(within(parameters.truncated, rows)):
-            removed = (probs[places] == 0) & parameters.is_truncated[rows][places][:, None]
-            mine.masked_fill_(removed, float("-inf"))
-        mine_rows = within(parameters.topped, rows)
-        alternatives.append(alternatives_of(mine, mine_rows, parameters.top_n[mine_rows], level.at(places)))
 
     @contextmanager
     def _threads(self, num_rows: int) -> Iterator[None]:
         """Use one thread for few rows: each of about ten small operators would end with a barrier of all threads."""
         threads = torch.get_num_threads()
-        if self._device.type != "cpu" or num_rows >= PARALLEL_ROWS or threads == 1:
+        if self.device.type != "cpu" or num_rows >= PARALLEL_ROWS or threads == 1:
             yield
             return
         torch.set_num_threads(1)
@@ -245,34 +277,27 @@ class Sampler:
             torch.set_num_threads(threads)
 
     def _process(
-        self, padded: Tensor, room: Tensor, request: SampleRequest, parameters: Parameters, rows: slice
+        self, padded: Tensor, room: Tensor, chunk: Chunk, recent: Recent, early_stops: tuple[Tensor, Tensor] | None
     ) -> None:
         """Run all processors before truncation, in order, on scores [rows, padded vocab] in place; `room` is scratch
         memory of the same size."""
-        scores, mine = padded[:, : self._vocab_size], parameters.processed
-        if (places := self._places(parameters.watermarked, rows)) is not None:
-            previous = request.history.previous_ids(mine[within(parameters.watermarked, rows)])
-            self._watermark.apply(scores, places, previous)
-        if (places := self._places(parameters.repeating, rows)) is not None:
-            seen = self._tensor(request.history.known(mine[within(parameters.repeating, rows)]))
-            penalty.penalize_repetition(scores, places, seen, parameters.repetition_penalty[rows][places])
-        if (places := self._places(parameters.counted, rows)) is not None:
-            ids, real = request.history.generated(mine[within(parameters.counted, rows)])
-            factors = (parameters.frequency_penalty[rows][places], parameters.presence_penalty[rows][places])
-            penalty.penalize_counts(scores, room, places, (self._tensor(ids), self._tensor(real)), factors)
-        if len((biases := parameters.biases.within(rows)).places):
-            entries = (self._tensor(column) for column in (biases.places, biases.ids, biases.values))
-            penalty.add_biases(scores, *entries)
-        if len((stops := parameters.stops.within(rows)).places):
-            early = request.history.num_generated(mine[rows][stops.places]) < stops.values
-            penalty.forbid(scores, self._tensor(stops.places[early]), self._tensor(stops.ids[early]))
-        if (places := self._places(parameters.constrained, rows)) is not None:
-            assert request.constraints is not None
-            words = request.constraints.of(mine[within(parameters.constrained, rows)])
-            self._constrainer.apply(scores, places, words)
-        if parameters.temperature is not None:
+        scores = padded[:, : self._vocab_size]
+        if chunk.watermarked is not None and recent.green is not None:
+            self._watermark.apply(scores, chunk.watermarked.places, recent.green)
+        if chunk.repeating is not None and recent.seen is not None and chunk.repetition_penalty is not None:
+            penalty.penalize_repetition(scores, chunk.repeating.places, recent.seen, chunk.repetition_penalty)
+        if chunk.counted is not None and recent.generated is not None and chunk.counting_penalties is not None:
+            places = chunk.counted.places
+            penalty.penalize_counts(scores, room, places, recent.generated, chunk.counting_penalties)
+        if chunk.biases is not None:
+            penalty.add_biases(scores, *chunk.biases)
+        if early_stops is not None:
+            penalty.forbid(scores, *early_stops)
+        if chunk.constrained is not None and recent.masks is not None:
+            self._constrainer.apply(scores, chunk.constrained.places, recent.masks)
+        if chunk.temperature is not None:
             # Relative to the maximum, so that a small temperature cannot overflow.
-            scores.sub_(scores.amax(-1, keepdim=True)).div_(parameters.temperature[rows])
+            scores.sub_(scores.amax(-1, keepdim=True)).div_(chunk.temperature)
 
     def _buffers(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """The logits of some rows as float32 scores, and a buffer for probabilities; both [rows, padded vocab]."""
@@ -283,8 +308,8 @@ class Sampler:
 
     def _empty(self, num_rows: int) -> Sampled:
         return Sampled(
-            torch.empty(num_rows, dtype=torch.int64, device=self._device),
-            torch.empty(num_rows, dtype=torch.float64, device=self._device),
+            torch.empty(num_rows, dtype=torch.int64, device=self.device),
+            torch.empty(num_rows, dtype=torch.float64, device=self.device),
         )
 
 

@@ -59,12 +59,6 @@ def names_tokens(sampling: Sampling) -> bool:
     return bool(sampling.logit_bias) or (sampling.min_new_tokens > 0 and bool(sampling.stop_token_ids))
 
 
-def reads_history(sampling: Sampling) -> bool:
-    """Whether choosing a token needs the tokens before it on the host."""
-    has_penalty = sampling.repetition_penalty != 1 or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
-    return has_penalty or sampling.watermark or sampling.constrained
-
-
 def compose(records: npt.NDArray[np.void], naming: Mapping[int, Sampling]) -> Composition:
     """From the rows' records, and by row, ascending, the samplings that name tokens."""
     biases: list[tuple[int, int, float]] = []

@@ -18,7 +18,6 @@ from penstock_server.engine.sampling import (
     Composition,
     compose,
     names_tokens,
-    reads_history,
     record,
     refusal,
 )
@@ -61,13 +60,7 @@ class SequenceTable:
         # A number that no other residency (from `add` until the row is released) ever has; 0: the row is free.
         self.residency = np.zeros(limits.num_rows, np.int64)
         self._num_residencies = 0
-        self._reading_history: set[int] = set()  # rows
         self._scoring_prompts: set[int] = set()  # rows
-
-    @property
-    def num_reading_history(self) -> int:
-        """Sequences whose sampling needs their tokens on the host."""
-        return len(self._reading_history)
 
     @property
     def num_scoring_prompts(self) -> int:
@@ -109,8 +102,6 @@ class SequenceTable:
         self.sampling[row] = record(new.sampling)
         if names_tokens(new.sampling):
             self._naming[row] = new.sampling
-        if reads_history(new.sampling):
-            self._reading_history.add(row)
         if new.sampling.prompt_logprobs:
             self._scoring_prompts.add(row)
         self._num_residencies += 1
@@ -172,7 +163,6 @@ class SequenceTable:
             return False
         self.block_ids[row, : self.num_blocks[row]] = 0
         self._naming.pop(row, None)
-        self._reading_history.discard(row)
         self._scoring_prompts.discard(row)
         self.residency[row] = 0
         self._free_rows.append(row)

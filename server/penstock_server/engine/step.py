@@ -2,7 +2,11 @@
 
 The next step may be launched before the last one is collected. A sequence in both takes its input token from the device
 tensor into which the last step sampled it. Only sequences whose sampling reads its own history (penalties, watermark,
-grammar) make `launch` wait for the tokens of earlier steps. On a CPU, `launch` does all the work.
+grammar) make `launch` wait for the tokens of earlier steps, and only after it has started the model. On a CPU, `launch`
+does all the work.
+
+All that a step needs of the host is copied to the device at once, before the model starts, and all its results at once
+after it. What rows read of their history follows in a second copy.
 
 INVARIANT: steps are collected in the order of their launch, and the results are those of collecting each at once.
 """
@@ -13,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +26,15 @@ from torch import Tensor
 
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
-from penstock_server.engine.batch import Selection
+from penstock_server.engine.batch import Built, Selection
 from penstock_server.engine.constraint import Constraints
-from penstock_server.engine.device import HostCopy, on_device
+from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.graphs import StepGraphs
 from penstock_server.engine.logprob import Alternatives, tops_of
-from penstock_server.engine.prompt import PromptScores, score_prompt
-from penstock_server.engine.sampler import BROKEN, Sampler, SampleRequest
+from penstock_server.engine.prompt import PromptScores, prepare_prompt, score_prompt
+from penstock_server.engine.sampler import BROKEN, Prepared, Sampler
 from penstock_server.engine.sequence import SequenceTable
+from penstock_server.engine.transfer import Download, Fetched, Put, Upload
 from penstock_server.errors import PlanError
 from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
 from penstock_server.models.interface import CausalModel
@@ -55,8 +60,8 @@ class Pending:
     # On the device: [samples] ids, BROKEN where the logits are; then for each sequence of `prompt` its number of broken
     # rows. None: the step has neither.
     verdict: Tensor | None = None
-    host_verdict: HostCopy | None = None
-    logprobs: HostCopy | None = None  # [samples]; None: not the first rank
+    host_verdict: Fetched | None = None
+    logprobs: Fetched | None = None  # [samples]; None: not the first rank
     alternatives: Sequence[Alternatives] = ()  # of the samples that asked for them
     reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its grammar ended it
     prompt: PromptScores | None = None
@@ -77,10 +82,13 @@ class StepRunner:
         table: SequenceTable,
         grammars: GrammarStates | None,
         graphs: StepGraphs | None = None,
+        progress: DeviceProgress | None = None,
     ) -> None:
-        """`grammars` belong to the first rank, which samples. `graphs` compute the model's decode steps."""
+        """`grammars` belong to the first rank, which samples. `graphs` compute the model's decode steps. `progress`
+        gets a mark behind the model and one behind each step."""
         self._model = model
         self._graphs = graphs
+        self._progress = progress
         self._group = group
         self._device = device
         self._limits = limits
@@ -89,6 +97,7 @@ class StepRunner:
         self._grammars = grammars
         self._in_flight: deque[Pending] = deque()
         self._last_step = 0
+        self._upload_bytes = 1024  # memory for the next step's upload
         self._ended = time.perf_counter()
 
     def reset(self) -> None:
@@ -115,34 +124,66 @@ class StepRunner:
             table.add(new)
         if self._grammars is not None:
             self._grammars.apply(plan)
-        if table.num_reading_history:
-            for earlier in self._in_flight:
-                self._settle(earlier)
         chosen = batch.select(table, plan.advances)
         failures = {failure.sequence_id: failure for failure in chosen.failures}
         sampled_rows = chosen.rows[chosen.samples]
         residencies, positions = table.residency[chosen.rows], table.known[sampled_rows]
         pending = Pending(plan.step, chosen, residencies, failures, sampled_rows, positions)
-        prepared = forwarded = time.perf_counter()
-        if len(chosen.rows):
-            built = batch.build(table, chosen, self._device)
-            self._take_sampled_inputs(pending, built.batch.token_ids, built.batch.query_starts)
-            prepared = time.perf_counter()
-            masks = self._start_masks(chosen)
-            hidden = (self._model if self._graphs is None else self._graphs).forward(built.batch)
-            # Without prompt logprobs, all outputs are samples.
-            samples = hidden if built.prompt is None else hidden[on_device(built.samples, hidden.device)]
-            logits = self._model.logits(samples) if len(built.samples) else None
-            forwarded = time.perf_counter()
-            table.computed[chosen.rows] += chosen.num_tokens
-            if built.prompt is not None:
-                top_n = table.sampling["top_n"][chosen.rows][built.prompt.places]
-                pending.prompt = score_prompt(self._model, self._sampler, hidden, built.prompt, top_n)
-            self._sample(pending, logits, masks)
         self._in_flight.append(pending)
+        timing = self._run(pending, started) if len(chosen.rows) else StepTiming(time.perf_counter() - started)
         self._ended = time.perf_counter()
-        pending.timing = StepTiming(prepared - started, forwarded - prepared, self._ended - forwarded, idle_s)
+        pending.timing = replace(timing, idle_s=idle_s)
         return pending
+
+    def _run(self, pending: Pending, started: float) -> StepTiming:
+        """Give a step with at least one advance to the device."""
+        table, chosen, rows = self._table, pending.chosen, pending.rows
+        built = batch.build(table, chosen)
+        upload, download = Upload(self._device, expected_bytes=self._upload_bytes), Download(self._device)
+        bucket = None if self._graphs is None else self._graphs.bucket(built.batch)
+        padded = built.batch if bucket is None else bucket.pad(built.batch, table.limits.block_tokens)
+        inputs = padded.put(upload.add)  # first, because a graph copies the beginning of the upload
+        links = self._links(pending, built, upload.add)
+        prompt = None
+        if built.prompt is not None:
+            top_n = table.sampling["top_n"][chosen.rows][built.prompt.places]
+            prompt = prepare_prompt(built.prompt, top_n, self._sampler, upload.add)
+        # Without prompt logprobs, all outputs are samples.
+        sample_rows = None if prompt is None else upload.add(built.samples)
+        prepared = None
+        if len(rows) and self._group.rank == 0:
+            prepared = self._sampler.prepare(table.composition(rows), _History(table, rows), upload.add)
+        upload.start()
+        self._upload_bytes = max(1024, 2 * upload.num_bytes)
+        for verdict, source, target in links:
+            inputs.token_ids[target] = verdict[source].clamp(min=0)
+        prepared_at = time.perf_counter()
+
+        masks = None
+        if not self._awaits_history(prepared):
+            masks = self._start_masks(chosen)  # they are made while the model computes
+        if self._graphs is None or bucket is None:
+            hidden = self._model.forward(inputs)
+        else:
+            hidden = self._graphs.forward(bucket, upload.memory, built.batch.num_sequences)
+        samples = hidden if sample_rows is None else hidden[sample_rows]
+        logits = self._model.logits(samples) if len(rows) else None
+        forwarded_at = time.perf_counter()
+        self._mark()
+
+        table.computed[chosen.rows] += chosen.num_tokens
+        if prompt is not None:
+            pending.prompt = score_prompt(self._model, self._sampler, hidden, prompt, download.add)
+        if len(rows) or prompt is not None:
+            if masks is None:
+                for earlier in self._in_flight:
+                    self._settle(earlier)
+                masks = self._start_masks(chosen)
+            self._sample(pending, logits, prepared, masks, download)
+            download.start()
+            self._mark()
+        ended_at = time.perf_counter()
+        return StepTiming(prepared_at - started, forwarded_at - prepared_at, ended_at - forwarded_at)
 
     def collect(self, pending: Pending) -> StepResult:
         """The result of the oldest launched step; waits for the device."""
@@ -162,16 +203,29 @@ class StepRunner:
         }
         return StepResult(pending.step, timing, sequence_ids, sampled, prompts, list(pending.failures.values()))
 
-    def _take_sampled_inputs(self, pending: Pending, token_ids: Tensor, query_starts: Tensor) -> None:
-        """Write the input tokens that are not on the host yet into token_ids [tokens], on the device."""
+    def _mark(self) -> None:
+        if self._progress is not None:
+            self._progress.mark()
+
+    def _links(self, pending: Pending, built: Built, put: Put) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The input tokens that are not on the host yet: verdicts of earlier steps, which of their ids, and the
+        batch's tokens that these are."""
+        links = []
         for earlier in self._in_flight:
             if earlier.verdict is None or earlier.host_ids is not None:
                 continue
             sampled = earlier.residencies[earlier.chosen.samples]
-            _, *places = np.intersect1d(sampled, pending.residencies, assume_unique=True, return_indices=True)
-            source, target = (on_device(place, self._device) for place in places)
+            _, source, target = np.intersect1d(sampled, pending.residencies, assume_unique=True, return_indices=True)
             # A sequence samples after its last known token, so what it sampled is all that it has left to compute.
-            token_ids[query_starts[target].long()] = earlier.verdict[source].clamp(min=0)
+            if len(source):
+                links.append((earlier.verdict, put(source), put(built.last_tokens[target])))
+        return links
+
+    def _awaits_history(self, prepared: Prepared | None) -> bool:
+        """Whether a row reads tokens that are not on the host yet."""
+        if prepared is None or not prepared.parameters.reads_history:
+            return False
+        return any(earlier.verdict is not None and earlier.host_ids is None for earlier in self._in_flight)
 
     def _start_masks(self, chosen: Selection) -> Masks:
         """Start the masks of this step's samples, so that they are made while the model computes."""
@@ -179,27 +233,29 @@ class StepRunner:
             return NO_MASKS
         return self._grammars.start(chosen.sequence_ids[chosen.samples].tolist())
 
-    def _sample(self, pending: Pending, logits: Tensor | None, masks: Masks) -> None:
-        """Choose the tokens on the first rank, give them to the others, and start their copy to the host."""
-        table, rows, prompt = self._table, pending.rows, pending.prompt
-        if not len(rows) and prompt is None:
-            return
-        if logits is not None:
+    def _sample(
+        self, pending: Pending, logits: Tensor | None, prepared: Prepared | None, masks: Masks, download: Download
+    ) -> None:
+        """Choose the tokens on the first rank, give them to the others, and add the results to the download."""
+        rows, prompt = pending.rows, pending.prompt
+        if logits is not None and prepared is not None:
             words, pending.reasons = masks.finish()
-            request = SampleRequest(table.composition(rows), _History(table, rows), Constraints(masks.places, words))
-            sampled = self._sampler.sample(logits, request)
+            upload = Upload(self._device)
+            context = self._sampler.read_context(prepared, Constraints(masks.places, words), upload.add)
+            upload.start()
+            sampled = self._sampler.sample(logits, prepared, context, download.add)
             for place in pending.reasons:
                 sampled.ids[place] = BROKEN
             verdict = sampled.ids
-            pending.logprobs, pending.alternatives = HostCopy(sampled.logprobs), sampled.alternatives
+            pending.logprobs, pending.alternatives = download.add(sampled.logprobs), sampled.alternatives
         else:
             verdict = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         if prompt is not None:
             num_broken = verdict.new_empty(len(prompt.places)) if prompt.num_broken is None else prompt.num_broken
             verdict = torch.cat((verdict, num_broken))
         pending.verdict = self._group.broadcast(verdict)
-        pending.host_verdict = HostCopy(verdict)
-        table.known[rows] += 1
+        pending.host_verdict = download.add(verdict)
+        self._table.known[rows] += 1
 
     def _settle(self, pending: Pending) -> None:
         """Bring a step's tokens into the table, and fail the sequences whose logits are broken."""

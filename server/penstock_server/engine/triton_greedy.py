@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock_server.engine.constraint import Masks
-from penstock_server.engine.device import on_device
 from penstock_server.kernels import triton_device
 
 _BLOCK = 4096
@@ -65,8 +64,8 @@ def choose(logits: Tensor, masks: Masks | None) -> tuple[Tensor, Tensor]:
     mask_rows = words = None
     if masks is not None:
         mask_rows = torch.full_like(ids, -1)
-        mask_rows[on_device(masks[0], logits.device)] = torch.arange(len(masks[0]), device=logits.device)
-        words = on_device(masks[1], logits.device)
+        rows, words = masks
+        mask_rows[rows] = torch.arange(len(rows), device=logits.device)
     triton_device.launch(
         greedy_kernel,
         (num_rows, 1),

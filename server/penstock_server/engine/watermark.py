@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from penstock_server.engine.device import on_device
 from penstock_server.errors import ConfigError
 from penstock_server.watermark import DEFAULT_DELTA, DEFAULT_GAMMA, GreenLists
 
@@ -26,8 +25,11 @@ class Watermark:
         self._lists = lists
         self._delta = delta
 
-    def apply(self, scores: Tensor, places: Tensor, previous_ids: npt.NDArray[np.int64]) -> None:
-        """Add delta to the green logits in rows `places` of scores [rows, vocab], in place, by the previous token
-        previous_ids [places] of each."""
-        is_green = np.unpackbits(self._lists.bits(previous_ids), axis=1, count=scores.shape[1], bitorder="little")
-        scores[places] = scores[places].add_(on_device(is_green, scores.device), alpha=self._delta)
+    def green(self, previous_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """[rows, vocab]: 1 for the tokens that are green after the previous tokens [rows]."""
+        return np.unpackbits(self._lists.bits(previous_ids), axis=1, count=self._lists.vocab_size, bitorder="little")
+
+    def apply(self, scores: Tensor, places: Tensor, green: Tensor) -> None:
+        """Add delta to the green logits in rows `places` of scores [rows, vocab], in place. green [places, vocab]: as
+        of the method `green`, on the device."""
+        scores[places] = scores[places].add_(green, alpha=self._delta)

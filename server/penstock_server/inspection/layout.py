@@ -16,7 +16,6 @@ from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
 from penstock_server.kernels import choose_ops
-from penstock_server.kernels.ops import Ops
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models.layer import ATTENTION_PARTS
@@ -55,7 +54,15 @@ class Layout:
     quantization: str = ""  # for people; empty: the weights are not quantized
 
 
-def lay_out(files: ModelFiles, folder: Path, num_ranks: int, dtype_name: str, memory_fraction: float) -> Layout | None:
+def lay_out(
+    files: ModelFiles,
+    folder: Path,
+    num_ranks: int,
+    dtype_name: str,
+    memory_fraction: float,
+    *,
+    deterministic: bool = False,
+) -> Layout | None:
     """Returns None when the folder's config.json describes no supported model. Adds all errors to `files.problems`."""
     problems = files.problems
     try:
@@ -74,10 +81,13 @@ def lay_out(files: ModelFiles, folder: Path, num_ranks: int, dtype_name: str, me
             problems += mismatches(shapes, expected, locator.ignored)
             problems += [] if found is not None else _unloadable(tensors, expected)
         memory = MemoryMeter(device).measure()
-        ops = choose_ops(device, dtype)
-        is_kept = found is not None and ops.keeps_quantized
-        kept = (found, locator) if found is not None and is_kept else None
-        ranks = [_share(spec, RankGroup(rank, num_ranks), dtype, device, ops, kept) for rank in range(num_ranks)]
+        ops = choose_ops(device, dtype, deterministic=deterministic)
+        if deterministic:
+            files.notes.append(f"a token has the same bits in every batch on this {device.type} (--deterministic)")
+        exact = device.type == "cpu" or deterministic
+        found = None if found is None else found.kept_by(ops)
+        kept = None if found is None else (found, locator)
+        ranks = [_share(spec, RankGroup(rank, num_ranks), exact, dtype, kept) for rank in range(num_ranks)]
     except ConfigError as error:
         problems.append(str(error))
         return None
@@ -94,7 +104,7 @@ def lay_out(files: ModelFiles, folder: Path, num_ranks: int, dtype_name: str, me
     )
     max_source_tokens = 0 if spec.encoder is None else spec.encoder.max_source_tokens
     name = str(dtype).removeprefix("torch.")
-    quantization = "" if found is None else found.describe(is_kept)
+    quantization = "" if found is None else found.describe()
     return Layout(
         spec.architecture, spec.max_position_tokens, max_source_tokens, name, device.type, shares, quantization
     )
@@ -117,15 +127,14 @@ def _unloadable(tensors: Mapping[str, StoredTensor], expected: Iterable[str]) ->
 def _share(
     spec: ModelSpec,
     group: RankGroup,
+    exact: bool,
     dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
     kept: tuple[Quantized, Locator] | None,
 ) -> tuple[int, int, int, int]:
-    """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token). kept: the weights that
-    stay quantized, if any do."""
-    shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact=device.type == "cpu")
-    table = parameters(spec, WeightLayout(shard, groups_experts=ops.groups_experts))
+    """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token). exact: as of `Shard`.
+    kept: the weights that stay quantized, if any do."""
+    shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
+    table = parameters(spec, WeightLayout(shard))
     weights = sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
     if kept is not None:
         found, locator = kept

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
+from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
@@ -27,7 +28,13 @@ class Quantized:
 
     method: str
     tensors: Mapping[str, StoredTensor]
-    formats: Mapping[str, QuantFormat | None]  # of the quantized weights; None: it has only a dense form
+    formats: Mapping[str, QuantFormat | None]  # of the quantized weights; None: it is dequantized at load
+
+    def kept_by(self, ops: Ops) -> Quantized:
+        formats = self.formats.items()
+        return replace(
+            self, formats={name: each if each is None or ops.keeps(each) else None for name, each in formats}
+        )
 
     def saved_bytes(self, table: Mapping[str, Parameter], locator: Locator, dtype: torch.dtype) -> int:
         """Bytes of this rank's weights that stay quantized, less than those of the dense weights."""
@@ -43,9 +50,9 @@ class Quantized:
             saved += math.prod(parameter.local_shape) * parameter.dtype_in(dtype).itemsize - kept
         return saved
 
-    def describe(self, is_kept: bool) -> str:
+    def describe(self) -> str:
         """For people: method, bits, and what happens to the weights."""
-        kept = [format_ for format_ in self.formats.values() if format_ is not None] if is_kept else []
+        kept = [format_ for format_ in self.formats.values() if format_ is not None]
         bits = " and ".join(map(str, sorted({format_.bits for format_ in kept})))
         parts = [f"{len(kept)} weights stay in {bits} bits"] if kept else []
         if len(kept) < len(self.formats):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import TYPE_CHECKING
+
+from penstock_server.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -13,36 +14,51 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NATIVE_PACKAGE = "penstock_kernels"
 
-
-def may_be_native(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether native kernels for this device and dtype are installed. Whether this CPU supports them is not checked."""
-    import torch
-
-    return device.type == "cpu" and dtype == torch.bfloat16 and importlib.util.find_spec(NATIVE_PACKAGE) is not None
-
-
-def choose_ops(device: torch.device, dtype: torch.dtype, activation_bits: int = 16) -> Ops:
-    """The fastest operators that this machine supports. activation_bits: as of `NativeOps`."""
+def choose_ops(
+    device: torch.device,
+    dtype: torch.dtype,
+    activation_bits: int = 16,
+    *,
+    deterministic: bool = False,
+    cpu_isa: str = "",
+) -> Ops:
+    """The fastest operators that this machine supports. activation_bits: as of `NativeOps`. deterministic: a row's bits
+    must not depend on its batch; raises ConfigError where there are no such operators. cpu_isa, ConfigError: as of
+    `find_build`."""
+    from penstock_server.kernels.native_build import find_build
     from penstock_server.kernels.torch_ops import TorchOps
 
-    if may_be_native(device, dtype):
-        from penstock_server.kernels import native_ops
+    if (build := find_build(device, dtype, cpu_isa)) is not None:
+        from penstock_server.kernels.native_ops import NativeOps
 
-        if native_ops.available():
-            logger.info("operators: native")
-            return native_ops.NativeOps(activation_bits=activation_bits)
+        if deterministic:
+            logger.info("deterministic: always so with the native operators on a CPU")
+        logger.info("operators: native (%s)", build)
+        return NativeOps(build, activation_bits=activation_bits)
     if device.type == "cuda":
         from penstock_server.kernels import triton_device
 
         reason = triton_device.unavailable_reason(device)
+        if reason is None and deterministic:
+            from penstock_server.kernels.triton_invariant import InvariantOps
+
+            logger.info("operators: triton, deterministic: matrix products use one order of sums for any batch")
+            return InvariantOps(device, dtype)
         if reason is None:
             from penstock_server.kernels.triton_ops import TritonOps
 
             logger.info("operators: triton")
             return TritonOps(device, dtype)
+        if deterministic:
+            raise ConfigError(f"--deterministic needs Triton kernels, which cannot be used: {reason}")
         logger.warning("operators: torch, which is slow, because Triton kernels cannot be used: %s", reason)
         return TorchOps()
+    if deterministic:
+        raise ConfigError(
+            "--deterministic needs the native operators on a CPU, and they are not available for "
+            f"{str(dtype).removeprefix('torch.')} here: they need --dtype bfloat16, a CPU with AVX-512 BF16, and the "
+            "package penstock_kernels"
+        )
     logger.info("operators: torch")
     return TorchOps()

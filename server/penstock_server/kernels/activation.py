@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -23,17 +25,35 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def xielu(alpha_p: Tensor, alpha_n: Tensor) -> Elementwise:
-    """xIELU: quadratic above zero, exponential below, with learned factors [1] (https://arxiv.org/abs/2411.13010)."""
-    beta, almost_zero = 0.5, alpha_p.new_full((), -1e-6)
-    above, below = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+@dataclass(frozen=True, slots=True, eq=False)
+class Xielu:
+    """xIELU: quadratic above zero, exponential below (https://arxiv.org/abs/2411.13010)."""
 
-    def activation(x: Tensor) -> Tensor:
+    BETA: ClassVar[float] = 0.5
+    ALMOST_ZERO: ClassVar[float] = -1e-6
+
+    above: Tensor  # [1] the factor above zero
+    below: Tensor  # [1] that below
+
+    @classmethod
+    def learned(cls, alpha_p: Tensor, alpha_n: Tensor) -> Xielu:
+        """From the parameters in the checkpoint [1]."""
+        return cls(F.softplus(alpha_p), cls.BETA + F.softplus(alpha_n))
+
+    def __call__(self, x: Tensor) -> Tensor:
         # Near zero, the difference would consist of rounding errors.
-        negative = (torch.expm1(x.minimum(almost_zero)) - x) * below
-        return torch.where(x > 0, above * x * x, negative) + beta * x
+        negative = (torch.expm1(x.clamp(max=self.ALMOST_ZERO)) - x) * self.below
+        return torch.where(x > 0, self.above * x * x, negative) + self.BETA * x
 
-    return activation
+
+@dataclass(frozen=True, slots=True)
+class SoftCap:
+    """cap * tanh(x / cap) (Gemma 2)"""
+
+    cap: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tanh(x / self.cap) * self.cap
 
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -54,3 +74,26 @@ ACTIVATIONS: dict[str, Elementwise] = {
     "sigmoid": torch.sigmoid,
     "linear": _identity,
 }
+
+_NATIVE_NAMES: dict[Elementwise, str] = {
+    F.silu: "silu",
+    F.gelu: "gelu",
+    _gelu_tanh: "tanh gelu",
+    _quick_gelu: "quick gelu",
+    F.relu: "relu",
+    _relu2: "squared relu",
+    torch.tanh: "tanh",
+    torch.sigmoid: "sigmoid",
+    _identity: "identity",
+}
+
+
+def native_form(function: Elementwise) -> tuple[str, list[float]] | None:
+    """The function's name and its parameters in the native kernels; None if they lack it."""
+    match function:
+        case Xielu(above, below):
+            return "xielu", [float(above), float(below)]
+        case SoftCap(cap):
+            return "soft cap", [cap]
+    name = _NATIVE_NAMES.get(function)
+    return None if name is None else (name, [])

@@ -1,4 +1,4 @@
-"""The operators as native kernels: bf16 on CPUs with AVX-512 BF16, from the package `penstock_kernels`.
+"""The operators as native kernels on a CPU, from a build of the package `penstock_kernels`.
 
 A row's result never depends on the other rows. The kernels check the tensors that they are given: a wrong one raises
 TypeError or ValueError.
@@ -6,89 +6,63 @@ TypeError or ValueError.
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock_server.kernels.activation import native_form
+from penstock_server.kernels.native_build import find_build
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
     import numpy.typing as npt
-    from penstock_kernels import Kernels, Table
-    from penstock_kernels import PackedLinear as PackedWeight
-    from penstock_kernels import PackedNorm as KernelNorm
     from torch import Tensor
 
+    from penstock_server.kernels.native_build import NativeBuild
     from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedNorm, Weight
-    from penstock_server.kernels.quantized import QuantizedMatrix
-
-
-def available() -> bool:
-    """Whether the package is installed and this CPU supports it."""
-    if importlib.util.find_spec("penstock_kernels") is None:
-        return False
-    import penstock_kernels
-
-    return penstock_kernels.supported()
-
-
-def make_kernels(num_threads: int | None = None) -> Kernels:
-    """A kernel context that runs on torch's own OpenMP threads, by default on all of them."""
-    import penstock_kernels
-    import torch
-
-    return penstock_kernels.Kernels(num_threads or torch.get_num_threads(), _libgomp())
-
-
-def argmax_logprob(
-    logits: Tensor, places: npt.NDArray[np.int64] | None = None, masks: npt.NDArray[np.int32] | None = None
-) -> tuple[Tensor, Tensor]:
-    """The greedy choice of each row of logits [rows, vocab] bf16: ids [rows] int64 (the lowest of equal ones) and their
-    logprobs [rows] float32.
-
-    places: the rows whose choice is restricted by masks [places, words]; bit b of word w allows token 32 * w + b. A row
-    that contains NaN or +infinity, in an allowed place or not, and a row whose mask allows no token, has id -1 and
-    logprob NaN.
-    """
-    return NativeOps().argmax_logprob(logits, places, masks)
+    from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 
 
 class NativeLinear:
     """A packed linear layer. The native package owns the memory of its weight."""
 
-    __slots__ = ("_apply", "in_features", "out_features", "packed")
+    __slots__ = ("_apply", "_dtype", "in_features", "out_features", "packed")
 
-    def __init__(self, packed: PackedWeight, num_rows: int, in_features: int, *, gated: bool) -> None:
+    def __init__(self, packed: Any, num_rows: int, in_features: int, dtype: torch.dtype, *, gated: bool) -> None:
+        """dtype: of inputs and results."""
         self.packed = packed
         self._apply = packed.apply
+        self._dtype = dtype
         self.in_features = in_features
         self.out_features = num_rows // 2 if gated else num_rows
 
     @classmethod
-    def dense(cls, kernels: Kernels, weight: Weight, bias: Tensor | None, *, gated: bool) -> NativeLinear:
+    def dense(cls, kernels: Any, weight: Weight, bias: Tensor | None, *, gated: bool) -> NativeLinear:
         from penstock_server.kernels.ops import pieces_of
 
         rows, in_features = weight.shape
         packing = kernels.linear(rows, in_features, None if bias is None else bias.contiguous(), gated)
         for piece in pieces_of(weight):
             packing.add_rows(piece.contiguous())
-        return cls(packing.finish(), rows, in_features, gated=gated)
+        return cls(packing.finish(), rows, in_features, weight.dtype, gated=gated)
 
     @classmethod
     def quantized(
         cls,
-        kernels: Kernels,
+        kernels: Any,
         matrices: Sequence[QuantizedMatrix],
         bias: Tensor | None,
         activation_bits: int,
+        dtype: torch.dtype,
         *,
         gated: bool,
     ) -> NativeLinear:
         formats = [matrix.format for matrix in matrices]
         rows, in_features = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         segments = [
-            (matrix.shape[0], one.bits, one.group, one.offset, one.has_mins, one.number)
+            (matrix.shape[0], one.bits, one.group, one.offset, one.has_mins, one.number, one.table)
             for matrix, one in zip(matrices, formats, strict=True)
         ]
         contiguous = None if bias is None else bias.contiguous()
@@ -96,7 +70,7 @@ class NativeLinear:
         for matrix in matrices:
             for piece in matrix.pieces():
                 packing.add_rows(piece.codes, piece.numbers, piece.factors)
-        return cls(packing.finish(), rows, in_features, gated=gated)
+        return cls(packing.finish(), rows, in_features, dtype, gated=gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in_features] → [rows, out_features]. If gated, silu(gate) * up of a weight with gate rows first."""
@@ -106,9 +80,7 @@ class NativeLinear:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: [ids] int64 → [ids, in_features]. Not for gated layers."""
-        import torch
-
-        rows = torch.empty((ids.shape[0], self.in_features), dtype=torch.bfloat16)
+        rows = torch.empty((ids.shape[0], self.in_features), dtype=self._dtype)
         self.packed.copy_rows(ids, rows)
         return rows
 
@@ -116,17 +88,20 @@ class NativeLinear:
 class NativeNorm:
     """Implements `PackedNorm`."""
 
-    __slots__ = ("_apply", "_apply_heads", "_empty_like", "packed")
+    __slots__ = ("_apply", "_apply_heads", "_dtype", "_empty_like", "_plain", "packed")
 
-    def __init__(self, packed: KernelNorm) -> None:
-        import torch
-
+    def __init__(self, packed: Any, dtype: torch.dtype, plain: PackedNorm) -> None:
+        """dtype: of the kernel's inputs. plain: for a residual stream in another dtype, as of T5 in float16."""
         self._empty_like = torch.empty_like
+        self._dtype = dtype
+        self._plain = plain
         self.packed = packed
         self._apply = packed.apply
         self._apply_heads = packed.apply_heads
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dtype != self._dtype:
+            return self._plain(x, residual)
         y = self._empty_like(x)
         if x.dim() == 3:
             self._apply_heads(x, y)
@@ -135,13 +110,13 @@ class NativeNorm:
         return y
 
 
-class NativeTable:
-    """A function of one bf16 number as a table of its 65,536 results. torch computes the end of a vector loop
-    differently from the rest, so with torch's function a result would depend on the number's place in the batch."""
+class NativeActivation:
+    """A function of one number. torch computes the end of a vector loop differently from the rest, so with torch's
+    function a result would depend on the number's place in the batch."""
 
     __slots__ = ("_apply", "packed")
 
-    def __init__(self, packed: Table) -> None:
+    def __init__(self, packed: Any) -> None:
         self.packed = packed
         self._apply = packed.apply
 
@@ -151,8 +126,8 @@ class NativeTable:
         return y
 
 
-class NativeGate(NativeTable):
-    """A table whose results are multiplied by the second half of each row."""
+class NativeGate(NativeActivation):
+    """A function whose results are multiplied by the second half of each row."""
 
     __slots__ = ()
 
@@ -167,19 +142,27 @@ class NativeOps:
 
     name = "native"
     groups_experts = False
-    keeps_quantized = True
 
-    def __init__(self, num_threads: int | None = None, activation_bits: int = 16) -> None:
+    def __init__(self, build: NativeBuild, num_threads: int | None = None, activation_bits: int = 16) -> None:
         """activation_bits: of the inputs of quantized weights, 8 or 16."""
         from penstock_server.kernels.torch_ops import TorchOps
 
-        self._kernels = make_kernels(num_threads)
+        self.build = build
+        self._num_threads = num_threads
+        self._kernels = build.kernels(num_threads)
         self._activation_bits = activation_bits
         self._torch = TorchOps()  # for norms without weights
-        self._results: dict[Elementwise, Tensor] = {}
+
+    def keeps(self, format_: QuantFormat) -> bool:
+        return format_.code == "integer"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
-        return NativeLinear.dense(self._kernels, weight, bias, gated=False)
+        kernels = self._kernels
+        if weight.dtype != self.build.dtype:  # kept in float32 in a float16 model
+            build = find_build(torch.device("cpu"), weight.dtype, self.build.isa.name)
+            assert build is not None, "an instruction set has kernels for all data types"
+            kernels = build.kernels(self._num_threads)
+        return NativeLinear.dense(kernels, weight, bias, gated=False)
 
     def pack_tied(self, weight: Weight) -> tuple[NativeLinear, Lookup]:
         """The packed weight serves both."""
@@ -193,8 +176,13 @@ class NativeOps:
     def pack_quantized(
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[NativeLinear, Lookup]:
-        linear = NativeLinear.quantized(self._kernels, matrices, bias, self._activation_bits, gated=gated)
+        linear = NativeLinear.quantized(
+            self._kernels, matrices, bias, self._activation_bits, self.build.dtype, gated=gated
+        )
         return linear, linear.rows
+
+    def pack_heads(self, weight: Tensor) -> None:
+        return None
 
     def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
         if weight is None:
@@ -203,7 +191,8 @@ class NativeOps:
         dim = weight.shape[-1]
         weights = weight.float().contiguous().view(-1, dim)
         biases = None if bias is None else bias.float().contiguous().view(-1, dim)
-        return NativeNorm(self._kernels.norm(kind, weights, biases, variant.eps))
+        packed = self._kernels.norm(kind, weights, biases, variant.eps)
+        return NativeNorm(packed, self.build.dtype, self._torch.pack_norm(weight, bias, variant))
 
     def rotate(
         self,
@@ -217,28 +206,26 @@ class NativeOps:
     ) -> None:
         self._kernels.rotate(queries, keys, cos, sin, positions, interleaved)
 
-    def elementwise(self, function: Elementwise) -> NativeTable:
-        return NativeTable(self._kernels.table(self._results_of(function), False))
+    def elementwise(self, function: Elementwise) -> Elementwise:
+        form = native_form(function)
+        return function if form is None else NativeActivation(self._kernels.activation(*form, False))
 
-    def gated(self, activation: Elementwise) -> NativeTable:
-        return NativeGate(self._kernels.table(self._results_of(activation), True))
-
-    def _results_of(self, function: Elementwise) -> Tensor:
-        """The results of all numbers by their bits [65,536]."""
-        # PERF: layers share them, so they stay in the cores' caches from one layer to the next.
-        if function not in self._results:
-            import torch
-
-            patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-            self._results[function] = function(patterns.view(1, -1).view(torch.bfloat16)).flatten()
-        return self._results[function]
+    def gated(self, activation: Elementwise) -> Elementwise:
+        form = native_form(activation)
+        if form is None:
+            return self._torch.gated(activation)
+        return NativeGate(self._kernels.activation(*form, True))
 
     def argmax_logprob(
         self, logits: Tensor, places: npt.NDArray[np.int64] | None = None, masks: npt.NDArray[np.int32] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See the function `argmax_logprob`."""
-        import torch
+        """The greedy choice of each row of logits [rows, vocab]: ids [rows] int64 (the lowest of equal ones) and their
+        logprobs [rows] float32.
 
+        places: the rows whose choice is restricted by masks [places, words]; bit b of word w allows token 32 * w + b. A
+        row that contains NaN or +infinity, in an allowed place or not, and a row whose mask allows no token, has id -1
+        and logprob NaN.
+        """
         ids = torch.empty(logits.shape[0], dtype=torch.int64)
         logprobs = torch.empty(logits.shape[0], dtype=torch.float32)
         restricted = None
@@ -246,10 +233,3 @@ class NativeOps:
             restricted = torch.from_numpy(places), torch.from_numpy(masks)
         self._kernels.argmax_logprob(logits, ids, logprobs, restricted)
         return ids, logprobs
-
-
-def _libgomp() -> str | None:
-    """The path of the libgomp that torch runs on; None if torch uses another OpenMP."""
-    import torch
-
-    return next((str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))), None)

@@ -1,5 +1,6 @@
 """The fused operators that layers call. One implementation is selected at load: `torch_ops` (any device), `native_ops`
-(bf16 on CPUs with AVX-512 BF16) or `triton_ops` (CUDA). The last two compute a row alike whatever the other rows are.
+(CPUs), `triton_ops` or `triton_invariant` (CUDA). `native_ops` and `triton_invariant` compute a row alike whatever the
+other rows are.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 
 
 class PackedLinear(Protocol):
@@ -95,11 +96,17 @@ Elementwise = Callable[[Tensor], Tensor]
 Lookup = Callable[[Tensor], Tensor]
 """Row numbers [rows] int64 → those rows of a table [rows, features]."""
 
+HeadProduct = Callable[[Tensor, Tensor], None]
+"""x [rows, heads, in] → out [rows, heads, out], by a matrix per head. The features of both are contiguous."""
+
 
 class Ops(Protocol):
     name: str
     groups_experts: bool  # whether the layers of experts are computed together, by `triton_grouped`
-    keeps_quantized: bool  # whether there are kernels for quantized weights; otherwise they are dequantized at load
+
+    def keeps(self, format_: QuantFormat) -> bool:
+        """Whether there are kernels for weights in this format. Otherwise they are dequantized at load."""
+        ...
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [out_features, in_features], bias [out_features] or None."""
@@ -118,7 +125,11 @@ class Ops(Protocol):
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[PackedLinear, Lookup]:
         """A layer whose weight is these matrices, one below the other, and its rows in the model's dtype. gated: as in
-        `pack_gate_up`; such a layer has no rows to look up. Only if `keeps_quantized`."""
+        `pack_gate_up`; such a layer has no rows to look up. Only of formats that it `keeps`."""
+        ...
+
+    def pack_heads(self, weight: Tensor) -> HeadProduct | None:
+        """weight [heads, out, in]. None: there is no operator for all heads, only layers for each."""
         ...
 
     def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:

@@ -1,7 +1,7 @@
 """Matrices as quantized checkpoints store them: small integer codes, and scales for groups of input features.
 
-w = scale * (code - offset), or scale * code + min where a format has mins. In some formats scales and mins are small
-integers themselves, with a common factor for each super-group (GGUF's K types).
+w = scale * (code - offset), or scale * code + min where a format has mins, or scale * table[code]. In some formats
+scales and mins are small integers themselves, with a common factor for each super-group (GGUF's K types).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 SUPER_GROUP = 256  # input features
+FLOAT8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,15 @@ class QuantFormat:
     group: int  # input features that share a scale: 16, or a multiple of 32
     offset: int = 0  # the code of zero, if there are no mins
     has_mins: bool = False
-    # The type in which scales and mins are exact. If it is int8, they have factors, which are exact in float16.
-    number: Literal["float16", "float32", "int8"] = "float32"
+    # The type in which scales and mins are exact. If it is int8, they have factors, which are exact in float16; e8m0
+    # are powers of two from 2^-128 on.
+    number: Literal["float16", "float32", "int8", "e8m0"] = "float32"
+    # 16 integers of 8 bits that codes of 4 bits stand for, if not for themselves; then there is no offset and no min.
+    table: tuple[int, ...] | None = None
+    # What a code is: an integer, or the bits of an 8-bit float, whose format has neither offset nor mins.
+    code: Literal["integer", "e4m3fn", "e5m2"] = "integer"
+    # Whether the checkpoint is made for inputs in 8 bits too, of the same kind. There is one scale for each row.
+    has_narrow_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,10 @@ class QuantizedRows:
         numbers = [_spread(numbers, format_.group, num_columns) for numbers in self.numbers]
         for number, factors in zip(numbers, self.factors, strict=False):
             number *= _spread(factors, SUPER_GROUP, num_columns)
+        if format_.table is not None:
+            return torch.tensor(format_.table, dtype=torch.float32)[self.codes.int()] * numbers[0]
+        if format_.code != "integer":
+            return self.codes.view(FLOAT8[format_.code]).float() * numbers[0]
         if self.mins is None:
             return (self.codes.float() - format_.offset) * numbers[0]
         return self.codes * numbers[0] + numbers[1]
@@ -109,7 +121,7 @@ class QuantizedMatrix:
         """Of codes, scales and mins as they are kept in memory."""
         rows, columns = self.shape
         kinds = 2 if self.format.has_mins else 1
-        number_bytes = {"int8": 1, "float16": 2, "float32": 4}[self.format.number]
+        number_bytes = {"int8": 1, "e8m0": 1, "float16": 2, "float32": 4}[self.format.number]
         factors = -(-columns // SUPER_GROUP) * 2 if self.format.number == "int8" else 0
         numbers = -(-columns // self.format.group) * number_bytes
         return rows * (columns * self.format.bits // 8 + kinds * (numbers + factors))

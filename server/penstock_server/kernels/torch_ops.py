@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock_server.kernels.ops import (
     Elementwise,
+    HeadProduct,
     Lookup,
     NormVariant,
     PackedLinear,
@@ -23,7 +24,7 @@ from penstock_server.kernels.ops import (
     norm_dtype,
     whole,
 )
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,9 @@ class TorchOps:
 
     name = "torch"
     groups_experts = False
-    keeps_quantized = False
+
+    def keeps(self, format_: QuantFormat) -> bool:
+        return False
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         weight = whole(weight)
@@ -107,6 +110,11 @@ class TorchOps:
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[PackedLinear, Lookup]:
         raise NotImplementedError("quantized weights are dequantized before they are packed")
+
+    def pack_heads(self, weight: Tensor) -> HeadProduct | None:
+        if weight.device.type == "cpu":
+            return None  # so that each head has a weight that oneDNN packs
+        return partial(_multiply_heads, weight.transpose(1, 2).contiguous())
 
     def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
         return TorchNorm(self, weight, bias, variant)
@@ -164,6 +172,11 @@ class TorchOps:
 
     def gated(self, activation: Elementwise) -> Elementwise:
         return partial(_gated, activation)
+
+
+def _multiply_heads(weight: Tensor, x: Tensor, out: Tensor) -> None:
+    """weight [heads, in, out]"""
+    out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))
 
 
 def _gated(activation: Elementwise, x: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock_server.kernels import triton_device, triton_kernel
+from penstock_server.kernels.triton_quantized import Segment
+from penstock_server.kernels.triton_quantized_kernel import grouped_product_kernel
 
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 64, 64  # of a program; the same for any number of rows
 _SUM_WIDTH = 1024  # elements of a program
@@ -81,6 +83,49 @@ class GroupedLinear:
             TILE_DEPTH=TILE_DEPTH if x.dtype.itemsize == 2 else TILE_DEPTH // 2,
             num_warps=4,
             num_stages=3,
+        )
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQuantized:
+    """`GroupedLinear` with quantized weights."""
+
+    segment: Segment  # the outputs of all experts, one expert after the other
+    num_experts: int  # on this rank
+    bias: Tensor | None  # [experts, out_features]
+    columns_order: Tensor | None  # [experts, in_features] int32: as of `QuantizedMatrix.order`
+
+    @property
+    def out_features(self) -> int:
+        return self.segment.num_columns // self.num_experts
+
+    def __call__(self, x: Tensor, assignment: Assignment, rows_per_input: int) -> Tensor:
+        """As of `GroupedLinear`."""
+        form, out_features = self.segment.form, self.out_features
+        x = x.contiguous()
+        output = x.new_zeros((assignment.num_pairs, out_features))
+        triton_device.launch(
+            grouped_product_kernel,
+            (assignment.tile_experts.shape[0], -(-out_features // TILE_COLUMNS)),
+            output=output,
+            x=x,
+            weight=self.segment.weight,
+            bias=self.bias,
+            columns_order=self.columns_order,
+            order=assignment.order,
+            ends=assignment.ends,
+            tile_experts=assignment.tile_experts,
+            tile_starts=assignment.tile_starts,
+            rows_per_input=rows_per_input,
+            EXPERTS=self.num_experts,
+            COLUMNS=out_features,
+            FORM=form,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            TILE_OUTPUTS=TILE_COLUMNS,
+            TILE_ROWS=TILE_ROWS,
+            num_warps=4,
+            num_stages=2,
         )
         return output
 

@@ -54,6 +54,42 @@ def to_stored(x, dtype: tl.constexpr, factor, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def head_statistics(
+    rows, is_head, eps, IS_NORMED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, IS_LAYER: tl.constexpr
+):
+    """For `normalized`: the mean of each head [heads] behind the pointers `rows` (of an RMSNorm 0), and the factor that
+    gives it the variance 1; anything if not IS_NORMED."""
+    mean = tl.zeros(is_head.shape, tl.float32)
+    factor = mean
+    if IS_NORMED:
+        column = tl.arange(0, WIDTH)
+        mask = is_head[:, None] & (column < DIM)[None, :]
+        wide = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if IS_LAYER:
+            mean = tl.sum(wide, 1) / DIM
+            wide = tl.where(mask, wide - mean[:, None], 0.0)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)
+    return mean, factor
+
+
+@triton.jit
+def normalized(
+    x, mean, factor, weight, bias, places, mask, dtype: tl.constexpr, IS_NORMED: tl.constexpr, IS_WIDE: tl.constexpr
+):
+    """x [heads, columns] float32, or its norm, rounded as if it were stored. weight, bias: behind `places`, or None."""
+    if IS_NORMED:
+        x = (x - mean[:, None]) * factor[:, None]
+        if not IS_WIDE:
+            x = x.to(dtype).to(tl.float32)
+        if weight is not None:
+            x = x * tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
+        if bias is not None:
+            x = x + tl.load(bias + places, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
 def rotate_pairs(
     source,
     target,
@@ -65,10 +101,18 @@ def rotate_pairs(
     IS_INTERLEAVED: tl.constexpr,
     factor=1.0,
     FORMAT: tl.constexpr = "",
+    mean=None,
+    norm_factor=None,
+    weight=None,
+    bias=None,
+    weight_rows=None,
+    IS_NORMED: tl.constexpr = False,
+    IS_WIDE: tl.constexpr = False,
 ):
     """Reads the rotary elements of some heads behind the pointers source [heads] and writes them, rotated, behind
     target [heads]. cos, sin: pointers to the HALF numbers of the token's position. WIDTH: HALF or more, a power of two.
-    factor, FORMAT: as in `to_stored`.
+    factor, FORMAT: as in `to_stored`. IS_NORMED: elements are normalized before; mean, norm_factor, weight, bias,
+    IS_WIDE: as in `normalized`, weight_rows [heads]: where the head's weight begins.
 
     One thread reads both elements of a pair and writes both, so target may be source.
     """
@@ -81,6 +125,12 @@ def rotate_pairs(
         places, distance = pair, HALF
     first = tl.load(source[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source[:, None] + places[None, :] + distance, mask=mask, other=0.0).to(tl.float32)
+    if IS_NORMED:
+        of_weight = weight_rows[:, None] + places[None, :]
+        stored: tl.constexpr = source.dtype.element_ty
+        first = normalized(first, mean, norm_factor, weight, bias, of_weight, mask, stored, IS_NORMED, IS_WIDE)
+        of_weight += distance
+        second = normalized(second, mean, norm_factor, weight, bias, of_weight, mask, stored, IS_NORMED, IS_WIDE)
     c = tl.load(cos + pair, mask=is_pair, other=0.0)[None, :]
     s = tl.load(sin + pair, mask=is_pair, other=0.0)[None, :]
     dtype = target.dtype.element_ty
@@ -123,18 +173,51 @@ def rotate_kernel(
 
 
 @triton.jit
-def activated(x, NAME: tl.constexpr):
-    """An activation function of float32."""
+def activated(x, NAME: tl.constexpr, above=None, below=None):
+    """An activation function of float32. above, below: pointers to the factors of xIELU."""
     if NAME == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif NAME == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "quick_gelu":
+        y = x / (1.0 + tl.exp(-1.702 * x))
+    elif NAME == "relu":
+        y = tl.maximum(x, 0.0)
+    elif NAME == "relu2":
+        y = tl.maximum(x, 0.0)
+        y = y * y
+    elif NAME == "xielu":
+        # As in `activation.Xielu`. exp(x) - 1 of a small x is a series, since the difference would be rounding errors.
+        z = tl.minimum(x, -1e-6)
+        series = z * (1.0 + z * (0.5 + z * (0.16666667 + z * (0.041666668 + z * 0.008333334))))
+        expm1 = tl.where(z > -0.25, series, tl.exp(z) - 1.0)
+        negative = (expm1 - x) * tl.load(below).to(tl.float32)
+        y = tl.where(x > 0.0, tl.load(above).to(tl.float32) * x * x, negative) + 0.5 * x
     else:
         tl.static_assert(NAME == "gelu_tanh")
         # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u))
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         y = x / (1.0 + tl.exp(-2.0 * u))
     return y
+
+
+@triton.jit
+def activate_kernel(
+    output,  # [rows, DIM]
+    x,  # [rows, DIM]
+    above,  # of `activated`
+    below,
+    row_stride,  # of x
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,  # elements of a program
+    NAME: tl.constexpr,
+):
+    """activation(x). Grid: rows, parts of WIDTH elements."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = column < DIM
+    y = activated(tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32), NAME, above, below)
+    tl.store(output + row * DIM + column, y.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -13,17 +13,20 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from penstock_server.kernels import triton_device, triton_kernel
-from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.activation import ACTIVATIONS, Xielu
 from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedLinear, norm_dtype
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.kernels.torch_ops import GateUp, TorchOps
-from penstock_server.kernels.triton_quantized import QuantizedLinear
+from penstock_server.kernels.triton_quantized import QuantizedLinear, can_gate
 
 # The names by which the kernel knows activations.
 _KERNEL_ACTIVATIONS: dict[Elementwise, str] = {
     F.silu: "silu",
     F.gelu: "gelu",
     ACTIVATIONS["gelu_new"]: "gelu_tanh",
+    ACTIVATIONS["quick_gelu"]: "quick_gelu",
+    ACTIVATIONS["relu"]: "relu",
+    ACTIVATIONS["relu2"]: "relu2",
 }
 _GATE_WIDTH = 1024  # elements of a program
 _ROTATED_ELEMENTS = 2048  # of the tile of heads that a program rotates
@@ -39,16 +42,18 @@ class TritonOps(TorchOps):
 
     name = "triton"
     groups_experts = True
-    keeps_quantized = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """device: of packed weights; dtype: the model's."""
         self._device, self._dtype = device, dtype
 
+    def keeps(self, format_: QuantFormat) -> bool:
+        return format_.table is None
+
     def pack_quantized(
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[PackedLinear, Lookup]:
-        is_fused = gated and len({matrix.format for matrix in matrices}) == 1
+        is_fused = gated and can_gate(matrices, self._dtype, self._device)
         linear = QuantizedLinear.pack(matrices, bias, self._dtype, self._device, gated=is_fused)
         if gated and not is_fused:
             dim = linear.out_features // 2
@@ -126,9 +131,35 @@ class TritonOps(TorchOps):
             num_warps=4,
         )
 
+    def elementwise(self, function: Elementwise) -> Elementwise:
+        if isinstance(function, Xielu):
+            return partial(_activate, "xielu", function)
+        name = _KERNEL_ACTIVATIONS.get(function)
+        return function if name is None else partial(_activate, name, None)
+
     def gated(self, activation: Elementwise) -> Elementwise:
         name = _KERNEL_ACTIVATIONS.get(activation)
         return super().gated(activation) if name is None else partial(_gate, name)
+
+
+def _activate(name: str, parameters: Xielu | None, x: Tensor) -> Tensor:
+    dim = x.shape[-1]
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, dim)
+    triton_device.launch(
+        triton_kernel.activate_kernel,
+        (rows.shape[0], -(-dim // _GATE_WIDTH)),
+        output=output,
+        x=rows,
+        above=None if parameters is None else parameters.above,
+        below=None if parameters is None else parameters.below,
+        row_stride=rows.stride(0),
+        DIM=dim,
+        WIDTH=_GATE_WIDTH,
+        NAME=name,
+        num_warps=4,
+    )
+    return output
 
 
 def _gate(name: str, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock_server.kernels import triton_device
 from penstock_server.kernels.quantized import SUPER_GROUP, QuantFormat, QuantizedMatrix, QuantizedRows
+from penstock_server.kernels.triton_narrow import NarrowSegment, is_narrow
 from penstock_server.kernels.triton_quantized_kernel import Form, Weight, lookup_kernel, merge_kernel, product_kernel
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of 8 codes, by the bits of a code in them
@@ -154,7 +155,7 @@ class Segment:
 class QuantizedLinear:
     """Implements `PackedLinear`."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment | NarrowSegment, ...]
     out_features: int
     in_features: int
     dtype: torch.dtype  # of rows that are looked up
@@ -169,16 +170,19 @@ class QuantizedLinear:
         *,
         gated: bool = False,
     ) -> QuantizedLinear:
-        """gated: as in `Ops.pack_quantized`; the matrices must have one format."""
-        segments: list[Segment] = []
+        """gated: as in `Ops.pack_quantized`; only if `can_gate`."""
+        assert not gated or can_gate(matrices, dtype, device)
+        segments: list[Segment | NarrowSegment] = []
         first = 0
-        for _, same in groupby(matrices, key=lambda matrix: matrix.format):
+        for format_, same in groupby(matrices, key=lambda matrix: matrix.format):
             group = list(same)
             end = first + sum(matrix.shape[0] for matrix in group)
             own_bias = None if bias is None else bias[first:end].to(device)
-            segments.append(Segment.pack(group, first, own_bias, device, gated=gated))
+            if is_narrow(format_, (end - first, group[0].shape[1]), dtype, device):
+                segments.append(NarrowSegment.pack(group, first, own_bias, device))
+            else:
+                segments.append(Segment.pack(group, first, own_bias, device, gated=gated))
             first = end
-        assert not gated or len(segments) == 1
         out_features = sum(segment.num_columns for segment in segments)
         return cls(tuple(segments), out_features, matrices[0].shape[1], dtype)
 
@@ -198,6 +202,13 @@ class QuantizedLinear:
         return y
 
 
+def can_gate(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the product's kernel can compute a gate, too."""
+    formats = {matrix.format for matrix in matrices}
+    shape = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
+    return len(formats) == 1 and not is_narrow(next(iter(formats)), shape, dtype, device)
+
+
 def _form(format_: QuantFormat, num_outputs: int, depth: int) -> Form:
     bits = max(width for width in _WORDS if width <= format_.bits)
     return Form(
@@ -209,6 +220,7 @@ def _form(format_: QuantFormat, num_outputs: int, depth: int) -> Form:
         offset=format_.offset,
         group=format_.group,
         packed=4 // _NUMBERS[format_.number].itemsize,
+        code=format_.code,
     )
 
 

@@ -40,6 +40,7 @@ class Form(NamedTuple):
     offset: int
     group: int  # input features that share a scale
     packed: int  # scales in a word: 1 float32, 2 float16 or 4 int8
+    code: str  # as of `QuantFormat`
     block: int = SUPER_GROUP  # input features
     unit: int = 32  # input features
 
@@ -58,6 +59,12 @@ def _codes(words, high_words, unit: tl.constexpr, FORM: tl.constexpr):
     if FORM.high_bits > 0:
         high = (high_words >> (FORM.high_bits * unit)).to(tl.int32) & ((1 << FORM.high_bits) - 1)
         code |= high << FORM.bits
+    if FORM.code != "integer":
+        # A finite number's bits, moved to where float32 has them, are that number divided by a power of two.
+        fraction_bits: tl.constexpr = 3 if FORM.code == "e4m3fn" else 2
+        bias: tl.constexpr = 7 if FORM.code == "e4m3fn" else 15
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << (23 - fraction_bits))
+        return bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - bias)
     # PERF: GPUs convert integers at a fraction of the rate of additions. These are the bits of 2**23 + code.
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
@@ -129,6 +136,7 @@ def _chain(
     is_output,
     first_block,
     end_block,
+    order,  # [depth] int32: the input feature of each column of the weight; None: they are in order
     FORM: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
@@ -146,6 +154,8 @@ def _chain(
             mask = is_row[None, :]
             if FORM.depth % FORM.block > 0:
                 mask = mask & (feature < FORM.depth)[:, None]
+            if order is not None:
+                feature = tl.load(order + feature, mask=feature < FORM.depth, other=0)
             inputs = tl.load(x[None, :] + feature[:, None], mask=mask, other=0.0)
             weights = _load_weights(weight, words, high_words, block, unit, output, is_output, inputs.dtype, FORM)
             acc = tl.dot(weights, inputs, acc, input_precision=PRECISION)
@@ -217,6 +227,7 @@ def product_kernel(
             is_output,
             split * SPLIT_BLOCKS,
             end_block,
+            None,
             FORM,
             PRECISION,
             TILE_OUTPUTS,
@@ -227,6 +238,56 @@ def product_kernel(
         tl.store(partials + places, total, mask=is_output[:, None] & is_row[None, :])
     else:
         _finish(total, y + row * y_stride, is_row, bias, first_output, FORM, IS_GATED, TILE_OUTPUTS, TILE_ROWS)
+
+
+@triton.jit(do_not_specialize=["rows_per_input"])
+def grouped_product_kernel(
+    output,  # [pairs, COLUMNS]
+    x,  # [pairs / rows_per_input, depth]
+    weight,  # a Weight: the outputs of all experts, one expert after the other
+    bias,  # [EXPERTS, COLUMNS] or None
+    columns_order,  # [EXPERTS, depth] int32: the input feature of each column; None: they are in order
+    order,
+    ends,
+    tile_experts,
+    tile_starts,
+    rows_per_input,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORM: tl.constexpr,
+    PRECISION: tl.constexpr,  # of tl.dot
+    TILE_OUTPUTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """As `triton_kernel.grouped_kernel`, with quantized weights. An output is one chain."""
+    expert = tl.load(tile_experts + tl.program_id(0))
+    if expert >= EXPERTS:
+        return
+    place = tl.load(tile_starts + tl.program_id(0)) + tl.arange(0, TILE_ROWS)
+    is_row = place < tl.load(ends + expert)
+    pair = tl.load(order + place, mask=is_row, other=0)
+    column = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    is_column = column < COLUMNS
+    if columns_order is not None:
+        columns_order += expert * FORM.depth
+    total = _chain(
+        x + pair // rows_per_input * FORM.depth,
+        is_row,
+        weight,
+        expert * COLUMNS + column,
+        is_column,
+        0,
+        FORM.blocks,
+        columns_order,
+        FORM,
+        PRECISION,
+        TILE_OUTPUTS,
+        TILE_ROWS,
+    )
+    if bias is not None:
+        total += tl.load(bias + expert * COLUMNS + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    mask = is_column[:, None] & is_row[None, :]
+    tl.store(output + pair[None, :] * COLUMNS + column[:, None], total.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit

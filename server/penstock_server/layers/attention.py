@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, Rotation
+from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, HeadNorms, Rotation
 from penstock_server.kernels.ops import Ops
+from penstock_server.kernels.torch_ops import TorchNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
@@ -142,7 +143,8 @@ class AttentionBlock:
             qkv.clamp_(-self.spec.clip, self.spec.clip)
         queries, keys, values = qkv.view(x.shape[0], heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
         is_after_rope = self.spec.qk_norm is not None and self.spec.qk_norm.is_after_rope
-        if self.norms is not None and not is_after_rope:
+        norms = None if is_after_rope else self._fused_norms(queries)
+        if self.norms is not None and not is_after_rope and norms is None:
             queries, keys = self.norms[0](queries), self.norms[1](keys)
         rotation = None
         if self.rope is not None and self.spec.rope is not None:
@@ -152,7 +154,7 @@ class AttentionBlock:
                 rotation = None
         if self.norms is not None and is_after_rope:
             queries, keys = self.norms[0](queries), self.norms[1](keys)
-        self.attention.write_kv(cache, keys, values, step.batch.slots, rotation, self.scales)
+        self.attention.write_kv(cache, keys, values, step.batch.slots, rotation, self.scales, norms)
         return queries
 
     def attend(self, queries: Tensor, cache: Tensor, step: StepContext) -> Tensor:
@@ -195,6 +197,16 @@ class AttentionBlock:
             else:
                 program.norm_heads(norm, first, num_heads)
             first += num_heads * self.shape.head_dim
+
+    def _fused_norms(self, queries: Tensor) -> HeadNorms | None:
+        """The norms of each head, if the attention computes them as it stores the keys."""
+        if self.norms is None or not self.attention.normalizes:
+            return None
+        query, key = self.norms
+        if not isinstance(query, TorchNorm) or not isinstance(key, TorchNorm):
+            return None
+        weights = query.weight, query.bias, key.weight, key.bias
+        return HeadNorms(queries, *weights, query.variant.eps, query.variant.kind == "layer", query.variant.is_wide)
 
     def _rotate(self, keys: Tensor, rotation: Rotation) -> None:
         tables = rotation.cos, rotation.sin, rotation.positions

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import Attention, AttentionShape
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.ops import Ops, PackedNorm
+from penstock_server.kernels.ops import HeadProduct, Ops, PackedNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import DenseWeights, Linear
@@ -84,20 +84,21 @@ class LatentAttentionSpec:
 class HeadLinear:
     """A matrix per head."""
 
-    linears: list[Linear]  # on a CPU, where the native operators compute each row independently of the others
-    weight: Tensor | None  # on other devices: [heads, in, out]
+    linears: list[Linear]  # one per head, unless there is a product
+    product: HeadProduct | None  # with the matrices of all heads
 
     @classmethod
     def pack(cls, ops: Ops, weight: Tensor) -> HeadLinear:
         """weight [heads, out, in]"""
-        if weight.device.type == "cpu":
+        product = ops.pack_heads(weight)
+        if product is None:
             return cls([DenseWeights(head.contiguous()).pack(ops) for head in weight], None)
-        return cls([], weight.transpose(1, 2).contiguous())
+        return cls([], product)
 
     def __call__(self, x: Tensor, out: Tensor, step: StepContext) -> None:
         """[rows, heads, in] → out [rows, heads, out]"""
-        if self.weight is not None:
-            out.copy_(torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1))
+        if self.product is not None:
+            self.product(x, out)
         for head, linear in enumerate(self.linears):
             out[:, head] = linear(x[:, head], step)
 

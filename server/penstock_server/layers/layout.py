@@ -16,7 +16,6 @@ class WeightLayout:
 
     shard: Shard
     scheme_of: SchemeOf = dense_everywhere
-    groups_experts: bool = False  # as of `Ops`: the weights of experts are dense
 
     def linear(
         self,

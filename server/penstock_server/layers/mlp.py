@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock_server.kernels.activation import ACTIVATIONS, xielu
+from penstock_server.kernels.activation import ACTIVATIONS, Xielu
 from penstock_server.kernels.ops import Elementwise
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
@@ -90,7 +90,7 @@ class Mlp:
         """Appends everything but `down` to a native stack: the input is in `source`, the result in "activated"."""
         if isinstance(self.inner, ActivatedLinear):
             program.linear(self.inner.linear, source, "inner")
-            program.look_up(self.inner.activation, "inner", "activated")
+            program.activate(self.inner.activation, "inner", "activated")
         else:
             program.linear(self.inner, source, "activated")
 
@@ -101,7 +101,7 @@ def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext) -> Linear | A
         return context.linear(*names, gated=True)
     linear = context.linear(*names)
     if spec.activation == "xielu":
-        activation = xielu(*(context.loader.read(f"{prefix}.{name}") for name in XIELU_NAMES))
+        activation: Elementwise = Xielu.learned(*(context.loader.read(f"{prefix}.{name}") for name in XIELU_NAMES))
     else:
         activation = ACTIVATIONS[spec.activation]
     wrap = context.ops.gated if spec.gated else context.ops.elementwise

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from penstock_server.attention.interface import Attention
 from penstock_server.attention.native import NativeAttention
 from penstock_server.collectives import SharedMemory
-from penstock_server.kernels.native_ops import NativeNorm, NativeTable
+from penstock_server.kernels.native_ops import NativeActivation, NativeNorm, NativeOps
 from penstock_server.kernels.ops import Elementwise, Ops, PackedNorm
 from penstock_server.layers.linear import Linear
 from penstock_server.layers.step import StepContext
 from penstock_server.parallel import RankGroup
 
 if TYPE_CHECKING:
-    from penstock_kernels import PackedNorm as KernelNorm
-    from penstock_kernels import Stack
+    from penstock_server.kernels.native_build import NativeBuild
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +51,18 @@ class NativeProgram:
     """A stack that is being written: each method appends an operation, or raises NotNativeError if there is none for
     this part. Raises ValueError if sizes do not fit together."""
 
-    def __init__(self, hidden_size: int) -> None:
-        import penstock_kernels
-
-        self._native = penstock_kernels.Program(hidden_size)
+    def __init__(self, hidden_size: int, build: NativeBuild) -> None:
+        """All parts must have been made by the kernels of this build."""
+        self._build = build
+        self._native = build.module.Program(hidden_size)
         self._attention: NativeAttention | None = None
 
     def linear(self, linear: Linear, source: Register, target: Register, *, adds: bool = False) -> None:
         """adds: to what is in the target."""
         if linear.native is None:
             raise NotNativeError("a linear layer whose columns are reordered")
+        if not isinstance(linear.native, self._build.module.PackedLinear):
+            raise NotNativeError("a linear layer in another data type")
         self._native.linear(linear.native, source, target, adds)
 
     def norm(self, norm: PackedNorm, source: Register, target: Register) -> None:
@@ -71,11 +72,11 @@ class NativeProgram:
         """Norms in place `num_groups` groups of elements of "qkv", from column `first` on."""
         self._native.norm_heads(_native_norm(norm), first, num_groups)
 
-    def look_up(self, function: Elementwise, source: Register, target: Register) -> None:
+    def activate(self, function: Elementwise, source: Register, target: Register) -> None:
         """function: of `Ops.elementwise` or `Ops.gated`."""
-        if not isinstance(function, NativeTable):
-            raise NotNativeError("an activation that is not a table")
-        self._native.look_up(function.packed, source, target)
+        if not isinstance(function, NativeActivation):
+            raise NotNativeError("an activation that is not native")
+        self._native.activate(function.packed, source, target)
 
     def scale(self, register: Register, factor: float) -> None:
         self._native.scale(register, factor)
@@ -103,6 +104,8 @@ class NativeProgram:
         """Joins the columns of all ranks, `widths[rank]` of each."""
         if not isinstance(group.collectives, SharedMemory):
             raise NotNativeError(f"{group.size} ranks that do not share memory")
+        if not isinstance(group.collectives.native, self._build.module.Collective):
+            raise NotNativeError("ranks that share memory through kernels in another data type")
         self._native.gather(group.collectives.native, widths, source, target)
 
     def select(self, registers: Sequence[Register]) -> None:
@@ -111,7 +114,7 @@ class NativeProgram:
 
     def finish(self) -> NativeStack:
         assert self._attention is not None, "a decoder has at least one layer"
-        return NativeStack(self._native.finish(self._attention.native))
+        return NativeStack(self._native.finish(self._attention.native), self._build)
 
 
 class NativeStack:
@@ -121,9 +124,9 @@ class NativeStack:
     def of(cls, append_layers: Callable[[NativeProgram], None], hidden_size: int, ops: Ops) -> NativeStack | None:
         """The stack that `append_layers` writes. None if the layers must run one by one."""
         try:
-            if ops.name != "native":
+            if not isinstance(ops, NativeOps):
                 raise NotNativeError(f"{ops.name} operators")
-            stack = cls.written_by(append_layers, hidden_size)
+            stack = cls.written_by(append_layers, hidden_size, ops.build)
         except NotNativeError as reason:
             logger.info("layers: one by one (%s)", reason)
             return None
@@ -131,13 +134,16 @@ class NativeStack:
         return stack
 
     @classmethod
-    def written_by(cls, append_layers: Callable[[NativeProgram], None], hidden_size: int) -> NativeStack:
+    def written_by(
+        cls, append_layers: Callable[[NativeProgram], None], hidden_size: int, build: NativeBuild
+    ) -> NativeStack:
         """Raises NotNativeError as `append_layers` does."""
-        program = NativeProgram(hidden_size)
+        program = NativeProgram(hidden_size, build)
         append_layers(program)
         return program.finish()
 
-    def __init__(self, native: Stack) -> None:
+    def __init__(self, native: Any, build: NativeBuild) -> None:
+        self.build = build
         self._run = native.run
 
     def run(self, residual: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
@@ -150,7 +156,7 @@ class NativeStack:
         return output
 
 
-def _native_norm(norm: PackedNorm) -> KernelNorm:
+def _native_norm(norm: PackedNorm) -> Any:
     if not isinstance(norm, NativeNorm):
         raise NotNativeError("a norm without weights")
     return norm.packed

@@ -49,9 +49,8 @@ class QuantizedWeights:
         return replace(self, bias=None)
 
     def pack(self, ops: Ops, *, gated: bool = False) -> Linear:
-        first, *others = [matrix.order for matrix in self.matrices]
-        has_one_order = all(_is_same(first, other) for other in others)
-        if not has_one_order:
+        first = self.matrices[0].order
+        if not self.has_one_order:
             return self._dequantized().pack(ops, gated=gated)
         packed = DenseLinear(ops.pack_quantized(self.matrices, self.bias, gated=gated)[0])
         return packed if first is None else OrderedLinear(packed, first.to(self.device))
@@ -66,6 +65,12 @@ class QuantizedWeights:
         if not self._is_in_order:
             return self._dequantized().lookup(ops)
         return ops.pack_quantized(self.matrices, None)[1]
+
+    @property
+    def has_one_order(self) -> bool:
+        """Whether the columns of all matrices have the same order."""
+        first, *others = [matrix.order for matrix in self.matrices]
+        return all(_is_same(first, other) for other in others)
 
     @property
     def _is_in_order(self) -> bool:
@@ -123,23 +128,27 @@ class Stored(Dense):
             yield QuantizedWeights(matrices, bias, dtype, loader.device)
 
 
+@dataclass(frozen=True, slots=True)
 class EightBits(Dense):
     """Dense weights quantized at load: 8 bits, a scale for each output. Implements `LinearScheme`."""
 
+    format: QuantFormat  # one of AT_LOAD; a group is a row
+
     def load(self, loader: Loader, *names: str) -> LinearWeights:
-        return _in_8_bits(load_dense(loader, *names), loader)
+        return _in_8_bits(load_dense(loader, *names), loader, self.format)
 
     def load_each(self, loader: Loader, names: Sequence[str], arrange: Arrange) -> Iterator[LinearWeights]:
         for weights in load_each_dense(loader, names, arrange):
-            yield _in_8_bits(weights, loader)
+            yield _in_8_bits(weights, loader, self.format)
 
 
-def _in_8_bits(weights: DenseWeights, loader: Loader) -> QuantizedWeights:
+def _in_8_bits(weights: DenseWeights, loader: Loader, format_: QuantFormat) -> QuantizedWeights:
     """The weights as they are packed. `loaded_bytes` counts them instead of the dense ones."""
     weight = weights.weight
     shape = (weight.shape[0], weight.shape[1])
-    format_ = QuantFormat(8, -(-shape[1] // 32) * 32, offset=128)
-    matrix = QuantizedMatrix(shape, format_, lambda: map(quantized_to_8_bits, pieces_of(weight)))
+    format_ = replace(format_, group=-(-shape[1] // 32) * 32)
+    quantize = quantized_to_8_bits if format_.code == "integer" else quantized_to_float8
+    matrix = QuantizedMatrix(shape, format_, lambda: map(quantize, pieces_of(weight)))
     loader.loaded_bytes += matrix.num_bytes - math.prod(shape) * weight.dtype.itemsize
     return QuantizedWeights((matrix,), weights.bias, weight.dtype, loader.device)
 
@@ -151,9 +160,17 @@ def quantized_to_8_bits(rows: Tensor) -> QuantizedRows:
     return QuantizedRows(codes.to(torch.uint8), scales)
 
 
-def eight_bits_in_layers(name: str) -> LinearScheme:
-    """The `SchemeOf` of checkpoints that are quantized at load. Embedding and output head stay dense, as in TGI."""
-    return Dense() if name in ("embedding", "head") else EightBits()
+def quantized_to_float8(rows: Tensor) -> QuantizedRows:
+    """[rows, in_features] in floating point → codes in e4m3fn; a row's greatest magnitude is 448 scales."""
+    scales = rows.float().abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    codes = (rows.float() / scales.clamp(min=torch.finfo(torch.float32).tiny)).to(torch.float8_e4m3fn)
+    return QuantizedRows(codes.view(torch.uint8), scales)
+
+
+def quantized_in_layers(format_: QuantFormat, name: str) -> LinearScheme:
+    """The scheme of a layer of checkpoints that are quantized at load. Embedding and output head stay dense, as in
+    TGI."""
+    return Dense() if name in ("embedding", "head") else EightBits(format_)
 
 
 def stored_everywhere(_name: str) -> LinearScheme:

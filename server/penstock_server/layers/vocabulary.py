@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from penstock_server.kernels.activation import SoftCap
 from penstock_server.kernels.ops import Elementwise, Lookup, Ops
 from penstock_server.layers.linear import Linear
 from penstock_server.parallel import RankGroup
@@ -53,4 +53,4 @@ class VocabularyHead:
 
 def soft_cap(ops: Ops, cap: float) -> Elementwise:
     """logits → cap * tanh(logits / cap) (Gemma 2)"""
-    return ops.elementwise(lambda logits: torch.tanh(logits / cap) * cap)
+    return ops.elementwise(SoftCap(cap))

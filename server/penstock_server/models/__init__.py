@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,21 +14,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 
 def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None) -> CausalModel:
     """This rank's shard of the model in a prepared folder. It still needs `allocate_cache`.
 
-    exact: whether several ranks compute the results of one to the bit (`Shard.exact`); None: on a CPU. Raises
-    ConfigError if the folder's model cannot be served on this many ranks.
+    exact: whether several ranks compute the results of one to the bit (`Shard.exact`); None: on a CPU, or if
+    `options.deterministic`. Raises ConfigError if the folder's model cannot be served on this many ranks.
     """
     from penstock_server.attention import ModelAttention
     from penstock_server.kernels import choose_ops
     from penstock_server.layers.context import BuildContext
     from penstock_server.layers.layout import WeightLayout
     from penstock_server.layers.linear import dense_everywhere
-    from penstock_server.layers.quantized import eight_bits_in_layers, stored_everywhere
+    from penstock_server.layers.quantized import quantized_in_layers, stored_everywhere
     from penstock_server.layers.shard import Shard
     from penstock_server.models.config import Config
     from penstock_server.models.decoder import Decoder
@@ -37,31 +36,46 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.weights import kv_scale
     from penstock_server.weights.format import open_checkpoint
     from penstock_server.weights.loader import Loader
-    from penstock_server.weights.quantization.flag import quantizes_at_load
+    from penstock_server.weights.quantization.flag import format_at_load
 
     begin = time.perf_counter()
     if Config.read(options.folder).require("model_type", str) not in ARCHITECTURES:
         return load_fallback(options, group)
     spec, names = read_spec(options.folder)
     if exact is None:
-        exact = options.device.type == "cpu"
-    ops = choose_ops(options.device, options.dtype, options.activation_bits)
-    quantizes = quantizes_at_load(options.quantize, options.folder)
-    if quantizes and not ops.keeps_quantized:
+        # The ranks of GPUs add their results up in an order that depends on the number of rows.
+        exact = options.device.type == "cpu" or options.deterministic
+    ops = choose_ops(
+        options.device,
+        options.dtype,
+        options.activation_bits,
+        deterministic=options.deterministic,
+        cpu_isa=options.cpu_isa,
+    )
+    format_ = format_at_load(options.quantize, options.folder)
+    if format_ is not None and not ops.keeps(format_):
+        format_ = None
         logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)
     scheme_of: SchemeOf = dense_everywhere
-    if ops.keeps_quantized and not options.dequantize:
-        scheme_of = eight_bits_in_layers if quantizes else stored_everywhere
+    if not options.dequantize:
+        scheme_of = stored_everywhere if format_ is None else partial(quantized_in_layers, format_)
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
-    layout = WeightLayout(shard, scheme_of, ops.groups_experts)
+    layout = WeightLayout(shard, scheme_of)
     checkpoint, locator = open_checkpoint(options.folder)
     locator = locator or names.for_checkpoint(checkpoint.names())
     spec = spec.for_checkpoint(locator, checkpoint.names())
     context = BuildContext(
-        loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device),
+        loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device, ops.keeps),
         ops=ops,
         layout=layout,
-        attention=ModelAttention(options.device, options.dtype, options.kv_dtype, options.attention),
+        attention=ModelAttention(
+            options.device,
+            options.dtype,
+            options.kv_dtype,
+            options.attention,
+            deterministic=options.deterministic,
+            cpu_isa=options.cpu_isa,
+        ),
         max_position_tokens=spec.max_position_tokens,
         block_tokens=options.block_tokens,
     )

@@ -18,7 +18,7 @@ from penstock_server.layers.norm import load_norm
 from penstock_server.layers.rope import limit_tables
 from penstock_server.layers.step import StepContext
 from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
-from penstock_server.models.encoder import Encoder, split
+from penstock_server.models.encoder import Encoder
 from penstock_server.models.layer import Layer, ResidualStream
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
 from penstock_server.weights.memory import return_freed_memory
@@ -60,9 +60,7 @@ class Decoder:
         self.attentions = attentions
         self.window_tokens = window_tokens(attentions)
         self.attention_name = context.attention.name
-        # The split of a batch into sources and answers reads device memory on the host.
-        has_kernels = context.attention.is_recordable and context.ops.name == "triton"
-        self.is_recordable = has_kernels and spec.encoder is None
+        self.is_recordable = context.attention.is_recordable and context.ops.name == "triton"
         self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
         self.weight_bytes = context.loader.loaded_bytes
         self._attention = context.attention
@@ -85,7 +83,7 @@ class Decoder:
         sample.layers = [self.layers[index] for index in indices]
         sample.caches = [self.caches[index] for index in indices]
         if self.stack is not None:
-            sample.stack = NativeStack.written_by(sample._append_layers, self.spec.hidden_size)
+            sample.stack = NativeStack.written_by(sample._append_layers, self.spec.hidden_size, self.stack.build)
         return sample
 
     def serve_up_to(self, max_sequence_tokens: int) -> None:
@@ -96,13 +94,10 @@ class Decoder:
         return self.head(outputs)
 
     def forward(self, batch: StepBatch) -> Tensor:
-        if self.encoder is not None:
-            sources, answers = split(batch)
-            if sources is not None:
-                self.encoder.read(StepContext.of(sources, self._attention), self.layers, self.caches)
-            if answers is None:
+        if self.encoder is not None and batch.sources is not None:
+            self.encoder.read(StepContext.of(batch.sources, self._attention), self.layers, self.caches)
+            if not len(batch.token_ids):
                 return batch.token_ids.new_empty((0, self.spec.hidden_size), dtype=self._dtype)
-            batch = answers
         step = StepContext.of(batch, self._attention)
         residual = self.embedding(step)
         if self.stack is not None:

@@ -56,7 +56,9 @@ class Fallback:
         self.max_position_tokens = _max_position_tokens(text)
         self.max_source_tokens = 0
         self.decoder_prefix: tuple[int, ...] = ()
-        self._pager = pager.Pager(options.device, options.dtype, options.block_tokens, options.attention)
+        self._pager = pager.Pager(
+            options.device, options.dtype, options.block_tokens, options.attention, options.cpu_isa
+        )
         self._pager.plug_in(model)
         model.set_attn_implementation(pager.RECORDING)
         ids = torch.zeros((1, 2), dtype=torch.int64, device=options.device)
@@ -138,6 +140,11 @@ def load_fallback(options: LoadOptions, group: RankGroup) -> Fallback:
         raise config.refuse(
             f"model type {model_type!r} is run by transformers, which is supported only with a KV cache of the model's "
             "dtype; remove --kv-cache-dtype"
+        )
+    if options.deterministic:
+        raise config.refuse(
+            f"model type {model_type!r} is run by transformers, whose results depend on the batch; "
+            "remove --deterministic"
         )
     if group.size > 1:
         raise config.refuse(

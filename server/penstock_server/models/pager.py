@@ -28,11 +28,13 @@ _CAUSAL_QUERY = 64  # the position of the query that a causal mask is tried with
 class Pager:
     """The attention layers of one model, and the current step."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, block_tokens: int, attention: str = "") -> None:
-        """attention: name of the implementation; empty: the fastest."""
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, block_tokens: int, attention: str = "", cpu_isa: str = ""
+    ) -> None:
+        """attention: name of the implementation; empty: the fastest. cpu_isa: as of `find_build`."""
         self.dtype = dtype
         self.block_tokens = block_tokens
-        self.attention = ModelAttention(device, dtype, name=attention)
+        self.attention = ModelAttention(device, dtype, name=attention, cpu_isa=cpu_isa)
         self.layers: list[Attention] = []
         self._step: tuple[StepContext, list[Tensor]] | None = None  # with its caches; None while recording
         self._next = 0  # index of the next attention call

@@ -7,14 +7,14 @@ architecture, and the layers know no tensor names of the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedMatrix
+from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
 from penstock_server.weights import kv_scale
 from penstock_server.weights.checkpoint import Checkpoint, Part
 from penstock_server.weights.location import Locator
@@ -53,13 +53,16 @@ class Loader:
         locator: Locator,
         dtype: torch.dtype,
         device: torch.device,
+        keeps: Callable[[QuantFormat], bool] = lambda _: True,
     ) -> None:
+        """keeps: as of `Ops`."""
         self.checkpoint = checkpoint
         self.locator = locator
         self.parameters = parameters
         self.locations = {name: locator.locate(name) for name in parameters}
         self.dtype = dtype
         self.device = device
+        self.keeps = keeps
         self.unfilled = set(parameters)
         self.loaded_bytes = 0
         self._scratch = Scratch()
@@ -111,13 +114,13 @@ class Loader:
 
     def quantized(self, *names: str) -> list[tuple[QuantizedMatrix, ...]] | None:
         """This rank's part of these parameters as the checkpoint stores them, to be read once: a matrix of each
-        parameter, or one for each index of their leading dimension. None unless all are quantized and can be handed
-        out so."""
+        parameter, or one for each index of their leading dimension. None unless all are quantized, can be handed
+        out so, and have formats that the operators keep."""
         found = []
         for name in names:
             parameter = self.parameters[name]
             matrices = self.locations[name].quantized(self.checkpoint, parameter.shape, parameter.part)
-            if matrices is None:
+            if matrices is None or not all(self.keeps(matrix.format) for matrix in matrices):
                 return None
             found.append(matrices)
         self.unfilled -= set(names)

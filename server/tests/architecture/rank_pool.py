@@ -69,7 +69,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         job = json.loads(line)
-        group = join(job["rank"], job["size"], job["rendezvous"])
+        group = join(job["rank"], job["size"], job["rendezvous"], getattr(torch, job["arguments"]["dtype"]))
         result = run(Path(job["folder"]), group=group, **job["arguments"])
         if group.rank == 0:
             torch.save(result, job["out"])

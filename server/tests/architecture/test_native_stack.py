@@ -114,8 +114,8 @@ def save(name: str, case: Case, folder: Path) -> Path:
     return folder if case.published is None else case.published.save(reference, folder / "published")
 
 
-def load(folder: Path, group: RankGroup) -> Decoder:
-    model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), BLOCK_TOKENS), group)
+def load(folder: Path, group: RankGroup, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    model = load_model(LoadOptions(folder, dtype, torch.device("cpu"), BLOCK_TOKENS), group)
     assert isinstance(model, Decoder)
     return model
 
@@ -136,10 +136,16 @@ def logits_of_steps(model: Decoder) -> list[torch.Tensor | None]:
     return [driver.step(advances, every_row=every_row) for advances, every_row in steps]
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_one_call_computes_the_bits_of_the_layers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in SUPPORTED), ("llama", torch.float16), ("llama", torch.float32)],
+    ids=str,
+)
+def test_one_call_computes_the_bits_of_the_layers(
+    name: str, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
-        model = load(save(name, widened(CASES[name]), tmp_path), RankGroup())
+        model = load(save(name, widened(CASES[name]), tmp_path), RankGroup(), dtype)
     assert "layers: one native call" in caplog.messages
     together, caches = logits_of_steps(model), [cache.clone() for cache in model.caches]
     model.stack = None

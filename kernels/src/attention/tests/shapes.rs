@@ -1,6 +1,8 @@
 //! Every attention feature beyond plain causal attention.
 
 use super::*;
+use crate::element::Element;
+use crate::simd::{from_bf16, to_bf16};
 
 /// One score by its formula.
 pub(crate) fn score(attention: &Attention, product: f32, head: usize, position: usize) -> f32 {
@@ -10,7 +12,7 @@ pub(crate) fn score(attention: &Attention, product: f32, head: usize, position: 
         score = cap * (score / cap).tanh();
     }
     let Some(alibi) = &attention.alibi else { return score };
-    let round = |x: f32| if alibi.is_bfloat16 { to_f32(to_bf16(x)) } else { x };
+    let round = |x: f32| if alibi.is_bfloat16 { from_bf16(to_bf16(x)) } else { x };
     let bias = round(round(alibi.slopes[head]) * round(position as f32));
     score + if alibi.is_scaled { bias * scale } else { bias }
 }
@@ -68,7 +70,7 @@ fn shapes(layout: Layout) -> Vec<(String, World)> {
         let name = format!("{layout:?} {mask:?} cap {soft_cap:?} {alibi:?} sinks {has_sinks} bias {has_relative_bias}");
         let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias }.checked().unwrap();
         let mut world = World::of(attention, &[1, 70, LENGTH], true);
-        let sinks = (0..layout.num_heads).map(|head| to_bf16(head as f32 * 2.0 - 1.0)).collect();
+        let sinks = (0..layout.num_heads).map(|head| Element::from_f32(head as f32 * 2.0 - 1.0)).collect();
         world.sinks = has_sinks.then_some(sinks);
         (name, world)
     };
@@ -89,7 +91,6 @@ fn visible_positions_are_an_interval() {
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn every_shape_matches_its_formula() {
     for layout in [layout(3, 1, 16), layout(4, 2, 80)] {
         for (name, world) in shapes(layout) {
@@ -102,7 +103,6 @@ fn every_shape_matches_its_formula() {
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
     for layout in [layout(3, 1, 16), layout(2, 2, 32)] {
         let row = layout.num_heads * layout.head_dim;
@@ -126,7 +126,6 @@ fn a_row_of_every_shape_has_the_same_bits_alone_chunked_and_split() {
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_window_over_everything_changes_no_bit() {
     let steps = [(0, 0, 300), (0, 299, 1), (1, 3, 60)];
     let plain = World::new(layout(6, 2, 48), &[300, 63], true);

@@ -2,26 +2,37 @@
 //! of 16 bits is kept as high · 256 + low, two planes of 8 bits.
 
 use super::{InputBits, UNIT};
+use crate::element::Element;
 use crate::linear::Rows;
 use crate::pool::{Executor, Target};
-use std::arch::x86_64::*;
+use crate::simd::{F32, I32, LANES};
 
-/// Where the parts of a quantized row are: planes i8 [planes][units · 32], the high one first, scales f32 [units], and for each half of a
-/// unit the sum of its integers, i32 [units][2].
+/// Where the parts of quantized rows are. Rows are in groups, padded to whole ones. First come planes i8 [groups][planes][units][rows of a
+/// group][32], the high one first; then numbers of 4 bytes [groups][units][7][rows of a group]: the scale f32, the sums of the integers of
+/// the unit's whole, its first half and its second, i32, and the sums of the inputs that they stand for, f32.
 #[derive(Clone, Copy)]
 pub(super) struct Layout {
     pub(super) num_units: usize,
     /// 1 for integers of 8 bits, 2 for 16.
     pub(super) num_planes: usize,
+    /// Of a group: 1, or those of a register of AMX.
+    group_rows: usize,
+    num_groups: usize,
 }
 
+/// PERF: registers of AMX read a row of a unit at a time, which should not be in two cache lines.
+pub(super) const ALIGNMENT: usize = 64;
+/// Numbers of each row for each unit.
+const NUMBERS: usize = 7;
+
 impl Layout {
-    pub(super) fn of(in_features: usize, bits: InputBits) -> Layout {
+    pub(super) fn of(in_features: usize, bits: InputBits, num_rows: usize, group_rows: usize) -> Layout {
         let num_planes = match bits {
             InputBits::Eight => 1,
             InputBits::Sixteen => 2,
         };
-        Layout { num_units: in_features.div_ceil(UNIT), num_planes }
+        let num_groups = num_rows.div_ceil(group_rows);
+        Layout { num_units: in_features.div_ceil(UNIT), num_planes, group_rows, num_groups }
     }
 
     /// The greatest integer.
@@ -29,27 +40,74 @@ impl Layout {
         if self.num_planes == 1 { 127.0 } else { 127.0 * 256.0 }
     }
 
-    pub(super) fn row_bytes(self) -> usize {
-        self.sums() + self.num_units * 8
+    /// Of memory that begins anywhere: the rows begin at the next multiple of `ALIGNMENT`.
+    pub(super) fn bytes(self) -> usize {
+        self.num_rows() * (self.num_planes * UNIT + NUMBERS * 4) * self.num_units + ALIGNMENT
     }
 
-    pub(super) fn plane(self, index: usize) -> usize {
-        index * self.num_units * UNIT
+    /// Of a row's unit in the high plane.
+    pub(super) fn place(self, row: usize, unit: usize) -> usize {
+        let (group, row) = (row / self.group_rows, row % self.group_rows);
+        group * self.num_planes * self.plane_bytes() + unit * self.unit_bytes() + row * UNIT
     }
 
-    pub(super) fn scales(self) -> usize {
-        self.plane(self.num_planes)
+    /// From a row's unit to the same unit in the low plane.
+    pub(super) fn plane_bytes(self) -> usize {
+        self.num_units * self.unit_bytes()
     }
 
-    pub(super) fn sums(self) -> usize {
-        self.scales() + self.num_units * 4
+    /// From a row's unit to its next one.
+    pub(super) fn unit_bytes(self) -> usize {
+        self.group_rows * UNIT
+    }
+
+    pub(super) fn scale(self, row: usize, unit: usize) -> usize {
+        self.number(row, unit, 0)
+    }
+
+    pub(super) fn sum(self, row: usize, unit: usize, part: Part) -> usize {
+        self.number(row, unit, 1 + part as usize)
+    }
+
+    pub(super) fn total(self, row: usize, unit: usize, part: Part) -> usize {
+        self.number(row, unit, 4 + part as usize)
+    }
+
+    fn number(self, row: usize, unit: usize, index: usize) -> usize {
+        let (group, row) = (row / self.group_rows, row % self.group_rows);
+        let before = ((group * self.num_units + unit) * NUMBERS + index) * self.group_rows + row;
+        self.num_rows() * self.num_planes * self.num_units * UNIT + before * 4
+    }
+
+    /// Padded.
+    fn num_rows(self) -> usize {
+        self.num_groups * self.group_rows
     }
 }
 
-/// Quantizes rows to `target`, `row_bytes` for each. A unit that contains NaN or an infinity has the scale NaN.
+/// The part of a unit that a group of the weight covers.
+#[derive(Clone, Copy)]
+pub(super) enum Part {
+    Whole,
+    FirstHalf,
+    SecondHalf,
+}
+
+impl Part {
+    /// Part `index` of `count`, which is 1 or 2.
+    pub(super) fn of(index: usize, count: usize) -> Part {
+        match (index, count) {
+            (_, 1) => Part::Whole,
+            (0, _) => Part::FirstHalf,
+            _ => Part::SecondHalf,
+        }
+    }
+}
+
+/// Quantizes rows to `target`, which has the layout's bytes. A unit that contains NaN or an infinity has the scale NaN.
 ///
 /// # Safety
-/// The rows must be readable, and the target have room for them. The CPU must be `supported()`.
+/// The rows must be readable, and the target have room for them.
 pub(super) unsafe fn quantize(
     executor: &impl Executor,
     rows: Rows,
@@ -61,54 +119,51 @@ pub(super) unsafe fn quantize(
         for row in range {
             // SAFETY: the caller vouches for the rows and their places.
             unsafe {
-                quantize_row(
-                    rows.address.at(row * rows.stride),
-                    in_features,
-                    layout,
-                    target.at(row * layout.row_bytes()),
-                );
+                quantize_row(rows.address.at(row * rows.stride), in_features, layout, row, target.at(0));
             }
         }
     });
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")]
-unsafe fn quantize_row(x: *const u16, in_features: usize, layout: Layout, target: *mut u8) {
-    let magnitude = _mm512_set1_epi32(0x7fff_ffff);
+/// # Safety
+/// As for `quantize`, for one row.
+unsafe fn quantize_row(x: *const Element, in_features: usize, layout: Layout, row: usize, target: *mut u8) {
+    let magnitude = I32::splat(0x7fff_ffff);
     for unit in 0..layout.num_units {
         let first = unit * UNIT;
         let left = in_features - first;
-        let mask = if left >= UNIT { u32::MAX } else { (1u32 << left) - 1 };
-        // SAFETY: the mask selects features of the row; the target has room for the unit.
+        // SAFETY: the features are the row's; the target has room for the unit.
         unsafe {
-            let numbers = _mm512_maskz_loadu_epi16(mask, x.add(first).cast());
             // The order of features inside a unit is that of the codes of a panel: the first 16, then the last 16.
-            let halves = [_mm512_castsi512_si256(numbers), _mm512_extracti64x4_epi64::<1>(numbers)]
-                .map(|half| _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)));
+            let halves =
+                [0, LANES].map(|half| Element::load_first(x.wrapping_add(first + half), left.saturating_sub(half)));
             // As integers, magnitudes are ordered like the floats, and NaN is above infinity.
-            let greatest = _mm512_reduce_max_epi32(_mm512_max_epi32(
-                _mm512_and_si512(halves[0], magnitude),
-                _mm512_and_si512(halves[1], magnitude),
-            ));
-            let greatest = f32::from_bits(greatest as u32);
+            let [greatest, other] = halves.map(|half| half.to_bits() & magnitude);
+            let greatest = f32::from_bits(greatest.max(other).reduce_max() as u32);
             let most = layout.most();
             let scale = if greatest.is_finite() { greatest / most } else { f32::NAN };
-            let inverse = _mm512_set1_ps(if greatest > 0.0 && greatest.is_finite() { most / greatest } else { 0.0 });
-            for (half, bits) in halves.into_iter().enumerate() {
-                let codes = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), inverse));
-                let place = target.add(first + half * UNIT / 2);
+            // Of a subnormal magnitude, the inverse may be infinite: such a unit counts as zeros.
+            let inverse = if greatest > 0.0 && greatest.is_finite() { most / greatest } else { 0.0 };
+            let inverse = F32::splat(if inverse.is_finite() { inverse } else { 0.0 });
+            let mut sums = [0; 3];
+            for (half, numbers) in halves.into_iter().enumerate() {
+                let codes = (numbers * inverse).to_i32();
+                let place = target.add(layout.place(row, unit) + half * LANES);
                 if layout.num_planes == 1 {
-                    _mm_storeu_si128(place.cast(), _mm512_cvtsepi32_epi8(codes));
+                    codes.store_bytes(place);
                 } else {
-                    let high = _mm512_srai_epi32::<8>(_mm512_add_epi32(codes, _mm512_set1_epi32(128)));
-                    let low = _mm512_sub_epi32(codes, _mm512_slli_epi32::<8>(high));
-                    _mm_storeu_si128(place.cast(), _mm512_cvtepi32_epi8(high));
-                    _mm_storeu_si128(place.add(layout.plane(1)).cast(), _mm512_cvtepi32_epi8(low));
+                    // high · 256 + low, where low is the lowest byte with its sign.
+                    (codes + I32::splat(128)).shift_right(8).store_bytes(place);
+                    codes.store_bytes(place.add(layout.plane_bytes()));
                 }
-                let sum = target.add(layout.sums() + (2 * unit + half) * 4).cast::<i32>();
-                sum.write_unaligned(_mm512_reduce_add_epi32(codes));
+                sums[1 + half] = codes.reduce_sum();
             }
-            target.add(layout.scales() + unit * 4).cast::<f32>().write_unaligned(scale);
+            sums[0] = sums[1] + sums[2];
+            target.add(layout.scale(row, unit)).cast::<f32>().write_unaligned(scale);
+            for (part, sum) in [Part::Whole, Part::FirstHalf, Part::SecondHalf].into_iter().zip(sums) {
+                target.add(layout.sum(row, unit, part)).cast::<i32>().write_unaligned(sum);
+                target.add(layout.total(row, unit, part)).cast::<f32>().write_unaligned(scale * sum as f32);
+            }
         }
     }
 }

@@ -2,6 +2,8 @@
 //! planes of bits, so that one vector load brings 4 features of 16 columns; then, by group, its scales and its mins.
 
 use super::{InputBits, UNIT};
+use crate::cpu::Amx;
+use crate::element::Element;
 use crate::linear::bias_of;
 use crate::memory::{Arena, Piece};
 use crate::pool::{Executor, Source, Target};
@@ -20,7 +22,12 @@ pub(crate) enum Number {
     F32,
     /// Times a float16 factor for each super-group.
     I8,
+    /// A power of two, as its exponent + 128 in a byte: half of what the byte is as e8m0.
+    Power,
 }
+
+/// The kind of codes that stand for bytes of a table.
+pub(super) const TABLE: usize = 0;
 
 /// How the rows of a segment are quantized.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,8 +36,10 @@ pub(crate) struct Format {
     pub(crate) bits: usize,
     /// Input features that share a scale: 16, or a multiple of 32.
     pub(crate) group: usize,
-    /// What a code of zero weight is, if there are no mins.
+    /// What a code, or its byte in the table, is for a weight of zero, if there are no mins.
     pub(crate) offset: i32,
+    /// What codes of 4 bits stand for, if not for themselves.
+    pub(crate) table: Option<[u8; 16]>,
     pub(crate) has_mins: bool,
     pub(crate) number: Number,
 }
@@ -69,6 +78,8 @@ pub(super) struct Panel {
     pub(super) mins: Numbers,
     pub(super) bias: *const f32,
     pub(super) format: Format,
+    /// The table of the format, if it has one.
+    pub(super) table: [u8; 16],
     pub(super) first_column: usize,
     pub(super) num_columns: usize,
 }
@@ -91,6 +102,7 @@ pub(crate) struct QuantizedLinear {
     in_features: usize,
     gated: bool,
     input_bits: InputBits,
+    amx: Option<Amx>,
 }
 
 // SAFETY: only `fill` writes the memory, and its callers guarantee that nothing reads it meanwhile.
@@ -111,8 +123,13 @@ impl Format {
         match self.number {
             Number::F16 => 2,
             Number::F32 => 4,
-            Number::I8 => 1,
+            Number::I8 | Number::Power => 1,
         }
+    }
+
+    /// Bytes of a unit of a panel's codes.
+    pub(super) fn unit_bytes(self) -> usize {
+        self.bits * PANEL * UNIT / 8
     }
 
     /// 1, or 2 with mins.
@@ -122,7 +139,7 @@ impl Format {
 
     /// Bytes of a panel's codes; of its scales, or its mins; and of the factors of either.
     fn panel_bytes(self, in_features: usize) -> [usize; 3] {
-        let codes = in_features.div_ceil(UNIT) * self.bits * PANEL * UNIT / 8;
+        let codes = in_features.div_ceil(UNIT) * self.unit_bytes();
         // A whole number of cache lines, so that whatever follows is aligned.
         let numbers = (self.num_groups(in_features) * PANEL * self.number_bytes()).next_multiple_of(64);
         [codes, numbers, self.num_super_groups(in_features) * PANEL * 2]
@@ -145,7 +162,7 @@ impl Format {
 }
 
 impl QuantizedLinear {
-    /// Allocates a weight of zeros for `fill`. The error says which segments cannot be packed.
+    /// Allocates a weight of zeros for `fill`; many rows at a time are multiplied with AMX if it is given. The error says which segments cannot be packed.
     ///
     /// # Safety
     /// The bias must be null or point to as many elements as the segments have rows.
@@ -153,9 +170,10 @@ impl QuantizedLinear {
         arena: &Arena,
         segments: &[Segment],
         in_features: usize,
-        bias: *const u16,
+        bias: *const Element,
         gated: bool,
         input_bits: InputBits,
+        amx: Option<Amx>,
     ) -> io::Result<QuantizedLinear> {
         let mut places = Vec::new();
         let (mut offset, mut row) = (0, 0);
@@ -188,7 +206,7 @@ impl QuantizedLinear {
             let columns = place.first_row..place.first_row + place.num_rows;
             padded[panel * PANEL..][..place.num_rows].copy_from_slice(&numbers[columns]);
         }
-        Ok(QuantizedLinear { memory, places, bias: padded, out_features: row, in_features, gated, input_bits })
+        Ok(QuantizedLinear { memory, places, bias: padded, out_features: row, in_features, gated, input_bits, amx })
     }
 
     /// Fills rows of the weight from row `first` on.
@@ -240,7 +258,7 @@ impl QuantizedLinear {
         executor: &impl Executor,
         rows: Source<i64>,
         num_rows: usize,
-        output: Target<u16>,
+        output: Target<Element>,
     ) {
         debug_assert!(!self.gated);
         executor.for_each(num_rows, |index| {
@@ -252,7 +270,7 @@ impl QuantizedLinear {
                 let target = output.at(index * self.in_features);
                 let panel = self.panel(panel);
                 for feature in 0..self.in_features {
-                    target.add(feature).write(simd::to_bf16(panel.weight(feature, column)));
+                    target.add(feature).write(Element::from_f32(panel.weight(feature, column)));
                 }
             }
         });
@@ -284,6 +302,10 @@ impl QuantizedLinear {
         self.input_bits
     }
 
+    pub(super) fn amx(&self) -> Option<Amx> {
+        self.amx
+    }
+
     pub(super) fn num_units(&self) -> usize {
         if self.gated { self.places.len() / 2 } else { self.places.len() }
     }
@@ -307,6 +329,7 @@ impl QuantizedLinear {
             mins: numbers_at(1),
             bias: if self.bias.is_empty() { std::ptr::null() } else { self.bias[index * PANEL..].as_ptr() },
             format: place.format,
+            table: place.format.table.unwrap_or_default(),
             first_column: place.first_row,
             num_columns: place.num_rows,
         }
@@ -314,6 +337,23 @@ impl QuantizedLinear {
 }
 
 impl Panel {
+    /// What a product is taken off for every code; 0 with mins, which contain it.
+    #[cfg(target_feature = "avx512bf16")]
+    pub(super) fn offset(&self) -> i32 {
+        if self.format.has_mins { 0 } else { self.format.offset }
+    }
+
+    /// Bits of a code, or `TABLE`.
+    pub(super) fn kind(&self) -> usize {
+        if self.format.table.is_some() { TABLE } else { self.format.bits }
+    }
+
+    /// Bits of a code, or of the bytes that it stands for.
+    #[cfg(target_feature = "avx512bf16")]
+    pub(super) fn byte_bits(&self) -> usize {
+        if self.format.table.is_some() { 8 } else { self.format.bits }
+    }
+
     /// One weight.
     ///
     /// # Safety
@@ -321,7 +361,8 @@ impl Panel {
     unsafe fn weight(&self, feature: usize, column: usize) -> f32 {
         // SAFETY: the caller vouches for both.
         unsafe {
-            let code = i32::from(read_code(self.codes, self.format, feature, column));
+            let code = read_code(self.codes, self.format, feature, column);
+            let code = i32::from(self.format.table.map_or(code, |table| table[usize::from(code)]));
             let scale = read_number(self.scales, self.format, feature, column);
             if self.format.has_mins {
                 return code as f32 * scale + read_number(self.mins, self.format, feature, column);
@@ -349,7 +390,7 @@ fn place_in_plane(bits: usize, feature: usize, column: usize) -> (usize, usize) 
 }
 
 unsafe fn write_code(base: *mut u8, format: Format, feature: usize, column: usize, code: u8) {
-    let unit = feature / UNIT * format.bits * PANEL * UNIT / 8;
+    let unit = feature / UNIT * format.unit_bytes();
     let mut code = usize::from(code);
     for (bits, offset) in format.planes() {
         let (byte, bit) = place_in_plane(bits, feature, column);
@@ -360,7 +401,7 @@ unsafe fn write_code(base: *mut u8, format: Format, feature: usize, column: usiz
 }
 
 unsafe fn read_code(base: *const u8, format: Format, feature: usize, column: usize) -> u8 {
-    let unit = feature / UNIT * format.bits * PANEL * UNIT / 8;
+    let unit = feature / UNIT * format.unit_bytes();
     let (mut code, mut shift) = (0, 0);
     for (bits, offset) in format.planes() {
         let (byte, bit) = place_in_plane(bits, feature, column);
@@ -373,23 +414,25 @@ unsafe fn read_code(base: *const u8, format: Format, feature: usize, column: usi
 }
 
 unsafe fn write_number(base: *mut u8, kind: Number, index: usize, number: f32) {
-    // SAFETY: the caller vouches for the place, and runs on a CPU that is `supported()`.
+    // SAFETY: the caller vouches for the place.
     unsafe {
         match kind {
             Number::F16 => base.cast::<u16>().add(index).write(simd::to_f16(number)),
             Number::F32 => base.cast::<f32>().add(index).write(number),
             Number::I8 => base.cast::<i8>().add(index).write(number as i8),
+            Number::Power => base.add(index).write(((number * 2.0).to_bits() >> 23) as u8),
         }
     }
 }
 
 unsafe fn read_number(of: Numbers, format: Format, feature: usize, column: usize) -> f32 {
     let index = feature / format.group * PANEL + column;
-    // SAFETY: the caller vouches for the place, and runs on a CPU that is `supported()`.
+    // SAFETY: the caller vouches for the place.
     unsafe {
         match format.number {
             Number::F16 => simd::from_f16(of.numbers.cast::<u16>().add(index).read()),
             Number::F32 => of.numbers.cast::<f32>().add(index).read(),
+            Number::Power => f32::from_bits((u32::from(of.numbers.add(index).read()) << 23).max(1 << 22)) * 0.5,
             Number::I8 => {
                 let factor = simd::from_f16(of.factors.add(feature / SUPER_GROUP * PANEL + column).read());
                 f32::from(of.numbers.cast::<i8>().add(index).read()) * factor

@@ -1,9 +1,11 @@
 use super::*;
+use crate::cpu::Amx;
+use crate::element::Element;
 use crate::linear::QuantizedRows;
 use crate::memory::Arena;
 use crate::pool::{Pool, Source};
-use crate::simd::{from_f16, to_f16};
-use crate::testing::{Random, spawning_pool, to_bf16, to_f32};
+use crate::simd::{F32, from_f16, to_f16};
+use crate::testing::{Random, spawning_pool};
 
 struct Part {
     format: Format,
@@ -17,18 +19,25 @@ struct Part {
 impl Part {
     fn random(random: &mut Random, format: Format, num_rows: usize, in_features: usize) -> Part {
         let (num_groups, num_super_groups) = (in_features.div_ceil(format.group), in_features.div_ceil(SUPER_GROUP));
-        // SAFETY: the tests run where the CPU is supported.
-        let narrow = |number: f32| unsafe { from_f16(to_f16(number)) };
+        let narrow = |number: f32| from_f16(to_f16(number));
         let mut numbers = |most: f32, count: usize| -> Vec<f32> {
             (0..num_rows * count).map(|_| narrow(random.uniform() * most)).collect()
         };
         let factors = [0.01, 0.1].map(|most| numbers(most, num_super_groups));
         let mut numbers = [0.1, 1.0].map(|most| numbers(most, num_groups));
         if format.number == Number::I8 {
-            numbers = numbers.map(|kind| kind.into_iter().map(|number| (number * 63.0).round()).collect());
+            numbers = numbers.map(|kind| kind.into_iter().map(|number| (number * 63.0).round() + 0.0).collect());
+        }
+        if format.number == Number::Power {
+            numbers = numbers.map(|kind| kind.into_iter().map(|number| (number * 200.0).round().exp2()).collect());
         }
         let codes = (0..num_rows * in_features).map(|_| (random.next() >> 20) as u8 >> (8 - format.bits)).collect();
         Part { format, num_rows, codes, numbers, factors }
+    }
+
+    /// What a code is for the kernels.
+    fn byte(&self, code: u8) -> i32 {
+        i32::from(self.format.table.map_or(code, |table| table[usize::from(code)]))
     }
 
     /// The scale (0) or min (1) of a weight.
@@ -41,28 +50,35 @@ impl Part {
 
 struct Case {
     parts: Vec<Part>,
-    bias: Vec<u16>,
+    bias: Vec<Element>,
     packed: QuantizedLinear,
 }
 
 fn format(bits: usize, group: usize, has_mins: bool, number: Number) -> Format {
-    Format { bits, group, offset: 1 << (bits - 1), has_mins, number }
+    Format { bits, group, offset: 1 << (bits - 1), has_mins, number, table: None }
+}
+
+/// Codes of 4 bits that stand for some signed bytes.
+fn table_format(group: usize, number: Number) -> Format {
+    let table = std::array::from_fn(|code| (code * code) as u8 + code as u8);
+    Format { offset: 128, table: Some(table), ..format(4, group, false, number) }
 }
 
 fn pack(formats: &[(Format, usize)], in_features: usize, gated: bool) -> Case {
-    pack_for(formats, in_features, gated, InputBits::Sixteen)
+    pack_for(formats, in_features, gated, InputBits::Sixteen, None)
 }
 
-fn pack_for(formats: &[(Format, usize)], in_features: usize, gated: bool, bits: InputBits) -> Case {
+fn pack_for(formats: &[(Format, usize)], in_features: usize, gated: bool, bits: InputBits, amx: Option<Amx>) -> Case {
     let mut random = Random::new((formats.len() * 31 + in_features) as u64);
     let parts: Vec<Part> =
         formats.iter().map(|&(format, rows)| Part::random(&mut random, format, rows, in_features)).collect();
     let segments: Vec<Segment> =
         parts.iter().map(|part| Segment { num_rows: part.num_rows, format: part.format }).collect();
-    let bias = random.bf16s(segments.iter().map(|segment| segment.num_rows).sum());
+    let bias = random.elements(segments.iter().map(|segment| segment.num_rows).sum());
     // SAFETY: the bias has an element for each row.
     let packed =
-        unsafe { QuantizedLinear::new(&Arena::default(), &segments, in_features, bias.as_ptr(), gated, bits) }.unwrap();
+        unsafe { QuantizedLinear::new(&Arena::default(), &segments, in_features, bias.as_ptr(), gated, bits, amx) }
+            .unwrap();
     let mut first = 0;
     for part in &parts {
         let rows = QuantizedRows {
@@ -78,8 +94,8 @@ fn pack_for(formats: &[(Format, usize)], in_features: usize, gated: bool, bits: 
     Case { parts, bias, packed }
 }
 
-fn apply(packed: &QuantizedLinear, pool: &Pool, x: &[u16], stride: usize, num_rows: usize) -> Vec<u16> {
-    let mut y = vec![0x7fc0; num_rows * packed.output_columns()];
+fn apply(packed: &QuantizedLinear, pool: &Pool, x: &[Element], stride: usize, num_rows: usize) -> Vec<Element> {
+    let mut y = vec![Element::from_f32(f32::NAN); num_rows * packed.output_columns()];
     let mut scratch = vec![0; packed.scratch_bytes(num_rows)];
     let rows = Rows { address: Source::new(x.as_ptr()), stride, num_rows };
     // SAFETY: x has `num_rows` rows, y room for their results.
@@ -87,9 +103,14 @@ fn apply(packed: &QuantizedLinear, pool: &Pool, x: &[u16], stride: usize, num_ro
     y
 }
 
+/// As `F32::mul_add`.
+fn mul_add(a: f32, b: f32, c: f32) -> f32 {
+    F32::splat(a).mul_add(F32::splat(b), F32::splat(c)).to_array()[0]
+}
+
 /// The result by the chain that the module's invariant states, one number at a time.
-fn expected(case: &Case, x: &[u16], mut row: usize) -> f32 {
-    let bias = to_f32(case.bias[row]);
+fn expected(case: &Case, x: &[Element], mut row: usize) -> f32 {
+    let bias = Element::to_f32(case.bias[row]);
     let part = case.parts.iter().find(|part| {
         let is_here = row < part.num_rows;
         row -= if is_here { 0 } else { part.num_rows };
@@ -99,59 +120,62 @@ fn expected(case: &Case, x: &[u16], mut row: usize) -> f32 {
     let (format, codes) = (part.format, &part.codes[row * x.len()..][..x.len()]);
     let mut sum = 0.0f32;
     for (unit, features) in x.chunks(UNIT).enumerate() {
-        let greatest = features.iter().map(|&feature| to_f32(feature).abs()).fold(0.0, f32::max);
+        let greatest = features.iter().map(|&feature| Element::to_f32(feature).abs()).fold(0.0, f32::max);
         let most = if case.packed.input_bits() == InputBits::Eight { 127.0 } else { 127.0 * 256.0 };
         let inverse = if greatest > 0.0 { most / greatest } else { 0.0 };
         let scale = greatest / most;
         let inputs: Vec<i32> =
-            features.iter().map(|&feature| (to_f32(feature) * inverse).round_ties_even() as i32).collect();
+            features.iter().map(|&feature| (Element::to_f32(feature) * inverse).round_ties_even() as i32).collect();
         for (start, inputs) in inputs.chunks(format.group.min(UNIT)).enumerate() {
             let first = unit * UNIT + start * format.group.min(UNIT);
             let offset = if format.has_mins { 0 } else { format.offset };
             let total: i32 = inputs.iter().sum();
             let product: i32 =
-                inputs.iter().zip(&codes[first..]).map(|(input, &code)| input * (i32::from(code) - offset)).sum();
-            sum = (product as f32).mul_add(part.number(0, row, first, x.len()) * scale, sum);
+                inputs.iter().zip(&codes[first..]).map(|(input, &code)| input * (part.byte(code) - offset)).sum();
+            sum = mul_add(product as f32, part.number(0, row, first, x.len()) * scale, sum);
             if format.has_mins {
-                sum = part.number(1, row, first, x.len()).mul_add(scale * total as f32, sum);
+                sum = mul_add(part.number(1, row, first, x.len()), scale * total as f32, sum);
             }
         }
     }
     sum + bias
 }
 
-const FORMATS: [(usize, usize, bool, Number); 14] = [
-    (4, 32, false, Number::F16),
-    (4, 32, true, Number::F16),
-    (5, 32, true, Number::F16),
-    (8, 32, false, Number::F16),
-    (2, 16, true, Number::I8),
-    (3, 16, false, Number::I8),
-    (4, 32, true, Number::I8),
-    (6, 16, false, Number::I8),
-    (4, 128, true, Number::F32),
-    (3, 64, false, Number::F16),
-    (8, 4096, false, Number::F32),
-    (8, 16, true, Number::F32),
-    (2, 32, true, Number::F16),
-    (5, 16, false, Number::F16),
-];
+fn formats() -> Vec<Format> {
+    let plain = [
+        (4, 32, false, Number::F16),
+        (4, 32, true, Number::F16),
+        (5, 32, true, Number::F16),
+        (8, 32, false, Number::F16),
+        (2, 16, true, Number::I8),
+        (3, 16, false, Number::I8),
+        (4, 32, true, Number::I8),
+        (6, 16, false, Number::I8),
+        (4, 128, true, Number::F32),
+        (3, 64, false, Number::F16),
+        (8, 4096, false, Number::F32),
+        (8, 16, true, Number::F32),
+        (2, 32, true, Number::F16),
+        (5, 16, false, Number::F16),
+    ];
+    let with_tables = [(32, Number::F16), (32, Number::I8), (32, Number::Power), (64, Number::F32), (16, Number::F16)];
+    let plain = plain.map(|(bits, group, has_mins, number)| format(bits, group, has_mins, number));
+    plain.into_iter().chain(with_tables.map(|(group, number)| table_format(group, number))).collect()
+}
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn products_have_the_bits_of_the_stated_chain() {
-    for (bits, group, has_mins, number) in FORMATS {
+    for format in formats() {
         for (out_features, in_features) in [(1, 1), (31, 33), (32, 64), (65, 128), (100, 320)] {
-            let format = format(bits, group, has_mins, number);
             let input_bits = if out_features % 2 == 0 { InputBits::Eight } else { InputBits::Sixteen };
-            let case = pack_for(&[(format, out_features)], in_features, false, input_bits);
+            let case = pack_for(&[(format, out_features)], in_features, false, input_bits, None);
             for num_rows in [1, 2, 5, 6, 7, 130] {
-                let x = Random::new(num_rows as u64).bf16s(num_rows * in_features);
+                let x = Random::new(num_rows as u64).elements(num_rows * in_features);
                 let y = apply(&case.packed, &spawning_pool(2), &x, in_features, num_rows);
                 for (row, result) in x.chunks(in_features).zip(y.chunks(out_features)).step_by(1 + num_rows / 10) {
                     for column in 0..out_features {
                         let wanted = expected(&case, row, column);
-                        assert_eq!(result[column], to_bf16(wanted), "{bits} bits, group {group}: {wanted}");
+                        assert_eq!(result[column], Element::from_f32(wanted), "{format:?}: {wanted}");
                     }
                 }
             }
@@ -160,7 +184,6 @@ fn products_have_the_bits_of_the_stated_chain() {
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn segments_of_several_formats_are_one_layer() {
     let formats = [
         (format(4, 32, true, Number::F16), 40),
@@ -168,55 +191,51 @@ fn segments_of_several_formats_are_one_layer() {
         (format(8, 32, false, Number::F16), 33),
     ];
     let case = pack(&formats, 96, false);
-    let x = Random::new(1).bf16s(3 * 96);
+    let x = Random::new(1).elements(3 * 96);
     let y = apply(&case.packed, &spawning_pool(2), &x, 96, 3);
     for (row, result) in x.chunks(96).zip(y.chunks(97)) {
         for column in 0..97 {
-            assert_eq!(result[column], to_bf16(expected(&case, row, column)), "column {column}");
+            assert_eq!(result[column], Element::from_f32(expected(&case, row, column)), "column {column}");
         }
     }
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_gated_layer_is_silu_of_the_gate_times_up() {
     let case = pack(&[(format(4, 32, true, Number::F16), 40), (format(5, 32, false, Number::F16), 40)], 64, true);
-    let x = Random::new(2).bf16s(64);
-    let round = |number: f32| to_f32(to_bf16(number));
+    let x = Random::new(2).elements(64);
+    let round = |number: f32| Element::to_f32(Element::from_f32(number));
     for (column, &result) in apply(&case.packed, &spawning_pool(2), &x, 64, 1).iter().enumerate() {
         let (gate, up) = (round(expected(&case, &x, column)), round(expected(&case, &x, 40 + column)));
         let wanted = round(gate / (1.0 + (-gate).exp())) * up;
-        assert!((to_f32(result) - wanted).abs() <= 0.01 * (1.0 + wanted.abs()), "{column}");
+        assert!((Element::to_f32(result) - wanted).abs() <= 0.01 * (1.0 + wanted.abs()), "{column}");
     }
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn a_row_has_the_same_bits_alone_and_among_others() {
-    for (bits, group, has_mins, number) in FORMATS {
+    for format in formats() {
         for gated in [false, true] {
-            let case = pack(&[(format(bits, group, has_mins, number), 70)], 160, false);
-            let half = format(bits, group, has_mins, number);
-            let packed = if gated { pack(&[(half, 35), (half, 35)], 160, true).packed } else { case.packed };
+            let segments = if gated { vec![(format, 35); 2] } else { vec![(format, 70)] };
+            let packed = pack(&segments, 160, gated).packed;
             let (columns, num_rows) = (packed.output_columns(), 140);
-            let x = Random::new(3).bf16s(num_rows * 160);
+            let x = Random::new(3).elements(num_rows * 160);
             let together = apply(&packed, &spawning_pool(2), &x, 160, num_rows);
             for row in [0, 1, 5, 6, 77, 139] {
                 let alone = apply(&packed, &Pool::single(), &x[row * 160..], 160, 1);
-                assert_eq!(alone, together[row * columns..][..columns], "row {row}, {bits} bits");
+                assert_eq!(alone, together[row * columns..][..columns], "row {row}, {format:?}");
             }
         }
     }
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn rows_are_copied_as_the_weights_they_stand_for() {
-    for (bits, group, has_mins, number) in FORMATS {
-        let case = pack(&[(format(bits, group, has_mins, number), 45)], 96, false);
+    for format in formats() {
+        let case = pack(&[(format, 45)], 96, false);
         let part = &case.parts[0];
         let ids = [44i64, 0, 31, 32];
-        let mut output = vec![0u16; ids.len() * 96];
+        let mut output = vec![Element::default(); ids.len() * 96];
         // SAFETY: the ids are rows of the weight, and the output has room for them.
         unsafe {
             case.packed.copy_rows(
@@ -228,29 +247,28 @@ fn rows_are_copied_as_the_weights_they_stand_for() {
         }
         for (&row, copied) in ids.iter().zip(output.chunks(96)) {
             for (feature, &copied_number) in copied.iter().enumerate() {
-                let code = i32::from(part.codes[row as usize * 96 + feature]);
+                let code = part.byte(part.codes[row as usize * 96 + feature]);
                 let of_kind = |kind| part.number(kind, row as usize, feature, 96);
-                let wanted = if has_mins {
+                let wanted = if format.has_mins {
                     code as f32 * of_kind(0) + of_kind(1)
                 } else {
                     (code - part.format.offset) as f32 * of_kind(0)
                 };
-                assert_eq!(copied_number, to_bf16(wanted));
+                assert_eq!(copied_number, Element::from_f32(wanted));
             }
         }
     }
 }
 
 #[test]
-#[cfg_attr(not(avx512_bf16), ignore = "needs AVX-512 BF16")]
 fn what_is_not_finite_spoils_its_own_row_only() {
     let case = pack(&[(format(4, 32, true, Number::F16), 33)], 64, false);
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        let mut x = Random::new(4).bf16s(3 * 64);
-        x[64 + 40] = to_bf16(bad);
+        let mut x = Random::new(4).elements(3 * 64);
+        x[64 + 40] = Element::from_f32(bad);
         let y = apply(&case.packed, &spawning_pool(2), &x, 64, 3);
         for (row, results) in y.chunks(33).enumerate() {
-            assert!(results.iter().all(|&result| to_f32(result).is_nan() == (row == 1)), "row {row}, {bad}");
+            assert!(results.iter().all(|&result| Element::to_f32(result).is_nan() == (row == 1)), "row {row}, {bad}");
         }
     }
 }
@@ -260,7 +278,33 @@ fn a_gate_must_have_the_rows_of_what_it_gates() {
     let format = format(4, 32, false, Number::F16);
     let segments = [40, 24].map(|num_rows| Segment { num_rows, format });
     // SAFETY: there is no bias.
-    let packed =
-        unsafe { QuantizedLinear::new(&Arena::default(), &segments, 32, std::ptr::null(), true, InputBits::Eight) };
+    let packed = unsafe {
+        QuantizedLinear::new(&Arena::default(), &segments, 32, std::ptr::null(), true, InputBits::Eight, None)
+    };
     assert!(packed.is_err());
+}
+
+#[test]
+#[cfg(target_feature = "avx512bf16")]
+#[cfg_attr(not(amx_bf16), ignore = "needs AMX")]
+fn amx_gives_the_bits_of_vectors() {
+    let amx = Some(Amx::request().unwrap());
+    for format in formats() {
+        for (columns, in_features, gated) in [(1, 1, false), (33, 47, true), (64, 544, false), (37, 1030, true)] {
+            for input_bits in [InputBits::Eight, InputBits::Sixteen] {
+                let segments = vec![(format, columns); if gated { 2 } else { 1 }];
+                let [vectors, tiles] =
+                    [None, amx].map(|amx| pack_for(&segments, in_features, gated, input_bits, amx).packed);
+                for num_rows in (1..=40).chain([128, 129, 300]) {
+                    let x = Random::new(num_rows as u64).elements(num_rows * in_features);
+                    let pool = spawning_pool(2);
+                    assert_eq!(
+                        apply(&tiles, &pool, &x, in_features, num_rows),
+                        apply(&vectors, &pool, &x, in_features, num_rows),
+                        "{format:?}, {input_bits:?}, {num_rows} rows, {columns} columns, {in_features} features"
+                    );
+                }
+            }
+        }
+    }
 }

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PREFERRED_BLOCK_TOKENS = 256  # blocks must be multiples of it
 MAX_HEAD_DIM = 256
+BATCH_DEPENDENCE = "it cuts a context into a number of splits that depends on the batch"
 HEAD_DIM_MULTIPLE = 8  # the package would copy the whole cache to pad other heads
 
 
@@ -51,7 +52,9 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
     return next((f"{feature} is not supported" for feature, is_needed in features.items() if is_needed), None)
 
 
-def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
+def make(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None, cpu_isa: str
+) -> Attention:
     from penstock_server.attention.flash.backend import FlashAttention
 
     return FlashAttention(shape, device, dtype)

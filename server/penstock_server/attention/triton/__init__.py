@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from penstock_server.attention.interface import Attention, AttentionShape
 
 PREFERRED_BLOCK_TOKENS = 64  # a key tile of the most common head sizes lies in one block
+BATCH_DEPENDENCE = ""
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 576  # of keys that contain their values (multi-head latent attention)
 MAX_LATENT_VALUE_DIM = 512
@@ -35,7 +36,9 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
     return None
 
 
-def make(shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> Attention:
+def make(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None, cpu_isa: str
+) -> Attention:
     from penstock_server.attention.triton.backend import TritonAttention
 
     return TritonAttention(shape, device, dtype, kv_dtype=kv_dtype)

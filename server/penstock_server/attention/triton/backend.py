@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import AttentionShape, Rotation, StepBatch
+from penstock_server.attention.interface import AttentionShape, HeadNorms, Rotation, StepBatch
 from penstock_server.attention.triton import PREFERRED_BLOCK_TOKENS, kernel
 from penstock_server.attention.triton.tile import Tile, key_parts, padded_dim, query_tile
 from penstock_server.kernels import triton_device
@@ -74,6 +74,7 @@ class TritonAttention:
 
     name = "triton"
     rotates = True
+    normalizes = True
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(
@@ -164,6 +165,7 @@ class TritonAttention:
         slots: Tensor,
         rotation: Rotation | None = None,
         scales: KvScales | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
         scales = scales or KvScales()
         keys, values = _with_dense_heads(keys), _with_dense_heads(values)
@@ -171,6 +173,9 @@ class TritonAttention:
         queries = cos = sin = positions = None
         if rotation is not None:
             queries, cos, sin, positions = rotation.queries, rotation.cos, rotation.sin, rotation.positions
+        if norms is not None:
+            queries = norms.queries
+        if queries is not None:
             assert queries.stride(-1) == 1
             num_query_tiles = -(-self.shape.num_heads // tile_heads)
         half = 0 if cos is None else cos.shape[1]
@@ -185,6 +190,11 @@ class TritonAttention:
             positions=positions,
             cos=cos,
             sin=sin,
+            query_weight=None if norms is None else norms.query_weight,
+            query_bias=None if norms is None else norms.query_bias,
+            key_weight=None if norms is None else norms.key_weight,
+            key_bias=None if norms is None else norms.key_bias,
+            eps=0.0 if norms is None else norms.eps,
             num_query_tiles=num_query_tiles,
             query_token_stride=0 if queries is None else queries.stride(0),
             query_head_stride=0 if queries is None else queries.stride(1),
@@ -198,6 +208,10 @@ class TritonAttention:
             HALF_WIDTH=padded_dim(half) if half else 0,
             IS_INTERLEAVED=rotation is not None and rotation.is_interleaved,
             FORMAT=self._fp8_format,
+            IS_NORMED=norms is not None,
+            IS_LAYER=norms is not None and norms.is_layer,
+            IS_WIDE=norms is not None and (norms.is_layer or norms.is_wide),
+            WEIGHT_STRIDE=0 if norms is None else norms.weight_stride,
             **self._write,
         )
 

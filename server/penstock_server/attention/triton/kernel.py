@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from penstock_server.kernels.triton_fp8 import decode
-from penstock_server.kernels.triton_kernel import rotate_pairs, to_stored
+from penstock_server.kernels.triton_kernel import head_statistics, normalized, rotate_pairs, to_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -325,15 +325,81 @@ def reduce_kernel(
 
 
 @triton.jit
+def _transform(
+    source,
+    target,
+    head,
+    is_head,
+    cos,
+    sin,
+    weight,
+    bias,
+    eps,
+    factor,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_WIDTH: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    IS_NORMED: tl.constexpr,
+    IS_LAYER: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+):
+    """Reads heads [heads] of DIM elements behind the pointers source and writes them, normalized and rotated, behind
+    target, which may be source: what a thread writes depends on all that the statistics have read of its head."""
+    mean, norm_factor = head_statistics(source, is_head, eps, IS_NORMED, DIM, WIDTH, IS_LAYER)
+    weight_rows = head * WEIGHT_STRIDE
+    if HALF > 0:
+        rotate_pairs(
+            source,
+            target,
+            is_head,
+            cos,
+            sin,
+            HALF,
+            HALF_WIDTH,
+            IS_INTERLEAVED,
+            factor,
+            FORMAT,
+            mean,
+            norm_factor,
+            weight,
+            bias,
+            weight_rows,
+            IS_NORMED,
+            IS_WIDE,
+        )
+    if DIM > 2 * HALF:
+        column = tl.arange(0, WIDTH)
+        mask = is_head[:, None] & ((column >= 2 * HALF) & (column < DIM))[None, :]
+        x = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0)
+        if IS_NORMED:
+            places = weight_rows[:, None] + column[None, :]
+            stored: tl.constexpr = source.dtype.element_ty
+            x = normalized(
+                x.to(tl.float32), mean, norm_factor, weight, bias, places, mask, stored, IS_NORMED, IS_WIDE
+            ).to(stored)
+        x = to_stored(x, target.dtype.element_ty, factor, FORMAT)
+        tl.store(target[:, None] + column[None, :], x, mask=mask)
+
+
+@triton.jit
 def write_kernel(
     cache,  # [blocks, KV_HEADS, BLOCK_TOKENS, KEY_DIM + VALUE_DIM]
-    queries,  # [tokens, HEADS, KEY_DIM], rotated in place; None: neither queries nor keys are rotated
+    queries,  # [tokens, HEADS, KEY_DIM], normalized and rotated in place; None: neither queries nor keys are
     keys,  # [tokens, KV_HEADS, KEY_DIM]
     values,  # [tokens, KV_HEADS, VALUE_DIM]
     slots,  # [tokens] int64; negative: the token is padding
-    positions,  # [tokens] int64
+    positions,  # [tokens] int64, of the rotation; None: there is none, and HALF is 0
     cos,  # [positions, HALF] float32
     sin,  # [positions, HALF] float32
+    query_weight,  # [HEADS, KEY_DIM] or [KEY_DIM] or None, as all of the norms
+    query_bias,
+    key_weight,
+    key_bias,
+    eps,
     num_query_tiles,  # 0 without queries
     query_token_stride,
     query_head_stride,
@@ -354,37 +420,80 @@ def write_kernel(
     HALF_WIDTH: tl.constexpr,  # a power of two, at least HALF
     IS_INTERLEAVED: tl.constexpr,
     FORMAT: tl.constexpr,  # as in attend_kernel
+    IS_NORMED: tl.constexpr,  # each head, before the rotation
+    IS_LAYER: tl.constexpr,  # LayerNorm, not RMSNorm
+    IS_WIDE: tl.constexpr,  # as in norm_kernel
+    WEIGHT_STRIDE: tl.constexpr,  # between the weights of two heads; 0: they share one
 ):
-    """Stores keys and values at their slots, rotated by their positions if there are queries to rotate as well. Grid:
-    tokens, tiles of TILE_HEADS query heads and then of KV heads."""
+    """Stores keys and values at their slots, normalized and rotated by their positions if there are queries for which
+    the same is done. Grid: tokens, tiles of TILE_HEADS query heads and then of KV heads."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if queries is not None:
+    c, s = cos, sin
+    if positions is not None:
         place = tl.load(positions + token) * HALF
+        c, s = cos + place, sin + place
+    if queries is not None:
         if tile < num_query_tiles:
             head = tile * TILE_HEADS + tl.arange(0, TILE_HEADS)
             rows = queries + token * query_token_stride + head * query_head_stride
-            rotate_pairs(rows, rows, head < HEADS, cos + place, sin + place, HALF, HALF_WIDTH, IS_INTERLEAVED)
+            # Without a norm, elements that are not rotated stay as they are.
+            dim: tl.constexpr = KEY_DIM if IS_NORMED else 2 * HALF
+            _transform(
+                rows,
+                rows,
+                head,
+                head < HEADS,
+                c,
+                s,
+                query_weight,
+                query_bias,
+                eps,
+                1.0,
+                dim,
+                WIDTH,
+                HALF,
+                HALF_WIDTH,
+                IS_INTERLEAVED,
+                "",
+                IS_NORMED,
+                IS_LAYER,
+                IS_WIDE,
+                WEIGHT_STRIDE,
+            )
             return
     slot = tl.load(slots + token)
     if slot < 0:
         return
     head = (tile - num_query_tiles) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     is_head = head < KV_HEADS
-    column = tl.arange(0, WIDTH)
     stored = (slot // BLOCK_TOKENS * KV_HEADS + head) * BLOCK_TOKENS + slot % BLOCK_TOKENS
     rows = cache + stored * (KEY_DIM + VALUE_DIM)
-    key_rows = keys + token * key_token_stride + head * key_head_stride
-    if queries is not None:
-        c, s = cos + place, sin + place
-        rotate_pairs(key_rows, rows, is_head, c, s, HALF, HALF_WIDTH, IS_INTERLEAVED, key_factor, FORMAT)
-    dtype: tl.constexpr = cache.dtype.element_ty
-    if KEY_DIM > 2 * HALF:
-        key = _load_rows(key_rows, is_head, column, WIDTH, KEY_DIM)
-        is_key = is_head[:, None] & ((column >= 2 * HALF) & (column < KEY_DIM))[None, :]
-        tl.store(rows[:, None] + column[None, :], to_stored(key, dtype, key_factor, FORMAT), mask=is_key)
+    _transform(
+        keys + token * key_token_stride + head * key_head_stride,
+        rows,
+        head,
+        is_head,
+        c,
+        s,
+        key_weight,
+        key_bias,
+        eps,
+        key_factor,
+        KEY_DIM,
+        WIDTH,
+        HALF,
+        HALF_WIDTH,
+        IS_INTERLEAVED,
+        FORMAT,
+        IS_NORMED,
+        IS_LAYER,
+        IS_WIDE,
+        WEIGHT_STRIDE,
+    )
     if VALUE_DIM > 0:
+        column = tl.arange(0, WIDTH)
         pointers = values + token * value_token_stride + head * value_head_stride
         value = _load_rows(pointers, is_head, column, WIDTH, VALUE_DIM)
         is_value = is_head[:, None] & (column < VALUE_DIM)[None, :]
-        value = to_stored(value, dtype, value_factor, FORMAT)
+        value = to_stored(value, cache.dtype.element_ty, value_factor, FORMAT)
         tl.store(rows[:, None] + KEY_DIM + column[None, :], value, mask=is_value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.experts.spec import STORAGES, MoeSpec
 from penstock_server.layers.layout import WeightLayout
-from penstock_server.layers.linear import Dense, DenseWeights, LinearWeights
+from penstock_server.layers.linear import DenseWeights, LinearWeights
 from penstock_server.layers.mlp import Mlp
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Loader, Parameter
@@ -35,8 +35,7 @@ def moe_parameters(spec: MoeSpec, prefix: str, layout: WeightLayout) -> dict[str
     for name, matrix in _matrices(spec, ExpertShard.of(spec, layout.shard)).items():
         name = f"{prefix}.experts.{name}"
         bias = matrix.bias.parameter() if matrix.bias is not None else None
-        weight = replace(matrix.weight.parameter(), is_dense=layout.groups_experts)
-        table |= layout.scheme_of(name).parameters(name, weight, bias)
+        table |= layout.scheme_of(name).parameters(name, matrix.weight.parameter(), bias)
     if spec.shared is not None:
         table |= Mlp.parameters(spec.shared, f"{prefix}.shared", layout)
     if spec.shared_is_gated:
@@ -129,8 +128,7 @@ def read_experts(
                 yield DenseWeights(weight.flatten(0, -2).contiguous(), its_bias)
 
         full_names = [f"{prefix}.experts.{name}" for name in names]
-        scheme = Dense() if layout.groups_experts else layout.scheme_of(full_names[0])
-        return scheme.load_each(loader, full_names, arranged)
+        return layout.scheme_of(full_names[0]).load_each(loader, full_names, arranged)
 
     inner = [name for name in matrices if name != "down"]
     return zip(read(inner, "e2ih", "e2i"), read(["down"], "ehi", "eh"), strict=True)

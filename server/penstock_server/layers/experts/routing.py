@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from penstock_server.kernels.ops import Ops, PackedLinear
+from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.spec import RoutingSpec
 from penstock_server.layers.linear import Linear
@@ -28,11 +29,18 @@ def widened(x: Tensor) -> Tensor:
 class WideLinear:
     """[rows, in_features] → [rows, out_features] float32, not rounded to the model's dtype."""
 
-    weight: Tensor  # `widened`
-    bias: Tensor | None
+    packed: PackedLinear
+    dtype: torch.dtype  # of its inputs and outputs
+
+    @classmethod
+    def pack(cls, ops: Ops, weight: Tensor, bias: Tensor | None) -> WideLinear:
+        weight, bias = widened(weight), None if bias is None else widened(bias)
+        if weight.device.type == "cpu":
+            ops = TorchOps()  # the native operators know no float64
+        return cls(ops.pack_linear(weight, bias), weight.dtype)
 
     def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
+        return self.packed(x.to(self.dtype)).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class Router:
         if not spec.is_wide:
             return cls(context.linear(prefix), correction, spec)
         weight, bias = context.weights(prefix).dense()
-        return cls(WideLinear(widened(weight), None if bias is None else widened(bias)), correction, spec)
+        return cls(WideLinear.pack(context.ops, weight, bias), correction, spec)
 
     def __call__(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """x [rows, hidden] → weights [rows, top_k] float32 and experts [rows, top_k] int64, in any order."""

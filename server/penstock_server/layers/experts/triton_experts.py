@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock_server.kernels.ops import Elementwise
-from penstock_server.kernels.triton_grouped import GroupedLinear, assign, weighted_sum
+from penstock_server.kernels.triton_grouped import GroupedLinear, GroupedQuantized, assign, weighted_sum
+from penstock_server.kernels.triton_quantized import Segment
 from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.linear import LinearWeights
+from penstock_server.layers.quantized import QuantizedWeights
 from penstock_server.layers.step import StepContext
 
 
@@ -21,9 +23,9 @@ class GroupedExperts:
 
     shard: ExpertShard
     num_experts: int  # on all ranks
-    gate_up: GroupedLinear
+    gate_up: GroupedLinear | GroupedQuantized
     activation: Elementwise  # [pairs, 2 * intermediate] → [pairs, intermediate]
-    down: GroupedLinear
+    down: GroupedLinear | GroupedQuantized
 
     @classmethod
     def of(
@@ -49,7 +51,23 @@ class GroupedExperts:
         return weighted_sum(results, weights)
 
 
-def _grouped(weights: Sequence[LinearWeights]) -> GroupedLinear:
+def _grouped(weights: Sequence[LinearWeights]) -> GroupedLinear | GroupedQuantized:
+    quantized = [one for one in weights if isinstance(one, QuantizedWeights) and one.has_one_order]
+    formats = {matrix.format for one in quantized for matrix in one.matrices}
+    if len(quantized) == len(weights) and len(formats) == 1:
+        return _grouped_quantized(quantized)
     dense = [one.dense() for one in weights]
     biases = [bias for _, bias in dense if bias is not None]
     return GroupedLinear(torch.stack([weight for weight, _ in dense]), torch.stack(biases) if biases else None)
+
+
+def _grouped_quantized(weights: Sequence[QuantizedWeights]) -> GroupedQuantized:
+    """The weights have one format."""
+    device, biases = weights[0].device, [one.bias for one in weights if one.bias is not None]
+    orders = [one.matrices[0].order for one in weights]
+    columns_order = None
+    if any(order is not None for order in orders):
+        in_order = torch.arange(weights[0].matrices[0].shape[1])
+        columns_order = torch.stack([in_order if order is None else order for order in orders]).to(device, torch.int32)
+    segment = Segment.pack([matrix for one in weights for matrix in one.matrices], 0, None, device, gated=False)
+    return GroupedQuantized(segment, len(weights), torch.stack(biases) if biases else None, columns_order)

@@ -16,6 +16,10 @@ from torch import Tensor
 from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 
 LEGACY, SUPER = 32, 256
+# Of the types with tables.
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# Twice the 4-bit floats of the OCP Microscaling Formats specification 1.0.
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 FORMATS: Mapping[Type, QuantFormat] = MappingProxyType(
     {
@@ -29,6 +33,9 @@ FORMATS: Mapping[Type, QuantFormat] = MappingProxyType(
         Type.Q4_K: QuantFormat(4, 32, has_mins=True, number="int8"),
         Type.Q5_K: QuantFormat(5, 32, has_mins=True, number="int8"),
         Type.Q6_K: QuantFormat(6, 16, offset=32, number="int8"),
+        Type.IQ4_NL: QuantFormat(4, LEGACY, number="float16", table=IQ4),
+        Type.IQ4_XS: QuantFormat(4, LEGACY, number="int8", table=IQ4),
+        Type.MXFP4: QuantFormat(4, LEGACY, number="e8m0", table=MXFP4),
     }
 )
 
@@ -143,6 +150,25 @@ def _q6_k(blocks: Tensor) -> Parts:
     return low | high << 4, blocks[:, 192:208].contiguous().view(torch.int8), None, _half(blocks, 208)
 
 
+def _iq4_xs(blocks: Tensor) -> Parts:
+    """d, 2 bytes of high bits of scales, 4 of low ones, 128 of codes, as of IQ4_NL."""
+    low = _planes(blocks[:, 4:8], 4).transpose(1, 2).flatten(1)
+    high = _planes(blocks[:, 2:4], 2).transpose(1, 2).flatten(1)
+    codes = _nibbles(blocks[:, 8:].reshape(-1, 16)).view(-1, SUPER)
+    return codes, (low | high << 4).view(torch.int8) - 32, None, _half(blocks, 0)
+
+
+def _mxfp4(blocks: Tensor) -> Parts:
+    """An exponent, 16 bytes of codes."""
+    return _nibbles(blocks[:, 1:]), half_powers(blocks[:, :1]), None
+
+
+def half_powers(exponents: Tensor) -> Tensor:
+    """Numbers of e8m0 (uint8) / 2, in float32. That of 255 is NaN."""
+    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128)
+    return powers.masked_fill(exponents == 255, torch.nan)
+
+
 _UNPACKERS: Mapping[Type, Callable[[Tensor], Parts]] = MappingProxyType(
     {
         Type.Q4_0: _q4_0,
@@ -155,5 +181,8 @@ _UNPACKERS: Mapping[Type, Callable[[Tensor], Parts]] = MappingProxyType(
         Type.Q4_K: _q4_k,
         Type.Q5_K: _q5_k,
         Type.Q6_K: _q6_k,
+        Type.IQ4_NL: _q4_0,
+        Type.IQ4_XS: _iq4_xs,
+        Type.MXFP4: _mxfp4,
     }
 )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantizedMatrix, QuantizedRows
+from penstock_server.kernels.quantized import FLOAT8, QuantizedMatrix, QuantizedRows
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.finite import check_finite
 from penstock_server.weights.quantization.method import method_of
@@ -64,6 +64,9 @@ class QuantizedCheckpoint:
             mine = weight.rows(self._inner.raw, rows)
             for numbers in mine.numbers:
                 check_finite(numbers, numbers, name, self._inner.path_of(weight.tensors[0]))
+            if weight.format.code != "integer":
+                floats = mine.codes.view(FLOAT8[weight.format.code]).float()
+                check_finite(floats, floats, name, self._inner.path_of(weight.tensors[0]))
             yield mine if len(columns) == weight.shape[1] else mine.narrow(columns, group)
 
         return QuantizedMatrix((len(rows), len(columns)), weight.format, pieces, order)

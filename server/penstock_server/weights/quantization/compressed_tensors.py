@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from penstock_server.weights.quantization.stored import (
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 KINDS = (
     Kind("compressed-tensors: W4A16, W8A16 and other packed integers, W8A8", CODE_BITS, is_kept=True),
-    Kind("compressed-tensors: FP8", (8,), is_kept=False),
+    Kind("compressed-tensors: FP8", (8,), is_kept_by_gpus_only=True),
 )
 
 
@@ -90,12 +90,13 @@ class CompressedTensors:
     bits: int
     group: int
     is_symmetric: bool
+    has_narrow_inputs: bool  # of all layers
     name: str = "compressed-tensors"
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> CompressedTensors:
         """Groups of layers may differ in their inputs, not in their weights."""
-        found = set()
+        found, inputs = set(), []
         for group in (options.get("config_groups") or {}).values():
             layout = group.get("format") or options.get("format") or "dense"
             if layout not in FORMATS:
@@ -107,6 +108,7 @@ class CompressedTensors:
             is_float = weights.get("type") == "float"
             if is_float and weights.get("num_bits", 8) != 8:
                 raise ConfigError(f"floating-point weights of {weights['num_bits']} bits are not supported")
+            inputs.append(group.get("input_activations") or {})
             size = weights.get("group_size") if weights.get("strategy") == "group" else -1
             found.add((8 if is_float else weights.get("num_bits", 8), size or -1, weights.get("symmetric", True)))
         if len(found) > 1:
@@ -115,10 +117,11 @@ class CompressedTensors:
                 + ", ".join(f"{bits} bits in groups of {size}" for bits, size, _ in sorted(found))
             )
         bits, size, is_symmetric = found.pop() if found else (8, -1, True)
-        return cls(bits, group_size(size), is_symmetric)
+        has_narrow_inputs = bool(inputs) and all(each.get("num_bits") == 8 for each in inputs)
+        return cls(bits, group_size(size), is_symmetric, has_narrow_inputs)
 
     def find(self, headers: Headers) -> dict[str, StoredWeight]:
-        found = find_scaled(headers)
+        found = find_scaled(headers, has_narrow_inputs=self.has_narrow_inputs)
         for tensor in headers:
             name, _, suffix = tensor.rpartition(".")
             if suffix == "weight_packed":
@@ -131,7 +134,8 @@ class CompressedTensors:
             else:
                 continue
             extras = {
-                each: f"{name}.{each}" in headers for each in ("weight_zero_point", "weight_g_idx", "input_scale")
+                each: f"{name}.{each}" in headers
+                for each in ("weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
             }
             tensors += tuple(f"{name}.{each}" for each, is_there in extras.items() if is_there)
             has_zeros = extras["weight_zero_point"] and not self.is_symmetric
@@ -143,6 +147,8 @@ class CompressedTensors:
                 symmetric=not has_zeros,
                 scale_dtype=headers[f"{name}.weight_scale"].dtype,
             )
+            if self.has_narrow_inputs and self.bits == 8 and self.group < 0 and not has_zeros:
+                format_ = replace(format_, has_narrow_inputs=True)
             if math.prod(headers[f"{name}.weight_scale"].shape) != 1:
                 groups = -(-in_features // format_.group)
                 expect(headers, f"{name}.weight_scale", (out_features, groups), *FLOATS)

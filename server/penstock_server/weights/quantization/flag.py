@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock_server.errors import ConfigError
+from penstock_server.kernels.quantized import QuantFormat
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.gguf.header import read_header
@@ -23,28 +24,34 @@ _METHODS = {
     "gptq": ("gptq",),
     "marlin": ("gptq", "awq"),
 }
-AT_LOAD = ("eetq", "bitsandbytes")
+# Formats of weights that are quantized at load, except their groups, which are whole rows.
+_INTEGERS = QuantFormat(8, 32, offset=128)
+AT_LOAD = {
+    "eetq": _INTEGERS,
+    "bitsandbytes": _INTEGERS,
+    "fp8": QuantFormat(8, 32, code="e4m3fn", has_narrow_inputs=True),
+}
 _GGUF_FLOATS = (0, 1, 30)  # F32, F16, BF16
 
 
-def quantizes_at_load(flag: str, folder: Path) -> bool:
-    """Whether the weights of an unquantized checkpoint are to be quantized to 8 bits at load. Raises ConfigError if the
-    flag contradicts the checkpoint, or is not supported."""
+def format_at_load(flag: str, folder: Path) -> QuantFormat | None:
+    """The format in AT_LOAD to which the weights of an unquantized checkpoint are to be quantized; None: they stay as
+    they are. Raises ConfigError if the flag contradicts the checkpoint, or is not supported."""
     if not flag:
-        return False
+        return None
     if flag not in _METHODS:
         raise ConfigError(f"--quantize {flag} is not supported; supported are {', '.join(_METHODS)}")
     method = _method_of(folder)
     if method is None and flag in AT_LOAD:
-        return True
+        return AT_LOAD[flag]
     if method is None:
         raise ConfigError(
-            f"--quantize {flag} needs a checkpoint that is quantized, and this one is not; {' and '.join(AT_LOAD)} "
+            f"--quantize {flag} needs a checkpoint that is quantized, and this one is not; {', '.join(AT_LOAD)} "
             "quantize one at load, to 8 bits"
         )
     if method not in _METHODS[flag]:
         raise ConfigError(f"--quantize is {flag}, but the checkpoint is quantized as {method}; remove the flag")
-    return False
+    return None
 
 
 def _method_of(folder: Path) -> str | None:

@@ -10,33 +10,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.quantization.stored import Headers, Kind, Read, StoredWeight, complete, expect
+from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
+from penstock_server.weights.gguf.block import MXFP4, half_powers
+from penstock_server.weights.quantization.stored import Affine, Headers, Kind, Read, StoredWeight, complete, expect
 
 GROUP = 32  # input features
-KINDS = (Kind("`mxfp4`: the experts of gpt-oss", (4,), is_kept=False),)
+FORMAT = QuantFormat(4, GROUP, number="e8m0", table=MXFP4)
+KINDS = (Kind("`mxfp4`: the experts of gpt-oss", (4,), is_kept_by_cpus_only=True),)
 BLOCKS, SCALES = "_blocks", "_scales"
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Weight:
+class Mxfp4Weight(Affine):
     """One expert. Implements `StoredWeight`."""
 
-    shape: tuple[int, int]
-    tensors: tuple[str, str]  # of all experts: blocks, scales
     expert: int
 
-    def dense(self, read: Read) -> Tensor:
+    def rows(self, read: Read, rows: range) -> QuantizedRows:
         mine = range(self.expert, self.expert + 1)
-        blocks, scales = (read(name, mine)[0] for name in self.tensors)
-        values = torch.tensor(VALUES)
-        pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)  # of every byte: low half, high half
-        groups = pairs.index_select(0, blocks.flatten().int()).view(-1, GROUP)
-        return torch.ldexp(groups, scales.view(-1, 1).int() - 127).view(self.shape)
+        blocks, scales = (read(name, mine)[0, rows.start : rows.stop] for name in self.tensors)
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
+        return QuantizedRows(codes, half_powers(scales).contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,5 +54,7 @@ class Mxfp4:
             expect(headers, blocks, (num_experts, out_features, groups, GROUP // 2), "U8")
             expect(headers, scales, (num_experts, out_features, groups), "U8")
             for expert in range(num_experts):
-                found[f"{name}.{expert}"] = Mxfp4Weight((out_features, groups * GROUP), (blocks, scales), expert)
+                found[f"{name}.{expert}"] = Mxfp4Weight(
+                    f"{name}.{expert}", (out_features, groups * GROUP), (blocks, scales), FORMAT, expert
+                )
         return found

@@ -47,7 +47,9 @@ class Kind:
 
     what: str
     bits: tuple[int, ...]
-    is_kept: bool  # quantized in memory, where there are kernels
+    is_kept: bool = True  # quantized in memory, where there are kernels
+    is_kept_by_gpus_only: bool = False
+    is_kept_by_cpus_only: bool = False
 
 
 class StoredWeight(Protocol):
@@ -82,7 +84,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Affine(ABC):
-    """A weight of integer codes with scales, and zero points, of groups. Implements `StoredWeight`."""
+    """A weight of codes of at most 8 bits with scales, and zero points, of groups. Implements `StoredWeight`."""
 
     name: str  # without the suffixes of its tensors
     shape: tuple[int, int]

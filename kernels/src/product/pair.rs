@@ -1,0 +1,67 @@
+//! Pairs of bf16, which an instruction multiplies at once.
+
+use crate::element::Element;
+use crate::simd::{F32, I32};
+
+/// What a factor is stored as.
+pub(crate) type Factor = Element;
+/// One side of an operation on 16 chains.
+pub(crate) type Operand = I32;
+/// Links per operation.
+pub(crate) const WIDTH: usize = 2;
+
+/// A row's factors of one operation, for every column.
+///
+/// # Safety
+/// `WIDTH` factors must be readable.
+#[inline(always)]
+pub(crate) unsafe fn splat(factors: *const Factor) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    I32::splat(unsafe { factors.cast::<i32>().read_unaligned() })
+}
+
+/// As `splat`, of the last link of a chain that ends within a group.
+///
+/// # Safety
+/// One factor must be readable.
+#[inline(always)]
+pub(crate) unsafe fn splat_last(factor: *const Factor) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    I32::splat(i32::from(unsafe { factor.read() }.bits()))
+}
+
+/// 16 columns at the operation that begins with link `index`. Groups are `width` columns wide, from `first` on.
+///
+/// # Safety
+/// The columns' group must be readable.
+#[inline(always)]
+pub(crate) unsafe fn columns(first: *const Element, width: usize, index: usize) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    unsafe { I32::load(first.add(index * width).cast()) }
+}
+
+/// As `columns`, of the last link of chains that end within a group, whose rest may be anything.
+///
+/// # Safety
+/// As for `columns`.
+#[inline(always)]
+pub(crate) unsafe fn last_columns(first: *const Element, width: usize, index: usize) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    unsafe { columns(first, width, index) & I32::splat(0xffff) }
+}
+
+/// sum + factors · columns
+#[inline(always)]
+pub(crate) fn multiply_add(factors: Operand, columns: Operand, sum: F32) -> F32 {
+    factors.dot_pairs(columns, sum)
+}
+
+/// Stores 16 consecutive factors.
+///
+/// # Safety
+/// 16 factors must be writable.
+#[inline(always)]
+pub(crate) unsafe fn store_factors(values: F32, factors: *mut Factor) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { Element::store(values, factors) };
+}

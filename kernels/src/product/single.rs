@@ -1,0 +1,74 @@
+//! Numbers in float32, one after the other.
+
+use crate::element::{Element, GROUP};
+use crate::simd::{F32, I32};
+
+/// What a factor is stored as.
+pub(crate) type Factor = f32;
+/// One side of an operation on 16 chains.
+pub(crate) type Operand = F32;
+/// Links per operation.
+pub(crate) const WIDTH: usize = 1;
+
+/// A row's factor of one operation, for every column.
+///
+/// # Safety
+/// The factor must be readable.
+#[inline(always)]
+pub(crate) unsafe fn splat(factor: *const Factor) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    F32::splat(unsafe { factor.read() })
+}
+
+/// As `splat`, of the last link of a chain that ends within a group.
+///
+/// # Safety
+/// As for `splat`.
+#[inline(always)]
+pub(crate) unsafe fn splat_last(factor: *const Factor) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    unsafe { splat(factor) }
+}
+
+/// 16 columns at link `index`. Groups are `width` columns wide, from `first` on.
+///
+/// # Safety
+/// The columns' group must be readable.
+#[inline(always)]
+pub(crate) unsafe fn columns(first: *const Element, width: usize, index: usize) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        let group = first.add(index / GROUP * GROUP * width);
+        if GROUP == 1 {
+            return Element::load(group);
+        }
+        let pairs = I32::load(group.cast());
+        F32::from_bits(if index % GROUP == 0 { pairs.shift_left(16) } else { pairs & I32::splat(!0xffff) })
+    }
+}
+
+/// As `columns`, of the last link of chains that end within a group, whose rest may be anything.
+///
+/// # Safety
+/// As for `columns`.
+#[inline(always)]
+pub(crate) unsafe fn last_columns(first: *const Element, width: usize, index: usize) -> Operand {
+    // SAFETY: guaranteed by the caller.
+    unsafe { columns(first, width, index) }
+}
+
+/// sum + factors · columns
+#[inline(always)]
+pub(crate) fn multiply_add(factors: Operand, columns: Operand, sum: F32) -> F32 {
+    columns.mul_add(factors, sum)
+}
+
+/// Stores 16 consecutive factors.
+///
+/// # Safety
+/// 16 factors must be writable.
+#[inline(always)]
+pub(crate) unsafe fn store_factors(values: F32, factors: *mut Factor) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { values.store(factors) };
+}

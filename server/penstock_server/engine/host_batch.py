@@ -1,0 +1,112 @@
+"""A step's batch as arrays on the host, before one copy brings it to the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_server.attention.interface import StepBatch
+from penstock_server.engine.transfer import Put
+
+Rows = npt.NDArray[np.int64]
+Lengths = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """Has the fields of `StepBatch`, in the same shapes and data types."""
+
+    token_ids: Rows
+    positions: Rows
+    slots: Rows
+    query_starts: Lengths
+    context_lens: Lengths
+    block_tables: Lengths
+    sample_rows: Rows
+    max_query_tokens: int
+    max_context_tokens: int
+    source_lens: Lengths | None = None
+    sources: HostBatch | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one token, and gives an output."""
+        return self.sources is None and len(self.token_ids) == len(self.sample_rows) == self.num_sequences > 0
+
+    def put(self, put: Put) -> StepBatch:
+        """On the device. The arrays are put in the order of the fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
+        return StepBatch(**{**values, "sources": None if self.sources is None else self.sources.put(put)})
+
+    def padded(self, num_sequences: int, max_context_tokens: int, block_tokens: int) -> HostBatch:
+        """A decode step with as many sequences, and contexts of at most so many tokens. The tokens of the added
+        sequences are not stored, and their contexts are empty."""
+        shape = num_sequences, -(-max_context_tokens // block_tokens)
+        return HostBatch(
+            token_ids=_filled(self.token_ids, shape[:1]),
+            positions=_filled(self.positions, shape[:1]),
+            slots=_filled(self.slots, shape[:1], -1),
+            query_starts=np.arange(num_sequences + 1, dtype=np.int32),
+            context_lens=_filled(self.context_lens, shape[:1]),
+            block_tables=_filled(self.block_tables, shape),
+            sample_rows=np.arange(num_sequences),
+            max_query_tokens=1,
+            max_context_tokens=max_context_tokens,
+            source_lens=None if self.source_lens is None else _filled(self.source_lens, shape[:1]),
+        )
+
+
+def _filled(array: npt.NDArray[Any], shape: tuple[int, ...], value: int = 0) -> npt.NDArray[Any]:
+    """The array, enlarged to this shape. PERF: numpy's `pad` takes ten times as long for small arrays."""
+    larger = np.full(shape, value, array.dtype)
+    larger[tuple(slice(0, size) for size in array.shape)] = array
+    return larger
+
+
+def split(whole: HostBatch, source_lens: Rows) -> tuple[HostBatch, Rows]:
+    """The batch of the tokens after the sources, with the batch of the source tokens, if there are any, as its
+    `sources`; and for each token of the whole batch its number among the tokens after the sources.
+
+    source_lens [sequences]. The positions of a token after a source count from the end of the source.
+    """
+    counts = np.diff(whole.query_starts)
+    num_source = np.clip(source_lens - whole.context_lens + counts, 0, counts)  # [sequences] of this step
+    source_len_of_token = np.repeat(source_lens, counts)
+    is_source = whole.positions < source_len_of_token
+    answer_tokens = np.cumsum(~is_source) - 1
+    lens = source_lens.astype(np.int32)
+    sources = _part(whole, is_source, num_source, lens)
+    sources = replace(sources, context_lens=lens[num_source > 0], sample_rows=whole.sample_rows[:0])
+    answers = _part(whole, ~is_source, counts - num_source, lens)
+    return replace(
+        answers,
+        positions=answers.positions - source_len_of_token[~is_source],
+        sample_rows=answer_tokens[whole.sample_rows],
+        sources=sources if len(sources.token_ids) else None,
+    ), answer_tokens
+
+
+def _part(whole: HostBatch, is_mine: npt.NDArray[np.bool_], counts: Rows, source_lens: Lengths) -> HostBatch:
+    """The batch of some tokens. counts [sequences]: how many of them each sequence has."""
+    has_tokens = counts > 0
+    query_starts = np.zeros(np.count_nonzero(has_tokens) + 1, np.int32)
+    np.cumsum(counts[has_tokens], out=query_starts[1:])
+    return replace(
+        whole,
+        token_ids=whole.token_ids[is_mine],
+        positions=whole.positions[is_mine],
+        slots=whole.slots[is_mine],
+        query_starts=query_starts,
+        context_lens=whole.context_lens[has_tokens],
+        block_tables=whole.block_tables[has_tokens],
+        max_query_tokens=int(counts.max()),
+        source_lens=source_lens[has_tokens],
+    )
