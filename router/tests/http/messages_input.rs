@@ -54,7 +54,7 @@ async fn the_template_sees_the_system_prompt_tools_calls_and_results() {
     user:Hi
 
     there
-    assistant:Well.[{"id": "toolu_1", "type": "function", "function": {"name": "f", "arguments": {"city": "x"}}}, {"id": "toolu_2", "type": "function", "function": {"name": "f", "arguments": {"city": "x"}}}]
+    assistant:Well.<tool_call>{"name": "f", "arguments": {"city": "x"}}</tool_call><tool_call>{"name": "f", "arguments": {"city": "x"}}</tool_call>
     tool:raintoolu_2f
     tool:toolu_1f
     user:Now?

@@ -45,7 +45,7 @@ async fn the_template_sees_instructions_tools_calls_and_results() {
     user:Hi
 
     there
-    assistant:Well.[{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"city": "x"}}}, {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": {"city": "x"}}}]
+    assistant:Well.<tool_call>{"name": "f", "arguments": {"city": "x"}}</tool_call><tool_call>{"name": "f", "arguments": {"city": "x"}}</tool_call>
     tool:suncall_1f
     tool:raincall_2f
     user:<system-reminder>
