@@ -78,6 +78,6 @@ pub(crate) fn assert_close(actual: Element, expected: f32, tolerance: f32, what:
 
 /// The distance from 1 to the next element.
 pub(crate) fn epsilon() -> f32 {
-    let steps = (1..24).map(|power| 2f32.powi(-power));
-    steps.filter(|step| Element::from_f32(1.0 + step).to_f32() > 1.0).last().unwrap_or(1.0)
+    let mut steps = (1..24).map(|power| 2f32.powi(-power));
+    steps.rfind(|step| Element::from_f32(1.0 + step).to_f32() > 1.0).unwrap_or(1.0)
 }

@@ -164,7 +164,7 @@ unsafe fn weigh_dims<const R: usize, const V: usize>(rows: &[Weighted; R], block
                     product::add::<R, V>(&mut sums, columns, |row| weights(row, token));
                 }
             }
-            if num_tokens % STEP > 0 {
+            if !num_tokens.is_multiple_of(STEP) {
                 let token = num_steps * STEP;
                 let columns = from_fn(|vector| product::last_columns(vector_of(vector), value_dim, token));
                 product::add::<R, V>(&mut sums, columns, |row| weights(row, token));

@@ -17,6 +17,7 @@ pub(crate) use pack::{PackedLinear, Weight};
 pub(crate) use quantized::{Format, InputBits, Number, QuantizedLinear, QuantizedRows, SUPER_GROUP, Segment};
 pub(crate) use tile::PANEL;
 
+#[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
 use crate::cpu::Amx;
 use crate::element::Element;
 use crate::pool::{Executor, Source, Target};

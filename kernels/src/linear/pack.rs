@@ -34,6 +34,7 @@ pub(crate) struct PackedLinear {
     out_features: usize,
     in_features: usize,
     gated: bool,
+    #[cfg_attr(not(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32")))), expect(dead_code, reason = "no tiles in this build"))]
     amx: Option<Amx>,
 }
 
@@ -157,6 +158,7 @@ impl PackedLinear {
         self.gated
     }
 
+    #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
     pub(super) fn amx(&self) -> Option<Amx> {
         self.amx
     }

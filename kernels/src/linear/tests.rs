@@ -1,4 +1,5 @@
 use super::*;
+use crate::cpu::Amx;
 use crate::memory::Arena;
 use crate::pool::Pool;
 use crate::testing::{Random, assert_close, spawning_pool, tolerance};

@@ -208,7 +208,7 @@ unsafe fn accumulate<const R: usize, const V: usize, const LINES: usize>(
                 product::add(&mut sums, columns(feature), factors);
             }
         }
-        if input.in_features % STEP > 0 {
+        if !input.in_features.is_multiple_of(STEP) {
             let feature = num_steps * STEP;
             let factors = |row: usize| product::splat_last(input.rows.add(row * input.stride + feature));
             product::add(&mut sums, columns(feature), factors);

@@ -43,7 +43,7 @@ pub(crate) unsafe fn columns(first: *const Element, width: usize, index: usize) 
             return Element::load(group);
         }
         let pairs = I32::load(group.cast());
-        F32::from_bits(if index % GROUP == 0 { pairs.shift_left(16) } else { pairs & I32::splat(!0xffff) })
+        F32::from_bits(if index.is_multiple_of(GROUP) { pairs.shift_left(16) } else { pairs & I32::splat(!0xffff) })
     }
 }
 

@@ -53,6 +53,7 @@ impl F32 {
 
     /// x · Φ(x)
     #[inline(always)]
+    #[expect(clippy::excessive_precision, reason = "the coefficients as published")]
     pub(crate) fn gelu(self) -> F32 {
         let zero = F32::splat(0.0);
         let negative = (zero - self).min(self);
