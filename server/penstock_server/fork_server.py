@@ -201,8 +201,11 @@ def _prctl(option: int, argument: object) -> None:
 
 def _import_all() -> Callable[[WorkerConfig], int]:
     """Import everything that a worker needs. Returns what a worker runs."""
+    import torch
+
     from penstock_server import worker
     from penstock_server.engine import device
+    from penstock_server.kernels import native_build
 
     has_gpu = device.NVIDIA_DRIVER.exists()
     for package in _PACKAGES:
@@ -211,6 +214,8 @@ def _import_all() -> Callable[[WorkerConfig], int]:
             # Triton takes long to import and may not be installed on a machine without a GPU.
             if has_gpu or not any(name in module.name for name in ("triton", "flash")):
                 importlib.import_module(module.name)
+    # The native kernels of the default data type.
+    native_build.find_build(torch.device("cpu"), torch.bfloat16)
     return worker.run
 
 

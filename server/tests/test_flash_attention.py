@@ -61,7 +61,7 @@ SHAPES = {
 
 
 def make_pages(shape: AttentionShape, lengths: list[int]) -> Pages:
-    attention = flash.make(shape, DEVICE, FP16, None)
+    attention = flash.make(shape, DEVICE, FP16, None, "")
     return Pages(attention, FP16, lengths)  # type: ignore[arg-type]
 
 
@@ -84,7 +84,7 @@ def test_queries_are_read_in_place() -> None:
 
 @with_package
 def test_written_tokens_are_attended_to_and_padding_is_not_stored() -> None:
-    attention = flash.make(PLAIN, DEVICE, FP16, None)
+    attention = flash.make(PLAIN, DEVICE, FP16, None, "")
     cache = attention.allocate(num_blocks=2)
     queries, keys, values = random(1, 6, 8, 16).to(FP16).split([4, 2, 2], dim=1)
     slots, positions = torch.tensor([256, 257, 258, 259, 260, -1]), torch.arange(6)

@@ -420,7 +420,7 @@ def test_bf16_greedy_agrees_with_float32() -> None:
     rows: list[Row] = [{}] * 33
     short, long = sample(logits, rows), sample(logits.float(), rows)
     assert short.ids.tolist() == long.ids.tolist()
-    torch.testing.assert_close(short.logprobs.double(), long.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(short.logprobs.double(), long.logprobs.double(), atol=1e-5, rtol=0)
 
 
 def test_only_seed_and_position_decide_a_random_choice() -> None:

@@ -215,7 +215,7 @@ def test_a_checkpoint_stays_quantized(name: str, tmp_path: Path, monkeypatch: py
     stored, dense = save_quantized(model, tmp_path, options, quantize)
     expected, dense_bytes = logits(dense, torch.float32, 3)
     ops = TritonOps(DEVICE, torch.float32)
-    monkeypatch.setattr(kernels, "choose_ops", lambda *_: ops)
+    monkeypatch.setattr(kernels, "choose_ops", lambda *_, **__: ops)
     found, num_bytes = logits(stored, torch.float32, 3)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     assert num_bytes < dense_bytes * 0.4
@@ -234,7 +234,7 @@ def test_experts_stay_quantized(name: str, tmp_path: Path, monkeypatch: pytest.M
     stored, dense = save_quantized(model, tmp_path, options, quantize)
     expected, dense_bytes = logits(dense, torch.float32, 3)
     ops, grouped = TritonOps(DEVICE, torch.float32), []
-    monkeypatch.setattr(kernels, "choose_ops", lambda *_: ops)
+    monkeypatch.setattr(kernels, "choose_ops", lambda *_, **__: ops)
     pack = triton_experts._grouped_quantized
     monkeypatch.setattr(triton_experts, "_grouped_quantized", lambda each: grouped.append(pack(each)) or grouped[-1])
     found, num_bytes = logits(stored, torch.float32, 3)
@@ -256,7 +256,7 @@ def test_inputs_are_quantized_if_the_checkpoint_says_so(
     stored, dense = save_quantized(make_model("qwen2", **SIZES), tmp_path, options, quantize)
     expected, _ = logits(dense, torch.float32, 3)
     ops = TritonOps(DEVICE, torch.float32)
-    monkeypatch.setattr(kernels, "choose_ops", lambda *_: ops)
+    monkeypatch.setattr(kernels, "choose_ops", lambda *_, **__: ops)
     found, _ = logits(stored, torch.float32, 3)
     error = (found - expected).norm() / expected.norm()
     assert 1e-3 < error < 0.05 if has_narrow_inputs else error < 1e-4

@@ -100,7 +100,7 @@ class NativeNorm:
         self._apply_heads = packed.apply_heads
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if x.dtype != self._dtype:
+        if x.dtype != self._dtype or (residual is not None and residual.dtype != self._dtype):
             return self._plain(x, residual)
         y = self._empty_like(x)
         if x.dim() == 3:

@@ -29,7 +29,7 @@ NAMES = ["llama", "llama-gelu", "qwen3", "gemma3", "cohere-qk-norm", "persimmon"
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_device, "unavailable_reason", lambda device: None)
-    monkeypatch.setattr("penstock_server.kernels.choose_ops", lambda device, dtype, *bits: TritonOps(device, dtype))
+    monkeypatch.setattr("penstock_server.kernels.choose_ops", lambda device, dtype, *_, **__: TritonOps(device, dtype))
     reference = make_model(name, CASES[name])
     options = LoadOptions(save_model(reference, tmp_path), torch.float32, DEVICE, 4, attention="triton")
     driver = ModelDriver(load_model(options, RankGroup()))
