@@ -34,7 +34,10 @@ pub(crate) struct PackedLinear {
     out_features: usize,
     in_features: usize,
     gated: bool,
-    #[cfg_attr(not(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32")))), expect(dead_code, reason = "no tiles in this build"))]
+    #[cfg_attr(
+        not(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32")))),
+        expect(dead_code, reason = "no tiles in this build")
+    )]
     amx: Option<Amx>,
 }
 
