@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from binary import start
 from byte_model import greedy, save
 from client import ask, events
@@ -41,5 +40,4 @@ def test_a_killed_worker_costs_no_token(tmp_path: Path) -> None:
         ask(server, "/generate", {"inputs": "so", "parameters": {**sampled, "details": True}}).json for _ in range(2)
     )
     assert first["generated_text"] == again["generated_text"]
-    assert [len(tops) for tops in first["details"]["top_tokens"]] == pytest.approx([3] * 20)
     assert server.stop() == 0
