@@ -1,0 +1,67 @@
+"""Compares the throughput of `penstock.LLM` with that of a server that many clients stream from.
+
+Both run at the same time and are loaded alternately with as many prompts of the same lengths. The server is loaded with
+several numbers of streams; `LLM` is compared with its best one of the same repeat.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import peers
+from compare import INPUT_TOKENS, OUTPUT_TOKENS, free_port, penstock_server, running
+from figure import llm, table_of
+from load import PENSTOCK, Load, prompt_of, run
+from penstock import LLM, SamplingParams
+from result import heading, keep, machine, option_parser, title
+
+MAX_TOKENS = 80_000  # in the KV cache, so that neither server takes the memory of the other
+
+
+def generated_per_s(model: LLM, words: Sequence[str], num_prompts: int, seed: str) -> float:
+    """Tokens per second of one call."""
+    source = random.Random(seed)
+    prompts = [prompt_of(words, INPUT_TOKENS, source) for _ in range(num_prompts)]
+    start = time.perf_counter()
+    results = model.generate(prompts, SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0), progress=False)
+    return sum(len(result.token_ids) for result in results) / (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = option_parser(__doc__, num_repeats=3)
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 128, 256])
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
+
+    words, port = peers.prompt_words(), free_port()
+    flags = ["--max-batch-total-tokens", str(MAX_TOKENS), "--max-concurrent-requests", str(2 * max(options.streams))]
+    repeats: list[dict[str, Any]] = []
+    record = {**heading(), "machine": machine(), "prompts": options.prompts, "repeats": repeats}
+    settings = {"max_batch_total_tokens": MAX_TOKENS, "standby": "off", "dequantize": True}
+    server = replace(penstock_server([*flags, "--standby", "off"]), settled="")
+    with running(server, port), LLM(**settings) as model:
+        for repeat in range(-1, options.repeats):  # the first one warms up
+            num_prompts = options.prompts if repeat >= 0 else max(options.streams)
+
+            def served(streams: int, repeat: int = repeat, num_prompts: int = num_prompts) -> float:
+                rounds = max(1, num_prompts // streams)
+                load = Load(f"{streams} streams", streams, rounds, INPUT_TOKENS, OUTPUT_TOKENS)
+                return run(port, PENSTOCK, load, words, str(repeat)).tokens_per_s
+
+            rates = {str(streams): served(streams) for streams in options.streams}
+            generated = generated_per_s(model, words, num_prompts, f"LLM {repeat}")
+            print(f"  LLM {generated:.0f} tok/s, server {rates}", flush=True)
+            if repeat >= 0:
+                repeats.append({"LLM": generated, "server": rates})
+    keep(record, "llm", title(record) + table_of(llm(record)), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""`LLM`: `AsyncLLM` for code without asyncio. Its event loop has a thread of its own, so it also works in notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from penstock.async_llm import AsyncLLM, Params
+from penstock.batch_file import FileSummary
+from penstock.errors import StoppedError
+from penstock.result import Chunk, Completion, Embedding, Message, Prompt
+from penstock.sampling import SamplingParams
+
+Result = TypeVar("Result")
+
+
+class LLM:
+    """A model in a server of its own. The constructor returns when the model is loaded.
+
+    `model` is a folder, a .gguf file or a model id on the Hub; by default, the small embedded model. `settings` are the
+    launcher's flags: `max_total_tokens=4096` is `--max-total-tokens 4096`. Raises SettingError for an unknown setting
+    or a wrong value, and StartError if the server does not start.
+
+    The server ends with `close`, at the end of a `with` block, or with this process, however that ends.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        self._llm = AsyncLLM(model, **settings)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True).start()
+        self._end_loop = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        try:
+            self._run(self._llm.ready())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the server. Later calls raise StoppedError."""
+        if self._end_loop.alive:
+            self._run(self._llm.close())
+            self._end_loop()
+
+    def info(self) -> dict[str, Any]:
+        """The model and the limits of the server, as /info reports them."""
+        return self._run(self._llm.info())
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, progress: bool | None = None
+    ) -> list[Completion]:
+        """Continues each prompt: a text, or the ids of its tokens. Returns the generations in the order of the prompts.
+
+        `params` is for all prompts, or one for each. `progress` shows a bar, by default in terminals and notebooks.
+        Raises RequestError for the first prompt that the server refuses.
+        """
+        return self._run(self._llm.generate(prompts, params, progress=progress))
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Iterable[Sequence[Message]],
+        params: Params = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool | None = None,
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """Answers each conversation, a list of messages. Otherwise like `generate`."""
+        return self._run(
+            self._llm.chat(
+                conversations,
+                params,
+                tools=tools,
+                tool_choice=tool_choice,
+                chat_template_kwargs=chat_template_kwargs,
+                continue_final_message=continue_final_message,
+                progress=progress,
+            )
+        )
+
+    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """The generation for one prompt or conversation, as it is made. Ending the iteration early cancels it."""
+        chunks = self._llm.stream(prompt, params)
+        try:
+            while (chunk := self._run(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._run(chunks.aclose())
+
+    def embed(
+        self,
+        texts: Prompt | Iterable[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        progress: bool | None = None,
+    ) -> list[Embedding]:
+        """The vector of each text, for a model that makes vectors."""
+        return self._run(
+            self._llm.embed(
+                texts, dimensions=dimensions, normalize=normalize, prompt_name=prompt_name, progress=progress
+            )
+        )
+
+    def generate_file(
+        self,
+        source: str | os.PathLike[str],
+        destination: str | os.PathLike[str],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> FileSummary:
+        """Completes every line of a file of JSON lines, in bounded memory, and writes the generations to another.
+
+        A line has an `id`, a `prompt` (a text or token ids) or `messages`, and may have `params`, which override those
+        given here. `destination` gets, in the order of the lines, one line for each generation, or one with `error`.
+        If it has lines already, the work goes on behind them. Raises PenstockError if they are not those of `source`.
+        """
+        return self._run(self._llm.generate_file(source, destination, params, progress=progress))
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        if not self._end_loop.alive:
+            work.close()
+            raise StoppedError("the server was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C: the requests in flight are cancelled.
+            future.cancel()
+            raise
+
+
+async def _next(chunks: AsyncIterator[Chunk]) -> Chunk | None:
+    return await anext(chunks, None)

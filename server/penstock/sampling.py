@@ -1,0 +1,83 @@
+"""Parameters of a generation, under the names of OpenAI's and vLLM's APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+_CONSTRAINTS = {
+    "json_schema": "json",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are sampled, and when a generation ends. The server checks the values; None means its default."""
+
+    max_tokens: int | None = None
+    """Most tokens to generate. By default 16 for a prompt, as in OpenAI's API, and all that fit for a chat."""
+    min_tokens: int | None = None
+    n: int | None = None
+    """Generations for each prompt."""
+    temperature: float | None = None
+    """0 is greedy; 1 by default."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    """The same prompt with the same seed gets the same tokens. Random by default."""
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logprobs: int | None = None
+    """Return logprobs, with this number of alternatives for each token; 0 returns those of the chosen tokens only."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens. Needs `LLM(enable_prefill_logprobs=True)`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this number of last tokens of the prompt; -1 means as many as the server allows."""
+    priority: int | None = None
+    timeout: float | None = None
+    """Seconds after which the request fails."""
+    json_schema: Mapping[str, Any] | str | type | None = None
+    """The text is JSON of this schema: an object, JSON text, or a class with `model_json_schema`, as pydantic's."""
+    regex: str | None = None
+    """The whole text matches this regular expression."""
+    choice: Sequence[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """The text matches this grammar, in Lark's syntax or in GBNF."""
+    structural_tag: Mapping[str, Any] | None = None
+
+    def fields(self, *, is_chat: bool) -> dict[str, Any]:
+        """The request's fields."""
+        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        constraint = {_CONSTRAINTS[name]: given.pop(name) for name in list(given) if name in _CONSTRAINTS}
+        if (schema := constraint.get("json")) is not None:
+            constraint["json"] = _schema(schema)
+        if constraint:
+            given["structured_outputs"] = constraint
+        if "logit_bias" in given:
+            given["logit_bias"] = {str(token_id): bias for token_id, bias in given["logit_bias"].items()}
+        if is_chat and "logprobs" in given:
+            given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
+        return given
+
+
+def _schema(schema: Any) -> Any:
+    if hasattr(schema, "model_json_schema"):
+        return schema.model_json_schema()
+    return schema  # the server also reads JSON text
