@@ -45,6 +45,16 @@ label! {
 }
 
 label! {
+    /// Why spans were not exported.
+    SpanLoss {
+        /// The queue of the exporter had no room.
+        QueueFull = "queue_full",
+        /// The collector did not take them, also after retries.
+        ExportFailed = "export_failed",
+    }
+}
+
+label! {
     /// What a step computes: any prompt, or decodes only.
     Method {
         Prefill = "prefill",

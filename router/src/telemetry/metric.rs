@@ -35,6 +35,7 @@ pub(super) enum Buckets {
     TotalTokens,
     Sequences,
     Step,
+    Latency,
     SkippedTokens,
 }
 
@@ -70,7 +71,12 @@ impl Metric {
 
     /// Adds 1 to a counter.
     pub(super) fn increment(self) {
-        counter!(self.name, self.pairs()).increment(1);
+        self.add(1);
+    }
+
+    /// Adds `count` to a counter.
+    pub(super) fn add(self, count: u64) {
+        counter!(self.name, self.pairs()).increment(count);
     }
 
     /// Sets a counter that is counted elsewhere.
@@ -93,12 +99,21 @@ impl Metric {
         histogram!(self.name, self.pairs()).record_many(sample, count);
     }
 
-    /// Tells the recorder the help text.
-    pub(super) fn describe(&self) {
+    /// Tells the recorder the help text, and begins the series of counters and histograms at 0: Prometheus does not see
+    /// the first increase of a series that begins with it. A gauge has no value yet.
+    pub(super) fn begin(&self) {
         match self.kind {
             Kind::Counter => describe_counter!(self.name, self.help),
             Kind::Gauge => describe_gauge!(self.name, self.help),
             Kind::Histogram(_) => describe_histogram!(self.name, self.help),
+        }
+        let values = self.label.map_or(vec![None], |(_, values)| values.iter().copied().map(Some).collect());
+        for series in values.into_iter().map(|value| Self { value, ..*self }) {
+            match self.kind {
+                Kind::Counter => counter!(self.name, series.pairs()).absolute(0),
+                Kind::Gauge => {}
+                Kind::Histogram(_) => drop(histogram!(self.name, series.pairs())),
+            }
         }
     }
 
@@ -119,6 +134,7 @@ impl Kind {
             Self::Histogram(Buckets::TotalTokens) => "histogram, 100 linear bounds up to max-total-tokens",
             Self::Histogram(Buckets::Sequences) => "histogram, every integer from 1 to 1024",
             Self::Histogram(Buckets::Step) => "histogram, 30 geometric bounds from 10 µs to 5 s",
+            Self::Histogram(Buckets::Latency) => "histogram, 31 round bounds from 1 ms to 100 s",
             Self::Histogram(Buckets::SkippedTokens) => "histogram, every integer from 0 to 16",
         }
     }
@@ -131,10 +147,17 @@ impl Buckets {
         match self {
             Self::Duration => (1..=35).map(|exponent| 0.0001 * 1.5_f64.powi(exponent)).collect(),
             Self::Step => (0..30).map(|exponent| 0.00001 * 1.57_f64.powi(exponent)).collect(),
+            Self::Latency => latency_bounds(),
             Self::InputTokens => linear(limits.max_input_tokens),
             Self::TotalTokens => linear(limits.max_total_tokens),
             Self::Sequences => (1..=1024).map(f64::from).collect(),
             Self::SkippedTokens => (0..=16).map(f64::from).collect(),
         }
     }
+}
+
+/// Round numbers, because the target of a latency must be one of its bounds.
+fn latency_bounds() -> Vec<f64> {
+    let decade = |exponent: i32| [10, 15, 20, 30, 50, 70].map(|mantissa| f64::from(mantissa) / 10_f64.powi(exponent));
+    (0..5).rev().flat_map(decade).chain([100.0]).collect()
 }

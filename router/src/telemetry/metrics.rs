@@ -6,7 +6,7 @@ use std::time::Duration;
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use penstock_scheduler::Stats;
 
-pub(crate) use super::label::{Failure, Method, RefusalReason, RestartPhase};
+pub(crate) use super::label::{Failure, Method, RefusalReason, RestartPhase, SpanLoss};
 use super::metric::{Kind, Metric};
 use super::summary::RequestSummary;
 use super::table::*;
@@ -35,7 +35,7 @@ impl Exporter {
         let recorder = recorder(limits)?;
         let exporter = Self { handle: recorder.handle() };
         metrics::set_global_recorder(recorder).map_err(|_| ExporterError::Installed)?;
-        METRICS.iter().for_each(Metric::describe);
+        METRICS.iter().for_each(Metric::begin);
         Ok(exporter)
     }
 
@@ -64,7 +64,7 @@ const INTRODUCTION: &str = "\
 # Metrics
 
 Generated from the code by `make docs`; do not edit. `GET /metrics` returns the Prometheus text format and needs no API key.
-A series appears with its first value. Durations are in seconds.
+Counters and histograms begin at 0; a gauge appears with its first value. Durations are in seconds.
 Metrics that begin with `tgi_` have the names, labels and buckets of text-generation-inference; the last column says where
 their meaning differs.
 
@@ -109,6 +109,16 @@ pub(crate) fn connection_refused() {
     CONNECTIONS_REFUSED.increment();
 }
 
+/// The trace collector took spans.
+pub(crate) fn spans_exported(num_spans: u64) {
+    SPANS_EXPORTED.add(num_spans);
+}
+
+/// Spans were dropped.
+pub(crate) fn spans_lost(loss: SpanLoss, num_spans: u64) {
+    SPANS_LOST.with(loss.value()).add(num_spans);
+}
+
 /// A generation request was answered in full.
 pub(crate) fn request_succeeded(summary: &RequestSummary) {
     REQUEST_SUCCESS.increment();
@@ -126,6 +136,19 @@ pub(crate) fn prompt_accepted(num_input_tokens: usize, max_new_tokens: u32) {
     REQUEST_MAX_NEW_TOKENS.record(max_new_tokens);
 }
 
+/// A generation's first token came this long after its request.
+pub(crate) fn first_token(after: Duration) {
+    TIME_TO_FIRST_TOKEN.record(after);
+}
+
+/// Running sequences got their next tokens; each waited this long for it.
+pub(crate) fn next_tokens(gaps: &[Duration]) {
+    // Most sequences got their previous token from the same step.
+    for equal in gaps.chunk_by(|one, other| one == other) {
+        INTER_TOKEN.record_many(equal[0], equal.len());
+    }
+}
+
 /// The load at this moment: the scheduler's statistics, and the tokens of queued generations.
 pub(crate) fn load(stats: &Stats, queued_tokens: u64) {
     QUEUE_TOKENS.set(queued_tokens as f64);
@@ -137,6 +160,7 @@ pub(crate) fn load(stats: &Stats, queued_tokens: u64) {
     KV_CACHED_BLOCKS.set(stats.num_cached_blocks as f64);
     PREFIX_QUERIED.set_total(stats.num_queried_tokens);
     PREFIX_HIT.set_total(stats.num_hit_tokens);
+    PREEMPTIONS.set_total(stats.num_preemptions);
 }
 
 /// Tokens that the KV pool can hold; known after warm-up.
@@ -233,6 +257,11 @@ pub(crate) fn workers_restarted() {
     WORKER_RESTARTS.increment();
 }
 
+/// Worker groups that are ready to replace a lost one.
+pub fn standby_groups(num_groups: usize) {
+    STANDBY_GROUPS.set(num_groups as f64);
+}
+
 /// The time without a worker group is over.
 pub(crate) fn downtime(phases: &[(RestartPhase, Duration)], total: Duration) {
     WORKER_DOWNTIME.record(total);
@@ -269,6 +298,34 @@ mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), METRICS.len());
+    }
+
+    #[test]
+    fn counters_and_histograms_begin_at_0() {
+        let text = rendered(|| METRICS.iter().for_each(Metric::begin));
+        for line in [
+            "tgi_request_count 0",
+            "penstock_requests_refused{reason=\"queue_timeout\"} 0",
+            "penstock_worker_downtime_seconds_count 0",
+            "tgi_batch_forward_duration_bucket{method=\"decode\",le=\"+Inf\"} 0",
+            "penstock_inter_token_seconds_bucket{le=\"0.2\"} 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("# TYPE tgi_queue_size"), "a gauge has no value yet");
+    }
+
+    #[test]
+    fn equal_gaps_are_recorded_together() {
+        let gaps = [20, 20, 30, 20].map(Duration::from_millis);
+        let text = rendered(|| next_tokens(&gaps));
+        for line in [
+            "penstock_inter_token_seconds_bucket{le=\"0.02\"} 3",
+            "penstock_inter_token_seconds_bucket{le=\"0.03\"} 4",
+            "penstock_inter_token_seconds_count 4",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
     }
 
     #[test]

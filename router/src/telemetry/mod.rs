@@ -1,4 +1,4 @@
-//! Metrics, and one log line per request. Never the content of a request.
+//! Metrics, and one log line and one trace per request. Never the content of a request.
 
 mod identity;
 mod label;
@@ -7,7 +7,10 @@ pub mod metrics;
 mod record;
 mod summary;
 mod table;
+mod trace;
 
 pub(crate) use identity::RequestIdentity;
 pub(crate) use record::RequestRecord;
 pub(crate) use summary::RequestSummary;
+pub use trace::TracesError;
+pub(crate) use trace::{Exchange, Operation, RequestParameters, Traces};

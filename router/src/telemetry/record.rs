@@ -1,19 +1,20 @@
-//! The outcome of one HTTP request: filled in while it is served, logged and counted once at its end.
+//! The outcome of one HTTP request: filled in while it is served; logged, counted and traced once at its end.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use axum::http::{Method, StatusCode};
-
 use super::identity::RequestIdentity;
 use super::metrics::{self, Failure};
 use super::summary::RequestSummary;
+use super::trace::{self, ClosedRequest, Exchange, RequestTrace, Traces};
 
 /// A handle on a request's record. Clones share the record.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestRecord {
     received: Instant,
     identity: Arc<RequestIdentity>,
+    /// `None`: the request is not traced.
+    traced: Option<(Traces, Arc<RequestTrace>)>,
     state: Arc<Mutex<State>>,
 }
 
@@ -24,15 +25,22 @@ struct State {
 }
 
 #[derive(Clone, Debug)]
-enum Outcome {
+pub(super) enum Outcome {
     Answered(RequestSummary),
     Failed { failure: Option<Failure>, error_type: &'static str, detail: Option<String> },
 }
 
 impl RequestRecord {
-    /// A record of a request that arrives now.
-    pub(crate) fn new(identity: RequestIdentity) -> Self {
-        Self { received: Instant::now(), identity: Arc::new(identity), state: Arc::default() }
+    /// A record of a request that arrives now. `traces`: where the server records spans, if it does.
+    pub(crate) fn new(identity: RequestIdentity, traces: Option<Traces>) -> Self {
+        let is_traced = identity.trace().header().is_some();
+        let traced = traces.filter(|_| is_traced).map(|traces| (traces, Arc::default()));
+        Self { received: Instant::now(), identity: Arc::new(identity), traced, state: Arc::default() }
+    }
+
+    /// What the request's spans are made of; `None`: it is not traced.
+    pub(crate) fn trace(&self) -> Option<&RequestTrace> {
+        self.traced.as_ref().map(|(_, trace)| &**trace)
     }
 
     /// When the request arrived.
@@ -56,15 +64,28 @@ impl RequestRecord {
         self.state().outcome.get_or_insert(Outcome::Failed { failure, error_type, detail });
     }
 
-    /// Logs and counts the outcome: the answer was sent, or the client disconnected. `status` is `None` if none was sent.
-    pub(crate) fn close(&self, method: &Method, path: &str, status: Option<StatusCode>) {
+    /// Logs, counts and traces the outcome: the answer was sent, or the client disconnected.
+    pub(crate) fn close(&self, exchange: &Exchange) {
         let (generates, outcome) = {
             let state = self.state();
             (state.generates, state.outcome.clone())
         };
+        let request = ClosedRequest {
+            identity: &self.identity,
+            received: self.received,
+            exchange,
+            outcome: outcome.as_ref(),
+            generates,
+        };
+        if let Some((traces, trace)) = &self.traced {
+            traces.send(trace::spans(traces, trace, &request));
+        }
+        let is_disconnected = request.is_disconnected();
+        let Exchange { method, path, status, .. } = exchange;
         let status = status.map_or(0, |status| status.as_u16());
         let duration_ms = self.received.elapsed().as_secs_f64() * 1000.0;
-        let (request_id, trace_id) = (self.identity.request_id_text(), self.identity.trace_id());
+        let trace_id = self.identity.trace().trace_id().map(tracing::field::display);
+        let request_id = self.identity.request_id_text();
         match outcome {
             Some(Outcome::Answered(summary)) => {
                 metrics::request_succeeded(&summary);
@@ -95,7 +116,7 @@ impl RequestRecord {
                     ),
                 }
             }
-            None if generates && status < 400 => {
+            None if is_disconnected => {
                 metrics::request_failed(Failure::Dropped);
                 tracing::info!(%method, path, status, duration_ms, request_id, trace_id, "client disconnected");
             }

@@ -3,8 +3,8 @@
 //! COMPAT: names, labels and buckets that begin with `tgi_` are those of text-generation-inference, which its dashboards query.
 //! Ours begin with `penstock_` and have the unit in the name.
 
-use super::label::{Failure, Method, RefusalReason, RestartPhase};
-use super::metric::Buckets::{Duration, InputTokens, Sequences, SkippedTokens, Step, TotalTokens};
+use super::label::{Failure, Method, RefusalReason, RestartPhase, SpanLoss};
+use super::metric::Buckets::{Duration, InputTokens, Latency, Sequences, SkippedTokens, Step, TotalTokens};
 use super::metric::{Label, Metric};
 
 const METHOD: Label = ("method", Method::VALUES);
@@ -79,6 +79,10 @@ metrics! {
         .unlike_tgi("TGI set it before its exporter was installed, so it never appeared");
     BATCH_TOTAL_TOKENS = Metric::gauge("tgi_batch_total_tokens", "Tokens that the KV pool can hold")
         .unlike_tgi("TGI described it and never set it");
+    TIME_TO_FIRST_TOKEN = Metric::histogram("penstock_time_to_first_token_seconds", Latency,
+        "Seconds from a request's arrival to the first token of each of its generations");
+    INTER_TOKEN = Metric::histogram("penstock_inter_token_seconds", Latency,
+        "Seconds between two tokens of a sequence, pauses by preemption and worker restarts included");
     QUEUE_TOKENS = Metric::gauge("penstock_queue_tokens",
         "Tokens of the queued generations: prompt and most new tokens");
     REQUESTS_REFUSED = Metric::counter("penstock_requests_refused",
@@ -88,12 +92,18 @@ metrics! {
         "Connections closed because the client read nothing, or did not answer keep-alive probes, for 40 s");
     CONNECTIONS_REFUSED = Metric::counter("penstock_connections_refused",
         "Connections closed at once because too many connections were open");
+    SPANS_EXPORTED = Metric::counter("penstock_spans_exported", "Trace spans that the collector took");
+    SPANS_LOST = Metric::counter("penstock_spans_lost",
+        "Trace spans that were dropped: the queue of 8192 spans was full, or an export failed with all its retries")
+        .by(("reason", SpanLoss::VALUES));
     KV_BLOCKS = Metric::gauge("penstock_kv_blocks", "Blocks of the KV pool");
     KV_FREE_BLOCKS = Metric::gauge("penstock_kv_free_blocks",
         "Blocks of the KV pool that can be allocated now, including cached blocks that no sequence uses");
     KV_CACHED_BLOCKS = Metric::gauge("penstock_kv_cached_blocks", "Blocks of the KV pool in the prefix cache");
     PREFIX_QUERIED = Metric::counter("penstock_prefix_queried_tokens", "Tokens looked up in the prefix cache");
     PREFIX_HIT = Metric::counter("penstock_prefix_hit_tokens", "Tokens found in the prefix cache");
+    PREEMPTIONS = Metric::counter("penstock_preemptions",
+        "Running sequences that went back to the queue, mostly for want of blocks, and are computed again");
     STEP_OVERHEAD = Metric::histogram("penstock_step_overhead_seconds", Step,
         "Seconds a step added outside the model, as far as they did not overlap with another step").by(METHOD);
     STEP_INTERVAL = Metric::histogram("penstock_step_interval_seconds", Step,
@@ -117,6 +127,7 @@ metrics! {
     INTER_TOKEN_TARGET = Metric::gauge("penstock_inter_token_target_seconds",
         "Seconds that the newest step with decodes could take before its prompts had to wait");
     WORKER_RESTARTS = Metric::counter("penstock_worker_restarts", "Worker groups started in place of lost ones");
+    STANDBY_GROUPS = Metric::gauge("penstock_standby_groups", "Worker groups that are ready to replace a lost one");
     WORKER_DOWNTIME = Metric::histogram("penstock_worker_downtime_seconds", Duration,
         "Seconds from the last sign of life of a lost worker group to the next token, or until the next group was ready");
     WORKER_RESTART = Metric::histogram("penstock_worker_restart_seconds", Duration,

@@ -12,7 +12,7 @@ use crate::fake_worker::fleet::Fleet;
 use crate::fake_worker::setting::limits;
 use crate::http_server;
 
-const TIMEOUT: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Two sequences in a step; a prompt of more than 16 tokens takes several steps.
 pub const LIMITS: Limits =
