@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
+import plot
 from load import LLAMA_CPP, PENSTOCK, Dialect, Load, LoadError, run
 from process import memory_of
 from result import ROOT, from_root, heading, keep, option_parser
@@ -278,7 +279,8 @@ def main() -> None:
     record["limits_after"] = in_own_process("limits.py")
     # Without all peers it is another benchmark, so that it does not take the place of the whole comparison.
     name = "compare" if BASE in record["repeats"][0] else "compare-partly"
-    keep(record, name, report(record), options.out)
+    path = keep(record, name, report(record), options.out)
+    path.with_suffix(".svg").write_bytes(plot.comparison(record))
     exit_on_errors(record)
 
 

@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import plot
 from figure import BENCHMARKS, Figure, Record, table_of
 from prediction import decode_name, kernel_table, prompt_name, sources, step_table
 from result import ROOT, RUNS
 from table import BASE, floors, markdown, medians
 
 PAGES = ("README.md", "docs/figures.md")
+PLOT = "docs/images/compare.svg"
 MIN_REPEATS = 3
 PREDICTED_MODEL, PREDICTED_LOADS = "llama-8b", (decode_name(1), decode_name(256), prompt_name(4096))
 BLOCK = re.compile(r"(?P<open><!-- figures: (?P<name>[a-z-]+) -->\n).*?(?P<close><!-- end of figures -->)", re.DOTALL)
@@ -103,7 +105,8 @@ def headline(quoted: Quoted) -> str:
     rows.append(["Penstock's share of the machine's limit", *cells(by_server["penstock"], floor)])
     repeats = len(quoted.record["repeats"])
     head = f"Speed relative to {BASE} (above 1 is faster), medians of {repeats} repeats:\n\n"
-    return f"{head}{markdown(['', *names], rows)}\n{quoted.source().format(up='')}\n"
+    image = f"![Throughput and latencies over the number of streams]({PLOT})"
+    return f"{head}{markdown(['', *names], rows)}\n{image}\n\n{quoted.source().format(up='')}\n"
 
 
 def all_figures(by_benchmark: dict[str, Quoted | None]) -> str:
@@ -158,18 +161,23 @@ def main() -> None:
     options = parser.parse_args()
     refused: dict[Path, str] = {}
     by_benchmark = {benchmark: newest(benchmark, refused) for benchmark in BENCHMARKS}
-    stale = []
+    after = {}
     for name in PAGES:
-        path = ROOT / name
-        before = path.read_text(encoding="utf-8")
         try:
-            after = rendered(before, by_benchmark)
+            after[name] = rendered((ROOT / name).read_text(encoding="utf-8"), by_benchmark).encode()
         except FigureError as error:
             sys.exit(f"error: {name}: {error}")
-        if before != after and options.check:
+    if quoted := by_benchmark["compare"]:
+        after[PLOT] = plot.comparison(quoted.record)
+    stale = []
+    for name, content in after.items():
+        path = ROOT / name
+        if path.exists() and path.read_bytes() == content:
+            continue
+        if options.check:
             stale.append(name)
-        elif before != after:
-            path.write_text(after, encoding="utf-8")
+        else:
+            path.write_bytes(content)
             print(f"wrote {name}")
     if not options.check:
         for path, reason in refused.items():

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "server" / "tests"))
 from fake_cuda import Launches, Recorder, fake_cuda
 
 MODELS = ("llama-8b", "llama-8b-deterministic", "qwen3-30b-a3b", "deepseek-v2-lite")
-
+NARROW = 0.5  # the time of an operation in 8 bits, of one in bfloat16: tensor cores do twice as many
 
 Span = tuple[int, int]  # a sequence's computed and new tokens
 Arguments = Mapping[str, Any]
@@ -78,6 +78,8 @@ def operator_cost(name: str, arguments: tuple[Any, ...], result: Tensor) -> tupl
     if name in ("aten.embedding", "aten.index", "aten.gather", "aten.index_select"):
         return 2 * bytes_of([result]), 0.0  # not the table
     flops = 0.0
+    if name == "aten._scaled_mm":
+        flops = NARROW * 2.0 * result.numel() * tensors_of(arguments)[0].shape[-1]
     if name in ("aten.mm", "aten.bmm", "aten.addmm", "aten.linear"):
         flops = 2.0 * result.numel() * tensors_of(arguments)[name == "aten.addmm"].shape[-1]
     return bytes_of(arguments) + bytes_of([result]), flops
@@ -99,7 +101,7 @@ def attention_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, floa
     counts = [attended(span, given) for span in spans]
     kv_heads = given["HEADS"] // given["GROUP"]
     row_bytes = kv_heads * given["STORED_DIM"] * given["cache"].element_size()
-    num_bytes = sum(read for read, _ in counts) * row_bytes + bytes_of([given["queries"]])
+    num_bytes = sum(read for read, _ in counts) * row_bytes + bytes_of([given["queries"], given["rotary"]])
     num_bytes += partial_bytes(given, spans) + bytes_of([given["output"]])
     per_pair = 2.0 * given["HEADS"] * (given["HEAD_DIM"] + given["VALUE_DIM"])
     return num_bytes, per_pair * sum(pairs for _, pairs in counts)
@@ -116,7 +118,8 @@ def grouped_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, float]
     pairs, experts = given["output"].shape[0], given["EXPERTS"]
     chosen = experts * (1 - (1 - 1 / experts) ** pairs)
     num_bytes = bytes_of([given["x"], given["output"]]) + chosen / experts * bytes_of([given["weight"]])
-    return num_bytes, 2.0 * pairs * given["COLUMNS"] * given["DEPTH"]
+    depth = given["FORM"].depth if "FORM" in given else given["DEPTH"]
+    return num_bytes, 2.0 * pairs * given["COLUMNS"] * depth
 
 
 def product_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, float]:
@@ -130,17 +133,30 @@ def product_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, float]
     return bytes_of([given["x"], given["weight"], given["bias"], written]), flops
 
 
+def narrow_product_cost(given: Arguments, spans: Sequence[Span]) -> tuple[float, float]:
+    """Of a product of integers."""
+    written = given["y"] if given["partials"] is None else given["partials"]
+    read = [given[name] for name in ("x", "x_scales", "weight", "scales", "bias")]
+    return bytes_of([*read, written]), NARROW * 2.0 * given["num_rows"] * given["OUTPUTS"] * given["DEPTH"]
+
+
 def read_and_written(*names: str) -> Callable[[Arguments, Sequence[Span]], tuple[float, float]]:
     """The kernel reads and writes as much as these arguments hold; what else it is given, it reads a few rows of."""
     return lambda given, spans: (2 * bytes_of(given[name] for name in names), 0.0)
 
 
+ROUTED = ("logits", "correction", "weights", "experts", "counts", "gate")  # the lists of pairs are mostly empty
+
 KERNELS: dict[str, Callable[[Arguments, Sequence[Span]], tuple[float, float]]] = {
     "attend_kernel": attention_cost,
     "grouped_kernel": grouped_cost,
+    "grouped_product_kernel": grouped_cost,
+    "route_kernel": lambda given, spans: (bytes_of(given[name] for name in ROUTED), 0.0),
     "product_kernel": product_cost,
+    "int8_product_kernel": narrow_product_cost,
     "reduce_kernel": lambda given, spans: (partial_bytes(given, spans), 0.0),
     "write_kernel": read_and_written("queries", "keys", "values"),
+    "write_latents_kernel": read_and_written("x"),
     "rotate_kernel": read_and_written("queries", "keys"),
     "lookup_kernel": read_and_written("y"),
     "norm_kernel": lambda given, spans: (bytes_of(given.values()) + bytes_of([given["residual"]]), 0.0),

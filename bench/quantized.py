@@ -1,9 +1,10 @@
-"""Compares quantized weights: Penstock and llama.cpp on the same GGUF file under the loads of compare.py, Penstock in
-bf16 beside them, and what quantization costs in quality.
+"""Compares quantized weights: Penstock, with inputs of 8 and of 16 bits, and llama.cpp on the same GGUF file under the
+loads of compare.py, Penstock in bf16 beside them, and what quantization costs in quality.
 
 llama.cpp's own tool makes the files of the other types from the embedded model's bf16 weights. Quality is measured on
 real text, the topics of Python's manual, against the same weights dequantized: perplexity, the Kullback-Leibler
-divergence of the predictions, and the share of tokens that both would choose.
+divergence of the predictions, and the share of tokens that both would choose. As a scale, the weights of each file that
+llama.cpp made, dequantized, are compared with those that it was made from: the loss of the format itself.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from table import markdown
 
 TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
 STREAMS = (1, 8, 32)
+INPUT_BITS = (8, 16)
 NUM_TEXTS, TEXT_TOKENS = 16, 512
 
 
@@ -54,19 +56,21 @@ def texts(folder: Path) -> list[list[int]]:
     return [ids[first : first + TEXT_TOKENS] for first in range(0, NUM_TEXTS * step, step)]
 
 
-def logits(folder: Path, quantize: str, dequantize: bool) -> Iterator[Any]:
-    """For each text the logits [tokens, vocabulary] of a model, float32."""
+def logits(path: Path, *, dequantize: bool = False, **options: Any) -> Iterator[Any]:
+    """For each text the logits [tokens, vocabulary] of a model, float32. options: of `LoadOptions`."""
     import torch
     from penstock_server.attention import preferred_block_tokens
     from penstock_server.attention.interface import StepBatch
     from penstock_server.models import load_model
     from penstock_server.models.interface import LoadOptions
     from penstock_server.parallel import RankGroup
+    from penstock_server.weights.gguf.folder import gguf_folder
 
+    folder = gguf_folder(path)
     cpu, dtype = torch.device("cpu"), torch.bfloat16
     block_tokens = preferred_block_tokens(cpu, dtype)
-    options = LoadOptions(folder, dtype, cpu, block_tokens, quantize=quantize, dequantize=dequantize)
-    model = load_model(options, RankGroup())
+    loaded = LoadOptions(folder, dtype, cpu, block_tokens, dequantize=dequantize, **options)
+    model = load_model(loaded, RankGroup())
     num_blocks = -(-TEXT_TOKENS // block_tokens)
     model.allocate_cache(num_blocks)
     for ids in texts(folder):
@@ -88,15 +92,13 @@ def logits(folder: Path, quantize: str, dequantize: bool) -> Iterator[Any]:
         yield found.float()
 
 
-def quality(path: Path, quantize: str = "") -> dict[str, list[float]]:
-    """By text: the mean negative log probability, of the quantized model and of the dense one, the mean divergence of
+def quality(texts: list[list[int]], of: Iterator[Any], reference: Iterator[Any]) -> dict[str, list[float]]:
+    """By text: the mean negative log probability, of a model and of the one that it stands for, the mean divergence of
     their predictions in nats, and the share of tokens with the same first choice."""
     import torch
-    from penstock_server.weights.gguf.folder import gguf_folder
 
-    folder = gguf_folder(path)
     rows: dict[str, list[float]] = {"nll": [], "nll_dense": [], "divergence": [], "agreement": []}
-    for ids, found, dense in zip(texts(folder), logits(folder, quantize, False), logits(folder, "", True), strict=True):
+    for ids, found, dense in zip(texts, of, reference, strict=True):
         following = torch.tensor(ids[1:])[:, None]
         quantized, exact = found.log_softmax(-1)[:-1], dense.log_softmax(-1)[:-1]
         rows["nll"].append(-quantized.gather(1, following).mean().item())
@@ -106,12 +108,33 @@ def quality(path: Path, quantize: str = "") -> dict[str, list[float]]:
     return rows
 
 
+def qualities(kinds: list[str]) -> dict[str, dict[str, list[float]]]:
+    """By weights and bits of their inputs, and of the formats themselves."""
+    from penstock_server.weights.gguf.folder import gguf_folder
+
+    source, found = peers.bf16_gguf(), {}
+    ids = texts(gguf_folder(source))
+    for kind in kinds:
+        path = gguf_of(kind)
+        for bits in INPUT_BITS:
+            quantized = logits(path, activation_bits=bits)
+            found[f"{kind}, inputs of {bits} bits"] = quality(ids, quantized, logits(path, dequantize=True))
+        if kind != "Q4_1":  # the source is made of it
+            found[f"the format {kind}"] = quality(ids, logits(path, dequantize=True), logits(source))
+    for bits in INPUT_BITS:
+        quantized = logits(source, quantize="eetq", activation_bits=bits)
+        found[f"8 bits at load, inputs of {bits} bits"] = quality(ids, quantized, logits(source))
+    return found
+
+
 def servers_of(kinds: list[str], *, with_peer: bool) -> dict[str, Server]:
     found = {"penstock bf16": penstock_server([])}
     for kind in kinds:
         path = gguf_of(kind)
-        ours = penstock_server(["--model-id", str(path)], dequantize=False)
-        found[f"penstock {kind}"] = replace(ours, weights=kind.lower())
+        for bits in INPUT_BITS:
+            flags = ["--model-id", str(path), "--activation-bits", str(bits)]
+            ours = penstock_server(flags, dequantize=False)
+            found[f"penstock {kind}, inputs of {bits} bits"] = replace(ours, weights=kind.lower())
         if with_peer:
             found[f"llama.cpp {kind}"] = replace(
                 llama_server("llama.cpp", path, max(STREAMS), []), weights=kind.lower()
@@ -137,7 +160,7 @@ def report(record: dict[str, Any]) -> str:
         means = {key: sum(values) / len(values) for key, values in found.items()}
         change = math.exp(means["nll"] - means["nll_dense"]) - 1
         rows.append([kind, f"{change:+.2%}", f"{means['divergence']:.4f}", f"{means['agreement']:.1%}"])
-    header = ["weights", "perplexity, to the same dequantized", "divergence (nats)", "same first choice"]
+    header = ["weights", "perplexity, to what they stand for", "divergence (nats)", "same first choice"]
     return f"{text}\n{markdown(header, rows)}"
 
 
@@ -149,8 +172,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every server is stopped
     record: dict[str, Any] = {**heading(), "machine": machine(), "repeats": []}
-    record["quality"] = {kind: quality(gguf_of(kind)) for kind in options.types}
-    record["quality"]["8 bits at load"] = quality(peers.bf16_gguf(), "eetq")
+    record["quality"] = qualities(options.types)
     if not options.quality_only:
         words, loads = peers.prompt_words(), loads_of(STREAMS, quick=False)
         measures: dict[str, Measure] = {

@@ -147,11 +147,14 @@ SIZES = {
     ),
     "tiny": TINY,
 }
+ROW = 1 << 14  # features of a group that is a whole row of any matrix here
 FORMATS = {
     "w4": QuantFormat(4, 128, offset=8, number="float16"),  # GPTQ
     "w8": QuantFormat(8, 32, offset=128, number="float16"),  # Q8_0
     "q4k": QuantFormat(4, 32, has_mins=True, number="int8"),  # Q4_K
     "q6k": QuantFormat(6, 16, offset=32, number="int8"),  # Q6_K
+    "fp8": QuantFormat(8, ROW, code="e4m3fn", has_narrow_inputs=True),
+    "w8a8": QuantFormat(8, ROW, offset=128, has_narrow_inputs=True),
 }
 SIZES |= {
     f"{name}-{format_name}": replace(
@@ -235,6 +238,9 @@ def random_matrix(format_: QuantFormat, num_rows: int, num_columns: int, device:
         return torch.full((num, -(-num_columns // width)), value, device=device) if is_there else None
 
     def piece(num: int) -> QuantizedRows:
+        if format_.code == "e4m3fn":
+            codes = torch.randn(num, num_columns, device=device).to(torch.float8_e4m3fn).view(torch.uint8)
+            return QuantizedRows(codes, torch.full((num, 1), 0.02, device=device))
         codes = torch.randint(0, 1 << format_.bits, (num, num_columns), dtype=torch.uint8, device=device)
         # Codes have a standard deviation of 0.29 * 2**bits; weights, of 0.02.
         step, middle = 2.0**-4 / (1 << format_.bits), (1 << format_.bits) // 2

@@ -95,8 +95,9 @@ def write(record: Mapping[str, Any], text: str, path: Path) -> None:
     path.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
-def keep(record: Mapping[str, Any], name: str, text: str, out: Path) -> None:
-    """Writes the raw result and its table, and prints the table."""
+def keep(record: Mapping[str, Any], name: str, text: str, out: Path) -> Path:
+    """Writes the raw result and its table, and prints the table. Returns the raw result's path."""
     path = new_path(record, name, out)
     write(record, text, path)
     print(f"\n{text}\nraw: {path}")
+    return path

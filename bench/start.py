@@ -1,6 +1,9 @@
 """Measures starts with a warm page cache: from the start of the process to the first 200 of /health, what of it imports
 cost, the memory beyond torch and the KV cache, and the speed of a stream while the standby group loads.
 
+Memory is that of all processes of an idle server: proportional bytes, so that pages which several processes share count
+once. Subtracted are those of a process that has only imported torch, and the whole KV cache, whose pages are all there.
+
 `--also NAME=BINARY` starts another installation of Penstock too, in alternating order. Quote the ratios.
 """
 
@@ -40,6 +43,7 @@ PROGRAMS = {  # each is timed from the interpreter's start to its end
     "torch": ["-c", "import torch"],
     "worker": ["-m", "penstock_server.fork_server"],  # ends at once, because nothing asks it for a worker
 }
+QUIET_S = 2.0  # a server that uses less than a hundredth of a core for this long is idle
 WINDOW_S = 5.0  # the standby group starts to load one second after ready
 
 
@@ -108,6 +112,20 @@ def torch_bytes(installation: Installation) -> int:
     return int(memory["pss_bytes"])
 
 
+def idle_memory(installation: Installation) -> list[dict[str, Any]]:
+    """Memory of the processes of a server without a standby group, once its KV cache has all pages, which it takes from
+    "ready" on."""
+    server, port = installation.server, free_port()
+    alone = replace(server, command=lambda port: [*server.command(port), "--standby", "off"])
+    with running(alone, port) as started:
+        used_s = cpu_s_of(started.pid)
+        while True:
+            time.sleep(QUIET_S)
+            before_s, used_s = used_s, cpu_s_of(started.pid)
+            if used_s - before_s < QUIET_S / 100:
+                return memory_of(started.pid)
+
+
 def stream_rate(port: int, words: Sequence[str], seed: str) -> float:
     """Tokens per second of one stream during about WINDOW_S."""
     num_tokens, begin = 0, time.perf_counter()
@@ -118,7 +136,7 @@ def stream_rate(port: int, words: Sequence[str], seed: str) -> float:
 
 def measure(installation: Installation, words: Sequence[str], seed: str) -> dict[str, Any]:
     costs = {name: cost_of(installation, arguments) for name, arguments in PROGRAMS.items()}
-    torch_pss = torch_bytes(installation)
+    torch_pss, idle = torch_bytes(installation), idle_memory(installation)
     port = free_port()
     with running(installation.server, port) as started:
         result: dict[str, Any] = {
@@ -126,7 +144,7 @@ def measure(installation: Installation, words: Sequence[str], seed: str) -> dict
             "ready_cpu_s": cpu_s_of(started.pid),
             "programs": costs,
             "torch_pss_bytes": torch_pss,
-            "memory": {"at ready": memory_of(started.pid)},
+            "memory": {"without a standby group": idle},
             "tokens_per_s": {"at ready": stream_rate(port, words, f"{seed}/first")},
             "standby_ready_s": started.wait_for(STANDBY_READY),
         }

@@ -12,11 +12,12 @@ PROGRAM = Path(__file__).parents[1] / "gpu.py"
 
 
 def test_every_load_of_the_tiny_model_is_measured(tmp_path: Path) -> None:
-    options = ["--model", "tiny", "tiny-w4", "tiny-q4k", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]
+    quantized = [f"tiny-{name}" for name in ("w4", "q4k", "fp8", "w8a8")]
+    options = ["--model", "tiny", *quantized, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]
     subprocess.run([sys.executable, str(PROGRAM), *options], check=True, timeout=240)
     (raw,) = tmp_path.glob("*-gpu.json")
     models = json.loads(raw.read_text())["models"]
-    for name in ("tiny-w4", "tiny-q4k"):
+    for name in quantized:
         (repeat,) = models[name]["repeats"]
         assert (set(repeat["streams"]), set(repeat["ttft_s"])) == ({"1", "4"}, {"16", "100"})
     model = models["tiny"]

@@ -22,7 +22,7 @@ def test_a_refusal_says_when_to_come_back() -> None:
     assert (parser.status, parser.retry_after_s) == (429, 7)
 
 
-def test_an_overload_that_refuses_nobody_is_none() -> None:
+def test_a_load_without_a_refusal_is_not_an_overload() -> None:
     with pytest.raises(LoadError, match="0 refused"):
         report({"repeats": [{"arrivals": [fields_of(served(1.0))]}]})
 

@@ -52,6 +52,14 @@ def test_quantized_weights_are_counted_in_their_own_size() -> None:
     assert 4.6e9 < total(loads[decode_name(1)])["bytes"] < 4.9e9
 
 
+@pytest.mark.parametrize(("name", "kernel"), [("fp8", "aten._scaled_mm"), ("w8a8", "int8_product_kernel")])
+def test_products_in_8_bits_read_half_and_take_half_the_time(name: str, kernel: str) -> None:
+    loads = predict(replace(SIZES[f"llama-8b-{name}"], streams=(1,), prompts=(16,)))
+    cost = loads[decode_name(1)]["kernels"][kernel]
+    assert 1 <= cost["bytes"] / (PARAMETERS - HEAD) < 1.01
+    assert cost["flops"] == PARAMETERS - HEAD
+
+
 def test_a_deterministic_step_launches_its_own_products() -> None:
     kernels = predict(replace(SIZES["llama-8b-deterministic"], streams=(1,), prompts=(16,)))[decode_name(1)]["kernels"]
     assert "aten.linear" not in kernels

@@ -1,0 +1,1 @@
+"""`penstock bench`: measures a running server with AIPerf, and plots the result."""
