@@ -29,6 +29,12 @@ pub(crate) enum Function {
     SoftCap {
         cap: f32,
     },
+    /// Of gates only, as in gpt-oss: min(x, limit) / (1 + e^(-alpha min(x, limit))), times the second half + 1, which is clamped to ± limit
+    /// before.
+    ClampedSwiglu {
+        alpha: f32,
+        limit: f32,
+    },
     /// xIELU with β = 0.5 (<https://arxiv.org/abs/2411.13010>)
     Xielu {
         above: f32,
@@ -50,6 +56,7 @@ impl Function {
             ("sigmoid", []) => Function::Sigmoid,
             ("identity", []) => Function::Identity,
             ("soft cap", &[cap]) => Function::SoftCap { cap },
+            ("clamped swiglu", &[alpha, limit]) => Function::ClampedSwiglu { alpha, limit },
             ("xielu", &[above, below]) => Function::Xielu { above, below },
             _ => return Err(format!("there is no function {name:?} with {} parameters", parameters.len())),
         })
@@ -104,6 +111,8 @@ impl Activation {
         }
         let zero = F32::splat(0.0);
         match self.function {
+            // SAFETY: guaranteed by the caller.
+            Function::ClampedSwiglu { alpha, limit } => unsafe { clamped_swiglu(x, output, width / 2, alpha, limit) },
             Function::Silu => loop_over!(F32::silu),
             Function::Gelu => loop_over!(F32::gelu),
             Function::TanhGelu => loop_over!(F32::tanh_gelu),
@@ -132,6 +141,27 @@ impl Activation {
                 }
                 Element::store_first(result, output.add(first), count);
             }
+        }
+    }
+}
+
+/// `Function::ClampedSwiglu` of a row, rounded once.
+///
+/// # Safety
+/// As for `Activation::apply`.
+unsafe fn clamped_swiglu(x: *const Element, output: *mut Element, dim: usize, alpha: f32, limit: f32) {
+    let (one, high, low) = (F32::splat(1.0), F32::splat(limit), F32::splat(-limit));
+    for first in (0..dim).step_by(LANES) {
+        // SAFETY: the caller vouches for the row.
+        unsafe {
+            let [gate, up] = [0, dim].map(|half| Element::load_first(x.add(half + first), dim - first));
+            // The second operand is returned when one is NaN.
+            let (gate, up) = (high.min(gate), low.max(high.min(up)));
+            Element::store_first(
+                gate * (gate * F32::splat(alpha)).sigmoid() * (up + one),
+                output.add(first),
+                dim - first,
+            );
         }
     }
 }
@@ -190,6 +220,7 @@ mod tests {
             Function::Tanh => x.tanh(),
             Function::Sigmoid => 1.0 / (1.0 + (-x).exp()),
             Function::Identity => x,
+            Function::ClampedSwiglu { .. } => unreachable!("it is a gate"),
             Function::SoftCap { cap } => (x / f64::from(cap)).tanh() * f64::from(cap),
             Function::Xielu { above, below } => {
                 let negative = (x.min(-1e-6).exp_m1() - x) * f64::from(below);
@@ -262,6 +293,22 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn gate_and_up_of_a_clamped_swiglu_are_clamped() {
+        let activation = Activation { function: Function::ClampedSwiglu { alpha: 1.702, limit: 7.0 }, is_gate: true };
+        for (gate, up) in [(0.5, -0.25), (9.0, 9.0), (-9.0, -9.0), (6.5, 3.0)] {
+            let x: Vec<Element> = [gate, up].into_iter().flat_map(|x| [Element::from_f32(x); 33]).collect();
+            let (gate, up) = (gate.min(7.0), up.clamp(-7.0, 7.0));
+            let expected = gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0);
+            let results = apply(activation, &x, 66, 66, 1);
+            assert!(results.iter().all(|&result| result == results[0]));
+            assert_close(results[0], expected, 2.0 * epsilon() + 1e-6, "clamped swiglu");
+        }
+        let nan = Element::from_f32(f32::NAN);
+        let one = Element::from_f32(1.0);
+        assert!([[nan, one], [one, nan]].iter().all(|x| apply(activation, x, 2, 2, 1)[0].to_f32().is_nan()));
     }
 
     #[test]

@@ -75,7 +75,8 @@ impl Collective {
     /// of a row on each rank. Without `output` this rank only sends. `sleeping` runs a wait that has become long.
     ///
     /// # Safety
-    /// The part has rows of `widths[rank]` bytes, and `output` has room for as many rows of all ranks' widths, apart from the part.
+    /// The part has rows of `widths[rank]` bytes, and `output` has room for as many rows of all ranks' widths. The part is apart from it, or
+    /// where it belongs in it.
     pub(crate) unsafe fn gather(
         &self,
         part: &Part,

@@ -20,6 +20,7 @@ mod norm;
 mod pool;
 mod product;
 mod rotate;
+mod routing;
 mod row;
 mod sample;
 #[allow(dead_code, unused_imports, unused_macros, reason = "builds use different operations")]

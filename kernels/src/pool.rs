@@ -126,7 +126,11 @@ impl Pool {
     /// `max_phases` in total.
     pub(crate) fn section<F: Fn(&Walker<'_>) + Sync>(&self, max_phases: usize, walk: F) {
         let section = Section::new(max_phases);
-        self.on_all_threads(|| walk(&Walker { section: &section, at: Cell::new(0), num_threads: self.num_threads }));
+        self.on_all_threads(|| {
+            let walker = Walker { section: &section, at: Cell::new(0), num_threads: self.num_threads };
+            walk(&walker);
+            debug_assert!(section.agrees(walker.at.get()), "all threads of a section make the same calls");
+        });
     }
 }
 
@@ -184,12 +188,20 @@ struct Section {
     phases: Vec<Phase>,
     lock: Mutex<()>,
     completed: Condvar,
+    /// Kernels that the first thread to leave has run; `usize::MAX`: none has left.
+    num_run: AtomicUsize,
 }
 
 impl Section {
     fn new(max_phases: usize) -> Section {
         let phases = (0..max_phases).map(|_| Phase::default()).collect();
-        Section { phases, lock: Mutex::new(()), completed: Condvar::new() }
+        Section { phases, lock: Mutex::new(()), completed: Condvar::new(), num_run: AtomicUsize::new(usize::MAX) }
+    }
+
+    /// Whether a thread that leaves has run as many kernels as the others.
+    fn agrees(&self, num_run: usize) -> bool {
+        let first = self.num_run.compare_exchange(usize::MAX, num_run, Ordering::Relaxed, Ordering::Relaxed);
+        first.is_ok() || first == Err(num_run)
     }
 
     fn sleep_until_complete(&self, phase: &Phase, num_parts: usize) {

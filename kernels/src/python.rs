@@ -8,6 +8,7 @@ mod dlpack;
 mod linear;
 mod norm;
 mod quantized;
+mod routing;
 mod stack;
 mod view;
 
@@ -18,7 +19,7 @@ use crate::memory::{self, Arena};
 use crate::pool::{GompParallel, Pool};
 use crate::rotate::{Angles, Heads, Pairs};
 use crate::sample::Logits;
-use crate::simd;
+use crate::simd::{self, Float8};
 use activation::Activation;
 use attention::{AttentionShape, Batch, PagedAttention};
 use collective::Collective;
@@ -27,9 +28,10 @@ use norm::PackedNorm;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use quantized::{QuantizedPacking, SegmentParts};
+use routing::Routing;
 use stack::{Program, Stack};
 use std::ffi::CString;
-use view::View;
+use view::{Rows, View};
 
 /// Multiply-adds (or so) from which a call lets other Python threads run. PERF: below, it is some 50 µs at most, and waiting
 /// for the lock afterwards can cost a switch interval (5 ms) for each of the hundreds of calls of a step.
@@ -77,8 +79,8 @@ impl Kernels {
         Packing::new(self.pool, &self.arena, self.amx, [out_features, in_features], bias.as_ref(), gated)
     }
 
-    /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales, table) for each segment of its
-    /// rows; `input_bits`: 8 or 16. The bias [all rows] is copied. w = scale · (code - offset), or scale · code + min.
+    /// An empty quantized weight to pack rows into, as (rows, bits, group, offset, has mins, dtype of scales, table, code) for each segment
+    /// of its rows; `input_bits`: 8 or 16. The bias [all rows] is copied. w = scale · (code - offset), or scale · code + min.
     fn quantized(
         &self,
         segments: Vec<SegmentParts>,
@@ -105,6 +107,20 @@ impl Kernels {
     /// A function of one number, by its name in `Function::named`. A gate multiplies its results with the second half of each row.
     fn activation(&self, name: &str, parameters: Vec<f32>, is_gate: bool) -> PyResult<Activation> {
         Activation::new(self.pool, name, &parameters, is_gate)
+    }
+
+    /// How rows of logits choose `top_k` experts: weights are a softmax over all logits, or the chosen ones if `over_chosen`, divided by
+    /// their sum plus `norm_epsilon` if it is given, times `scale`.
+    fn routing(
+        &self,
+        num_experts: usize,
+        top_k: usize,
+        over_chosen: bool,
+        norm_epsilon: Option<f64>,
+        scale: f64,
+    ) -> PyResult<Routing> {
+        let routing = crate::routing::Routing { num_experts, top_k, over_chosen, norm_epsilon, scale };
+        Routing::new(self.pool, routing)
     }
 
     /// Rotates queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim] in place, by the angles at their positions
@@ -177,8 +193,8 @@ impl Kernels {
     }
 
     /// Attention of this shape.
-    fn attention(&self, shape: AttentionShape) -> PyResult<PagedAttention> {
-        PagedAttention::new(self.pool, shape)
+    fn attention(&self, shape: AttentionShape, kv_dtype: Option<Float8>) -> PyResult<PagedAttention> {
+        PagedAttention::new(self.pool, shape, kv_dtype)
     }
 }
 
@@ -207,8 +223,8 @@ fn gomp_parallel(path: &std::ffi::CStr) -> Option<GompParallel> {
 
 /// Asks for huge pages under a cache.
 #[pyfunction]
-fn advise_huge_pages(cache: View<'_, Element, 2>) -> PyResult<()> {
-    let num_bytes = size_of::<Element>() * cache.shape().iter().product::<usize>();
+fn advise_huge_pages(cache: Rows<'_>) -> PyResult<()> {
+    let num_bytes = cache.num_rows * cache.stride_bytes;
     // SAFETY: the range is the tensor's memory.
     unsafe { memory::advise_huge_pages(cache.target("cache")?.at(0).cast(), num_bytes) };
     Ok(())
@@ -228,6 +244,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PackedNorm>()?;
     module.add_class::<PagedAttention>()?;
     module.add_class::<Program>()?;
+    module.add_class::<Routing>()?;
     module.add_class::<Stack>()?;
     module.add_function(wrap_pyfunction!(advise_huge_pages, module)?)
 }

@@ -2,12 +2,14 @@
 //!
 //! [block][KV head][keys, values]. The keys of a block are [dim group][token][GROUP], so that a vector holds one group of dims of 16
 //! tokens and scores need no horizontal sums. The values are [token group][dim][GROUP], so that a vector holds 16 dims of a group of
-//! tokens. Values that are a prefix of their keys (latent attention) are not stored; readers reorder the keys instead.
+//! tokens. Values that are a prefix of their keys (latent attention) are not stored; readers reorder the keys instead. A cache in
+//! fp8 has the same order of numbers; readers turn a tile's blocks into elements.
 
+use super::shape::MAX_DIM;
 use crate::element::{Element, GROUP};
 use crate::pool::{Executor, Source, Target};
-use crate::product::STEP;
-use crate::simd::{I32, LANES, U16};
+use crate::product::{LINE, STEP};
+use crate::simd::{F32, Float8, I32, LANES, U16, prefetch};
 use std::array::from_fn;
 
 /// Tokens per block.
@@ -26,6 +28,23 @@ pub(crate) struct Layout {
     pub(crate) values_in_keys: bool,
     /// Factor of q·k.
     pub(crate) scale: f32,
+    /// How the cache stores numbers; `None`: as elements.
+    pub(crate) fp8: Option<Float8>,
+}
+
+/// What a layer's keys and values are divided by when they are stored; 1 unless the cache is in fp8. Values in keys have the scale of
+/// the keys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
+pub(crate) struct KvScales {
+    pub(crate) keys: f64,
+    pub(crate) values: f64,
+}
+
+impl Default for KvScales {
+    fn default() -> KvScales {
+        KvScales { keys: 1.0, values: 1.0 }
+    }
 }
 
 /// Keys [tokens, KV heads, head_dim] and values [tokens, KV heads, value_dim] to store, and a slot per token. Strides are in
@@ -38,6 +57,7 @@ pub(crate) struct NewTokens {
     pub(crate) values_stride: usize,
     pub(crate) slots: Source<i64>,
     pub(crate) num_tokens: usize,
+    pub(crate) scales: KvScales,
 }
 
 impl Layout {
@@ -46,12 +66,17 @@ impl Layout {
         self.num_heads / self.num_kv_heads
     }
 
-    /// Elements of one block's keys for one KV head.
+    /// Bytes of a stored number.
+    pub(crate) fn number_bytes(&self) -> usize {
+        if self.fp8.is_some() { 1 } else { size_of::<Element>() }
+    }
+
+    /// Numbers of one block's keys for one KV head.
     pub(crate) fn block_keys(&self) -> usize {
         BLOCK * self.head_dim
     }
 
-    /// Offset of a block's keys for a KV head, in elements; stored values follow them.
+    /// Offset of a block's keys for a KV head, in numbers; stored values follow them.
     pub(crate) fn offset(&self, block: usize, kv_head: usize) -> usize {
         let values = if self.values_in_keys { 0 } else { BLOCK * self.value_dim };
         (block * self.num_kv_heads + kv_head) * (self.block_keys() + values)
@@ -61,7 +86,7 @@ impl Layout {
     ///
     /// # Safety
     /// All pointers must be valid for the stated shapes. Slots must be distinct and inside the cache.
-    pub(crate) unsafe fn write(&self, executor: &impl Executor, cache: Target<Element>, tokens: NewTokens) {
+    pub(crate) unsafe fn write(&self, executor: &impl Executor, cache: Target<u8>, tokens: NewTokens) {
         // Two threads may write to the same group of values, but each writes its own elements only.
         executor.for_ranges(tokens.num_tokens, 64, |range| {
             for token in range {
@@ -73,23 +98,34 @@ impl Layout {
 
     /// # Safety
     /// As for `write`.
-    pub(crate) unsafe fn write_token(&self, cache: Target<Element>, tokens: &NewTokens, token: usize) {
+    pub(crate) unsafe fn write_token(&self, cache: Target<u8>, tokens: &NewTokens, token: usize) {
         // SAFETY: the caller of `write` vouches for all addresses.
         unsafe {
             let slot = *tokens.slots.at(token) as usize;
             let (block, place) = (slot / BLOCK, slot % BLOCK);
             for kv_head in 0..self.num_kv_heads {
                 let key = tokens.keys.at(token * tokens.keys_stride + kv_head * self.head_dim);
-                let keys = cache.at(self.offset(block, kv_head));
-                for group in 0..self.head_dim / GROUP {
-                    let target = keys.add((group * BLOCK + place) * GROUP);
-                    target.copy_from_nonoverlapping(key.add(group * GROUP), GROUP);
+                let value = tokens.values.at(token * tokens.values_stride + kv_head * self.value_dim);
+                let keys = cache.at(self.offset(block, kv_head) * self.number_bytes());
+                if let Some(format) = self.fp8 {
+                    let mut bytes = [0; MAX_DIM];
+                    encode(format, tokens.scales.keys, key, &mut bytes[..self.head_dim]);
+                    place_key(bytes.as_ptr(), self.head_dim, keys, place);
+                    if !self.values_in_keys {
+                        let values = keys.add(self.block_keys() + self.value_place(place));
+                        encode(format, tokens.scales.values, value, &mut bytes[..self.value_dim]);
+                        for (dim, byte) in bytes[..self.value_dim].iter().enumerate() {
+                            values.add(dim * GROUP).write(*byte);
+                        }
+                    }
+                    continue;
                 }
+                let keys = keys.cast::<Element>();
+                place_key(key, self.head_dim, keys, place);
                 if self.values_in_keys {
                     continue;
                 }
-                let value = tokens.values.at(token * tokens.values_stride + kv_head * self.value_dim);
-                let values = keys.add(self.block_keys() + place / GROUP * GROUP * self.value_dim + place % GROUP);
+                let values = keys.add(self.block_keys() + self.value_place(place));
                 if GROUP == 1 {
                     values.copy_from_nonoverlapping(value, self.value_dim);
                     continue;
@@ -98,6 +134,51 @@ impl Layout {
                     U16::load(value.add(dim).cast()).store_apart(values.add(dim * GROUP).cast());
                 }
             }
+        }
+    }
+
+    /// Where the first dim of a token's value is in the values of its block.
+    fn value_place(&self, place: usize) -> usize {
+        place / GROUP * GROUP * self.value_dim + place % GROUP
+    }
+
+    /// Turns a block's keys and its values, if they are stored, from fp8 into elements, in the same order. `next` is what will be
+    /// read next; it may be any address.
+    ///
+    /// # Safety
+    /// `block` must point to a KV head's part of a block, `elements` to as many writable elements.
+    pub(super) unsafe fn widen(&self, format: Float8, block: *const u8, next: *const u8, elements: *mut Element) {
+        for line in (0..self.offset(1, 0) / self.num_kv_heads).step_by(LINE) {
+            prefetch(next.wrapping_add(line));
+            for first in (line..line + LINE).step_by(LANES) {
+                // SAFETY: guaranteed by the caller; a block has a multiple of 256 numbers.
+                unsafe { Element::store(format.load(block.add(first)), elements.add(first)) };
+            }
+        }
+    }
+}
+
+/// Turns a head's elements, divided by the scale, into fp8.
+///
+/// # Safety
+/// There must be as many elements as bytes, a multiple of LANES.
+unsafe fn encode(format: Float8, scale: f64, elements: *const Element, bytes: &mut [u8]) {
+    let factor = F32::splat((1.0 / scale) as f32);
+    for (index, bytes) in bytes.chunks_exact_mut(LANES).enumerate() {
+        // SAFETY: guaranteed by the caller.
+        unsafe { format.store(Element::load(elements.add(index * LANES)) * factor, bytes.as_mut_ptr()) };
+    }
+}
+
+/// Copies a token's key to its place among the keys of a block.
+///
+/// # Safety
+/// The addresses must be those of a key and of a block's keys.
+unsafe fn place_key<T>(key: *const T, head_dim: usize, keys: *mut T, place: usize) {
+    for group in 0..head_dim / GROUP {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            keys.add((group * BLOCK + place) * GROUP).copy_from_nonoverlapping(key.add(group * GROUP), GROUP);
         }
     }
 }

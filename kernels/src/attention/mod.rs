@@ -15,7 +15,7 @@ mod softmax;
 mod tile;
 mod unit;
 
-pub(crate) use cache::{BLOCK, Layout, NewTokens};
+pub(crate) use cache::{BLOCK, KvScales, Layout, NewTokens};
 pub(crate) use shape::{Alibi, Attention, AttentionMask, DistanceBias, MAX_DIM, Part};
 
 use crate::element::Element;
@@ -47,12 +47,14 @@ pub(crate) struct Batch {
 pub(crate) struct Operands {
     pub(crate) queries: Source<Element>,
     pub(crate) stride: usize,
-    pub(crate) cache: Source<Element>,
+    pub(crate) cache: Source<u8>,
     pub(crate) output: Target<Element>,
     /// One score per head that joins the softmax without a value.
     pub(crate) sinks: Option<Source<Element>>,
     /// Present exactly when `Attention::has_relative_bias`.
     pub(crate) bias: Option<DistanceBias>,
+    /// Those that keys and values were written with.
+    pub(crate) scales: KvScales,
 }
 
 /// The work units of a batch's attention; the same for every layer.

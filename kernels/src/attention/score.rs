@@ -6,7 +6,8 @@ use crate::simd::{F32, I32, LANES};
 use std::array::from_fn;
 
 impl Attention {
-    /// Turns one row's q·k into scores, in place. The tile starts at position `start`; the query is at `position`.
+    /// Turns one row's q·k into scores, in place. The tile starts at position `start`; the query is at `position`. The keys are
+    /// `key_scale` times those of the products.
     ///
     /// # Safety
     /// The bias table must be valid and have a row for the head.
@@ -16,10 +17,11 @@ impl Attention {
         head: usize,
         start: usize,
         position: usize,
+        key_scale: f32,
         bias: Option<DistanceBias>,
     ) {
         let scale = self.layout.scale;
-        map(products, |x, _| x * F32::splat(scale));
+        map(products, |x, _| x * F32::splat(scale * key_scale));
         if let Some(cap) = self.soft_cap {
             map(products, |x, _| F32::splat(cap) * (x * F32::splat(1.0 / cap)).tanh());
         }

@@ -13,7 +13,7 @@ pub(crate) enum Part {
     /// Everything up to its own position; for models without an encoder.
     #[default]
     Context,
-    /// The whole source, from any position.
+    /// The source, from any position: all of it, or a window on both sides of the query.
     Source,
     /// Everything after the source, up to its own position.
     Answer,
@@ -23,7 +23,7 @@ pub(crate) enum Part {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
 pub(crate) struct AttentionMask {
-    /// Sliding window in tokens, the query's own included.
+    /// Sliding window in tokens, the query's own included; for `Part::Source` on both sides.
     pub(crate) window: Option<usize>,
     /// Chunk size in tokens: a query sees only its own chunk.
     pub(crate) chunk: Option<usize>,
@@ -34,8 +34,7 @@ impl AttentionMask {
     /// First visible position of the query at `position`. Monotonic in `position`.
     pub(crate) fn first(&self, position: usize, source_len: usize) -> usize {
         let part = match self.part {
-            Part::Context => 0,
-            Part::Source => return 0,
+            Part::Context | Part::Source => 0,
             Part::Answer => source_len,
         };
         let window = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
@@ -45,12 +44,16 @@ impl AttentionMask {
 
     /// Upper bound on the positions that one query sees, counted back from its own; `None`: unbounded.
     pub(crate) fn max_span(&self) -> Option<usize> {
-        self.window.into_iter().chain(self.chunk).min()
+        self.window.into_iter().chain(self.chunk).filter(|_| self.part != Part::Source).min()
     }
 
     /// End of the visible interval, exclusive. Monotonic in `position`.
     pub(crate) fn end(&self, position: usize, source_len: usize) -> usize {
-        if self.part == Part::Source { source_len } else { position + 1 }
+        match (self.part, self.window) {
+            (Part::Source, Some(window)) => source_len.min(position + window),
+            (Part::Source, None) => source_len,
+            _ => position + 1,
+        }
     }
 }
 

@@ -77,11 +77,11 @@ impl State {
         }
     }
 
-    /// Writes the row's result. A sink is a score without a value.
+    /// Writes the row's result. A sink is a score without a value. The values are `scale` times those of the state.
     ///
     /// # Safety
     /// `output` must point to `value_dim` elements.
-    pub(crate) unsafe fn finish(self, row: usize, sink: Option<f32>, output: *mut Element) {
+    pub(crate) unsafe fn finish(self, row: usize, sink: Option<f32>, scale: f32, output: *mut Element) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             let mut sum = F32::load(self.sums(row)).reduce_sum();
@@ -90,7 +90,7 @@ impl State {
                 sum += power.exp2().to_array()[0];
             }
             // A row that sees nothing (an empty source) gets zeros.
-            let factor = F32::splat(if sum == 0.0 { 0.0 } else { 1.0 / sum });
+            let factor = F32::splat(if sum == 0.0 { 0.0 } else { scale / sum });
             for dim in (0..self.value_dim).step_by(LANES) {
                 Element::store(F32::load(self.values(row).add(dim)) * factor, output.add(dim));
             }

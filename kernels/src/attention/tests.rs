@@ -1,12 +1,13 @@
 use super::*;
 use crate::element::GROUP;
 use crate::pool::Pool;
+use crate::simd::{F32, Float8, LANES};
 use crate::testing::{Random, assert_close, spawning_pool, tolerance};
 
 mod shapes;
 
 /// Sequences with all keys, values and queries, stored in shuffled blocks of one cache. The last block belongs to none of them and is
-/// filled with NaN.
+/// filled with NaN. Keys and values are as a cache stores them.
 struct World {
     attention: Attention,
     layout: Layout,
@@ -14,7 +15,7 @@ struct World {
     bias: Option<Vec<f32>>,
     source_lens: Vec<i32>,
     tables: Vec<Vec<i32>>,
-    cache: Vec<Element>,
+    cache: Vec<u32>,
     queries: Vec<Vec<Element>>,
     keys: Vec<Vec<Element>>,
     values: Vec<Vec<Element>>,
@@ -38,14 +39,19 @@ impl World {
             let pick = |_| free.swap_remove(random.next() as usize % free.len());
             tables.push((0..length.div_ceil(BLOCK)).map(pick).collect());
         }
-        let mut cache = vec![Element::from_f32(if poison { f32::NAN } else { 0.0 }); layout.offset(num_blocks, 0)];
-        cache.resize(layout.offset(num_blocks + 1, 0), Element::from_f32(f32::NAN));
+        let words = |num_blocks| layout.offset(num_blocks, 0) * layout.number_bytes() / size_of::<u32>();
+        let mut cache = vec![if poison { NAN } else { 0 }; words(num_blocks)];
+        cache.resize(words(num_blocks + 1), NAN);
         let draw = |random: &mut Random, numbers: usize| -> Vec<Vec<Element>> {
             lengths.iter().map(|&length| random.elements(length * numbers)).collect()
         };
         let queries = draw(&mut random, layout.num_heads * layout.head_dim);
-        let keys = draw(&mut random, layout.num_kv_heads * layout.head_dim);
+        let mut keys = draw(&mut random, layout.num_kv_heads * layout.head_dim);
         let mut values = draw(&mut random, layout.num_kv_heads * layout.value_dim);
+        if let Some(format) = layout.fp8 {
+            keys.iter_mut().for_each(|keys| round(format, SCALES.keys, keys));
+            values.iter_mut().for_each(|values| round(format, SCALES.values, values));
+        }
         if layout.values_in_keys {
             let first = |key: &[Element]| key[..layout.value_dim].to_vec();
             values = keys.iter().map(|keys| keys.chunks(layout.head_dim).flat_map(first).collect()).collect();
@@ -74,9 +80,10 @@ impl World {
             values_stride: num_kv_heads * value_dim,
             slots: Source::new(slots.as_ptr()),
             num_tokens,
+            scales: scales(&self.layout),
         };
         // SAFETY: all slots lie in the cache.
-        unsafe { self.layout.write(&spawning_pool(2), Target::new(self.cache.as_mut_ptr()), tokens) };
+        unsafe { self.layout.write(&spawning_pool(2), Target::new(self.cache.as_mut_ptr().cast()), tokens) };
     }
 
     /// The interval that the query at this position sees.
@@ -98,7 +105,8 @@ impl World {
             contexts.push((computed + count) as i32);
             let mut table = self.tables[sequence].clone();
             table.resize(max_blocks, 0);
-            let others = (self.cache.len() / self.layout.offset(1, 0) - 1) as i32;
+            let block_bytes = self.layout.offset(1, 0) * self.layout.number_bytes();
+            let others = (size_of_val(&self.cache[..]) / block_bytes - 1) as i32;
             let seen = self.seen(sequence, computed).start..self.seen(sequence, computed + count - 1).end;
             table[..seen.start / BLOCK].fill(others);
             table[seen.end.div_ceil(BLOCK)..].fill(others);
@@ -118,10 +126,11 @@ impl World {
         let operands = Operands {
             queries: Source::new(queries.as_ptr()),
             stride: row,
-            cache: Source::new(self.cache.as_ptr()),
+            cache: Source::new(self.cache.as_ptr().cast()),
             output: Target::new(output.as_mut_ptr()),
             sinks: self.sinks.as_ref().map(|sinks| Source::new(sinks.as_ptr())),
             bias: self.bias.as_ref().map(|bias| DistanceBias { table: Source::new(bias.as_ptr()), reach: BIAS_REACH }),
+            scales: scales(&self.layout),
         };
         // SAFETY: everything above is consistent, and all tokens were written.
         unsafe {
@@ -179,12 +188,34 @@ impl World {
     }
 }
 
+/// Not a number in every format.
+const NAN: u32 = u32::MAX;
+
+/// Of caches in fp8: powers of two, so that elements can be the stored numbers times the scale.
+const SCALES: KvScales = KvScales { keys: 0.25, values: 2.0 };
+
+fn scales(layout: &Layout) -> KvScales {
+    if layout.fp8.is_some() { SCALES } else { KvScales::default() }
+}
+
+/// Rounds numbers as a cache stores them.
+fn round(format: Float8, scale: f64, numbers: &mut [Element]) {
+    for numbers in numbers.chunks_mut(LANES) {
+        let mut bytes = [0; LANES];
+        // SAFETY: heads have a multiple of 16 elements.
+        unsafe {
+            format.store(Element::load(numbers.as_ptr()) * F32::splat(1.0 / scale as f32), bytes.as_mut_ptr());
+            Element::store(format.load(bytes.as_ptr()) * F32::splat(scale as f32), numbers.as_mut_ptr());
+        }
+    }
+}
+
 /// Distances with distinct learned biases.
 const BIAS_REACH: usize = 40;
 
 fn layout(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Layout {
     let scale = 1.0 / (head_dim as f32).sqrt();
-    Layout { num_heads, num_kv_heads, head_dim, value_dim: head_dim, values_in_keys: false, scale }
+    Layout { num_heads, num_kv_heads, head_dim, value_dim: head_dim, values_in_keys: false, scale, fp8: None }
 }
 
 /// Layouts whose values are narrower than their keys, stored separately or inside the keys.
@@ -197,11 +228,18 @@ fn uneven_layouts() -> Vec<Layout> {
     vec![of(4, 2, 48, 32, false), of(2, 2, 32, 80, false), of(16, 1, 64, 48, true), of(3, 1, 576, 512, true)]
 }
 
+/// Layouts of caches in fp8.
+fn narrow_layouts() -> [Layout; 2] {
+    let uneven = uneven_layouts();
+    [(uneven[0], Float8::E4m3fn), (uneven[2], Float8::E5m2)]
+        .map(|(layout, format)| Layout { fp8: Some(format), ..layout })
+}
+
 #[test]
 fn attention_is_right_for_all_shapes() {
     let even = [(3, 1, 64), (9, 3, 64), (4, 4, 16), (8, 1, 80), (2, 1, 128), (14, 2, 256)];
     let even = even.map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
-    for layout in even.into_iter().chain(uneven_layouts()) {
+    for layout in even.into_iter().chain(uneven_layouts()).chain(narrow_layouts()) {
         let world = World::new(layout, &[1, 70, 16, 300], true);
         let steps = [(0, 0, 1), (1, 33, 37), (2, 15, 1), (3, 250, 50), (3, 299, 1), (3, 0, 20)];
         for pool in [Pool::single(), spawning_pool(2), spawning_pool(50)] {
@@ -213,7 +251,7 @@ fn attention_is_right_for_all_shapes() {
 #[test]
 fn a_row_has_the_same_bits_alone_chunked_and_split() {
     let even = [(9, 3, 64), (4, 4, 32), (8, 1, 96)].map(|(heads, kv_heads, dim)| layout(heads, kv_heads, dim));
-    for layout in even.into_iter().chain(uneven_layouts()) {
+    for layout in even.into_iter().chain(uneven_layouts()).chain(narrow_layouts()) {
         let world = World::new(layout, &[700, 45], true);
         let row = layout.num_heads * layout.value_dim;
         let whole = world.attend(&Pool::single(), &[(0, 0, 700), (1, 0, 45)]);
@@ -240,8 +278,8 @@ fn a_row_has_the_same_bits_alone_chunked_and_split() {
 
 #[test]
 fn nan_reaches_exactly_the_rows_that_see_it() {
-    let layout = layout(4, 2, 32);
-    for (first, end) in [(300, 301), (256, 512)] {
+    let of = |fp8| Layout { fp8, ..layout(4, 2, 32) };
+    for (first, end, layout) in [(300, 301, of(None)), (256, 512, of(None)), (300, 301, of(Some(Float8::E4m3fn)))] {
         let mut world = World::new(layout, &[600, 40], false);
         let before = world.attend(&Pool::single(), &[(0, 0, 600), (1, 0, 40)]);
         world.keys[0][first * 64..end * 64].fill(Element::from_f32(f32::NAN));
@@ -259,34 +297,52 @@ fn nan_reaches_exactly_the_rows_that_see_it() {
 
 #[test]
 fn tokens_are_written_to_their_slots_only() {
-    let layout = layout(2, 2, 32);
     let mut random = Random::new(4);
     let slots: Vec<i64> = [5, 6, 7, 31, 32, 20].to_vec();
     let (keys, values) = (random.elements(6 * 64), random.elements(6 * 64));
-    let mut cache = vec![Element::from_f32(9.0); layout.offset(3, 0)];
-    let tokens = NewTokens {
-        keys: Source::new(keys.as_ptr()),
-        keys_stride: 64,
-        values: Source::new(values.as_ptr()),
-        values_stride: 64,
-        slots: Source::new(slots.as_ptr()),
-        num_tokens: 6,
-    };
-    // SAFETY: all slots lie in the cache.
-    unsafe { layout.write(&spawning_pool(2), Target::new(cache.as_mut_ptr()), tokens) };
-    let mut written = 0;
-    for (token, &slot) in slots.iter().enumerate() {
-        let (block, place) = (slot as usize / BLOCK, slot as usize % BLOCK);
-        for head in 0..2 {
-            let base = layout.offset(block, head);
-            for dim in 0..32 {
-                let key = base + (dim / GROUP * BLOCK + place) * GROUP + dim % GROUP;
-                let value = base + BLOCK * 32 + (place / GROUP * 32 + dim) * GROUP + place % GROUP;
-                assert_eq!(cache[key], keys[token * 64 + head * 32 + dim]);
-                assert_eq!(cache[value], values[token * 64 + head * 32 + dim]);
-                written += 2;
+    for fp8 in [None, Some(Float8::E4m3fn), Some(Float8::E5m2)] {
+        let layout = Layout { fp8, ..layout(2, 2, 32) };
+        let number_bytes = layout.number_bytes();
+        let mut cache = vec![NAN; layout.offset(3, 0) * number_bytes / size_of::<u32>()];
+        let tokens = NewTokens {
+            keys: Source::new(keys.as_ptr()),
+            keys_stride: 64,
+            values: Source::new(values.as_ptr()),
+            values_stride: 64,
+            slots: Source::new(slots.as_ptr()),
+            num_tokens: 6,
+            scales: scales(&layout),
+        };
+        // SAFETY: all slots lie in the cache.
+        unsafe { layout.write(&spawning_pool(2), Target::new(cache.as_mut_ptr().cast()), tokens) };
+        let cache: Vec<u8> = cache.into_iter().flat_map(u32::to_ne_bytes).collect();
+        let mut written = 0;
+        for (token, &slot) in slots.iter().enumerate() {
+            let (block, place) = (slot as usize / BLOCK, slot as usize % BLOCK);
+            for head in 0..2 {
+                let base = layout.offset(block, head);
+                for dim in 0..32 {
+                    let key = base + (dim / GROUP * BLOCK + place) * GROUP + dim % GROUP;
+                    let value = base + BLOCK * 32 + (place / GROUP * 32 + dim) * GROUP + place % GROUP;
+                    let number = |place: usize| &cache[place * number_bytes..][..number_bytes];
+                    let at = token * 64 + head * 32 + dim;
+                    assert_eq!(number(key), stored(&layout, SCALES.keys, keys[at]));
+                    assert_eq!(number(value), stored(&layout, SCALES.values, values[at]));
+                    written += 2 * number_bytes;
+                }
             }
         }
+        let is_nan = |bytes: &&[u8]| bytes.iter().all(|&byte| byte == u8::MAX);
+        let num_unwritten = cache.chunks(number_bytes).filter(is_nan).count() * number_bytes;
+        assert_eq!(written + num_unwritten, cache.len());
     }
-    assert_eq!(cache.iter().filter(|&&number| number != Element::from_f32(9.0)).count(), written);
+}
+
+/// The bytes of a stored number.
+fn stored(layout: &Layout, scale: f64, number: Element) -> Vec<u8> {
+    let Some(format) = layout.fp8 else { return number.bits().to_ne_bytes().to_vec() };
+    let mut bytes = [0; LANES];
+    // SAFETY: the array has 16 bytes.
+    unsafe { format.store(F32::splat(number.to_f32() / scale as f32), bytes.as_mut_ptr()) };
+    bytes[..1].to_vec()
 }

@@ -10,12 +10,15 @@ use crate::element::Element;
 use crate::pool::Target;
 use crate::product::{self, Factor};
 use std::cell::RefCell;
+use std::thread::LocalKey;
 
 thread_local! {
     /// Softmax states of the current unit: of all segments so far, and of the current segment.
     static STATES: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
     /// The current tile's values when they are stored in the keys: [block][token group][dim][GROUP].
     static VALUES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    /// The current tile's blocks when they are stored in fp8.
+    static BLOCKS_OF_TILE: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
 #[derive(Clone, Copy)]
@@ -25,6 +28,16 @@ struct Line([Element; LINE]);
 
 /// Elements per cache line.
 const LINE: usize = product::LINE / size_of::<Element>();
+
+/// The address of a thread's buffer, grown to `count` elements.
+fn room(buffer: &'static LocalKey<RefCell<Vec<Line>>>, count: usize) -> *mut Element {
+    buffer.with_borrow_mut(|memory| {
+        if memory.len() < count.div_ceil(LINE) {
+            memory.resize(count.div_ceil(LINE), Line([Element::default(); LINE]));
+        }
+        memory.as_mut_ptr().cast()
+    })
+}
 
 /// The arguments that all units of a call share.
 #[derive(Clone, Copy)]
@@ -157,14 +170,15 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
     }
 
     unsafe fn finish(&self, state: State) {
-        let Operands { output, sinks, .. } = self.call.operands;
-        let Layout { num_heads, value_dim, .. } = *self.layout();
+        let Operands { output, sinks, scales, .. } = self.call.operands;
+        let Layout { num_heads, value_dim, values_in_keys, .. } = *self.layout();
+        let scale = if values_in_keys { scales.keys } else { scales.values } as f32;
         for row in 0..self.count {
             let token = self.unit.first_token + row / self.layout().group();
             // SAFETY: the caller of `run` vouches for sinks and output.
             unsafe {
                 let sink = sinks.map(|sinks| (*sinks.at(self.head(row))).to_f32());
-                state.finish(row, sink, output.at((token * num_heads + self.head(row)) * value_dim));
+                state.finish(row, sink, scale, output.at((token * num_heads + self.head(row)) * value_dim));
             }
         }
     }
@@ -180,8 +194,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
             let mut tile_rows = TileRows::new(0, 0);
             let mut next = self.block_addresses(self.unit, begin);
             for start in (begin..end).step_by(TILE) {
-                let keys = next;
-                let values = self.value_addresses(&keys, start, end);
+                let stored = next;
                 next = if start + TILE < end {
                     self.block_addresses(self.unit, start + TILE)
                 } else if segment + 1 < self.unit.end_segment {
@@ -190,8 +203,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                     let first = if PLAIN { 0 } else { self.following.sees(&self.call.attention.mask).start };
                     self.block_addresses(self.following, first_tile(self.following.first_segment, first))
                 };
-                // PERF: reordered values are in the cache already.
-                let next_values = if layout.values_in_keys { values } else { self.behind(&next) };
+                let (here, ahead) = self.tile_addresses(&stored, &next, start, end);
                 for first in (0..self.count).step_by(ROWS) {
                     let count = ROWS.min(self.count - first);
                     let (seen, end) = (self.first(first), self.end(first + count - 1));
@@ -201,8 +213,8 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                         let left =
                             |all: &[_; BLOCKS]| std::array::from_fn(|index| all[(index + passed).min(BLOCKS - 1)]);
                         let blocks = Blocks {
-                            here: Addresses { keys: left(&keys), values: left(&values) },
-                            next: Addresses { keys: next, values: next_values },
+                            here: Addresses { keys: left(&here.keys), values: left(&here.values) },
+                            next: ahead,
                             num_tokens: TILE.min(end - start) - passed * BLOCK,
                             head_dim: layout.head_dim,
                             value_dim: layout.value_dim,
@@ -214,30 +226,44 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         }
     }
 
-    /// Addresses of the values of a tile's blocks: after their keys, or in the buffer that they are reordered into.
-    unsafe fn value_addresses(
+    /// Addresses of a tile's keys and values, and of what is prefetched meanwhile. `stored` and `next` are where the blocks of this tile
+    /// and of the next one are in the cache.
+    unsafe fn tile_addresses(
         &self,
-        keys: &[*const Element; BLOCKS],
+        stored: &[*const u8; BLOCKS],
+        next: &[*const u8; BLOCKS],
         start: usize,
         end: usize,
-    ) -> [*const Element; BLOCKS] {
-        let Layout { value_dim, values_in_keys, .. } = *self.layout();
-        if !values_in_keys {
-            return self.behind(keys);
-        }
-        let size = BLOCK * value_dim;
-        let room = VALUES.with_borrow_mut(|memory| {
-            if memory.len() < BLOCKS * size / LINE {
-                memory.resize(BLOCKS * size / LINE, Line([Element::default(); LINE]));
-            }
-            memory.as_mut_ptr().cast::<Element>()
-        });
+    ) -> (Addresses, Addresses) {
+        let layout = self.layout();
         let seen = self.first(0).saturating_sub(start) / BLOCK..(end - start).div_ceil(BLOCK).min(BLOCKS);
-        for block in seen {
-            // SAFETY: the buffer belongs to this thread and is not moved before the next tile; visible blocks were written.
-            unsafe { reorder_values(keys[block], value_dim, room.add(block * size)) };
+        let (keys, next_keys) = match layout.fp8 {
+            None => (stored.map(<*const u8>::cast), next.map(<*const u8>::cast)),
+            Some(format) => {
+                let size = layout.offset(1, 0) / layout.num_kv_heads;
+                let blocks = room(&BLOCKS_OF_TILE, BLOCKS * size);
+                for block in seen.clone() {
+                    // SAFETY: the buffer belongs to this thread and is not moved before the next tile; visible blocks were written.
+                    unsafe { layout.widen(format, stored[block], next[block], blocks.add(block * size)) };
+                }
+                let keys = std::array::from_fn(|block| blocks.wrapping_add(block * size).cast_const());
+                // PERF: the next blocks are prefetched above, and these are in the cache already.
+                (keys, keys)
+            }
+        };
+        if !layout.values_in_keys {
+            let at = |keys| Addresses { keys, values: self.behind(&keys) };
+            return (at(keys), at(next_keys));
         }
-        std::array::from_fn(|block| room.wrapping_add(block * size).cast_const())
+        let size = BLOCK * layout.value_dim;
+        let values = room(&VALUES, BLOCKS * size);
+        for block in seen {
+            // SAFETY: as above.
+            unsafe { reorder_values(keys[block], layout.value_dim, values.add(block * size)) };
+        }
+        let values = std::array::from_fn(|block| values.wrapping_add(block * size).cast_const());
+        // PERF: reordered values are in the cache already.
+        (Addresses { keys, values }, Addresses { keys: next_keys, values })
     }
 
     /// Addresses of values that are stored after their keys.
@@ -245,8 +271,8 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
         keys.map(|keys| keys.wrapping_add(self.layout().block_keys()))
     }
 
-    /// Addresses of the keys of a tile's blocks. Invisible blocks are replaced by the last visible one and not read.
-    unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const Element; BLOCKS] {
+    /// Where a tile's blocks are in the cache. Invisible blocks are replaced by the last visible one and not read.
+    unsafe fn block_addresses(&self, unit: &Unit, start: usize) -> [*const u8; BLOCKS] {
         let end = if PLAIN { unit.first_position + unit.num_tokens } else { unit.sees(&self.call.attention.mask).end };
         let last_block = end.saturating_sub(1) / BLOCK;
         std::array::from_fn(|index| {
@@ -254,7 +280,8 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
             // SAFETY: the caller of `run` vouches for block tables that cover the context.
             let block =
                 unsafe { *self.call.batch.block_tables.at(unit.sequence * self.call.batch.max_blocks + column) };
-            self.call.operands.cache.at(self.layout().offset(block as usize, unit.kv_head))
+            let layout = self.layout();
+            self.call.operands.cache.at(layout.offset(block as usize, unit.kv_head) * layout.number_bytes())
         })
     }
 
@@ -267,7 +294,8 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
             rows.first_visible[index] = self.first(rows.first + index).saturating_sub(start);
             rows.end_visible[index] = self.end(rows.first + index).saturating_sub(start).min(TILE);
         }
-        let mut scale = attention.layout.scale * std::f32::consts::LOG2_E;
+        let key_scale = self.call.operands.scales.keys as f32;
+        let mut scale = attention.layout.scale * key_scale * std::f32::consts::LOG2_E;
         // SAFETY: the caller of `run` vouches for queries and cache; tiles have room for ROWS rows.
         unsafe {
             tile::score(&queries[..rows.count], blocks, rows.scores.as_mut_ptr().cast::<f32>().add(passed * BLOCK));
@@ -275,7 +303,7 @@ impl<const PLAIN: bool> Rows<'_, PLAIN> {
                 for index in 0..rows.count {
                     let row = rows.first + index;
                     let (head, position, bias) = (self.head(row), self.position(row), self.call.operands.bias);
-                    attention.to_scores(&mut rows.scores[index], head, start, position, bias);
+                    attention.to_scores(&mut rows.scores[index], head, start, position, key_scale, bias);
                 }
                 scale = std::f32::consts::LOG2_E;
             }

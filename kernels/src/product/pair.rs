@@ -40,6 +40,12 @@ pub(crate) unsafe fn columns(first: *const Element, width: usize, index: usize) 
     unsafe { I32::load(first.add(index * width).cast()) }
 }
 
+/// 16 columns of an operation from their numbers, rounded to elements.
+#[inline(always)]
+pub(crate) fn columns_of([first, second]: [F32; WIDTH]) -> Operand {
+    first.to_bf16_pairs(second)
+}
+
 /// As `columns`, of the last link of chains that end within a group, whose rest may be anything.
 ///
 /// # Safety

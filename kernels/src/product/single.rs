@@ -47,6 +47,12 @@ pub(crate) unsafe fn columns(first: *const Element, width: usize, index: usize) 
     }
 }
 
+/// 16 columns of an operation from their numbers, rounded to elements.
+#[inline(always)]
+pub(crate) fn columns_of([numbers]: [F32; WIDTH]) -> Operand {
+    Element::round(numbers)
+}
+
 /// As `columns`, of the last link of chains that end within a group, whose rest may be anything.
 ///
 /// # Safety

@@ -18,6 +18,7 @@ pub(super) struct Activation {
 impl Activation {
     pub(super) fn new(pool: Pool, name: &str, parameters: &[f32], is_gate: bool) -> PyResult<Activation> {
         let function = Function::named(name, parameters).map_err(PyValueError::new_err)?;
+        require(is_gate || !matches!(function, Function::ClampedSwiglu { .. }), || format!("{name:?} must be a gate"))?;
         Ok(Activation { pool, activation: activation::Activation { function, is_gate } })
     }
 }

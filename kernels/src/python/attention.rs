@@ -1,10 +1,13 @@
 //! Paged attention and the batches that it serves.
 
-use super::view::View;
+use super::view::{Number, Rows, View};
 use super::{maybe_detached, require};
-use crate::attention::{self, Alibi, Attention, AttentionMask, BLOCK, DistanceBias, Layout, NewTokens, Operands, Part};
+use crate::attention::{
+    self, Alibi, Attention, AttentionMask, BLOCK, DistanceBias, KvScales, Layout, NewTokens, Operands, Part,
+};
 use crate::element::Element;
 use crate::pool::{Executor, Pool, Source, Target};
+use crate::simd::Float8;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -36,6 +39,18 @@ impl<'py> FromPyObject<'_, 'py> for Part {
             "source" => Ok(Part::Source),
             "answer" => Ok(Part::Answer),
             other => Err(PyValueError::new_err(format!("part is {other:?}, must be context, source or answer"))),
+        }
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for Float8 {
+    type Error = PyErr;
+
+    fn extract(name: Borrowed<'_, 'py, PyAny>) -> PyResult<Float8> {
+        match name.extract::<&str>()? {
+            "float8_e4m3fn" => Ok(Float8::E4m3fn),
+            "float8_e5m2" => Ok(Float8::E5m2),
+            other => Err(PyValueError::new_err(format!("kv_dtype is {other:?}, must be float8_e4m3fn or float8_e5m2"))),
         }
     }
 }
@@ -140,33 +155,45 @@ pub(super) struct PagedAttention {
 }
 
 impl PagedAttention {
-    pub(super) fn new(pool: Pool, shape: AttentionShape) -> PyResult<PagedAttention> {
+    pub(super) fn new(pool: Pool, shape: AttentionShape, fp8: Option<Float8>) -> PyResult<PagedAttention> {
         let AttentionShape { num_heads, num_kv_heads, head_dim, output_dim, values_in_keys, scale, .. } = shape;
-        let layout = Layout { num_heads, num_kv_heads, head_dim, value_dim: output_dim, values_in_keys, scale };
+        let layout = Layout { num_heads, num_kv_heads, head_dim, value_dim: output_dim, values_in_keys, scale, fp8 };
         let AttentionShape { mask, soft_cap, alibi, has_relative_bias, .. } = shape;
         let attention = Attention { layout, mask, soft_cap, alibi, has_relative_bias };
         let attention = attention.checked().map_err(PyValueError::new_err)?;
         Ok(PagedAttention { pool, attention: Arc::new(attention) })
     }
+
+    /// The scales of a layer's cache; `None`: 1.
+    pub(super) fn scales(&self, given: Option<KvScales>) -> PyResult<KvScales> {
+        let scales = given.unwrap_or_default();
+        require(self.attention.layout.fp8.is_some() || scales == KvScales::default(), || {
+            format!("scales are {scales:?}, must be 1 for a cache that is not in fp8")
+        })?;
+        Ok(scales)
+    }
 }
 
 /// The address and the number of blocks of an attention's cache.
-pub(super) fn cache_of(attention: &Attention, cache: &View<'_, Element, 2>) -> PyResult<(Target<Element>, usize)> {
-    let [num_blocks, _] = cache.shape();
-    cache.expect("cache", [num_blocks, attention.layout.offset(1, 0)])?;
-    Ok((cache.target("cache")?, num_blocks))
+pub(super) fn cache_of(attention: &Attention, cache: &Rows<'_>) -> PyResult<(Target<u8>, usize)> {
+    let layout = &attention.layout;
+    let dtype = if layout.fp8.is_some() { i8::DTYPE } else { Element::DTYPE };
+    cache.expect("cache", [cache.num_rows, layout.offset(1, 0)], dtype)?;
+    Ok((cache.target("cache")?, cache.num_rows))
 }
 
 #[pymethods]
 impl PagedAttention {
     /// Stores keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads, output_dim] (None if they are in the keys) at their slots
-    /// [tokens], which are distinct.
+    /// [tokens], which are distinct. scales: what keys and values are divided by, for a cache in fp8; None: 1.
+    #[pyo3(signature = (cache, keys, values, slots, scales=None))]
     fn write(
         &self,
-        cache: View<'_, Element, 2>,
+        cache: Rows<'_>,
         keys: View<'_, Element, 3>,
         values: Option<View<'_, Element, 3>>,
         slots: View<'_, i64, 1>,
+        scales: Option<KvScales>,
     ) -> PyResult<()> {
         let Layout { num_kv_heads, head_dim, value_dim, values_in_keys, .. } = self.attention.layout;
         let (cache, num_blocks) = cache_of(&self.attention, &cache)?;
@@ -184,6 +211,7 @@ impl PagedAttention {
             values_stride: values.1,
             slots: slots.expect("slots", [num_tokens])?.indices("slots", num_blocks * BLOCK, "slots")?,
             num_tokens,
+            scales: self.scales(scales)?,
         };
         // SAFETY: the views have the sizes of the layout, and every slot is inside the cache.
         unsafe { self.attention.layout.write(&self.pool, cache, tokens) };
@@ -191,18 +219,19 @@ impl PagedAttention {
     }
 
     /// Attention of queries [tokens, heads, head_dim] into output [tokens, heads, output_dim]. sinks [heads] or None; bias
-    /// [heads, 2 * reach + 1] where the shape has one.
-    #[pyo3(signature = (queries, cache, batch, output, sinks=None, bias=None))]
+    /// [heads, 2 * reach + 1] where the shape has one. scales: those of `write`.
+    #[pyo3(signature = (queries, cache, batch, output, sinks=None, bias=None, scales=None))]
     #[expect(clippy::too_many_arguments, reason = "the operands of attention, each a tensor")]
     fn attend(
         &self,
         py: Python<'_>,
         queries: View<'_, Element, 3>,
-        cache: View<'_, Element, 2>,
+        cache: Rows<'_>,
         batch: PyRef<'_, Batch>,
         output: View<'_, Element, 3>,
         sinks: Option<View<'_, Element, 1>>,
         bias: Option<View<'_, f32, 2>>,
+        scales: Option<KvScales>,
     ) -> PyResult<()> {
         let Layout { num_heads, head_dim, value_dim, .. } = self.attention.layout;
         let num_tokens = batch.num_tokens;
@@ -225,7 +254,8 @@ impl PagedAttention {
             None => None,
         };
         let output = output.expect("output", [num_tokens, num_heads, value_dim])?.target("output")?;
-        let operands = Operands { queries, stride, cache: cache.source(), output, sinks, bias };
+        let scales = self.scales(scales)?;
+        let operands = Operands { queries, stride, cache: cache.source(), output, sinks, bias, scales };
         let span =
             self.attention.mask.max_span().map_or(batch.max_context_tokens, |span| span.min(batch.max_context_tokens));
         let work = num_tokens * span * num_heads * head_dim;
@@ -241,9 +271,9 @@ impl PagedAttention {
         Ok(())
     }
 
-    /// Elements of a block.
+    /// Numbers of a block.
     #[getter]
-    fn block_elements(&self) -> usize {
+    fn block_numbers(&self) -> usize {
         self.attention.layout.offset(1, 0)
     }
 }

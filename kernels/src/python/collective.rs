@@ -37,12 +37,12 @@ impl Collective {
     fn gather(&self, py: Python<'_>, part: Rows<'_>, widths: Vec<usize>, output: Option<Rows<'_>>) -> PyResult<()> {
         let (rank, size) = (self.0.rank(), self.0.size());
         require(widths.len() == size, || format!("there are {} widths for {size} ranks", widths.len()))?;
-        part.expect("part", [part.num_rows, widths[rank]], part.element_bytes)?;
+        part.expect("part", [part.num_rows, widths[rank]], part.dtype)?;
         if let Some(output) = &output {
-            output.expect("output", [part.num_rows, widths.iter().sum()], part.element_bytes)?;
+            output.expect("output", [part.num_rows, widths.iter().sum()], part.dtype)?;
         }
         let target = output.map(|output| output.target("output")).transpose()?;
-        let widths: Vec<usize> = widths.iter().map(|width| width * part.element_bytes).collect();
+        let widths: Vec<usize> = widths.iter().map(|width| width * part.dtype.bytes()).collect();
         let rows = Part { address: part.address(), stride: part.stride_bytes, num_rows: part.num_rows };
         // PERF: only a wait that has become long lets other Python threads run, because taking the lock again can cost a switch interval.
         // SAFETY: part and output have these sizes, and the references to them live until the call ends.

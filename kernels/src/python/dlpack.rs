@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use std::ffi::{c_int, c_void};
+use std::fmt;
 use std::mem::MaybeUninit;
 
 /// `kDLCPU`
@@ -36,6 +37,20 @@ impl DlType {
     /// Bytes of an element.
     pub(super) fn bytes(self) -> usize {
         usize::from(self.bits) * usize::from(self.lanes) / 8
+    }
+}
+
+/// As torch names it.
+impl fmt::Display for DlType {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.code {
+            INT => "int",
+            UINT => "uint",
+            FLOAT => "float",
+            BFLOAT => "bfloat",
+            _ => "another kind of ",
+        };
+        write!(formatter, "{kind}{}", self.bits)
     }
 }
 

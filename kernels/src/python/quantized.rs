@@ -6,6 +6,7 @@ use super::{Kernels, require};
 use crate::element::Element;
 use crate::linear::{self, Format, InputBits, Linear, Number, QuantizedRows, Segment};
 use crate::pool::{Pool, Source};
+use crate::simd::Float8;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 
@@ -17,8 +18,8 @@ pub(super) struct QuantizedPacking {
     num_filled: usize,
 }
 
-/// (rows, bits, group, offset, whether there are mins, dtype of scales and mins, what codes of 4 bits stand for or None)
-pub(super) type SegmentParts = (usize, usize, usize, i32, bool, String, Option<[i8; 16]>);
+/// (rows, bits, group, offset, whether there are mins, dtype of scales and mins, what codes of 4 bits stand for or None, what a code is)
+pub(super) type SegmentParts = (usize, usize, usize, i32, bool, String, Option<[i8; 16]>, String);
 
 impl QuantizedPacking {
     pub(super) fn new(
@@ -36,13 +37,19 @@ impl QuantizedPacking {
         };
         let mut checked = Vec::with_capacity(segments.len());
         let mut out_features = 0;
-        for &(num_rows, bits, group, offset, has_mins, ref number, table) in segments {
+        for &(num_rows, bits, group, offset, has_mins, ref number, table, ref code) in segments {
             let number = match number.as_str() {
                 "float16" => Number::F16,
                 "float32" => Number::F32,
                 "int8" => Number::I8,
                 "e8m0" => Number::Power,
                 other => return Err(PyValueError::new_err(format!("scales cannot be stored as {other}"))),
+            };
+            let float = match code.as_str() {
+                "integer" => None,
+                "e4m3fn" => Some(Float8::E4m3fn),
+                "e5m2" => Some(Float8::E5m2),
+                other => return Err(PyValueError::new_err(format!("a code cannot be {other}"))),
             };
             require(matches!(bits, 2..=6 | 8), || format!("a code has {bits} bits, must have 2 to 6 or 8"))?;
             require(group == 16 || (group > 0 && group.is_multiple_of(32)), || {
@@ -55,11 +62,14 @@ impl QuantizedPacking {
                     "a table goes with codes of 4 bits and without an offset or mins, not with {bits} bits, {offset}"
                 )
             })?;
+            require(float.is_none() || (bits == 8 && offset == 0 && !has_mins), || {
+                format!("a code of 8-bit floats has 8 bits, no offset and no mins, not {bits} bits and {offset}")
+            })?;
             out_features += num_rows;
             // Tables have unsigned bytes in the kernels.
             let offset = if table.is_some() { 128 } else { offset };
             let table = table.map(|table| table.map(|number| number.cast_unsigned() ^ 128));
-            let format = Format { bits, group, offset, table, has_mins, number };
+            let format = Format { bits, group, offset, table, float, has_mins, number };
             checked.push(Segment { num_rows, format });
         }
         let elements = out_features.checked_mul(in_features).filter(|elements| (1..=MAX_ELEMENTS).contains(elements));

@@ -5,12 +5,13 @@ use super::attention::{Batch, PagedAttention, cache_of};
 use super::collective::{Collective, error_of};
 use super::linear::PackedLinear;
 use super::norm::PackedNorm;
-use super::view::View;
+use super::routing::Routing;
+use super::view::{Rows, View};
 use super::{pairs, require};
-use crate::attention::BLOCK;
+use crate::attention::{BLOCK, KvScales};
 use crate::element::Element;
 use crate::pool::Pool;
-use crate::stack::{self, Register, Rotation, Step};
+use crate::stack::{self, Exchange, Expert, Experts, Register, Rotation, Shared, Step};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -30,6 +31,9 @@ impl<'py> FromPyObject<'_, 'py> for Register {
             "sum" => Register::Sum,
             "gathered" => Register::Gathered,
             "part" => Register::Part,
+            "logits" => Register::Logits,
+            "shared" => Register::Shared,
+            "gate" => Register::Gate,
             "output" => Register::Output,
             other => return Err(PyValueError::new_err(format!("there is no register {other:?}"))),
         })
@@ -118,14 +122,22 @@ impl Program {
         self.append(|program| program.rotate(&attention.attention, rotation))
     }
 
-    /// Stores keys and values in the step's next cache.
-    fn write(&mut self, attention: PyRef<'_, PagedAttention>) -> PyResult<()> {
-        self.append(|program| program.write(&attention.attention))
+    /// Stores keys and values in the step's next cache. scales: as in `PagedAttention.write`.
+    #[pyo3(signature = (attention, scales=None))]
+    fn write(&mut self, attention: PyRef<'_, PagedAttention>, scales: Option<KvScales>) -> PyResult<()> {
+        let scales = attention.scales(scales)?;
+        self.append(|program| program.write(&attention.attention, scales))
     }
 
-    /// Attention over the cache that was written last.
-    fn attend(&mut self) -> PyResult<()> {
-        self.append(stack::Program::attend)
+    /// Attention over the cache that was written last. sinks [heads] or None.
+    #[pyo3(signature = (sinks=None))]
+    fn attend(&mut self, sinks: Option<View<'_, Element, 1>>) -> PyResult<()> {
+        let address = match &sinks {
+            Some(sinks) => Some((sinks.source("sinks")?, sinks.shape()[0])),
+            None => None,
+        };
+        self.tensors.extend(sinks.map(|sinks| sinks.tensor()));
+        self.append(|program| program.attend(address))
     }
 
     /// target = the columns of source on all ranks side by side; widths: the columns of each rank.
@@ -137,6 +149,53 @@ impl Program {
         target: Register,
     ) -> PyResult<()> {
         self.append(|program| program.gather(Arc::clone(&collective.0), &widths, source, target))
+    }
+
+    /// target = the weighted sum of the experts of each row of source, routed by "logits", plus "shared" if `shared` is "plain", or times
+    /// the sigmoid of "gate" if it is "gated". experts: for each of this rank, gate and up, and down; activation: of the former, if they
+    /// are not gated. ranks: the collective and the numbers of experts of each rank; None: there is one rank.
+    #[expect(clippy::too_many_arguments, reason = "the parts of a mixture of experts")]
+    fn experts(
+        &mut self,
+        routing: PyRef<'_, Routing>,
+        experts: Vec<(PyRef<'_, PackedLinear>, PyRef<'_, PackedLinear>)>,
+        activation: Option<PyRef<'_, Activation>>,
+        ranks: Option<(PyRef<'_, Collective>, Vec<usize>)>,
+        shared: Option<&str>,
+        source: Register,
+        target: Register,
+    ) -> PyResult<()> {
+        let shared = match shared {
+            None => Shared::Nothing,
+            Some("plain") => Shared::Plain,
+            Some("gated") => Shared::Gated,
+            Some(other) => {
+                return Err(PyValueError::new_err(format!("a shared expert is plain or gated, not {other:?}")));
+            }
+        };
+        let experts = experts
+            .iter()
+            .map(|(gate_up, down)| Expert { gate_up: Arc::clone(&gate_up.packed), down: Arc::clone(&down.packed) });
+        let exchange = ranks.map(|(collective, counts)| {
+            let mut end = 0usize;
+            let next = |count: usize| {
+                let start = end;
+                end = end.saturating_add(count);
+                start..end
+            };
+            Exchange { collective: Arc::clone(&collective.0), experts: counts.into_iter().map(next).collect() }
+        });
+        let experts = Experts {
+            routing: routing.routing,
+            experts: experts.collect(),
+            exchange,
+            activation: activation.map(|activation| activation.activation),
+            shared,
+            first_end: 0,
+            from: source,
+            to: target,
+        };
+        self.append(|program| program.experts(experts))
     }
 
     /// Keeps the sampled rows of these registers only.
@@ -174,7 +233,7 @@ impl Stack {
         positions: View<'_, i64, 1>,
         slots: View<'_, i64, 1>,
         batch: PyRef<'_, Batch>,
-        caches: Vec<View<'_, Element, 2>>,
+        caches: Vec<Rows<'_>>,
         sample_rows: View<'_, i64, 1>,
         output: View<'_, Element, 2>,
     ) -> PyResult<()> {

@@ -32,6 +32,11 @@ impl Number for element::Element {
     };
 }
 
+impl Number for i8 {
+    const NAME: &'static str = "int8";
+    const DTYPE: DlType = DlType::new(dlpack::INT, 8);
+}
+
 impl Number for f32 {
     const NAME: &'static str = "float32";
     const DTYPE: DlType = DlType::new(dlpack::FLOAT, 32);
@@ -180,7 +185,7 @@ pub(super) struct Rows<'py> {
     address: *mut u8,
     pub(super) num_rows: usize,
     num_columns: usize,
-    pub(super) element_bytes: usize,
+    pub(super) dtype: DlType,
     /// From row to row.
     pub(super) stride_bytes: usize,
 }
@@ -194,23 +199,21 @@ impl<'py> FromPyObject<'_, 'py> for Rows<'py> {
         if num_columns > 1 && stride != 1 {
             return Err(PyValueError::new_err(format!("has elements {stride} apart, must have contiguous rows")));
         }
-        let element_bytes = described.dtype.bytes();
-        let stride_bytes = if num_rows > 1 { row_stride } else { num_columns } * element_bytes;
+        let dtype = described.dtype;
+        let stride_bytes = if num_rows > 1 { row_stride } else { num_columns } * dtype.bytes();
         let address = described.address();
-        Ok(Rows { _tensor: object.to_owned(), address, num_rows, num_columns, element_bytes, stride_bytes })
+        Ok(Rows { _tensor: object.to_owned(), address, num_rows, num_columns, dtype, stride_bytes })
     }
 }
 
 impl Rows<'_> {
-    /// Fails unless it has this shape and elements of this size.
-    pub(super) fn expect(&self, name: &str, shape: [usize; 2], element_bytes: usize) -> PyResult<()> {
-        let found = ([self.num_rows, self.num_columns], self.element_bytes);
-        if found == (shape, element_bytes) {
+    /// Fails unless it has this shape and dtype.
+    pub(super) fn expect(&self, name: &str, shape: [usize; 2], dtype: DlType) -> PyResult<()> {
+        let (given, given_dtype) = ([self.num_rows, self.num_columns], self.dtype);
+        if (given, given_dtype) == (shape, dtype) {
             return Ok(());
         }
-        let (given, size) = found;
-        let message =
-            format!("{name} has shape {given:?} of {size}-byte elements, must be {shape:?} of {element_bytes}");
+        let message = format!("{name} has shape {given:?} and dtype {given_dtype}, must have {shape:?} and {dtype}");
         Err(PyValueError::new_err(message))
     }
 
@@ -220,7 +223,7 @@ impl Rows<'_> {
 
     /// The address of contiguous rows that are written.
     pub(super) fn target(&self, name: &str) -> PyResult<Target<u8>> {
-        let row_bytes = self.num_columns * self.element_bytes;
+        let row_bytes = self.num_columns * self.dtype.bytes();
         if self.stride_bytes != row_bytes {
             let stride = self.stride_bytes;
             let message = format!("{name} has rows {stride} bytes apart, must be contiguous: {row_bytes}");

@@ -464,16 +464,47 @@ impl I32 {
         }
     }
 
-    /// As `dot_bytes`, for codes below 128.
+    /// The products of pairs of unsigned bytes with signed ones, added to 16 bits, which must hold them.
     #[inline(always)]
-    pub(crate) fn dot_small_bytes(self, codes: I32, inputs: I32) -> I32 {
-        intrinsics! {
-            // A sum of two products is at most 2 · 127 · 128, which does not saturate.
-            let products = both(codes.0, inputs.0, |codes, inputs| {
-                _mm256_madd_epi16(_mm256_maddubs_epi16(codes, inputs), _mm256_set1_epi16(1))
-            });
-            self + I32(products)
+    fn multiply_pairs(self, inputs: I32) -> I32 {
+        intrinsics! { I32(both(self.0, inputs.0, |a, b| _mm256_maddubs_epi16(a, b))) }
+    }
+
+    #[inline(always)]
+    fn add_words(self, other: I32) -> I32 {
+        intrinsics! { I32(both(self.0, other.0, |a, b| _mm256_add_epi16(a, b))) }
+    }
+
+    /// The sums of both words of a lane.
+    #[inline(always)]
+    fn add_pairs(self) -> I32 {
+        intrinsics! { I32(self.0.map(|pairs| _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))) }
+    }
+
+    /// self + the products of vectors of 4 codes per lane with as many groups of 4 signed bytes of `inputs`, one for all lanes; exact.
+    /// Codes are unsigned bytes of at most `greatest`, a constant.
+    ///
+    /// # Safety
+    /// 4 bytes must be readable for each vector.
+    #[inline(always)]
+    pub(crate) unsafe fn dot_codes(self, codes: &[I32], inputs: *const i32, greatest: i32) -> I32 {
+        // Sums of pairs of products that fit 16 bits. The instruction that multiplies pairs saturates, so codes of 8 bits need another.
+        let fitting = (i32::from(i16::MAX) / (2 * 128 * greatest)) as usize;
+        let mut sum = self;
+        for (part, codes) in codes.chunks(fitting.max(1)).enumerate() {
+            // SAFETY: guaranteed by the caller.
+            let input = |index| I32::splat(unsafe { inputs.add(part * fitting.max(1) + index).read_unaligned() });
+            if fitting == 0 {
+                sum = sum.dot_bytes(codes[0], input(0));
+                continue;
+            }
+            let mut pairs = codes[0].multiply_pairs(input(0));
+            for index in 1..codes.len() {
+                pairs = pairs.add_words(codes[index].multiply_pairs(input(index)));
+            }
+            sum = sum + pairs.add_pairs();
         }
+        sum
     }
 
     /// The lower half of each lane.

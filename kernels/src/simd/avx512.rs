@@ -242,6 +242,18 @@ impl F32 {
         intrinsics! { U16(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(self.0))) }
     }
 
+    /// Both rounded to bf16, to nearest even: pairs of words, the first ones in the lower halves of lanes.
+    #[inline(always)]
+    #[cfg(all(target_feature = "avx512bf16", not(any(element = "f16", element = "f32"))))]
+    pub(crate) fn to_bf16_pairs(self, second: F32) -> I32 {
+        // The words of lane i are i and 16 + i.
+        let order: [i16; 2 * LANES] = std::array::from_fn(|word| (word / 2 + word % 2 * LANES) as i16);
+        intrinsics! {
+            let words = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(second.0, self.0));
+            I32(_mm512_permutexvar_epi16(std::mem::transmute::<[i16; 2 * LANES], __m512i>(order), words))
+        }
+    }
+
     /// Rounded to bf16, to nearest even.
     #[inline(always)]
     #[cfg(not(target_feature = "avx512bf16"))]
@@ -428,17 +440,67 @@ impl I32 {
         }
     }
 
-    /// As `dot_bytes`, for codes below 128.
+    /// The products of pairs of unsigned bytes with signed ones, added to 16 bits, which must hold them.
     #[inline(always)]
-    pub(crate) fn dot_small_bytes(self, codes: I32, inputs: I32) -> I32 {
-        intrinsics! {
-            if cfg!(target_feature = "avx512vnni") {
-                return self.dot_bytes(codes, inputs);
-            }
-            // A sum of two products is at most 2 · 127 · 128, which does not saturate.
-            let pairs = _mm512_maddubs_epi16(codes.0, inputs.0);
-            I32(_mm512_add_epi32(self.0, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))))
+    #[cfg(not(target_feature = "avx512vnni"))]
+    fn multiply_pairs(self, inputs: I32) -> I32 {
+        intrinsics! { I32(_mm512_maddubs_epi16(self.0, inputs.0)) }
+    }
+
+    #[inline(always)]
+    #[cfg(not(target_feature = "avx512vnni"))]
+    fn add_words(self, other: I32) -> I32 {
+        intrinsics! { I32(_mm512_add_epi16(self.0, other.0)) }
+    }
+
+    /// The sums of both words of a lane.
+    #[inline(always)]
+    #[cfg(not(target_feature = "avx512vnni"))]
+    fn add_pairs(self) -> I32 {
+        intrinsics! { I32(_mm512_madd_epi16(self.0, _mm512_set1_epi16(1))) }
+    }
+
+    /// self + the products of vectors of 4 codes per lane with as many groups of 4 signed bytes of `inputs`, one for all lanes; exact.
+    /// Codes are unsigned bytes of at most `_greatest`, a constant.
+    ///
+    /// # Safety
+    /// 4 bytes must be readable for each vector.
+    #[inline(always)]
+    #[cfg(target_feature = "avx512vnni")]
+    pub(crate) unsafe fn dot_codes(self, codes: &[I32], inputs: *const i32, _greatest: i32) -> I32 {
+        let mut sum = self;
+        for (index, &codes) in codes.iter().enumerate() {
+            // SAFETY: guaranteed by the caller.
+            sum = sum.dot_bytes(codes, I32::splat(unsafe { inputs.add(index).read_unaligned() }));
         }
+        sum
+    }
+
+    /// self + the products of vectors of 4 codes per lane with as many groups of 4 signed bytes of `inputs`, one for all lanes; exact.
+    /// Codes are unsigned bytes of at most `greatest`, a constant.
+    ///
+    /// # Safety
+    /// 4 bytes must be readable for each vector.
+    #[inline(always)]
+    #[cfg(not(target_feature = "avx512vnni"))]
+    pub(crate) unsafe fn dot_codes(self, codes: &[I32], inputs: *const i32, greatest: i32) -> I32 {
+        // Sums of pairs of products that fit 16 bits. The instruction that multiplies pairs saturates, so codes of 8 bits need another.
+        let fitting = (i32::from(i16::MAX) / (2 * 128 * greatest)) as usize;
+        let mut sum = self;
+        for (part, codes) in codes.chunks(fitting.max(1)).enumerate() {
+            // SAFETY: guaranteed by the caller.
+            let input = |index| I32::splat(unsafe { inputs.add(part * fitting.max(1) + index).read_unaligned() });
+            if fitting == 0 {
+                sum = sum.dot_bytes(codes[0], input(0));
+                continue;
+            }
+            let mut pairs = codes[0].multiply_pairs(input(0));
+            for index in 1..codes.len() {
+                pairs = pairs.add_words(codes[index].multiply_pairs(input(index)));
+            }
+            sum = sum + pairs.add_pairs();
+        }
+        sum
     }
 
     /// sum + the products of two bf16 numbers per lane, in the order of the instruction.

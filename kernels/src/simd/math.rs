@@ -3,7 +3,56 @@
 use super::{F32, I32};
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI, LN_2, LOG2_E};
 
+/// A format of 8-bit floating point (Open Compute Project).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Float8 {
+    E4m3fn,
+    E5m2,
+}
+
+impl Float8 {
+    const fn fraction_bits(self) -> i32 {
+        match self {
+            Float8::E4m3fn => 3,
+            Float8::E5m2 => 2,
+        }
+    }
+
+    /// Bits of a float32's exponent above those of an 8-bit float.
+    const fn offset(self) -> i32 {
+        match self {
+            Float8::E4m3fn => 112 << 23,
+            Float8::E5m2 => 96 << 23,
+        }
+    }
+
+    /// The power of two that `F32::from_float8` multiplies by, which saves an operation.
+    pub(crate) const fn shrinkage(self) -> f32 {
+        match self {
+            Float8::E4m3fn => 1.0 / 256.0,
+            Float8::E5m2 => 1.0 / 65536.0,
+        }
+    }
+}
+
 impl F32 {
+    /// The finite numbers in a byte of each lane, exactly, times `format.shrinkage()`.
+    #[inline(always)]
+    pub(crate) fn from_float8<const BYTE: i32>(lanes: I32, format: Float8) -> F32 {
+        let fraction_bits = format.fraction_bits();
+        let place = |bit: i32, target: i32| {
+            let shift = target - bit - 8 * BYTE;
+            if shift < 0 { lanes.shift_right(-shift) } else { lanes.shift_left(shift) }
+        };
+        // The bits where float32 has them, below higher bits of the exponent. So a subnormal number, m · least, becomes
+        // (1 + m) · least / 2, which is below `least`.
+        let offset = format.offset();
+        let bits = place(0, 23 - fraction_bits) & I32::splat(0x7f << (23 - fraction_bits)) | I32::splat(offset);
+        let (magnitude, least) = (F32::from_bits(bits), f32::from_bits(offset as u32 + (1 << 23)));
+        let magnitude = magnitude.min(magnitude.mul_add(F32::splat(2.0), F32::splat(-least)));
+        F32::from_bits(place(7, 31) & I32::splat(i32::MIN) | magnitude.to_bits())
+    }
+
     /// 2^x to about 1e-7; 0 below -150 and exactly 1 at 0. NaN stays NaN, +∞ may become NaN. Uses the minimax polynomial over
     /// [-0.5, 0.5] that is 1 at 0.
     #[inline(always)]

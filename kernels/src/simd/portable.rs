@@ -361,10 +361,19 @@ impl I32 {
         }))
     }
 
-    /// As `dot_bytes`, for codes below 128.
+    /// self + the products of vectors of 4 codes per lane with as many groups of 4 signed bytes of `inputs`, one for all lanes; exact.
+    /// Codes are unsigned bytes of at most `_greatest`, a constant.
+    ///
+    /// # Safety
+    /// 4 bytes must be readable for each vector.
     #[inline(always)]
-    pub(crate) fn dot_small_bytes(self, codes: I32, inputs: I32) -> I32 {
-        self.dot_bytes(codes, inputs)
+    pub(crate) unsafe fn dot_codes(self, codes: &[I32], inputs: *const i32, _greatest: i32) -> I32 {
+        let mut sum = self;
+        for (index, &codes) in codes.iter().enumerate() {
+            // SAFETY: guaranteed by the caller.
+            sum = sum.dot_bytes(codes, I32::splat(unsafe { inputs.add(index).read_unaligned() }));
+        }
+        sum
     }
 
     /// The lower half of each lane.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::element::Element;
 use crate::testing::Random;
 
 fn vector(lanes: [f32; LANES]) -> F32 {
@@ -182,8 +183,6 @@ fn products_of_bytes_are_exact() {
             })
         };
         assert_eq!(I32::splat(3).dot_bytes(integers(codes), integers(inputs)).to_array(), expected(codes));
-        let small = codes.map(|codes| codes & 0x7f7f_7f7f);
-        assert_eq!(I32::splat(3).dot_small_bytes(integers(small), integers(inputs)).to_array(), expected(small));
     }
 }
 
@@ -266,4 +265,91 @@ fn bytes_are_widened_narrowed_and_chosen() {
     let codes = I32::lane_numbers() * I32::splat(0x0101_0101);
     let expected: Vec<u8> = (0..64).map(|byte| table[byte / 4]).collect();
     assert_eq!(all(codes.look_up(&table)), expected);
+}
+
+#[test]
+fn numbers_of_8_bits_are_widened_exactly() {
+    for (format, fraction_bits, bias, num_finite) in [(Float8::E4m3fn, 3, 7, 0x7f), (Float8::E5m2, 2, 15, 0x7c)] {
+        for code in 0..num_finite {
+            let (exponent, fraction) = (code >> fraction_bits, code & ((1 << fraction_bits) - 1));
+            let (whole, exponent) = if exponent == 0 { (0, 1) } else { (1 << fraction_bits, exponent) };
+            let expected = (whole + fraction) as f32 * f32::powi(2.0, exponent - bias - fraction_bits);
+            let expected = [expected, -expected].map(|number| (number * format.shrinkage()).to_bits());
+            for (byte, expected) in [code, code | 0x80].into_iter().zip(expected) {
+                // Other bytes do not count.
+                let of = |place: i32| I32::splat((byte << (8 * place)) | (0x5aa5_5aa5 & !(0xff << (8 * place))));
+                let found = [
+                    F32::from_float8::<0>(of(0), format),
+                    F32::from_float8::<1>(of(1), format),
+                    F32::from_float8::<2>(of(2), format),
+                    F32::from_float8::<3>(of(3), format),
+                ];
+                assert_eq!(found.map(|numbers| lane(numbers).to_bits()), [expected; 4], "{byte:#x}");
+            }
+        }
+    }
+}
+
+/// Both formats, and each one's bytes in ascending order of the positive numbers that they stand for.
+fn eight_bit_floats() -> [(Float8, Vec<f32>); 2] {
+    let number = |byte: i32, mantissa_bits: i32, bias: i32| {
+        let (exponent, mantissa) = (byte >> mantissa_bits, byte & ((1 << mantissa_bits) - 1));
+        let one = 1 << mantissa_bits;
+        let (significand, power) = if exponent == 0 { (mantissa, 1) } else { (one + mantissa, exponent) };
+        significand as f32 * 2f32.powi(power - bias - mantissa_bits)
+    };
+    [
+        (Float8::E4m3fn, (0..0x7f).map(|byte| number(byte, 3, 7)).collect()),
+        (Float8::E5m2, (0..0x7c).map(|byte| number(byte, 2, 15)).collect()),
+    ]
+}
+
+fn stored(format: Float8, value: f32) -> u8 {
+    let mut bytes = [0; LANES];
+    // SAFETY: the array has 16 bytes.
+    unsafe { format.store(F32::splat(value), bytes.as_mut_ptr()) };
+    bytes[LANES - 1]
+}
+
+#[test]
+fn eight_bit_floats_are_read_exactly() {
+    for (format, numbers) in eight_bit_floats() {
+        // SAFETY: the array has 16 bytes.
+        let loaded = |byte: u8| lane(unsafe { format.load([byte; LANES].as_ptr()) });
+        for (byte, &number) in numbers.iter().enumerate() {
+            assert_eq!(loaded(byte as u8).to_bits(), number.to_bits(), "{format:?} {byte}");
+            assert_eq!(loaded(byte as u8 | 0x80).to_bits(), (-number).to_bits(), "{format:?} -{byte}");
+            assert_eq!(Element::from_f32(number).to_f32(), number, "an element can be this number");
+        }
+        assert!(loaded(0x7f).is_nan() && loaded(0xff).is_nan());
+    }
+}
+
+#[test]
+fn numbers_are_stored_as_the_nearest_of_eight_bits() {
+    for (format, numbers) in eight_bit_floats() {
+        let below = |value: f32| f32::from_bits(value.to_bits() - 1);
+        let above = |value: f32| f32::from_bits(value.to_bits() + 1);
+        for (byte, pair) in numbers.windows(2).enumerate() {
+            let (byte, middle) = (byte as u8, (pair[0] + pair[1]) / 2.0);
+            let even = byte + byte % 2;
+            let cases = [
+                (pair[0], byte),
+                (pair[1], byte + 1),
+                (middle, even),
+                (below(middle), byte),
+                (above(middle), byte + 1),
+            ];
+            for (value, expected) in cases {
+                assert_eq!(stored(format, value), expected, "{format:?} {value}");
+                assert_eq!(stored(format, -value), expected | 0x80, "{format:?} -{value}");
+            }
+        }
+        let largest = numbers.len() as u8 - 1;
+        for value in [above(numbers[largest as usize]), f32::MAX, f32::INFINITY] {
+            assert_eq!([stored(format, value), stored(format, -value)], [largest, largest | 0x80]);
+        }
+        assert_eq!(stored(format, f32::MIN_POSITIVE / 2.0), 0);
+        assert_eq!([stored(format, f32::NAN), stored(format, -f32::NAN)], [0x7f, 0xff]);
+    }
 }

@@ -5,18 +5,25 @@
 //!
 //! INVARIANT: bit-equal to the single kernels called one after the other.
 
+mod experts;
 mod operation;
 mod program;
+mod register;
+#[cfg(test)]
+mod tests;
 
-pub(crate) use operation::Register;
+pub(crate) use experts::{Exchange, Expert, Experts, Shared};
 pub(crate) use program::{Program, Rotation};
+pub(crate) use register::Register;
 
-use crate::attention::{Attention, Batch, Operands, Work};
+use crate::attention::{Attention, Batch, KvScales, Operands, Work};
 use crate::collective::{Collective, Failure, Part};
 use crate::element::Element;
 use crate::linear::{Output, Rows};
 use crate::pool::{Executor, Pool, Source, Target, Walker};
-use operation::{Operation, PerRegister, RowOperation, TokenContext};
+use experts::{RoutePlaces, Routes};
+use operation::{Operation, RowOperation, TokenContext};
+use register::PerRegister;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The operations of all layers. The caller owns tables and keeps them alive.
@@ -24,9 +31,12 @@ pub(crate) struct Stack {
     operations: Vec<Operation>,
     /// The largest width of each register.
     widths: PerRegister<usize>,
-    /// The different attentions, and which of them each cache belongs to.
+    /// The different attentions, and which of them each cache belongs to, with its scales.
     attentions: Vec<Arc<Attention>>,
-    cache_attentions: Vec<usize>,
+    cache_attentions: Vec<(usize, KvScales)>,
+    /// The most experts of a row, and the number of experts in all layers.
+    max_top_k: usize,
+    num_experts: usize,
     /// Rows of the shortest table of cosines and sines.
     pub(crate) num_positions: usize,
     buffers: Mutex<Buffers>,
@@ -41,7 +51,7 @@ pub(crate) struct Step<'a> {
     pub(crate) slots: Source<i64>,
     pub(crate) batch: Batch,
     /// One per layer.
-    pub(crate) caches: &'a [Target<Element>],
+    pub(crate) caches: &'a [Target<u8>],
     pub(crate) sample_rows: Source<i64>,
     pub(crate) num_samples: usize,
     /// [samples, hidden]: the normalized output of the last layer.
@@ -54,6 +64,7 @@ struct Buffers {
     numbers: Vec<Element>,
     states: Vec<f32>,
     scratch: Vec<u8>,
+    routes: Routes,
 }
 
 /// Where a step's intermediate results are.
@@ -65,14 +76,16 @@ struct Places {
     states: Target<f32>,
     /// Of linear layers.
     scratch: Target<u8>,
+    /// Of experts.
+    routes: RoutePlaces,
 }
 
 /// Row elements from which a parallel section pays off.
 const PART_NUMBERS: usize = 1 << 14;
 
 impl Buffers {
-    fn places(&mut self, widths: &PerRegister<usize>, step: &Step<'_>, states: usize, scratch: usize) -> Places {
-        let mut widths = *widths;
+    fn places(&mut self, stack: &Stack, step: &Step<'_>, states: usize, scratch: usize) -> Places {
+        let mut widths = stack.widths;
         widths[Register::Output as usize] = 0; // the caller's, as are the residuals of all tokens
         let residual_width = std::mem::take(&mut widths[Register::Residual as usize]);
         let width = widths.iter().sum::<usize>();
@@ -101,7 +114,8 @@ impl Buffers {
         registers[Register::Output as usize] = step.output;
         sampled[Register::Output as usize] = step.output;
         let states = Target::new(self.states.as_mut_ptr());
-        Places { registers, sampled, states, scratch: Target::new(self.scratch.as_mut_ptr()) }
+        let routes = self.routes.reserve(step.num_tokens * stack.max_top_k, stack.num_experts);
+        Places { registers, sampled, states, scratch: Target::new(self.scratch.as_mut_ptr()), routes }
     }
 }
 
@@ -113,7 +127,7 @@ impl Stack {
 
     /// The attention that each of the step's caches belongs to.
     pub(crate) fn cache_attentions(&self) -> impl ExactSizeIterator<Item = &Attention> {
-        self.cache_attentions.iter().map(|&index| &*self.attentions[index])
+        self.cache_attentions.iter().map(|&(index, _)| &*self.attentions[index])
     }
 
     /// Runs a step through all layers. When a collective fails, the step ends there, on all threads.
@@ -135,8 +149,8 @@ impl Stack {
         let states = works.iter().map(Work::room_floats).max().unwrap_or(0);
         let scratch = operations.iter().map(|operation| operation.scratch_bytes(step.num_tokens)).max().unwrap_or(0);
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        let places = buffers.places(&self.widths, step, states, scratch);
-        let max_phases = operations.iter().map(Operation::max_phases).sum();
+        let places = buffers.places(self, step, states, scratch);
+        let max_phases = operations.iter().map(|operation| operation.max_phases(step.num_tokens)).sum();
         let failure = OnceLock::new();
         pool.section(max_phases, |walker| {
             // SAFETY: the caller vouches for the step; the buffers have room, and every thread makes the same calls.
@@ -170,24 +184,30 @@ impl Stack {
                         let context = TokenContext { step, registers: &registers };
                         run_rows(walker, of_row, num_rows, &context);
                     }
-                    Operation::Attend { cache, stride } => {
-                        let attention = self.cache_attentions[*cache];
+                    Operation::Attend { cache, stride, sinks } => {
+                        let (attention, scales) = self.cache_attentions[*cache];
                         let operands = Operands {
                             queries: registers[Register::Qkv as usize].source(),
                             stride: *stride,
                             cache: step.caches[*cache].source(),
                             output: registers[Register::Attended as usize],
-                            sinks: None,
+                            sinks: *sinks,
                             bias: None,
+                            scales,
                         };
                         let (work, states) = (&works[attention], places.states);
                         self.attentions[attention].attend(walker, work, &step.batch, &operands, states);
                     }
                     Operation::Gather { collective, widths, from, to } => {
                         let (from, to) = (registers[*from as usize], registers[*to as usize]);
-                        gather(walker, collective, widths, num_rows, from, to, failure);
-                        // INVARIANT: a failure was set before the barrier, so every thread stops here.
-                        if failure.get().is_some() {
+                        gather(walker, collective, || widths, num_rows, from, to, failure);
+                        if has_failed(failure) {
+                            return;
+                        }
+                    }
+                    Operation::Experts(experts) => {
+                        experts.run(walker, num_rows, &registers, &places.routes, places.scratch, failure);
+                        if has_failed(failure) {
                             return;
                         }
                     }
@@ -221,24 +241,32 @@ unsafe fn run_rows(walker: &Walker<'_>, of_row: &[RowOperation], num_rows: usize
     });
 }
 
-/// Joins the ranks' columns of contiguous rows, on one thread; the others wait for it.
+/// Whether a collective that this thread has passed failed. INVARIANT: a failure is set before the barrier, so every thread stops at the
+/// same place.
+fn has_failed(failure: &OnceLock<Failure>) -> bool {
+    failure.get().is_some()
+}
+
+/// Joins the ranks' columns of contiguous rows, on one thread; the others wait for it. `widths`: bytes of a row on each rank.
 ///
 /// # Safety
 /// As for `Collective::gather`.
-unsafe fn gather(
+unsafe fn gather<W: AsRef<[usize]>>(
     walker: &Walker<'_>,
     collective: &Collective,
-    widths: &[usize],
+    widths: impl Fn() -> W + Sync,
     num_rows: usize,
     from: Target<Element>,
     to: Target<Element>,
     failure: &OnceLock<Failure>,
 ) {
     walker.for_each(1, |_| {
-        let stride = widths[collective.rank()];
+        let widths = widths();
+        let stride = widths.as_ref()[collective.rank()];
         let part = Part { address: Source::new(from.at(0).cast_const().cast()), stride, num_rows };
         // SAFETY: guaranteed by the caller.
-        let done = unsafe { collective.gather(&part, widths, Some(Target::new(to.at(0).cast())), |sleep| sleep()) };
+        let done =
+            unsafe { collective.gather(&part, widths.as_ref(), Some(Target::new(to.at(0).cast())), |sleep| sleep()) };
         if let Err(reason) = done {
             // The one part of this phase is the only writer, and no phase follows it.
             let _ = failure.set(reason);

@@ -1,8 +1,10 @@
 //! What a stack consists of.
 
 use super::Step;
+use super::experts::Experts;
+use super::register::{PerRegister, Register};
 use crate::activation::Activation;
-use crate::attention::{Layout, NewTokens};
+use crate::attention::{KvScales, Layout, NewTokens};
 use crate::collective::Collective;
 use crate::element::Element;
 use crate::linear::Linear;
@@ -11,38 +13,6 @@ use crate::pool::{Source, Target};
 use crate::rotate::{Angles, Heads, Pairs, rotate_token};
 use crate::row;
 use std::sync::Arc;
-
-/// An intermediate result: contiguous rows, one per token, or after the selection one per sampled row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Register {
-    /// The embeddings, to which layers add.
-    Residual,
-    /// The input of attention or MLP.
-    Normed,
-    /// Queries, keys and values.
-    Qkv,
-    Attended,
-    /// The MLP's first product.
-    Inner,
-    /// The MLP's activated product.
-    Activated,
-    /// What attention or MLP add to the residual.
-    Projected,
-    /// What attention and MLP together add to it.
-    Sum,
-    /// The columns of all ranks.
-    Gathered,
-    /// This rank's columns of a product of what was gathered.
-    Part,
-    /// The output of the stack.
-    Output,
-}
-
-/// Number of registers.
-const NUM_REGISTERS: usize = Register::Output as usize + 1;
-
-/// A value per register.
-pub(super) type PerRegister<T> = [T; NUM_REGISTERS];
 
 /// A kernel, or a series of row operations.
 pub(super) enum Operation {
@@ -56,17 +26,29 @@ pub(super) enum Operation {
     /// PERF: a barrier costs more than most row operations, so a series of them is one phase.
     Rows(Vec<RowOperation>),
     /// Attention of the queries in `Qkv`, whose rows have `stride` elements, over a cache, to `Attended`.
-    Attend { cache: usize, stride: usize },
+    Attend {
+        cache: usize,
+        stride: usize,
+        /// A logit for each head.
+        sinks: Option<Source<Element>>,
+    },
     /// Joins the ranks' columns of `from` in `to`. `widths`: bytes of a row on each rank.
-    Gather { collective: Arc<Collective>, widths: Vec<usize>, from: Register, to: Register },
+    Gather {
+        collective: Arc<Collective>,
+        widths: Vec<usize>,
+        from: Register,
+        to: Register,
+    },
+    Experts(Experts),
     /// Keeps the sampled rows of these registers, given with their widths, and no other register.
     Select(Vec<(Register, usize)>),
 }
 
 impl Operation {
-    /// Most phases that it takes of a section.
-    pub(super) fn max_phases(&self) -> usize {
+    /// Most phases that it takes of a section for this number of rows.
+    pub(super) fn max_phases(&self, num_rows: usize) -> usize {
         match self {
+            Operation::Experts(experts) => experts.max_phases(num_rows),
             // Inputs may be quantized first; segments of a context may have to be merged.
             Operation::Linear { .. } | Operation::Attend { .. } => 2,
             Operation::Rows(_) | Operation::Gather { .. } | Operation::Select(_) => 1,
@@ -77,6 +59,7 @@ impl Operation {
     pub(super) fn scratch_bytes(&self, num_rows: usize) -> usize {
         match self {
             Operation::Linear { linear, .. } => linear.scratch_bytes(num_rows),
+            Operation::Experts(experts) => experts.scratch_bytes(num_rows),
             _ => 0,
         }
     }
@@ -134,6 +117,7 @@ pub(super) enum RowOperation {
         layout: Layout,
         cache: usize,
         stride: usize,
+        scales: KvScales,
     },
 }
 
@@ -195,7 +179,7 @@ impl RowOperation {
                     let angles = Angles { cos, sin, positions: context.step.positions, half, pairs };
                     rotate_token(&angles, &Heads { address: qkv, stride, num_heads, head_dim }, row);
                 }
-                RowOperation::Write { layout, cache, stride } => {
+                RowOperation::Write { layout, cache, stride, scales } => {
                     let Layout { num_heads, num_kv_heads, head_dim, .. } = layout;
                     let tokens = NewTokens {
                         keys: Source::new(qkv.at(num_heads * head_dim)),
@@ -204,6 +188,7 @@ impl RowOperation {
                         values_stride: stride,
                         slots: context.step.slots,
                         num_tokens: context.step.num_tokens,
+                        scales,
                     };
                     layout.write_token(context.step.caches[cache], &tokens, row);
                 }

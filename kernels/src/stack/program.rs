@@ -1,9 +1,11 @@
 //! Writes the operations of a stack, and checks that each finds what it needs: the widths of registers, and rows of the step.
 
-use super::operation::{Operation, PerRegister, Register, RowOperation, Tables};
+use super::experts::{Exchange, Expert, Experts, Shared};
+use super::operation::{Operation, RowOperation, Tables};
+use super::register::{PerRegister, Register};
 use super::{Buffers, Stack};
 use crate::activation::Activation;
-use crate::attention::{Attention, Layout};
+use crate::attention::{Attention, KvScales, Layout};
 use crate::collective::Collective;
 use crate::element::Element;
 use crate::linear::Linear;
@@ -38,6 +40,8 @@ impl Program {
             widths: PerRegister::default(),
             attentions: Vec::new(),
             cache_attentions: Vec::new(),
+            max_top_k: 0,
+            num_experts: 0,
             num_positions: usize::MAX,
             buffers: Mutex::<Buffers>::default(),
         };
@@ -143,7 +147,7 @@ impl Program {
     }
 
     /// Stores keys and values in the next cache, which belongs to this attention.
-    pub(crate) fn write(&mut self, attention: &Arc<Attention>) -> Result<(), String> {
+    pub(crate) fn write(&mut self, attention: &Arc<Attention>, scales: KvScales) -> Result<(), String> {
         let layout = attention.layout;
         if layout.value_dim != layout.head_dim || layout.values_in_keys || attention.has_relative_bias {
             return Err(
@@ -157,20 +161,24 @@ impl Program {
             attentions.len() - 1
         });
         let cache = self.stack.cache_attentions.len();
-        self.stack.cache_attentions.push(index);
-        self.push_row(RowOperation::Write { layout, cache, stride });
+        self.stack.cache_attentions.push((index, scales));
+        self.push_row(RowOperation::Write { layout, cache, stride, scales });
         Ok(())
     }
 
-    /// Attention of the queries over the cache that was written last.
-    pub(crate) fn attend(&mut self) -> Result<(), String> {
-        let Some((cache, &index)) = self.stack.cache_attentions.iter().enumerate().next_back() else {
+    /// Attention of the queries over the cache that was written last. `sinks`: as many as its heads.
+    pub(crate) fn attend(&mut self, sinks: Option<(Source<Element>, usize)>) -> Result<(), String> {
+        let Some((cache, &(index, _))) = self.stack.cache_attentions.iter().enumerate().next_back() else {
             return Err("attention needs a cache that was written".to_owned());
         };
         let attention = Arc::clone(&self.stack.attentions[index]);
         let stride = self.expect_qkv(&attention)?;
+        if let Some((_, given)) = sinks.filter(|&(_, given)| given != attention.layout.num_heads) {
+            return Err(format!("there are {given} sinks for {} heads", attention.layout.num_heads));
+        }
+        let sinks = sinks.map(|(address, _)| address);
         self.assign(Register::Attended, attention.layout.num_heads * attention.layout.value_dim)?;
-        self.stack.operations.push(Operation::Attend { cache, stride });
+        self.stack.operations.push(Operation::Attend { cache, stride, sinks });
         Ok(())
     }
 
@@ -192,6 +200,61 @@ impl Program {
         self.assign(to, total as usize)?;
         let widths = widths.iter().map(|width| width * size_of::<Element>()).collect();
         self.stack.operations.push(Operation::Gather { collective, widths, from, to });
+        Ok(())
+    }
+
+    /// to = the weighted sum of the experts of each row of `from`, by the logits in `Logits`, and what the shared expert adds.
+    pub(crate) fn experts(&mut self, experts: Experts) -> Result<(), String> {
+        let Experts { routing, experts: each, exchange, activation, shared, from, to, .. } = &experts;
+        let (num_experts, top_k) = (routing.num_experts, routing.top_k);
+        let num_mine = match exchange {
+            None => num_experts,
+            Some(Exchange { collective, experts }) => {
+                let are_consecutive = experts.windows(2).all(|pair| pair[0].end == pair[1].start);
+                let are_all = experts.first().map(|all| all.start) == Some(0)
+                    && experts.last().map(|all| all.end) == Some(num_experts);
+                if experts.len() != collective.size() || !are_consecutive || !are_all {
+                    return Err(format!("{experts:?} are not {num_experts} experts of {} ranks", collective.size()));
+                }
+                experts[collective.rank()].len()
+            }
+        };
+        if each.is_empty() || each.len() != num_mine || !(1..=num_experts).contains(&top_k) {
+            return Err(format!("a row goes to {top_k} of {num_experts} experts, and there are {}", each.len()));
+        }
+        let (hidden, inner) = (each[0].down.out_features(), each[0].down.in_features());
+        let width = if activation.is_some() { 2 * inner } else { inner };
+        let is_alike = |Expert { gate_up, down }: &Expert| {
+            gate_up.is_gated() == activation.is_none()
+                && !down.is_gated()
+                && (gate_up.in_features(), gate_up.output_columns()) == (hidden, width)
+                && (down.in_features(), down.out_features()) == (inner, hidden)
+        };
+        if !each.iter().all(is_alike) || activation.is_some_and(|activation| !activation.is_gate) {
+            return Err(format!("experts are not all gated, from {hidden} columns to {inner} and back"));
+        }
+        self.expect(*from, hidden, "the experts' input")?;
+        self.expect(Register::Logits, num_experts, "the router's logits")?;
+        if *shared != Shared::Nothing {
+            self.expect(Register::Shared, hidden, "the shared expert's output")?;
+        }
+        if *shared == Shared::Gated {
+            self.expect(Register::Gate, 1, "the shared expert's gate")?;
+        }
+        for register in [Register::Routed, Register::Inner, Register::Activated] {
+            expect_different(*from, register)?;
+            expect_different(*to, register)?;
+        }
+        self.assign(Register::Routed, top_k * hidden)?;
+        if activation.is_some() {
+            self.assign(Register::Inner, top_k * width)?;
+        }
+        self.assign(Register::Activated, top_k * inner)?;
+        self.assign(*to, hidden)?;
+        self.stack.max_top_k = self.stack.max_top_k.max(top_k);
+        let first_end = self.stack.num_experts;
+        self.stack.num_experts += num_experts;
+        self.stack.operations.push(Operation::Experts(Experts { first_end, ..experts }));
         Ok(())
     }
 

@@ -15,22 +15,25 @@ pub(super) struct Layout {
     pub(super) num_units: usize,
     /// 1 for integers of 8 bits, 2 for 16.
     pub(super) num_planes: usize,
-    /// Of a group: 1, or those of a register of AMX.
-    group_rows: usize,
+    /// Of a group.
+    pub(super) group_rows: usize,
     num_groups: usize,
 }
 
+/// Most rows of a group: those of a register of AMX. PERF: without AMX, consecutive rows of a unit are next to each other too.
+const GROUP_ROWS: usize = 16;
 /// PERF: registers of AMX read a row of a unit at a time, which should not be in two cache lines.
 pub(super) const ALIGNMENT: usize = 64;
 /// Numbers of each row for each unit.
 const NUMBERS: usize = 7;
 
 impl Layout {
-    pub(super) fn of(in_features: usize, bits: InputBits, num_rows: usize, group_rows: usize) -> Layout {
+    pub(super) fn of(in_features: usize, bits: InputBits, num_rows: usize) -> Layout {
         let num_planes = match bits {
             InputBits::Eight => 1,
             InputBits::Sixteen => 2,
         };
+        let group_rows = num_rows.clamp(1, GROUP_ROWS);
         let num_groups = num_rows.div_ceil(group_rows);
         Layout { num_units: in_features.div_ceil(UNIT), num_planes, group_rows, num_groups }
     }

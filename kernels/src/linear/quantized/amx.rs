@@ -160,6 +160,7 @@ unsafe fn unpack<const KIND: usize>(block: &mut Block, panel: &Panel, units: Ran
     let format = panel.format;
     let offset = signed_offset(panel);
     for (index, unit) in units.enumerate() {
+        panel.prefetch(unit);
         let base = panel.codes.wrapping_add(unit * format.unit_bytes());
         for split in 0..splits {
             let place = index * splits + split;

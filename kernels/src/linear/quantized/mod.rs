@@ -1,5 +1,6 @@
 //! Linear layers with quantized weights and inputs of 16 or 8 bits: w = scale · (code - offset) + min, with a scale, and in some formats a
-//! min, for each group of consecutive input features of an output. Codes stay as small as in the checkpoint.
+//! min, for each group of consecutive input features of an output. Codes stay as small as in the checkpoint. Codes that are 8-bit floats
+//! are multiplied with inputs as they are, in `float`; the rest of this room is for integers.
 //!
 //! INVARIANT: every output element is one chain over ascending units of 32 input features: the unit's exact integer product, times
 //! the product of both scales, is added in one rounding; then, with mins, min times the sum of the inputs. So a row's bits do not depend
@@ -8,15 +9,19 @@
 mod activation;
 #[cfg(target_feature = "avx512bf16")]
 mod amx;
+mod float;
 mod pack;
 mod tile;
 
 pub(crate) use pack::{Format, Number, QuantizedLinear, QuantizedRows, SUPER_GROUP, Segment};
 
 use super::epilogue::Outcome;
+use super::tile::Input as Factors;
 use super::{Output, Rows, for_parts};
+#[cfg(target_feature = "avx512bf16")]
 use crate::cpu::Amx;
 use crate::pool::{Executor, Target};
+use crate::product::with_factors;
 use activation::Layout;
 use pack::Panel;
 use tile::{Input, TILE_ROWS};
@@ -32,22 +37,23 @@ pub(crate) enum InputBits {
 }
 
 /// Rows from which AMX is faster than vectors, and rows of its tiles.
+#[cfg(target_feature = "avx512bf16")]
 const AMX_ROWS: usize = 16;
 
 impl QuantizedLinear {
     /// AMX, if it computes this number of rows.
+    #[cfg(target_feature = "avx512bf16")]
     fn amx_for(&self, num_rows: usize) -> Option<Amx> {
-        self.amx().filter(|_| cfg!(target_feature = "avx512bf16") && num_rows >= AMX_ROWS)
+        self.amx().filter(|_| num_rows >= AMX_ROWS)
     }
 
     fn layout(&self, num_rows: usize) -> Layout {
-        let group_rows = if self.amx_for(num_rows).is_some() { AMX_ROWS } else { 1 };
-        Layout::of(self.in_features(), self.input_bits(), num_rows, group_rows)
+        Layout::of(self.in_features(), self.input_bits(), num_rows)
     }
 
     /// Bytes that `apply` needs for this number of rows.
     pub(crate) fn scratch_bytes(&self, num_rows: usize) -> usize {
-        self.layout(num_rows).bytes()
+        if self.is_float() { 0 } else { self.layout(num_rows).bytes() }
     }
 
     /// Like `PackedLinear::apply`, in two phases.
@@ -58,17 +64,21 @@ impl QuantizedLinear {
         if rows.num_rows == 0 {
             return;
         }
+        if self.is_float() {
+            // SAFETY: guaranteed by the caller.
+            return unsafe { self.apply_floats(executor, rows, output) };
+        }
         let layout = self.layout(rows.num_rows);
         let scratch = Target::new(scratch.at(scratch.at(0).align_offset(activation::ALIGNMENT)));
         // SAFETY: the caller vouches for the rows and the scratch.
         unsafe { activation::quantize(executor, rows, self.in_features(), layout, scratch) };
         for_parts(executor, self.num_units(), rows.num_rows, |units, range| {
+            // Parts are whole groups of rows.
+            let whole = |row: usize| row.next_multiple_of(layout.group_rows).min(rows.num_rows);
+            let (first, num_rows) = (whole(range.start), whole(range.end) - whole(range.start));
+            let input = Input { address: scratch.at(0).cast_const(), layout, first };
             #[cfg(target_feature = "avx512bf16")]
             if let Some(amx) = self.amx_for(rows.num_rows) {
-                // Tiles are whole groups of rows.
-                let whole = |row: usize| row.next_multiple_of(AMX_ROWS).min(rows.num_rows);
-                let (first, num_rows) = (whole(range.start), whole(range.end) - whole(range.start));
-                let input = Input { address: scratch.at(0).cast_const(), layout, first };
                 let mut tiles = amx::Tiles::configure(amx, num_rows);
                 for unit in units {
                     let (panel, up) = self.unit(unit);
@@ -77,11 +87,35 @@ impl QuantizedLinear {
                 }
                 return;
             }
-            let input = Input { address: scratch.at(0).cast_const(), layout, first: range.start };
             for unit in units {
                 let (panel, up) = self.unit(unit);
-                // SAFETY: as above.
-                unsafe { apply_tiles(range.len(), input, panel, up, self.outcome(panel, range.start, output)) };
+                let outcome = self.outcome(panel, first, output);
+                for tile in (0..num_rows).step_by(TILE_ROWS) {
+                    let height = TILE_ROWS.min(num_rows - tile);
+                    // SAFETY: as above.
+                    unsafe { tile::apply(height, input.below(tile), panel, up, outcome.below(tile)) };
+                }
+            }
+        });
+    }
+
+    /// As `apply`, with weights in floating point.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn apply_floats(&self, executor: &impl Executor, rows: Rows, output: Output) {
+        let in_features = self.in_features();
+        for_parts(executor, self.num_units(), rows.num_rows, |units, range| {
+            let first = rows.address.at(range.start * rows.stride);
+            // SAFETY: the caller vouches for the rows and the output; units are disjoint in columns.
+            unsafe {
+                with_factors(first, rows.stride, range.len(), in_features, |rows, stride| {
+                    let mut tiles = float::Tiles::new(Factors { rows, stride, in_features }, range.len());
+                    for unit in units {
+                        let (panel, up) = self.unit(unit);
+                        tiles.apply(&panel, up.as_ref(), self.outcome(panel, range.start, output));
+                    }
+                });
             }
         });
     }
@@ -93,25 +127,6 @@ impl QuantizedLinear {
             stride: self.output_columns(),
             num_columns: panel.num_columns,
             add: matches!(output, Output::Add(_)),
-        }
-    }
-}
-
-/// Computes a unit for `num_rows` rows with vectors.
-///
-/// # Safety
-/// As for `tile::apply`.
-unsafe fn apply_tiles(num_rows: usize, input: Input, panel: Panel, up: Option<Panel>, outcome: Outcome) {
-    let num_tiles = num_rows.div_ceil(TILE_ROWS);
-    for tile in 0..num_tiles {
-        let (first, end) = (num_rows * tile / num_tiles, num_rows * (tile + 1) / num_tiles);
-        let (input, outcome) = (input.below(first), outcome.below(first));
-        // SAFETY: guaranteed by the caller.
-        unsafe {
-            match up {
-                Some(up) => tile::apply_gated(end - first, input, [panel, up], outcome),
-                None => tile::apply(end - first, input, panel, outcome),
-            }
         }
     }
 }

@@ -1,29 +1,24 @@
-//! The register tile: some rows by a panel of 32 columns, in one or two passes of columns, with the sums over all input features in
-//! registers.
+//! Vectors: the rows of a tile by a panel of 32 columns. A unit's codes are unpacked into registers once for all rows of the tile, whose
+//! sums over all input features stay in the first-level cache.
 
 use super::UNIT;
 use super::activation::{Layout, Part};
 use super::pack::{Number, Numbers, PANEL, Panel, SUPER_GROUP, TABLE};
 use crate::linear::epilogue::{self, Outcome};
-use crate::simd::{F32, I32, LANES, SUMS, U16, with_constant};
+use crate::simd::{F32, I32, LANES, U16, with_constant};
+use std::mem::MaybeUninit;
 
 /// Vectors per row of a panel.
 pub(super) const VECTORS: usize = PANEL / LANES;
-/// Vectors per row of a pass: all of a panel where there are registers for several rows.
-const PASS: usize = if SUMS >= 24 { VECTORS } else { 1 };
-/// Rows per tile. Each has its vectors of integers and of floats in registers.
-pub(super) const TILE_ROWS: usize = if SUMS > 2 * PASS { SUMS / (2 * PASS) } else { 1 };
+/// Most rows of a tile, whole groups of the layout. PERF: unpacking costs as much as some rows.
+pub(super) const TILE_ROWS: usize = 64;
+/// Vectors of 4 features in a unit.
+pub(super) const QUADS: usize = UNIT / 4;
 /// The bits of every byte.
 const BYTES: i32 = 0x0101_0101;
 
-type Sums<const R: usize> = epilogue::Sums<R, PASS>;
-
-/// Calls `function::<height>`; `TILE_ROWS` is 6, 3 or 1.
-macro_rules! with_rows {
-    ($height:expr, $function:ident$arguments:tt) => {
-        with_constant!($height.min(TILE_ROWS), [1, 2, 3, 4, 5; 6], $function$arguments)
-    };
-}
+/// The sums of a row with a panel.
+type Sums = [F32; VECTORS];
 
 /// Quantized rows, from one of them on.
 #[derive(Clone, Copy)]
@@ -60,162 +55,214 @@ impl Input {
     }
 }
 
-/// Computes a tile of `height` (1 to `TILE_ROWS`) rows.
+/// Computes a panel, or a gate panel and the panel that it gates, for at most `TILE_ROWS` rows.
 ///
 /// # Safety
-/// `height` rows must be readable at `input`, `outcome` writable for them, and the panel made for as many units.
-pub(super) unsafe fn apply(height: usize, input: Input, panel: Panel, outcome: Outcome) {
+/// The rows must be readable at `input`, from the first one of a group on, `outcome` writable for them, and the panels made for as many units.
+pub(super) unsafe fn apply(num_rows: usize, input: Input, panel: Panel, up: Option<Panel>, outcome: Outcome) {
+    let mut buffers = [const { MaybeUninit::uninit() }; 2];
+    let [buffer, up_buffer] = &mut buffers;
     // SAFETY: guaranteed by the caller.
-    unsafe { with_rows!(height, plain(input, panel, outcome)) }
-}
-
-/// Like `apply`, for a gate panel and the panel that it gates.
-///
-/// # Safety
-/// As for `apply`.
-pub(super) unsafe fn apply_gated(height: usize, input: Input, panels: [Panel; 2], outcome: Outcome) {
-    // SAFETY: guaranteed by the caller.
-    unsafe { with_rows!(height, gated(input, panels, outcome)) }
-}
-
-unsafe fn plain<const R: usize>(input: Input, panel: Panel, outcome: Outcome) {
-    for vector in (0..VECTORS).step_by(PASS) {
-        // SAFETY: the caller of `apply` vouches for all addresses.
-        unsafe { epilogue::store(&product::<R>(input, &panel, vector), outcome.right_of(vector * LANES)) }
-    }
-}
-
-unsafe fn gated<const R: usize>(input: Input, panels: [Panel; 2], outcome: Outcome) {
-    for vector in (0..VECTORS).step_by(PASS) {
-        // SAFETY: the caller of `apply_gated` vouches for all addresses.
-        unsafe {
-            let [gates, ups] = panels.each_ref().map(|panel| product::<R>(input, panel, vector));
-            epilogue::store_gated(&gates, &ups, outcome.right_of(vector * LANES));
+    unsafe {
+        let sums = product(num_rows, input, &panel, buffer);
+        let up_sums = up.map(|up| product(num_rows, input, &up, up_buffer));
+        for (row, &mut sums) in sums.iter_mut().enumerate() {
+            match &up_sums {
+                Some(up_sums) => epilogue::store_gated(&[sums], &[up_sums[row]], outcome.below(row)),
+                None => epilogue::store(&[sums], outcome.below(row)),
+            }
         }
     }
 }
 
-/// The sums of R rows with a pass of a panel from vector `first` on, bias included.
-unsafe fn product<const R: usize>(input: Input, panel: &Panel, first: usize) -> Sums<R> {
-    let splits_units = panel.format.group < UNIT;
-    // SAFETY: the caller of `apply` vouches for all addresses.
+/// The sums of rows with a panel, bias included.
+///
+/// # Safety
+/// As for `apply`.
+unsafe fn product<'a>(
+    num_rows: usize,
+    input: Input,
+    panel: &Panel,
+    buffer: &'a mut MaybeUninit<[Sums; TILE_ROWS]>,
+) -> &'a mut [Sums] {
+    // SAFETY: the sums are initialized here; the caller vouches for the rest.
     unsafe {
-        let mut sums = match (panel.kind(), splits_units) {
-            (TABLE, false) => accumulate::<R, TABLE, 1>(input, panel, first),
-            (TABLE, true) => accumulate::<R, TABLE, 2>(input, panel, first),
-            (2, false) => accumulate::<R, 2, 1>(input, panel, first),
-            (2, true) => accumulate::<R, 2, 2>(input, panel, first),
-            (3, false) => accumulate::<R, 3, 1>(input, panel, first),
-            (3, true) => accumulate::<R, 3, 2>(input, panel, first),
-            (4, false) => accumulate::<R, 4, 1>(input, panel, first),
-            (4, true) => accumulate::<R, 4, 2>(input, panel, first),
-            (5, false) => accumulate::<R, 5, 1>(input, panel, first),
-            (5, true) => accumulate::<R, 5, 2>(input, panel, first),
-            (6, false) => accumulate::<R, 6, 1>(input, panel, first),
-            (6, true) => accumulate::<R, 6, 2>(input, panel, first),
-            (_, false) => accumulate::<R, 8, 1>(input, panel, first),
-            (_, true) => accumulate::<R, 8, 2>(input, panel, first),
-        };
-        let bias = if panel.bias.is_null() { panel.bias } else { panel.bias.add(first * LANES) };
-        epilogue::add_bias(&mut sums, bias);
+        let sums = std::slice::from_raw_parts_mut(buffer.as_mut_ptr().cast::<Sums>(), num_rows);
+        sums.fill([F32::splat(0.0); VECTORS]);
+        with_constant!(panel.kind(), [0, 2, 3, 4, 5, 6; 8], accumulate_kind(input, panel, sums));
+        for sums in &mut *sums {
+            epilogue::add_bias(std::array::from_mut(sums), panel.bias);
+        }
         sums
     }
 }
 
-/// `KIND`: bits of a code, or `TABLE`. `SPLIT`: integer products per unit, 2 if a group is half a unit.
-unsafe fn accumulate<const R: usize, const KIND: usize, const SPLIT: usize>(
+/// `KIND`: bits of a code, or `TABLE`.
+unsafe fn accumulate_kind<const KIND: usize>(input: Input, panel: &Panel, sums: &mut [Sums]) {
+    let splits_units = panel.format.group < UNIT;
+    let accumulate = match (splits_units, input.layout.num_planes, panel.format.has_mins) {
+        (false, 1, false) => accumulate::<KIND, QUADS, 1, false>,
+        (false, 1, true) => accumulate::<KIND, QUADS, 1, true>,
+        (false, _, false) => accumulate::<KIND, QUADS, 2, false>,
+        (false, _, true) => accumulate::<KIND, QUADS, 2, true>,
+        (true, 1, false) => accumulate::<KIND, { QUADS / 2 }, 1, false>,
+        (true, 1, true) => accumulate::<KIND, { QUADS / 2 }, 1, true>,
+        (true, _, false) => accumulate::<KIND, { QUADS / 2 }, 2, false>,
+        (true, _, true) => accumulate::<KIND, { QUADS / 2 }, 2, true>,
+    };
+    // SAFETY: the caller of `apply` vouches for all addresses.
+    unsafe { accumulate(input, panel, sums) }
+}
+
+/// Adds the products of all units. `COUNT`: vectors of 4 features of a group in a unit, all or half.
+unsafe fn accumulate<const KIND: usize, const COUNT: usize, const PLANES: usize, const HAS_MINS: bool>(
     input: Input,
     panel: &Panel,
-    first: usize,
-) -> Sums<R> {
-    let (format, layout) = (panel.format, input.layout);
-    let unit_bytes = panel.format.unit_bytes();
-    let units_per_group = (format.group / UNIT).max(1);
-    let rows: [_; R] = std::array::from_fn(|index| input.row(index));
-    let mut sums = [[F32::splat(0.0); PASS]; R];
-    let mut scales = [F32::splat(0.0); PASS];
-    let mut mins = [F32::splat(0.0); PASS];
-    for unit in 0..layout.num_units {
-        let base = panel.codes.wrapping_add(unit * unit_bytes);
-        for split in 0..SPLIT {
-            let part = Part::of(split, SPLIT);
-            // SAFETY: the caller of `apply` vouches for R rows and a panel of as many units.
+    sums: &mut [Sums],
+) {
+    let units_per_group = (panel.format.group / UNIT).max(1);
+    let (mut group, mut units_left) = (0, units_per_group);
+    for unit in 0..input.layout.num_units {
+        panel.prefetch(unit);
+        // SAFETY: the caller of `apply` vouches for the rows and a panel of as many units.
+        unsafe {
+            if COUNT == QUADS {
+                add_group::<KIND, COUNT, PLANES, HAS_MINS, 0>(input, panel, unit, group, sums);
+            } else {
+                add_group::<KIND, COUNT, PLANES, HAS_MINS, 0>(input, panel, unit, 2 * unit, sums);
+                add_group::<KIND, COUNT, PLANES, HAS_MINS, 1>(input, panel, unit, 2 * unit + 1, sums);
+            }
+        }
+        units_left -= 1;
+        if units_left == 0 {
+            (group, units_left) = (group + 1, units_per_group);
+        }
+    }
+}
+
+/// Adds the products of a unit, or of its half `SPLIT`.
+#[inline(always)]
+unsafe fn add_group<
+    const KIND: usize,
+    const COUNT: usize,
+    const PLANES: usize,
+    const HAS_MINS: bool,
+    const SPLIT: usize,
+>(
+    input: Input,
+    panel: &Panel,
+    unit: usize,
+    group: usize,
+    sums: &mut [Sums],
+) {
+    // SAFETY: the caller of `apply` vouches for the rows and the panel.
+    unsafe {
+        let unpacked = Group::<COUNT>::unpack::<KIND, HAS_MINS, SPLIT>(panel, unit, group);
+        let mut first = 0;
+        for rows in sums.chunks_mut(input.layout.group_rows) {
+            let operands = Operands::of(input.below(first), unit, SPLIT, QUADS / COUNT);
+            for (row, sums) in rows.iter_mut().enumerate() {
+                unpacked.add::<KIND, PLANES, HAS_MINS>(&operands, row, panel.format.offset, sums);
+            }
+            first += rows.len();
+        }
+    }
+}
+
+/// Where a unit's inputs are, of the first row of a group.
+struct Operands {
+    high: *const u8,
+    low: *const u8,
+    scales: *const f32,
+    integers: *const i32,
+    totals: *const f32,
+}
+
+impl Operands {
+    #[inline(always)]
+    fn of(input: Input, unit: usize, split: usize, splits: usize) -> Operands {
+        let (layout, part) = (input.layout, Part::of(split, splits));
+        let high = input.row(0).wrapping_add(unit * layout.unit_bytes() + split * UNIT / 2);
+        Operands {
+            high,
+            low: high.wrapping_add((layout.num_planes - 1) * layout.plane_bytes()),
+            scales: input.scale(0, unit),
+            integers: input.sum(0, unit, part),
+            totals: input.total(0, unit, part),
+        }
+    }
+}
+
+/// What a panel has in a unit, or in one half of it: codes by 4 features, scales and mins.
+struct Group<const COUNT: usize> {
+    codes: [[I32; COUNT]; VECTORS],
+    scales: [F32; VECTORS],
+    mins: [F32; VECTORS],
+}
+
+impl<const COUNT: usize> Group<COUNT> {
+    #[inline(always)]
+    unsafe fn unpack<const KIND: usize, const HAS_MINS: bool, const SPLIT: usize>(
+        panel: &Panel,
+        unit: usize,
+        group: usize,
+    ) -> Group<COUNT> {
+        let format = panel.format;
+        let base = panel.codes.wrapping_add(unit * format.unit_bytes());
+        let mut unpacked = Group {
+            codes: [[I32::splat(0); COUNT]; VECTORS],
+            scales: [F32::splat(0.0); VECTORS],
+            mins: [F32::splat(0.0); VECTORS],
+        };
+        for vector in 0..VECTORS {
+            // SAFETY: the caller of `apply` vouches for the panel.
             unsafe {
-                if unit % units_per_group == 0 {
-                    let group = unit / units_per_group * SPLIT + split;
-                    for vector in 0..PASS {
-                        scales[vector] = numbers(panel.scales, format.number, group, unit, first + vector);
-                        if format.has_mins {
-                            mins[vector] = numbers(panel.mins, format.number, group, unit, first + vector);
-                        }
-                    }
+                for index in 0..COUNT {
+                    let quad = SPLIT * COUNT + index;
+                    unpacked.codes[vector][index] =
+                        codes::<KIND>(panel, base, quad / (QUADS / 2), quad % (QUADS / 2), vector);
                 }
-                let mut products = [[I32::splat(0); PASS]; R];
-                if layout.num_planes == 2 {
-                    let high = rows.map(|row| row.add(unit * layout.unit_bytes()));
-                    add_products::<R, KIND, SPLIT>(&mut products, panel, base, high, first, split);
-                    products = products.map(|row| row.map(|product| product.shift_left(8)));
-                }
-                if !format.has_mins {
-                    for index in 0..R {
-                        let sum = input.sum(index, unit, part).read_unaligned();
-                        let shift = I32::splat(-format.offset * sum);
-                        products[index] = products[index].map(|product| product + shift);
-                    }
-                }
-                let low = (layout.num_planes - 1) * layout.plane_bytes() + unit * layout.unit_bytes();
-                let low = rows.map(|row| row.add(low));
-                add_products::<R, KIND, SPLIT>(&mut products, panel, base, low, first, split);
-                for index in 0..R {
-                    let input_scale = F32::splat(input.scale(index, unit).read_unaligned());
-                    let total = F32::splat(input.total(index, unit, part).read_unaligned());
-                    for vector in 0..PASS {
-                        let sum = &mut sums[index][vector];
-                        *sum = products[index][vector].to_f32().mul_add(scales[vector] * input_scale, *sum);
-                        if format.has_mins {
-                            *sum = mins[vector].mul_add(total, *sum);
-                        }
-                    }
+                unpacked.scales[vector] = numbers(panel.scales, format.number, group, unit, vector);
+                if HAS_MINS {
+                    unpacked.mins[vector] = numbers(panel.mins, format.number, group, unit, vector);
                 }
             }
         }
+        unpacked
     }
-    sums
-}
 
-/// Adds the products of a unit, or of one half of it, with its features in a plane of each row.
-///
-/// # Safety
-/// As for `apply`.
-#[inline(always)]
-unsafe fn add_products<const R: usize, const KIND: usize, const SPLIT: usize>(
-    products: &mut [[I32; PASS]; R],
-    panel: &Panel,
-    base: *const u8,
-    rows: [*const u8; R],
-    first: usize,
-    split: usize,
-) {
-    for quad in 0..4 {
-        for half in if SPLIT == 2 { split..split + 1 } else { 0..2 } {
-            // SAFETY: the caller vouches for the unit and the rows.
-            unsafe {
-                let mut weights = [I32::splat(0); PASS];
-                for vector in 0..PASS {
-                    weights[vector] = codes::<KIND>(panel, base, half, quad, first + vector);
+    /// Adds the products with a row.
+    #[inline(always)]
+    unsafe fn add<const KIND: usize, const PLANES: usize, const HAS_MINS: bool>(
+        &self,
+        inputs: &Operands,
+        row: usize,
+        offset: i32,
+        sums: &mut Sums,
+    ) {
+        // SAFETY: the caller of `apply` vouches for the row.
+        unsafe {
+            let shift = if HAS_MINS { 0 } else { -offset * inputs.integers.add(row).read_unaligned() };
+            let low: *const i32 = inputs.low.add(row * UNIT).cast();
+            let high: *const i32 = inputs.high.add(row * UNIT).cast();
+            let greatest = if matches!(KIND, TABLE | 8) { 255 } else { (1 << KIND) - 1 };
+            let scale = F32::splat(inputs.scales.add(row).read_unaligned());
+            for vector in 0..VECTORS {
+                let codes = &self.codes[vector];
+                // Two chains of instructions run at the same time.
+                let product = if PLANES == 2 {
+                    let high = I32::splat(0).dot_codes(codes, high, greatest);
+                    I32::splat(shift).dot_codes(codes, low, greatest) + high.shift_left(8)
+                } else {
+                    let (first, second) = codes.split_at(COUNT / 2);
+                    let half = I32::splat(0).dot_codes(second, low.add(COUNT / 2), greatest);
+                    I32::splat(shift).dot_codes(first, low, greatest) + half
+                };
+                let mut sum = product.to_f32().mul_add(self.scales[vector] * scale, sums[vector]);
+                if HAS_MINS {
+                    sum = self.mins[vector].mul_add(F32::splat(inputs.totals.add(row).read_unaligned()), sum);
                 }
-                for index in 0..R {
-                    let features = rows[index].add(half * 16 + quad * 4).cast::<i32>();
-                    let features = I32::splat(features.read_unaligned());
-                    for vector in 0..PASS {
-                        let product = &mut products[index][vector];
-                        *product = if matches!(KIND, TABLE | 8) {
-                            product.dot_bytes(weights[vector], features)
-                        } else {
-                            product.dot_small_bytes(weights[vector], features)
-                        };
-                    }
-                }
+                sums[vector] = sum;
             }
         }
     }

@@ -1,0 +1,264 @@
+//! The experts of a layer: the rows of each expert are put together, so that its weights are read once for all of them.
+
+use super::register::{PerRegister, Register};
+use super::{gather, has_failed};
+use crate::activation::Activation;
+use crate::collective::{Collective, Failure};
+use crate::element::Element;
+use crate::linear::{Linear, Output, Rows};
+use crate::pool::{Executor, Target, Walker};
+use crate::routing::Routing;
+use crate::simd::{F32, LANES};
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+/// An expert: the first product, of gate and up, and the second.
+pub(crate) struct Expert {
+    pub(crate) gate_up: Arc<Linear>,
+    pub(crate) down: Arc<Linear>,
+}
+
+/// What a shared expert adds to a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shared {
+    Nothing,
+    /// `Shared`
+    Plain,
+    /// `Shared`, times the sigmoid of `Gate`.
+    Gated,
+}
+
+/// Where the experts of a layer are if several ranks have some.
+pub(crate) struct Exchange {
+    pub(crate) collective: Arc<Collective>,
+    /// Of each rank, in order: together all experts.
+    pub(crate) experts: Vec<Range<usize>>,
+}
+
+/// All experts of a layer, of one shape. Reads the router's result from `Logits`.
+pub(crate) struct Experts {
+    pub(crate) routing: Routing,
+    /// Of this rank.
+    pub(crate) experts: Vec<Expert>,
+    /// `None`: this rank has all experts.
+    pub(crate) exchange: Option<Exchange>,
+    /// Of the first products; `None`: they are gated themselves.
+    pub(crate) activation: Option<Activation>,
+    pub(crate) shared: Shared,
+    /// The first of its `Routes::ends`.
+    pub(crate) first_end: usize,
+    pub(crate) from: Register,
+    pub(crate) to: Register,
+}
+
+/// Which rows are whose. A pair is a row and the place of one of its experts.
+#[derive(Default)]
+pub(super) struct Routes {
+    /// By pair.
+    weights: Vec<f32>,
+    experts: Vec<i64>,
+    /// Where each pair is when pairs are ordered by expert.
+    places: Vec<usize>,
+    /// Where the pairs of each expert end in that order. INVARIANT: they decide which kernels are called, so each operation of a section
+    /// has its own: a thread may still read them while another one, which did the work alone, is in a later operation.
+    ends: Vec<usize>,
+}
+
+/// The addresses of `Routes`.
+#[derive(Clone, Copy)]
+pub(super) struct RoutePlaces {
+    weights: Target<f32>,
+    experts: Target<i64>,
+    places: Target<usize>,
+    ends: Target<usize>,
+}
+
+impl Routes {
+    /// Makes room for the pairs of an operation and the experts of all.
+    pub(super) fn reserve(&mut self, num_pairs: usize, num_ends: usize) -> RoutePlaces {
+        self.weights.resize(num_pairs.max(self.weights.len()), 0.0);
+        self.experts.resize(num_pairs.max(self.experts.len()), 0);
+        self.places.resize(num_pairs.max(self.places.len()), 0);
+        self.ends.resize(num_ends.max(self.ends.len()), 0);
+        RoutePlaces {
+            weights: Target::new(self.weights.as_mut_ptr()),
+            experts: Target::new(self.experts.as_mut_ptr()),
+            places: Target::new(self.places.as_mut_ptr()),
+            ends: Target::new(self.ends.as_mut_ptr()),
+        }
+    }
+}
+
+impl Experts {
+    /// Elements of an input and of a result.
+    fn hidden(&self) -> usize {
+        self.experts[0].down.out_features()
+    }
+
+    /// The experts of this rank.
+    fn mine(&self) -> Range<usize> {
+        let all = 0..self.routing.num_experts;
+        self.exchange.as_ref().map_or(all, |exchange| exchange.experts[exchange.collective.rank()].clone())
+    }
+
+    pub(super) fn num_pairs(&self, num_rows: usize) -> usize {
+        num_rows * self.routing.top_k
+    }
+
+    /// Most phases that it takes of a section.
+    pub(super) fn max_phases(&self, num_rows: usize) -> usize {
+        // Routing, order, copies, exchange and sums; inputs of each product may be quantized first, and an activation follows the first.
+        5 + 5 * self.experts.len().min(self.num_pairs(num_rows))
+    }
+
+    pub(super) fn scratch_bytes(&self, num_rows: usize) -> usize {
+        let of_expert =
+            |expert: &Expert| expert.gate_up.scratch_bytes(num_rows).max(expert.down.scratch_bytes(num_rows));
+        self.experts.iter().map(of_expert).max().unwrap_or(0)
+    }
+
+    /// Runs all experts on their rows, up to a failed exchange between ranks, which it reports in `failure`.
+    ///
+    /// # Safety
+    /// The registers must have `num_rows` rows of the widths that `Program::experts` checks, `routes` and `scratch` room for them.
+    pub(super) unsafe fn run(
+        &self,
+        walker: &Walker<'_>,
+        num_rows: usize,
+        registers: &PerRegister<Target<Element>>,
+        routes: &RoutePlaces,
+        scratch: Target<u8>,
+        failure: &OnceLock<Failure>,
+    ) {
+        let &Routing { num_experts, top_k, .. } = &self.routing;
+        let (hidden, routed) = (self.hidden(), registers[Register::Routed as usize]);
+        let (logits, inputs) = (registers[Register::Logits as usize], registers[self.from as usize]);
+        // SAFETY: the caller vouches for registers and routes. In each phase, a row or pair is one thread's, and the next phase reads what
+        // this one wrote.
+        unsafe {
+            walker.for_ranges(num_rows, 4, |range| {
+                for row in range {
+                    let (experts, weights) = (routes.experts.at(row * top_k), routes.weights.at(row * top_k));
+                    self.routing.apply_row(logits.at(row * num_experts), experts, weights);
+                }
+            });
+            walker.for_each(1, |_| self.order(num_rows, routes));
+            walker.for_ranges(num_rows, 4, |range| {
+                let mine = self.places_of(self.mine(), routes);
+                for pair in range.start * top_k..range.end * top_k {
+                    let place = routes.places.at(pair).read();
+                    if mine.contains(&place) {
+                        let target = routed.at(place * hidden);
+                        target.copy_from_nonoverlapping(inputs.at(pair / top_k * hidden), hidden);
+                    }
+                }
+            });
+            self.multiply(walker, registers, routes, scratch);
+            if let Some(Exchange { collective, experts }) = &self.exchange {
+                // One row: the places of the ranks one after the other.
+                let bytes = |places: Range<usize>| places.len() * hidden * size_of::<Element>();
+                let widths =
+                    || experts.iter().map(|each| bytes(self.places_of(each.clone(), routes))).collect::<Vec<_>>();
+                let first = self.places_of(self.mine(), routes).start;
+                gather(walker, collective, widths, 1, Target::new(routed.at(first * hidden)), routed, failure);
+                if has_failed(failure) {
+                    return;
+                }
+            }
+            walker.for_ranges(num_rows, 4, |range| range.for_each(|row| self.sum(row, registers, routes)));
+        }
+    }
+
+    /// Orders the pairs by expert, and those of an expert by row.
+    unsafe fn order(&self, num_rows: usize, routes: &RoutePlaces) {
+        let num_pairs = self.num_pairs(num_rows);
+        // SAFETY: as for `run`.
+        unsafe {
+            let ends = std::slice::from_raw_parts_mut(routes.ends.at(self.first_end), self.routing.num_experts);
+            let experts = std::slice::from_raw_parts(routes.experts.at(0), num_pairs);
+            let places = std::slice::from_raw_parts_mut(routes.places.at(0), num_pairs);
+            let mut counts = vec![0; ends.len()];
+            experts.iter().for_each(|&expert| counts[expert as usize] += 1);
+            // Starts at first; each pair moves its expert's on.
+            let mut total = 0;
+            for (end, count) in ends.iter_mut().zip(counts) {
+                *end = total;
+                total += count;
+            }
+            for (place, &expert) in places.iter_mut().zip(experts) {
+                *place = ends[expert as usize];
+                ends[expert as usize] += 1;
+            }
+        }
+    }
+
+    /// The places of the pairs of consecutive experts.
+    unsafe fn places_of(&self, experts: Range<usize>, routes: &RoutePlaces) -> Range<usize> {
+        let start = |expert: usize| match expert.checked_sub(1) {
+            None => 0,
+            // SAFETY: as for `run`; the ends are written once in a step.
+            Some(before) => unsafe { routes.ends.at(self.first_end + before).read() },
+        };
+        start(experts.start)..start(experts.end)
+    }
+
+    /// Replaces the inputs in `Routed` by the outputs of this rank's experts.
+    unsafe fn multiply(
+        &self,
+        walker: &Walker<'_>,
+        registers: &PerRegister<Target<Element>>,
+        routes: &RoutePlaces,
+        scratch: Target<u8>,
+    ) {
+        let (hidden, routed) = (self.hidden(), registers[Register::Routed as usize]);
+        let [inner, activated] = [Register::Inner, Register::Activated].map(|register| registers[register as usize]);
+        for (Expert { gate_up, down }, expert) in self.experts.iter().zip(self.mine()) {
+            // SAFETY: as for `run`; every thread reads the same ends, so all make the same calls.
+            unsafe {
+                let Range { start: first, end } = self.places_of(expert..expert + 1, routes);
+                if first == end {
+                    continue;
+                }
+                let (num_rows, rows) = (end - first, Target::new(routed.at(first * hidden)));
+                let activated = Target::new(activated.at(first * down.in_features()));
+                let input = Rows { address: rows.source(), stride: hidden, num_rows };
+                if let Some(activation) = &self.activation {
+                    let width = gate_up.output_columns();
+                    let inner = Target::new(inner.at(first * width));
+                    gate_up.apply(walker, input, Output::Store(inner), scratch);
+                    activation.apply(walker, (inner.source(), width), activated, width, num_rows);
+                } else {
+                    gate_up.apply(walker, input, Output::Store(activated), scratch);
+                }
+                let input = Rows { address: activated.source(), stride: down.in_features(), num_rows };
+                down.apply(walker, input, Output::Store(rows), scratch);
+            }
+        }
+    }
+
+    /// The weighted sum of a row's experts in float32, in the order of their weights, and the shared expert.
+    unsafe fn sum(&self, row: usize, registers: &PerRegister<Target<Element>>, routes: &RoutePlaces) {
+        let (hidden, top_k) = (self.hidden(), self.routing.top_k);
+        let at = |register: Register, index: usize| registers[register as usize].at(index);
+        // SAFETY: as for `run`.
+        unsafe {
+            let factor = match self.shared {
+                Shared::Gated => 1.0 / (1.0 + (-f64::from(at(Register::Gate, row).read().to_f32())).exp()),
+                Shared::Plain | Shared::Nothing => 1.0,
+            };
+            for first in (0..hidden).step_by(LANES) {
+                let count = hidden - first;
+                let mut total = F32::splat(0.0);
+                for pair in row * top_k..(row + 1) * top_k {
+                    let result = at(Register::Routed, routes.places.at(pair).read() * hidden + first);
+                    total = total + Element::load_first(result, count) * F32::splat(routes.weights.at(pair).read());
+                }
+                if self.shared != Shared::Nothing {
+                    let shared = Element::load_first(at(Register::Shared, row * hidden + first), count);
+                    total = total + shared * F32::splat(factor as f32);
+                }
+                Element::store_first(total, at(self.to, row * hidden + first), count);
+            }
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! The intermediate results of a stack.
+
+/// An intermediate result: contiguous rows, one per token, or after the selection one per sampled row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Register {
+    /// The embeddings, to which layers add.
+    Residual,
+    /// The input of attention or MLP.
+    Normed,
+    /// Queries, keys and values.
+    Qkv,
+    Attended,
+    /// The MLP's first product.
+    Inner,
+    /// The MLP's activated product.
+    Activated,
+    /// What attention or MLP add to the residual.
+    Projected,
+    /// What attention and MLP together add to it.
+    Sum,
+    /// The columns of all ranks.
+    Gathered,
+    /// This rank's columns of a product of what was gathered.
+    Part,
+    /// The router's.
+    Logits,
+    /// The inputs of each row's experts, and then their outputs, ordered by expert.
+    Routed,
+    /// What the shared expert adds to the sum of the experts.
+    Shared,
+    /// The shared expert's logit.
+    Gate,
+    /// The output of the stack.
+    Output,
+}
+
+/// Number of registers.
+const NUM_REGISTERS: usize = Register::Output as usize + 1;
+
+/// A value per register.
+pub(super) type PerRegister<T> = [T; NUM_REGISTERS];

@@ -1,0 +1,103 @@
+use super::*;
+use crate::linear::{Linear, PackedLinear, Weight};
+use crate::memory::Arena;
+use crate::norm::{Kind, Norm};
+use crate::routing::Routing;
+use crate::testing::Random;
+use std::ffi::{c_uint, c_void};
+
+const HIDDEN: usize = 32;
+const NUM_ROWS: usize = 3;
+const NUM_EXPERTS: usize = 5;
+const NUM_LAYERS: usize = 8;
+
+/// A `GOMP_parallel` whose threads run one after the other: the first one does all work, the last one is late for everything.
+unsafe extern "C" fn one_after_the_other(
+    enter: extern "C" fn(*mut c_void),
+    data: *mut c_void,
+    num_threads: c_uint,
+    _flags: c_uint,
+) {
+    (0..num_threads).for_each(|_| enter(data));
+}
+
+fn linear(random: &mut Random, out_features: usize, in_features: usize, gated: bool) -> Arc<Linear> {
+    let weight = random.elements(out_features * in_features);
+    let shape = Weight { bias: std::ptr::null(), out_features, in_features, gated };
+    // SAFETY: there is no bias, and the vector has the size said.
+    unsafe {
+        let packed = PackedLinear::new(&Arena::default(), shape, None).unwrap();
+        packed.fill(&Pool::single(), Source::new(weight.as_ptr()), 0, out_features);
+        Arc::new(Linear::Dense(packed))
+    }
+}
+
+/// Layers of experts that send the rows elsewhere each time.
+fn layers_of_experts() -> Stack {
+    let mut random = Random::new(1);
+    let mut program = Program::new(HIDDEN);
+    let norm = Arc::new(Norm::new(Kind::Rms, 1e-6, HIDDEN, vec![1.0; HIDDEN], Vec::new()).unwrap());
+    for _ in 0..NUM_LAYERS {
+        program.norm(Arc::clone(&norm), Register::Residual, Register::Normed).unwrap();
+        let router = linear(&mut random, NUM_EXPERTS, HIDDEN, false);
+        program.linear(router, Register::Normed, Register::Logits, false).unwrap();
+        let expert = |_| Expert {
+            gate_up: linear(&mut random, 2 * HIDDEN, HIDDEN, true),
+            down: linear(&mut random, HIDDEN, HIDDEN, false),
+        };
+        let experts = Experts {
+            routing: Routing { num_experts: NUM_EXPERTS, top_k: 2, over_chosen: false, norm_epsilon: None, scale: 1.0 },
+            experts: (0..NUM_EXPERTS).map(expert).collect(),
+            exchange: None,
+            activation: None,
+            shared: Shared::Nothing,
+            first_end: 0,
+            from: Register::Normed,
+            to: Register::Projected,
+        };
+        program.experts(experts).unwrap();
+        program.add(Register::Projected, Register::Residual).unwrap();
+    }
+    program.select(&[Register::Residual]).unwrap();
+    program.norm(norm, Register::Residual, Register::Output).unwrap();
+    program.finish().unwrap()
+}
+
+fn run(stack: &Stack, pool: &Pool) -> Vec<f32> {
+    let mut residual = Random::new(2).elements(NUM_ROWS * HIDDEN);
+    let mut output = vec![Element::default(); NUM_ROWS * HIDDEN];
+    let (indices, ends) = ([0i64, 1, 2], [0i32, NUM_ROWS as i32]);
+    let step = Step {
+        residual: Target::new(residual.as_mut_ptr()),
+        num_tokens: NUM_ROWS,
+        positions: Source::new(indices.as_ptr()),
+        slots: Source::new(indices.as_ptr()),
+        batch: Batch {
+            query_starts: Source::new(ends.as_ptr()),
+            context_lens: Source::new(ends[1..].as_ptr()),
+            block_tables: Source::new(ends.as_ptr()),
+            max_blocks: 1,
+            source_lens: None,
+            num_sequences: 1,
+        },
+        caches: &[],
+        sample_rows: Source::new(indices.as_ptr()),
+        num_samples: NUM_ROWS,
+        output: Target::new(output.as_mut_ptr()),
+    };
+    // SAFETY: the vectors have the sizes said, and the stack has no attention.
+    unsafe { stack.run(pool, &step) }.unwrap();
+    output.into_iter().map(Element::to_f32).collect()
+}
+
+/// Which experts have rows decides which kernels run. A late thread must find what its layer's routing was, or it waits for kernels that
+/// no other thread runs.
+#[test]
+fn a_thread_that_is_late_for_everything_runs_the_same_kernels() {
+    let stack = layers_of_experts();
+    let expected = run(&stack, &Pool::single());
+    assert!(expected.iter().all(|number| number.is_finite()));
+    for num_threads in [2, 3] {
+        assert_eq!(run(&stack, &Pool::new(num_threads, one_after_the_other)), expected);
+    }
+}
