@@ -141,7 +141,8 @@ fn submit(scheduler: &mut Scheduler, id: u32, prompt_token_ids: Vec<TokenId>, ma
         stop_token_ids: [].into(),
         priority: 0,
         group: None,
-        needs_prompt_logprobs: false,
+        cache_salt: None,
+        needs_prompt_outputs: false,
         num_source_tokens: 0,
     };
     scheduler.submit(submission, Duration::ZERO).expect("the sequence fits into the pool");

@@ -64,8 +64,10 @@ pub struct Submission {
     /// Sequences of one group (`n`, `best_of`) share blocks with each other even without prefix caching. Must not be
     /// reused while a sequence of the group is known.
     pub group: Option<u64>,
+    /// Cached prefixes are shared only among sequences with the same salt.
+    pub cache_salt: Option<u64>,
     /// Compute the whole prompt, even cached tokens, until the first generated token has come back.
-    pub needs_prompt_logprobs: bool,
+    pub needs_prompt_outputs: bool,
     /// The first `num_source_tokens` prompt tokens are an encoder's input: they are computed in one step and never
     /// shared. At most the length of the prompt; 0 for a decoder-only model.
     pub num_source_tokens: u32,
@@ -195,6 +197,8 @@ pub struct Stats {
     pub num_queried_tokens: u64,
     /// Looked-up tokens that were found in the prefix cache.
     pub num_hit_tokens: u64,
+    /// Preemptions so far. The loss of the worker is not one.
+    pub num_preemptions: u64,
     /// Plans that wait for their results.
     pub num_steps_in_flight: usize,
     /// Tokens, prompt and generated, that the running sequences can grow to together.

@@ -17,8 +17,8 @@ pub(crate) struct NodeId(pub(crate) u32);
 /// Where a prefix starts. Prefixes with different roots differ, even if their token ids are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Root {
-    /// Blocks are shared by all sequences, and stay cached when no sequence holds them.
-    Cache,
+    /// Blocks are shared by all sequences with this salt, and stay cached when no sequence holds them.
+    Cache { salt: Option<u64> },
     /// Blocks are shared within this group, while one of its sequences is on the worker.
     Group(u64),
 }
@@ -81,7 +81,7 @@ impl PrefixTree {
 
     fn hash(&self, parent: Parent, token_ids: &[TokenId]) -> u64 {
         let prefix_hash = match parent {
-            Parent::Root(Root::Cache) => 0,
+            Parent::Root(Root::Cache { salt }) => salt.map_or(0, |salt| salt.wrapping_mul(2).wrapping_add(2)),
             Parent::Root(Root::Group(group)) => group.wrapping_mul(2).wrapping_add(1),
             Parent::Node(id) => self.node(id).hash,
         };
@@ -102,7 +102,7 @@ impl PrefixTree {
 
     fn insert(&mut self, hash: u64, parent: Parent, token_ids: &[TokenId]) -> NodeId {
         let is_kept = match parent {
-            Parent::Root(root) => root == Root::Cache,
+            Parent::Root(root) => matches!(root, Root::Cache { .. }),
             Parent::Node(parent) => {
                 let parent = self.node_mut(parent);
                 parent.num_children += 1;

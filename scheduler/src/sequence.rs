@@ -28,7 +28,7 @@ pub(crate) struct Sequence {
     layout: BlockLayout,
     /// `None`: the sequence shares its blocks with no other.
     root: Option<Root>,
-    needs_prompt_logprobs: bool,
+    needs_prompt_outputs: bool,
     num_source_tokens: u32,
     /// `None`: the worker does not know the sequence; the next three fields are 0 and empty.
     residency: Option<Residency>,
@@ -73,7 +73,7 @@ impl Sequence {
             stop_token_ids: submission.stop_token_ids,
             layout,
             root,
-            needs_prompt_logprobs: submission.needs_prompt_logprobs,
+            needs_prompt_outputs: submission.needs_prompt_outputs,
             num_source_tokens: submission.num_source_tokens,
             residency: None,
             num_in_flight_tokens: 0,
@@ -281,7 +281,7 @@ impl Sequence {
     /// What the prefix cache looks up: the root, and all ids but the last, which must be computed to sample from it.
     /// `None`: nothing can come from the cache.
     pub(crate) fn lookup_key(&self) -> Option<(Root, &[TokenId])> {
-        let needs_all = self.needs_prompt_logprobs && !self.has_generated();
+        let needs_all = self.needs_prompt_outputs && !self.has_generated();
         let (_, token_ids) = self.token_ids.split_last()?;
         self.root.filter(|_| !needs_all).map(|root| (root, token_ids))
     }

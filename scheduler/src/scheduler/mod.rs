@@ -49,6 +49,7 @@ pub struct Scheduler {
     /// While set, no other sequence advances.
     quarantined: Option<SequenceId>,
     num_submissions: u64,
+    num_preemptions: u64,
 }
 
 impl Scheduler {
@@ -79,6 +80,7 @@ impl Scheduler {
             cost: CostModel::default(),
             quarantined: None,
             num_submissions: 0,
+            num_preemptions: 0,
         }
     }
 
@@ -108,7 +110,7 @@ impl Scheduler {
             // The content of the source's blocks is not a function of the ids before them.
             None
         } else if self.limits.prefix_caching {
-            Some(Root::Cache)
+            Some(Root::Cache { salt: submission.cache_salt })
         } else {
             submission.group.map(Root::Group)
         }
@@ -164,6 +166,7 @@ impl Scheduler {
             num_cached_blocks: pool.num_cached(),
             num_queried_tokens,
             num_hit_tokens,
+            num_preemptions: self.num_preemptions,
             num_steps_in_flight: self.in_flight.len(),
             max_running_tokens: self.residents.max_tokens(),
         }
@@ -187,6 +190,7 @@ impl Scheduler {
     /// computed again.
     fn preempt(&mut self, id: SequenceId) {
         if let Some(mut sequence) = self.sequences.remove(&id) {
+            self.num_preemptions += 1;
             self.evict(&mut sequence);
             self.queue.insert(sequence.precedence(), id);
             self.sequences.insert(id, sequence);

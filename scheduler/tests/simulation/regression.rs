@@ -21,7 +21,7 @@ const ARRIVAL: Arrival = Arrival {
     continues: None,
     priority: 0,
     group: None,
-    needs_prompt_logprobs: false,
+    needs_prompt_outputs: false,
     num_source_tokens: 0,
 };
 
@@ -43,9 +43,9 @@ fn a_blocked_sequence_is_unblocked_when_a_second_copy_replaces_a_lost_block() {
         window_tokens: None,
     };
     let arrivals = vec![
-        Arrival { tick: 7, id: 5, needs_prompt_logprobs: true, ..ARRIVAL },
+        Arrival { tick: 7, id: 5, needs_prompt_outputs: true, ..ARRIVAL },
         Arrival { tick: 27, id: 2, abort_after_ticks: Some(53), ..ARRIVAL },
-        Arrival { max_new_tokens: 7, needs_prompt_logprobs: true, ..ARRIVAL },
+        Arrival { max_new_tokens: 7, needs_prompt_outputs: true, ..ARRIVAL },
         Arrival {
             tick: 5,
             id: 3,

@@ -60,7 +60,7 @@ pub struct Submitted {
     pub scope: Scope,
     pub prompt: Vec<TokenId>,
     pub max_new_tokens: u32,
-    pub needs_prompt_logprobs: bool,
+    pub needs_prompt_outputs: bool,
     pub num_source_tokens: u32,
     pub visibility: Visibility,
     pub received: Vec<TokenId>,
@@ -75,7 +75,7 @@ impl Submitted {
     }
 
     pub fn may_look_up(&self) -> bool {
-        let needs_all = self.needs_prompt_logprobs && self.received.is_empty();
+        let needs_all = self.needs_prompt_outputs && self.received.is_empty();
         !needs_all && !matches!(self.scope, Scope::Alone(_))
     }
 }

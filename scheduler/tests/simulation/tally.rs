@@ -9,8 +9,10 @@ pub const FULL_STEPS: u64 = 1_000_000;
 
 /// The hard cases, and how often each must happen in `FULL_STEPS`: at most a tenth of what is usual. A simulation that
 /// does not reach these states proves little.
-const REQUIRED: [(&str, u64); 36] = [
+const REQUIRED: [(&str, u64); 38] = [
     ("sequences", 20_000),
+    ("sequences of one token", 1_000),
+    ("all of a sequence is source", 500),
     ("finished by length", 10_000),
     ("finished by a stop token", 2_000),
     ("failed", 1_000),

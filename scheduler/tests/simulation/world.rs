@@ -141,7 +141,9 @@ impl World {
         }
         self.tally.add("sequences", 1);
         self.tally.add("ids reused while the worker knows them", u64::from(self.ledger.knows(id)));
-        self.tally.add("prompt logprobs asked for", u64::from(arrival.needs_prompt_logprobs));
+        self.tally.add("sequences of one token", u64::from(arrival.max_new_tokens == 1));
+        self.tally.add("all of a sequence is source", u64::from(num_source_tokens as usize == prompt.len()));
+        self.tally.add("prompt logprobs asked for", u64::from(arrival.needs_prompt_outputs));
         let Arrival { max_new_tokens, fail_position, .. } = arrival;
         let expected = model::expected(&prompt, max_new_tokens, &submission.stop_token_ids, fail_position);
         self.texts.push(prompt.iter().chain(&expected.0).copied().collect());
@@ -152,7 +154,7 @@ impl World {
             scope: submitted::scope(&limits, &submission, number),
             prompt,
             max_new_tokens,
-            needs_prompt_logprobs: arrival.needs_prompt_logprobs,
+            needs_prompt_outputs: arrival.needs_prompt_outputs,
             num_source_tokens,
             visibility,
             received: Vec::new(),
@@ -195,7 +197,8 @@ impl World {
             stop_token_ids,
             priority: arrival.priority,
             group: arrival.group,
-            needs_prompt_logprobs: arrival.needs_prompt_logprobs,
+            cache_salt: None,
+            needs_prompt_outputs: arrival.needs_prompt_outputs,
             num_source_tokens: arrival.num_source_tokens.min(arrival.num_prompt_tokens) as u32,
         }
     }

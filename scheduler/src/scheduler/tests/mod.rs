@@ -45,7 +45,8 @@ fn submission(id: u64, num_prompt_tokens: usize, max_new_tokens: u32) -> Submiss
         stop_token_ids: [STOP].into(),
         priority: 0,
         group: None,
-        needs_prompt_logprobs: false,
+        cache_salt: None,
+        needs_prompt_outputs: false,
         num_source_tokens: 0,
     }
 }

@@ -62,8 +62,8 @@ fn only_equal_prefixes_share() {
     let on = caching(16, 1);
     assert_eq!(second_hit(on, first(), with_prompt(2, fork, 1)), 4);
     assert_eq!(second_hit(on, first(), with_prompt(2, ids(1, 12)[4..].to_vec(), 1)), 0);
-    assert_eq!(second_hit(on, first(), Submission { needs_prompt_logprobs: true, ..second() }), 0);
-    assert_eq!(second_hit(on, Submission { needs_prompt_logprobs: true, ..first() }, second()), 8);
+    assert_eq!(second_hit(on, first(), Submission { needs_prompt_outputs: true, ..second() }), 0);
+    assert_eq!(second_hit(on, Submission { needs_prompt_outputs: true, ..first() }, second()), 8);
     assert_eq!(second_hit(Limits { prefix_caching: false, ..on }, first(), second()), 0);
 }
 
@@ -166,6 +166,19 @@ fn a_group_shares_without_caching_while_one_of_its_sequences_is_on_the_worker() 
 }
 
 #[test]
+fn only_sequences_with_the_same_salt_share_cached_blocks() {
+    let mut scheduler = Scheduler::new(caching(64, 1));
+    let salted = |id, cache_salt| Submission { cache_salt, ..with_prompt(id, ids(1, 12), 1) };
+    let salts = [None, Some(0), Some(7), None, Some(0), Some(7)];
+    let mut hits = Vec::new();
+    for (id, salt) in (1..).zip(salts) {
+        submit(&mut scheduler, salted(id, salt));
+        hits.extend(run(&mut scheduler).into_iter().map(|(_, hit)| hit));
+    }
+    assert_eq!(hits, [0, 0, 0, 8, 8, 8]);
+}
+
+#[test]
 fn the_least_recently_used_blocks_are_evicted_from_the_end_of_their_prefix() {
     let mut scheduler = Scheduler::new(caching(8, 1));
     for text in [1, 2, 1] {
@@ -243,7 +256,7 @@ fn blocks_written_before_a_failure_stay_cached() {
 fn an_output_without_tokens_is_valid_for_an_advance_that_does_not_sample() {
     let small = Limits { max_step_tokens: 16, ..caching(32, 1) };
     let mut scheduler = Scheduler::new(small);
-    submit(&mut scheduler, Submission { needs_prompt_logprobs: true, ..with_prompt(1, ids(1, 30), 4) });
+    submit(&mut scheduler, Submission { needs_prompt_outputs: true, ..with_prompt(1, ids(1, 30), 4) });
     let chunk = plan(&mut scheduler);
     let result =
         StepResult { step: chunk.step, outputs: vec![SequenceOutput { id: SequenceId(1), token_ids: Some(vec![]) }] };

@@ -87,7 +87,7 @@ fn an_exhausted_pool_preempts_the_youngest_sequence_which_keeps_its_tokens() {
     }
     let (plan, _) = step(&mut scheduler);
     assert_eq!((&*plan.freed_sequence_ids, &*advances(&plan)), (&[SequenceId(2)][..], &[(1, 1)][..]));
-    assert_eq!(scheduler.stats().num_queued, 1);
+    assert_eq!((scheduler.stats().num_queued, scheduler.stats().num_preemptions), (1, 1));
     let restart =
         std::iter::repeat_with(|| step(&mut scheduler).0).find(|plan| !plan.new_sequences.is_empty()).unwrap();
     assert_eq!(restart.new_sequences[0].token_ids, [TOKEN; 3 + 5]);
