@@ -16,6 +16,12 @@ _NICENESS = 10
 T = TypeVar("T")
 
 
+def lower_priority() -> None:
+    """Give this thread a low priority for the rest of its life. It does nothing on systems whose threads have none."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
 def run_in_background(job: Callable[[], T]) -> T:
     """Run the job on a thread of low priority, and wait for it. Returns or raises what it does.
 
@@ -25,8 +31,7 @@ def run_in_background(job: Callable[[], T]) -> T:
     """
 
     def run() -> T:
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        lower_priority()
         return job()
 
     with ThreadPoolExecutor(1, "background") as thread:

@@ -8,7 +8,7 @@ import json
 import sys
 
 from penstock_server.engine.device import DTYPES
-from penstock_server.models.registry import ARCHITECTURES
+from penstock_server.models.registry import ARCHITECTURES, ENCODERS
 from penstock_server.weights.folder import SUFFIXES
 from penstock_server.weights.gguf.config import BUILDERS
 from penstock_server.weights.safetensors_file import LOADABLE
@@ -18,6 +18,7 @@ def catalog() -> dict[str, list[str]]:
     """Architectures by `model_type`, GGUF architectures, file formats, and data types."""
     return {
         "architectures": sorted(ARCHITECTURES),
+        "encoders": sorted(ENCODERS),
         "gguf_architectures": sorted(BUILDERS),
         "formats": [
             f"{kind} ({', '.join('*' + suffix for suffix in suffixes)})" for kind, suffixes in SUFFIXES.items()
@@ -29,6 +30,7 @@ def catalog() -> dict[str, list[str]]:
 
 TITLES = {
     "architectures": "Architectures (model_type in config.json)",
+    "encoders": "Encoders that make embeddings or scores",
     "gguf_architectures": "Architectures in GGUF files",
     "formats": "Weight formats, in order of preference",
     "stored_dtypes": "Data types of weights in safetensors and pickles",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from penstock_server.phase import Phase
 
@@ -41,6 +42,31 @@ class LoadConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """A linear layer behind the pooled outputs, as sentence-transformers saves it."""
+
+    weights: Path  # model.safetensors or pytorch_model.bin
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: Literal["identity", "tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What a model makes of a whole sequence instead of generating tokens: one vector."""
+
+    task: Literal["embed", "rerank"]
+    outputs: Literal["cls", "mean", "last"]  # the outputs that it is made of: of the first token, of all, of the last
+    is_normalized: bool = False  # the model's files ask for vectors of length 1
+    is_matryoshka: bool = False  # the first numbers of a vector are a vector, too, ...
+    matryoshka_dimensions: tuple[int, ...] = ()  # ... if there are this many of them; empty: any number
+    max_tokens: int | None = None  # of a sequence, where the files limit it; None: the model's own limit
+    dense: tuple[Dense, ...] = ()  # in the order of their use
+    has_token_types: bool = False  # the tokens of a second text have an embedding of their own added
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
     """A loaded model, as the router needs to know it."""
 
@@ -57,6 +83,8 @@ class Description:
     window_tokens: int = 0  # the widest sliding window, when every layer has one; 0: some layer attends to all tokens
     decoder_prefix: tuple[int, ...] = ()  # token ids that follow every source; empty: the model has no encoder
     max_source_tokens: int = 0
+    pooling: Pooling | None = None  # None: the model generates tokens
+    num_dimensions: int = 0  # of a pooled vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +98,7 @@ class WarmUpConfig:
     memory_fraction: float = 0.9
     graph_sizes: tuple[int, ...] = ()  # sequences of the decode steps that a GPU records; (): chosen by us, (0,): none
     proven: bool = False  # an earlier group with these limits allocated num_blocks: measure nothing, allocate them
+    reserves_standby: bool = False  # on a GPU: leave room for a second copy of the weights
 
     @property
     def records_graphs(self) -> bool:
@@ -84,3 +113,6 @@ class Capacity:
     num_blocks: int
     phases: tuple[Phase, ...]
     worst_step_s: float = 0.0  # the slowest step that warm-up ran; 0: it ran no step
+    # Of a GPU's usable memory, what is left beside the pool, the largest step and a second copy of the weights;
+    # negative: what is missing. None: not a GPU, or nothing was measured.
+    standby_room_bytes: int | None = None

@@ -36,6 +36,7 @@ from typing import NoReturn
 from penstock_server import log
 from penstock_server.config import WorkerConfig
 from penstock_server.errors import ConfigError
+from penstock_server.heap import return_free_pages
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class ForkServer:
         """Answer requests until stdin ends. Raises ConfigError for an invalid request."""
         # Objects that exist now are permanent. The collector must not touch them, so that children share their pages.
         gc.collect()
+        return_free_pages()
         gc.freeze()
         _report("ready")
         unread = b""

@@ -120,7 +120,7 @@ def wanted_files(
     with_code: bool = False,
     with_weights: bool = True,
 ) -> list[str]:
-    """Selects the files to download: configuration, tokenizer, chat templates and one copy of the weights.
+    """Selects the files to download: configuration, tokenizer, chat templates, modules and one copy of the weights.
 
     read: returns the text of a file; only an index is read. with_code: also select Python files.
     """
@@ -130,8 +130,12 @@ def wanted_files(
     # An index of another format would name files that are not downloaded.
     small = [name for name in top if name.endswith(suffixes) and not _is_other_index(name, weights)]
     templates = [name for name in names if re.fullmatch(r"additional_chat_templates/[^/]+\.jinja", name)]
+    # Of sentence-transformers, the weights of a Dense module too: they are no part of the model's own.
+    modules = [name for name in names if re.fullmatch(r"\d+_\w+/(config\.json|model\.safetensors)", name)]
+    pickles = [name for name in names if re.fullmatch(r"\d+_\w+/pytorch_model\.bin", name)]
+    modules += [name for name in pickles if f"{name.partition('/')[0]}/model.safetensors" not in modules]
     code = [name for name in names if with_code and "/" in name and name.endswith(".py")]
-    return sorted({*small, *templates, *code, *weights})
+    return sorted({*small, *templates, *modules, *code, *weights})
 
 
 def _is_other_index(name: str, weights: Collection[str]) -> bool:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock_server.collectives import Collectives, Distributed, connect
+from penstock_server.collectives import computes_alike, connect
+from penstock_server.collectives.distributed import Distributed
+from penstock_server.collectives.interface import Collectives
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.native_build import NativeBuild
 
@@ -19,6 +21,7 @@ class RankGroup:
     rank: int = 0
     size: int = 1
     collectives: Collectives = field(default_factory=Distributed)
+    computes_alike: bool = True  # whether all ranks compute the same bits from the same tensors
 
     @classmethod
     def join(cls, rank: int, size: int, rendezvous: str, backend: str, native: NativeBuild | None) -> RankGroup:
@@ -27,7 +30,17 @@ class RankGroup:
         if size == 1:
             return cls()
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
-        return cls(rank, size, connect(rank, size, native))
+        collectives = connect(rank, size, native)
+        return cls(rank, size, collectives, computes_alike(collectives))
+
+    def leave(self) -> None:
+        """Disconnect from the other ranks and end the threads of torch.distributed. The group must not be used
+        afterwards.
+
+        Before the interpreter ends: a thread that still holds a tensor of the last exchange then aborts the process
+        ("terminate called without an active exception"). Workers end by os._exit instead, which waits for no rank."""
+        if self.size > 1:
+            dist.destroy_process_group()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -37,9 +50,9 @@ class RankGroup:
         """Rank 0's values on all ranks, in place."""
         return x if self.size == 1 else self.collectives.broadcast(x)
 
-    def gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor | None:
-        """[rows, widths[rank]] of every rank → [rows, sum(widths)] on rank 0, None on the others."""
-        return x if self.size == 1 else self.collectives.gather_columns(x, widths)
+    def agree(self, x: Tensor) -> Tensor:
+        """What all ranks computed from the same tensors: rank 0's values, in place, where ranks compute other bits."""
+        return x if self.computes_alike else self.broadcast(x)
 
     def all_gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         """[rows, widths[rank]] of every rank → [rows, sum(widths)] on all of them."""

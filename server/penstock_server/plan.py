@@ -7,18 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What the text of a sequence must match."""
-
-    kind: Literal["json_schema", "regex", "lark"]
-    text: str
+from penstock_server.grammar.text import Grammar as Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +35,19 @@ class Sampling:
     top_n: int = 0
     prompt_logprobs: bool = False
     model_logprobs: bool = False  # logprobs of the model's own distribution instead of the processed one
+    allowed_tokens: bytes = b""  # a bit for each token that may be sampled; empty: all may be
+    bad_words: Sequence[tuple[int, ...]] = ()  # the last token of each is not sampled behind the others
     grammar: Grammar | None = None
 
     @property
-    def constrained(self) -> bool:
-        return self.grammar is not None
+    def masked(self) -> bool:
+        """Whether a mask leaves out tokens."""
+        return self.grammar is not None or bool(self.allowed_tokens) or bool(self.bad_words)
+
+    @property
+    def mask_reads_history(self) -> bool:
+        """Whether the mask depends on the tokens before."""
+        return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class NewSequence:
     num_computed_tokens: int = 0
     block_ids: Sequence[int] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    num_source_tokens: int = 0  # encoder–decoder only: leading token_ids that the encoder reads
+    num_source_tokens: int = 0  # leading token_ids that an encoder reads
+    num_second_text_tokens: int = 0  # last token_ids that have token type 1; the others have type 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class Tokens:
 
 
 NO_TOKENS = Tokens(np.zeros(0, np.int64), np.zeros(0))
+NO_VECTORS = np.zeros((0, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +154,6 @@ class StepResult:
     sampled: Tokens = NO_TOKENS
     prompts: Mapping[int, Tokens] = field(default_factory=dict)  # prompt tokens by sequence id
     failures: Sequence[Failure] = ()
+    vectors: npt.NDArray[np.float32] = field(
+        default_factory=lambda: NO_VECTORS
+    )  # [pooled, dimensions], of sequence_ids

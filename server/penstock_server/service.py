@@ -28,7 +28,6 @@ from penstock_server.compute import ComputeThread
 from penstock_server.config import Description, LoadConfig, WarmUpConfig, WorkerConfig
 from penstock_server.engine import Engine
 from penstock_server.engine.engine import LoadModel
-from penstock_server.engine.step import Pending
 from penstock_server.errors import ConfigError, GrammarError, PlanError
 from penstock_server.pb import worker_pb2 as pb
 from penstock_server.pb import worker_pb2_grpc as rpc
@@ -70,7 +69,7 @@ class Worker(rpc.WorkerServicer):
         self._ready = False
         self._stream: _Stream | None = None
         self._opening = threading.Lock()
-        self._launched: deque[Pending] = deque()
+        self._launched: deque[Any] = deque()
         self._compute = ComputeThread(self._fault)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:  # noqa: N802
@@ -119,6 +118,7 @@ class Worker(rpc.WorkerServicer):
             window_tokens=description.window_tokens,
             decoder_prefix=description.decoder_prefix,
             max_source_tokens=description.max_source_tokens,
+            pooling=_pooling(description),
         )
 
     def WarmUp(self, request: pb.WarmUpRequest, context: grpc.ServicerContext) -> pb.WarmUpResponse:  # noqa: N802
@@ -130,6 +130,7 @@ class Worker(rpc.WorkerServicer):
             memory_fraction=request.memory_fraction,
             proven=request.proven,
             graph_sizes=tuple(request.graph_sizes),
+            reserves_standby=request.reserves_standby,
         )
         engine = self._engine
         if engine is None:
@@ -147,6 +148,7 @@ class Worker(rpc.WorkerServicer):
             num_blocks=capacity.num_blocks,
             phases=_phases(capacity.phases),
             worst_step_seconds=capacity.worst_step_s,
+            standby_room_bytes=capacity.standby_room_bytes,
         )
 
     def CompileGrammar(  # noqa: N802
@@ -170,7 +172,8 @@ class Worker(rpc.WorkerServicer):
         if engine is not None and engine.progress is not None:
             progress = engine.progress.ask()
             device = pb.DeviceProgress(num_finished=progress.num_finished, is_busy=progress.is_busy)
-        return pb.HealthResponse(processor_seconds=time.process_time(), device=device)
+        is_backing_pool = engine is not None and engine.is_backing_pool
+        return pb.HealthResponse(processor_seconds=time.process_time(), device=device, is_backing_pool=is_backing_pool)
 
     def Steps(  # noqa: N802
         self, requests: Iterator[pb.Plan], context: grpc.ServicerContext
@@ -305,6 +308,21 @@ def _phases(phases: tuple[Phase, ...]) -> list[pb.Phase]:
     return [pb.Phase(name=phase.name, seconds=phase.seconds) for phase in phases]
 
 
+def _pooling(description: Description) -> pb.Pooling | None:
+    pooling = description.pooling
+    if pooling is None:
+        return None
+    return pb.Pooling(
+        task=pb.TASK_RERANK if pooling.task == "rerank" else pb.TASK_EMBED,
+        num_dimensions=description.num_dimensions,
+        is_normalized=pooling.is_normalized,
+        reads_all_outputs=pooling.outputs == "mean",
+        is_matryoshka=pooling.is_matryoshka,
+        matryoshka_dimensions=pooling.matryoshka_dimensions,
+        has_token_types=pooling.has_token_types,
+    )
+
+
 def _plan(message: pb.Plan) -> Plan:
     return Plan(
         step=message.step,
@@ -341,10 +359,12 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         block_ids=list(message.block_ids),
         sampling=_sampling(message.sampling, message.grammar),
         num_source_tokens=message.num_source_tokens,
+        num_second_text_tokens=message.num_second_text_tokens,
     )
 
 
-_SCALARS = tuple(name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in ("logit_bias", "stop_token_ids"))
+_LISTS = {"logit_bias", "stop_token_ids", "bad_words"}
+_SCALARS = tuple(name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in _LISTS)
 
 
 def _sampling(message: pb.Sampling, grammar: pb.Grammar) -> Sampling:
@@ -353,6 +373,7 @@ def _sampling(message: pb.Sampling, grammar: pb.Grammar) -> Sampling:
         **{name: getattr(message, name) for name in _SCALARS},
         logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
         stop_token_ids=tuple(message.stop_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         grammar=_grammar(grammar),
     )
 
@@ -368,6 +389,7 @@ def _result_message(result: StepResult) -> pb.StepResult:
         step=result.step,
         sequence_ids=result.sequence_ids.astype("<u8").tobytes(),
         sampled=_tokens(result.sampled),
+        vectors=result.vectors.astype("<f4").tobytes(),
         prompts=[
             pb.PromptTokens(sequence_id=sequence_id, tokens=_tokens(tokens))
             for sequence_id, tokens in result.prompts.items()

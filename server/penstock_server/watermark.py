@@ -60,6 +60,11 @@ class GreenLists:
         green: npt.NDArray[np.bool_] = (octets >> (ids % 8).astype(np.uint8)) & 1 == 1
         return green
 
+    def forget(self) -> npt.NDArray[np.uint8]:
+        """Drop the kept lists. Returns their memory, whose contents are no longer needed."""
+        self._place_of.clear()
+        return self._kept
+
     def _bits(self, previous_id: int) -> npt.NDArray[np.uint8]:
         place = self._place_of.pop(previous_id, None)
         if place is None:

@@ -24,7 +24,8 @@ def run(config: WorkerConfig) -> int:
     parent = os.getppid()
 
     def terminate(signum: int, frame: FrameType | None) -> None:
-        # Not sys.exit: that would wait for the compute thread's step and for torch's teardown.
+        # Not sys.exit: that would wait for the compute thread's step and for torch's teardown, in which threads of
+        # torch.distributed can abort the process (see `RankGroup.leave`).
         config.socket.unlink(missing_ok=True)
         os._exit(0)
 

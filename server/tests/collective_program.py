@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 from model_driver import ModelDriver
-from penstock_server import collectives
-from penstock_server.collectives import Distributed, SharedMemory
+from penstock_server.collectives import shared_memory
+from penstock_server.collectives.distributed import Distributed
+from penstock_server.collectives.shared_memory import SharedMemory
 from penstock_server.kernels.native_build import find_build
 from penstock_server.models import load_model
 from penstock_server.models.decoder import Decoder
@@ -33,12 +34,11 @@ def compare(group: RankGroup) -> None:
         for rows, unit in ((1, 5), (0, 5), (7, 1), (600, 401)):
             widths = tuple(unit * (rank + 1) for rank in range(group.size))
             x = part(rows, widths[group.rank], group.rank, dtype)
-            assert torch.equal(shared.all_gather_columns(x, widths), distributed.all_gather_columns(x, widths))
             # Columns of a wider tensor.
             wide = part(rows, 2 * widths[group.rank], group.rank, dtype)[:, : widths[group.rank]]
-            found, expected = shared.gather_columns(wide, widths), distributed.gather_columns(wide, widths)
-            assert (found is None) == (expected is None) == (group.rank > 0)
-            assert found is None or (expected is not None and torch.equal(found, expected))
+            for mine in (x, wide):
+                found = shared.all_gather_columns(mine, widths)
+                assert torch.equal(found, distributed.all_gather_columns(mine, widths))
             for reduce in (shared.all_reduce, shared.broadcast):
                 x = part(rows, unit, group.rank, dtype)
                 same = distributed.all_reduce if reduce == shared.all_reduce else distributed.broadcast
@@ -79,12 +79,17 @@ def outlive_in_step(group: RankGroup, folder: Path) -> None:
             print(error, flush=True)
 
 
+def gloo_threads() -> list[str]:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
 def main() -> None:
     action, rank, size, rendezvous = sys.argv[1:]
     torch.set_num_threads(1)
     if action == "apart":
         # As on two hosts.
-        collectives._place = lambda: 1 + int(rank)
+        shared_memory._place = lambda: 1 + int(rank)
     group = RankGroup.join(int(rank), int(size), rendezvous, "gloo", find_build(torch.device("cpu"), torch.bfloat16))
     match action:
         case "compare":
@@ -94,10 +99,13 @@ def main() -> None:
         case "outlive in step":
             outlive_in_step(group, Path(rendezvous.removeprefix("file://")).parent)
         case "apart":
+            assert gloo_threads()
             x = torch.full((2, 3), group.rank)
             joined = group.all_gather_columns(x, (3,) * group.size)
             assert joined.tolist() == [[*([0] * 3), *([1] * 3)]] * 2
             print(type(group.collectives).__name__, flush=True)
+    group.leave()
+    assert not gloo_threads()
 
 
 if __name__ == "__main__":

@@ -131,6 +131,7 @@ def fake_cuda(launches: Launches | None = None) -> Iterator[Launches]:
         patch.setattr("penstock_server.engine.engine.choose_device", lambda name, rank: DEVICE)
         patch.setattr("penstock_server.engine.engine.open_device", lambda device: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(triton_device, "multiplies_float8", lambda device: True)
         patch.setattr(torch, "from_numpy", fake_from_numpy)
         patch.setattr(transfer, "page_locked", fake_page_locked)
         for module in ("transfer", "engine"):

@@ -152,6 +152,4 @@ def logits_of(folder: Path, text: list[int]) -> torch.Tensor:
     """The logits of a prepared folder's model, dequantized, at every token of the text: [tokens, vocab]."""
     model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 4, dequantize=True), RankGroup())
     driver = ModelDriver(model)
-    logits = driver.step([(driver.sequence(text), len(text))], every_row=True)
-    assert logits is not None
-    return logits
+    return driver.step([(driver.sequence(text), len(text))], every_row=True)

@@ -41,7 +41,7 @@ class ModelDriver:
         sequence.blocks = []
 
     @torch.inference_mode()
-    def step(self, advances: list[tuple[DrivenSequence, int]], every_row: bool = False) -> Tensor | None:
+    def step(self, advances: list[tuple[DrivenSequence, int]], every_row: bool = False) -> Tensor:
         """Advances each sequence by a number of tokens. Returns the logits [sequences, vocab] of the last token of
         each, or with `every_row` of all tokens except the sources', on the CPU."""
         token_ids, positions, slots, starts, last_rows, rows = [], [], [], [0], [], []
@@ -78,8 +78,7 @@ class ModelDriver:
         if self.model.max_source_tokens:
             batch, _ = split(batch, np.array([sequence.num_source for sequence, _ in advances]))
         on_device = batch.put(lambda array: torch.from_numpy(array).to(self.device))
-        logits = self.model.logits(self.model.forward(on_device))
-        return None if logits is None else logits.cpu()
+        return self.model.logits(self.model.forward(on_device)).cpu()
 
     def greedy(
         self,
@@ -99,19 +98,10 @@ class ModelDriver:
                     advances.append((sequence, min(chunk_tokens, pending)))
             if not advances:
                 break
-            logits = self.step(advances)
-            chosen = [0] * len(advances) if logits is None else logits.float().argmax(-1).tolist()
-            self._tell(chosen)
+            chosen = self.step(advances).float().argmax(-1).tolist()
             for (sequence, _), token_id in zip(advances, chosen, strict=True):
                 if sequence.num_computed == len(sequence.token_ids):
                     sequence.token_ids.append(token_id)
         for sequence in sequences:
             self.free(sequence)
         return [sequence.token_ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
-
-    def _tell(self, chosen: list[int]) -> None:
-        """Broadcasts rank 0's choice to all ranks."""
-        if torch.distributed.is_initialized():
-            shared = torch.tensor(chosen, device=self.device)
-            torch.distributed.broadcast(shared, src=0)
-            chosen[:] = shared.tolist()

@@ -3,15 +3,18 @@ libraries that define their formats."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 Tensors = dict[str, Tensor]
 FILE = "model.safetensors"
@@ -107,10 +110,87 @@ def awq(group: int) -> Quantize:
     return quantize
 
 
+def gemv(group: int, *, fast: bool) -> Quantize:
+    """AWQ's layouts `gemv` and `gemv_fast`, one number at a time."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        (out_features, in_features), num_groups = weight.shape, weight.shape[1] // group
+        codes, scales, zeros, exact = grouped(weight, torch.arange(in_features) // group, 4, symmetric=False)
+        padding = (0, -num_groups % (8 * max(1, 128 // group)))
+        scales, zeros = pad(scales, padding).half(), pad(zeros, padding)
+        packed = {"scales": scales}
+        if fast:
+            mins = (-scales.float() * zeros).half()
+            exact = codes * scales[:, :num_groups].float().repeat_interleave(group, 1)
+            exact += mins[:, :num_groups].float().repeat_interleave(group, 1)
+            words = [[0] * in_features for _ in range(out_features // 4)]
+            for row, row_codes in enumerate(codes.int().tolist()):
+                for column, code in enumerate(row_codes):
+                    # Of a column's lowest bits, 4 and 3 become 1 and 0, 2 and 1 become 4 and 3, and 0 becomes 2.
+                    place = (column >> 3 & 3) | (column & 1) << 2 | (column >> 1 & 3) << 3
+                    number = row % 4 * 64 + (column & 32) + place
+                    words[row // 4][column // 64 * 64 + number // 4] |= code << number % 4 * 4
+            packed = {
+                "qweight": torch.tensor(words, dtype=torch.int32).to(torch.int16),
+                "scales": scales.T,
+                "scaled_zeros": mins.T,
+            }
+        else:
+            for key, numbers in (("qweight", codes), ("qzeros", zeros)):
+                packed[key] = torch.tensor([pack(row, 4) for row in numbers.int().tolist()], dtype=torch.int32)
+        return {f"{name}.{key}": tensor for key, tensor in packed.items()}, exact
+
+    return quantize
+
+
+def marlin(group: int, names: tuple[str, str]) -> Quantize:
+    """Marlin's layout, from where its threads find the weights that the instruction mma.m16n8k16 takes. It has whole
+    tiles of 64 outputs; other layers stay dense."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        (out_features, in_features), size = weight.shape, weight.shape[1] if group < 0 else group
+        if out_features % 64:
+            return {f"{name}.weight": weight}, weight
+        codes, scales, _, exact = grouped(weight, torch.arange(in_features) // size, 4, symmetric=True)
+        rows = codes.int().tolist()
+        words = []
+        for first in range(0, in_features, 16):
+            stream = []
+            for thread in range(out_features // 64 * 32):
+                for tile in range(4):
+                    row, column = thread % 4 * 2, thread // 32 * 64 + tile * 16 + thread % 32 // 4
+                    low = [(row + far, column + right) for right in (0, 8) for far in (0, 8)]
+                    places = low + [(feature + 1, output) for feature, output in low]
+                    stream += [rows[output][first + feature] for feature, output in places]
+            words.append(pack(stream, 4))
+        # The scales in the order in which threads store results: of 64 outputs, or of 32 if there is one group.
+        if size < in_features:
+            order = [place // 64 * 64 + place % 64 // 8 + place % 8 * 8 for place in range(out_features)]
+        else:
+            order = [
+                place & ~31 | (place >> 3 & 3) << 1 | (place >> 1 & 3) << 3 | place & 1 for place in range(out_features)
+            ]
+        tensors = torch.tensor(words, dtype=torch.int32), scales.T.half()[:, order]
+        return {f"{name}.{key}": tensor for key, tensor in zip(names, tensors, strict=True)}, exact
+
+    return quantize
+
+
+def lacking(package: str) -> Quantize:
+    """On a machine without the package: the test that wants a layer is skipped."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        pytest.skip(f"needs {package}")
+
+    return quantize
+
+
 def compressed(
     bits: int, strategy: str, group: int | None, *, symmetric: bool, kind: str = "int"
 ) -> tuple[dict[str, Any], Quantize]:
     """`quantization_config`, and how the library `compressed-tensors` writes a layer."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        return {}, lacking("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -142,6 +222,8 @@ def compressed(
 
 
 def bits_and_bytes(kind: str, *, nested: bool = False) -> Quantize:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return lacking("bitsandbytes")
     import bitsandbytes.functional
 
     def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -154,6 +236,43 @@ def bits_and_bytes(kind: str, *, nested: bool = False) -> Quantize:
         return {f"{name}.weight": packed, **tensors}, bitsandbytes.functional.dequantize_4bit(packed, state).float()
 
     return quantize
+
+
+def quark(dtype: str, scheme: str) -> tuple[dict[str, Any], Quantize]:
+    """`quantization_config` and layers as Quark exports them, in the layouts that vLLM reads."""
+    weight: dict[str, Any] = {"dtype": dtype, "qscheme": scheme, "is_dynamic": False, "symmetric": True}
+    if dtype == "fp4":
+        weight |= {"group_size": 32, "scale_format": "e8m0"}
+    values = {"weight": weight, "input_tensors": {**weight, "is_dynamic": True}, "output_tensors": None, "bias": None}
+    options = {
+        "quant_method": "quark",
+        "global_quant_config": values,
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "exclude": ["lm_head", "*.mlp.gate"],
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+    }
+
+    def quantize(name: str, rows: Tensor) -> tuple[Tensors, Tensor]:
+        if dtype == "fp4":
+            scale = 2.0 ** (rows.unflatten(1, (-1, 32)).abs().amax(2) / 6).log2().ceil()
+            spread = scale.repeat_interleave(32, 1)
+            places = (rows / spread).abs()[..., None] - torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            codes = places.abs().argmin(-1)
+            exact = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes] * rows.sign() * spread
+            codes = (codes + 8 * (rows < 0)).to(torch.uint8)
+            packed, stored = codes[:, ::2] | codes[:, 1::2] << 4, (scale.log2() + 127).to(torch.uint8)
+            return {f"{name}.weight": packed, f"{name}.weight_scale": stored}, exact
+        most = 448 if dtype == "fp8_e4m3" else 127
+        scale = (rows.abs().amax(1) if scheme == "per_channel" else rows.abs().max()) / most
+        spread = scale[:, None] if scale.dim() else scale
+        codes = (rows / spread).to(torch.float8_e4m3fn) if most == 448 else (rows / spread).round().to(torch.int8)
+        tensors = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.1)}
+        if most == 127:
+            tensors["weight_zero_point"] = torch.zeros_like(scale, dtype=torch.int8)
+        return {f"{name}.{key}": tensor for key, tensor in tensors.items()}, codes.float() * spread
+
+    return options, quantize
 
 
 def float8(kind: str, block: int = 32) -> Quantize:

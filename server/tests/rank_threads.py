@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 from native_builds import build
-from penstock_server.collectives import SharedMemory
+from penstock_server.collectives.shared_memory import SharedMemory
 from penstock_server.parallel import RankGroup
 from torch import Tensor
 
@@ -36,9 +36,11 @@ class ThreadGroup(RankGroup):
         assert [part.shape[1] for part in parts] == list(widths)
         return torch.cat(parts, dim=1)
 
-    def gather_columns(self, x: Tensor, widths: tuple[int, ...]) -> Tensor | None:
-        gathered = self.all_gather_columns(x, widths)
-        return gathered if self.rank == 0 else None
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x.copy_(self._exchange(x)[0])
+
+    def minimum(self, value: int) -> int:
+        return min(int(part) for part in self._exchange(torch.tensor(value)))
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self.table[self.rank] = x.clone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from penstock_server.engine.constraint import NO_CONSTRAINTS, Constraints
 from penstock_server.engine.sampler import History, Sampled, Sampler
 from penstock_server.engine.sampling import Composition
 from penstock_server.engine.transfer import Download, Upload
@@ -15,10 +14,10 @@ def sample_at_once(
     logits: Tensor,
     composition: Composition,
     history: History,
-    constraints: Constraints = NO_CONSTRAINTS,
+    words: Tensor | None = None,
 ) -> Sampled:
-    """A token for each row of logits [rows, vocab], on a CPU."""
+    """A token for each row of logits [rows, vocab], on a CPU. words [constrained rows, words]: the rows' masks."""
     cpu = torch.device("cpu")
     put, fetch = Upload(cpu).add, Download(cpu).add
     prepared = sampler.prepare(composition, history, put)
-    return sampler.sample(logits, prepared, sampler.read_context(prepared, constraints, put), fetch)
+    return sampler.sample(logits, prepared, sampler.read_context(prepared, words, put), fetch)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fake_model import BLOCK_TOKENS, FakeModel, load_fake
 from penstock_server.background import run_in_background
-from penstock_server.config import LoadConfig
+from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
@@ -50,3 +50,13 @@ def test_a_load_in_the_background_has_a_low_priority(background: bool) -> None:
 
     Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, background=background), load_model=load)
     assert found == [10 if background else niceness()]
+
+
+def test_a_standby_group_has_no_trial_process_before_it_serves(embedded_folder: Path) -> None:
+    config = LoadConfig(embedded_folder, BLOCK_TOKENS, background=True)
+    engine, _ = Engine.load(config, load_model=load_fake)
+    assert engine._compiler is not None
+    assert engine._compiler._first._process is None
+    engine.warm_up(WarmUpConfig(16, 2, 16, num_blocks=8, proven=True))
+    assert engine._compiler._first._process is not None
+    engine.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from hub_server import SHA, Hub, running
 from huggingface_hub import constants
 from penstock_server import catalog, check
 from penstock_server.hub import download
+from penstock_server.kernels.quantized import ALL_KEPT, Kept, QuantFormat, stays_quantized
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.parallel import RankGroup
-from quantized_checkpoints import save_quantized
+from quantized_checkpoints import gptq, save_quantized
 from safetensors.torch import load_file, save_file
 from test_quantized_checkpoints import CASES, SIZES
+from test_quantized_layers_differ import save_compressed
 from tiny_models import make_model, save_model
 
 pytestmark = pytest.mark.usefixtures("model_cache")
@@ -80,8 +82,50 @@ def test_quantized_weights_are_described_with_the_memory_of_loading(name: str, t
     assert (status, report["problems"]) == (0, [])
     model = load_model(LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16), RankGroup())
     assert report["layout"]["ranks"][0]["weight_bytes"] == model.weight_bytes
-    expected = {"w8a8": "stay in 8 bits", "fp8": "dequantized at load"}.get(name, "stay in 4 bits")
+    expected = f"stay in {8 if name in ('w8a8', 'fp8') else 4} bits"
     assert report["layout"]["quantization"].endswith(expected)
+
+
+def orders_that_differ(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    return gptq(4, 32, symmetric=False, in_order=not name.endswith(("k_proj", "up_proj", "down_proj")))(name, weight)
+
+
+def save_gptq(folder: Path) -> None:
+    options, _ = CASES["gptq in activation order"]
+    save_quantized(make_model("qwen2", **SIZES), folder, options, orders_that_differ)[0].rename(folder / "model")
+    for path in (folder / "model").iterdir():
+        path.rename(folder / path.name)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("save", [save_compressed, save_gptq])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_fused_layers_that_are_dequantized_are_counted_so(
+    save: Callable[[Path], Any], dtype: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Integers next to 8-bit floats, weights next to dense ones, and weights with other orders of columns."""
+    save(tmp_path)
+    status, report = run(capsys, str(with_tokenizer(tmp_path)), "--dtype", dtype)
+    assert (status, report["problems"]) == (0, [])
+    model = load_model(LoadOptions(tmp_path, getattr(torch, dtype), torch.device("cpu"), 16), RankGroup())
+    assert report["layout"]["ranks"][0]["weight_bytes"] == model.weight_bytes
+    if save is save_gptq:  # q, k and v, and gate and up are dense
+        dense = load_model(
+            LoadOptions(tmp_path, getattr(torch, dtype), torch.device("cpu"), 16, dequantize=True), RankGroup()
+        )
+        kept = 3 * (64 * 64 + 64 * 128) * getattr(torch, dtype).itemsize
+        assert kept / 2 < dense.weight_bytes - model.weight_bytes < kept
+
+
+def test_weights_of_one_layer_stay_quantized_only_together() -> None:
+    integers, floats, order = QuantFormat(8, 32), QuantFormat(8, 32, code="e4m3fn"), torch.tensor([1, 0])
+    assert stays_quantized([(integers, None), (floats, None)], ALL_KEPT)
+    assert not stays_quantized([(integers, None), (floats, None)], Kept(mixed=False))
+    assert not stays_quantized([(integers, None), (integers, order)], ALL_KEPT)
+    assert stays_quantized([(integers, order), (integers, order.clone())], ALL_KEPT)
+    assert not stays_quantized([(integers, order)], ALL_KEPT, is_reordered=True)
+    assert not stays_quantized([(integers, None), (floats, None)], ALL_KEPT, is_reordered=True)
+    assert not stays_quantized([(integers, None)], Kept(any=False))
 
 
 def test_all_problems_are_reported_at_once(folder: Path, capsys: Any) -> None:

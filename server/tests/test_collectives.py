@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rank_environment import rank_environment
 from tiny_models import make_model, save_model
 
 PROGRAM = Path(__file__).parent / "collective_program.py"
-PACKAGES = str(Path(__file__).parents[1])
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("penstock_kernels") is None, reason="needs penstock_kernels")
 
@@ -24,7 +23,7 @@ def ranks(action: str, size: int, place: Path) -> Iterator[list[subprocess.Popen
     processes = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), action, str(rank), str(size), f"file://{place}/rendezvous"],
-            env={**os.environ, "PYTHONPATH": PACKAGES, "GLOO_SOCKET_IFNAME": "lo"},
+            env=rank_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

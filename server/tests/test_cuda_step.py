@@ -89,11 +89,21 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.2},
     "counting penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.5},
     "watermark": {"watermark": True},
+    "allowed tokens": {"allowed_tokens": b"\x0e"},
+    "a bad token": {"bad_words": ((3,),)},
+    "bad words": {"bad_words": ((3, 4),)},
 }
 
 
 # What their processors read of earlier tokens is known only after the model was started.
-READING_HISTORY = {"repetition penalty", "counting penalties", "watermark"}
+READING_HISTORY = {
+    "repetition penalty",
+    "counting penalties",
+    "watermark",
+    "allowed tokens",
+    "a bad token",
+    "bad words",
+}
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
 from penstock_server.prepare import prepare
+from quantized_checkpoints import awq, save_quantized
 from safetensors.torch import load_file, save_file
+from test_gguf_split import split_model
 from tiny_models import make_model, save_model
 
 Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
@@ -121,6 +124,69 @@ def test_a_damaged_folder_is_refused_by_name(damage: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=message) as raised:
         load(Path(prepare(str(folder)).folder))
     assert "\n" not in str(raised.value)
+
+
+def save_safetensors(folder: Path) -> Path:
+    return save_model(make_model("llama"), folder, "60KB")
+
+
+def save_pickles(folder: Path, *, is_archive: bool = True) -> Path:
+    model = make_model("llama")
+    model.config.save_pretrained(folder)
+    tensors = model.state_dict()
+    shards = [dict(list(tensors.items())[place::3]) for place in range(3)]
+    names = [f"pytorch_model-{place:05}-of-00003.bin" for place in (1, 2, 3)]
+    for name, shard in zip(names, shards, strict=True):
+        torch.save(shard, folder / name, _use_new_zipfile_serialization=is_archive)
+    index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+def save_split_gguf(folder: Path) -> Path:
+    folder.mkdir()
+    split_model(folder).unlink()
+    return folder
+
+
+def save_awq(folder: Path) -> Path:
+    """Quantized, in one file."""
+    options = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    return save_quantized(make_model("qwen2", **sizes), folder, options, awq(32))[0]
+
+
+# By format: how a model is saved in several files, and which they are.
+SHARDED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "safetensors": (save_safetensors, "*.safetensors"),
+    "pickles": (save_pickles, "*.bin"),
+    "pickles of old versions": (partial(save_pickles, is_archive=False), "*.bin"),
+    "gguf": (save_split_gguf, "*.gguf"),
+    "awq": (save_awq, "*.safetensors"),
+}
+
+
+@pytest.mark.usefixtures("model_cache")
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_shard_that_is_cut_off_or_missing_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    save, pattern = SHARDED[kind]
+    folder = save(tmp_path / "model")
+    shards = sorted(folder.glob(pattern))
+    load_prepared(folder)
+    for path in (shards[0], shards[-1]):
+        whole = path.read_bytes()
+        for size in (0, 3, 100, len(whole) // 4, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:size])
+            with pytest.raises(ConfigError, match=rf"{path.name} is (truncated|damaged|not a GGUF file)"):
+                load_prepared(folder)
+        path.unlink()
+        with pytest.raises(ConfigError, match=rf"lacks 1 of .* files .*{path.name}|holds no weights"):
+            load_prepared(folder)
+        path.write_bytes(whole)
+
+
+def load_prepared(folder: Path) -> None:
+    load(Path(prepare(str(folder)).folder))
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -196,7 +196,9 @@ def test_in_float32_greedy_tokens_are_exactly_those_of_transformers(
 ) -> None:
     exact = copy.deepcopy(reference).float()
     exact.load_state_dict(dequantized(embedded_folder, exact), strict=False)
-    model = load_model(LoadOptions(embedded_folder, torch.float32, torch.device("cpu"), 16), RankGroup())
+    model = load_model(
+        LoadOptions(embedded_folder, torch.float32, torch.device("cpu"), 16, activation_bits=16), RankGroup()
+    )
     driver = ModelDriver(model, block_tokens=16, num_blocks=64)
     texts = [chat(tokenizer, prompt) for prompt in PROMPTS]
     for text, tokens in zip(texts, driver.greedy(texts, 12, chunk_tokens=24), strict=True):

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from fake_model import BLOCK_TOKENS, POISON, VOCAB, FakeModel, continuation, load_fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paired_ranks import paired_engines
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine, memory, warmup
@@ -201,7 +202,7 @@ def test_a_row_with_nan_ends_its_sequence_and_no_other() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_nan_in_a_chunk_with_prompt_logprobs_ends_its_sequence_and_no_other(num_ranks: int) -> None:
     """On every rank, because the ranks must keep the same batch."""
-    engines = [ready_engine()] if num_ranks == 1 else paired_engines()
+    engines = [ready_engine()] if num_ranks == 1 else paired_engines(LIMITS)
     asking = Sampling(prompt_logprobs=True)
     prompts = {1: prompt_of(1, 6), 2: [30, POISON, 31, 32, 33, 34], 3: prompt_of(3, 6)}
     new = [NewSequence(i, prompt, 6, 0, [2 * i, 2 * i + 1], asking) for i, prompt in prompts.items()]
@@ -259,53 +260,6 @@ def test_a_broken_plan_is_refused_as_a_whole(broken: Plan, message: str) -> None
     assert engine.step(Plan(1)).step == 1, "nothing happened"
 
 
-class PairedGroup(RankGroup):
-    """Rank 0 and rank 1 in one thread: rank 1 takes the broadcasts of rank 0 later."""
-
-    sent: ClassVar[list[torch.Tensor]] = []
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rank == 0:
-            self.sent.append(x.clone())
-            return x
-        return x.copy_(self.sent.pop(0))
-
-    def minimum(self, value: int) -> int:
-        return value
-
-
-def paired_engines() -> list[Engine]:
-    engines = []
-    for rank in (0, 1):
-        engine = Engine(FakeModel(rank), PairedGroup(rank, 2), torch.device("cpu"), BLOCK_TOKENS)
-        engine.warm_up(LIMITS)
-        engines.append(engine)
-    return engines
-
-
-def test_the_second_rank_follows_the_first_and_returns_no_outputs() -> None:
-    engines = paired_engines()
-    prompts = {1: prompt_of(1, 5), 2: [*prompt_of(2, 4), POISON], 3: prompt_of(3, 5)}
-    drivers = [Driver(engine) for engine in engines]
-    for driver in drivers:
-        driver.run(
-            [Advance(i, 5, [2 * i, 2 * i + 1], sample=True) for i in prompts],
-            [
-                NewSequence(i, prompt, 5, sampling=Sampling(do_sample=i == 3, prompt_logprobs=i == 1))
-                for i, prompt in prompts.items()
-            ],
-        )
-    for _ in range(3):
-        for driver in drivers:
-            driver.run([Advance(i, 1, sample=True) for i in prompts])
-    assert drivers[0].tokens[1] == continuation(prompts[1], 4)
-    assert (drivers[1].tokens, drivers[1].errors) == ({}, {})
-    first, second = (engine.model for engine in engines)
-    assert isinstance(first, FakeModel)
-    assert isinstance(second, FakeModel)
-    assert torch.equal(first.cache, second.cache)
-
-
 def test_warm_up_runs_the_most_expensive_steps() -> None:
     limits = warmup.WorstStep(100, 4, 30, max_context_tokens=60, block_tokens=4)
     assert warmup.prefill(limits) == ([30, 30, 30, 10], [30, 30, 30, 10])
@@ -329,7 +283,7 @@ def test_the_most_expensive_steps_are_plans_that_a_router_could_send() -> None:
     decode = warmup.plan(limits, warmup.decode(limits))
     assert decode.new_sequences[0].num_prompt_tokens == 1, "penalties count what was generated"
     without = warmup.plan(replace(limits, has_grammars=False), warmup.decode(limits))
-    assert not any(new.sampling.constrained for new in without.new_sequences)
+    assert not any(new.sampling.grammar for new in without.new_sequences)
 
 
 def test_warm_up_allocates_the_default_pool() -> None:
@@ -445,6 +399,41 @@ def test_ranks_share_the_memory_that_is_left() -> None:
     assert memory.usable_bytes(left, memory.Share(0.4, 1)) == 0
     scarce = memory.Memory(total=4 * gib, available=2 * gib, transient=0)
     assert memory.usable_bytes(scarce, memory.Share(1.0, 2, cap_bytes=2 * gib)) == gib // 2
+
+
+def gpu_probe(monkeypatch: pytest.MonkeyPatch, free_gib: int) -> CapacityProbe:
+    """Of a GPU of 100 GiB, with 16 GiB of weights on it."""
+    meter = type("Meter", (), {"measure": lambda self, releasing=0: memory.Memory(100 << 30, free_gib << 30, 0)})
+    monkeypatch.setattr(memory, "MemoryMeter", lambda device: meter())
+    model = FakeModel()
+    model.weight_bytes, model.kv_bytes_per_block = 16 << 30, 1 << 24
+    return CapacityProbe(model, RankGroup(), torch.device("cuda", 0), BLOCK_TOKENS, has_grammars=False)
+
+
+@pytest.mark.parametrize(("free_gib", "left_gib"), [(40, 9), (30, -1)])
+def test_a_gpu_has_room_for_a_standby_group_where_its_weights_fit_twice(
+    free_gib: int, left_gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside 3 GiB of the largest step, 2 GiB that each process needs, and 10 GiB beyond the fraction."""
+    probe, config = gpu_probe(monkeypatch, free_gib), WarmUpConfig(16, 4, memory_fraction=0.9)
+    assert probe.standby_room(config, 3 << 30) == pytest.approx(left_gib * (1 << 30), abs=9)
+    assert probe.standby_room(replace(config, proven=True), 3 << 30) is None
+    assert replace(probe, device=torch.device("cpu")).standby_room(config, 3 << 30) is None
+
+
+def test_a_pool_leaves_room_for_a_standby_group_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, config = gpu_probe(monkeypatch, 60), WarmUpConfig(16, 4, memory_fraction=0.9)
+    num_blocks = [
+        probe.measure(
+            replace(config, reserves_standby=reserves),
+            lambda model, plan, num_blocks: StepTiming(),
+            lambda: 0,
+            lambda: 0,
+            PhaseClock(),
+        ).num_blocks
+        for reserves in (False, True)
+    ]
+    assert num_blocks == [(50 << 30) >> 24, (32 << 30) >> 24]
 
 
 def test_the_default_pool_has_room_for_some_of_the_longest_sequences() -> None:
@@ -581,11 +570,15 @@ def test_a_gpu_that_cannot_be_opened_is_an_error_that_says_why(monkeypatch: pyte
         with pytest.raises(ConfigError, match=expected):
             open_device(gpu)
     monkeypatch.setattr(torch.cuda, "set_device", busy)
+    expected = r"cuda:0 cannot be used: CUDA error: .*busy or unavailable; `nvidia-smi`"
     for supported in ((7, 5), (9, 0), (12, 0), (12, 1)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=supported: found)
-        expected = r"cuda:0 cannot be used: CUDA error: .*busy or unavailable; `nvidia-smi`"
         with pytest.raises(ConfigError, match=expected):
             open_device(gpu)
+    # CUDA may refuse its first use, which asks for the capability.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", busy)
+    with pytest.raises(ConfigError, match=expected):
+        open_device(gpu)
 
 
 def test_full_memory_is_an_error_that_says_who_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts import MixtureOfExperts, MoeSpec, RoutingSpec
-from penstock_server.layers.experts.routing import WideLinear, choose_experts
+from penstock_server.layers.experts.routing import choose_experts
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.layers.step import StepContext
@@ -237,10 +237,10 @@ def test_wide_routing_does_not_depend_on_the_place_in_the_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(30, 512, generator=generator).bfloat16() / 16
     x = torch.randn(257, 512, generator=generator).bfloat16()
-    linear, spec = WideLinear.pack(TorchOps(), weight, None), RoutingSpec(30, 4, scoring="sigmoid", is_wide=True)
-    together = choose_experts(linear(x, None), None, spec)
+    linear, spec = TorchOps().pack_wide(weight), RoutingSpec(30, 4, scoring="sigmoid", is_wide=True)
+    together = choose_experts(linear(x), None, spec)
     for row in range(257):
-        alone = choose_experts(linear(x[row : row + 1], None), None, spec)
+        alone = choose_experts(linear(x[row : row + 1]), None, spec)
         assert torch.equal(alone[0][0], together[0][row])
         assert torch.equal(alone[1][0], together[1][row])
 

@@ -19,7 +19,7 @@ import torch
 from attention_pages import Pages, random
 from fake_cuda import Recorder, fake_cuda, load
 from penstock_server.attention import choose_attention, flash, preferred_block_tokens
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation
+from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, Rotation, Transform
 from penstock_server.errors import ConfigError
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.shard import Shard
@@ -89,7 +89,8 @@ def test_written_tokens_are_attended_to_and_padding_is_not_stored() -> None:
     queries, keys, values = random(1, 6, 8, 16).to(FP16).split([4, 2, 2], dim=1)
     slots, positions = torch.tensor([256, 257, 258, 259, 260, -1]), torch.arange(6)
     cos, sin = torch.ones(9, 8), torch.zeros(9, 8)
-    attention.write_kv(cache, keys, values, slots, Rotation(queries, cos, sin, positions, is_interleaved=False))
+    rotation = Rotation(cos, sin, positions, is_interleaved=False)
+    attention.write_kv(cache, keys, values, slots, Transform(queries, rotation=rotation))
     stored = cache.transpose(1, 2).flatten(0, 1)  # [slots, kv_heads, 32]
     assert torch.equal(stored[256:261], torch.cat([keys, values], dim=2)[:5])
     assert not stored[:256].any()
@@ -153,18 +154,14 @@ def test_a_name_overrides_the_choice(name: str, caplog: pytest.LogCaptureFixture
 
 
 @with_package
-def test_flash_and_native_do_not_store_fp8(caplog: pytest.LogCaptureFixture) -> None:
+def test_flash_does_not_store_fp8(caplog: pytest.LogCaptureFixture) -> None:
     with FakeTensorMode():
         assert choose_attention(PLAIN, CUDA, BF16, FP8).name == "triton"
         assert not caplog.messages
-        assert choose_attention(PLAIN, CPU, BF16, FP8).name == "reference"
-    reason = "it does not store fp8 (--kv-cache-dtype)"
-    shape = "4 heads of 16 with 2 KV heads"
-    assert caplog.messages == [f"attention of {shape}: reference, which is slow (not native: {reason})"]
     assert preferred_block_tokens(CUDA, BF16, FP8) == 64
-    for name, device in [("flash", CUDA), ("native", CPU)]:
-        with pytest.raises(ConfigError, match=f"--attention {name} cannot be used: {re.escape(reason)}"):
-            preferred_block_tokens(device, BF16, FP8, name)
+    reason = "it does not store fp8 (--kv-cache-dtype)"
+    with pytest.raises(ConfigError, match=f"--attention flash cannot be used: {re.escape(reason)}"):
+        preferred_block_tokens(CUDA, BF16, FP8, "flash")
 
 
 def test_names_that_cannot_be_used_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

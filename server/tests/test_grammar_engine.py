@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from late_device import LateEvent, make_late
 from penstock_server.config import LoadConfig, WarmUpConfig
 from penstock_server.engine import Engine
-from penstock_server.engine.constraint import Constraints
 from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sampling import SAMPLING_FIELDS, compose, record
 from penstock_server.engine.watermark import Watermark
@@ -286,9 +285,8 @@ def test_logprobs_are_normalized_over_the_allowed_tokens(dtype: torch.dtype) -> 
     logprobs = expected.log_softmax(-1)
     logprobs[4] = logits[4].float().log_softmax(-1)
     composition = compose(np.array([record(sampling) for sampling in samplings], SAMPLING_FIELDS), {})
-    constraints = Constraints(np.array([0, 2, 3, 4]), words)
     sampler = Sampler(vocab, torch.device("cpu"), 5, Watermark.of(vocab))
-    sampled = sample_at_once(sampler, logits, composition, NoHistory(), constraints)
+    sampled = sample_at_once(sampler, logits, composition, NoHistory(), torch.from_numpy(words))
     assert sampled.ids.tolist() == expected.argmax(-1).tolist()
     assert torch.allclose(sampled.logprobs.float(), logprobs.gather(1, sampled.ids[:, None])[:, 0], atol=1e-5)
 

@@ -216,6 +216,13 @@ def test_files_of_other_formats_are_not_fetched() -> None:
     assert wanted_files("x/y", names, unread) == ["chat_template.jinja", "model.safetensors", "tokenizer.model"]
 
 
+def test_the_modules_of_sentence_transformers_are_fetched() -> None:
+    modules = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    modules += ["3_Dense/config.json", "3_Dense/pytorch_model.bin"]
+    others = ["2_Dense/pytorch_model.bin", "onnx/config.json", "onnx/model.safetensors", "1_Pooling/old/config.json"]
+    assert wanted_files("x/y", ["model.safetensors", *modules, *others], unread) == [*modules, "model.safetensors"]
+
+
 def test_a_weights_folder_replaces_the_weights_of_the_hub(hub: Hub, home: Path, tmp_path: Path) -> None:
     weights = save_model(make_model("llama"), tmp_path / "weights", "1GB")
     (weights / "tokenizer.json").write_text("not this one")

@@ -13,6 +13,7 @@ from native_builds import native_ops
 from penstock_server.attention import ModelAttention, choose_attention
 from penstock_server.attention.interface import StepBatch
 from penstock_server.errors import ConfigError
+from penstock_server.kernels import triton_device
 from penstock_server.kernels.ops import Ops
 from penstock_server.kernels.torch_ops import TorchOps
 from penstock_server.layers.context import BuildContext
@@ -27,6 +28,7 @@ from penstock_server.weights.location import Location
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 from rank_threads import run_ranks
 from test_attention import BLOCK_TOKENS, make_batch
+from tested_device import has_triton_interpreter
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -135,11 +137,13 @@ def expected(model: transformers.PreTrainedModel, x: Tensor) -> Tensor:
     )[0][0]
 
 
-def load(path: Path, name: str, group: RankGroup, exact: bool, ops: Ops, dtype: torch.dtype) -> LatentAttentionBlock:
+def load(
+    path: Path, name: str, group: RankGroup, exact: bool, ops: Ops, dtype: torch.dtype, attention: str = ""
+) -> LatentAttentionBlock:
     spec, layout = CASES[name][2], WeightLayout(Shard.of(HIDDEN, 64, group, exact))
     table = LatentAttentionBlock.parameters(spec, "attention", layout)
     loader = Loader(SafetensorsCheckpoint((path,)), table, Names(), dtype, CPU)
-    context = BuildContext(loader, ops, layout, ModelAttention(CPU, dtype), MAX_TOKENS, BLOCK_TOKENS)
+    context = BuildContext(loader, ops, layout, ModelAttention(CPU, dtype, name=attention), MAX_TOKENS, BLOCK_TOKENS)
     block = LatentAttentionBlock.load(spec, "attention", context)
     loader.finish()
     return block
@@ -219,6 +223,22 @@ def test_native_operators_compute_the_same(tmp_path: Path) -> None:
         for ops in (TorchOps(), native_ops())
     )
     torch.testing.assert_close(native, plain, atol=6e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(not has_triton_interpreter(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("name", ["v2-lite", "v2", "v3-yarn"])
+@torch.inference_mode()
+def test_kernels_of_gpus_compute_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latents' norms, rotation and KV write are one kernel, and queries are rotated as the attention reads them."""
+    from penstock_server.kernels.triton_ops import TritonOps
+
+    monkeypatch.setattr(triton_device, "unavailable_reason", lambda device: None)
+    make_model(name, torch.float32).save_pretrained(tmp_path)
+    texts, path = make_texts(torch.float32), tmp_path / "model.safetensors"
+    plain = load(path, name, RankGroup(), True, TorchOps(), torch.float32)
+    fused = load(path, name, RankGroup(), True, TritonOps(CPU, torch.float32), torch.float32, "triton")
+    assert fused.attention.latent is not None
+    torch.testing.assert_close(torch.cat(run(fused, texts)), torch.cat(run(plain, texts)), atol=2e-5, rtol=1e-5)
 
 
 def test_the_cache_holds_only_the_latent() -> None:

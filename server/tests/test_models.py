@@ -71,7 +71,6 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(tmp_path: Path) -> No
     sequence = driver.sequence(text)
     model.forward = lambda batch: forward(dataclasses.replace(batch, sample_rows=batch.sample_rows[:0]))  # type: ignore[method-assign]
     logits = driver.step([(sequence, 9)])
-    assert logits is not None
     assert logits.shape == (0, 131)
     model.forward = forward  # type: ignore[method-assign]
     torch.testing.assert_close(driver.step([(sequence, 1)]), expected, atol=1e-4, rtol=1e-4)
@@ -106,7 +105,6 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path: Path) -> N
     driver = ModelDriver(model, block_tokens=16, num_blocks=8)
     text = prompts(5, [30], 131)[0]
     logits = driver.step([(driver.sequence(text), 30)], every_row=True)
-    assert logits is not None
     assert logits.dtype == torch.bfloat16
     rounded = reference(torch.tensor([text])).logits[0]
     wanted = reference.float()(torch.tensor([text])).logits[0]

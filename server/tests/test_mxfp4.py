@@ -100,7 +100,9 @@ def test_ranks_hold_whole_experts_or_parts_of_them(exact: bool, saved: tuple[Pat
     folder, expected = saved
 
     def of_rank(group: RankGroup) -> tuple[torch.Tensor | None, int]:
-        model = load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 16), group, exact)
+        model = load_model(
+            LoadOptions(folder, torch.float32, torch.device("cpu"), 16, activation_bits=16), group, exact
+        )
         driver = ModelDriver(model, 16, num_blocks=2)
         return driver.step([(driver.sequence(prompts(1, [23], 131)[0]), 23)], every_row=True), model.weight_bytes
 

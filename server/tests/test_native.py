@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from native_builds import build, native_ops
-from penstock_server.attention import choose_attention, native
+from penstock_server.attention import choose_attention, fp8, native
+from penstock_server.attention.fp8 import FP8_DTYPES, KvScales
 from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, StepBatch
 from penstock_server.attention.reference import ReferenceAttention
 from penstock_server.kernels.activation import ACTIVATIONS
@@ -231,26 +232,34 @@ class Pages:
     """Sequences whose keys and values are in shuffled blocks of a native and of a reference cache. The last block
     belongs to no sequence."""
 
-    def __init__(self, shape: AttentionShape, lengths: list[int], has_sinks: bool = False) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        lengths: list[int],
+        has_sinks: bool = False,
+        kv_dtype: torch.dtype | None = None,
+        scales: KvScales | None = None,
+    ) -> None:
         self.shape = shape
+        self.scales = scales
         self.sinks = random(shape.num_heads, scale=2.0) if has_sinks else None
         self.bias = random(shape.num_heads, 2 * 50 + 1, scale=2.0).float() if shape.has_relative_bias else None
         self.source_lens = [min(100, length // 2) for length in lengths]
-        self.native = native.NativeAttention(shape, build())
-        self.reference = ReferenceAttention(shape, torch.device("cpu"), BF16)
+        self.native = native.NativeAttention(shape, build(), kv_dtype)
+        self.reference = ReferenceAttention(shape, torch.device("cpu"), BF16, kv_dtype)
         counts = [-(-length // 16) for length in lengths]
         shuffled = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
         self.tables = [[shuffled.pop() for _ in range(count)] for count in counts]
         self.others = sum(counts)
         self.caches = [attention.allocate(self.others + 1) for attention in (self.native, self.reference)]
-        self.caches[0].fill_(float("nan"))  # makes reads of unwritten slots visible
+        self.caches[0].view(torch.int8).fill_(-1)  # NaN in every format: makes reads of unwritten slots visible
         self.queries = [random(length, shape.num_heads, shape.head_dim) for length in lengths]
         for sequence, length in enumerate(lengths):
             keys = random(length, shape.num_kv_heads, shape.head_dim)
             values = keys if shape.values_in_keys else random(length, shape.num_kv_heads, shape.output_dim)
             slots = torch.tensor([self.tables[sequence][i // 16] * 16 + i % 16 for i in range(length)])
-            self.native.write_kv(self.caches[0], keys, values, slots)
-            self.reference.write_kv(self.caches[1], keys, values, slots)
+            self.native.write_kv(self.caches[0], keys, values, slots, scales=scales)
+            self.reference.write_kv(self.caches[1], keys, values, slots, scales=scales)
 
     def batch(self, steps: list[tuple[int, int, int]]) -> tuple[Tensor, StepBatch]:
         """steps: (sequence, number of computed tokens, number of new tokens)"""
@@ -282,12 +291,13 @@ class Pages:
 
     def attend(self, steps: list[tuple[int, int, int]]) -> Tensor:
         queries, batch = self.batch(steps)
-        return self.native.attend(queries, self.caches[0], self.native.prepare(batch), self.sinks, self.bias)
+        metadata = self.native.prepare(batch)
+        return self.native.attend(queries, self.caches[0], metadata, self.sinks, self.bias, self.scales)
 
     def assert_near_reference(self, steps: list[tuple[int, int, int]]) -> None:
         queries, batch = self.batch(steps)
         metadata = self.reference.prepare(batch)
-        expected = self.reference.attend(queries, self.caches[1], metadata, self.sinks, self.bias)
+        expected = self.reference.attend(queries, self.caches[1], metadata, self.sinks, self.bias, self.scales)
         assert_near(self.attend(steps), expected)
 
 
@@ -346,10 +356,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_attention_of_every_shape_equals_the_reference_and_has_the_same_bits(name: str) -> None:
-    assert native.unsupported_reason(VARIANTS[name]) is None
-    world = Pages(VARIANTS[name], [600, 77], has_sinks=name in ("sinks", "all"))
+def assert_near_and_the_same_bits(world: Pages) -> None:
+    """Equals the reference, with the same bits in every chunk and in a crowd."""
     begin = world.source_lens[0] if world.shape.mask.part == "answer" else 0
     for steps in ([(0, 599, 1)], [(0, begin, 600 - begin)], [(1, 40, 30), (0, 250, 150), (1, 76, 1)]):
         world.assert_near_reference(steps)
@@ -360,6 +368,40 @@ def test_attention_of_every_shape_equals_the_reference_and_has_the_same_bits(nam
     for position in (begin, begin + 1, 127, 128, 150, 255, 256, 599):
         crowd = world.attend([(1, 70, 7), (0, position, 1)] + [(1, 76, 1)] * 20)
         assert torch.equal(crowd[7], whole[position - begin])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_attention_of_every_shape_equals_the_reference_and_has_the_same_bits(name: str) -> None:
+    assert native.unsupported_reason(VARIANTS[name]) is None
+    assert_near_and_the_same_bits(Pages(VARIANTS[name], [600, 77], has_sinks=name in ("sinks", "all")))
+
+
+@pytest.mark.parametrize("kv_dtype", FP8_DTYPES)
+@pytest.mark.parametrize("name", ["sinks", "scaled-alibi", "value-dim", "latent", "source-bias", "all"])
+def test_attention_over_fp8_equals_the_reference_and_has_the_same_bits(name: str, kv_dtype: str) -> None:
+    scales = None if name == "sinks" else KvScales(0.7, 0.03)
+    has_sinks = name in ("sinks", "all")
+    assert_near_and_the_same_bits(Pages(VARIANTS[name], [600, 77], has_sinks, FP8_DTYPES[kv_dtype], scales))
+
+
+@pytest.mark.parametrize("kv_dtype", FP8_DTYPES.values(), ids=str)
+def test_every_number_is_stored_in_fp8_as_torch_rounds_it(kv_dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(BF16)
+    rows, scales = every.view(-1, 1, 64), KvScales(0.3, 7.0)
+    attention = native.NativeAttention(AttentionShape(1, 1, 64, 0.125, 16), build(), kv_dtype)
+    cache = attention.allocate(len(rows) // 16)
+    attention.write_kv(cache, rows, rows, torch.arange(len(rows)), scales=scales)
+    keys, values = cache.view(-1, 2, 16 * 64).unbind(1)
+    for stored, scale in zip((keys, values), scales, strict=True):
+        expected = fp8.encode(every, kv_dtype, scale)
+        assert torch.equal(stored.flatten().sort().values, expected.sort().values)
+
+
+def test_choice_of_native_attention_over_fp8() -> None:
+    shape = AttentionShape(6, 2, 64, 0.125, 16)
+    plain, narrow = (choose_attention(shape, torch.device("cpu"), BF16, dtype) for dtype in (None, torch.float8_e5m2))
+    assert (narrow.name, 2 * narrow.bytes_per_block()) == ("native", plain.bytes_per_block())
+    assert narrow.allocate(3).nbytes == 3 * narrow.bytes_per_block()
 
 
 @pytest.mark.parametrize(
@@ -403,6 +445,7 @@ class SmallDecoder:
     final_norm: PackedNorm
     rope: tuple[Tensor, Tensor]
     ops: NativeOps
+    scales: KvScales | None = None
 
     def stack(self) -> NativeStack:
         program = NativeProgram(96, build())
@@ -410,7 +453,7 @@ class SmallDecoder:
             program.norm(layer.attention_norm, "residual", "normed")
             program.linear(layer.qkv, "normed", "qkv")
             program.rotate(self.attention, self.rope, interleaved=False)
-            program.write(self.attention)
+            program.write(self.attention, self.scales)
             program.attend()
             if layer is self.layers[-1]:
                 program.select(["residual", "attended"])
@@ -426,14 +469,15 @@ class SmallDecoder:
         for layer, cache in zip(self.layers, caches, strict=True):
             qkv = layer.qkv(layer.attention_norm(residual), step).view(-1, 8, 32)
             self.ops.rotate(qkv[:, :4], qkv[:, 4:6], *self.rope, batch.positions)
-            self.attention.write_kv(cache, qkv[:, 4:6], qkv[:, 6:], batch.slots)
-            attended = self.attention.attend(qkv[:, :4], cache, step.metadata[self.attention.name]).flatten(1)
+            self.attention.write_kv(cache, qkv[:, 4:6], qkv[:, 6:], batch.slots, scales=self.scales)
+            metadata = step.metadata[self.attention.name]
+            attended = self.attention.attend(qkv[:, :4], cache, metadata, scales=self.scales).flatten(1)
             normed = layer.mlp_norm(layer.output(attended, step), residual)
             residual += layer.down(layer.gate_up(normed, step), step)
         return self.final_norm(residual)[batch.sample_rows]
 
 
-def small_decoder(ops: NativeOps, mask: AttentionMask) -> SmallDecoder:
+def small_decoder(ops: NativeOps, mask: AttentionMask, kv_dtype: torch.dtype | None = None) -> SmallDecoder:
     layers = [
         SmallLayer(
             attention_norm=ops.pack_norm(random(96), None, VARIANT),
@@ -445,13 +489,17 @@ def small_decoder(ops: NativeOps, mask: AttentionMask) -> SmallDecoder:
         )
         for layer in range(3)
     ]
-    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16, mask=mask), build())
-    return SmallDecoder(attention, layers, ops.pack_norm(random(96), None, VARIANT), angles(32), ops)
+    attention = native.NativeAttention(AttentionShape(4, 2, 32, 32**-0.5, 16, mask=mask), build(), kv_dtype)
+    scales = None if kv_dtype is None else KvScales(0.3, 0.7)
+    return SmallDecoder(attention, layers, ops.pack_norm(random(96), None, VARIANT), angles(32), ops, scales)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=70)])
-def test_a_stack_of_layers_equals_its_operators(ops: NativeOps, mask: AttentionMask) -> None:
-    decoder = small_decoder(ops, mask)
+def test_a_stack_of_layers_equals_its_operators(
+    ops: NativeOps, mask: AttentionMask, kv_dtype: torch.dtype | None
+) -> None:
+    decoder = small_decoder(ops, mask, kv_dtype)
     attention, stack = decoder.attention, decoder.stack()
     caches, plain_caches = ([attention.allocate(80) for _ in decoder.layers] for _ in range(2))
 
@@ -631,6 +679,18 @@ def test_attention_rejects_what_lies_outside_of_its_cache() -> None:
         attention.attend(queries, cache, batch_of(), zeros(1))
     with pytest.raises(ValueError, match="bias must be given"):
         attention.attend(queries, cache, batch_of(), None, zeros(2, 3))
+    for wrong_dtype in (torch.float16, torch.int16):
+        with pytest.raises(
+            ValueError, match=r"cache has shape .* and dtype (float16|int16), must have .* and bfloat16"
+        ):
+            attention.attend(queries, cache.view(wrong_dtype), batch_of())
+    narrow = native.NativeAttention(attention.shape, build(), torch.float8_e5m2)
+    with pytest.raises(ValueError, match=r"cache has shape .* and dtype bfloat16, must have .* and int8"):
+        narrow.attend(queries, cache, batch_of())
+    with pytest.raises(ValueError, match="must be 1 for a cache that is not in fp8"):
+        attention.attend(queries, cache, batch_of(), scales=KvScales(0.5, 1.0))
+    with pytest.raises(ValueError, match='kv_dtype is "int8", must be float8_e4m3fn or float8_e5m2'):
+        native.NativeAttention(attention.shape, build(), torch.int8)
 
 
 def test_a_program_rejects_parts_of_ranks_that_do_not_fit(tmp_path: Path) -> None:

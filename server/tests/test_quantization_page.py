@@ -15,7 +15,7 @@ from penstock_server.weights.quantization.stored import Kind
 from penstock_server.weights.safetensors_file import LOADABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
-HEADING = "| checkpoint | bits | on CPUs with native kernels | on GPUs | elsewhere |\n|---|---|---|---|---|\n"
+HEADING = "| checkpoint | bits | with native or Triton kernels | elsewhere |\n|---|---|---|---|\n"
 
 
 def gguf_kinds() -> Iterator[Kind]:
@@ -25,7 +25,7 @@ def gguf_kinds() -> Iterator[Kind]:
     k_types = [type_ for type_ in kept if type_.name.endswith("_K")]
     for types in ([type_ for type_ in kept if type_ not in (*k_types, *tables)], k_types, tables):
         bits_of = tuple({FORMATS[type_].bits: 0 for type_ in types})
-        yield Kind(f"[GGUF](gguf.md) {names(types)}", bits_of, is_kept_by_cpus_only=types is tables)
+        yield Kind(f"[GGUF](gguf.md) {names(types)}", bits_of)
     dense = [type_ for type_ in GGMLQuantizationType if type_ not in kept and is_block(type_)]
     bits = {GGML_QUANT_SIZES[type_][1] * 8 // GGML_QUANT_SIZES[type_][0]: 0 for type_ in dense}
     yield Kind(f"GGUF {names(dense)}", tuple(sorted(bits)), is_kept=False)
@@ -48,12 +48,10 @@ def table() -> str:
     rows = []
     for kind in (*gguf_kinds(), *KINDS):
         kept = "stay quantized" if kind.is_kept else "dequantized"
-        on_cpus = "dequantized" if kind.is_kept_by_gpus_only else kept
-        on_gpus = "dequantized" if kind.is_kept_by_cpus_only else kept
-        rows.append(f"| {kind.what} | {', '.join(map(str, kind.bits))} | {on_cpus} | {on_gpus} | dequantized |")
+        rows.append(f"| {kind.what} | {', '.join(map(str, kind.bits))} | {kept} | dequantized |")
     what = "any unquantized checkpoint with `--quantize"
-    rows.append(f"| {what} eetq` or `bitsandbytes` | 8 | quantized at load | quantized at load | not quantized |")
-    rows.append(f"| {what} fp8` | 8 | not quantized | quantized at load | not quantized |")
+    rows.append(f"| {what} eetq`, `bitsandbytes` or `fp8` | 8 | quantized at load | not quantized |")
+    rows.append(f"| {what} bitsandbytes-nf4` or `bitsandbytes-fp4` | 4 | quantized at load | not quantized |")
     return HEADING + "\n".join(rows) + "\n"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -125,20 +127,30 @@ def test_a_gated_layer_is_that_of_the_dense_weights() -> None:
 @pytest.mark.native
 def test_what_does_not_fit_is_refused() -> None:
     kernels = native_ops()._kernels
-    good = (4, 4, 32, 8, False, "float16", None)
+    good = (4, 4, 32, 8, False, "float16", None, "integer")
     for bad, message in (
-        ((4, 7, 32, 8, False, "float16", None), "a code has 7 bits, must have 2 to 6 or 8"),
-        ((4, 4, 24, 8, False, "float16", None), "a group has 24 features, must have 16 or a multiple of 32"),
-        ((4, 4, 32, 256, False, "float16", None), "the offset is 256, must be a code"),
-        ((0, 4, 32, 8, False, "float16", None), "a segment has 0 rows"),
-        ((4, 4, 32, 8, False, "int4", None), "scales cannot be stored as int4"),
-        ((4, 4, 32, 8, False, "float16", [0] * 16), "a table goes with codes of 4 bits and without an offset or mins"),
-        ((4, 5, 32, 0, False, "float16", [0] * 16), "a table goes with codes of 4 bits and without an offset or mins"),
+        ((4, 7, 32, 8, False, "float16", None, "integer"), "a code has 7 bits, must have 2 to 6 or 8"),
+        ((4, 4, 24, 8, False, "float16", None, "integer"), "a group has 24 features, must have 16 or a multiple of 32"),
+        ((4, 4, 32, 256, False, "float16", None, "integer"), "the offset is 256, must be a code"),
+        ((0, 4, 32, 8, False, "float16", None, "integer"), "a segment has 0 rows"),
+        ((4, 4, 32, 8, False, "int4", None, "integer"), "scales cannot be stored as int4"),
+        (
+            (4, 4, 32, 8, False, "float16", [0] * 16, "integer"),
+            "a table goes with codes of 4 bits and without an offset or mins",
+        ),
+        (
+            (4, 5, 32, 0, False, "float16", [0] * 16, "integer"),
+            "a table goes with codes of 4 bits and without an offset or mins",
+        ),
+        ((4, 8, 32, 0, False, "float32", None, "e3m4"), "a code cannot be e3m4"),
+        ((4, 4, 32, 0, False, "float32", None, "e5m2"), "a code of 8-bit floats has 8 bits"),
     ):
         with pytest.raises(ValueError, match=message):
             kernels.quantized([bad], 64, None, False, 16)
     with pytest.raises(ValueError, match="the segments of gate and up differ in their rows"):
         kernels.quantized([good, (2, *good[1:])], 64, None, True, 16)
+    with pytest.raises(ValueError, match="some segments have integers and others floating-point numbers"):
+        kernels.quantized([good, (4, 8, 32, 0, False, "float32", None, "e4m3fn")], 64, None, False, 16)
     packing = kernels.quantized([good], 64, None, False, 16)
     codes, scales = torch.full((4, 64), 15, dtype=torch.uint8), torch.ones(4, 2)
     for arguments, message in (
@@ -180,3 +192,18 @@ def test_a_model_is_served_as_it_is_stored(variant: str, architecture: str, kind
     # Alone, in chunks and token by token, to the bit.
     assert torch.equal(stored, logits(False, *[1] * 23)[0])
     assert torch.equal(stored, logits(False, 7, 16)[0])
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dim", [40, 32, 7, 1])
+@torch.inference_mode()
+def test_gate_and_up_of_one_matrix_are_those_of_two(dim: int) -> None:
+    matrix = random_matrix(FORMATS[GGMLQuantizationType.Q4_1], 2 * dim, 64)
+    rows = matrix.whole()
+    halves = [
+        replace(matrix, shape=(dim, 64), pieces=partial(iter, [rows.select(slice(first, first + dim))]))
+        for first in (0, dim)
+    ]
+    x, bias, ops = torch.randn(3, 64).bfloat16(), torch.randn(2 * dim).bfloat16(), native_ops()
+    whole = weights_of(replace(matrix, pieces=lambda: iter([rows])), bias=bias).pack(ops, gated=True)(x, None)
+    assert torch.equal(whole, weights_of(*halves, bias=bias).pack(ops, gated=True)(x, None))

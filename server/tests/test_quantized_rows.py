@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock_server.weights.quantization.method import method_of
 from penstock_server.weights.quantization.stored import Affine, unpack_bits
-from quantized_checkpoints import Tensors, awq, bits_and_bytes, compressed, gptq, pack
+from quantized_checkpoints import Tensors, awq, bits_and_bytes, compressed, gemv, gptq, marlin, pack
 
 DTYPES = {
+    torch.int16: "I16",
     torch.int32: "I32",
     torch.int64: "I64",
     torch.int8: "I8",
@@ -53,11 +54,14 @@ def check(data: st.DataObject, options: dict[str, Any], tensors: Tensors, exact:
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_any_rows_are_those_of_the_whole_weight(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["gptq", "awq", "packed", "int8", "bitsandbytes"]))
+    kind = data.draw(st.sampled_from(["gptq", "awq", "gemv", "gemv_fast", "marlin", "packed", "int8", "bitsandbytes"]))
     group = data.draw(st.sampled_from([-1, 16, 32, 64]), "group")
     in_features = data.draw(st.integers(1, 3), "groups") * max(group, 32)
     # As many outputs as the words of zero points hold.
-    unit = {"gptq": 32, "awq": 8, "packed": 1, "int8": 1, "bitsandbytes": 1}[kind]
+    unit = {"gptq": 32, "awq": 8, "gemv": 8, "gemv_fast": 4, "marlin": 64}.get(kind, 1)
+    if kind.startswith("gemv"):
+        group = max(32, group)
+        in_features = in_features // 32 * 64
     weight = torch.randn(data.draw(st.integers(1, 3)) * unit, in_features)
     if kind == "gptq":
         bits, symmetric = data.draw(st.sampled_from([2, 3, 4, 8]), "bits"), data.draw(st.booleans(), "symmetric")
@@ -68,6 +72,12 @@ def test_any_rows_are_those_of_the_whole_weight(data: st.DataObject) -> None:
         group = in_features if group < 0 else group
         options = {"quant_method": "awq", "bits": 4, "group_size": group}
         tensors, exact = awq(group)("x", weight)
+    elif kind in ("gemv", "gemv_fast"):
+        options = {"quant_method": "awq", "bits": 4, "group_size": group, "version": kind}
+        tensors, exact = gemv(group, fast=kind == "gemv_fast")("x", weight)
+    elif kind == "marlin":
+        options = {"quant_method": "gptq", "bits": 4, "group_size": group, "checkpoint_format": "marlin"}
+        tensors, exact = marlin(group, ("B", "s"))("x", weight)
     elif kind == "packed":
         group = in_features if group < 0 else group
         options, quantize = compressed(data.draw(st.sampled_from([4, 8])), "group", group, symmetric=True)

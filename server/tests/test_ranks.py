@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,11 +16,11 @@ from penstock_server.errors import ConfigError
 from penstock_server.models import load_model
 from penstock_server.models.interface import LoadOptions
 from penstock_server.parallel import RankGroup
+from rank_environment import rank_environment
 from rank_program import run
 from tiny_models import make_model, prompts, save_model
 
 PROGRAM = Path(__file__).parent / "rank_program.py"
-PACKAGES = str(Path(__file__).parents[1])
 
 
 def run_ranks(
@@ -38,7 +37,7 @@ def run_ranks(
                     "exact" if exact else "summed",
                     *([device] if device else []),
                 ],
-                env={**os.environ, "PYTHONPATH": PACKAGES, "GLOO_SOCKET_IFNAME": "lo"},
+                env=rank_environment(),
                 stderr=subprocess.PIPE,
                 text=True,
             )

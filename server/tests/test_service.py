@@ -230,6 +230,19 @@ def test_health_tells_how_far_a_gpu_is(client: Client) -> None:
     assert [*found, (device.num_finished, device.is_busy)] == [(1, False), (1, True), (1, True), (3, False)]
 
 
+def test_health_tells_whether_the_pool_still_takes_memory(client: Client) -> None:
+    client.make_ready()
+    engine = client.worker._engine
+    assert engine is not None
+    may_end = threading.Event()
+    engine._backing = threading.Thread(target=may_end.wait)
+    engine._backing.start()
+    assert client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).is_backing_pool
+    may_end.set()
+    engine._backing.join()
+    assert not client.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S).is_backing_pool
+
+
 def test_health_answers_while_a_step_runs(client: Client) -> None:
     client.make_ready()
     steps = client.steps()
@@ -348,7 +361,7 @@ def test_a_broken_sequence_fails_alone(client: Client) -> None:
 def test_the_message_sampling_and_the_engine_s_type_have_the_same_fields() -> None:
     # The protocol carries the grammar in NewSequence.
     assert [*pb.Sampling.DESCRIPTOR.fields_by_name, "grammar"] == [field.name for field in fields(Sampling)]
-    assert set(SAMPLING_FIELDS.names or ()) < {*pb.Sampling.DESCRIPTOR.fields_by_name, "constrained"}
+    assert set(SAMPLING_FIELDS.names or ()) < {*pb.Sampling.DESCRIPTOR.fields_by_name, "masked", "mask_reads_history"}
 
 
 def test_every_field_of_sampling_reaches_the_sampler(client: Client) -> None:

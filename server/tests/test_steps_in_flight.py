@@ -43,10 +43,20 @@ def late_device() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def engines(late_device: None) -> dict[bool, Engine]:
+    """Without and with graphs."""
+    return {has_graphs: make_engine(has_graphs) for has_graphs in (False, True)}
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["eager", "graphs"])
-def engine(request: pytest.FixtureRequest) -> Engine:
+def engine(request: pytest.FixtureRequest, engines: dict[bool, Engine]) -> Engine:
+    return engines[request.param]
+
+
+def make_engine(has_graphs: bool) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeModel, "is_recordable", request.param)
+        patch.setattr(FakeModel, "is_recordable", has_graphs)
         patch.setattr("penstock_server.engine.engine.CudaRecorder", lambda: record_eagerly)
         patch.setattr(graphs, "FIRST_CONTEXT_TOKENS", 8)
         engine, _ = Engine.load(LoadConfig(Path("nowhere"), BLOCK_TOKENS, dtype="float32"), load_model=load_fake)
@@ -116,6 +126,14 @@ def test_any_depth_gives_the_results_of_one_step_at_a_time(
     plans = random_plans(seed, SAMPLINGS + WITH_HISTORY if with_history else SAMPLINGS)
     alone = run(engine, plans, 1)
     assert [listed(result) for result in run(engine, plans, max_in_flight)] == [listed(result) for result in alone]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_recorded_steps_give_the_results_of_steps_without_graphs(engines: dict[bool, Engine], seed: int) -> None:
+    plans = random_plans(seed, SAMPLINGS + WITH_HISTORY)
+    eager, recorded = ([listed(result) for result in run(engines[each], plans, 2)] for each in (False, True))
+    assert recorded == eager
 
 
 def test_a_sequence_takes_its_input_from_the_device_while_two_steps_are_in_flight(engine: Engine) -> None:

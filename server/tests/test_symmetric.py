@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from penstock_server import symmetric
-from penstock_server.collectives import Distributed
-from penstock_server.symmetric import MAX_BYTES, SymmetricMemory, connect_gpus
+from penstock_server.collectives import computes_alike, connect, symmetric
+from penstock_server.collectives.distributed import Distributed
+from penstock_server.collectives.symmetric import MAX_BYTES, SymmetricMemory
 from torch import Tensor
 
 SIZE = 2
@@ -21,6 +21,7 @@ SIZE = 2
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is rank 0 of two. Its tensors are on the CPU, and rank 1 is always of the same opinion."""
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
     monkeypatch.setattr(symmetric, "_device", lambda: torch.device("cpu", 0))
@@ -39,7 +40,7 @@ def kernel_returns(monkeypatch: pytest.MonkeyPatch, summed: Callable[[Tensor], T
 
 def test_ranks_that_can_read_each_other_share_memory(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert type(connect_gpus(0, SIZE)) is SymmetricMemory
+        assert type(connect(0, SIZE, None)) is SymmetricMemory
     assert "add tensors of up to 512 KiB in each other's memory" in caplog.text
 
 
@@ -51,14 +52,14 @@ def test_devices_that_cannot_read_each_other_use_nccl(
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: asked)
     monkeypatch.setattr(Distributed, "minimum", lambda self, value: 0)
     with caplog.at_level(logging.INFO):
-        assert type(connect_gpus(0, SIZE)) is Distributed
+        assert type(connect(0, SIZE, None)) is Distributed
     expected = "another rank cannot share" if asked else "device 0 cannot read the memory of device 1"
     assert f"by NCCL: {expected}" in caplog.text
 
 
 def test_a_wrong_sum_means_nccl(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     kernel_returns(monkeypatch, lambda mine: mine)
-    assert type(connect_gpus(0, SIZE)) is Distributed
+    assert type(connect(0, SIZE, None)) is Distributed
     assert "a sum was 1.0, not 3.0" in caplog.text
 
 
@@ -67,7 +68,7 @@ def test_a_failed_rendezvous_means_nccl(monkeypatch: pytest.MonkeyPatch, caplog:
         raise RuntimeError("CUDA driver error: peer access is not supported\nmore")
 
     monkeypatch.setattr(symmetric_memory, "rendezvous", refuse)
-    assert type(connect_gpus(0, SIZE)) is Distributed
+    assert type(connect(0, SIZE, None)) is Distributed
     assert "by NCCL: CUDA driver error: peer access is not supported" in caplog.text
 
 
@@ -85,3 +86,27 @@ def test_only_small_sums_of_floats_are_made_in_shared_memory(monkeypatch: pytest
     for x in (torch.ones(MAX_BYTES // 4 + 4), torch.ones(3), torch.ones(0, 16), torch.ones(16, dtype=torch.int64)):
         shared.all_reduce(x)
     assert by_nccl == [MAX_BYTES // 4 + 4, 3, 0, 16]
+
+
+@pytest.mark.parametrize(("other", "expected"), [("NVIDIA H200", True), ("NVIDIA A100", False)])
+def test_ranks_compute_alike_on_gpus_of_one_kind(
+    other: str, expected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = iter(["NVIDIA H200", other])
+
+    def properties(device: int) -> Any:
+        return type("Properties", (), {"name": next(names), "major": 9, "minor": 0, "multi_processor_count": 132})
+
+    said: list[int] = []
+
+    def minimum(collectives: Distributed, value: int) -> int:
+        """What rank 0 says first, then rank 1 in a group that knows it."""
+        said.append(value)
+        return min(value, *(first * (1 if value > 0 else -1) for first in said[:1]))
+
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(Distributed, "minimum", minimum)
+    assert computes_alike(Distributed()), "rank 0 alone"
+    assert computes_alike(Distributed()) == expected
+    assert ("GPUs of several kinds" in caplog.text) != expected

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from penstock_server.kernels.ops import NormVariant
-from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.kernels.torch_ops import TorchOps, _multiply_heads
 from penstock_server.layers.rope import RopeSpec, inverse_frequencies, rope_tables
 from penstock_server.models.config import Config
 from penstock_server.models.rope_config import read_rope
@@ -107,3 +107,11 @@ def test_rope_scalings_are_those_of_transformers(rope: dict[str, Any], max_token
     torch.testing.assert_close(inverse_frequencies(spec, max_tokens), expected, rtol=1e-6, atol=0)
     cos, _ = rope_tables(spec, max_tokens, torch.device("cpu"))
     assert float(cos[0, 0]) == pytest.approx(magnitude)
+
+
+def test_the_product_of_heads_writes_to_its_place() -> None:
+    """Absorbed queries may be a part of wider ones."""
+    weight, x, wide = torch.randn(3, 8, 5), torch.randn(4, 3, 13), torch.zeros(4, 3, 9)
+    _multiply_heads(weight, x[..., 2:10], wide[..., :5])
+    torch.testing.assert_close(wide[..., :5], torch.einsum("rhi,hio->rho", x[..., 2:10], weight))
+    assert not wide[..., 5:].any()

@@ -6,6 +6,7 @@ On a GPU, or in Triton's interpreter, whose `tl.dot` is wrong for bfloat16: ther
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from penstock_server.check import check
 from penstock_server.errors import ConfigError
 from penstock_server.kernels import choose_ops, native_build, triton_device
 from penstock_server.kernels.native_build import find_build
-from tested_device import DEVICE, triton_skip_reason
+from tested_device import DEVICE, one_order_of_sums, triton_skip_reason
 from torch import Tensor
 
 if reason := triton_skip_reason():
@@ -33,6 +34,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = Tile(rows=16, columns=16, depth=16, num_warps=4, num_stages=1)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 DTYPES = [dtype for dtype in TOLERANCE if DEVICE.type == "cuda" or dtype != torch.bfloat16]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def with_one_order() -> Iterator[None]:
+    with one_order_of_sums():
+        yield
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,6 +74,12 @@ def test_the_tiles_of_a_gpu_equal_torch(dtype: torch.dtype) -> None:
     expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float()).to(dtype)
     found = InvariantOps(DEVICE, dtype).pack_linear(weight, bias)(x)
     torch.testing.assert_close(found, expected, atol=10 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_wide_layers_are_not_rounded_to_the_models_dtype() -> None:
+    weight, x = random(1, 9, 40, dtype=torch.float16), random(2, 5, 40, dtype=torch.float16)
+    found = InvariantOps(DEVICE, torch.float16).pack_wide(weight)(x)
+    torch.testing.assert_close(found, x.float() @ weight.float().T, atol=1e-5, rtol=1e-5)
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 import torch
 from penstock_server.kernels import choose_ops, triton_device
 from penstock_server.kernels.activation import ACTIVATIONS, Xielu
-from penstock_server.kernels.ops import NormVariant
+from penstock_server.kernels.ops import NormVariant, Summand
 from penstock_server.kernels.torch_ops import TorchOps
 from tested_device import DEVICE, triton_skip_reason
 from torch import Tensor
@@ -65,6 +65,33 @@ def test_norms_equal_torch(name: str, dim: int, dtype: torch.dtype) -> None:
     expected = TORCH.norm(x, weight, bias, variant, total)
     assert_near(OPS.norm(x, weight, bias, variant, residual), expected)
     assert torch.equal(residual, total)
+
+
+POSTS = {  # norm behind the part, factor, other summand, norm of the sum
+    "gemma2": (NormVariant(1e-5, is_wide=True), 1.0, False, NormVariant(1e-5, is_wide=True)),
+    "olmo2": (RMS, 1.0, False, None),
+    "granite": (None, 0.22, False, RMS),
+    "gpt-neox": (None, 1.0, True, LAYER),
+    "all": (LAYER, 0.5, True, RMS),
+    "nothing": (None, 1.0, False, None),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", POSTS)
+def test_sums_with_the_residual_equal_torch(name: str, dtype: torch.dtype) -> None:
+    inner, factor, has_other, variant = POSTS[name]
+    x, residual, other = (random(seed, 3, 200, dtype=dtype)[:, :100] for seed in (1, 2, 3))
+    residual = residual.contiguous()
+    found, expected = residual.clone(), residual.clone()
+    results = []
+    for ops, stream in ((OPS, found), (TORCH, expected)):
+        norm = None if variant is None else ops.pack_norm(random(4, 100, dtype=dtype), None, variant)
+        post = None if inner is None else ops.pack_norm(random(5, 100, dtype=dtype), random(6, 100, dtype=dtype), inner)
+        results.append(ops.add(stream, Summand(x, post, factor, other if has_other else None), norm))
+    assert_near(found, expected)
+    assert_near(*results)
+    assert results[0].dtype == dtype
 
 
 def test_a_wide_residual_gives_the_narrow_dtype_of_the_weight() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 from dataclasses import replace
@@ -42,7 +43,31 @@ def test_results_and_known_tokens_are_counted() -> None:
 
 def test_touching_pages_keeps_their_contents() -> None:
     tensor = torch.arange(1 << 20)
-    memory.touch_pages_in_background([tensor])
-    if memory._populate(tensor):
+    thread = memory.touch_pages_in_background([tensor])
+    if thread is not None:
+        thread.join()
         memory.touch_pages([tensor])
-    assert torch.equal(tensor, torch.arange(1 << 20))
+        assert torch.equal(tensor, torch.arange(1 << 20))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident pages are read from /proc")
+@pytest.mark.parametrize("keeps_contents", [True, False])
+def test_every_page_of_the_pool_is_backed(monkeypatch: pytest.MonkeyPatch, keeps_contents: bool) -> None:
+    if not keeps_contents:  # as before Linux 5.14
+        monkeypatch.setattr(memory, "_advise", lambda pages, advice: False)
+    before = memory._status_bytes("VmRSS")
+    # Not from the heap, which may have resident pages.
+    tensors = [torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.float32) for _ in range(2)]
+    thread = memory.touch_pages_in_background(tensors)
+    assert keeps_contents == (thread is not None)
+    if thread is not None:
+        thread.join()
+    assert memory._status_bytes("VmRSS") - before > 120 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the pages")
+def test_released_pages_are_fresh_at_their_next_use() -> None:
+    tensor = torch.ones(1 << 20)
+    memory.release_pages([tensor, torch.ones(3)])
+    assert int(tensor.count_nonzero()) < 2 * mmap.PAGESIZE // tensor.itemsize, "only partial pages keep their contents"
+    assert torch.equal(tensor.fill_(2.0), torch.full((1 << 20,), 2.0))

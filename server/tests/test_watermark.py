@@ -69,6 +69,13 @@ def test_a_list_evicted_from_the_cache_is_computed_again(monkeypatch: pytest.Mon
     assert len(few._place_of) == 3
 
 
+def test_forgotten_lists_are_computed_again() -> None:
+    lists, previous = GreenLists(997), np.array([1, 2, 3])
+    expected = lists.bits(previous)
+    lists.forget().fill(0)
+    assert (lists.bits(previous) == expected).all()
+
+
 @pytest.mark.parametrize("gamma", [0.25, 0.5])
 def test_a_detector_of_tgi_s_recipe_finds_the_sampler_s_watermark(gamma: float) -> None:
     sampler = Sampler(997, torch.device("cpu"), 2, Watermark.of(997, gamma, 4.0))

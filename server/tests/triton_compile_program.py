@@ -18,17 +18,32 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from penstock_server.attention.interface import Alibi, AttentionMask, AttentionShape, HeadNorms, Rotation, StepBatch
+from penstock_server.attention.interface import (
+    Alibi,
+    AttentionMask,
+    AttentionShape,
+    HeadNorms,
+    LatentKernels,
+    LatentQueries,
+    Latents,
+    Rotation,
+    StepBatch,
+    Transform,
+)
 from penstock_server.attention.triton import backend
 from penstock_server.engine import cut, triton_greedy
 from penstock_server.kernels import triton_device
 from penstock_server.kernels.activation import Xielu
-from penstock_server.kernels.ops import NormVariant
+from penstock_server.kernels.ops import NormVariant, Summand
 from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
-from penstock_server.kernels.triton_grouped import GroupedLinear, GroupedQuantized, assign, weighted_sum
+from penstock_server.kernels.triton_grouped import Gate, GroupedLinear, GroupedQuantized, weighted_sum
 from penstock_server.kernels.triton_invariant import InvariantOps
 from penstock_server.kernels.triton_ops import TritonOps
 from penstock_server.kernels.triton_quantized import QuantizedLinear, Segment, can_gate
+from penstock_server.kernels.triton_routing_kernel import route_kernel
+from penstock_server.layers.experts.routing import Router
+from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, RoutingSpec
+from penstock_server.layers.experts.triton_experts import assign
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
@@ -41,6 +56,9 @@ CASES: dict[str, tuple[AttentionShape, torch.dtype]] = {
     "128": (AttentionShape(32, 8, 128, 0.088, 64), BF16),
     "normed": (AttentionShape(32, 4, 128, 0.088, 64), BF16),
     "normed-256": (AttentionShape(16, 8, 256, 0.0625, 64), BF16),
+    "whole": (AttentionShape(32, 8, 128, 0.088, 64), BF16),
+    "whole-40": (AttentionShape(40, 8, 128, 0.088, 64), BF16),  # OLMo 2 32B
+    "clipped": (AttentionShape(32, 8, 128, 0.088, 64, alibi=Alibi((0.5,) * 32)), BF16),
     "256": (AttentionShape(16, 8, 256, 0.0625, 64), BF16),
     "latent": (LATENT, BF16),
     "float16": (AttentionShape(32, 8, 128, 0.088, 64), FP16),
@@ -70,6 +88,9 @@ QUANTIZED = {
     "q6_k": QuantFormat(6, 16, offset=32, number="int8"),
     "w8": QuantFormat(8, 4096, offset=128),
     "fp8": QuantFormat(8, 128, code="e4m3fn"),
+    "nf4": QuantFormat(4, 64, table=tuple(range(-120, 136, 16))),
+    "iq4_xs": QuantFormat(4, 32, number="int8", table=tuple(range(-120, 136, 16))),
+    "mxfp4": QuantFormat(4, 32, number="e8m0", table=tuple(range(-120, 136, 16))),
     "w8a8": QuantFormat(8, 4096, offset=128, has_narrow_inputs=True),
 }
 
@@ -89,6 +110,17 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
     triton_device.launch = lambda function, grid, **arguments: found.update({function: arguments})
     if name == "operators":
         launch_operators(sum(new for _, new in spans))
+        return found
+    if name == "summand":
+        launch_summand(sum(new for _, new in spans))
+        return found
+    if name.startswith("routing"):
+        launch_routing(name.removeprefix("routing-"), sum(new for _, new in spans))
+        return found
+    if name.startswith("experts"):
+        _, dtype_name, rows = name.split("-")
+        launch_experts(getattr(torch, dtype_name), rows, sum(new for _, new in spans))
+        found.pop(route_kernel, None)
         return found
     if name.startswith("deterministic"):
         launch_deterministic(name, sum(new for _, new in spans))
@@ -114,15 +146,36 @@ def launches(name: str, spans: list[tuple[int, int]]) -> dict[Any, dict[str, Any
     queries, keys, values = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cache = attention.allocate(1)
     rope = torch.zeros(9, shape.head_dim // 2)
-    norms = None
+    clip = norms = None
     if name.startswith("normed"):
         weight = torch.zeros(shape.head_dim, dtype=dtype)
-        norms = HeadNorms(queries, weight, None, weight, None, 1e-6, is_layer=False, is_wide=False)
-    attention.write_kv(cache, keys, values, tokens, Rotation(queries, rope, rope, tokens, False), norms=norms)
+        norms = HeadNorms(weight, None, weight, None, 1e-6, is_layer=False, is_wide=False)
+    if name == "clipped":
+        clip = 6.0
+    if name.startswith("whole"):
+        query_weight, key_weight = (torch.zeros(heads.shape[1:]) for heads in (queries, keys))
+        norms = HeadNorms(query_weight, None, key_weight, None, 1e-6, is_layer=False, is_wide=True, is_whole=True)
+        clip = 8.0
+    rotation = None if name == "clipped" else Rotation(rope, rope, tokens, False)
+    attention.write_kv(cache, keys, values, tokens, Transform(queries, clip, norms, rotation))
     sinks = torch.zeros(shape.num_heads, dtype=dtype) if name == "sinks" else None
     bias = torch.zeros(shape.num_heads, 257) if shape.has_relative_bias else None
     attention.attend(queries, cache, attention.prepare(batch), sinks, bias)
+    if attention.latent is not None:
+        launch_latent(attention.latent, cache, attention.prepare(batch), tokens, dtype)
     return found
+
+
+def launch_latent(latent: LatentKernels, cache: torch.Tensor, metadata: Any, slots: torch.Tensor, dtype: Any) -> None:
+    """Of DeepSeek V3, with 16 of its heads; `attend_kernel` as it is launched for them."""
+    num_tokens, rope = slots.shape[0], torch.zeros(9, 32)
+    x = torch.zeros(num_tokens, 1536 + 512 + 64, dtype=dtype)
+    query_weight, weight = torch.zeros(1536, dtype=dtype), torch.zeros(512, dtype=dtype)
+    latent.write_latents(cache, Latents(x, query_weight, weight, 1e-6, rope, rope, slots), slots)
+    heads = torch.zeros(num_tokens, 16 * 192, dtype=dtype)
+    rotary = heads[:, 16 * 128 :].unflatten(-1, (16, 64))
+    absorbed = torch.zeros(num_tokens, 16, 512, dtype=dtype)
+    latent.attend_latents(LatentQueries(absorbed, rotary, rope, rope), cache, metadata)
 
 
 def launch_operators(num_tokens: int) -> None:
@@ -135,18 +188,60 @@ def launch_operators(num_tokens: int) -> None:
     ops.rotate(qkv[:, :32], qkv[:, 32:40], rope, rope, torch.zeros(num_tokens, dtype=torch.int64))
     ops.gated(torch.nn.functional.silu)(torch.zeros(num_tokens, 28672, dtype=BF16))
     ops.elementwise(Xielu(torch.ones(1), torch.ones(1)))(torch.zeros(num_tokens, 21504, dtype=BF16))
-    experts = QuantizedMatrix((8 * 1536, 2048), QUANTIZED["gptq"], lambda: iter(()))
-    segment = Segment.pack([experts], 0, None, torch.device("cpu"), gated=False)
-    GroupedQuantized(segment, 8, None, None)(
-        x[:, :2048], assign(torch.zeros(num_tokens, 8, dtype=torch.int64), range(8), 8), 8
-    )
-    grouped = GroupedLinear(torch.zeros(128, 1536, 2048, dtype=BF16), None)
-    chosen = torch.zeros(num_tokens, 8, dtype=torch.int64)
-    results = grouped(x[:, :2048], assign(chosen, range(128), 128), 8)
-    weighted_sum(results.unflatten(0, (-1, 8)), torch.zeros(num_tokens, 8))
     probs, mass = torch.zeros(2, 128256), torch.zeros(2, dtype=torch.int64)
     triton_greedy.choose(torch.zeros(num_tokens, 128256, dtype=BF16), None)
     cut.cut_rows(probs, probs.int(), mass, mass > 0, is_count=False, all_equals=False)
+
+
+def launch_summand(num_tokens: int) -> None:
+    """A norm of Gemma 2, of the sum of the residual and a norm."""
+    ops, variant = TritonOps(torch.device("cpu"), BF16), NormVariant(1e-6, is_wide=True)
+    x, norm = torch.zeros(num_tokens, 3584, dtype=BF16), ops.pack_norm(torch.zeros(3584), None, variant)
+    ops.add(x.clone(), Summand(x, norm, 0.5, x), norm)
+
+
+ROUTINGS = {
+    "deepseek": RoutingSpec(
+        *(256, 8, "sigmoid", 1.0, 1e-20, 2.5),
+        has_correction=True,
+        num_groups=8,
+        top_groups=4,
+        group_score="best-two",
+    ),
+    "qwen": RoutingSpec(60, 4),
+    "gpt-oss": RoutingSpec(32, 4, "softmax-chosen"),
+    "phimoe": RoutingSpec(16, 2, "sparsemixer", jitter=0.01),
+}
+ROWS_PER_EXPERT = {"few": 4, "some": 16, "more": 32, "many": 65}
+
+
+def launch_routing(name: str, num_tokens: int) -> None:
+    """With a gate of the shared expert where the scoring is softmax."""
+    spec = ROUTINGS[name]
+    num, x = spec.num_experts, torch.zeros(num_tokens, 2048, dtype=BF16)
+    correction = torch.zeros(num) if spec.has_correction else None
+    gate = torch.zeros(2048, dtype=BF16) if spec.scoring == "softmax" else None
+    logits, counts = torch.zeros(num_tokens, num, dtype=BF16), torch.zeros(num, dtype=torch.int32)
+    linear: Any = None
+    assignment = assign(logits, Router(linear, correction, spec), range(num), counts, x, gate)
+    weighted_sum(torch.zeros(num_tokens * spec.top_k, 2048, dtype=BF16), assignment, x, range(num))
+
+
+def launch_experts(dtype: torch.dtype, rows: str, num_tokens: int) -> None:
+    """Gate and up of experts, dense and quantized, with tiles for this many rows."""
+    num, mean = 8, ROWS_PER_EXPERT[rows]
+    num_tokens = (mean - 1) * num + num_tokens % num + 1
+    spec, counts = RoutingSpec(num, 1), torch.zeros(num, dtype=torch.int32)
+    x, linear = torch.zeros(num_tokens, 2048, dtype=dtype), None
+    assignment = assign(torch.zeros(num_tokens, num), Router(linear, None, spec), range(num), counts, x, None)  # type: ignore[arg-type]
+    bias, output = torch.zeros(num, 1536, dtype=dtype), torch.zeros(num_tokens, 768, dtype=dtype)
+    GroupedLinear(torch.zeros(num, 1536, 2048, dtype=dtype), bias, Gate(CLAMPED_SWIGLU, 1.7, 7.0))(
+        x, assignment, output
+    )
+    if dtype == BF16:
+        matrix = QuantizedMatrix((num * 1536, 2048), QUANTIZED["gptq"], lambda: iter(()))
+        segment = Segment.pack([matrix], 0, None, torch.device("cpu"), gated=False)
+        GroupedQuantized(segment, num, None, None, Gate("silu"))(x, assignment, output)
 
 
 def launch_deterministic(name: str, num_tokens: int) -> None:
@@ -184,6 +279,7 @@ def specialize(function: Any, arguments: dict[str, Any], target: GPUTarget) -> t
 def check(name: str, capability: int) -> None:
     """Prints the resources of each kernel, and how many compilations of it STEPS need."""
     target = GPUTarget("cuda", capability, 32)
+    triton_device.capability = lambda device: divmod(capability, 10)
     compilations: dict[Any, dict[str, tuple[Any, ...]]] = {}
     for spans in STEPS:
         for function, arguments in launches(name, spans).items():
@@ -194,6 +290,7 @@ def check(name: str, capability: int) -> None:
         source = ASTSource(function, signature, constants, attributes)
         compiled = triton.compile(source, target=target, options=options.__dict__)
         resources = {"shared_bytes": compiled.metadata.shared, **registers(compiled.asm["cubin"])}
+        resources["tensor_memory_columns"] = compiled.metadata.tmem_size or 0
         products = re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*", compiled.asm["ptx"])
         resources["products"] = sorted(
             {re.sub(r"n\d+k", "k", name) for name in products}

@@ -35,14 +35,18 @@ class StepBatch:
     # The step's source tokens: their positions count from the start of the source, and their contexts are the source.
     # No row is sampled. None: the step has none.
     sources: StepBatch | None = None
+    token_types: Tensor | None = (
+        None  # [tokens] int64: 1 for those of a second text, otherwise 0; None: the model has no types
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
     """The interval of positions that a query attends to. It ends at the query, except in a source, which is attended to
-    as a whole."""
+    as a whole or on both sides of the query."""
 
-    window: int | None = None  # sliding window: the last `window` positions, including the query's own (Mistral)
+    # Sliding window: the last `window` positions, including the query's own (Mistral); in a source also the next ones.
+    window: int | None = None
     chunk: int | None = None  # positions of the query's own chunk of `chunk` tokens (Llama 4)
     # Encoder-decoder models: "source" is the whole source, from any position; "answer" is what follows the source.
     part: Literal["context", "source", "answer"] = "context"
@@ -51,6 +55,8 @@ class AttentionMask:
         """First position and end (exclusive) for queries at `positions`, of a sequence with a source of this length.
         Both are non-decreasing if positions ascend."""
         if self.part == "source":
+            if self.window is not None:
+                return (positions - self.window + 1).clamp(min=0), (positions + self.window).clamp(max=source_len)
             return positions.new_zeros(positions.shape), positions.new_full(positions.shape, source_len)
         first = positions.new_full(positions.shape, source_len if self.part == "answer" else 0)
         if self.window is not None:
@@ -62,6 +68,8 @@ class AttentionMask:
     @property
     def max_span(self) -> int | None:
         """Upper bound on the positions that one query attends to, counted back from its own; None: unbounded."""
+        if self.part == "source":
+            return None
         return min((bound for bound in (self.window, self.chunk) if bound is not None), default=None)
 
 
@@ -112,22 +120,10 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
-    """The rotary embedding of a layer's queries and keys."""
-
-    queries: Tensor  # [tokens, num_heads, head_dim]
-    cos: Tensor  # [max positions, rotary_dim / 2] float32
-    sin: Tensor  # the same
-    positions: Tensor  # [tokens] int64
-    is_interleaved: bool  # a pair is elements 2i and 2i + 1, not i and i + rotary_dim / 2
-
-
-@dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of each head of a layer's queries and keys, before the rotation. Weights are [heads, head_dim], or
-    [head_dim] for all heads, or None; biases the same."""
+    """Norms of a layer's queries and keys. Weights are [heads, head_dim], or [head_dim] for all heads, or None; biases
+    the same."""
 
-    queries: Tensor  # [tokens, num_heads, head_dim]
     query_weight: Tensor | None
     query_bias: Tensor | None
     key_weight: Tensor | None
@@ -135,12 +131,76 @@ class HeadNorms:
     eps: float
     is_layer: bool  # LayerNorm, not RMSNorm
     is_wide: bool  # an RMSNorm that is rounded once, at the end
+    is_whole: bool = False  # over all heads of a token together, not over each head
+    follows_rotation: bool = False
 
     @property
     def weight_stride(self) -> int:
         """Between the weights of two heads."""
         weight = self.query_weight
         return 0 if weight is None or weight.dim() == 1 else weight.shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotary embedding of a layer's queries and keys."""
+
+    cos: Tensor  # [max positions, rotary_dim / 2] float32
+    sin: Tensor  # the same
+    positions: Tensor  # [tokens] int64
+    is_interleaved: bool  # a pair is elements 2i and 2i + 1, not i and i + rotary_dim / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """What is done to a layer's queries in place, and to its keys and values as they are stored, in this order. What
+    another step follows is rounded to their dtype."""
+
+    queries: Tensor  # [tokens, num_heads, head_dim]
+    clip: float | None = None  # queries, keys and values are clamped to ± this, a number of their dtype
+    norms: HeadNorms | None = None  # of queries and keys; `follows_rotation`: the last
+    rotation: Rotation | None = None  # of queries and keys
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """What the down projection of latent attention gives for a step's tokens, and how it becomes keys: the latent is
+    normed (RMSNorm), and the rotary part, whose pairs are in halves, is rotated."""
+
+    x: Tensor  # [tokens, query latent + value_dim + rotary elements]; features are contiguous
+    query_weight: Tensor | None  # [query latent] of its norm; None: queries have no latent
+    weight: Tensor  # [value_dim]
+    eps: float  # of both norms
+    cos: Tensor  # [max positions, rotary elements / 2] float32
+    sin: Tensor  # the same
+    positions: Tensor  # [tokens] int64
+
+
+@dataclass(frozen=True, slots=True)
+class LatentQueries:
+    """Queries of latent attention in two parts, the second of which is not rotated yet."""
+
+    absorbed: Tensor  # [tokens, num_heads, value_dim]
+    rotary: Tensor  # [tokens, num_heads, head_dim - value_dim]
+    cos: Tensor  # as of `Latents`
+    sin: Tensor
+
+
+class LatentKernels(Protocol):
+    """Latent attention in fewer launches than by `write_kv` and `attend`."""
+
+    def write_latents(
+        self, cache: Tensor, latents: Latents, slots: Tensor, scales: KvScales | None = None
+    ) -> Tensor | None:
+        """Stores keys at their slots [tokens] int64. Returns the normed latents of queries [tokens, query latent], if
+        they have any."""
+        ...
+
+    def attend_latents(
+        self, queries: LatentQueries, cache: Tensor, metadata: Any, scales: KvScales | None = None
+    ) -> Tensor:
+        """`Attention.attend`. Queries are rotated by their positions in the sequences."""
+        ...
 
 
 class Attention(Protocol):
@@ -157,13 +217,13 @@ class Attention(Protocol):
         ...
 
     @property
-    def rotates(self) -> bool:
-        """Whether `write_kv` accepts a rotation."""
+    def transforms(self) -> bool:
+        """Whether `write_kv` accepts a transform."""
         ...
 
     @property
-    def normalizes(self) -> bool:
-        """Whether `write_kv` accepts norms."""
+    def latent(self) -> LatentKernels | None:
+        """None: there are none for this shape."""
         ...
 
     @property
@@ -188,18 +248,14 @@ class Attention(Protocol):
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
-        rotation: Rotation | None = None,
+        transform: Transform | None = None,
         scales: KvScales | None = None,
-        norms: HeadNorms | None = None,
     ) -> None:
         """Stores keys [tokens, num_kv_heads, head_dim] and values [tokens, num_kv_heads, value_dim] at their slots
         [tokens] int64. With `values_in_keys`, `values` is ignored.
 
-        rotation: applied to its queries in place, and to the keys as they are stored. None: keys are as they should be
-        stored.
-        scales: of the layer, if the cache is in fp8; None: 1.
-        norms: applied before the rotation, to its queries in place, and to the keys as they are stored. Their queries
-        are those of the rotation if there is one."""
+        transform: None: keys and values are as they should be stored.
+        scales: of the layer, if the cache is in fp8; None: 1."""
         ...
 
     def attend(

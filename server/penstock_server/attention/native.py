@@ -1,8 +1,8 @@
 """Paged attention in native kernels on a CPU. A row's result depends neither on the other rows
 nor on how its prompt was cut into chunks.
 
-Cache of one layer: [blocks, kv_heads * (keys, values) of a block]; the kernels own the order inside. They need head
-dimensions that are multiples of 16: others are padded with zeros, which change neither scores nor values.
+Cache of one layer: [blocks, kv_heads * (keys, values) of a block], fp8 as int8; the kernels own the order inside. They
+need head dimensions that are multiples of 16: others are padded with zeros, which change neither scores nor values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock_server.attention.fp8 import KvScales
-    from penstock_server.attention.interface import Attention, AttentionShape, HeadNorms, Rotation, StepBatch
+    from penstock_server.attention.interface import Attention, AttentionShape, StepBatch, Transform
 
 PREFERRED_BLOCK_TOKENS = 16  # BLOCK_TOKENS of every build, the only size that the kernels know
 MAX_DIM = 1024  # of every build
@@ -28,8 +28,6 @@ HEAD_DIM_MULTIPLE = 16
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> str | None:
     """Why the kernels cannot run on this device in these data types, for people. None: they can."""
-    if kv_dtype is not None:
-        return "it does not store fp8 (--kv-cache-dtype)"
     if find_build(device, dtype) is not None:
         return None
     found = f"{device.type} in {str(dtype).removeprefix('torch.')}"
@@ -52,25 +50,30 @@ def make(
 ) -> Attention:
     build = find_build(device, dtype, cpu_isa)
     assert build is not None, "checked by unavailable_reason"
-    return NativeAttention(shape, build)
+    return NativeAttention(shape, build, kv_dtype)
 
 
 class NativeAttention:
     """Implements `Attention`."""
 
     name = "native"
-    rotates = False
-    normalizes = False
+    transforms = False
+    latent = None
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
-    def __init__(self, shape: AttentionShape, build: NativeBuild) -> None:
+    def __init__(self, shape: AttentionShape, build: NativeBuild, kv_dtype: torch.dtype | None = None) -> None:
+        """kv_dtype: as of `choose_attention`."""
+        import torch
+
         self.shape = shape
         self._build = build
+        self._stored_dtype = build.dtype if kv_dtype is None else torch.int8
         # Zeros behind the last element of each key head and each value head.
         self._padding = (-shape.head_dim % HEAD_DIM_MULTIPLE, -shape.output_dim % HEAD_DIM_MULTIPLE)
         head_padding, value_padding = self._padding
         padded = replace(shape, head_dim=shape.head_dim + head_padding, value_dim=shape.output_dim + value_padding)
-        self.native = build.kernels().attention(padded)
+        stored = None if kv_dtype is None else str(kv_dtype).removeprefix("torch.")
+        self.native = build.kernels().attention(padded, stored)
 
     @property
     def is_padded(self) -> bool:
@@ -80,16 +83,16 @@ class NativeAttention:
     def allocate(self, num_blocks: int) -> Tensor:
         import torch
 
-        shape = (num_blocks, self.native.block_elements)
+        shape = (num_blocks, self.native.block_numbers)
         # Anonymous memory is zeroed by the system, and a page costs nothing until it is touched.
         num_bytes = num_blocks * self.bytes_per_block()
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        cache = torch.frombuffer(memory, dtype=self._build.dtype).view(shape)
+        cache = torch.frombuffer(memory, dtype=self._stored_dtype).view(shape)
         self._build.module.advise_huge_pages(cache)
         return cache
 
     def bytes_per_block(self) -> int:
-        return self.native.block_elements * self._build.dtype.itemsize
+        return self.native.block_numbers * self._stored_dtype.itemsize
 
     def prepare(self, batch: StepBatch) -> Any:
         return self._build.module.Batch(batch.query_starts, batch.context_lens, batch.block_tables, batch.source_lens)
@@ -100,13 +103,12 @@ class NativeAttention:
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
-        rotation: Rotation | None = None,
+        transform: Transform | None = None,
         scales: KvScales | None = None,
-        norms: HeadNorms | None = None,
     ) -> None:
-        assert rotation is norms is None
+        assert transform is None
         stored = None if self.shape.values_in_keys else _padded(values, self._padding[1])
-        self.native.write(cache, _padded(keys, self._padding[0]), stored, slots)
+        self.native.write(cache, _padded(keys, self._padding[0]), stored, slots, scales)
 
     def attend(
         self,
@@ -121,7 +123,7 @@ class NativeAttention:
         sinks = None if sinks is None else sinks.to(queries.dtype).contiguous()
         bias = None if bias is None else bias.float().contiguous()
         output = queries.new_empty(queries.shape[0], self.shape.num_heads, self.shape.output_dim + self._padding[1])
-        self.native.attend(queries, cache, metadata, output, sinks, bias)
+        self.native.attend(queries, cache, metadata, output, sinks, bias, scales)
         return output[..., : self.shape.output_dim] if self._padding[1] else output
 
 

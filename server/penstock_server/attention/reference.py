@@ -17,9 +17,8 @@ from penstock_server.attention.interface import (
     Attention,
     AttentionMask,
     AttentionShape,
-    HeadNorms,
-    Rotation,
     StepBatch,
+    Transform,
 )
 
 PREFERRED_BLOCK_TOKENS = 16
@@ -89,8 +88,8 @@ class ReferenceAttention:
     first; fp8 as int8."""
 
     name = "reference"
-    rotates = False
-    normalizes = False
+    transforms = False
+    latent = None
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(
@@ -123,11 +122,10 @@ class ReferenceAttention:
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
-        rotation: Rotation | None = None,
+        transform: Transform | None = None,
         scales: KvScales | None = None,
-        norms: HeadNorms | None = None,
     ) -> None:
-        assert rotation is norms is None
+        assert transform is None
         if self.kv_dtype is not None:
             scales = scales or KvScales()
             keys = fp8.encode(keys, self.kv_dtype, scales.keys)

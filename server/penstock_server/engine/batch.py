@@ -7,7 +7,7 @@ sequences and tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -161,7 +161,11 @@ def build(table: SequenceTable, chosen: Selection) -> Built:
         max_query_tokens=max_query,
         max_context_tokens=max_context,
     )
-    if table.limits.max_source_tokens:
+    if not table.limits.has_answers:
+        batch = replace(batch, source_lens=batch.context_lens)
+        if table.limits.has_token_types:
+            batch = replace(batch, token_types=(positions >= table.first_text[token_rows]).astype(np.int64))
+    elif table.limits.max_source_tokens:
         batch, answer_tokens = split(batch, table.source[rows])
         last_tokens = answer_tokens[last_tokens]
     return Built(batch, samples, prompt, last_tokens)

@@ -24,6 +24,8 @@ _HEAP_FACTOR = 2
 # A prompt token with 20 alternatives on its way to the router, as Python objects and as a message.
 _RESULT_BYTES = 4 << 10
 _MAX_RESULTS = 2  # one is converted to a message while the next one is computed
+# On a GPU, beside the weights of a standby group: CUDA's context, the kernels, and what loading needs temporarily.
+_STANDBY_BYTES = 2 << 30
 # A known token: in the sequence table, and in the plan that brings it, as protobuf's number and Python's.
 _KNOWN_BYTES = 4 + 4 + 8 + 32
 
@@ -78,6 +80,7 @@ class CapacityProbe:
             self.block_tokens,
             max_source_tokens=self.model.max_source_tokens,
             max_answer_tokens=self.model.max_position_tokens - self.model.max_source_tokens,
+            is_pooled=self.model.pooler is not None,
             has_grammars=self.has_grammars,
         )
         self.model.allocate_cache(worst.num_blocks())
@@ -103,9 +106,22 @@ class CapacityProbe:
             left = meter.measure(releasing=worst.num_blocks() * per_block)
         step_bytes = left.transient * (_HEAP_FACTOR if on_cpu else 1)
         unseen = later_bytes + unseen_bytes(worst) if on_cpu else 0
-        left = replace(left, transient=step_bytes + recorded_bytes + unseen)
+        reserved_bytes = self.standby_bytes if config.reserves_standby and not on_cpu else 0
+        left = replace(left, available=left.available - reserved_bytes, transient=step_bytes + recorded_bytes + unseen)
         num_blocks = self.agree_on_blocks(config, memory.usable_bytes(left, share) // per_block, left)
         return Measured(num_blocks, max(seconds), step_bytes)
+
+    @property
+    def standby_bytes(self) -> int:
+        """What a standby group takes of this rank's GPU."""
+        return self.model.weight_bytes + _STANDBY_BYTES
+
+    def standby_room(self, config: WarmUpConfig, step_bytes: int) -> int | None:
+        """As of `Capacity`, measured now. step_bytes: of the largest step."""
+        if self.device.type == "cpu" or config.proven:
+            return None
+        left = replace(memory.MemoryMeter(self.device).measure(), transient=step_bytes + self.standby_bytes)
+        return memory.left_bytes(left, memory.Share(config.memory_fraction, 1))
 
     def longest_sequence(self, config: WarmUpConfig) -> int:
         """The longest sequence in tokens that the model and the limits allow."""

@@ -1,32 +1,16 @@
-"""Applies a grammar's masks to scores: tokens that it does not allow get no probability."""
+"""Applies masks to scores: tokens that they do not allow get no probability."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Masks = tuple[Tensor, Tensor]  # on the device: rows that have a mask [rows] int64, and the masks [rows, words] int32
+# On the device: rows that have a mask [rows] int64, and the masks [rows, words] int32: bit b of word w allows token
+# 32·w + b. A mask that allows no token breaks its row.
+Masks = tuple[Tensor, Tensor]
 
 _NOTHING = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """The masks of a step's constrained rows; host arrays."""
-
-    places: npt.NDArray[np.int64]  # [constrained] rows of the logits, ascending
-    words: npt.NDArray[np.int32]  # [constrained, words] bit b of word w allows token 32·w + b
-
-    def of(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """The masks [places, words] of some constrained rows."""
-        return self.words[np.searchsorted(self.places, places)]
-
-
-NO_CONSTRAINTS = Constraints(np.zeros(0, np.int64), np.zeros((0, 0), np.int32))
 
 
 class Constrainer:
@@ -43,7 +27,7 @@ class Constrainer:
         """Set the scores [rows, vocab] of tokens to -inf, in place, that the masks [places, words] of rows `places` do
         not allow.
 
-        When nothing is left, because min_new_tokens forbids the stop tokens and the grammar allows only those, they are
+        When nothing is left, because min_new_tokens forbids the stop tokens and the mask allows only those, they are
         allowed nevertheless, with equal scores.
         """
         added = self._expand(words, scores.dtype)[:, : scores.shape[1]]

@@ -44,6 +44,10 @@ class Room:
         self.mask = torch.empty((rows, width), dtype=torch.bool, device=device)
         self.histogram = torch.empty((rows, _NUM_BINS), dtype=torch.int64, device=device)
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [self.keys, self.upper, self.bins, self.weights, self.floats, self.mask, self.histogram]
+
 
 def weights_of(probs: Tensor, room: Room) -> Tensor:
     """Probabilities as integers, int64 [rows, width], in the scratch buffer."""

@@ -90,13 +90,8 @@ def open_device(device: torch.device) -> None:
     """Make it the default of this process, and use it for the first time. Raises ConfigError if that fails."""
     if device.type != "cuda":
         return
-    capability, compiled = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
-    if compiled and not any(_runs_on(name, capability) for name in compiled):
-        raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, for which "
-            f"torch {torch.__version__} has no code, only for {', '.join(compiled)}; install a build of torch that has"
-        )
     try:
+        _check_compiled_for(device)
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
     except RuntimeError as error:
@@ -104,6 +99,16 @@ def open_device(device: torch.device) -> None:
             f"{device} cannot be used: {_first_line(error)}; `nvidia-smi` shows which processes use it, and in which "
             "mode it is"
         ) from error
+
+
+def _check_compiled_for(device: torch.device) -> None:
+    """Raises ConfigError if torch has no code for this GPU."""
+    capability, compiled = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    if compiled and not any(_runs_on(name, capability) for name in compiled):
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, for which "
+            f"torch {torch.__version__} has no code, only for {', '.join(compiled)}; install a build of torch that has"
+        )
 
 
 def _runs_on(compiled: str, capability: tuple[int, int]) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,17 +26,22 @@ from penstock_server.engine.device import (
 )
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.graphs import Bucket, CudaRecorder, StepGraphs, buckets, needed_bytes
+from penstock_server.engine.pooling import PoolingRunner
 from penstock_server.engine.sampler import Sampler
 from penstock_server.engine.sequence import SequenceTable, TableLimits
-from penstock_server.engine.step import Pending, StepRunner
+from penstock_server.engine.step import StepRunner
+from penstock_server.engine.stream import Runner
 from penstock_server.engine.transfer import record_event
 from penstock_server.engine.watermark import Watermark
 from penstock_server.errors import ConfigError, GrammarError
 from penstock_server.grammar.compiler import GrammarCompiler
 from penstock_server.grammar.state import GrammarStates
 from penstock_server.grammar.trial import Trial
+from penstock_server.heap import return_free_pages
+from penstock_server.kernels import ACTIVATION_BITS
 from penstock_server.kernels.native_build import find_build
 from penstock_server.models.interface import CausalModel, LoadOptions
+from penstock_server.models.pooling import read_pooling
 from penstock_server.parallel import RankGroup
 from penstock_server.phase import PhaseClock
 from penstock_server.plan import Advances, Grammar, NewSequence, Plan, StepResult, StepTiming
@@ -77,7 +83,8 @@ class Engine:
         self._watermark = watermark or Watermark.of(model.vocab_size)
         self._compiler = compiler
         self._cpu_isa = cpu_isa
-        self._ready: StepRunner | None = None
+        self._ready: Runner | None = None
+        self._backing: threading.Thread | None = None
         self.progress = DeviceProgress(record_event) if device.type != "cpu" else None  # of a GPU
 
     @classmethod
@@ -98,11 +105,12 @@ class Engine:
         native = find_build(device, dtype, config.cpu_isa)
         torch.set_num_threads(choose_num_threads(config, world_size))
         open_device(device)
-        trial = None
-        if rank == 0 and (config.model_path / "tokenizer.json").is_file():
-            # Its process starts while the model loads, so that no grammar waits for it.
+        trial, is_pooled = None, read_pooling(config.model_path) is not None
+        if not is_pooled and rank == 0 and (config.model_path / "tokenizer.json").is_file():
             trial = Trial(config.model_path)
-            trial.start()
+            if not config.background:
+                # Its process starts while the model loads, so that no grammar waits for it.
+                trial.start()
         with clock.phase("meet ranks"):
             backend = "nccl" if device.type == "cuda" else "gloo"
             group = RankGroup.join(rank, world_size, config.rendezvous, backend, native)
@@ -118,14 +126,14 @@ class Engine:
             kv_dtype=kv_dtype,
             dequantize=config.dequantize,
             quantize=config.quantize,
-            activation_bits=config.activation_bits or 16,
+            activation_bits=config.activation_bits or ACTIVATION_BITS,
         )
         advice = "use a larger GPU, or more shards (--num-shard), or end the other processes"
 
         def read() -> tuple[CausalModel, GrammarCompiler | None]:
             with clock.phase("load model"), torch.inference_mode(), naming_full_memory(device, "the weights", advice):
                 model = load_model(options, group)
-            if rank != 0:
+            if rank != 0 or is_pooled:
                 return model, None
             with clock.phase("read vocabulary"):
                 return model, GrammarCompiler(config.model_path, model.vocab_size, first=trial)
@@ -146,6 +154,8 @@ class Engine:
             window_tokens=model.window_tokens,
             decoder_prefix=model.decoder_prefix,
             max_source_tokens=model.max_source_tokens,
+            pooling=None if model.pooler is None else model.pooler.pooling,
+            num_dimensions=0 if model.pooler is None else model.pooler.num_dimensions,
         )
         return cls(model, group, device, block_tokens, watermark, compiler, config.cpu_isa), description
 
@@ -157,9 +167,10 @@ class Engine:
         self._compiler.compile(grammar)
 
     def close(self) -> None:
-        """End the engine's processes. It must not be used afterwards."""
+        """End the engine's processes, and leave the other ranks. It must not be used afterwards."""
         if self._compiler is not None:
             self._compiler.close()
+        self._group.leave()
 
     @torch.inference_mode()
     def warm_up(self, config: WarmUpConfig) -> Capacity:
@@ -171,7 +182,10 @@ class Engine:
 
     def _warm_up(self, config: WarmUpConfig) -> Capacity:
         clock = PhaseClock()
+        if self._compiler is not None:
+            self._compiler.start_trial()  # of a standby group, which has none before it serves
         has_grammars = self._compiler is not None and self._compiler.rehearse(warmup.ANY_TEXT)
+        has_grammars = self._group.minimum(-has_grammars) < 0  # the first rank alone has a compiler
         probe = CapacityProbe(self.model, self._group, self._device, self._block_tokens, has_grammars)
         probe.check_limits(config)
         longest = probe.longest_sequence(config)
@@ -190,10 +204,14 @@ class Engine:
                 max_sequence_tokens=longest,
                 num_rows=config.max_step_sequences,
                 max_source_tokens=self.model.max_source_tokens,
+                has_answers=not self._is_encoder,
+                has_token_types=self.model.pooler is not None and self.model.pooler.pooling.has_token_types,
             )
 
-        def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> StepRunner:
+        def runner(model: CausalModel, num_blocks: int, graphs: StepGraphs | None = None) -> Runner:
             table = SequenceTable(table_limits(num_blocks))
+            if model.pooler is not None:
+                return PoolingRunner(model, model.pooler, self._group, self._device, config, table, self.progress)
             return StepRunner(model, self._group, self._device, config, sampler, table, grammars, graphs, self.progress)
 
         def run(model: CausalModel, plan: Plan, num_blocks: int) -> StepTiming:
@@ -202,7 +220,7 @@ class Engine:
             self.reset()
             return result.timing
 
-        has_graphs = self.model.is_recordable and config.records_graphs
+        has_graphs = self.model.is_recordable and self.model.pooler is None and config.records_graphs
 
         def new_graphs(num_blocks: int) -> tuple[StepGraphs, list[Bucket]]:
             limits = table_limits(num_blocks)
@@ -223,12 +241,9 @@ class Engine:
         num_blocks = measured.num_blocks
         with clock.phase("allocate KV pool"):
             self.model.allocate_cache(num_blocks)
-            if config.proven:
-                # The memory was proven to be there, and streams wait for their first token, not for the last page.
-                memory.touch_pages_in_background(self.model.caches)
-            else:
-                memory.touch_pages(self.model.caches)
-            memory.return_free_pages()
+            # The memory is there: it was measured. Requests wait for their first token, not for the last page.
+            self._backing = memory.touch_pages_in_background(self.model.caches)
+            return_free_pages()
         longest = probe.longest_in(num_blocks, config)
         self.model.serve_up_to(longest)
         graphs = None
@@ -237,12 +252,16 @@ class Engine:
                 graphs, of_steps = new_graphs(num_blocks)
                 graphs.add(of_steps)
             logger.info("recorded %d graphs of decode steps", len(graphs))
-        elif config.records_graphs and self._device.type == "cuda":
+        elif config.records_graphs and self._device.type == "cuda" and self.model.pooler is None:
             logger.warning("decode steps are not recorded as graphs: this model may wait for the device")
         self._ready = runner(self.model, num_blocks, graphs)
         with clock.phase("rehearse"):
             self._rehearse()
-        return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s)
+        room = probe.standby_room(config, measured.step_bytes)
+        # Few requests need them. They were in use when the pool was measured, so there is room for them later.
+        memory.release_pages(sampler.forget())
+        return_free_pages()
+        return Capacity(num_blocks, tuple(clock.phases), measured.worst_step_s, room)
 
     def _wait_for_grammars(self) -> int:
         """Wait until everything that starts during the warm-up has its memory. Returns the bytes it will still
@@ -250,25 +269,26 @@ class Engine:
         return 0 if self._compiler is None else self._compiler.wait()
 
     def _rehearse(self) -> None:
-        """Run a prompt and a decode, so that no request is the first to use any part."""
+        """Run a prompt and a decode, if there is any, so that no request is the first to use any part."""
         num_source = 1 if self.model.max_source_tokens else 0
-        prompt = [0] * (num_source + 1)
+        prompt = [0] * (num_source if self._is_encoder else num_source + 1)
         blocks = range(-(-(len(prompt) + 1) // self._block_tokens))
         started = -(-len(prompt) // self._block_tokens)
         new = NewSequence(0, prompt, len(prompt), block_ids=blocks[:started], num_source_tokens=num_source)
         self.step(Plan(1, new_sequences=[new], advances=Advances.of([0], [len(prompt)], [True])))
-        self.step(Plan(2, advances=Advances.of([0], [1], [True], [blocks[started:]])))
+        if self.model.pooler is None:
+            self.step(Plan(2, advances=Advances.of([0], [1], [True], [blocks[started:]])))
         self.reset()
 
     def reset(self) -> None:
         """Forget every sequence: a new stream begins."""
         self._runner.reset()
 
-    def launch(self, plan: Plan) -> Pending:
-        """Start one plan; see `StepRunner.launch`."""
+    def launch(self, plan: Plan) -> Any:
+        """Start one plan; see `StepRunner.launch`. Returns what `collect` takes."""
         return self._runner.launch(plan)
 
-    def collect(self, pending: Pending) -> StepResult:
+    def collect(self, pending: Any) -> StepResult:
         """The result of the oldest launched plan; see `StepRunner.collect`."""
         return self._runner.collect(pending)
 
@@ -277,11 +297,21 @@ class Engine:
         return self.collect(self.launch(plan))
 
     @property
+    def is_backing_pool(self) -> bool:
+        """Whether pages of the KV pool still take memory that the system reports as available."""
+        return self._backing is not None and self._backing.is_alive()
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether `launch` returns before the device has done the step."""
         return self._device.type != "cpu"
 
     @property
-    def _runner(self) -> StepRunner:
+    def _is_encoder(self) -> bool:
+        """Whether all of a sequence is read at once."""
+        return self.model.max_source_tokens > 0 and not self.model.decoder_prefix
+
+    @property
+    def _runner(self) -> Runner:
         assert self._ready is not None, "warm_up comes first"
         return self._ready

@@ -30,6 +30,7 @@ class HostBatch:
     max_context_tokens: int
     source_lens: Lengths | None = None
     sources: HostBatch | None = None
+    token_types: Rows | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -47,8 +48,8 @@ class HostBatch:
         return StepBatch(**{**values, "sources": None if self.sources is None else self.sources.put(put)})
 
     def padded(self, num_sequences: int, max_context_tokens: int, block_tokens: int) -> HostBatch:
-        """A decode step with as many sequences, and contexts of at most so many tokens. The tokens of the added
-        sequences are not stored, and their contexts are empty."""
+        """A decode step padded to `num_sequences` sequences and to contexts of at most `max_context_tokens` tokens.
+        The tokens of the added sequences are not stored, and their contexts are empty."""
         shape = num_sequences, -(-max_context_tokens // block_tokens)
         return HostBatch(
             token_ids=_filled(self.token_ids, shape[:1]),

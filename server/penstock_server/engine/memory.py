@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,18 @@ from pathlib import Path
 
 import torch
 
+from penstock_server.background import lower_priority
+from penstock_server.heap import return_free_pages
+
 # The default pool on a CPU: this size, or this many of the longest sequences if that is more. It is not all memory,
 # because a CPU server usually shares the machine, and touching pages costs start-up time.
 DEFAULT_CPU_POOL_BYTES = 1 << 30
 DEFAULT_CPU_POOL_SEQUENCES = 4
 _LIBC = ctypes.CDLL(None)
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
-_POPULATE_BYTES = 64 << 20
+_MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23  # the latter since Linux 5.14
+# PERF: madvise locks the process's mappings while it backs a piece, and a thread of low priority may pause in it. A
+# step that maps memory then waits for one huge page at most.
+_POPULATE_BYTES = 2 << 20
 _UNLIMITED = 1 << 60  # control groups version 1 express "no limit" as a huge number
 
 
@@ -89,11 +95,16 @@ def free_bytes(device: torch.device) -> int:
 
 def usable_bytes(memory: Memory, share: Share) -> int:
     """Bytes that one rank may allocate permanently."""
-    free = memory.available - (1 - share.fraction) * memory.total
-    usable = free / share.num_ranks - memory.transient
+    usable: float = left_bytes(memory, share)
     if share.cap_bytes is not None:
         usable = min(usable, memory.available / 2 / share.num_ranks, share.cap_bytes)
     return max(0, int(usable))
+
+
+def left_bytes(memory: Memory, share: Share) -> int:
+    """Bytes of one rank's share that nothing needs. A negative number: the bytes that are missing."""
+    free = memory.available - (1 - share.fraction) * memory.total
+    return int(free / share.num_ranks - memory.transient)
 
 
 def default_cap_bytes(longest_sequence_bytes: int) -> int:
@@ -111,36 +122,47 @@ def touch_pages(tensors: Sequence[torch.Tensor]) -> None:
                 tensor.zero_()
 
 
-def touch_pages_in_background(tensors: Sequence[torch.Tensor]) -> None:
-    """Back the pages from a thread while the tensors are in use. Where the system cannot keep their contents, pages
-    are backed at their first use."""
+def touch_pages_in_background(tensors: Sequence[torch.Tensor]) -> threading.Thread | None:
+    """Back the pages of new tensors from a thread of low priority, while the tensors are in use already. Returns the
+    thread, or None if all pages are backed now, because they are on a GPU or the system cannot keep their contents."""
+    on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    if not on_cpu or not _advise(_pages_of(on_cpu[0])[: mmap.PAGESIZE], _MADV_POPULATE_WRITE):
+        touch_pages(on_cpu)
+        return None
 
     def touch() -> None:
-        for tensor in tensors:
-            if not _populate(tensor):
-                return
+        lower_priority()
+        for tensor in on_cpu:
+            _populate(tensor)
 
-    if tensors and tensors[0].device.type == "cpu":
-        threading.Thread(target=touch, name="pages", daemon=True).start()
+    thread = threading.Thread(target=touch, name="pages", daemon=True)
+    thread.start()
+    return thread
 
 
 def _populate(tensor: torch.Tensor) -> bool:
     """Back the tensor's pages by madvise(2), which keeps their contents. Returns whether the system can."""
+    pages = _pages_of(tensor)
+    pieces = (pages[first : first + _POPULATE_BYTES] for first in range(0, len(pages), _POPULATE_BYTES))
+    return all(_advise(piece, _MADV_POPULATE_WRITE) for piece in pieces)
+
+
+def release_pages(tensors: Sequence[torch.Tensor]) -> None:
+    """Give the pages of tensors on the CPU back to the system. Their contents are lost; a later use gets new pages."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and sys.platform == "linux":
+            _advise(_pages_of(tensor), _MADV_DONTNEED)
+
+
+def _pages_of(tensor: torch.Tensor) -> range:
+    """The addresses of the whole pages inside a tensor."""
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    # In pieces: madvise locks the process's mappings while it runs.
-    for address in range(begin, end, _POPULATE_BYTES):
-        length = min(_POPULATE_BYTES, end - address)
-        if _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
-            return False
-    return True
+    return range(begin, max(begin, (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE))
 
 
-def return_free_pages() -> None:
-    """Give freed heap pages back to the system, where the C library can."""
-    trim = getattr(_LIBC, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+def _advise(pages: range, advice: int) -> bool:
+    """madvise(2). Returns whether the system follows it."""
+    return _LIBC.madvise(ctypes.c_void_p(pages.start), ctypes.c_size_t(len(pages)), advice) == 0
 
 
 def mib(num_bytes: int) -> str:

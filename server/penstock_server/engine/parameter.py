@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from penstock_server.engine.constraint import Masks
 from penstock_server.engine.sampling import Composition, Entries
 from penstock_server.engine.transfer import Put
 from penstock_server.engine.truncation import Truncation
@@ -23,6 +24,18 @@ class Some:
 
     processed: Places  # on the host: indexes into `Parameters.processed`
     places: Tensor  # on the device: rows of the chunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masked:
+    """Some rows that have a mask. Tensors are on the device."""
+
+    places: Tensor  # [masked] ascending rows of the logits that are computed with them
+    indices: Tensor | None  # [masked] into the step's masks; None: these are all of them
+
+    def masks(self, words: Tensor) -> Masks:
+        """Of the step's masks [masked rows of the step, words]."""
+        return self.places, words if self.indices is None else words[self.indices]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +55,7 @@ class Chunk:
     watermarked: Some | None
     repeating: Some | None  # with a repetition penalty
     counted: Some | None  # with a frequency or presence penalty
-    constrained: Some | None  # by a grammar
+    masked: Masked | None
     drawn: Some | None  # sampled by a random number
     topped: Asking | None  # with alternatives of the processed distribution
     biases: tuple[Tensor, Tensor, Tensor] | None  # places, ids, values
@@ -60,10 +73,11 @@ class Parameters:
     """Which rows need what. `plain` and `processed` are rows of the logits. Tensors are on the device."""
 
     composition: Composition  # the object that these parameters were computed from
-    plain: Places  # rows that are greedy, without processors except a grammar, and without alternatives
+    plain: Places  # rows that are greedy, without processors except a mask, and without alternatives
     processed: Places  # all other rows
     places: tuple[Tensor, Tensor] | None  # both, on the device; None: one of them is empty
-    constrained_plain: Some | None  # by a grammar; `processed` and `places` are indexes into `plain`
+    masked: Places  # rows that have a mask
+    masked_plain: Masked | None  # `places` are indexes into `plain`
     seeds: npt.NDArray[np.uint64]  # [processed]
     unprocessed: Some | None  # rows with logprobs of the model's own distribution; of `processed` as a whole
     unprocessed_asking: tuple[Asking, ...]  # rows are indexes into `unprocessed`
@@ -74,14 +88,23 @@ class Parameters:
 def of_composition(composition: Composition, chunk_rows: int, put: Put) -> Parameters:
     """chunk_rows: the most rows that are processed together."""
     records = composition.records
-    is_counted = _is_counted(records)
+    is_counted, is_repeating = _is_counted(records), records["repetition_penalty"] != 1
     is_processed = records["do_sample"] | records["watermark"] | is_counted | (records["top_n"] > 0)
-    is_processed |= records["constrained"] & records["model_logprobs"]
-    is_processed |= (records["temperature"] != 1) | (records["repetition_penalty"] != 1)
+    is_processed |= records["masked"] & records["model_logprobs"]
+    is_processed |= (records["temperature"] != 1) | is_repeating
     is_processed[composition.biases.places] = True
     is_processed[composition.stops.places] = True
     plain, processed = np.flatnonzero(~is_processed), np.flatnonzero(is_processed)
     mine = records[is_processed]
+
+    masked = np.flatnonzero(records["masked"])
+
+    def masked_among(rows: Places) -> Masked | None:
+        places = np.flatnonzero(records["masked"][rows])
+        if not len(places):
+            return None
+        indices = None if len(places) == len(masked) else put(np.searchsorted(masked, rows[places]))
+        return Masked(put(places), indices)
 
     def among_processed(entries: Entries) -> Entries:
         return Entries(np.searchsorted(processed, entries.places), entries.ids, entries.values)
@@ -94,17 +117,16 @@ def of_composition(composition: Composition, chunk_rows: int, put: Put) -> Param
         plain=plain,
         processed=processed,
         places=(put(plain), put(processed)) if len(plain) and len(processed) else None,
-        constrained_plain=_some(records["constrained"][plain], slice(0, len(plain)), put),
+        masked=masked,
+        masked_plain=masked_among(plain),
         seeds=mine["seed"],
         unprocessed=unprocessed,
         unprocessed_asking=tuple(asking(top_n, chunk_rows, put)),
         chunks=tuple(
-            _chunk(mine[rows], rows, biases.within(rows), stops.within(rows), put)
+            _chunk(mine[rows], rows, biases.within(rows), stops.within(rows), masked_among(processed[rows]), put)
             for rows in slices(len(processed), chunk_rows)
         ),
-        reads_history=bool(
-            (records["constrained"] | records["watermark"] | is_counted | (records["repetition_penalty"] != 1)).any()
-        ),
+        reads_history=bool((records["mask_reads_history"] | records["watermark"] | is_counted | is_repeating).any()),
     )
 
 
@@ -130,7 +152,14 @@ def _some(needs_it: npt.NDArray[np.bool_], rows: slice, put: Put) -> Some | None
     return Some(rows.start + places, put(places)) if len(places) else None
 
 
-def _chunk(records: npt.NDArray[np.void], rows: slice, biases: Entries, stops: Entries, put: Put) -> Chunk:
+def _chunk(
+    records: npt.NDArray[np.void],
+    rows: slice,
+    biases: Entries,
+    stops: Entries,
+    masked: Masked | None,
+    put: Put,
+) -> Chunk:
     is_cut = (records["top_k"] > 0) | (records["top_p"] < 1) | (records["typical_p"] < 1) | (records["min_p"] > 0)
     is_cut &= records["do_sample"]
     is_counted, is_repeating = _is_counted(records), records["repetition_penalty"] != 1
@@ -146,7 +175,7 @@ def _chunk(records: npt.NDArray[np.void], rows: slice, biases: Entries, stops: E
         watermarked=_some(records["watermark"], rows, put),
         repeating=_some(is_repeating, rows, put),
         counted=_some(is_counted, rows, put),
-        constrained=_some(records["constrained"], rows, put),
+        masked=masked,
         drawn=_some(records["do_sample"], rows, put),
         topped=Asking(rows.start + topped, records["top_n"][topped], put(topped)) if len(topped) else None,
         biases=(put(biases.places), put(biases.ids), put(biases.values)) if len(biases.places) else None,

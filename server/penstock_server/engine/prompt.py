@@ -25,19 +25,17 @@ CHUNK_ROWS = {"cpu": 64, "cuda": 256}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
-    """A step's prompt tokens with their logprobs; on ranks other than the first, only what they are."""
+    """A step's prompt tokens with their logprobs."""
 
     ids: npt.NDArray[np.int64]  # [prompt tokens]
     places: npt.NDArray[np.int64]  # [sequences] the selected advance of each sequence that has prompt tokens here
     starts: npt.NDArray[np.int64]  # [sequences] its first prompt token
-    logprobs: Fetched | None = None  # [prompt tokens]
-    num_broken: Tensor | None = None  # [sequences] int64: rows with logits that are not finite
-    alternatives: Sequence[Alternatives] = ()  # of the prompt tokens that asked for them
+    logprobs: Fetched  # [prompt tokens]
+    num_broken: Tensor  # [sequences] int64: rows with logits that are not finite
+    alternatives: Sequence[Alternatives]  # of the prompt tokens that asked for them
 
     def tokens(self, sequence_ids: npt.NDArray[np.uint64]) -> dict[int, Tokens]:
         """By sequence id; sequence_ids [selected] are those of the advances."""
-        if self.logprobs is None:
-            return {}
         logprobs, all_tops, tokens = self.logprobs.wait(), tops_of(self.alternatives), {}
         ends = [*self.starts[1:].tolist(), len(self.ids)]
         for place, start, end in zip(self.places.tolist(), self.starts.tolist(), ends, strict=True):
@@ -76,13 +74,10 @@ def score_prompt(
     start = 0
     for rows, ids, asking_rows in prompt.chunks:
         logits = model.logits(hidden[rows])
-        if logits is not None:
-            scored, best = sampler.score(logits, ids, asking_rows, fetch)
-            found.append(scored)
-            alternatives.extend(each.renumbered(start + each.rows) for each in best)
+        scored, best = sampler.score(logits, ids, asking_rows, fetch)
+        found.append(scored)
+        alternatives.extend(each.renumbered(start + each.rows) for each in best)
         start += len(ids)
-    if not found:
-        return PromptScores(prompt.ids, prompt.places, prompt.starts)
     logprobs = torch.cat(found)
     num_broken = torch.zeros(len(prompt.places), dtype=torch.int64, device=logprobs.device)
     num_broken.index_add_(0, prompt.owners, logprobs.isnan().long())

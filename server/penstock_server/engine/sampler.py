@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock_server.engine import penalty
 from penstock_server.engine.choice import choose
-from penstock_server.engine.constraint import Constrainer, Constraints, Masks
+from penstock_server.engine.constraint import Constrainer, Masks
 from penstock_server.engine.cut import Room
 from penstock_server.engine.greedy import BLOCK, PARALLEL_ROWS, Greedy, fused_greedy, greatest
 from penstock_server.engine.logprob import Alternatives, alternatives_of, level_of, logprobs_at
@@ -78,14 +78,13 @@ class Recent:
     green: Tensor | None  # [watermarked, vocab] uint8
     seen: Tensor | None  # [repeating, longest] all known tokens
     generated: tuple[Tensor, Tensor] | None  # [counted, longest] tokens, and whether each is real
-    masks: Tensor | None  # [constrained, words]
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What sampling needs of the tokens of earlier steps."""
+    """What sampling needs of the tokens of earlier steps. Tensors are on the device."""
 
-    masks: Masks | None  # of plain rows
+    words: Tensor | None  # [masked, words] the masks of all rows that have one; None: there are none
     chunks: Sequence[Recent]
 
 
@@ -125,6 +124,11 @@ class Sampler:
         """The most rows that are processed together."""
         return len(self._scores)
 
+    def forget(self) -> list[Tensor]:
+        """Drop what is kept for special sampling parameters. Returns its memory, whose contents are no longer
+        needed."""
+        return [*self._room.buffers, self._watermark.forget()]
+
     def prepare(self, composition: Composition, history: History, put: Put) -> Prepared:
         """Reads lengths of the history, but no tokens."""
         if self._parameters is None or self._parameters.composition is not composition:
@@ -144,15 +148,15 @@ class Sampler:
 
         return Prepared(parameters, history, draws, [early_stops(chunk) for chunk in parameters.chunks])
 
-    def read_context(self, prepared: Prepared, constraints: Constraints, put: Put) -> Context:
-        """constraints: masks of all rows whose record is constrained."""
+    def read_context(self, prepared: Prepared, words: Tensor | None, put: Put) -> Context:
+        """words: as of `Context`; their contents may arrive later."""
         parameters, history = prepared.parameters, prepared.history
 
         def recent(chunk: Chunk) -> Recent:
             def rows(some: Some) -> Places:
                 return parameters.processed[some.processed]
 
-            green = seen = generated = masks = None
+            green = seen = generated = None
             if chunk.watermarked is not None:
                 green = put(self._watermark.green(history.previous_ids(rows(chunk.watermarked))))
             if chunk.repeating is not None:
@@ -160,27 +164,24 @@ class Sampler:
             if chunk.counted is not None:
                 ids, is_real = history.generated(rows(chunk.counted))
                 generated = put(ids), put(is_real)
-            if chunk.constrained is not None:
-                masks = put(constraints.of(rows(chunk.constrained)))
-            return Recent(green, seen, generated, masks)
+            return Recent(green, seen, generated)
 
-        masks, plain = None, parameters.constrained_plain
-        if plain is not None:
-            masks = plain.places, put(constraints.of(parameters.plain[plain.processed]))
-        return Context(masks, [recent(chunk) for chunk in parameters.chunks])
+        return Context(words, [recent(chunk) for chunk in parameters.chunks])
 
     def sample(self, logits: Tensor, prepared: Prepared, context: Context, fetch: Fetch) -> Sampled:
         """Sample from logits [samples, vocab] of any float type, which are not changed. Alternatives are fetched to the
         host."""
-        parameters = prepared.parameters
+        parameters, masks = prepared.parameters, None
+        if context.words is not None and parameters.masked_plain is not None:
+            masks = parameters.masked_plain.masks(context.words)
         if not len(parameters.processed):
-            return self._choose_plain(logits, context.masks)
+            return self._choose_plain(logits, masks)
         if parameters.places is None:
             return self._choose_processed(logits, prepared, context, fetch)
         out = self._empty(len(logits))
         plain, processed = parameters.places
         rest = self._choose_processed(logits[processed], prepared, context, fetch)
-        for places, sampled in ((plain, self._choose_plain(logits[plain], context.masks)), (processed, rest)):
+        for places, sampled in ((plain, self._choose_plain(logits[plain], masks)), (processed, rest)):
             out.ids[places] = sampled.ids
             out.logprobs[places] = sampled.logprobs.double()
         out.alternatives.extend(each.renumbered(parameters.processed[each.rows]) for each in rest.alternatives)
@@ -221,7 +222,7 @@ class Sampler:
             out = self._empty(len(logits))
             for chunk, recent, stops in zip(parameters.chunks, context.chunks, prepared.early_stops, strict=True):
                 scores, probs = self._buffers(logits, chunk.rows)
-                self._process(scores, probs, chunk, recent, stops)
+                self._process(scores, probs, chunk, recent, stops, context.words)
                 self._choose_chunk(scores, probs, chunk, draws[chunk.rows], out, fetch)
             if (some := parameters.unprocessed) is not None:
                 places = some.places
@@ -277,7 +278,13 @@ class Sampler:
             torch.set_num_threads(threads)
 
     def _process(
-        self, padded: Tensor, room: Tensor, chunk: Chunk, recent: Recent, early_stops: tuple[Tensor, Tensor] | None
+        self,
+        padded: Tensor,
+        room: Tensor,
+        chunk: Chunk,
+        recent: Recent,
+        early_stops: tuple[Tensor, Tensor] | None,
+        words: Tensor | None,
     ) -> None:
         """Run all processors before truncation, in order, on scores [rows, padded vocab] in place; `room` is scratch
         memory of the same size."""
@@ -293,8 +300,8 @@ class Sampler:
             penalty.add_biases(scores, *chunk.biases)
         if early_stops is not None:
             penalty.forbid(scores, *early_stops)
-        if chunk.constrained is not None and recent.masks is not None:
-            self._constrainer.apply(scores, chunk.constrained.places, recent.masks)
+        if chunk.masked is not None and words is not None:
+            self._constrainer.apply(scores, *chunk.masked.masks(words))
         if chunk.temperature is not None:
             # Relative to the maximum, so that a small temperature cannot overflow.
             scores.sub_(scores.amax(-1, keepdim=True)).div_(chunk.temperature)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock_server.engine import restriction
+from penstock_server.engine.restriction import Restriction
 from penstock_server.plan import Sampling
 
 _TYPES = {bool: np.bool_, int: np.int64, float: np.float32}
@@ -21,7 +23,8 @@ SAMPLING_FIELDS = np.dtype(
             for f in fields(Sampling)
             if type(f.default) in _TYPES
         ),
-        ("constrained", np.bool_),
+        ("masked", np.bool_),
+        ("mask_reads_history", np.bool_),
     ]
 )
 
@@ -47,6 +50,7 @@ class Composition:
     records: npt.NDArray[np.void]  # [samples] of SAMPLING_FIELDS
     biases: Entries  # what is added to single logits
     stops: Entries  # tokens that cannot be sampled before `value` tokens were generated
+    restrictions: Mapping[int, Restriction] = field(default_factory=dict)  # by row
 
 
 def record(sampling: Sampling) -> tuple[object, ...]:
@@ -59,8 +63,10 @@ def names_tokens(sampling: Sampling) -> bool:
     return bool(sampling.logit_bias) or (sampling.min_new_tokens > 0 and bool(sampling.stop_token_ids))
 
 
-def compose(records: npt.NDArray[np.void], naming: Mapping[int, Sampling]) -> Composition:
-    """From the rows' records, and by row, ascending, the samplings that name tokens."""
+def compose(
+    records: npt.NDArray[np.void], naming: Mapping[int, Sampling], restrictions: Mapping[int, Restriction] | None = None
+) -> Composition:
+    """From the rows' records, and by row, ascending, the samplings that name tokens, and the restrictions."""
     biases: list[tuple[int, int, float]] = []
     stops: list[tuple[int, int, float]] = []
     for place, sampling in naming.items():
@@ -70,7 +76,7 @@ def compose(records: npt.NDArray[np.void], naming: Mapping[int, Sampling]) -> Co
         biases += [(place, token_id, bias) for token_id, bias in sums.items()]
         if sampling.min_new_tokens > 0:
             stops += [(place, token_id, sampling.min_new_tokens) for token_id in sampling.stop_token_ids]
-    return Composition(records, _entries(biases), _entries(stops))
+    return Composition(records, _entries(biases), _entries(stops), restrictions or {})
 
 
 def _entries(rows: list[tuple[int, int, float]]) -> Entries:
@@ -100,4 +106,4 @@ def refusal(sampling: Sampling, vocab_size: int) -> str:
         named += sampling.stop_token_ids
     if named and (max(named) >= vocab_size or min(named) < 0):
         return f"logit_bias or stop_token_ids name token {max(named)}, outside of the vocabulary of {vocab_size}"
-    return ""
+    return restriction.refusal(sampling, vocab_size)

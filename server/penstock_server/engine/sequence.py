@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from penstock_server.engine.restriction import Restriction
 from penstock_server.engine.sampling import (
     SAMPLING_FIELDS,
     Composition,
@@ -33,7 +34,9 @@ class TableLimits:
     num_blocks: int
     max_sequence_tokens: int
     num_rows: int  # sequences expected at a time; the table grows by copying when there are more
-    max_source_tokens: int = 0  # 0: the model has no encoder
+    max_source_tokens: int = 0  # 0: no part of a sequence is read by an encoder
+    has_answers: bool = True  # something follows a source; otherwise all of a sequence is source
+    has_token_types: bool = False  # tokens of a second text are told apart
 
 
 class SequenceTable:
@@ -43,6 +46,7 @@ class SequenceTable:
         self.limits = limits
         self._composition: tuple[bytes, Composition] | None = None
         self._naming: dict[int, Sampling] = {}  # by row: samplings that name single tokens
+        self._restrictions: dict[int, Restriction] = {}  # by row
         self._row_of: dict[int, int] = {}
         self._failures: dict[int, str] = {}
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
@@ -54,6 +58,7 @@ class SequenceTable:
         self.known = np.zeros(limits.num_rows, np.int64)
         self.prompt = np.zeros(limits.num_rows, np.int64)  # leading known tokens that are the prompt
         self.source = np.zeros(limits.num_rows, np.int64)  # leading prompt tokens that the encoder reads
+        self.first_text = np.zeros(limits.num_rows, np.int64)  # leading known tokens of token type 0
         self.computed = np.zeros(limits.num_rows, np.int64)
         self.num_blocks = np.zeros(limits.num_rows, np.int64)
         self.sampling = np.zeros(limits.num_rows, SAMPLING_FIELDS)
@@ -99,9 +104,12 @@ class SequenceTable:
         self.block_ids[row, : len(new.block_ids)] = new.block_ids
         self.prompt[row] = new.num_prompt_tokens
         self.source[row] = new.num_source_tokens
+        self.first_text[row] = len(new.token_ids) - new.num_second_text_tokens
         self.sampling[row] = record(new.sampling)
         if names_tokens(new.sampling):
             self._naming[row] = new.sampling
+        if new.sampling.allowed_tokens or new.sampling.bad_words:
+            self._restrictions[row] = Restriction(new.sampling, self.limits.vocab_size)
         if new.sampling.prompt_logprobs:
             self._scoring_prompts.add(row)
         self._num_residencies += 1
@@ -139,8 +147,10 @@ class SequenceTable:
         """How rows are sampled; the same object as last time when nothing has changed."""
         key = rows.tobytes()
         if self._composition is None or self._composition[0] != key:
-            naming = {place: self._naming[row] for place, row in enumerate(rows.tolist()) if row in self._naming}
-            self._composition = (key, compose(self.sampling[rows], naming))
+            named = list(enumerate(rows.tolist()))
+            naming = {place: self._naming[row] for place, row in named if row in self._naming}
+            restrictions = {place: self._restrictions[row] for place, row in named if row in self._restrictions}
+            self._composition = (key, compose(self.sampling[rows], naming, restrictions))
         return self._composition[1]
 
     def known_ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -157,12 +167,18 @@ class SequenceTable:
         places = np.where(real, self.prompt[rows][:, None] + columns, 0)
         return self.token_ids[rows[:, None], places].astype(np.int64), real
 
+    def last_generated(self, row: int, num_tokens: int) -> npt.NDArray[np.int32]:
+        """[≤ num_tokens]: the last generated tokens of a row."""
+        known = int(self.known[row])
+        return self.token_ids[row, max(int(self.prompt[row]), known - num_tokens) : known]
+
     def _release(self, sequence_id: int) -> bool:
         row = self._row_of.pop(sequence_id, None)
         if row is None:
             return False
         self.block_ids[row, : self.num_blocks[row]] = 0
         self._naming.pop(row, None)
+        self._restrictions.pop(row, None)
         self._scoring_prompts.discard(row)
         self.residency[row] = 0
         self._free_rows.append(row)
@@ -180,6 +196,9 @@ class SequenceTable:
             reason = self._source_refusal(new)
             if reason:
                 return reason
+        if new.num_second_text_tokens > (known if limits.has_token_types else 0):
+            has_types = "" if limits.has_token_types else ", but the model has no token types"
+            return f"has {new.num_second_text_tokens} tokens of a second text among {known} known tokens{has_types}"
         if new.num_computed_tokens > known:
             return f"has {new.num_computed_tokens} computed tokens, but only {known} are known"
         if new.num_computed_tokens > len(new.block_ids) * limits.block_tokens:
@@ -196,7 +215,10 @@ class SequenceTable:
             return "has no source tokens, but the model has an encoder"
         if num > limit:
             return f"has {num} source tokens, at most {limit} are allowed"
-        if num >= new.num_prompt_tokens:
+        if not self.limits.has_answers:
+            if num != len(new.token_ids):
+                return f"has {num} source tokens among {len(new.token_ids)}, but an encoder reads all of them"
+        elif num >= new.num_prompt_tokens:
             return f"has {num} source tokens, so its prompt must have more than {new.num_prompt_tokens}"
         if 0 < new.num_computed_tokens < num:
             return f"has {new.num_computed_tokens} computed tokens of a source of {num}, which are computed together"
@@ -211,6 +233,7 @@ class SequenceTable:
             "known",
             "prompt",
             "source",
+            "first_text",
             "computed",
             "num_blocks",
             "sampling",

@@ -2,8 +2,8 @@
 
 The next step may be launched before the last one is collected. A sequence in both takes its input token from the device
 tensor into which the last step sampled it. Only sequences whose sampling reads its own history (penalties, watermark,
-grammar) make `launch` wait for the tokens of earlier steps, and only after it has started the model. On a CPU, `launch`
-does all the work.
+grammar, bad words of several tokens) make `launch` wait for the tokens of earlier steps, and only after it has started
+the model. On a CPU, `launch` does all the work.
 
 All that a step needs of the host is copied to the device at once, before the model starts, and all its results at once
 after it. What rows read of their history follows in a second copy.
@@ -13,7 +13,6 @@ INVARIANT: steps are collected in the order of their launch, and the results are
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,21 +26,19 @@ from torch import Tensor
 from penstock_server.config import WarmUpConfig
 from penstock_server.engine import batch
 from penstock_server.engine.batch import Built, Selection
-from penstock_server.engine.constraint import Constraints
 from penstock_server.engine.device_progress import DeviceProgress
 from penstock_server.engine.graphs import StepGraphs
 from penstock_server.engine.logprob import Alternatives, tops_of
 from penstock_server.engine.prompt import PromptScores, prepare_prompt, score_prompt
+from penstock_server.engine.restriction import NOTHING_LEFT
 from penstock_server.engine.sampler import BROKEN, Prepared, Sampler
 from penstock_server.engine.sequence import SequenceTable
+from penstock_server.engine.stream import apply_changes, check_plan
 from penstock_server.engine.transfer import Download, Fetched, Put, Upload
-from penstock_server.errors import PlanError
 from penstock_server.grammar.state import NO_MASKS, GrammarStates, Masks
 from penstock_server.models.interface import CausalModel
 from penstock_server.parallel import RankGroup
 from penstock_server.plan import NO_TOKENS, Failure, Plan, StepResult, StepTiming, Tokens
-
-logger = logging.getLogger(__name__)
 
 BROKEN_LOGITS = "the model's logits are not finite"
 Ids = npt.NDArray[np.int64]
@@ -61,9 +58,9 @@ class Pending:
     # rows. None: the step has neither.
     verdict: Tensor | None = None
     host_verdict: Fetched | None = None
-    logprobs: Fetched | None = None  # [samples]; None: not the first rank
+    logprobs: Fetched | None = None  # [samples]
     alternatives: Sequence[Alternatives] = ()  # of the samples that asked for them
-    reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its grammar ended it
+    reasons: Mapping[int, str] = field(default_factory=dict)  # by sample: why its mask allows no token
     prompt: PromptScores | None = None
     host_ids: Ids | None = None  # [samples]; set by settling
     timing: StepTiming = field(default_factory=StepTiming)
@@ -84,8 +81,8 @@ class StepRunner:
         graphs: StepGraphs | None = None,
         progress: DeviceProgress | None = None,
     ) -> None:
-        """`grammars` belong to the first rank, which samples. `graphs` compute the model's decode steps. `progress`
-        gets a mark behind the model and one behind each step."""
+        """`grammars` belong to the first rank, which makes all ranks' masks. `graphs` compute the model's decode steps.
+        `progress` gets a mark behind the model and one behind each step."""
         self._model = model
         self._graphs = graphs
         self._progress = progress
@@ -114,14 +111,10 @@ class StepRunner:
         """Start one plan. Raises PlanError, before anything is done, when the plan as a whole breaks the protocol."""
         started = time.perf_counter()
         idle_s = started - self._ended
-        self._check(plan)
+        check_plan(plan, self._last_step, self._limits)
         self._last_step = plan.step
         table = self._table
-        for sequence_id in plan.freed_sequence_ids:
-            if not table.free(sequence_id):
-                logger.warning("step %d frees sequence %d, which is unknown", plan.step, sequence_id)
-        for new in plan.new_sequences:
-            table.add(new)
+        apply_changes(table, plan)
         if self._grammars is not None:
             self._grammars.apply(plan)
         chosen = batch.select(table, plan.advances)
@@ -151,7 +144,7 @@ class StepRunner:
         # Without prompt logprobs, all outputs are samples.
         sample_rows = None if prompt is None else upload.add(built.samples)
         prepared = None
-        if len(rows) and self._group.rank == 0:
+        if len(rows):
             prepared = self._sampler.prepare(table.composition(rows), _History(table, rows), upload.add)
         upload.start()
         self._upload_bytes = max(1024, 2 * upload.num_bytes)
@@ -236,26 +229,48 @@ class StepRunner:
     def _sample(
         self, pending: Pending, logits: Tensor | None, prepared: Prepared | None, masks: Masks, download: Download
     ) -> None:
-        """Choose the tokens on the first rank, give them to the others, and add the results to the download."""
+        """Choose the tokens, the same on all ranks, and add the results to the download."""
         rows, prompt = pending.rows, pending.prompt
         if logits is not None and prepared is not None:
-            words, pending.reasons = masks.finish()
             upload = Upload(self._device)
-            context = self._sampler.read_context(prepared, Constraints(masks.places, words), upload.add)
+            words = self._words(pending, prepared, masks, upload.add)
+            context = self._sampler.read_context(prepared, words, upload.add)
             upload.start()
+            if words is not None:
+                self._group.broadcast(words)
             sampled = self._sampler.sample(logits, prepared, context, download.add)
-            for place in pending.reasons:
-                sampled.ids[place] = BROKEN
             verdict = sampled.ids
             pending.logprobs, pending.alternatives = download.add(sampled.logprobs), sampled.alternatives
         else:
             verdict = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         if prompt is not None:
-            num_broken = verdict.new_empty(len(prompt.places)) if prompt.num_broken is None else prompt.num_broken
-            verdict = torch.cat((verdict, num_broken))
-        pending.verdict = self._group.broadcast(verdict)
+            verdict = torch.cat((verdict, prompt.num_broken))
+        pending.verdict = self._group.agree(verdict)
         pending.host_verdict = download.add(verdict)
         self._table.known[rows] += 1
+
+    def _words(self, pending: Pending, prepared: Prepared, masks: Masks, put: Put) -> Tensor | None:
+        """The masks [masked, words] of the step. The first rank makes them; the others get them from it."""
+        places = prepared.parameters.masked
+        if not len(places):
+            return None
+        num_words = -(-self._model.vocab_size // 32)
+        if self._group.rank != 0:
+            return torch.empty((len(places), num_words), dtype=torch.int32, device=self._device)
+        of_grammars, reasons = masks.finish()
+        pending.reasons = reasons
+        restrictions = prepared.parameters.composition.restrictions
+        if not restrictions:
+            return put(np.ascontiguousarray(of_grammars[:, :num_words]))
+        words = np.full((len(places), num_words), -1, np.int32)
+        if len(masks.places):
+            words[np.searchsorted(places, masks.places)] = of_grammars[:, :num_words]
+        for place, restriction in restrictions.items():
+            mask = words[np.searchsorted(places, place)]
+            restriction.apply(mask, self._table.last_generated(pending.rows[place], restriction.num_read))
+            if not mask.any():
+                reasons.setdefault(place, NOTHING_LEFT)
+        return put(words)
 
     def _settle(self, pending: Pending) -> None:
         """Bring a step's tokens into the table, and fail the sequences whose logits are broken."""
@@ -265,9 +280,9 @@ class StepRunner:
         places, rows, positions = chosen.samples, pending.rows, pending.positions
         pending.host_ids = ids = verdict[: len(places)]
         for sample in np.flatnonzero(ids == BROKEN).tolist():
-            # A grammar ends where it outgrows its limits or allows no token: the request brought it.
-            reason, is_of_grammar = pending.reasons.get(sample, BROKEN_LOGITS), sample in pending.reasons
-            self._fail(pending, int(places[sample]), reason, is_of_grammar)
+            # A grammar outgrew its limits, or a mask allows no token: the request brought them.
+            reason, is_of_mask = pending.reasons.get(sample, BROKEN_LOGITS), sample in pending.reasons
+            self._fail(pending, int(places[sample]), reason, is_of_mask)
         if pending.prompt is not None:
             for place in pending.prompt.places[verdict[len(places) :] > 0].tolist():
                 self._fail(pending, place, BROKEN_LOGITS)
@@ -288,19 +303,6 @@ class StepRunner:
         for other in self._in_flight:
             if other.step > pending.step and (other.residencies == residency).any():
                 other.failures[sequence_id] = Failure(sequence_id, failure.reason)
-
-    def _check(self, plan: Plan) -> None:
-        limits, columns = self._limits, plan.advances
-        if plan.step != self._last_step + 1:
-            raise PlanError(f"step is {plan.step}, must be {self._last_step + 1}")
-        lengths = {len(column) for column in (columns.num_tokens, columns.sample, columns.num_new_blocks)}
-        if lengths != {len(columns)} or int(columns.num_new_blocks.sum()) != len(columns.new_block_ids):
-            raise PlanError("the columns of the advances do not have the same length")
-        if len(columns) > limits.max_step_sequences:
-            raise PlanError(f"plan has {len(columns)} advances, at most {limits.max_step_sequences} are allowed")
-        num_tokens = int(columns.num_tokens.sum())
-        if num_tokens > limits.max_step_tokens:
-            raise PlanError(f"plan advances {num_tokens} tokens, at most {limits.max_step_tokens} are allowed")
 
 
 def _sampled_tokens(pending: Pending) -> tuple[npt.NDArray[np.uint64], Tokens]:

@@ -46,6 +46,12 @@ class WorstStep:
     max_source_tokens: int = 0  # 0: the model has no encoder
     max_answer_tokens: int | None = None  # the longest continuation of a source; None: no limit of its own
     has_grammars: bool = True
+    is_pooled: bool = False  # sequences generate nothing, and with source tokens they are all source
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether each sequence is computed in one step."""
+        return self.is_pooled and self.max_source_tokens > 0
 
     def num_blocks(self) -> int:
         """Blocks of the temporary cache."""
@@ -57,6 +63,8 @@ Step = tuple[list[int], list[int]]  # per sequence: the tokens it advances, and 
 
 def worst_steps(limits: WorstStep) -> tuple[tuple[str, Plan], ...]:
     """Plans by name. No step within the limits needs more memory than the largest of them."""
+    if limits.is_pooled:
+        return ("worst prefill", plan(limits, prefill(limits))), ("most sequences", plan(limits, mixed(limits)))
     steps = (
         ("worst prefill", plan(limits, prefill(limits))),
         ("worst decode", plan(limits, decode(limits))),
@@ -111,7 +119,9 @@ def plan(limits: WorstStep, step: Step, prompt_logprobs: bool = False) -> Plan:
     sequences = []
     for place, (num_tokens, context) in enumerate(zip(*step, strict=True)):
         num_source = 0
-        if limits.max_source_tokens:
+        if limits.is_encoder:
+            num_source = context = num_tokens
+        elif limits.max_source_tokens:
             # The longest source: of a prompt that starts here, all but one token; otherwise all before this step.
             if limits.max_answer_tokens is not None and num_tokens > limits.max_answer_tokens:
                 # More tokens than a continuation can have, so some are source, and the sequence starts here.
@@ -122,7 +132,9 @@ def plan(limits: WorstStep, step: Step, prompt_logprobs: bool = False) -> Plan:
         sampling = _FIRST[place] if place < len(_FIRST) else _EVERYTHING
         grammar = sampling.grammar if limits.has_grammars else None
         sampling = replace(sampling, grammar=grammar, prompt_logprobs=prompt_logprobs)
-        is_generated = num_tokens == 1 and place == 0
+        if not limits.has_grammars and not limits.is_pooled:
+            sampling = replace(sampling, allowed_tokens=b"\x01")  # masks without grammars
+        is_generated = num_tokens == 1 and place == 0 and not limits.is_pooled
         prompt = num_source + 1 if is_generated else context
         sequences.append(
             NewSequence(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
@@ -28,6 +29,10 @@ class Watermark:
     def green(self, previous_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         """[rows, vocab]: 1 for the tokens that are green after the previous tokens [rows]."""
         return np.unpackbits(self._lists.bits(previous_ids), axis=1, count=self._lists.vocab_size, bitorder="little")
+
+    def forget(self) -> Tensor:
+        """Drop the lists that are kept. Returns their memory, whose contents are no longer needed."""
+        return torch.from_numpy(self._lists.forget())
 
     def apply(self, scores: Tensor, places: Tensor, green: Tensor) -> None:
         """Add delta to the green logits in rows `places` of scores [rows, vocab], in place. green [places, vocab]: as

@@ -17,9 +17,9 @@ from queue import LifoQueue
 
 from penstock_server.errors import GrammarError
 from penstock_server.grammar.start import Start, build_start
+from penstock_server.grammar.text import Grammar
 from penstock_server.grammar.trial import TIME_LIMIT_S, Trial
-from penstock_server.grammar.vocabulary import Vocabulary, read_vocabulary
-from penstock_server.plan import Grammar
+from penstock_server.grammar.vocabulary import Vocabulary, fast_vocabulary, read_vocabulary
 
 MAX_RUNNING = 2
 MAX_WAITING = 24  # concurrent calls of `compile`, each of which blocks a thread
@@ -37,7 +37,7 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._unusable = ""
         try:
-            self._vocabulary = read_vocabulary(folder, vocab_size)
+            self._vocabulary = fast_vocabulary(read_vocabulary(folder, vocab_size))
         except GrammarError as error:
             self._unusable = str(error)
         self._cached: OrderedDict[Grammar, Future[Start]] = OrderedDict()
@@ -60,6 +60,10 @@ class GrammarCompiler:
     def eos_ids(self) -> list[int]:
         """The EOS tokens of the model."""
         return [] if self._vocabulary is None else self._vocabulary.tokenizer.eos_tokens
+
+    def start_trial(self) -> None:
+        """Starts the first trial's process if it is not running. No grammar may be compiling yet."""
+        self._first.start()
 
     def wait(self) -> int:
         """Waits until the first trial's process is ready, if it was started. Returns the bytes the others will need."""

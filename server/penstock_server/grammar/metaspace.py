@@ -11,25 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from penstock_server.errors import GrammarError
-
-# Bit b of word w stands for token 32·w + b (little-endian).
-Bits = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """Masks [words] of the tokens that an output may begin with. Tokens with several leading spaces are in neither."""
+    """The tokens that an output may begin with: bit i stands for token i. Tokens with several leading spaces are in
+    neither."""
 
-    bare: Bits  # tokens that decode to the same text at the beginning
-    spaced: Bits  # tokens that lose their leading space at the beginning
+    bare: int  # tokens that decode to the same text at the beginning
+    spaced: int  # tokens that lose their leading space at the beginning
 
     def is_spaced(self, token_id: int) -> bool:
         """Whether the token loses its leading space at the beginning."""
-        return bool(int(self.spaced[token_id // 32]) >> token_id % 32 & 1)
+        return bool(self.spaced >> token_id & 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +65,12 @@ class Metaspace:
         scheme = self.content["decoder"].get("prepend_scheme", "always")
         if scheme == "never" or self.content["decoder"].get("add_prefix_space") is False:
             return None
-        kinds = np.zeros((2, -(-vocab_size // 32) * 32), np.uint8)
+        kinds = bytearray(-(-vocab_size // 8)), bytearray(-(-vocab_size // 8))
         for text, token_id in self._texts().items():
             num_spaces = text.count(self._space)
             if token_id < vocab_size and num_spaces == text.startswith(self._space):
-                kinds[num_spaces, token_id] = 1
-        bare, spaced = np.packbits(kinds, axis=1, bitorder="little").view(np.int32)
+                kinds[num_spaces][token_id // 8] |= 1 << token_id % 8
+        bare, spaced = (int.from_bytes(bits, "little") for bits in kinds)
         return FirstTokens(bare, spaced)
 
     @property

@@ -50,7 +50,7 @@ class _State:
         matcher = self._matcher
         if matcher is None:
             if not self._pending:
-                mask[:] = start.mask
+                mask[:] = np.frombuffer(start.mask, np.int32)
                 return self._finish(mask, start.is_accepting)
             matcher = self._matcher = start.matcher(self._pending[0])
             if matcher is None:
@@ -155,6 +155,6 @@ def _fill(states: Sequence[tuple[int, _State]], words: Words) -> dict[int, str]:
     for (place, state), mask in zip(states, words, strict=True):
         error = state.fill(mask)
         if error:
-            mask.fill(-1)  # allow all tokens: the sequence fails anyway, and an empty mask would produce NaN
+            mask.fill(0)  # a row without an allowed token fails, on every rank
             errors[place] = error
     return errors

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock_server.errors import GrammarError
-from penstock_server.plan import Grammar
+from penstock_server.grammar.text import Grammar
 
 TIME_LIMIT_S = 5.0  # of CPU time, so that a busy machine accepts the same grammars as an idle one
 _START_LIMIT_S = 60.0  # until the process has read the vocabulary
@@ -122,16 +122,18 @@ def main(folder: str, time_limit_s: str) -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     from penstock_server.grammar.start import build_start
-    from penstock_server.grammar.vocabulary import read_vocabulary
+    from penstock_server.grammar.vocabulary import read_vocabulary, small_vocabulary
+    from penstock_server.heap import return_free_pages
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     signal.setitimer(signal.ITIMER_PROF, _START_LIMIT_S)
     try:
-        vocabulary = read_vocabulary(Path(folder))
+        vocabulary = small_vocabulary(read_vocabulary(Path(folder)))
     except GrammarError:
         return  # the worker reports the same error
+    return_free_pages()
     signal.setitimer(signal.ITIMER_PROF, 0)
     print(_READY, end="", flush=True)
     for line in sys.stdin:

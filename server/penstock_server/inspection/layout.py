@@ -16,6 +16,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
 from penstock_server.inspection.quantization import Quantized, quantized
 from penstock_server.kernels import choose_ops
+from penstock_server.kernels.quantized import Kept
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.shard import Shard
 from penstock_server.models.layer import ATTENTION_PARTS
@@ -27,6 +28,8 @@ from penstock_server.weights.loader import expected_shapes, mismatches, shortene
 from penstock_server.weights.location import Locator
 from penstock_server.weights.safetensors_file import LOADABLE
 from penstock_server.weights.safetensors_header import ITEM_BYTES
+
+_SERVES = {"embed": "embeddings", "rerank": "reranking"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Layout:
     device: str
     ranks: tuple[RankShare, ...]
     quantization: str = ""  # for people; empty: the weights are not quantized
+    serves: str = "generation"  # or "embeddings", "reranking"
 
 
 def lay_out(
@@ -85,8 +89,9 @@ def lay_out(
         if deterministic:
             files.notes.append(f"a token has the same bits in every batch on this {device.type} (--deterministic)")
         exact = device.type == "cpu" or deterministic
-        found = None if found is None else found.kept_by(ops)
-        kept = None if found is None else (found, locator)
+        if found is not None and not ops.kept.any:
+            found = found.dequantized()
+        kept = None if found is None else (found, locator, ops.kept)
         ranks = [_share(spec, RankGroup(rank, num_ranks), exact, dtype, kept) for rank in range(num_ranks)]
     except ConfigError as error:
         problems.append(str(error))
@@ -102,11 +107,18 @@ def lay_out(
         RankShare(heads, kv_heads, weights, kv_bytes, memory.available, usable // kv_bytes)
         for heads, kv_heads, weights, kv_bytes in ranks
     )
-    max_source_tokens = 0 if spec.encoder is None else spec.encoder.max_source_tokens
+    serves = "generation" if spec.pooling is None else _SERVES[spec.pooling.task]
     name = str(dtype).removeprefix("torch.")
     quantization = "" if found is None else found.describe()
     return Layout(
-        spec.architecture, spec.max_position_tokens, max_source_tokens, name, device.type, shares, quantization
+        spec.architecture,
+        spec.max_position_tokens,
+        spec.max_source_tokens,
+        name,
+        device.type,
+        shares,
+        quantization,
+        serves,
     )
 
 
@@ -129,17 +141,18 @@ def _share(
     group: RankGroup,
     exact: bool,
     dtype: torch.dtype,
-    kept: tuple[Quantized, Locator] | None,
+    kept: tuple[Quantized, Locator, Kept] | None,
 ) -> tuple[int, int, int, int]:
     """Returns (query heads of a layer, KV heads of a layer, weight bytes, KV bytes per token). exact: as of `Shard`.
-    kept: the weights that stay quantized, if any do."""
+    kept: the quantized weights, if there are any, and which of them the operators take."""
     shard = Shard.of(spec.hidden_size, spec.vocab_size, group, exact)
     table = parameters(spec, WeightLayout(shard))
     weights = sum(math.prod(each.local_shape) * each.dtype_in(dtype).itemsize for each in table.values())
     if kept is not None:
-        found, locator = kept
-        weights -= found.saved_bytes(table, locator, dtype)
+        found, locator, kept_by_ops = kept
+        weights -= found.saved_bytes(table, locator, dtype, kept_by_ops)
     attention = [layer.attention for layer in spec.layers]
+    attention = attention[:1] if spec.is_encoder else attention  # the layers of an encoder take turns in one cache
     kv_numbers = sum(ATTENTION_PARTS[type(each)].kv_elements_per_token(each, shard) for each in attention)
     heads = shard.heads(attention[0].num_heads, attention[0].num_kv_heads)
     return len(heads.mine), len(heads.my_kv), weights, kv_numbers * dtype.itemsize

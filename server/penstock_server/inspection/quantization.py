@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from penstock_server.errors import ConfigError
 from penstock_server.inspection.files import ModelFiles, StoredTensor
-from penstock_server.kernels.ops import Ops
-from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
+from penstock_server.kernels.quantized import Kept, QuantFormat, QuantizedMatrix, stays_quantized
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.loader import Parameter
 from penstock_server.weights.location import Locator
-from penstock_server.weights.quantization.method import method_of
-from penstock_server.weights.quantization.stored import Affine
+from penstock_server.weights.quantization.method import quantized_weights
+from penstock_server.weights.quantization.stored import Affine, NotDownloadedError
 from penstock_server.weights.safetensors_file import LOADABLE, SafetensorsCheckpoint
 
 
@@ -29,26 +29,37 @@ class Quantized:
     method: str
     tensors: Mapping[str, StoredTensor]
     formats: Mapping[str, QuantFormat | None]  # of the quantized weights; None: it is dequantized at load
+    order_of: Callable[[str], torch.Tensor | None]  # of a weight's columns, as in `QuantizedMatrix`
 
-    def kept_by(self, ops: Ops) -> Quantized:
-        formats = self.formats.items()
-        return replace(
-            self, formats={name: each if each is None or ops.keeps(each) else None for name, each in formats}
+    def dequantized(self) -> Quantized:
+        """The same with all weights dequantized at load."""
+        return replace(self, formats=dict.fromkeys(self.formats))
+
+    def saved_bytes(self, table: Mapping[str, Parameter], locator: Locator, dtype: torch.dtype, kept: Kept) -> int:
+        """Bytes of this rank's weights that stay quantized, less than those of the dense weights."""
+        layers: dict[str, list[str]] = {}
+        for name, parameter in table.items():
+            layers.setdefault(parameter.layer or name, []).append(name)
+        return sum(
+            self._saved_in({name: table[name] for name in names}, locator, dtype, kept) for names in layers.values()
         )
 
-    def saved_bytes(self, table: Mapping[str, Parameter], locator: Locator, dtype: torch.dtype) -> int:
-        """Bytes of this rank's weights that stay quantized, less than those of the dense weights."""
-        saved = 0
-        for name, parameter in table.items():
-            stored = locator.locate(name).matrices(parameter.shape, parameter.part)
-            formats = [format_ for tensor, _ in stored if (format_ := self.formats.get(tensor)) is not None]
+    def _saved_in(self, layer: Mapping[str, Parameter], locator: Locator, dtype: torch.dtype, kept: Kept) -> int:
+        """Of one layer, or of the same layer of all experts."""
+        saved, weights = 0, []
+        for name, parameter in layer.items():
+            stored = [tensor for tensor, _ in locator.locate(name).matrices(parameter.shape, parameter.part)]
+            formats = [format_ for tensor in stored if (format_ := self.formats.get(tensor)) is not None]
             if parameter.is_dense or not stored or len(formats) < len(stored):
-                continue
+                return 0
+            weights.append(list(zip(formats, map(self.order_of, stored), strict=True)))
             *rows, columns = parameter.local_shape
             shape = math.prod(rows) // len(stored), columns
-            kept = sum(QuantizedMatrix(shape, format_, lambda: iter(())).num_bytes for format_ in formats)
-            saved += math.prod(parameter.local_shape) * parameter.dtype_in(dtype).itemsize - kept
-        return saved
+            num_bytes = sum(QuantizedMatrix(shape, format_, lambda: iter(())).num_bytes for format_ in formats)
+            saved += math.prod(parameter.local_shape) * parameter.dtype_in(dtype).itemsize - num_bytes
+        is_reordered = next(iter(layer.values())).is_reordered
+        stays = all(stays_quantized(each, kept, is_reordered=is_reordered) for each in zip(*weights, strict=True))
+        return saved if stays else 0
 
     def describe(self) -> str:
         """For people: method, bits, and what happens to the weights."""
@@ -73,7 +84,7 @@ def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
         formats = {
             name: FORMATS.get(GGMLQuantizationType[dtype]) for name, dtype in types.items() if dtype not in LOADABLE
         }
-        return Quantized("gguf", files.tensors, formats) if formats else None
+        return Quantized("gguf", files.tensors, formats, lambda _: None) if formats else None
     options = quantization_config(folder)
     if options is None or files.kind != "safetensors":
         return None
@@ -84,13 +95,18 @@ def quantized(files: ModelFiles, folder: Path) -> Quantized | None:
 
     def read(name: str, rows: range | None = None) -> torch.Tensor:
         if checkpoint is None:
-            raise ConfigError(f"the shape of {name} is only known after the download")
+            raise NotDownloadedError(f"the shape of {name} is only known after the download")
         return checkpoint.raw(name, rows)
 
-    method = method_of(options, read)
-    weights = method.find(files.tensors)
+    method, weights = quantized_weights(options, files.tensors, read)
     parts = {tensor for weight in weights.values() for tensor in weight.tensors}
     tensors = {name: tensor for name, tensor in files.tensors.items() if name not in parts}
-    tensors |= {name: StoredTensor(method.name, weight.shape) for name, weight in weights.items()}
+    tensors |= {name: StoredTensor(method, weight.shape) for name, weight in weights.items()}
     formats = {name: weight.format if isinstance(weight, Affine) else None for name, weight in weights.items()}
-    return Quantized(method.name, tensors, formats)
+
+    def order_of(name: str) -> torch.Tensor | None:
+        """In order, if the model is not downloaded: layers with the same input have the same order."""
+        weight = weights[name]
+        return weight.order(read) if checkpoint is not None and isinstance(weight, Affine) else None
+
+    return Quantized(method, tensors, formats, cache(order_of))

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ACTIVATION_BITS = 8  # the default of what `NativeOps` multiplies quantized weights with
+
 
 def choose_ops(
     device: torch.device,
     dtype: torch.dtype,
-    activation_bits: int = 16,
+    activation_bits: int = ACTIVATION_BITS,
     *,
     deterministic: bool = False,
     cpu_isa: str = "",
@@ -57,8 +59,8 @@ def choose_ops(
     if deterministic:
         raise ConfigError(
             "--deterministic needs the native operators on a CPU, and they are not available for "
-            f"{str(dtype).removeprefix('torch.')} here: they need --dtype bfloat16, a CPU with AVX-512 BF16, and the "
-            "package penstock_kernels"
+            f"{str(dtype).removeprefix('torch.')} here: they compute in bfloat16, float16 and float32, and are the "
+            "package penstock_kernels, which must be installed"
         )
     logger.info("operators: torch")
     return TorchOps()

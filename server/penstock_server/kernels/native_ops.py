@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock_server.kernels import ACTIVATION_BITS
 from penstock_server.kernels.activation import native_form
 from penstock_server.kernels.native_build import find_build
+from penstock_server.kernels.quantized import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +23,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock_server.kernels.native_build import NativeBuild
-    from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedNorm, Weight
-    from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
+    from penstock_server.kernels.ops import (
+        Elementwise,
+        Lookup,
+        NormVariant,
+        PackedLinear,
+        PackedNorm,
+        QuantizedPacker,
+        Summand,
+        Weight,
+    )
+    from penstock_server.kernels.quantized import QuantizedMatrix
 
 
 class NativeLinear:
@@ -62,8 +73,10 @@ class NativeLinear:
         formats = [matrix.format for matrix in matrices]
         rows, in_features = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         segments = [
-            (matrix.shape[0], one.bits, one.group, one.offset, one.has_mins, one.number, one.table)
+            (num_rows, one.bits, one.group, one.offset, one.has_mins, one.number, one.table, one.code)
             for matrix, one in zip(matrices, formats, strict=True)
+            # Gate and up are packed apart, also where they are one matrix of the checkpoint.
+            for num_rows in ([rows // 2] * 2 if gated and len(matrices) == 1 else [matrix.shape[0]])
         ]
         contiguous = None if bias is None else bias.contiguous()
         packing = kernels.quantized(segments, in_features, contiguous, gated, activation_bits)
@@ -137,13 +150,33 @@ class NativeGate(NativeActivation):
         return y
 
 
+class NativeRouting:
+    """How logits choose experts."""
+
+    __slots__ = ("_top_k", "packed")
+
+    def __init__(self, packed: Any, top_k: int) -> None:
+        self.packed = packed
+        self._top_k = top_k
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [rows, experts] → weights [rows, top_k] float32 and experts [rows, top_k] int64, the highest first."""
+        weights = torch.empty((logits.shape[0], self._top_k))
+        experts = torch.empty((logits.shape[0], self._top_k), dtype=torch.int64)
+        self.packed.apply(logits, experts, weights)
+        return weights, experts
+
+
 class NativeOps:
     """Implements `Ops`."""
 
     name = "native"
+    kept = Kept(mixed=False)  # no kernel multiplies integers and 8-bit floats
     groups_experts = False
 
-    def __init__(self, build: NativeBuild, num_threads: int | None = None, activation_bits: int = 16) -> None:
+    def __init__(
+        self, build: NativeBuild, num_threads: int | None = None, activation_bits: int = ACTIVATION_BITS
+    ) -> None:
         """activation_bits: of the inputs of quantized weights, 8 or 16."""
         from penstock_server.kernels.torch_ops import TorchOps
 
@@ -153,8 +186,9 @@ class NativeOps:
         self._activation_bits = activation_bits
         self._torch = TorchOps()  # for norms without weights
 
-    def keeps(self, format_: QuantFormat) -> bool:
-        return format_.code == "integer"
+    @property
+    def quantized_packer(self) -> QuantizedPacker:
+        return self._pack_quantized
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
         kernels = self._kernels
@@ -163,6 +197,9 @@ class NativeOps:
             assert build is not None, "an instruction set has kernels for all data types"
             kernels = build.kernels(self._num_threads)
         return NativeLinear.dense(kernels, weight, bias, gated=False)
+
+    def pack_wide(self, weight: Tensor) -> PackedLinear:
+        return self._torch.pack_wide(weight)  # the native operators know no float64
 
     def pack_tied(self, weight: Weight) -> tuple[NativeLinear, Lookup]:
         """The packed weight serves both."""
@@ -173,12 +210,12 @@ class NativeOps:
         """weight [2 * dim, in_features], gate first. The layer returns silu(gate) * up [rows, dim]."""
         return NativeLinear.dense(self._kernels, weight, bias, gated=True)
 
-    def pack_quantized(
+    def _pack_quantized(
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[NativeLinear, Lookup]:
-        linear = NativeLinear.quantized(
-            self._kernels, matrices, bias, self._activation_bits, self.build.dtype, gated=gated
-        )
+        """As `QuantizedPacker`."""
+        bits, dtype = self._activation_bits, self.build.dtype
+        linear = NativeLinear.quantized(self._kernels, matrices, bias, bits, dtype, gated=gated)
         return linear, linear.rows
 
     def pack_heads(self, weight: Tensor) -> None:
@@ -193,6 +230,16 @@ class NativeOps:
         biases = None if bias is None else bias.float().contiguous().view(-1, dim)
         packed = self._kernels.norm(kind, weights, biases, variant.eps)
         return NativeNorm(packed, self.build.dtype, self._torch.pack_norm(weight, bias, variant))
+
+    def routing(
+        self, num_experts: int, top_k: int, *, over_chosen: bool, norm_epsilon: float | None, scale: float
+    ) -> NativeRouting:
+        """Weights are a softmax over all experts or the chosen ones, divided by their sum + `norm_epsilon` if it is not
+        None, times `scale`."""
+        return NativeRouting(self._kernels.routing(num_experts, top_k, over_chosen, norm_epsilon, scale), top_k)
+
+    def add(self, residual: Tensor, summand: Summand, norm: PackedNorm | None) -> Tensor:
+        return summand.add_to(residual, norm)
 
     def rotate(
         self,
@@ -215,6 +262,10 @@ class NativeOps:
         if form is None:
             return self._torch.gated(activation)
         return NativeGate(self._kernels.activation(*form, True))
+
+    def clamped_swiglu(self, alpha: float, limit: float) -> Elementwise:
+        """[rows, 2 * dim], gate first → [rows, dim], as the experts of gpt-oss compute it."""
+        return NativeGate(self._kernels.activation("clamped swiglu", [alpha, limit], True))
 
     def argmax_logprob(
         self, logits: Tensor, places: npt.NDArray[np.int64] | None = None, masks: npt.NDArray[np.int32] | None = None

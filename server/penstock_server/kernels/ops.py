@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
+from penstock_server.kernels.quantized import Kept, QuantizedMatrix
 
 
 class PackedLinear(Protocol):
@@ -38,6 +38,29 @@ class PackedNorm(Protocol):
 
         With a residual, both are [rows, dim]: x is added to it in place, and the result is the norm of the sum."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """What is to be added to a residual: norm(x) * factor + other. All are [rows, dim]."""
+
+    x: Tensor
+    norm: PackedNorm | None = None
+    factor: float = 1.0
+    other: Tensor | None = None
+
+    def value(self) -> Tensor:
+        value = self.x if self.norm is None else self.norm(self.x)
+        if self.factor != 1.0:
+            value = value * self.factor
+        return value if self.other is None else self.other + value
+
+    def add_to(self, residual: Tensor, norm: PackedNorm | None) -> Tensor:
+        """As of `Ops.add`, with the norms' own operators."""
+        if norm is not None:
+            return norm(self.value(), residual)
+        residual += self.value()
+        return residual
 
 
 class LazyWeight(Protocol):
@@ -96,20 +119,38 @@ Elementwise = Callable[[Tensor], Tensor]
 Lookup = Callable[[Tensor], Tensor]
 """Row numbers [rows] int64 → those rows of a table [rows, features]."""
 
+
+class QuantizedPacker(Protocol):
+    """Packs layers whose weights stay quantized."""
+
+    def __call__(
+        self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
+    ) -> tuple[PackedLinear, Lookup]:
+        """A layer whose weight is these matrices, one below the other, and its rows in the model's dtype. gated: as in
+        `Ops.pack_gate_up`; such a layer has no rows to look up."""
+        ...
+
+
 HeadProduct = Callable[[Tensor, Tensor], None]
 """x [rows, heads, in] → out [rows, heads, out], by a matrix per head. The features of both are contiguous."""
 
 
 class Ops(Protocol):
     name: str
-    groups_experts: bool  # whether the layers of experts are computed together, by `triton_grouped`
+    kept: Kept  # the quantized weights that `quantized_packer` takes
+    groups_experts: bool  # whether experts are chosen and computed together, by `triton_grouped`
 
-    def keeps(self, format_: QuantFormat) -> bool:
-        """Whether there are kernels for weights in this format. Otherwise they are dequantized at load."""
+    @property
+    def quantized_packer(self) -> QuantizedPacker | None:
+        """None: there are no kernels for quantized weights, so they are dequantized at load."""
         ...
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         """weight [out_features, in_features], bias [out_features] or None."""
+        ...
+
+    def pack_wide(self, weight: Tensor) -> PackedLinear:
+        """As `pack_linear` without bias, but the result is float32, and not rounded to x's dtype before."""
         ...
 
     def pack_tied(self, weight: Weight) -> tuple[PackedLinear, Lookup]:
@@ -121,19 +162,16 @@ class Ops(Protocol):
         """weight [2 * dim, in_features], gate first. The layer returns silu(gate(x)) * up(x) [rows, dim]."""
         ...
 
-    def pack_quantized(
-        self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
-    ) -> tuple[PackedLinear, Lookup]:
-        """A layer whose weight is these matrices, one below the other, and its rows in the model's dtype. gated: as in
-        `pack_gate_up`; such a layer has no rows to look up. Only of formats that it `keeps`."""
-        ...
-
     def pack_heads(self, weight: Tensor) -> HeadProduct | None:
         """weight [heads, out, in]. None: there is no operator for all heads, only layers for each."""
         ...
 
     def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
         """weight [dim], or [heads, dim] for a weight per head; bias the same. Either may be None."""
+        ...
+
+    def add(self, residual: Tensor, summand: Summand, norm: PackedNorm | None) -> Tensor:
+        """Adds to the residual [rows, dim] in place, and returns the norm of the sum; without one, the sum."""
         ...
 
     def rotate(

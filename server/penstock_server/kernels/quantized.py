@@ -102,6 +102,38 @@ def _spread(numbers: Tensor, width: int, num_columns: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """Which quantized weights operators take."""
+
+    any: bool = True
+    mixed: bool = True  # a layer with integers and 8-bit floats
+
+
+ALL_KEPT = Kept()
+
+
+def stays_quantized(
+    weights: Sequence[tuple[QuantFormat, Tensor | None]], kept: Kept, *, is_reordered: bool = False
+) -> bool:
+    """Whether weights are quantized in memory as one layer, one below the other; else they are dequantized at load.
+
+    weights: the format of each, and its order of columns as in `QuantizedMatrix`. is_reordered: the layer's rows are
+    brought into another order. `Loader` and `penstock check` both ask this.
+    """
+    formats = {format_ for format_, _ in weights}
+    orders = [order for _, order in weights]
+    if not kept.any or (not kept.mixed and len({format_.code == "integer" for format_ in formats}) > 1):
+        return False
+    if is_reordered:
+        return len(formats) == 1 and all(order is None for order in orders)
+    return all(_is_same(orders[0], order) for order in orders[1:])
+
+
+def _is_same(order: Tensor | None, other: Tensor | None) -> bool:
+    return order is other if order is None or other is None else torch.equal(order, other)
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A rank's part of a matrix that is still in its file. It can be read once."""
 

@@ -5,7 +5,6 @@ A row's result may depend on the number of rows: matrix libraries select their k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,11 +19,13 @@ from penstock_server.kernels.ops import (
     NormVariant,
     PackedLinear,
     PackedNorm,
+    QuantizedPacker,
+    Summand,
     Weight,
     norm_dtype,
     whole,
 )
-from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
+from penstock_server.kernels.quantized import Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,21 @@ class OneDnnLinear:
         if x.shape[0] == 0:
             return x.new_empty((0, self.out_features))
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+@dataclass(frozen=True, slots=True)
+class WideLinear:
+    """The weight in float64 on a CPU, for the reason that `widened` states; on a GPU as it is, since products of its
+    tensor cores are exact and summed in float32."""
+
+    weight: Tensor
+    out_features: int
+    in_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return F.linear(x.double(), self.weight).float()
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +101,12 @@ class TorchOps:
     """Implements `Ops`."""
 
     name = "torch"
+    kept = Kept(any=False)
     groups_experts = False
 
-    def keeps(self, format_: QuantFormat) -> bool:
-        return False
+    @property
+    def quantized_packer(self) -> QuantizedPacker | None:
+        return None
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         weight = whole(weight)
@@ -98,6 +116,9 @@ class TorchOps:
             return OneDnnLinear(packed, bias, out_features, in_features)
         return PlainLinear(weight, bias, out_features, in_features)
 
+    def pack_wide(self, weight: Tensor) -> PackedLinear:
+        return WideLinear(weight.double() if weight.device.type == "cpu" else weight, *weight.shape)
+
     def pack_tied(self, weight: Weight) -> tuple[PackedLinear, Lookup]:
         weight = whole(weight)
         return self.pack_linear(weight, None), partial(F.embedding, weight=weight)
@@ -106,11 +127,6 @@ class TorchOps:
         linear = self.pack_linear(weight, bias)
         return GateUp(linear, self.gated(F.silu), linear.out_features // 2, linear.in_features)
 
-    def pack_quantized(
-        self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
-    ) -> tuple[PackedLinear, Lookup]:
-        raise NotImplementedError("quantized weights are dequantized before they are packed")
-
     def pack_heads(self, weight: Tensor) -> HeadProduct | None:
         if weight.device.type == "cpu":
             return None  # so that each head has a weight that oneDNN packs
@@ -118,6 +134,9 @@ class TorchOps:
 
     def pack_norm(self, weight: Tensor | None, bias: Tensor | None, variant: NormVariant) -> PackedNorm:
         return TorchNorm(self, weight, bias, variant)
+
+    def add(self, residual: Tensor, summand: Summand, norm: PackedNorm | None) -> Tensor:
+        return summand.add_to(residual, norm)
 
     def norm(
         self,
@@ -174,9 +193,19 @@ class TorchOps:
         return partial(_gated, activation)
 
 
+def widened(x: Tensor) -> Tensor:
+    """float64 on a CPU, float32 elsewhere.
+
+    On a CPU, torch computes exponentials differently at the end of a vector loop, and matrix products by their shape,
+    so a result would depend on its place in the batch. In float64 the difference is lost when the result is rounded to
+    float32.
+    """
+    return x.double() if x.device.type == "cpu" else x.float()
+
+
 def _multiply_heads(weight: Tensor, x: Tensor, out: Tensor) -> None:
     """weight [heads, in, out]"""
-    out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 def _gated(activation: Elementwise, x: Tensor) -> Tensor:

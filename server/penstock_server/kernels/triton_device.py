@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import sysconfig
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,15 @@ def unavailable_reason(device: torch.device) -> str | None:
     header = python_header()
     if not header.exists():
         return f"Triton needs the header {header}, which is not there; install Python's development files (python3-dev)"
-    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
-        return f"the device's compute capability is {capability[0]}.{capability[1]}, at least 8.0 is needed"
+    if torch.cuda.is_available() and (found := capability(device)) < MIN_CAPABILITY:
+        return f"the device's compute capability is {found[0]}.{found[1]}, at least 8.0 is needed"
     return None
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU; (0, 0) of another device, and of a GPU that is not there."""
+    has_one = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if has_one else (0, 0)
 
 
 def python_header() -> Path:
@@ -43,7 +51,23 @@ def python_header() -> Path:
 
 def multiplies_float8(device: torch.device) -> bool:
     """Whether the device's tensor cores multiply 8-bit floats."""
-    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 9)
+    return capability(device) >= (8, 9)
+
+
+def shares_accumulators(device: torch.device) -> bool:
+    """Whether the products of an unrolled chain are added up in one place.
+
+    Triton before 3.9 gives each of them an accumulator of its own in the tensor memory of compute capability 10. Eight
+    accumulators with more than 64 columns exceed its 512 columns, and Triton then compiles the kernel to a trap and
+    refuses to launch it.
+    """
+    return capability(device)[0] != 10 or _triton_version() >= (3, 9)
+
+
+@cache
+def _triton_version() -> tuple[int, int]:
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
 
 
 def launch(function: Any, grid: tuple[int, int], **arguments: Any) -> None:

@@ -1,90 +1,108 @@
-"""Linear layers of many experts in one launch: rows are sorted by their expert on the device, and the host learns
-nothing of the result."""
+"""Layers of many experts: one launch multiplies each row by the weights of its experts, and one adds the results up.
+The host learns nothing of which experts were chosen, so a step can be recorded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock_server.kernels import triton_device, triton_kernel
+from penstock_server.kernels import triton_device
+from penstock_server.kernels.triton_grouped_kernel import grouped_kernel, weighted_sum_kernel
 from penstock_server.kernels.triton_quantized import Segment
 from penstock_server.kernels.triton_quantized_kernel import grouped_product_kernel
 
-TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 64, 64  # of a program; the same for any number of rows
 _SUM_WIDTH = 1024  # elements of a program
+_MAX_PARTS = 16  # programs that share an expert's tiles of rows, so that one with many rows is not the last to end
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What the outputs of a layer become if they are gate and up, one after the other."""
+
+    activation: str = ""  # as the kernels know it; "": they stay as they are
+    alpha: float = 0.0  # of a clamped SwiGLU
+    limit: float = 0.0
+
+
+NO_GATE = Gate()
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program computes at a time. The order of sums does not depend on it."""
+
+    columns: int
+    rows: int
+    depth: int  # of dense weights
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, rows_per_expert: float, dtype: torch.dtype) -> Tile:
+        """rows_per_expert: as expected. Programs fit the 99 KiB of shared memory of compute capability 8.6."""
+        if dtype.itemsize > 2:
+            return cls(64, 16, 32, 4, 2)
+        if rows_per_expert > 64:
+            return cls(128, 128, 64, 8, 3)
+        if rows_per_expert > 8:
+            return cls(64, 32 if rows_per_expert <= 16 else 64, 64, 4, 3)
+        return cls(64, 16, 128, 4, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """Which rows each expert processes. A pair is a row and one of its experts; pair p is row p // top_k."""
 
-    num_pairs: int
-    order: Tensor  # [pairs] int64: by expert
-    ends: Tensor  # [experts on this rank] int64: the end of each expert's pairs in `order`
-    tile_experts: Tensor  # [tiles] int64: index among the experts on this rank; their number: the tile is unused
-    tile_starts: Tensor  # [tiles] int64: the tile's first pair in `order`
+    weights: Tensor  # [rows, top_k] float32, or with one more: the weight of the shared expert
+    experts: Tensor  # [rows, top_k] int32
+    counts: Tensor  # [experts on this rank] int32: their pairs
+    pairs: Tensor  # [experts on this rank, rows] int32: for each expert its pairs, in any order
+    num_experts: int  # on all ranks
 
+    @property
+    def num_pairs(self) -> int:
+        return self.experts.numel()
 
-def assign(experts: Tensor, mine: range, num_experts: int) -> Assignment:
-    """experts [rows, top_k] int64, of which this rank has `mine`. The number of tiles is an upper bound."""
-    chosen = experts.flatten()
-    order = chosen.argsort(stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    ends = counts.cumsum(0)[mine.start : mine.stop]
-    starts = ends - counts[mine.start : mine.stop]
-    num_tiles = (ends - starts + (TILE_ROWS - 1)).div_(TILE_ROWS, rounding_mode="floor")
-    tile_ends = num_tiles.cumsum(0)
-    most = len(chosen) // TILE_ROWS + min(len(mine), len(chosen))
-    tiles = torch.arange(most, device=chosen.device)
-    tile_experts = torch.searchsorted(tile_ends, tiles, right=True)
-    inside = tile_experts.clamp(max=len(mine) - 1)
-    tile_starts = starts[inside] + (tiles - (tile_ends - num_tiles)[inside]) * TILE_ROWS
-    return Assignment(len(chosen), order, ends, tile_experts, tile_starts)
+    @property
+    def rows_per_expert(self) -> float:
+        return self.num_pairs / self.num_experts
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinear:
     """One linear layer for each expert on this rank."""
 
-    weight: Tensor  # [experts, out_features, in_features]
-    bias: Tensor | None  # [experts, out_features]
+    weight: Tensor  # [experts, columns, in_features]
+    bias: Tensor | None  # [experts, columns]
+    gate: Gate = NO_GATE
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[1]
+        return self.weight.shape[1] // (2 if self.gate.activation else 1)
 
-    def __call__(self, x: Tensor, assignment: Assignment, rows_per_input: int) -> Tensor:
-        """x [pairs // rows_per_input, in_features] → [pairs, out_features] in its dtype. Pair p reads row
-        p // rows_per_input of x. Pairs whose expert is on another rank get zeros."""
-        _, out_features, in_features = self.weight.shape
-        x = x.contiguous()
-        output = x.new_zeros((assignment.num_pairs, out_features))
-        triton_device.launch(
-            triton_kernel.grouped_kernel,
-            (assignment.tile_experts.shape[0], -(-out_features // TILE_COLUMNS)),
-            output=output,
-            x=x,
+    def __call__(self, x: Tensor, assignment: Assignment, output: Tensor) -> None:
+        """x [pairs or rows, in_features] → output [pairs, out_features]: of each pair, or of its row. Pairs of
+        other ranks' experts are left as they are."""
+        num_experts, columns, depth = self.weight.shape
+        tile = Tile.of(assignment.rows_per_expert, x.dtype)
+        _launch(
+            grouped_kernel,
+            tile,
+            self.gate,
+            assignment,
+            x,
+            output,
             weight=self.weight,
             bias=self.bias,
-            order=assignment.order,
-            ends=assignment.ends,
-            tile_experts=assignment.tile_experts,
-            tile_starts=assignment.tile_starts,
-            rows_per_input=rows_per_input,
-            EXPERTS=self.weight.shape[0],
-            COLUMNS=out_features,
-            DEPTH=in_features,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            TILE_ROWS=TILE_ROWS,
-            TILE_COLUMNS=TILE_COLUMNS,
-            TILE_DEPTH=TILE_DEPTH if x.dtype.itemsize == 2 else TILE_DEPTH // 2,
-            num_warps=4,
-            num_stages=3,
+            EXPERTS=num_experts,
+            COLUMNS=columns,
+            DEPTH=depth,
+            TILE_DEPTH=tile.depth,
+            num_stages=tile.num_stages,
         )
-        return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,57 +111,91 @@ class GroupedQuantized:
 
     segment: Segment  # the outputs of all experts, one expert after the other
     num_experts: int  # on this rank
-    bias: Tensor | None  # [experts, out_features]
+    bias: Tensor | None  # [experts, columns]
     columns_order: Tensor | None  # [experts, in_features] int32: as of `QuantizedMatrix.order`
+    gate: Gate = NO_GATE
 
     @property
     def out_features(self) -> int:
+        return self._columns // (2 if self.gate.activation else 1)
+
+    @property
+    def _columns(self) -> int:
         return self.segment.num_columns // self.num_experts
 
-    def __call__(self, x: Tensor, assignment: Assignment, rows_per_input: int) -> Tensor:
+    def __call__(self, x: Tensor, assignment: Assignment, output: Tensor) -> None:
         """As of `GroupedLinear`."""
-        form, out_features = self.segment.form, self.out_features
-        x = x.contiguous()
-        output = x.new_zeros((assignment.num_pairs, out_features))
-        triton_device.launch(
+        rows_per_expert = assignment.rows_per_expert
+        if not triton_device.shares_accumulators(x.device):
+            rows_per_expert = min(rows_per_expert, 64)
+        tile = Tile.of(rows_per_expert, x.dtype)
+        _launch(
             grouped_product_kernel,
-            (assignment.tile_experts.shape[0], -(-out_features // TILE_COLUMNS)),
-            output=output,
-            x=x,
+            tile,
+            self.gate,
+            assignment,
+            x,
+            output,
             weight=self.segment.weight,
             bias=self.bias,
             columns_order=self.columns_order,
-            order=assignment.order,
-            ends=assignment.ends,
-            tile_experts=assignment.tile_experts,
-            tile_starts=assignment.tile_starts,
-            rows_per_input=rows_per_input,
             EXPERTS=self.num_experts,
-            COLUMNS=out_features,
-            FORM=form,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            TILE_OUTPUTS=TILE_COLUMNS,
-            TILE_ROWS=TILE_ROWS,
-            num_warps=4,
+            COLUMNS=self._columns,
+            FORM=self.segment.form,
             num_stages=2,
         )
-        return output
 
 
-def weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
-    """results [rows, top_k, features], weights [rows, top_k] float32 → [rows, features] float32, summed in the order of
-    top_k."""
-    num_rows, top_k, features = results.shape
-    output = torch.empty((num_rows, features), dtype=torch.float32, device=results.device)
+def _launch(
+    kernel: object, tile: Tile, gate: Gate, assignment: Assignment, x: Tensor, output: Tensor, **arguments: Any
+) -> None:
+    num_rows = assignment.experts.shape[0]
+    num_parts = min(_MAX_PARTS, -(-num_rows // tile.rows))
     triton_device.launch(
-        triton_kernel.weighted_sum_kernel,
+        kernel,
+        (-(-arguments["COLUMNS"] // tile.columns), arguments["EXPERTS"] * num_parts),
+        output=output,
+        x=x.contiguous(),
+        counts=assignment.counts,
+        pairs=assignment.pairs,
+        num_rows=num_rows,
+        rows_per_input=assignment.num_pairs // max(1, x.shape[0]),
+        num_parts=num_parts,
+        ACTIVATION=gate.activation,
+        ALPHA=gate.alpha,
+        LIMIT=gate.limit,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        TILE_COLUMNS=tile.columns,
+        TILE_ROWS=tile.rows,
+        num_warps=tile.num_warps,
+        **arguments,
+    )
+
+
+def weighted_sum(results: Tensor, assignment: Assignment, shared: Tensor | None, experts: range) -> Tensor:
+    """results [pairs, features] → [rows, features]: the sums of each row's experts in order, of these experts only, and
+    then of the shared expert's result [rows, features]. It ends the assignment: its counts become zero."""
+    (num_rows, top_k), features = assignment.experts.shape, results.shape[1]
+    output = torch.empty((num_rows, features), dtype=results.dtype, device=results.device)
+    mine = assignment.counts.shape[0]
+    triton_device.launch(
+        weighted_sum_kernel,
         (num_rows, -(-features // _SUM_WIDTH)),
         output=output,
         results=results,
-        weights=weights.contiguous(),
+        weights=assignment.weights,
+        experts=assignment.experts,
+        counts=assignment.counts,
+        shared=shared,
+        shared_stride=0 if shared is None else shared.stride(0),
         TOP_K=top_k,
+        NUM_WEIGHTS=assignment.weights.shape[1],
+        FIRST=experts.start,
+        EXPERTS=len(experts),
+        MINE=mine,
         FEATURES=features,
         WIDTH=_SUM_WIDTH,
+        MINE_WIDTH=1 << (mine - 1).bit_length(),
         num_warps=4,
     )
     return output

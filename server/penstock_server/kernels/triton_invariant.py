@@ -110,13 +110,14 @@ class InvariantLinear:
     """Implements `PackedLinear`."""
 
     product: Product  # of one matrix
+    dtype: torch.dtype  # of the result
     out_features: int
     in_features: int
 
     def __call__(self, x: Tensor) -> Tensor:
         # The kernel is compiled for the strides, and those of a single row may be any.
         rows = x.reshape(-1).view(x.shape[0], 1, self.in_features)
-        y = torch.empty((x.shape[0], 1, self.out_features), dtype=x.dtype, device=x.device)
+        y = torch.empty((x.shape[0], 1, self.out_features), dtype=self.dtype, device=x.device)
         self.product.apply(rows, y)
         return y.view(x.shape[0], self.out_features)
 
@@ -127,7 +128,10 @@ class InvariantOps(TritonOps):
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         weight = whole(weight)
         product = Product.of(weight[None], None if bias is None else bias[None])
-        return InvariantLinear(product, *weight.shape)
+        return InvariantLinear(product, weight.dtype, *weight.shape)
+
+    def pack_wide(self, weight: Tensor) -> PackedLinear:
+        return InvariantLinear(Product.of(weight[None], None), torch.float32, *weight.shape)
 
     def pack_heads(self, weight: Tensor) -> HeadProduct:
         return partial(_apply_heads, Product.of(weight, None))

@@ -83,7 +83,7 @@ def int8_product_kernel(
         is_inside = depth < DEPTH - start
         a = tl.load(rows + start, mask=is_row[:, None] & is_inside[None, :], other=0)
         b = tl.load(columns + start, mask=is_inside[:, None] & is_output[None, :], other=0)
-        total = tl.dot(a, b, total)
+        total = tl.dot(a, b, total, out_dtype=tl.int32)
     if partials is not None:
         places = (tl.program_id(1) * num_rows + row)[:, None] * OUTPUTS + output[None, :]
         tl.store(partials + places, total, mask=is_row[:, None] & is_output[None, :])

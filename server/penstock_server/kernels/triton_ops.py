@@ -14,20 +14,26 @@ from torch import Tensor
 
 from penstock_server.kernels import triton_device, triton_kernel
 from penstock_server.kernels.activation import ACTIVATIONS, Xielu
-from penstock_server.kernels.ops import Elementwise, Lookup, NormVariant, PackedLinear, norm_dtype
-from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
-from penstock_server.kernels.torch_ops import GateUp, TorchOps
+from penstock_server.kernels.ops import (
+    Elementwise,
+    Lookup,
+    NormVariant,
+    PackedLinear,
+    PackedNorm,
+    QuantizedPacker,
+    Summand,
+    norm_dtype,
+)
+from penstock_server.kernels.quantized import ALL_KEPT, QuantizedMatrix
+from penstock_server.kernels.torch_ops import GateUp, TorchNorm, TorchOps
 from penstock_server.kernels.triton_quantized import QuantizedLinear, can_gate
 
-# The names by which the kernel knows activations.
-_KERNEL_ACTIVATIONS: dict[Elementwise, str] = {
-    F.silu: "silu",
-    F.gelu: "gelu",
-    ACTIVATIONS["gelu_new"]: "gelu_tanh",
-    ACTIVATIONS["quick_gelu"]: "quick_gelu",
-    ACTIVATIONS["relu"]: "relu",
-    ACTIVATIONS["relu2"]: "relu2",
+# The names by which the kernels know activations.
+KERNEL_ACTIVATIONS: dict[Elementwise, str] = {
+    ACTIVATIONS[name]: name
+    for name in ("silu", "gelu", "gelu_new", "quick_gelu", "relu", "relu2", "tanh", "sigmoid", "linear")
 }
+_NO_NORM = NormVariant(0.0)
 _GATE_WIDTH = 1024  # elements of a program
 _ROTATED_ELEMENTS = 2048  # of the tile of heads that a program rotates
 
@@ -41,18 +47,21 @@ class TritonOps(TorchOps):
     """Implements `Ops`."""
 
     name = "triton"
+    kept = ALL_KEPT
     groups_experts = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """device: of packed weights; dtype: the model's."""
         self._device, self._dtype = device, dtype
 
-    def keeps(self, format_: QuantFormat) -> bool:
-        return format_.table is None
+    @property
+    def quantized_packer(self) -> QuantizedPacker:
+        return self.pack_quantized
 
     def pack_quantized(
         self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None, *, gated: bool = False
     ) -> tuple[PackedLinear, Lookup]:
+        """As `QuantizedPacker`."""
         is_fused = gated and can_gate(matrices, self._dtype, self._device)
         linear = QuantizedLinear.pack(matrices, bias, self._dtype, self._device, gated=is_fused)
         if gated and not is_fused:
@@ -68,31 +77,17 @@ class TritonOps(TorchOps):
         variant: NormVariant,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        dim = x.shape[-1]
-        # [rows, heads, dim] with any strides, or rows of a tensor that is contiguous.
-        rows = x if x.dim() == 3 else x.reshape(-1, 1, dim) if x.dim() != 2 else x[:, None]
         output = torch.empty(x.shape, dtype=norm_dtype(x, weight), device=x.device)
-        width = power_of_two(dim)
-        triton_device.launch(
-            triton_kernel.norm_kernel,
-            (rows.shape[0], rows.shape[1]),
-            output=output,
-            x=rows,
-            residual=residual,
-            weight=weight,
-            bias=bias,
-            row_stride=rows.stride(0),
-            head_stride=rows.stride(1),
-            eps=variant.eps,
-            DIM=dim,
-            WIDTH=width,
-            IS_LAYER=variant.kind == "layer",
-            IS_WIDE=variant.is_wide or variant.kind == "layer",
-            WEIGHT_STRIDE=dim if weight is not None and weight.dim() == 2 else 0,
-            num_warps=min(16, max(1, width // 512)),
-        )
+        _normalize(output, Summand(x), weight, bias, variant, residual)
+        return output
+
+    def add(self, residual: Tensor, summand: Summand, norm: PackedNorm | None) -> Tensor:
+        if norm is None:
+            _normalize(None, summand, None, None, _NO_NORM, residual)
+            return residual
+        assert isinstance(norm, TorchNorm)
+        output = torch.empty(residual.shape, dtype=norm_dtype(residual, norm.weight), device=residual.device)
+        _normalize(output, summand, norm.weight, norm.bias, norm.variant, residual)
         return output
 
     def rotate(
@@ -134,12 +129,61 @@ class TritonOps(TorchOps):
     def elementwise(self, function: Elementwise) -> Elementwise:
         if isinstance(function, Xielu):
             return partial(_activate, "xielu", function)
-        name = _KERNEL_ACTIVATIONS.get(function)
+        name = KERNEL_ACTIVATIONS.get(function)
         return function if name is None else partial(_activate, name, None)
 
     def gated(self, activation: Elementwise) -> Elementwise:
-        name = _KERNEL_ACTIVATIONS.get(activation)
+        name = KERNEL_ACTIVATIONS.get(activation)
         return super().gated(activation) if name is None else partial(_gate, name)
+
+
+def _normalize(
+    output: Tensor | None,
+    summand: Summand,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    variant: NormVariant,
+    residual: Tensor | None,
+) -> None:
+    """output: of a norm of the summand, or of the sum with the residual, which becomes that; None: of none."""
+    x, inner = summand.x, summand.norm
+    assert inner is None or isinstance(inner, TorchNorm)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    dim = x.shape[-1]
+    # [rows, heads, dim] with any strides, or rows of a tensor that is contiguous.
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, dim) if x.dim() != 2 else x[:, None]
+    width = power_of_two(dim)
+    triton_device.launch(
+        triton_kernel.norm_kernel,
+        (rows.shape[0], rows.shape[1]),
+        output=output,
+        x=rows,
+        residual=residual,
+        other=None if summand.other is None else summand.other.contiguous(),
+        weight=weight,
+        bias=bias,
+        row_stride=rows.stride(0),
+        head_stride=rows.stride(1),
+        eps=variant.eps,
+        inner_weight=None if inner is None else inner.weight,
+        inner_bias=None if inner is None else inner.bias,
+        inner_eps=0.0 if inner is None else inner.variant.eps,
+        FACTOR=summand.factor,
+        DIM=dim,
+        WIDTH=width,
+        IS_LAYER=variant.kind == "layer",
+        IS_WIDE=_is_wide(variant),
+        WEIGHT_STRIDE=dim if weight is not None and weight.dim() == 2 else 0,
+        HAS_INNER=inner is not None,
+        INNER_IS_LAYER=inner is not None and inner.variant.kind == "layer",
+        INNER_IS_WIDE=inner is not None and _is_wide(inner.variant),
+        num_warps=min(16, max(1, width // 512)),
+    )
+
+
+def _is_wide(variant: NormVariant) -> bool:
+    return variant.is_wide or variant.kind == "layer"
 
 
 def _activate(name: str, parameters: Xielu | None, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from penstock_server.kernels.triton_narrow import NarrowSegment, is_narrow
 from penstock_server.kernels.triton_quantized_kernel import Form, Weight, lookup_kernel, merge_kernel, product_kernel
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of 8 codes, by the bits of a code in them
-_NUMBERS = {"float16": torch.float16, "float32": torch.float32, "int8": torch.int8}
+_NUMBERS = {"float16": torch.float16, "float32": torch.float32, "int8": torch.int8, "e8m0": torch.uint8}
 _NARROW_OUTPUTS = 64  # of a program with few rows
 _SPLIT_PROGRAMS = 512  # that the splits of a layer aim at, for one tile of rows: 4 for each multiprocessor of an H200
 _MAX_SPLITS = 8
@@ -35,9 +35,9 @@ class Tile:
     num_stages: int
 
     @classmethod
-    def of(cls, num_rows: int, dtype: torch.dtype, bits: int) -> Tile:
+    def of(cls, num_rows: int, dtype: torch.dtype, bits: int, device: torch.device) -> Tile:
         """bits: of a code. Programs fit the 99 KiB of shared memory of compute capability 8.6."""
-        if num_rows > 64 and dtype.itemsize == 2:
+        if num_rows > 64 and dtype.itemsize == 2 and triton_device.shares_accumulators(device):
             return cls(64 if bits == 8 else 128, 128, 8, 2)
         if num_rows > 32 and dtype.itemsize == 2:
             return cls(_NARROW_OUTPUTS, 64, 4, 2)
@@ -95,7 +95,7 @@ class Segment:
     def apply(self, x: Tensor, y: Tensor) -> None:
         """x [rows, depth] → y [rows, num_columns]. The features of both are contiguous."""
         form, num_rows = self.form, x.shape[0]
-        tile = Tile.of(num_rows, x.dtype, form.bits)
+        tile = Tile.of(num_rows, x.dtype, form.bits, x.device)
         num_splits = -(-form.blocks // self.split_blocks)
         partials = None
         if num_splits > 1 and 4 * num_splits * num_rows * form.outputs <= _MAX_PARTIAL_BYTES:
@@ -220,8 +220,16 @@ def _form(format_: QuantFormat, num_outputs: int, depth: int) -> Form:
         offset=format_.offset,
         group=format_.group,
         packed=4 // _NUMBERS[format_.number].itemsize,
+        number=format_.number,
         code=format_.code,
+        table=None if format_.table is None else _table_words(format_.table),
     )
+
+
+def _table_words(table: tuple[int, ...]) -> tuple[int, int]:
+    """As of `Form.table`."""
+    numbers = bytes(number + 128 for number in table)
+    return int.from_bytes(numbers[:8], "little", signed=True), int.from_bytes(numbers[8:], "little", signed=True)
 
 
 def _zeros(form: Form, format_: QuantFormat, device: torch.device) -> Weight:
@@ -251,6 +259,8 @@ def _fill(weight: Weight, form: Form, format_: QuantFormat, rows: QuantizedRows,
         if target is not None:
             target.index_copy_(1, outputs, _code_words(units, shift, bits).transpose(0, 1))
     for target, numbers in zip((weight.scales, weight.mins), rows.numbers, strict=False):
+        if format_.number == "e8m0":
+            numbers = numbers.frexp().exponent + 127  # 2**n is 0.5 * 2**(n + 1)
         packed = _number_words(numbers.to(device, _NUMBERS[format_.number]))
         target[: packed.shape[1]].index_copy_(1, outputs, packed.t())
     if weight.factors is not None:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from penstock_server.kernels.quantized import SUPER_GROUP
+from penstock_server.kernels.triton_grouped_kernel import expert_columns, store_pairs
 from penstock_server.kernels.triton_kernel import activated
 
 
@@ -39,8 +40,10 @@ class Form(NamedTuple):
     high_bits: int  # above them, in `high_words`
     offset: int
     group: int  # input features that share a scale
-    packed: int  # scales in a word: 1 float32, 2 float16 or 4 int8
-    code: str  # as of `QuantFormat`
+    packed: int  # scales in a word: 1 float32, 2 float16, 4 int8 or e8m0
+    number: str  # as of `QuantFormat`
+    code: str  # the same
+    table: tuple[int, int] | None  # what codes stand for, plus 128: bytes 0 to 7 and 8 to 15, the first one lowest
     block: int = SUPER_GROUP  # input features
     unit: int = 32  # input features
 
@@ -65,8 +68,13 @@ def _codes(words, high_words, unit: tl.constexpr, FORM: tl.constexpr):
         bias: tl.constexpr = 7 if FORM.code == "e4m3fn" else 15
         bits = ((code & 0x80) << 24) | ((code & 0x7F) << (23 - fraction_bits))
         return bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - bias)
+    zero: tl.constexpr = 8388608.0 if FORM.table is None else 8388608.0 + 128.0
+    if FORM.table is not None:
+        low: tl.constexpr = FORM.table[0]
+        high: tl.constexpr = FORM.table[1]
+        code = (tl.where(code < 8, low, high).to(tl.int64) >> (8 * (code & 7))).to(tl.int32) & 0xFF
     # PERF: GPUs convert integers at a fraction of the rate of additions. These are the bits of 2**23 + code.
-    return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - zero
 
 
 @triton.jit
@@ -89,12 +97,16 @@ def _load_group(
         group = (block * FORM.block + feature) // FORM.group
         place, position = group // FORM.packed, group % FORM.packed
     word = tl.load(numbers + place * FORM.outputs + output, mask=is_output, other=0)
-    if FORM.packed == 1:
+    if FORM.number == "float32":
         found = word.to(tl.float32, bitcast=True)
-    elif FORM.packed == 2:
+    elif FORM.number == "float16":
         found = _half(word, position)
-    else:
+    elif FORM.number == "int8":
         found = ((word << (24 - 8 * position)) >> 24).to(tl.float32)
+    else:
+        # Byte n is 2**(n - 128). Twice that of byte 0 is subnormal: it has no exponent.
+        exponent = (word >> (8 * position)) & 0xFF
+        found = tl.maximum(exponent << 23, 1 << 22).to(tl.float32, bitcast=True) * 0.5
     if factors is not None:
         found *= _half(tl.load(factors + block * FORM.outputs + output, mask=is_output, other=0), which)
     return found
@@ -240,54 +252,71 @@ def product_kernel(
         _finish(total, y + row * y_stride, is_row, bias, first_output, FORM, IS_GATED, TILE_OUTPUTS, TILE_ROWS)
 
 
-@triton.jit(do_not_specialize=["rows_per_input"])
+@triton.jit(do_not_specialize=["num_rows", "rows_per_input", "num_parts"])
 def grouped_product_kernel(
-    output,  # [pairs, COLUMNS]
-    x,  # [pairs / rows_per_input, depth]
+    output,
+    x,
     weight,  # a Weight: the outputs of all experts, one expert after the other
-    bias,  # [EXPERTS, COLUMNS] or None
+    bias,
     columns_order,  # [EXPERTS, depth] int32: the input feature of each column; None: they are in order
-    order,
-    ends,
-    tile_experts,
-    tile_starts,
+    counts,
+    pairs,
+    num_rows,
     rows_per_input,
+    num_parts,
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     PRECISION: tl.constexpr,  # of tl.dot
-    TILE_OUTPUTS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """As `triton_kernel.grouped_kernel`, with quantized weights. An output is one chain."""
-    expert = tl.load(tile_experts + tl.program_id(0))
-    if expert >= EXPERTS:
-        return
-    place = tl.load(tile_starts + tl.program_id(0)) + tl.arange(0, TILE_ROWS)
-    is_row = place < tl.load(ends + expert)
-    pair = tl.load(order + place, mask=is_row, other=0)
-    column = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
-    is_column = column < COLUMNS
+    """As `triton_grouped_kernel.grouped_kernel`, with quantized weights."""
+    expert, part = tl.program_id(1) // num_parts, tl.program_id(1) % num_parts
+    count = tl.load(counts + expert)
+    tile = tl.program_id(0)
+    column, is_column = expert_columns(tile, COLUMNS, TILE_COLUMNS, ACTIVATION)
     if columns_order is not None:
         columns_order += expert * FORM.depth
-    total = _chain(
-        x + pair // rows_per_input * FORM.depth,
-        is_row,
-        weight,
-        expert * COLUMNS + column,
-        is_column,
-        0,
-        FORM.blocks,
-        columns_order,
-        FORM,
-        PRECISION,
-        TILE_OUTPUTS,
-        TILE_ROWS,
-    )
     if bias is not None:
-        total += tl.load(bias + expert * COLUMNS + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
-    mask = is_column[:, None] & is_row[None, :]
-    tl.store(output + pair[None, :] * COLUMNS + column[:, None], total.to(output.dtype.element_ty), mask=mask)
+        bias += expert * COLUMNS
+    for first in range(part * TILE_ROWS, count, num_parts * TILE_ROWS):
+        place = first + tl.arange(0, TILE_ROWS)
+        is_row = place < count
+        pair = tl.load(pairs + expert * num_rows + place, mask=is_row, other=0)
+        total = _chain(
+            x + (pair // rows_per_input).to(tl.int64) * FORM.depth,
+            is_row,
+            weight,
+            expert.to(tl.int64) * COLUMNS + column,
+            is_column,
+            0,
+            FORM.blocks,
+            columns_order,
+            FORM,
+            PRECISION,
+            TILE_COLUMNS,
+            TILE_ROWS,
+        )
+        store_pairs(
+            total,
+            output,
+            pair,
+            is_row,
+            bias,
+            tile,
+            column,
+            is_column,
+            COLUMNS,
+            ACTIVATION,
+            ALPHA,
+            LIMIT,
+            TILE_COLUMNS,
+            TILE_ROWS,
+        )
 
 
 @triton.jit

@@ -9,14 +9,28 @@ import torch
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Alibi, Attention, AttentionMask, AttentionShape, HeadNorms, Rotation
+from penstock_server.attention.interface import (
+    Alibi,
+    Attention,
+    AttentionMask,
+    AttentionShape,
+    HeadNorms,
+    Rotation,
+    Transform,
+)
 from penstock_server.kernels.ops import Ops
-from penstock_server.kernels.torch_ops import TorchNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
 from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
-from penstock_server.layers.qk_norm import ProjectionNorm, QkNorm, QkNormSpec, load_qk_norms, qk_norm_parameters
+from penstock_server.layers.qk_norm import (
+    ProjectionNorm,
+    QkNorm,
+    QkNormSpec,
+    as_head_norms,
+    load_qk_norms,
+    qk_norm_parameters,
+)
 from penstock_server.layers.relative_bias import RelativeBiasSpec
 from penstock_server.layers.rope import RopeSpec
 from penstock_server.layers.row_parallel import RowParallelLinear
@@ -85,6 +99,8 @@ class AttentionBlock:
     attention: Attention
     rope: tuple[Tensor, Tensor] | None  # cos, sin [max positions, rotary_dim / 2] float32
     norms: tuple[QkNorm, QkNorm] | None  # of queries, of keys
+    fused_norms: HeadNorms | None  # the same, if the attention can compute them
+    clip: float | None  # `AttentionSpec.clip`, rounded to the dtype of what it bounds
     sinks: Tensor | None  # [heads on this rank]
     bias: Tensor | None  # [heads on this rank, distances]
     scales: KvScales | None
@@ -97,7 +113,8 @@ class AttentionBlock:
         for name, width in spec.widths.items():
             mine = heads.mine if name == "q" else heads.my_kv
             part = Part(0, range(mine.start * dim, mine.stop * dim))
-            table |= layout.linear(f"{prefix}.{name}", (width, shard.hidden_size), bias=spec.qkv_bias, part=part)
+            shape, layer = (width, shard.hidden_size), f"{prefix}.qkv"
+            table |= layout.linear(f"{prefix}.{name}", shape, bias=spec.qkv_bias, part=part, layer=layer)
         columns = range(heads.mine.start * dim, heads.mine.stop * dim)
         table |= layout.into_hidden(f"{prefix}.output", spec.num_heads * dim, columns, bias=spec.output_bias)
         if spec.qk_norm is not None:
@@ -117,18 +134,24 @@ class AttentionBlock:
     def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> AttentionBlock:
         loader, shard = context.loader, context.shard
         shape = spec.shape(shard, context.block_tokens)
-        norms = None
+        attention = context.attention.for_shape(shape)
+        norms = fused_norms = None
         if spec.qk_norm is not None:
             norms = load_qk_norms(spec.qk_norm, prefix, spec.head_dim, spec.heads(shard), context)
+            if attention.transforms:
+                fused_norms = as_head_norms(norms, spec.qk_norm, spec.head_dim, shard)
+        output = RowParallelLinear.load(f"{prefix}.output", spec.output_widths(shard), context)
         return cls(
             spec=spec,
             qkv=context.linear(f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"),
-            output=RowParallelLinear.load(f"{prefix}.output", spec.output_widths(shard), context),
+            output=output,
             shape=shape,
             ops=context.ops,
-            attention=context.attention.for_shape(shape),
+            attention=attention,
             rope=None if spec.rope is None else context.rope(spec.rope),
             norms=norms,
+            fused_norms=fused_norms,
+            clip=None if spec.clip is None else float(torch.tensor(spec.clip, dtype=output.dtype)),
             sinks=loader.read(f"{prefix}.sinks") if spec.sinks else None,
             bias=None if spec.relative_bias is None else context.relative_bias(spec.relative_bias),
             scales=context.kv_scales(f"{prefix}.k", f"{prefix}.v"),
@@ -139,22 +162,16 @@ class AttentionBlock:
         head_dim]."""
         heads, kv_heads, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         qkv = self.qkv(x, step)
-        if self.spec.clip is not None:
-            qkv.clamp_(-self.spec.clip, self.spec.clip)
+        clip, norms, rotation = self.clip, self.fused_norms, self._rotation(step)
+        is_apart = not self.attention.transforms or (self.norms is not None and norms is None)
+        if is_apart and clip is not None:
+            qkv.clamp_(-clip, clip)
+            clip = None
         queries, keys, values = qkv.view(x.shape[0], heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
-        is_after_rope = self.spec.qk_norm is not None and self.spec.qk_norm.is_after_rope
-        norms = None if is_after_rope else self._fused_norms(queries)
-        if self.norms is not None and not is_after_rope and norms is None:
-            queries, keys = self.norms[0](queries), self.norms[1](keys)
-        rotation = None
-        if self.rope is not None and self.spec.rope is not None:
-            rotation = Rotation(queries, *self.rope, step.batch.positions, self.spec.rope.interleaved)
-            if is_after_rope or not self.attention.rotates:
-                self._rotate(keys, rotation)
-                rotation = None
-        if self.norms is not None and is_after_rope:
-            queries, keys = self.norms[0](queries), self.norms[1](keys)
-        self.attention.write_kv(cache, keys, values, step.batch.slots, rotation, self.scales, norms)
+        if is_apart:
+            queries, keys, rotation = self._transform_apart(queries, keys, rotation)
+        transform = None if clip is norms is rotation is None else Transform(queries, clip, norms, rotation)
+        self.attention.write_kv(cache, keys, values, step.batch.slots, transform, self.scales)
         return queries
 
     def attend(self, queries: Tensor, cache: Tensor, step: StepContext) -> Tensor:
@@ -169,23 +186,19 @@ class AttentionBlock:
 
     def append_to(self, program: NativeProgram, source: Register) -> None:
         """Appends `store` and `attend` to a native stack: the input is in `source`, the result in "attended"."""
-        if self.sinks is not None:
-            raise NotNativeError("attention with sinks")
         if self.bias is not None:
             raise NotNativeError("attention with a learned bias")
         program.linear(self.qkv, source, "qkv")
-        if self.spec.clip is not None:
-            # torch rounds the bounds to the dtype of what it clamps.
-            program.clamp("qkv", float(torch.tensor(self.spec.clip, dtype=self.output.dtype)))
-        is_after_rope = self.spec.qk_norm is not None and self.spec.qk_norm.is_after_rope
-        if not is_after_rope:
+        if self.clip is not None:
+            program.clamp("qkv", self.clip)
+        if not self._norms_follow_rope:
             self._append_norms(program)
         if self.rope is not None and self.spec.rope is not None:
             program.rotate(self.attention, self.rope, interleaved=self.spec.rope.interleaved)
-        if is_after_rope:
+        if self._norms_follow_rope:
             self._append_norms(program)
-        program.write(self.attention)
-        program.attend()
+        program.write(self.attention, self.scales)
+        program.attend(self.sinks)
 
     def _append_norms(self, program: NativeProgram) -> None:
         first = 0
@@ -198,16 +211,27 @@ class AttentionBlock:
                 program.norm_heads(norm, first, num_heads)
             first += num_heads * self.shape.head_dim
 
-    def _fused_norms(self, queries: Tensor) -> HeadNorms | None:
-        """The norms of each head, if the attention computes them as it stores the keys."""
-        if self.norms is None or not self.attention.normalizes:
-            return None
-        query, key = self.norms
-        if not isinstance(query, TorchNorm) or not isinstance(key, TorchNorm):
-            return None
-        weights = query.weight, query.bias, key.weight, key.bias
-        return HeadNorms(queries, *weights, query.variant.eps, query.variant.kind == "layer", query.variant.is_wide)
+    @property
+    def _norms_follow_rope(self) -> bool:
+        return self.spec.qk_norm is not None and self.spec.qk_norm.is_after_rope
 
-    def _rotate(self, keys: Tensor, rotation: Rotation) -> None:
-        tables = rotation.cos, rotation.sin, rotation.positions
-        self.ops.rotate(rotation.queries, keys, *tables, interleaved=rotation.is_interleaved)
+    def _rotation(self, step: StepContext) -> Rotation | None:
+        if self.rope is None or self.spec.rope is None:
+            return None
+        return Rotation(*self.rope, step.batch.positions, self.spec.rope.interleaved)
+
+    def _transform_apart(
+        self, queries: Tensor, keys: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Rotation | None]:
+        """Queries and keys, normed and rotated by operators of their own; the rotation if it is left to the
+        attention."""
+        norms = self.norms
+        if norms is not None and not self._norms_follow_rope:
+            queries, keys = norms[0](queries), norms[1](keys)
+        if rotation is not None and (self._norms_follow_rope or not self.attention.transforms):
+            tables = rotation.cos, rotation.sin, rotation.positions
+            self.ops.rotate(queries, keys, *tables, interleaved=rotation.is_interleaved)
+            rotation = None
+        if norms is not None and self._norms_follow_rope:
+            queries, keys = norms[0](queries), norms[1](keys)
+        return queries, keys, rotation

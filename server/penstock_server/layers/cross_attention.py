@@ -3,16 +3,18 @@ are in the layer's own cache at the source's slots. Sharded by heads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from penstock_server.attention.interface import Attention, AttentionShape
-from penstock_server.layers.attention import AttentionSpec
+from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
+from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
 from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.step import StepContext
+from penstock_server.weights.loader import Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,11 @@ class CrossAttentionBlock:
     output: RowParallelLinear
     shape: AttentionShape
     attention: Attention
+
+    @staticmethod
+    def parameters(spec: AttentionSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
+        table, queries = AttentionBlock.parameters(spec, prefix, layout), f"{prefix}.q.weight"
+        return table | {queries: replace(table[queries], layer="")}
 
     @classmethod
     def load(cls, spec: AttentionSpec, prefix: str, context: BuildContext) -> CrossAttentionBlock:

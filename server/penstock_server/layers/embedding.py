@@ -27,6 +27,7 @@ class EmbeddingSpec:
     multiplier_is_rounded: bool = False  # to the model's dtype before it is applied (Gemma)
     num_positions: int = 0  # rows of the position table; 0: no table
     position_offset: int = 0  # the table's row of position 0 (2 in OPT)
+    num_types: int = 0  # rows of the table of token types (BERT)
     # If set, positions are not learned but sinusoids of position * 10000^(-i / this), for i below half the hidden size.
     sinusoid_steps: float | None = None
     norm: NormSpec | None = None  # BLOOM
@@ -41,6 +42,7 @@ class Embedding:
     multiplier: float
     project: Linear | None
     positions: Tensor | None  # [num_positions, hidden]
+    types: Tensor | None  # [num_types, hidden]
     norm: PackedNorm | None
 
     @staticmethod
@@ -53,6 +55,8 @@ class Embedding:
             table |= layout.linear("project_out", (size, hidden_size))
         if spec.num_positions and spec.sinusoid_steps is None:
             table[f"{spec.prefix}positions.weight"] = Parameter((spec.num_positions, hidden_size))
+        if spec.num_types:
+            table[f"{spec.prefix}types.weight"] = Parameter((spec.num_types, hidden_size))
         if spec.norm is not None:
             table |= norm_parameters(f"{spec.prefix}embedding_norm", spec.norm, (hidden_size,))
         return table
@@ -77,6 +81,7 @@ class Embedding:
             multiplier=multiplier,
             project=context.linear("project_in") if spec.size not in (None, shard.hidden_size) else None,
             positions=positions,
+            types=loader.read_if_there(f"{spec.prefix}types.weight"),
             norm=norm,
         )
 
@@ -89,6 +94,9 @@ class Embedding:
             x = self.project(x, step)
         if self.positions is not None:
             x += embedding(step.batch.positions + self.spec.position_offset, self.positions)
+        if self.types is not None:
+            types = step.batch.token_types
+            x += self.types[0] if types is None else embedding(types, self.types)
         if self.spec.is_wide and x.dtype == torch.float16:
             x = x.float()
         return x if self.norm is None else self.norm(x)

@@ -8,14 +8,16 @@ queries and the outputs (section 2.1.2 of the paper). Sharded by query heads; ev
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import Attention, AttentionShape
+from penstock_server.attention.interface import Attention, AttentionShape, LatentQueries, Latents
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.ops import HeadProduct, Ops, PackedNorm
+from penstock_server.kernels.torch_ops import TorchNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import DenseWeights, Linear
@@ -134,17 +136,19 @@ class LatentAttentionBlock:
             return Part(0, range(mine.start * dim, mine.stop * dim))
 
         num_queries, kv_dim = spec.num_heads * spec.query_dim, spec.qk_nope_head_dim + spec.v_head_dim
-        table = layout.linear(f"{prefix}.kv_a", (spec.key_dim, hidden_size), bias=spec.has_bias)
+        reordered = partial(layout.linear, is_reordered=True)
+        down = partial(reordered, bias=spec.has_bias, layer=f"{prefix}.down")
+        table = down(f"{prefix}.kv_a", (spec.key_dim, hidden_size))
         table[f"{prefix}.kv_norm.weight"] = Parameter((spec.kv_lora_rank,))
         expansion = spec.num_heads * kv_dim, spec.kv_lora_rank
         table |= layout.linear(f"{prefix}.kv_b", expansion, part=by_heads(kv_dim), is_dense=True)
         columns = by_heads(spec.v_head_dim).range
         table |= layout.into_hidden(f"{prefix}.output", spec.num_heads * spec.v_head_dim, columns, bias=spec.has_bias)
         if spec.q_lora_rank is None:
-            return table | layout.linear(f"{prefix}.q", (num_queries, hidden_size), part=by_heads(spec.query_dim))
-        table |= layout.linear(f"{prefix}.q_a", (spec.q_lora_rank, hidden_size), bias=spec.has_bias)
+            return table | reordered(f"{prefix}.q", (num_queries, hidden_size), part=by_heads(spec.query_dim))
+        table |= down(f"{prefix}.q_a", (spec.q_lora_rank, hidden_size))
         table[f"{prefix}.q_norm.weight"] = Parameter((spec.q_lora_rank,))
-        return table | layout.linear(f"{prefix}.q_b", (num_queries, spec.q_lora_rank), part=by_heads(spec.query_dim))
+        return table | reordered(f"{prefix}.q_b", (num_queries, spec.q_lora_rank), part=by_heads(spec.query_dim))
 
     @staticmethod
     def kv_elements_per_token(spec: LatentAttentionSpec, shard: Shard) -> int:
@@ -180,36 +184,57 @@ class LatentAttentionBlock:
             scales=context.kv_scales(f"{prefix}.kv_a", f"{prefix}.kv_a"),
         )
 
-    def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
-        """x [tokens, hidden]: writes its latents to the cache, and returns the absorbed queries [tokens, heads,
-        key_dim]."""
+    def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor | LatentQueries:
+        """x [tokens, hidden]: writes its latents to the cache, and returns the queries for `attend`."""
         spec, heads = self.spec, self.shape.num_heads
-        *q_latent, latent, rotated_key = self.down(x, step).split(
+        down = self.down(x, step)
+        latents = self._latents(down, step)
+        if latents is not None and self.attention.latent is not None:
+            normed = self.attention.latent.write_latents(cache, latents, step.batch.slots, self.scales)
+            plain, rotary = self._queries(x if normed is None else normed, step)
+            absorbed = x.new_empty((x.shape[0], heads, spec.kv_lora_rank))
+            self.absorb(plain, absorbed, step)
+            return LatentQueries(absorbed, rotary, self.cos, self.sin)
+        *q_latent, latent, rotated_key = down.split(
             [*([spec.q_lora_rank] if spec.q_lora_rank else []), spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1
         )
-        if self.q_norm is not None:
-            x = self.q_norm(q_latent[0])
-        plain, rotated = self.queries(x, step).split(
-            [heads * spec.qk_nope_head_dim, heads * spec.qk_rope_head_dim], dim=-1
-        )
-        rotated, rotated_key = rotated.unflatten(-1, (heads, -1)), rotated_key[:, None]
+        plain, rotated = self._queries(x if self.q_norm is None else self.q_norm(q_latent[0]), step)
+        rotated_key = rotated_key[:, None]
         self.ops.rotate(rotated, rotated_key, self.cos, self.sin, step.batch.positions)
         queries = x.new_empty((x.shape[0], heads, spec.key_dim))
-        self.absorb(plain.unflatten(-1, (heads, -1)), queries[..., : spec.kv_lora_rank], step)
+        self.absorb(plain, queries[..., : spec.kv_lora_rank], step)
         queries[..., spec.kv_lora_rank :] = rotated
-        latent = self.kv_norm(latent)
-        keys = torch.cat([latent[:, None], rotated_key], dim=-1)
+        keys = torch.cat([self.kv_norm(latent)[:, None], rotated_key], dim=-1)
         values = keys[..., : spec.kv_lora_rank]
         self.attention.write_kv(cache, keys, values, step.batch.slots, scales=self.scales)
         return queries
 
-    def attend(self, queries: Tensor, cache: Tensor, step: StepContext) -> Tensor:
-        """[tokens, heads, key_dim] → [tokens, heads on this rank * v_head_dim]"""
+    def attend(self, queries: Tensor | LatentQueries, cache: Tensor, step: StepContext) -> Tensor:
+        """What `store` returned → [tokens, heads on this rank * v_head_dim]"""
         metadata = step.metadata[self.attention.name]
-        attended = self.attention.attend(queries, cache, metadata, scales=self.scales)
+        if isinstance(queries, LatentQueries):
+            assert self.attention.latent is not None
+            attended = self.attention.latent.attend_latents(queries, cache, metadata, self.scales)
+        else:
+            attended = self.attention.attend(queries, cache, metadata, scales=self.scales)
         values = attended.new_empty((*attended.shape[:2], self.spec.v_head_dim))
         self.unfold(attended, values, step)
         return values.flatten(1)
+
+    def _queries(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        """The plain parts [tokens, heads, qk_nope_head_dim] and those to be rotated [tokens, heads,
+        qk_rope_head_dim]."""
+        heads, spec = self.shape.num_heads, self.spec
+        plain, rotated = self.queries(x, step).split([heads * spec.qk_nope_head_dim, heads * spec.qk_rope_head_dim], -1)
+        return plain.unflatten(-1, (heads, -1)), rotated.unflatten(-1, (heads, -1))
+
+    def _latents(self, down: Tensor, step: StepContext) -> Latents | None:
+        """None: the norms have operators of their own."""
+        query, latent = self.q_norm, self.kv_norm
+        if not isinstance(latent, TorchNorm) or latent.weight is None:
+            return None
+        weight = query.weight if isinstance(query, TorchNorm) else None
+        return Latents(down, weight, latent.weight, latent.variant.eps, self.cos, self.sin, step.batch.positions)
 
     def project(self, attended: Tensor, step: StepContext) -> Tensor:
         """[rows, heads on this rank * v_head_dim] → [rows, hidden], the same on all ranks."""

@@ -26,13 +26,15 @@ class WeightLayout:
         part: Part | None = None,
         is_wide: bool = False,
         is_dense: bool = False,
+        layer: str = "",
+        is_reordered: bool = False,
     ) -> dict[str, Parameter]:
         """The parameters of a linear layer. shape: [out_features, in_features] over all ranks; part: what this rank
-        holds of the weight; is_wide, is_dense: as in `Parameter`."""
+        holds of the weight; the others as in `Parameter`."""
         bias_part = part if part is not None and part.dim == 0 else None
         return self.scheme_of(name).parameters(
             name,
-            Parameter(shape, part, is_wide, is_dense),
+            Parameter(shape, part, is_wide, is_dense, layer, is_reordered),
             Parameter(shape[:1], bias_part, is_wide) if bias else None,
         )
 

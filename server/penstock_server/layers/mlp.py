@@ -69,7 +69,8 @@ class Mlp:
         shape = (spec.intermediate_size, layout.shard.hidden_size)
         table: dict[str, Parameter] = {}
         for name in spec.inner_names:
-            table |= layout.linear(f"{prefix}.{name}", shape, bias=spec.bias, part=Part(0, columns))
+            part, layer = Part(0, columns), f"{prefix}.inner"
+            table |= layout.linear(f"{prefix}.{name}", shape, bias=spec.bias, part=part, layer=layer)
         if spec.activation == "xielu":
             table |= {f"{prefix}.{name}": Parameter((1,)) for name in XIELU_NAMES}
         return table | layout.into_hidden(
@@ -86,13 +87,14 @@ class Mlp:
         """[rows, hidden] → the same, on all ranks."""
         return self.down(self.inner(x, step).to(self.down.dtype), step)
 
-    def append_to(self, program: NativeProgram, source: Register) -> None:
-        """Appends everything but `down` to a native stack: the input is in `source`, the result in "activated"."""
+    def append_to(self, program: NativeProgram, source: Register, target: Register, *, adds: bool = False) -> None:
+        """Appends the MLP to a native stack. adds: to what is in the target."""
         if isinstance(self.inner, ActivatedLinear):
             program.linear(self.inner.linear, source, "inner")
             program.activate(self.inner.activation, "inner", "activated")
         else:
             program.linear(self.inner, source, "activated")
+        self.down.append_to(program, "activated", target, adds=adds)
 
 
 def _load_inner(spec: MlpSpec, prefix: str, context: BuildContext) -> Linear | ActivatedLinear:

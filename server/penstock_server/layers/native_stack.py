@@ -9,19 +9,20 @@ A layer says what it computes as operations on registers, which are a step's int
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from penstock_server.attention.fp8 import KvScales
 from penstock_server.attention.interface import Attention
 from penstock_server.attention.native import NativeAttention
-from penstock_server.collectives import SharedMemory
-from penstock_server.kernels.native_ops import NativeActivation, NativeNorm, NativeOps
+from penstock_server.collectives.shared_memory import SharedMemory
+from penstock_server.kernels.native_ops import NativeActivation, NativeNorm, NativeOps, NativeRouting
 from penstock_server.kernels.ops import Elementwise, Ops, PackedNorm
 from penstock_server.layers.linear import Linear
 from penstock_server.layers.step import StepContext
-from penstock_server.parallel import RankGroup
+from penstock_server.parallel import RankGroup, Split
 
 if TYPE_CHECKING:
     from penstock_server.kernels.native_build import NativeBuild
@@ -39,6 +40,9 @@ Register = Literal[
     "sum",  # what both together add to it
     "gathered",  # the columns of all ranks
     "part",  # this rank's columns of a product of what was gathered
+    "logits",  # the router's
+    "shared",  # the shared expert's output
+    "gate",  # its logit
     "output",  # of the stack
 ]
 
@@ -59,11 +63,7 @@ class NativeProgram:
 
     def linear(self, linear: Linear, source: Register, target: Register, *, adds: bool = False) -> None:
         """adds: to what is in the target."""
-        if linear.native is None:
-            raise NotNativeError("a linear layer whose columns are reordered")
-        if not isinstance(linear.native, self._build.module.PackedLinear):
-            raise NotNativeError("a linear layer in another data type")
-        self._native.linear(linear.native, source, target, adds)
+        self._native.linear(self._packed(linear), source, target, adds)
 
     def norm(self, norm: PackedNorm, source: Register, target: Register) -> None:
         self._native.norm(_native_norm(norm), source, target)
@@ -74,9 +74,7 @@ class NativeProgram:
 
     def activate(self, function: Elementwise, source: Register, target: Register) -> None:
         """function: of `Ops.elementwise` or `Ops.gated`."""
-        if not isinstance(function, NativeActivation):
-            raise NotNativeError("an activation that is not native")
-        self._native.activate(function.packed, source, target)
+        self._native.activate(_native_activation(function), source, target)
 
     def scale(self, register: Register, factor: float) -> None:
         self._native.scale(register, factor)
@@ -91,26 +89,57 @@ class NativeProgram:
         """Rotates the queries and keys in "qkv"."""
         self._native.rotate(_native_attention(attention).native, *rope, interleaved)
 
-    def write(self, attention: Attention) -> None:
-        """Stores the keys and values in "qkv" in the cache of the next layer."""
+    def write(self, attention: Attention, scales: KvScales | None = None) -> None:
+        """Stores the keys and values in "qkv" in the cache of the next layer. scales: of the layer, as of
+        `Attention.write_kv`."""
         self._attention = _native_attention(attention)
-        self._native.write(self._attention.native)
+        self._native.write(self._attention.native, scales)
 
-    def attend(self) -> None:
-        """Attention of the queries in "qkv" over the cache that was written last."""
-        self._native.attend()
+    def attend(self, sinks: Tensor | None = None) -> None:
+        """Attention of the queries in "qkv" over the cache that was written last. sinks [heads]: as of
+        `Attention.attend`."""
+        self._native.attend(None if sinks is None else sinks.to(self._build.dtype).contiguous())
 
     def gather(self, group: RankGroup, widths: tuple[int, ...], source: Register, target: Register) -> None:
         """Joins the columns of all ranks, `widths[rank]` of each."""
+        self._native.gather(self._collective(group), widths, source, target)
+
+    def _collective(self, group: RankGroup) -> Any:
         if not isinstance(group.collectives, SharedMemory):
             raise NotNativeError(f"{group.size} ranks that do not share memory")
         if not isinstance(group.collectives.native, self._build.module.Collective):
             raise NotNativeError("ranks that share memory through kernels in another data type")
-        self._native.gather(group.collectives.native, widths, source, target)
+        return group.collectives.native
+
+    def experts(
+        self,
+        routing: NativeRouting,
+        experts: Iterable[tuple[Linear, Linear]],
+        activation: Elementwise | None,
+        split: Split,
+        group: RankGroup,
+        shared: Literal["plain", "gated"] | None,
+        source: Register,
+        target: Register,
+    ) -> None:
+        """The weighted sum of each row's experts, routed by "logits". experts: gate and up, and down, of each expert of
+        this rank. activation: of gate and up, if these layers are not gated. split: the experts of each rank. shared:
+        adds "shared", or its product with the sigmoid of "gate"."""
+        packed = [(self._packed(gate_up), self._packed(down)) for gate_up, down in experts]
+        ranks = (self._collective(group), split.widths()) if group.size > 1 else None
+        native = None if activation is None else _native_activation(activation)
+        self._native.experts(routing.packed, packed, native, ranks, shared, source, target)
 
     def select(self, registers: Sequence[Register]) -> None:
         """From here on, these registers have the sampled rows only, and no other register is read."""
         self._native.select(registers)
+
+    def _packed(self, linear: Linear) -> Any:
+        if linear.native is None:
+            raise NotNativeError("a linear layer whose columns are reordered")
+        if not isinstance(linear.native, self._build.module.PackedLinear):
+            raise NotNativeError("a linear layer in another data type")
+        return linear.native
 
     def finish(self) -> NativeStack:
         assert self._attention is not None, "a decoder has at least one layer"
@@ -160,6 +189,12 @@ def _native_norm(norm: PackedNorm) -> Any:
     if not isinstance(norm, NativeNorm):
         raise NotNativeError("a norm without weights")
     return norm.packed
+
+
+def _native_activation(function: Elementwise) -> Any:
+    if not isinstance(function, NativeActivation):
+        raise NotNativeError("an activation that is not native")
+    return function.packed
 
 
 def _native_attention(attention: Attention) -> NativeAttention:

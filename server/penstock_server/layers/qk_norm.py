@@ -8,7 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from penstock_server.attention.interface import HeadNorms
 from penstock_server.kernels.ops import PackedNorm
+from penstock_server.kernels.torch_ops import TorchNorm
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.norm import NormSpec, load_norm, norm_parameters
 from penstock_server.layers.shard import HeadSplit, Shard
@@ -62,6 +64,31 @@ class ProjectionNorm:
 
 QkNorm = PackedNorm | ProjectionNorm
 """[tokens, heads, head_dim] → the same shape."""
+
+
+def as_head_norms(norms: tuple[QkNorm, QkNorm], spec: QkNormSpec, head_dim: int, shard: Shard) -> HeadNorms | None:
+    """The norms of queries and of keys, for an attention that computes them. None: they have operators of their own."""
+    is_whole = spec.over == "projection"
+    if is_whole and (shard.exact or shard.group.size > 1):
+        return None  # several ranks gather the heads, and with `exact` one rank computes the same bits
+    query, key = (norm.norm if isinstance(norm, ProjectionNorm) else norm for norm in norms)
+    if not isinstance(query, TorchNorm) or not isinstance(key, TorchNorm):
+        return None
+
+    def by_heads(parameter: Tensor | None) -> Tensor | None:
+        return parameter if parameter is None or not is_whole else parameter.view(-1, head_dim)
+
+    return HeadNorms(
+        query_weight=by_heads(query.weight),
+        query_bias=by_heads(query.bias),
+        key_weight=by_heads(key.weight),
+        key_bias=by_heads(key.bias),
+        eps=query.variant.eps,
+        is_layer=query.variant.kind == "layer",
+        is_wide=query.variant.is_wide,
+        is_whole=is_whole,
+        follows_rotation=spec.is_after_rope,
+    )
 
 
 def load_qk_norms(

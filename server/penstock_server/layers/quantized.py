@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from penstock_server.kernels.ops import Lookup, Ops, pieces_of
+from penstock_server.kernels.ops import Lookup, Ops, QuantizedPacker, pieces_of
 from penstock_server.kernels.quantized import Dequantized, QuantFormat, QuantizedMatrix, QuantizedRows, concatenated
 from penstock_server.layers.linear import (
     Arrange,
@@ -28,7 +30,7 @@ from penstock_server.weights.loader import Loader
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeights:
-    """Implements `LinearWeights`, for operators that keep quantized weights."""
+    """Implements `LinearWeights`, of matrices that `stays_quantized` lets be one layer."""
 
     matrices: tuple[QuantizedMatrix, ...]
     bias: Tensor | None
@@ -39,8 +41,6 @@ class QuantizedWeights:
         return self._dequantized().dense()
 
     def reorder(self, rows: Tensor) -> LinearWeights:
-        if len({matrix.format for matrix in self.matrices}) > 1 or not self._is_in_order:
-            return self._dequantized().reorder(rows)
         whole = concatenated([matrix.whole() for matrix in self.matrices]).select(rows.cpu())
         matrix = replace(self.matrices[0], shape=(len(rows), whole.codes.shape[1]), pieces=lambda: iter([whole]))
         return replace(self, matrices=(matrix,), bias=None if self.bias is None else self.bias[rows])
@@ -50,27 +50,19 @@ class QuantizedWeights:
 
     def pack(self, ops: Ops, *, gated: bool = False) -> Linear:
         first = self.matrices[0].order
-        if not self.has_one_order:
-            return self._dequantized().pack(ops, gated=gated)
-        packed = DenseLinear(ops.pack_quantized(self.matrices, self.bias, gated=gated)[0])
+        packed = DenseLinear(_packer(ops)(self.matrices, self.bias, gated=gated)[0])
         return packed if first is None else OrderedLinear(packed, first.to(self.device))
 
     def pack_tied(self, ops: Ops) -> tuple[Linear, Lookup]:
         if not self._is_in_order:
             return self._dequantized().pack_tied(ops)
-        packed, lookup = ops.pack_quantized(self.matrices, None)
+        packed, lookup = _packer(ops)(self.matrices, None)
         return DenseLinear(packed), lookup
 
     def lookup(self, ops: Ops) -> Lookup:
         if not self._is_in_order:
             return self._dequantized().lookup(ops)
-        return ops.pack_quantized(self.matrices, None)[1]
-
-    @property
-    def has_one_order(self) -> bool:
-        """Whether the columns of all matrices have the same order."""
-        first, *others = [matrix.order for matrix in self.matrices]
-        return all(_is_same(first, other) for other in others)
+        return _packer(ops)(self.matrices, None)[1]
 
     @property
     def _is_in_order(self) -> bool:
@@ -80,8 +72,10 @@ class QuantizedWeights:
         return DenseWeights(Dequantized(self.matrices, self.dtype, self.device), self.bias)
 
 
-def _is_same(order: Tensor | None, other: Tensor | None) -> bool:
-    return order is other if order is None or other is None else torch.equal(order, other)
+def _packer(ops: Ops) -> QuantizedPacker:
+    packer = ops.quantized_packer
+    assert packer is not None, "without kernels for them, quantized weights are dequantized at load"
+    return packer
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +123,29 @@ class Stored(Dense):
 
 
 @dataclass(frozen=True, slots=True)
-class EightBits(Dense):
-    """Dense weights quantized at load: 8 bits, a scale for each output. Implements `LinearScheme`."""
+class AtLoad(Dense):
+    """Dense weights quantized at load. Implements `LinearScheme`."""
 
-    format: QuantFormat  # one of AT_LOAD; a group is a row
+    format: QuantFormat  # one of AT_LOAD
 
     def load(self, loader: Loader, *names: str) -> LinearWeights:
-        return _in_8_bits(load_dense(loader, *names), loader, self.format)
+        return _quantized(load_dense(loader, *names), loader, self.format)
 
     def load_each(self, loader: Loader, names: Sequence[str], arrange: Arrange) -> Iterator[LinearWeights]:
         for weights in load_each_dense(loader, names, arrange):
-            yield _in_8_bits(weights, loader, self.format)
+            yield _quantized(weights, loader, self.format)
 
 
-def _in_8_bits(weights: DenseWeights, loader: Loader, format_: QuantFormat) -> QuantizedWeights:
+def _quantized(weights: DenseWeights, loader: Loader, format_: QuantFormat) -> QuantizedWeights:
     """The weights as they are packed. `loaded_bytes` counts them instead of the dense ones."""
     weight = weights.weight
     shape = (weight.shape[0], weight.shape[1])
-    format_ = replace(format_, group=-(-shape[1] // 32) * 32)
-    quantize = quantized_to_8_bits if format_.code == "integer" else quantized_to_float8
+    quantize: Callable[[Tensor], QuantizedRows]
+    if format_.table is not None:
+        quantize = partial(quantized_to_table, format_=format_)
+    else:
+        format_ = replace(format_, group=-(-shape[1] // 32) * 32)  # a row
+        quantize = quantized_to_8_bits if format_.code == "integer" else quantized_to_float8
     matrix = QuantizedMatrix(shape, format_, lambda: map(quantize, pieces_of(weight)))
     loader.loaded_bytes += matrix.num_bytes - math.prod(shape) * weight.dtype.itemsize
     return QuantizedWeights((matrix,), weights.bias, weight.dtype, loader.device)
@@ -167,10 +165,23 @@ def quantized_to_float8(rows: Tensor) -> QuantizedRows:
     return QuantizedRows(codes.view(torch.uint8), scales)
 
 
+def quantized_to_table(rows: Tensor, format_: QuantFormat) -> QuantizedRows:
+    """[rows, in_features] in floating point → codes of the nearest numbers of the format's table; a group's greatest
+    magnitude is that of the table."""
+    assert format_.table is not None
+    numbers, codes = torch.tensor(format_.table, dtype=torch.float32).sort(stable=True)
+    num_columns = rows.shape[1]
+    groups = pad(rows.float(), (0, -num_columns % format_.group)).unflatten(1, (-1, format_.group))
+    scales = groups.abs().amax(2) / numbers.abs().max()
+    places = groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
+    nearest = torch.bucketize(places, (numbers[1:] + numbers[:-1]) / 2)
+    return QuantizedRows(codes.to(torch.uint8)[nearest].flatten(1)[:, :num_columns].contiguous(), scales)
+
+
 def quantized_in_layers(format_: QuantFormat, name: str) -> LinearScheme:
     """The scheme of a layer of checkpoints that are quantized at load. Embedding and output head stay dense, as in
     TGI."""
-    return Dense() if name in ("embedding", "head") else EightBits(format_)
+    return Dense() if name in ("embedding", "head") else AtLoad(format_)
 
 
 def stored_everywhere(_name: str) -> LinearScheme:

@@ -38,15 +38,15 @@ class VocabularyHead:
     soft_cap: Elementwise | None = None
     logits_bias: Tensor | None = None  # [vocabulary on this rank]
 
-    def __call__(self, x: Tensor) -> Tensor | None:
-        """[rows, hidden] → logits [rows, vocabulary] on rank 0, None on the others."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, hidden] → logits [rows, vocabulary], the same on all ranks."""
         mine = self.linear(x, None)
         if self.logits_bias is not None:
             mine += self.logits_bias
-        logits = self.group.gather_columns(mine, self.widths)
-        if logits is not None and self.multiplier != 1.0:
+        logits = self.group.all_gather_columns(mine, self.widths)
+        if self.multiplier != 1.0:
             logits *= self.multiplier
-        if logits is not None and self.soft_cap is not None:
+        if self.soft_cap is not None:
             logits = self.soft_cap(logits)
         return logits
 

@@ -22,6 +22,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     `options.deterministic`. Raises ConfigError if the folder's model cannot be served on this many ranks.
     """
     from penstock_server.attention import ModelAttention
+    from penstock_server.errors import ConfigError
     from penstock_server.kernels import choose_ops
     from penstock_server.layers.context import BuildContext
     from penstock_server.layers.layout import WeightLayout
@@ -32,14 +33,17 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     from penstock_server.models.decoder import Decoder
     from penstock_server.models.fallback import load_fallback
     from penstock_server.models.parameters import parameters
-    from penstock_server.models.registry import ARCHITECTURES, read_spec
+    from penstock_server.models.pooling import read_pooling
+    from penstock_server.models.registry import ARCHITECTURES, ENCODERS, read_spec
     from penstock_server.weights import kv_scale
     from penstock_server.weights.format import open_checkpoint
     from penstock_server.weights.loader import Loader
     from penstock_server.weights.quantization.flag import format_at_load
 
     begin = time.perf_counter()
-    if Config.read(options.folder).require("model_type", str) not in ARCHITECTURES:
+    if Config.read(options.folder).require("model_type", str) not in {**ARCHITECTURES, **ENCODERS}:
+        if read_pooling(options.folder) is not None:
+            raise ConfigError(f"{options.folder}: embedding models and rerankers of this model type are not supported")
         return load_fallback(options, group)
     spec, names = read_spec(options.folder)
     if exact is None:
@@ -53,7 +57,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
         cpu_isa=options.cpu_isa,
     )
     format_ = format_at_load(options.quantize, options.folder)
-    if format_ is not None and not ops.keeps(format_):
+    if format_ is not None and ops.quantized_packer is None:
         format_ = None
         logger.warning("--quantize %s has no effect: %s operators have no kernels for it", options.quantize, ops.name)
     scheme_of: SchemeOf = dense_everywhere
@@ -65,7 +69,7 @@ def load_model(options: LoadOptions, group: RankGroup, exact: bool | None = None
     locator = locator or names.for_checkpoint(checkpoint.names())
     spec = spec.for_checkpoint(locator, checkpoint.names())
     context = BuildContext(
-        loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device, ops.keeps),
+        loader=Loader(checkpoint, parameters(spec, layout), locator, options.dtype, options.device, ops.kept),
         ops=ops,
         layout=layout,
         attention=ModelAttention(

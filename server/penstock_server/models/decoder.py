@@ -1,5 +1,5 @@
-"""The one decoder that runs every architecture: embedding, layers, norm, head, and an encoder if there is one.
-Everything that differs between architectures is in the `ModelSpec`."""
+"""The one decoder that runs every architecture: embedding, layers, norm, head or pooler, and an encoder if there is
+one. Everything that differs between architectures is in the `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import copy
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from penstock_server.attention.interface import StepBatch, window_tokens
+from penstock_server.attention.interface import Attention, StepBatch, window_tokens
+from penstock_server.heap import return_free_pages
 from penstock_server.kernels.ops import Lookup
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.embedding import Embedding
@@ -20,8 +21,8 @@ from penstock_server.layers.step import StepContext
 from penstock_server.layers.vocabulary import VocabularyHead, soft_cap
 from penstock_server.models.encoder import Encoder
 from penstock_server.models.layer import Layer, ResidualStream
+from penstock_server.models.pooler import Pooler
 from penstock_server.models.spec import HeadSpec, LayerSpec, ModelSpec
-from penstock_server.weights.memory import return_freed_memory
 
 
 class Decoder:
@@ -33,13 +34,17 @@ class Decoder:
         self.vocab_size = spec.vocab_size
         self.num_layers = spec.num_layers
         self.max_position_tokens = spec.max_position_tokens
-        self.max_source_tokens = 0 if spec.encoder is None else spec.encoder.max_source_tokens
+        self.max_source_tokens = spec.max_source_tokens
         self.decoder_prefix = () if spec.encoder is None else spec.encoder.decoder_prefix
         self.load_phases: list[tuple[str, float]] = []
         self.caches: list[Tensor] = []
 
         # The largest tensors first: the memory that is freed after packing them is reused for the smaller ones.
-        self.head, lookup = _load_head(spec.head, context)
+        self.head: VocabularyHead | None = None
+        if spec.pooling is None:
+            self.head, lookup = _load_head(spec.head, context)
+        else:
+            lookup = context.weights("embedding").lookup(context.ops)
         self.embedding = Embedding.load(spec.embedding, lookup, context)
         self.layers: list[Layer] = []
         # Layers with one spec and one size have the same shapes and formats. The index is the last one of the kind.
@@ -48,29 +53,38 @@ class Decoder:
             bytes_before = context.loader.loaded_bytes
             self.layers.append(Layer.load(layer, f"layers.{index}", context))
             self._kinds[layer, context.loader.loaded_bytes - bytes_before] = index
-            return_freed_memory()
+            return_free_pages()
         self.encoder = None if spec.encoder is None else Encoder(spec.encoder, lookup, context)
         self.norm = None
         if spec.final_norm is not None:
             self.norm = load_norm(context.loader, context.ops, "norm", spec.final_norm)
         self.project = None if self.embedding.project is None else context.linear("project_out")
+        self.pooler = Pooler.load(spec, context.loader)
         self.stack = NativeStack.of(self._append_layers, spec.hidden_size, context.ops)
         context.loader.finish()
         attentions = [layer.attention.attention for layer in self.layers]
         self.attentions = attentions
-        self.window_tokens = window_tokens(attentions)
+        self.window_tokens = 0 if spec.is_encoder else window_tokens(attentions)
         self.attention_name = context.attention.name
         self.is_recordable = context.attention.is_recordable and context.ops.name == "triton"
-        self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in attentions)
+        self.kv_bytes_per_block = sum(attention.bytes_per_block() for attention in self._cached)
         self.weight_bytes = context.loader.loaded_bytes
         self._attention = context.attention
         self._dtype = context.loader.dtype
         self._ropes = context.ropes
         self._group = context.shard.group
+        self._ops = context.ops
 
     def allocate_cache(self, num_blocks: int) -> None:
         self.caches = []  # first: the old and the new pool may not fit together
-        self.caches = [attention.allocate(num_blocks) for attention in self.attentions]
+        caches = [attention.allocate(num_blocks) for attention in self._cached]
+        self.caches = caches * self.num_layers if self.spec.is_encoder else caches
+
+    @property
+    def _cached(self) -> list[Attention]:
+        """The attention of the layers that have a cache. An encoder reads its keys and values only in the step that
+        writes them, so its layers take turns in one cache."""
+        return self.attentions[:1] if self.spec.is_encoder else self.attentions
 
     def sample(self) -> Decoder:
         if self.encoder is not None:
@@ -90,7 +104,8 @@ class Decoder:
         for spec, tables in self._ropes.items():
             limit_tables(spec, tables, max_sequence_tokens)
 
-    def logits(self, outputs: Tensor) -> Tensor | None:
+    def logits(self, outputs: Tensor) -> Tensor:
+        assert self.head is not None, "its outputs are pooled"
         return self.head(outputs)
 
     def forward(self, batch: StepBatch) -> Tensor:
@@ -102,7 +117,7 @@ class Decoder:
         residual = self.embedding(step)
         if self.stack is not None:
             return self.stack.run(residual, self.caches, step)
-        stream = ResidualStream(residual)
+        stream = ResidualStream(residual, self._ops)
         selects_rows = batch.sample_rows.shape[0] < residual.shape[0]
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             is_last = index + 1 == self.num_layers

@@ -24,13 +24,13 @@ class Encoder:
     def __init__(self, spec: EncoderSpec, lookup: Lookup, context: BuildContext) -> None:
         self.embedding = Embedding.load(spec.embedding, lookup, context)
         self.layers = [Layer.load(layer, f"encoder.layers.{index}", context) for index, layer in enumerate(spec.layers)]
-        self.norm = None
+        self.norm, self._ops = None, context.ops
         if spec.final_norm is not None:
             self.norm = load_norm(context.loader, context.ops, "encoder.norm", spec.final_norm)
 
     def read(self, sources: StepContext, layers: list[Layer], caches: list[Tensor]) -> None:
         """Encodes the sources, and writes their keys and values to the caches of these decoder layers."""
-        stream = ResidualStream(self.embedding(sources))
+        stream = ResidualStream(self.embedding(sources), self._ops)
         for layer in self.layers:
             layer.run(stream, caches[0], sources, None)
         states = stream.enter(self.norm)

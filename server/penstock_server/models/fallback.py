@@ -20,6 +20,7 @@ from penstock_server.models import pager
 from penstock_server.models.config import Config
 from penstock_server.models.fallback_check import check_logits
 from penstock_server.models.interface import LoadOptions
+from penstock_server.models.pooler import Pooler
 from penstock_server.models.registry import ARCHITECTURES
 from penstock_server.models.support import (
     CODE_KEY,
@@ -56,6 +57,7 @@ class Fallback:
         self.max_position_tokens = _max_position_tokens(text)
         self.max_source_tokens = 0
         self.decoder_prefix: tuple[int, ...] = ()
+        self.pooler: Pooler | None = None
         self._pager = pager.Pager(
             options.device, options.dtype, options.block_tokens, options.attention, options.cpu_isa
         )
@@ -93,7 +95,7 @@ class Fallback:
         hidden: Tensor = out.last_hidden_state[0, batch.sample_rows]
         return hidden
 
-    def logits(self, outputs: Tensor) -> Tensor | None:
+    def logits(self, outputs: Tensor) -> Tensor:
         return self._head(outputs)
 
     def own_logits(self, ids: Tensor) -> Tensor:

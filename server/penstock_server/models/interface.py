@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock_server.attention.interface import StepBatch
+from penstock_server.kernels import ACTIVATION_BITS
+from penstock_server.models.pooler import Pooler
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +26,24 @@ class LoadOptions:
     attention: str = ""  # the implementation; empty: the fastest for each layer
     cpu_isa: str = ""  # of native kernels, as of `find_build`
     dequantize: bool = False  # quantized weights at load
-    activation_bits: int = 16  # of the inputs of quantized weights that stay so: 8 or 16
+    activation_bits: int = ACTIVATION_BITS  # of the inputs of quantized weights that stay so: 8 or 16
     quantize: str = ""  # the method of the checkpoint, or one that quantizes at load; empty: the checkpoint's
     deterministic: bool = False  # a row's bits must not depend on its batch
     kv_dtype: torch.dtype | None = None  # an fp8 dtype of stored keys and values; None: dtype
 
 
 class CausalModel(Protocol):
-    """A decoder on one rank, with or without an encoder. `load_model(options, group)` in `penstock_server.models` makes
-    one."""
+    """A decoder on one rank, with or without an encoder, or an encoder alone. `load_model(options, group)` in
+    `penstock_server.models` makes one."""
 
     architecture: str
     attention_name: str
     vocab_size: int
     num_layers: int
     max_position_tokens: int  # of a sequence; with an encoder, of source and answer together
-    max_source_tokens: int  # 0: the model has no encoder
+    max_source_tokens: int  # 0: no part of a sequence is read by an encoder
     decoder_prefix: tuple[int, ...]  # token ids between every source and its answer
+    pooler: Pooler | None  # None: the model generates tokens. With it there are no `logits`
     window_tokens: int  # no layer attends to more of the last tokens; 0: at least one layer attends to all
     weight_bytes: int  # on this rank
     kv_bytes_per_block: int  # on this rank, all layers
@@ -64,10 +67,11 @@ class CausalModel(Protocol):
 
     def forward(self, batch: StepBatch) -> Tensor:
         """One step. Returns the outputs [samples, hidden] of the rows `batch.sample_rows` in the model's dtype, as
-        input for `logits`. Source tokens have no outputs and must not be among these rows."""
+        input for `logits` or `pooler`. Source tokens in front of a decoder have no outputs and must not be among these
+        rows."""
         ...
 
-    def logits(self, outputs: Tensor) -> Tensor | None:
-        """Outputs [rows, hidden] → logits [rows, vocab] in the model's dtype on rank 0, None on the others. All ranks
-        must call it together with the same rows; the caller bounds the memory by the number of rows."""
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Outputs [rows, hidden] → logits [rows, vocab] in the model's dtype, the same on all ranks. All ranks must
+        call it together with the same rows; the caller bounds the memory by the number of rows."""
         ...

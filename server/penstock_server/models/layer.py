@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from penstock_server.attention.interface import Attention
-from penstock_server.kernels.ops import PackedNorm
+from penstock_server.kernels.ops import Ops, PackedNorm, Summand
 from penstock_server.layers.attention import AttentionBlock, AttentionSpec
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.cross_attention import CrossAttentionBlock
@@ -18,7 +19,6 @@ from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.mlp import Mlp, MlpSpec
 from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
 from penstock_server.layers.norm import load_norm, norm_parameters
-from penstock_server.layers.row_parallel import RowParallelLinear
 from penstock_server.layers.step import StepContext
 from penstock_server.models.spec import LayerSpec, NormPlacement
 from penstock_server.weights.loader import Parameter
@@ -30,11 +30,11 @@ class AttentionPart(Protocol):
     @property
     def attention(self) -> Attention: ...
 
-    def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
+    def store(self, x: Tensor, cache: Tensor, step: StepContext) -> Any:
         """x [tokens, hidden]: writes keys and values to the cache, and returns the queries for `attend`."""
         ...
 
-    def attend(self, queries: Tensor, cache: Tensor, step: StepContext) -> Tensor:
+    def attend(self, queries: Any, cache: Tensor, step: StepContext) -> Tensor:
         """[tokens, any width]"""
         ...
 
@@ -50,6 +50,16 @@ class MlpPart(Protocol):
         """[rows, hidden] → the same, on all ranks."""
         ...
 
+    def append_to(self, program: NativeProgram, source: Register, target: Register, *, adds: bool = False) -> None:
+        """Appends the same to a native stack. adds: to what is in the target. Raises NotNativeError."""
+        ...
+
+
+class Append(Protocol):
+    """Appends what computes the output of a part to a native stack."""
+
+    def __call__(self, target: Register, *, adds: bool = False) -> None: ...
+
 
 # The class of a part by the type of its spec. Each has `parameters(spec, prefix, layout)` and `load(spec, prefix,
 # context)`.
@@ -61,7 +71,7 @@ def layer_parameters(spec: LayerSpec, prefix: str, layout: WeightLayout) -> dict
     table = ATTENTION_PARTS[type(spec.attention)].parameters(spec.attention, f"{prefix}.attention", layout)
     table |= MLP_PARTS[type(spec.mlp)].parameters(spec.mlp, f"{prefix}.mlp", layout)
     if spec.cross is not None:
-        table |= AttentionBlock.parameters(spec.cross, f"{prefix}.cross", layout)
+        table |= CrossAttentionBlock.parameters(spec.cross, f"{prefix}.cross", layout)
     for name in _norm_names(spec):
         table |= norm_parameters(f"{prefix}.{name}", spec.norm, (layout.shard.hidden_size,))
     return table
@@ -73,17 +83,15 @@ class ResidualStream:
     next norm adds it in the same pass."""
 
     residual: Tensor
-    pending: Tensor | None = None
+    ops: Ops
+    pending: Summand | None = None
 
     def enter(self, norm: PackedNorm | None) -> Tensor:
         """Adds the pending summand and returns the norm of the sum, or the sum."""
         pending, self.pending = self.pending, None
-        if pending is None:
-            return self.residual if norm is None else norm(self.residual)
-        if norm is not None:
-            return norm(pending, self.residual)
-        self.residual += pending
-        return self.residual
+        if pending is not None:
+            return self.ops.add(self.residual, pending, norm)
+        return self.residual if norm is None else norm(self.residual)
 
     def keep(self, rows: Tensor) -> None:
         """Drops all other rows. Requires that no summand is pending."""
@@ -119,13 +127,14 @@ class Layer:
         if rows is not None and self.cross is None:
             attended, x, step = attended[rows], x[rows], kept
             stream.keep(rows)
-        attended = self._leave("attention_post_norm", self.attention.project(attended, step))
+        output = self._leave("attention_post_norm", self.attention.project(attended, step))
         if self.spec.parallel:
             # The MLP reads the attention's input, or another norm of the same residual.
             x = x if self.spec.shares_norm else self.norms["mlp_norm"](stream.residual)
-            stream.pending = attended + self._leave("mlp_post_norm", self.mlp(x, step))
+            summand = self._leave("mlp_post_norm", self.mlp(x, step))
+            stream.pending = replace(summand, other=output.value())
             return
-        self._add(stream, attended, "attention_sum_norm")
+        self._add(stream, output, "attention_sum_norm")
         if self.cross is not None:
             attended = self.cross.attend(self._enter(stream, "cross_norm"), cache, step)
             if rows is not None:
@@ -137,11 +146,9 @@ class Layer:
 
     def append_to(self, program: NativeProgram, *, is_last: bool) -> None:
         """Appends `run` to a native stack. is_last: after its attention, only the sampled rows continue."""
-        attention, mlp, spec = self.attention, self.mlp, self.spec
+        attention, spec = self.attention, self.spec
         if not isinstance(attention, AttentionBlock):
             raise NotNativeError("latent attention")
-        if not isinstance(mlp, Mlp):
-            raise NotNativeError("experts")
         if self.cross is not None:
             raise NotNativeError("cross-attention")
         if spec.placement is NormPlacement.SUM or spec.residual_is_normed:
@@ -151,17 +158,17 @@ class Layer:
         if is_last:
             kept: list[Register] = ["residual", "attended"]
             program.select([*kept, x] if spec.parallel and spec.shares_norm else kept)
+        project = partial(attention.output.append_to, program, "attended")
         if spec.parallel:
-            self._append_leave(program, attention.output, "attended", "attention_post_norm", "projected")
+            self._append_leave(program, project, "attention_post_norm", "projected")
             x = x if spec.shares_norm else self._append_enter(program, "mlp_norm")
-            mlp.append_to(program, x)
-            self._append_leave(program, mlp.down, "activated", "mlp_post_norm", "sum")
+            self._append_leave(program, partial(self.mlp.append_to, program, x), "mlp_post_norm", "sum")
             program.add("sum", "projected")
             program.add("projected", "residual")
             return
-        self._append_add(program, attention.output, "attended", "attention_post_norm")
-        mlp.append_to(program, self._append_enter(program, "mlp_norm"))
-        self._append_add(program, mlp.down, "activated", "mlp_post_norm")
+        self._append_add(program, project, "attention_post_norm")
+        x = self._append_enter(program, "mlp_norm")
+        self._append_add(program, partial(self.mlp.append_to, program, x), "mlp_post_norm")
 
     def _enter(self, stream: ResidualStream, name: str) -> Tensor:
         """The input of a part: the norm of this name if there is one."""
@@ -170,18 +177,15 @@ class Layer:
             stream.residual = x
         return x
 
-    def _add(self, stream: ResidualStream, x: Tensor, name: str) -> None:
+    def _add(self, stream: ResidualStream, output: Summand, name: str) -> None:
         """Adds the output of a part; if norms stand on the sums, the norm of this name follows at once."""
-        stream.pending = x
+        stream.pending = output
         if self.spec.placement is NormPlacement.SUM:
             stream.residual = stream.enter(self.norms[name])
 
-    def _leave(self, name: str, x: Tensor) -> Tensor:
+    def _leave(self, name: str, x: Tensor) -> Summand:
         """The output of a part, normed if there is a norm of this name, and scaled."""
-        norm = self.norms.get(name)
-        if norm is not None:
-            x = norm(x)
-        return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
+        return Summand(x, self.norms.get(name), self.spec.residual_multiplier)
 
     def _append_enter(self, program: NativeProgram, name: str) -> Register:
         """`_enter` in a native stack. Returns where the input of a part is."""
@@ -190,19 +194,17 @@ class Layer:
         program.norm(self.norms[name], "residual", "normed")
         return "normed"
 
-    def _append_add(self, program: NativeProgram, linear: RowParallelLinear, source: Register, name: str) -> None:
+    def _append_add(self, program: NativeProgram, append: Append, name: str) -> None:
         """Adds the output of a part to the residual, in a native stack."""
         if name not in self.norms and self.spec.residual_multiplier == 1.0:
-            linear.append_to(program, source, "residual", adds=True)
+            append("residual", adds=True)
             return
-        self._append_leave(program, linear, source, name, "projected")
+        self._append_leave(program, append, name, "projected")
         program.add("projected", "residual")
 
-    def _append_leave(
-        self, program: NativeProgram, linear: RowParallelLinear, source: Register, name: str, target: Register
-    ) -> None:
-        """`_leave` in a native stack, of what a linear layer computes."""
-        linear.append_to(program, source, target)
+    def _append_leave(self, program: NativeProgram, append: Append, name: str, target: Register) -> None:
+        """`_leave` in a native stack, of the output of a part."""
+        append(target)
         if name in self.norms:
             program.norm(self.norms[name], target, target)
         if self.spec.residual_multiplier != 1.0:
@@ -213,6 +215,8 @@ def _norm_names(spec: LayerSpec) -> list[str]:
     if spec.placement is NormPlacement.SUM:
         return [f"{part}_sum_norm" for part in spec.parts]
     names = [f"{part}_norm" for part in spec.parts] if spec.has_norms_before else []
+    if not spec.has_attention_norm:
+        names.remove("attention_norm")
     if spec.parallel and spec.shares_norm and names:
         names.remove("mlp_norm")
     if spec.placement is not NormPlacement.PRE:

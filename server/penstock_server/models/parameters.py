@@ -8,6 +8,7 @@ from penstock_server.layers.embedding import Embedding
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.norm import NormSpec, norm_parameters
 from penstock_server.models.layer import layer_parameters
+from penstock_server.models.pooler import Classifier
 from penstock_server.models.spec import LayerSpec, ModelSpec
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.loader import Parameter
@@ -17,11 +18,13 @@ def parameters(spec: ModelSpec, layout: WeightLayout) -> dict[str, Parameter]:
     """By our names, which `NameMap` translates to the checkpoint's. A tied head has no parameter of its own."""
     vocab, hidden_size = Part(0, layout.shard.vocab.mine), layout.shard.hidden_size
     table = Embedding.parameters(spec.embedding, layout)
-    if not spec.head.tied:
+    if spec.classifier is not None:
+        table |= Classifier.parameters(spec.classifier, hidden_size)
+    if spec.pooling is None and not spec.head.tied:
         in_features = spec.embedding.size or hidden_size
         shape, is_dense = (spec.vocab_size, in_features), spec.head.is_normalized
         table |= layout.linear("head", shape, bias=spec.head.bias, part=vocab, is_dense=is_dense)
-    if spec.head.logits_bias:
+    if spec.pooling is None and spec.head.logits_bias:
         table["head.logits_bias"] = Parameter((1, spec.vocab_size), Part(1, vocab.range))
     table |= _stack_parameters(spec.layers, spec.final_norm, "", layout)
     if spec.encoder is not None:

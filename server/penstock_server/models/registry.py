@@ -9,6 +9,7 @@ from penstock_server.models import (
     apertus,
     baichuan,
     bart,
+    bert,
     bloom,
     cohere,
     dbrx,
@@ -28,9 +29,11 @@ from penstock_server.models import (
     internlm,
     jais2,
     llama,
+    modernbert,
     moe,
     mpt,
     nemotron,
+    nomic_bert,
     olmo,
     opt,
     persimmon,
@@ -40,6 +43,7 @@ from penstock_server.models import (
     t5,
 )
 from penstock_server.models.config import Config
+from penstock_server.models.pooling import read_pooling
 from penstock_server.models.spec import ModelSpec, NameMap
 
 ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
@@ -109,14 +113,27 @@ ARCHITECTURES: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
 }
 
 
+# Encoders without a decoder, whose outputs are pooled.
+ENCODERS: dict[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
+    "bert": bert.bert,
+    "modernbert": modernbert.modernbert,
+    "nomic_bert": nomic_bert.nomic_bert,
+    "roberta": bert.roberta,
+    "xlm-roberta": bert.roberta,
+}
+
+
 def read_spec(folder: Path) -> tuple[ModelSpec, NameMap]:
     """Raises ConfigError if the folder's architecture, or an option of it, is not supported."""
     config = Config.read(folder)
     model_type = config.require("model_type", str)
-    build = ARCHITECTURES.get(model_type)
+    build = ARCHITECTURES.get(model_type) or ENCODERS.get(model_type)
     if build is None:
-        supported = ", ".join(sorted(ARCHITECTURES))
+        supported = ", ".join(sorted({**ARCHITECTURES, **ENCODERS}))
         raise config.refuse(f"model type {model_type!r} is not supported; supported: {supported}")
     spec, names = build(config)
+    pooling = read_pooling(folder)
+    if pooling is not None:
+        spec, names = spec.pooled(pooling), names.pooled()
     storage = config.get("expert_storage", "")  # our own key, in folders that were made from GGUF files
     return (spec.with_expert_storage(storage) if storage else spec), names

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from penstock_server.config import Pooling
 from penstock_server.errors import ConfigError
 from penstock_server.layers.attention import AttentionSpec
 from penstock_server.layers.embedding import EmbeddingSpec
@@ -35,6 +36,7 @@ class LayerSpec:
     norm: NormSpec
     placement: NormPlacement = NormPlacement.PRE
     parallel: bool = False  # x + attention(norm(x)) + mlp(norm(x)) (GPT-J, GPT-NeoX)
+    has_attention_norm: bool = True  # if there are norms before the parts (ModernBERT's first layer has none here)
     shares_norm: bool = False  # if parallel: the MLP has no norm of its own and reads the attention's
     residual_is_normed: bool = False  # the norm's result replaces the residual (a BLOOM option)
     residual_multiplier: float = 1.0  # factor of what attention and MLP add (Granite)
@@ -78,6 +80,16 @@ class HeadSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierSpec:
+    """From a pooled vector to one logit: a linear layer, or two with an activation and maybe a norm between them."""
+
+    bias: bool = False
+    dense_activation: str | None = None  # None: there is no first layer
+    dense_bias: bool = True
+    norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderSpec:
     """The encoder in front of the decoder. They share the token table."""
 
@@ -97,7 +109,8 @@ class EncoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One decoder: embedding, layers, final norm, head, and an encoder or none."""
+    """One decoder: embedding, layers, final norm, head, and an encoder or none. Or an encoder alone, with layers that
+    attend to whole sources."""
 
     architecture: str
     hidden_size: int
@@ -105,8 +118,10 @@ class ModelSpec:
     embedding: EmbeddingSpec
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
-    head: HeadSpec
+    head: HeadSpec  # not loaded if outputs are pooled
     encoder: EncoderSpec | None = None
+    pooling: Pooling | None = None  # None: it generates tokens
+    classifier: ClassifierSpec | None = None  # of rerankers
 
     def __post_init__(self) -> None:
         layers = [*self.layers, *(() if self.encoder is None else self.encoder.layers)]
@@ -141,6 +156,36 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def is_encoder(self) -> bool:
+        """Whether all tokens of a sequence attend to each other."""
+        attention = [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionSpec)]
+        return any(spec.mask.part == "source" for spec in attention)
+
+    @property
+    def max_source_tokens(self) -> int:
+        """The longest source; 0: no part of a sequence is one."""
+        if self.encoder is not None:
+            return self.encoder.max_source_tokens
+        return self.max_position_tokens if self.is_encoder else 0
+
+    def pooled(self, pooling: Pooling) -> ModelSpec:
+        """The spec of a model whose outputs are pooled. A decoder has its classifier after the last token."""
+        longest = min(self.max_position_tokens, pooling.max_tokens or self.max_position_tokens)
+        size = self.hidden_size
+        for dense in pooling.dense:
+            if dense.in_features != size or dense.out_features < 1:
+                sizes = f"{dense.in_features} numbers to {dense.out_features}"
+                raise ConfigError(f"{dense.weights.parent}: from {sizes} is not possible; its input has {size}")
+            size = dense.out_features
+        classifier = self.classifier or ClassifierSpec()
+        return replace(
+            self,
+            max_position_tokens=longest,
+            pooling=replace(pooling, has_token_types=self.embedding.num_types > 1),
+            classifier=classifier if pooling.task == "rerank" else None,
+        )
+
     def for_checkpoint(self, locator: Locator, stored: Collection[str]) -> ModelSpec:
         """The spec for a checkpoint that stores these tensors: they decide what belongs to the head."""
         head = self.head
@@ -169,6 +214,13 @@ class NameMap:
     names: Mapping[str, str | Location]
     ignored: tuple[str, ...] = field(default=())  # regular expressions, matched against whole names
     prefix: str = ""  # of names; absent from a model that was saved without its head
+
+    def pooled(self) -> NameMap:
+        """For a model whose outputs are pooled: it may have a head, and a causal reranker has a classifier."""
+        head = Location("") if "head" not in self.names else self.locate("head.weight")
+        stem = re.escape(head.name.removesuffix(".weight"))
+        ignored = (*self.ignored, rf"{stem}\.(weight|bias)") if stem else self.ignored
+        return replace(self, names={"classifier.out": "score", **self.names}, ignored=ignored)
 
     def __or__(self, names: Mapping[str, str | Location]) -> NameMap:
         """This map with these names added or replaced."""

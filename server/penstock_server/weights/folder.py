@@ -75,7 +75,9 @@ def choose_weights(where: str, names: Collection[str], read: Callable[[str], str
             _check_complete(where, _series(several), names, "their numbering implies")
             return Choice(kind, several)
     ggufs = tuple(sorted(name for name in names if name.endswith(SUFFIXES["gguf"])))
-    if ggufs and set(ggufs) in ({ggufs[0]}, set(_series(ggufs[:1]))):
+    series = _series(ggufs[:1])
+    if ggufs and set(ggufs) <= set(series):
+        _check_complete(where, series, names, "their numbering implies")
         return Choice("gguf", ggufs)
     if ggufs:
         raise ConfigError(f"{where} holds several GGUF files ({', '.join(ggufs)}); give the path of one as --model-id")

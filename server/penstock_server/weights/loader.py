@@ -7,14 +7,14 @@ architecture, and the layers know no tensor names of the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantFormat, QuantizedMatrix
+from penstock_server.kernels.quantized import ALL_KEPT, Kept, QuantizedMatrix, stays_quantized
 from penstock_server.weights import kv_scale
 from penstock_server.weights.checkpoint import Checkpoint, Part
 from penstock_server.weights.location import Locator
@@ -32,6 +32,8 @@ class Parameter:
     is_wide: bool = False  # kept in float32 in a float16 model, because its values exceed the range of float16
     # Never kept quantized in memory: another matrix is computed from it, or its layers are multiplied together.
     is_dense: bool = False
+    layer: str = ""  # the layer that it is a part of with other parameters, one below the other; empty: it is all of it
+    is_reordered: bool = False  # the layer's rows are brought into another order
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -53,16 +55,16 @@ class Loader:
         locator: Locator,
         dtype: torch.dtype,
         device: torch.device,
-        keeps: Callable[[QuantFormat], bool] = lambda _: True,
+        kept: Kept = ALL_KEPT,
     ) -> None:
-        """keeps: as of `Ops`."""
+        """kept: which quantized weights the operators take."""
         self.checkpoint = checkpoint
         self.locator = locator
         self.parameters = parameters
         self.locations = {name: locator.locate(name) for name in parameters}
         self.dtype = dtype
         self.device = device
-        self.keeps = keeps
+        self.kept = kept
         self.unfilled = set(parameters)
         self.loaded_bytes = 0
         self._scratch = Scratch()
@@ -115,17 +117,24 @@ class Loader:
     def quantized(self, *names: str) -> list[tuple[QuantizedMatrix, ...]] | None:
         """This rank's part of these parameters as the checkpoint stores them, to be read once: a matrix of each
         parameter, or one for each index of their leading dimension. None unless all are quantized, can be handed
-        out so, and have formats that the operators keep."""
+        out so, and stay so as one layer."""
         found = []
         for name in names:
             parameter = self.parameters[name]
             matrices = self.locations[name].quantized(self.checkpoint, parameter.shape, parameter.part)
-            if matrices is None or not all(self.keeps(matrix.format) for matrix in matrices):
+            if matrices is None:
                 return None
             found.append(matrices)
+        layers = list(zip(*found, strict=True))
+        is_reordered = self.parameters[names[0]].is_reordered
+        if not all(
+            stays_quantized([(each.format, each.order) for each in layer], self.kept, is_reordered=is_reordered)
+            for layer in layers
+        ):
+            return None
         self.unfilled -= set(names)
         self.loaded_bytes += sum(matrix.num_bytes for matrices in found for matrix in matrices)
-        return list(zip(*found, strict=True))
+        return layers
 
     def read_if_there(self, *names: str) -> Tensor | None:
         """Like `read`; None when the model has no such parameters. It must have all of them or none."""

@@ -1,10 +1,8 @@
-"""Scratch memory for loading, and the return of freed memory to the operating system."""
+"""Scratch memory for loading."""
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 
 import torch
 from torch import Tensor
@@ -26,11 +24,3 @@ class Scratch:
         if num_bytes > self._bytes.numel():
             self._bytes = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8)
         return self._bytes[:num_bytes].view(dtype).view(shape)
-
-
-def return_freed_memory() -> None:
-    """Returns freed memory to the operating system. glibc would keep it, and loading frees as much as it packs."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)

@@ -26,6 +26,7 @@ LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "B
 STORED = LOADABLE | {
     "I8": torch.int8,
     "U8": torch.uint8,
+    "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,

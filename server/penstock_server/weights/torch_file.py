@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 from pathlib import Path
@@ -42,8 +43,10 @@ def _load(path: Path, device: str) -> Any:
         return torch.load(path, map_location=device, weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
         raise ConfigError(_refusal(path, str(error))) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-        # Raised by the unpickler and the zip reader on damaged files.
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        # Raised by the unpickler and the zip reader on damaged files. The latter seeks beyond the start of a short one.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         raise ConfigError(
             f"{path} is truncated or damaged: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from error

@@ -62,14 +62,19 @@ class Case:
         return 5 + text[0] % 8 if self.has_encoder else 0
 
     @property
+    def config_class(self) -> Any:
+        """None: the installed transformers is older than the architecture."""
+        return getattr(transformers, self.config, None)
+
+    @property
     def has_encoder(self) -> bool:
-        return bool(getattr(transformers, self.config)().is_encoder_decoder)
+        return self.config_class is not None and bool(self.config_class().is_encoder_decoder)
 
     @property
     def model_type(self) -> str:
         if self.published is not None:
             return self.published.model_type
-        return getattr(transformers, self.config).model_type
+        return self.config if self.config_class is None else self.config_class.model_type
 
 
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)

@@ -6,26 +6,23 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
-PATHS = [str(TESTS), str(TESTS.parent)]
+from rank_environment import rank_environment
 
 
 class RankPool:
     """`size` processes. Smaller groups use the first of them."""
 
     def __init__(self, size: int) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "GLOO_SOCKET_IFNAME": "lo"}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, __file__],
-                env=environment,
+                env=rank_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -73,7 +70,7 @@ def main() -> None:
         result = run(Path(job["folder"]), group=group, **job["arguments"])
         if group.rank == 0:
             torch.save(result, job["out"])
-        torch.distributed.destroy_process_group()
+        group.leave()
         print("done", result["weight_bytes"], flush=True)
 
 

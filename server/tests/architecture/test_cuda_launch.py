@@ -1,38 +1,36 @@
 """A prompt and decode steps of every architecture on a fake CUDA device: nothing waits for the device, all inputs are
-copied at once, and a dense layer launches few kernels."""
+copied at once, and a layer launches few kernels."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import CASES
 from fake_cuda import Launches, Recorder, fake_cuda, load
-from penstock_server.layers.attention import AttentionBlock
-from penstock_server.layers.mlp import Mlp
+from penstock_server.layers.experts import MixtureOfExperts
+from penstock_server.layers.latent_attention import LatentAttentionBlock
 from penstock_server.models.layer import Layer
 from penstock_server.plan import Advances, NewSequence, Plan
 from tiny_model import save_case
 
-# Four matrix products, two norms, activation, rotation with the KV write, attention, and the merge of its splits.
-MAX_DENSE_LAUNCHES = 10
-
-BEHIND = "two norms behind attention and MLP"
-SUMS = "two sums that no norm follows"
-CROSS = "a second attention, over the source"
-# More launches than that in a decode step, and for what.
-EXCEPTIONS: dict[str, tuple[int, str]] = {
-    **dict.fromkeys(("gpt-neox", "falcon-40b"), (11, "the sum of attention and MLP")),
-    **dict.fromkeys(("mpt", "olmo"), (11, "a clamp of queries, keys and values")),
-    **dict.fromkeys(("gemma2", "gemma3", "glm4"), (12, BEHIND)),
-    **dict.fromkeys(("exaone4", "exaone4-no-window"), (12, SUMS)),
-    "granite": (12, "scales of the outputs of attention and MLP"),
-    "hunyuan": (13, "norms of queries and keys after the rotation, which is a kernel of its own then"),
-    **dict.fromkeys(("olmo2", "olmo3"), (14, f"norms over all heads of queries and of keys, and {SUMS}")),
-    **dict.fromkeys([name for name, case in CASES.items() if case.has_encoder], (15, CROSS)),
-}
+# Of one rank; several add their collectives, and gather queries and keys for norms over all heads.
+# A layer without its MLP or experts: two matrix products, two norms, the KV write with all that is done to queries and
+# keys before, attention, and the merge of its splits. With an MLP, ten launches.
+ATTENTION_LAUNCHES = 7
+# Latent attention has three more matrix products: from the latent of queries to the heads, and from and to the latent
+# of keys.
+LATENT_LAUNCHES = 3
+# Attention over a source: two matrix products, a norm, attention, and the merge. The source's keys are in the cache.
+CROSS_LAUNCHES = 5
+# Two matrix products and an activation.
+MLP_LAUNCHES = 3
+# The router's logits, the choice, gate and up with their activation, down, and the weighted sum.
+EXPERT_LAUNCHES = 5
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -52,33 +50,54 @@ def test_steps_are_copied_at_once_and_launch_few_kernels(
     ]
     with fake_cuda() as launches:
         engine = load(folder)
-        by_layer = dense_launches(launches, monkeypatch)
+        layers = recorded_layers(launches, monkeypatch)
         for plan in plans:
             launches.num_uploads = launches.num_downloads = 0
-            by_layer.clear()
+            layers.clear()
             with Recorder(launches):
                 engine.launch(plan)
             assert (launches.num_uploads, launches.num_downloads) == (1, 1)
         engine.close()
-    if not by_layer:
-        return  # all layers have experts
-    # The first layer also makes the attention's metadata of the step; a merge of splits is launched for long contexts.
-    fewest = min(sum((found + Counter(merge=found["attend_kernel"])).values()) for found in by_layer)
-    expected, _ = EXCEPTIONS.get(name, (fewest, ""))
-    assert fewest == expected
-    assert (fewest > MAX_DENSE_LAUNCHES) == (name in EXCEPTIONS), by_layer[-1]
+    assert layers
+    for index, (layer, attention, mlp) in enumerate(layers):
+        assert mlp.total() == mlp_launches(layer), mlp
+        if index > 0:  # the first layer also makes the attention's metadata of the step
+            attention["reduce_kernel"] = attention["attend_kernel"]  # launched for long contexts
+            assert attention.total() <= attention_launches(layer), attention
 
 
-def dense_launches(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
-    """What each dense layer without an encoder launches from now on."""
-    found: list[Counter[str]] = []
+def attention_launches(layer: Layer) -> int:
+    """At most, without its MLP or experts."""
+    has_cross, is_latent = layer.cross is not None, isinstance(layer.attention, LatentAttentionBlock)
+    return ATTENTION_LAUNCHES + CROSS_LAUNCHES * has_cross + LATENT_LAUNCHES * is_latent
+
+
+def mlp_launches(layer: Layer) -> int:
+    if not isinstance(layer.mlp, MixtureOfExperts):
+        return MLP_LAUNCHES
+    return EXPERT_LAUNCHES + (0 if layer.mlp.shared is None else MLP_LAUNCHES)
+
+
+def recorded_layers(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Layer, Counter[str], Counter[str]]]:
+    """What each layer of a decoder launches from now on, without and in its MLP or experts."""
+    found: list[tuple[Layer, Counter[str], Counter[str]]] = []
     run = Layer.run
 
-    def recorded(layer: Layer, *arguments: Any) -> None:
-        before = launches.kernels.copy()
-        run(layer, *arguments)
-        if isinstance(layer.attention, AttentionBlock) and isinstance(layer.mlp, Mlp):
-            found.append(launches.kernels - before)
+    def counted(function: Callable[..., Any], counts: Counter[str]) -> Callable[..., Any]:
+        def recorded(*arguments: Any) -> Any:
+            before = launches.kernels.copy()
+            result = function(*arguments)
+            counts.update(launches.kernels - before)
+            return result
 
-    monkeypatch.setattr(Layer, "run", recorded)
+        return recorded
+
+    def recorded_run(layer: Layer, *arguments: Any) -> None:
+        of_layer, of_mlp = Counter[str](), Counter[str]()
+        counted(run, of_layer)(replace(layer, mlp=counted(layer.mlp, of_mlp)), *arguments)
+        found.append((layer, of_layer - of_mlp, of_mlp))
+
+    monkeypatch.setattr(Layer, "run", recorded_run)
     return found

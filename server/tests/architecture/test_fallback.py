@@ -119,7 +119,6 @@ def test_bfloat16_logits_are_those_of_transformers(make: Callable[[str], Made], 
     driver = ModelDriver(load(made.folder, torch.bfloat16, block_tokens=16), block_tokens=16)
     text = prompts(2, [30], VOCAB)[0]
     logits = driver.step([(driver.sequence(text), 30)], every_row=True)
-    assert logits is not None
     assert logits.dtype == torch.bfloat16
     exact = made.logits(text)
     assert (logits - exact).norm() < 5e-2 * exact.norm()

@@ -130,11 +130,11 @@ def test_a_cache_of_half_the_bytes_holds_twice_the_blocks(folder: Path, monkeypa
     assert (plain_bytes, plain_blocks * 2) == (narrow_bytes * 2, narrow_blocks)
 
 
-def test_on_a_cpu_the_log_says_that_fp8_is_slow(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.native
+def test_on_a_cpu_fp8_is_native_and_the_log_says_its_scales(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     options = LoadOptions(folder, torch.bfloat16, torch.device("cpu"), 16, kv_dtype=NARROW)
-    assert load_model(options, RankGroup()).attention_name == "reference"
-    assert "reference, which is slow (not native: it does not store fp8 (--kv-cache-dtype))" in caplog.text
+    assert load_model(options, RankGroup()).attention_name == "native"
     assert "keys and values are stored in float8_e4m3fn, with scales of 1.0" in caplog.text
 
 

@@ -65,7 +65,6 @@ def test_a_gguf_file_gives_the_logits_and_greedy_tokens_of_its_model(name: str, 
     driver = ModelDriver(load_model(LoadOptions(folder, torch.float32, torch.device("cpu"), 4), RankGroup()))
     sequence = driver.sequence(ids)
     logits = driver.step([(sequence, len(ids))], every_row=True)
-    assert logits is not None
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert logits.argmax(dim=-1)[len(prompt) - 1 : -1].tolist() == ids[len(prompt) :]
 

@@ -86,15 +86,26 @@ SUPPORTED = [
     "stablelm-12b",
     "starcoder2",
 ]
+EXPERTS = [
+    "dbrx",
+    "gpt-oss",
+    "granitemoe",
+    "granitemoeshared",
+    "mixtral",
+    "mixtral-two-experts",
+    "olmoe",
+    "qwen2-moe",
+    "qwen3-moe",
+]
+EXPERTS_ONE_BY_ONE = {"phimoe": "routing by sparsemixer"}
 ONE_BY_ONE = {
-    "mixtral": "experts",
     "deepseek-v3": "latent attention",
     "olmo": "a norm without weights",
     "opt-350m": "not a norm's",
     "t5": "an encoder",
     "llama-nine-heads": "heads of 8 elements, which are padded",
 }
-OVER_ALL_HEADS = {"olmo2", "olmo3"}  # norms of queries and keys whose heads are on several ranks
+OVER_ALL_HEADS = {"olmo2", "olmo3", "olmoe"}  # norms of queries and keys whose heads are on several ranks
 
 
 def widened(case: Case) -> Case:
@@ -120,9 +131,8 @@ def load(folder: Path, group: RankGroup, dtype: torch.dtype = torch.bfloat16) ->
     return model
 
 
-def logits_of_steps(model: Decoder) -> list[torch.Tensor | None]:
-    """Steps of chunks, single tokens and both; each has the logits of every row, or of the last rows. None on ranks
-    other than 0."""
+def logits_of_steps(model: Decoder) -> list[torch.Tensor]:
+    """Steps of chunks, single tokens and both; each has the logits of every row, or of the last rows."""
     driver = ModelDriver(model, BLOCK_TOKENS)
     first, second, third = (driver.sequence(text) for text in prompts(5, [80, 40, 33], VOCAB))
     steps = [
@@ -138,7 +148,10 @@ def logits_of_steps(model: Decoder) -> list[torch.Tensor | None]:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.bfloat16) for name in SUPPORTED), ("llama", torch.float16), ("llama", torch.float32)],
+    [
+        *((name, torch.bfloat16) for name in (*SUPPORTED, *EXPERTS)),
+        *((name, dtype) for name in ("llama", "qwen2-moe") for dtype in (torch.float16, torch.float32)),
+    ],
     ids=str,
 )
 def test_one_call_computes_the_bits_of_the_layers(
@@ -153,33 +166,61 @@ def test_one_call_computes_the_bits_of_the_layers(
     assert_equal(caches, model.caches)
 
 
-@pytest.mark.parametrize("name", sorted({*SUPPORTED} - OVER_ALL_HEADS))
+@pytest.mark.parametrize("activation_bits", [8, 16])
+def test_one_call_computes_the_bits_of_quantized_experts(activation_bits: int, tmp_path: Path) -> None:
+    case = widened(CASES["qwen2-moe"])
+    widths = {"intermediate_size": 96, "shared_expert_intermediate_size": 64}  # whole panels
+    folder = save("qwen2-moe", replace(case, values={**case.values, **widths}), tmp_path)
+    device = torch.device("cpu")
+    options = LoadOptions(
+        folder, torch.bfloat16, device, BLOCK_TOKENS, activation_bits=activation_bits, quantize="eetq"
+    )
+    model = load_model(options, RankGroup())
+    assert isinstance(model, Decoder)
+    assert model.stack is not None
+    together = logits_of_steps(model)
+    model.stack = None
+    assert_equal(together, logits_of_steps(model))
+
+
+def test_ranks_compute_parts_of_experts_one_by_one_with_the_bits_of_one_call(tmp_path: Path) -> None:
+    folder = save("mixtral-two-experts", widened(CASES["mixtral-two-experts"]), tmp_path)
+
+    def logits(group: RankGroup) -> list[torch.Tensor]:
+        model = load(folder, group)
+        assert (model.stack is None) == (group.size > 1)
+        return logits_of_steps(model)
+
+    assert_equal(run_native_ranks(3, logits)[0], logits(RankGroup()))
+
+
+@pytest.mark.parametrize("name", sorted({*SUPPORTED, *EXPERTS} - OVER_ALL_HEADS))
 def test_two_ranks_compute_the_bits_of_one_in_one_call(name: str, tmp_path: Path) -> None:
     folder = save(name, widened(CASES[name]), tmp_path)
 
-    def logits(group: RankGroup) -> list[torch.Tensor | None]:
+    def logits(group: RankGroup) -> list[torch.Tensor]:
         model = load(folder, group)
         assert model.stack is not None
         return logits_of_steps(model)
 
-    assert_equal(run_native_ranks(2, logits)[0], logits(RankGroup()))
+    for of_rank in run_native_ranks(2, logits):
+        assert_equal(of_rank, logits(RankGroup()))
 
 
-def assert_equal(first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> None:
+def assert_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
     for a, b in zip(first, second, strict=True):
-        assert a is not None
-        assert b is not None
         assert a.isfinite().all()
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("name", [*ONE_BY_ONE, *EXPERTS_ONE_BY_ONE])
 def test_the_log_says_what_has_no_native_operation(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = widened(CASES[name]) if name in EXPERTS_ONE_BY_ONE else CASES[name]
     with caplog.at_level(logging.INFO):
-        load(save(name, CASES[name], tmp_path), RankGroup())
+        load(save(name, case, tmp_path), RankGroup())
     (line,) = [message for message in caplog.messages if message.startswith("layers:")]
     assert line.startswith("layers: one by one (")
-    assert ONE_BY_ONE[name] in line
+    assert {**ONE_BY_ONE, **EXPERTS_ONE_BY_ONE}[name] in line
 
 
 @pytest.mark.parametrize("name", sorted(OVER_ALL_HEADS))

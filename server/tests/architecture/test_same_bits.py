@@ -93,7 +93,6 @@ def logits_of(
         num_before = sum(3 for other, _ in advances if other.num_computed >= other.num_source)
         logits = driver.step([*advances, (sequence, count)], every_row=True)
         if sequence.num_computed > num_source:
-            assert logits is not None
             found.append(logits[num_before:])
         for each in (sequence, *others):
             give_back(driver, each)

@@ -16,14 +16,21 @@ import torch
 from torch import Tensor
 
 from penstock_server.attention.fp8 import KvScales
-from penstock_server.attention.interface import AttentionShape, HeadNorms, Rotation, StepBatch
-from penstock_server.attention.triton import PREFERRED_BLOCK_TOKENS, kernel
+from penstock_server.attention.interface import (
+    AttentionShape,
+    LatentKernels,
+    LatentQueries,
+    Latents,
+    StepBatch,
+    Transform,
+)
+from penstock_server.attention.triton import PREFERRED_BLOCK_TOKENS, kernel, write_kernel
 from penstock_server.attention.triton.tile import Tile, key_parts, padded_dim, query_tile
 from penstock_server.kernels import triton_device
 
 # Memory for the partial results of splits. Steps that would need more compute all splits of a sequence in one program.
 MAX_PARTIAL_BYTES = 128 << 20
-MAX_WRITE_ELEMENTS = 4096  # of the tile of heads that a program of `write_kernel` rotates or stores
+MAX_WRITE_ELEMENTS = 4096  # of the tile of heads that a program of `write_kernel` computes, unless it needs all heads
 # The kernels' names of the fp8 dtypes, and the factor that `decode` leaves to its caller.
 FP8_FORMATS = {torch.float8_e4m3fn: ("e4m3fn", 256.0), torch.float8_e5m2: ("e5m2", 1.0)}
 
@@ -73,8 +80,7 @@ class TritonAttention:
     first; fp8 as int8."""
 
     name = "triton"
-    rotates = True
-    normalizes = True
+    transforms = True
     preferred_block_tokens = PREFERRED_BLOCK_TOKENS
 
     def __init__(
@@ -102,7 +108,7 @@ class TritonAttention:
             slopes = torch.tensor(shape.alibi.slopes, device=device)
             self._slopes = slopes.bfloat16().float() if shape.alibi.is_bfloat16 else slopes
         self._alibi_scale = shape.scale if shape.alibi is not None and shape.alibi.is_scaled else 1.0
-        main, rest = key_parts(shape.head_dim)
+        main, rest = key_parts(shape)
         mask = {"WINDOW": shape.mask.window or 0, "CHUNK": shape.mask.chunk or 0, "PART": shape.mask.part}
         self._shared = {
             **mask,
@@ -133,17 +139,16 @@ class TritonAttention:
             "num_warps": self.tile.num_warps,
             "num_stages": self.tile.num_stages,
         }
-        width = padded_dim(max(shape.head_dim, value_dim))
-        write_heads = min(padded_dim(shape.num_kv_heads), max(1, MAX_WRITE_ELEMENTS // width))
+        has_latent_kernels = self._attend["IS_VALUE_MAIN"] and rest > 0 and (shape.head_dim - main) % 2 == 0
+        self.latent: LatentKernels | None = self if has_latent_kernels and shape.num_kv_heads == 1 else None
+        self._write_width = padded_dim(max(shape.head_dim, value_dim))
         self._write = {
             "HEADS": shape.num_heads,
             "KV_HEADS": shape.num_kv_heads,
             "BLOCK_TOKENS": shape.block_tokens,
             "KEY_DIM": shape.head_dim,
             "VALUE_DIM": value_dim,
-            "WIDTH": width,
-            "TILE_HEADS": write_heads,
-            "num_warps": 4,
+            "FORMAT": self._fp8_format,
         }
 
     def allocate(self, num_blocks: int) -> Tensor:
@@ -163,33 +168,32 @@ class TritonAttention:
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
-        rotation: Rotation | None = None,
+        transform: Transform | None = None,
         scales: KvScales | None = None,
-        norms: HeadNorms | None = None,
     ) -> None:
         scales = scales or KvScales()
         keys, values = _with_dense_heads(keys), _with_dense_heads(values)
-        tile_heads, num_query_tiles = self._write["TILE_HEADS"], 0
-        queries = cos = sin = positions = None
-        if rotation is not None:
-            queries, cos, sin, positions = rotation.queries, rotation.cos, rotation.sin, rotation.positions
-        if norms is not None:
-            queries = norms.queries
-        if queries is not None:
+        form = write_kernel.Form.of(transform, self._write_width)
+        tile_heads, num_warps = self._write_tile(form)
+        queries = norms = rotation = None
+        num_query_tiles, clip = 0, 0.0
+        if transform is not None:
+            queries, norms, rotation = transform.queries, transform.norms, transform.rotation
+            clip = transform.clip or 0.0
             assert queries.stride(-1) == 1
             num_query_tiles = -(-self.shape.num_heads // tile_heads)
-        half = 0 if cos is None else cos.shape[1]
         triton_device.launch(
-            kernel.write_kernel,
+            write_kernel.write_kernel,
             (slots.shape[0], num_query_tiles - (-self.shape.num_kv_heads // tile_heads)),
             cache=cache,
             queries=queries,
             keys=keys,
             values=values,
             slots=slots,
-            positions=positions,
-            cos=cos,
-            sin=sin,
+            positions=None if rotation is None else rotation.positions,
+            cos=None if rotation is None else rotation.cos,
+            sin=None if rotation is None else rotation.sin,
+            clip=clip,
             query_weight=None if norms is None else norms.query_weight,
             query_bias=None if norms is None else norms.query_bias,
             key_weight=None if norms is None else norms.key_weight,
@@ -204,16 +208,59 @@ class TritonAttention:
             value_head_stride=values.stride(1),
             key_factor=1.0 / scales.keys,
             value_factor=1.0 / scales.values,
-            HALF=half,
-            HALF_WIDTH=padded_dim(half) if half else 0,
-            IS_INTERLEAVED=rotation is not None and rotation.is_interleaved,
-            FORMAT=self._fp8_format,
-            IS_NORMED=norms is not None,
-            IS_LAYER=norms is not None and norms.is_layer,
-            IS_WIDE=norms is not None and (norms.is_layer or norms.is_wide),
-            WEIGHT_STRIDE=0 if norms is None else norms.weight_stride,
+            TILE_HEADS=tile_heads,
+            FORM=form,
+            num_warps=num_warps,
             **self._write,
         )
+
+    def _write_tile(self, form: write_kernel.Form) -> tuple[int, int]:
+        """The heads of a program of `write_kernel`, and its warps."""
+        shape = self.shape
+        if form.is_whole:
+            heads = padded_dim(max(shape.num_heads, shape.num_kv_heads))
+        else:
+            heads = min(padded_dim(shape.num_kv_heads), max(1, MAX_WRITE_ELEMENTS // form.width))
+        return heads, min(16, max(4, heads * form.width // 1024))
+
+    def write_latents(
+        self, cache: Tensor, latents: Latents, slots: Tensor, scales: KvScales | None = None
+    ) -> Tensor | None:
+        x, weight, half = latents.x, latents.query_weight, latents.cos.shape[1]
+        assert x.stride(-1) == 1
+        query_dim = 0 if weight is None else weight.shape[0]
+        query_latents = None if weight is None else x.new_empty((x.shape[0], query_dim))
+        query_width = padded_dim(query_dim) if query_dim else 0
+        width = max(self.shape.output_dim, query_width)
+        triton_device.launch(
+            write_kernel.write_latents_kernel,
+            (x.shape[0], 1 if query_latents is None else 2),
+            cache=cache,
+            query_latents=query_latents,
+            x=x,
+            slots=slots,
+            positions=latents.positions,
+            cos=latents.cos,
+            sin=latents.sin,
+            query_weight=weight,
+            weight=latents.weight,
+            eps=latents.eps,
+            row_stride=x.stride(0),
+            factor=1.0 / (scales or KvScales()).keys,
+            QUERY_DIM=query_dim,
+            QUERY_WIDTH=query_width,
+            LATENT_DIM=self.shape.output_dim,
+            HALF=half,
+            HALF_WIDTH=padded_dim(half),
+            FORMAT=self._fp8_format,
+            num_warps=min(16, max(1, width // 512)),
+        )
+        return query_latents
+
+    def attend_latents(
+        self, queries: LatentQueries, cache: Tensor, metadata: TritonMetadata, scales: KvScales | None = None
+    ) -> Tensor:
+        return self._attend_parts(queries.absorbed, queries, cache, metadata, None, None, scales)
 
     def attend(
         self,
@@ -224,9 +271,23 @@ class TritonAttention:
         bias: Tensor | None = None,
         scales: KvScales | None = None,
     ) -> Tensor:
+        return self._attend_parts(queries, None, cache, metadata, sinks, bias, scales)
+
+    def _attend_parts(
+        self,
+        queries: Tensor,
+        latent: LatentQueries | None,
+        cache: Tensor,
+        metadata: TritonMetadata,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        scales: KvScales | None,
+    ) -> Tensor:
+        """latent: its rotary part completes the queries."""
         shape, batch, scales = self.shape, metadata.batch, scales or KvScales()
         assert sinks is None or shape.alibi is None, "sinks need scores without an offset"
         queries = _with_dense_heads(queries)
+        rotary = None if latent is None else _with_dense_heads(latent.rotary)
         num_tokens, num_sequences = queries.shape[0], metadata.num_sequences
         output = queries.new_empty((num_tokens, shape.num_heads, shape.output_dim))
         num_splits = self._num_splits(batch, num_sequences)
@@ -253,6 +314,9 @@ class TritonAttention:
             (num_tiles + (num_sequences * num_splits if num_splits > 1 else 0), self._head_tiles),
             **of_batch,
             queries=queries,
+            rotary=rotary,
+            cos=None if latent is None else latent.cos,
+            sin=None if latent is None else latent.sin,
             cache=cache,
             block_tables=batch.block_tables,
             tile_sequences=tiles.sequences,
@@ -264,6 +328,8 @@ class TritonAttention:
             table_stride=batch.block_tables.stride(0),
             token_stride=queries.stride(0),
             head_stride=queries.stride(1),
+            rotary_token_stride=0 if rotary is None else rotary.stride(0),
+            rotary_head_stride=0 if rotary is None else rotary.stride(1),
             bias_width=0 if bias is None else bias.shape[1],
             scale=shape.scale * scales.keys * self._decode_factor,
             soft_cap=shape.soft_cap or 0.0,
@@ -280,7 +346,7 @@ class TritonAttention:
         """Upper bound on the splits of one query. 1: one program computes all splits of a sequence."""
         split_tokens = self.tile.split_tokens
         num_splits = -(-batch.max_context_tokens // split_tokens)
-        if self.shape.mask.part != "source" and (span := self.shape.mask.max_span) is not None:
+        if (span := self.shape.mask.max_span) is not None:
             num_splits = min(num_splits, -(-(span - 1) // split_tokens) + 1)
         needed = num_sequences * num_splits * self.shape.num_heads * self.shape.output_dim * 4
         return num_splits if needed <= MAX_PARTIAL_BYTES else 1

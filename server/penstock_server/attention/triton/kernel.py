@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention: `attend_kernel`, `reduce_kernel`, which merges its splits, and `write_kernel`.
+"""Triton kernels of paged attention: `attend_kernel`, and `reduce_kernel`, which merges its splits.
 
 INVARIANT: a query's context is cut into splits at fixed positions, and each split into key tiles at fixed positions. A
 split starts from an empty softmax state, and the splits are merged in ascending order by `_merge`, whether one program
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from penstock_server.kernels.triton_fp8 import decode
-from penstock_server.kernels.triton_kernel import head_statistics, normalized, rotate_pairs, to_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -21,6 +20,8 @@ MINUS_INFINITY = tl.constexpr(float("-inf"))
 def _interval(position, source_len, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr):
     """`AttentionMask.interval`. WINDOW, CHUNK: 0 for none."""
     zero = position * 0
+    if PART == "source" and WINDOW > 0:
+        return tl.maximum(position - WINDOW + 1, 0), tl.minimum(position + WINDOW, source_len)
     if PART == "source":
         return zero, zero + source_len
     first = zero
@@ -84,6 +85,21 @@ def _load_cached(
     return rows
 
 
+@triton.jit
+def _load_rotated(pointers, is_row, columns, cos, sin, dtype: tl.constexpr, DIM: tl.constexpr):
+    """`_load_rows`, rotated; the pairs are in halves. cos, sin: pointers to the DIM // 2 numbers of each row."""
+    half: tl.constexpr = DIM // 2
+    is_first = columns < half
+    mask = is_row[:, None] & (columns < DIM)[None, :]
+    x = tl.load(pointers[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner = tl.where(is_first, columns + half, columns - half)
+    y = tl.load(pointers[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    pair = tl.where(is_first, columns, columns - half)
+    c = tl.load(cos[:, None] + pair[None, :], mask=mask, other=0.0)
+    s = tl.load(sin[:, None] + pair[None, :], mask=mask, other=0.0)
+    return (x * c + y * tl.where(is_first[None, :], -s, s)).to(dtype)
+
+
 # What differs between steps must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["num_tiles", "num_sequences", "num_splits", "table_stride"],
@@ -100,7 +116,10 @@ def attend_kernel(
     output,  # [tokens, HEADS, VALUE_DIM]
     partial_acc,  # [sequences, HEADS, num_splits, VALUE_DIM] float32: unnormalized outputs of each split
     partial_stats,  # [sequences, HEADS, num_splits, 2] float32: maximum and sum of each split
-    queries,  # [tokens, HEADS, HEAD_DIM]
+    queries,  # [tokens, HEADS, HEAD_DIM], or MAIN_DIM elements if there is a rotary part
+    rotary,  # [tokens, HEADS, HEAD_DIM - MAIN_DIM], rotated when it is read; None: queries are whole
+    cos,  # [positions, (HEAD_DIM - MAIN_DIM) // 2] float32 or None
+    sin,  # the same
     cache,  # [blocks, KV heads, BLOCK_TOKENS, STORED_DIM]
     block_tables,  # [sequences, max blocks]
     query_starts,  # [sequences + 1]
@@ -117,6 +136,8 @@ def attend_kernel(
     table_stride,
     token_stride,
     head_stride,
+    rotary_token_stride,
+    rotary_head_stride,
     bias_width,
     scale,  # of scores, and of stored keys
     soft_cap,
@@ -198,7 +219,14 @@ def attend_kernel(
     query_main = _load_rows(pointers, is_valid, main, MAIN_DIM, HEAD_DIM)
     if REST_DIM > 0:
         rest = tl.arange(0, REST_DIM)
-        query_rest = _load_rows(pointers + MAIN_DIM, is_valid, rest, REST_DIM, HEAD_DIM - MAIN_DIM)
+        if rotary is not None:
+            pointers = rotary + token * rotary_token_stride + head * rotary_head_stride
+            place = position.to(tl.int64) * ((HEAD_DIM - MAIN_DIM) // 2)
+            query_rest = _load_rotated(
+                pointers, is_valid, rest, cos + place, sin + place, query_main.dtype, HEAD_DIM - MAIN_DIM
+            )
+        else:
+            query_rest = _load_rows(pointers + MAIN_DIM, is_valid, rest, REST_DIM, HEAD_DIM - MAIN_DIM)
     if slopes is not None:
         slope = tl.load(slopes + head, mask=is_valid, other=0.0)
 
@@ -322,178 +350,3 @@ def reduce_kernel(
     result = _normalize(total_max, total_sum, total_acc, sinks, head, row == 0, value_scale, dtype)
     rows = output + (start.to(tl.int64) * HEADS + head) * VALUE_DIM
     tl.store(rows[:, None] + column[None, :], result, mask=is_stored)
-
-
-@triton.jit
-def _transform(
-    source,
-    target,
-    head,
-    is_head,
-    cos,
-    sin,
-    weight,
-    bias,
-    eps,
-    factor,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_WIDTH: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    FORMAT: tl.constexpr,
-    IS_NORMED: tl.constexpr,
-    IS_LAYER: tl.constexpr,
-    IS_WIDE: tl.constexpr,
-    WEIGHT_STRIDE: tl.constexpr,
-):
-    """Reads heads [heads] of DIM elements behind the pointers source and writes them, normalized and rotated, behind
-    target, which may be source: what a thread writes depends on all that the statistics have read of its head."""
-    mean, norm_factor = head_statistics(source, is_head, eps, IS_NORMED, DIM, WIDTH, IS_LAYER)
-    weight_rows = head * WEIGHT_STRIDE
-    if HALF > 0:
-        rotate_pairs(
-            source,
-            target,
-            is_head,
-            cos,
-            sin,
-            HALF,
-            HALF_WIDTH,
-            IS_INTERLEAVED,
-            factor,
-            FORMAT,
-            mean,
-            norm_factor,
-            weight,
-            bias,
-            weight_rows,
-            IS_NORMED,
-            IS_WIDE,
-        )
-    if DIM > 2 * HALF:
-        column = tl.arange(0, WIDTH)
-        mask = is_head[:, None] & ((column >= 2 * HALF) & (column < DIM))[None, :]
-        x = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0)
-        if IS_NORMED:
-            places = weight_rows[:, None] + column[None, :]
-            stored: tl.constexpr = source.dtype.element_ty
-            x = normalized(
-                x.to(tl.float32), mean, norm_factor, weight, bias, places, mask, stored, IS_NORMED, IS_WIDE
-            ).to(stored)
-        x = to_stored(x, target.dtype.element_ty, factor, FORMAT)
-        tl.store(target[:, None] + column[None, :], x, mask=mask)
-
-
-@triton.jit
-def write_kernel(
-    cache,  # [blocks, KV_HEADS, BLOCK_TOKENS, KEY_DIM + VALUE_DIM]
-    queries,  # [tokens, HEADS, KEY_DIM], normalized and rotated in place; None: neither queries nor keys are
-    keys,  # [tokens, KV_HEADS, KEY_DIM]
-    values,  # [tokens, KV_HEADS, VALUE_DIM]
-    slots,  # [tokens] int64; negative: the token is padding
-    positions,  # [tokens] int64, of the rotation; None: there is none, and HALF is 0
-    cos,  # [positions, HALF] float32
-    sin,  # [positions, HALF] float32
-    query_weight,  # [HEADS, KEY_DIM] or [KEY_DIM] or None, as all of the norms
-    query_bias,
-    key_weight,
-    key_bias,
-    eps,
-    num_query_tiles,  # 0 without queries
-    query_token_stride,
-    query_head_stride,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    key_factor,  # of keys stored in fp8
-    value_factor,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,  # 0: values are part of the keys
-    WIDTH: tl.constexpr,  # a power of two, at least KEY_DIM and VALUE_DIM
-    TILE_HEADS: tl.constexpr,
-    HALF: tl.constexpr,  # of the rotated elements of a head
-    HALF_WIDTH: tl.constexpr,  # a power of two, at least HALF
-    IS_INTERLEAVED: tl.constexpr,
-    FORMAT: tl.constexpr,  # as in attend_kernel
-    IS_NORMED: tl.constexpr,  # each head, before the rotation
-    IS_LAYER: tl.constexpr,  # LayerNorm, not RMSNorm
-    IS_WIDE: tl.constexpr,  # as in norm_kernel
-    WEIGHT_STRIDE: tl.constexpr,  # between the weights of two heads; 0: they share one
-):
-    """Stores keys and values at their slots, normalized and rotated by their positions if there are queries for which
-    the same is done. Grid: tokens, tiles of TILE_HEADS query heads and then of KV heads."""
-    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    c, s = cos, sin
-    if positions is not None:
-        place = tl.load(positions + token) * HALF
-        c, s = cos + place, sin + place
-    if queries is not None:
-        if tile < num_query_tiles:
-            head = tile * TILE_HEADS + tl.arange(0, TILE_HEADS)
-            rows = queries + token * query_token_stride + head * query_head_stride
-            # Without a norm, elements that are not rotated stay as they are.
-            dim: tl.constexpr = KEY_DIM if IS_NORMED else 2 * HALF
-            _transform(
-                rows,
-                rows,
-                head,
-                head < HEADS,
-                c,
-                s,
-                query_weight,
-                query_bias,
-                eps,
-                1.0,
-                dim,
-                WIDTH,
-                HALF,
-                HALF_WIDTH,
-                IS_INTERLEAVED,
-                "",
-                IS_NORMED,
-                IS_LAYER,
-                IS_WIDE,
-                WEIGHT_STRIDE,
-            )
-            return
-    slot = tl.load(slots + token)
-    if slot < 0:
-        return
-    head = (tile - num_query_tiles) * TILE_HEADS + tl.arange(0, TILE_HEADS)
-    is_head = head < KV_HEADS
-    stored = (slot // BLOCK_TOKENS * KV_HEADS + head) * BLOCK_TOKENS + slot % BLOCK_TOKENS
-    rows = cache + stored * (KEY_DIM + VALUE_DIM)
-    _transform(
-        keys + token * key_token_stride + head * key_head_stride,
-        rows,
-        head,
-        is_head,
-        c,
-        s,
-        key_weight,
-        key_bias,
-        eps,
-        key_factor,
-        KEY_DIM,
-        WIDTH,
-        HALF,
-        HALF_WIDTH,
-        IS_INTERLEAVED,
-        FORMAT,
-        IS_NORMED,
-        IS_LAYER,
-        IS_WIDE,
-        WEIGHT_STRIDE,
-    )
-    if VALUE_DIM > 0:
-        column = tl.arange(0, WIDTH)
-        pointers = values + token * value_token_stride + head * value_head_stride
-        value = _load_rows(pointers, is_head, column, WIDTH, VALUE_DIM)
-        is_value = is_head[:, None] & (column < VALUE_DIM)[None, :]
-        value = to_stored(value, cache.dtype.element_ty, value_factor, FORMAT)
-        tl.store(rows[:, None] + KEY_DIM + column[None, :], value, mask=is_value)

@@ -44,8 +44,12 @@ def query_tile(group: int, rows: int) -> tuple[int, int]:
     return heads, rows // heads
 
 
-def key_parts(head_dim: int) -> tuple[int, int]:
-    """The widths of the two parts that a key is read in: powers of two with little padding. The second may be 0."""
+def key_parts(shape: AttentionShape) -> tuple[int, int]:
+    """The widths of the two parts that a key is read in: powers of two with little padding. The second may be 0. The
+    first is the value, if the value is the beginning of the key and as wide as a power of two."""
+    head_dim, value_dim = shape.head_dim, shape.output_dim
+    if shape.values_in_keys and value_dim == padded_dim(value_dim) and value_dim < head_dim:
+        return value_dim, padded_dim(head_dim - value_dim)
     main = max(MIN_DIM, 1 << (head_dim.bit_length() - 1))
     rest = padded_dim(head_dim - main) if head_dim > main else 0
     return (main, rest) if rest < main else (2 * main, 0)

@@ -5,40 +5,30 @@ A row's result does not depend on the other rows if the operators guarantee that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.native_ops import NativeOps
+from penstock_server.kernels.ops import Elementwise, Ops
+from penstock_server.kernels.torch_ops import widened
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.parameters import moe_parameters, read_experts
-from penstock_server.layers.experts.routing import Router, widened
+from penstock_server.layers.experts.routing import Router
 from penstock_server.layers.experts.shard import ExpertShard
 from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, MoeSpec
 from penstock_server.layers.layout import WeightLayout
 from penstock_server.layers.linear import Linear
 from penstock_server.layers.mlp import ActivatedLinear, Mlp
+from penstock_server.layers.native_stack import NativeProgram, NotNativeError, Register
 from penstock_server.layers.step import StepContext
 from penstock_server.weights.loader import Parameter
 
-RowFunction = Callable[[Tensor, StepContext], Tensor]
-"""[rows, in] → [rows, out]"""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedExpert:
-    """The expert that processes every token."""
-
-    mlp: Mlp
-    gate: Linear | None
-
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[rows, hidden] → [rows, hidden] float32 or wider, on all ranks."""
-        output = self.mlp(x, step).float()
-        return output if self.gate is None else output * widened(self.gate(x, step)).sigmoid().float()
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +47,30 @@ class ExpertActivation:
         return (gate * torch.sigmoid(gate * spec.swiglu_alpha) * (up + 1)).to(x.dtype)
 
 
-class Experts(Protocol):
-    """The experts on this rank."""
+class Experts(Protocol[Choice]):
+    """The experts on this rank, and the choice of a row's."""
 
-    def results(self, x: Tensor, experts: Tensor, step: StepContext) -> Tensor:
-        """x [rows, hidden], experts [rows, top_k] → [rows, top_k, features]: the output of each row's experts; zero for
-        experts of other ranks. The features are the hidden dimension, or this rank's part of it."""
+    def choose(self, x: Tensor, step: StepContext) -> Choice:
+        """x [rows, hidden] → which experts process each row, and with what weights."""
         ...
 
-    def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:
-        """[rows, top_k, features], [rows, top_k] → [rows, features] float32, summed in the order of top_k."""
+    def results(self, x: Tensor, choice: Choice, step: StepContext) -> Tensor:
+        """[rows, top_k, features]: the output of each row's experts. The features are the hidden dimension, or this
+        rank's part of it. Those of other ranks' experts are zero if the ranks' results are summed, otherwise
+        anything."""
         ...
+
+    def weighted_sum(self, results: Tensor, choice: Choice, shared: Tensor | None) -> Tensor:
+        """[rows, top_k, features] → [rows, features], summed in the order of top_k, then the shared expert's result
+        [rows, features]. Called once for each choice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ListedChoice:
+    weights: Tensor  # [rows, top_k] float32
+    experts: Tensor  # [rows, top_k] int64
+    shared_weight: Tensor | None  # [rows, 1] float32: of the shared expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +78,20 @@ class ListedExperts:
     """One expert after the other. Implements `Experts`."""
 
     shard: ExpertShard
-    num_experts: int  # on all ranks
-    gate_up: list[RowFunction]  # one per expert on this rank: → [rows, intermediate on this rank]
+    router: Router
+    shared_gate: Linear | None
+    gate_up: list[Linear | ActivatedLinear]  # one per expert on this rank: → [rows, intermediate on this rank]
     down: list[Linear]
 
-    def results(self, x: Tensor, experts: Tensor, step: StepContext) -> Tensor:
-        intermediate, top_k, mine = self.shard.intermediate, experts.shape[1], self.shard.experts.mine
-        chosen = experts.flatten()
+    def choose(self, x: Tensor, step: StepContext) -> ListedChoice:
+        shared = None if self.shared_gate is None else widened(self.shared_gate(x, step)).sigmoid().float()
+        return ListedChoice(*self.router(x, step), shared)
+
+    def results(self, x: Tensor, choice: ListedChoice, step: StepContext) -> Tensor:
+        intermediate, mine, top_k = self.shard.intermediate, self.shard.experts.mine, choice.experts.shape[1]
+        chosen = choice.experts.flatten()
         order = chosen.argsort(stable=True)  # pairs of a row and an expert, by expert
-        counts = chosen.bincount(minlength=self.num_experts).tolist()
+        counts = chosen.bincount(minlength=self.router.spec.num_experts).tolist()
         first = sum(counts[: mine.start])
         my_counts = counts[mine.start : mine.stop]
         pairs = order[first : first + sum(my_counts)]
@@ -97,20 +105,45 @@ class ListedExperts:
         results[pairs] = outputs
         return results.unflatten(0, (-1, top_k))
 
-    def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:
+    def weighted_sum(self, results: Tensor, choice: ListedChoice, shared: Tensor | None) -> Tensor:
         total = results.new_zeros((results.shape[0], results.shape[2]), dtype=torch.float32)
         for place in range(results.shape[1]):
-            total += results[:, place] * weights[:, place, None]
-        return total
+            total += results[:, place] * choice.weights[:, place, None]
+        if shared is not None:
+            total += shared if choice.shared_weight is None else shared.float() * choice.shared_weight
+        return total.to(results.dtype)
+
+    def append_to(self, program: NativeProgram, source: Register, target: Register, *, has_shared: bool) -> None:
+        """Appends the weighted sum of the experts and of "shared", if there is a shared expert, to a native stack."""
+        if self.shard.intermediate is not None:
+            raise NotNativeError("fewer experts than ranks")
+        if self.router.native is None:
+            raise NotNativeError(f"routing by {self.router.spec.scoring}")
+        activations = [each.activation for each in self.gate_up if isinstance(each, ActivatedLinear)]
+        gate_up = [each.linear if isinstance(each, ActivatedLinear) else each for each in self.gate_up]
+        shared: Literal["plain", "gated"] | None = "plain" if has_shared else None
+        if self.shared_gate is not None:
+            shared = "gated"
+            program.linear(self.shared_gate, source, "gate")
+        program.linear(self.router.linear, source, "logits")
+        program.experts(
+            self.router.native,
+            zip(gate_up, self.down, strict=True),
+            activations[0] if activations else None,
+            self.shard.experts,
+            self.shard.shard.group,
+            shared,
+            source,
+            target,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
     spec: MoeSpec
     shard: ExpertShard
-    router: Router
-    experts: Experts
-    shared: SharedExpert | None
+    experts: Experts[Any]
+    shared: Mlp | None  # the expert that processes every token
 
     @staticmethod
     def parameters(spec: MoeSpec, prefix: str, layout: WeightLayout) -> dict[str, Parameter]:
@@ -120,55 +153,75 @@ class MixtureOfExperts:
     def load(cls, spec: MoeSpec, prefix: str, context: BuildContext) -> MixtureOfExperts:
         shard = ExpertShard.of(spec, context.shard)
         experts = _load_experts(spec, shard, prefix, context)
-        shared = None
-        if spec.shared is not None:
-            gate = context.linear(f"{prefix}.shared_gate") if spec.shared_is_gated else None
-            shared = SharedExpert(Mlp.load(spec.shared, f"{prefix}.shared", context), gate)
-        return cls(spec, shard, Router.load(spec.routing, f"{prefix}.router", context), experts, shared)
+        return cls(
+            spec, shard, experts, None if spec.shared is None else Mlp.load(spec.shared, f"{prefix}.shared", context)
+        )
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → the same, on all ranks."""
-        shard, has_whole_experts = self.shard.shard, self.shard.intermediate is None
-        weights, experts = self.router(x, step)
-        results = self.experts.results(x, experts, step)
-        if has_whole_experts and shard.exact:
+        shard, has_parts = self.shard.shard, self.shard.intermediate is not None
+        shared = None if self.shared is None else self.shared(x, step)
+        choice = self.experts.choose(x, step)
+        results = self.experts.results(x, choice, step)
+        if self.shard.sums_results:
             # One rank computed each result; the others have zeros.
             shard.group.all_reduce(results)
-        output = self.experts.weighted_sum(results, weights)
         if not shard.exact:
-            output = shard.group.all_reduce(output.to(x.dtype)).float()
-        elif not has_whole_experts:
-            output = shard.group.all_gather_columns(output, shard.hidden.widths())
+            # Rank 0 adds the shared expert's result to the sum.
+            output = self.experts.weighted_sum(results, choice, shared if shard.group.rank == 0 else None)
+            return shard.group.all_reduce(output)
+        if not has_parts:
+            return self.experts.weighted_sum(results, choice, shared)
+        mine = None if shared is None else shared[:, shard.hidden.mine.start : shard.hidden.mine.stop]
+        output = self.experts.weighted_sum(results, choice, mine)
+        return shard.group.all_gather_columns(output, shard.hidden.widths())
+
+    def append_to(self, program: NativeProgram, source: Register, target: Register, *, adds: bool = False) -> None:
+        """Appends all experts to a native stack. adds: to what is in the target."""
+        assert isinstance(self.experts, ListedExperts), "other operators have no native stack"
         if self.shared is not None:
-            output = output + self.shared(x, step)
-        return output.to(x.dtype)
+            self.shared.append_to(program, source, "shared")
+        result: Register = "projected" if adds else target
+        self.experts.append_to(program, source, result, has_shared=self.shared is not None)
+        if adds:
+            program.add(result, target)
 
 
-def _load_experts(spec: MoeSpec, shard: ExpertShard, prefix: str, context: BuildContext) -> Experts:
+def _activation(spec: MoeSpec, ops: Ops) -> Elementwise:
+    """Of gate and up, where no operator computes both."""
+    if not isinstance(ops, NativeOps):
+        return ExpertActivation(spec)
+    if spec.activation == CLAMPED_SWIGLU:
+        return ops.clamped_swiglu(spec.swiglu_alpha, spec.swiglu_limit)
+    return ops.gated(ACTIVATIONS[spec.activation])
+
+
+def _load_experts(spec: MoeSpec, shard: ExpertShard, prefix: str, context: BuildContext) -> Experts[Any]:
     """Packs one expert after the other where they are apart; the tensors that were read are freed when it returns."""
-    ops, num_experts = context.ops, spec.routing.num_experts
+    ops = context.ops
     # If the ranks' results are summed, rank 0 adds the bias.
     adds_bias = context.shard.exact or shard.intermediate is None or context.shard.group.rank == 0
     weights = (
         (inner, outer if adds_bias else outer.without_bias())
         for inner, outer in read_experts(spec, prefix, context.layout, context.loader)
     )
-    activation = ExpertActivation(spec)
+    router = Router.load(spec.routing, f"{prefix}.router", context)
+    gate = context.weights(f"{prefix}.shared_gate") if spec.shared_is_gated else None
     if ops.groups_experts:
         from penstock_server.layers.experts.triton_experts import GroupedExperts
 
-        gate = ops.gated(ACTIVATIONS[spec.activation]) if spec.is_swiglu else activation
-        return GroupedExperts.of(shard, num_experts, gate, list(weights))
-    gate_up: list[RowFunction] = []
+        return GroupedExperts.of(spec, shard, router, None if gate is None else gate.dense()[0][0], list(weights))
+    activation = _activation(spec, ops)
+    gate_up: list[Linear | ActivatedLinear] = []
     down: list[Linear] = []
     for inner, outer in weights:
         gate_up.append(inner.pack(ops, gated=True) if spec.is_swiglu else ActivatedLinear(inner.pack(ops), activation))
         down.append(outer.pack(ops))
-    return ListedExperts(shard, num_experts, gate_up, down)
+    return ListedExperts(shard, router, None if gate is None else gate.pack(ops), gate_up, down)
 
 
 def _by_expert(
-    functions: Sequence[RowFunction], rows: Tensor, counts: list[int], steps: Sequence[StepContext]
+    functions: Sequence[Linear | ActivatedLinear], rows: Tensor, counts: list[int], steps: Sequence[StepContext]
 ) -> Tensor:
     """Applies each function to its rows: the first counts[0] rows are the first function's, and so on."""
     pieces = zip(functions, rows.split(counts), steps, strict=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ def moe_parameters(spec: MoeSpec, prefix: str, layout: WeightLayout) -> dict[str
     for name, matrix in _matrices(spec, ExpertShard.of(spec, layout.shard)).items():
         name = f"{prefix}.experts.{name}"
         bias = matrix.bias.parameter() if matrix.bias is not None else None
-        table |= layout.scheme_of(name).parameters(name, matrix.weight.parameter(), bias)
+        weight = replace(matrix.weight.parameter(), layer="" if name.endswith(".down") else f"{prefix}.experts.inner")
+        table |= layout.scheme_of(name).parameters(name, weight, bias)
     if spec.shared is not None:
         table |= Mlp.parameters(spec.shared, f"{prefix}.shared", layout)
     if spec.shared_is_gated:

@@ -7,47 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.ops import Ops, PackedLinear
-from penstock_server.kernels.torch_ops import TorchOps
+from penstock_server.kernels.native_ops import NativeOps, NativeRouting
+from penstock_server.kernels.ops import Ops
+from penstock_server.kernels.torch_ops import widened
 from penstock_server.layers.context import BuildContext
 from penstock_server.layers.experts.spec import RoutingSpec
-from penstock_server.layers.linear import Linear
+from penstock_server.layers.linear import DenseLinear, Linear
 from penstock_server.layers.step import StepContext
-
-
-def widened(x: Tensor) -> Tensor:
-    """float64 on a CPU, float32 elsewhere.
-
-    On a CPU, torch computes exponentials differently at the end of a vector loop, and matrix products by their shape,
-    so a result would depend on its place in the batch. In float64 the difference is lost when the result is rounded to
-    float32.
-    """
-    return x.double() if x.device.type == "cpu" else x.float()
-
-
-@dataclass(frozen=True, slots=True)
-class WideLinear:
-    """[rows, in_features] → [rows, out_features] float32, not rounded to the model's dtype."""
-
-    packed: PackedLinear
-    dtype: torch.dtype  # of its inputs and outputs
-
-    @classmethod
-    def pack(cls, ops: Ops, weight: Tensor, bias: Tensor | None) -> WideLinear:
-        weight, bias = widened(weight), None if bias is None else widened(bias)
-        if weight.device.type == "cpu":
-            ops = TorchOps()  # the native operators know no float64
-        return cls(ops.pack_linear(weight, bias), weight.dtype)
-
-    def __call__(self, x: Tensor, step: StepContext | None) -> Tensor:
-        return self.packed(x.to(self.dtype)).float()
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    linear: Linear | WideLinear
+    linear: Linear
     correction: Tensor | None  # [experts] float32
     spec: RoutingSpec
+    native: NativeRouting | None = None  # the same in a native kernel, where there is one
 
     @classmethod
     def load(cls, spec: RoutingSpec, prefix: str, context: BuildContext) -> Router:
@@ -55,13 +29,30 @@ class Router:
         if spec.has_correction:
             correction = context.loader.read(f"{prefix}.correction", dtype=torch.float32)
         if not spec.is_wide:
-            return cls(context.linear(prefix), correction, spec)
+            return cls(context.linear(prefix), correction, spec, _native(spec, context.ops))
         weight, bias = context.weights(prefix).dense()
-        return cls(WideLinear.pack(context.ops, weight, bias), correction, spec)
+        assert bias is None
+        return cls(DenseLinear(context.ops.pack_wide(weight)), correction, spec)
 
     def __call__(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """x [rows, hidden] → weights [rows, top_k] float32 and experts [rows, top_k] int64, in any order."""
-        return choose_experts(self.linear(x, step).float(), self.correction, self.spec)
+        logits = self.linear(x, step)
+        if self.native is not None:
+            return self.native(logits)
+        return choose_experts(logits.float(), self.correction, self.spec)
+
+
+def _native(spec: RoutingSpec, ops: Ops) -> NativeRouting | None:
+    is_softmax = spec.scoring in ("softmax", "softmax-chosen") and not spec.has_correction
+    if not isinstance(ops, NativeOps) or not is_softmax or spec.num_groups > 1 or spec.norm_power not in (None, 1.0):
+        return None
+    return ops.routing(
+        spec.num_experts,
+        spec.top_k,
+        over_chosen=spec.scoring == "softmax-chosen",
+        norm_epsilon=None if spec.norm_power is None or spec.scoring == "softmax-chosen" else spec.norm_epsilon,
+        scale=spec.scale,
+    )
 
 
 def choose_experts(logits: Tensor, correction: Tensor | None, spec: RoutingSpec) -> tuple[Tensor, Tensor]:

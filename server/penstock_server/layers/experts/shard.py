@@ -23,6 +23,11 @@ class ExpertShard:
     experts: Split  # all of them on every rank, if the ranks hold parts
     intermediate: Split | None  # of each expert; None: experts are whole
 
+    @property
+    def sums_results(self) -> bool:
+        """Whether the ranks' results are added up before the weighted sum."""
+        return self.intermediate is None and self.shard.exact and self.shard.group.size > 1
+
     @classmethod
     def of(cls, spec: MoeSpec, shard: Shard) -> ExpertShard:
         """Raises ConfigError if there are too many ranks."""

@@ -54,6 +54,7 @@ class RoutingSpec:
     def __post_init__(self) -> None:
         _check_one_of("routing", self.scoring, SCORINGS)
         _check_one_of("group score", self.group_score, GROUP_SCORES)
+        assert not (self.is_wide and self.has_bias)
         if not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(
                 f"config.json: a token cannot go to {self.top_k} of {self.num_experts} experts; "

@@ -1,58 +1,137 @@
-"""Experts on CUDA devices: the matrices of all experts in one launch each."""
+"""Experts on CUDA devices: one launch chooses them, and one each applies a matrix of all experts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from penstock_server.kernels.ops import Elementwise
-from penstock_server.kernels.triton_grouped import GroupedLinear, GroupedQuantized, assign, weighted_sum
+from penstock_server.kernels import triton_device
+from penstock_server.kernels.activation import ACTIVATIONS
+from penstock_server.kernels.triton_grouped import Assignment, Gate, GroupedLinear, GroupedQuantized, weighted_sum
+from penstock_server.kernels.triton_ops import KERNEL_ACTIVATIONS, power_of_two
 from penstock_server.kernels.triton_quantized import Segment
+from penstock_server.kernels.triton_routing_kernel import route_kernel
+from penstock_server.layers.experts.routing import Router
 from penstock_server.layers.experts.shard import ExpertShard
+from penstock_server.layers.experts.spec import CLAMPED_SWIGLU, MoeSpec
 from penstock_server.layers.linear import LinearWeights
 from penstock_server.layers.quantized import QuantizedWeights
 from penstock_server.layers.step import StepContext
 
+_WARP = 32
+_HIDDEN_WIDTH = 1024  # elements of a row that a program holds
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """Implements `Experts`."""
+    """Implements `Experts`.
+
+    INVARIANT: `counts` is zero between steps, because `weighted_sum` ends what `choose` began. So it costs no launch to
+    set it to zero.
+    """
 
     shard: ExpertShard
-    num_experts: int  # on all ranks
+    router: Router
+    shared_gate: Tensor | None  # [hidden]
+    counts: Tensor  # [experts on this rank] int32
     gate_up: GroupedLinear | GroupedQuantized
-    activation: Elementwise  # [pairs, 2 * intermediate] → [pairs, intermediate]
     down: GroupedLinear | GroupedQuantized
 
     @classmethod
     def of(
         cls,
+        spec: MoeSpec,
         shard: ExpertShard,
-        num_experts: int,
-        activation: Elementwise,
+        router: Router,
+        shared_gate: Tensor | None,
         weights: Sequence[tuple[LinearWeights, LinearWeights]],
     ) -> GroupedExperts:
         """weights: gate and up, and down, of each expert on this rank."""
         gate_up, down = (_grouped(part) for part in zip(*weights, strict=True))
-        return cls(shard, num_experts, gate_up, activation, down)
+        counts = torch.zeros(len(weights), dtype=torch.int32, device=_device(down))
+        return cls(shard, router, shared_gate, counts, replace(gate_up, gate=_gate(spec)), down)
 
-    def results(self, x: Tensor, experts: Tensor, step: StepContext) -> Tensor:
-        shard, top_k = self.shard, experts.shape[1]
-        assignment = assign(experts, shard.experts.mine, self.num_experts)
-        inner = self.activation(self.gate_up(x, assignment, top_k))
+    def choose(self, x: Tensor, step: StepContext) -> Assignment:
+        logits = self.router.linear(x, step).contiguous()
+        return assign(logits, self.router, self.shard.experts.mine, self.counts, x, self.shared_gate)
+
+    def results(self, x: Tensor, choice: Assignment, step: StepContext) -> Tensor:
+        shard, num_pairs = self.shard, choice.num_pairs
+        inner = x.new_empty((num_pairs, self.gate_up.out_features))
+        self.gate_up(x, choice, inner)
         if shard.intermediate is not None and shard.shard.exact:
             inner = shard.shard.group.all_gather_columns(inner, shard.intermediate.widths())
-        return self.down(inner, assignment, 1).unflatten(0, (-1, top_k))
+        # Where the ranks' results are added up, those of other ranks' experts are zero.
+        make = x.new_zeros if shard.sums_results else x.new_empty
+        results = make((num_pairs, self.down.out_features))
+        self.down(inner, choice, results)
+        return results.unflatten(0, tuple(choice.experts.shape))
 
-    def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:
-        return weighted_sum(results, weights)
+    def weighted_sum(self, results: Tensor, choice: Assignment, shared: Tensor | None) -> Tensor:
+        experts = range(choice.num_experts) if self.shard.sums_results else self.shard.experts.mine
+        return weighted_sum(results.flatten(0, 1), choice, shared, experts)
+
+
+def assign(
+    logits: Tensor, router: Router, mine: range, counts: Tensor, x: Tensor, shared_gate: Tensor | None
+) -> Assignment:
+    """logits [rows, experts], of which this rank has `mine`; counts [mine] int32, which are zero; x [rows, hidden];
+    shared_gate [hidden]: of the shared expert, if it has one."""
+    spec, device, num_rows = router.spec, logits.device, logits.shape[0]
+    num_weights = spec.top_k + (shared_gate is not None)
+    weights = torch.empty((num_rows, num_weights), dtype=torch.float32, device=device)
+    experts = torch.empty((num_rows, spec.top_k), dtype=torch.int32, device=device)
+    pairs = torch.empty((len(mine), num_rows), dtype=torch.int32, device=device)
+    triton_device.launch(
+        route_kernel,
+        (num_rows, 1),
+        weights=weights,
+        experts=experts,
+        counts=counts,
+        pairs=pairs,
+        logits=logits,
+        correction=router.correction,
+        x=x,
+        gate=shared_gate,
+        num_rows=num_rows,
+        EXPERTS=spec.num_experts,
+        FIRST=mine.start,
+        MINE=len(mine),
+        TOP_K=spec.top_k,
+        NUM_WEIGHTS=num_weights,
+        SCORING=spec.scoring,
+        NORM_POWER=spec.norm_power or 0.0,
+        NORM_EPSILON=spec.norm_epsilon,
+        SCALE=spec.scale,
+        GROUPS=spec.num_groups,
+        TOP_GROUPS=spec.top_groups,
+        SUMS_TWO=spec.group_score == "best-two",
+        JITTER=spec.jitter,
+        HIDDEN=x.shape[1],
+        GROUP_WIDTH=power_of_two(spec.num_groups),
+        MEMBER_WIDTH=power_of_two(spec.num_experts // spec.num_groups),
+        CHOICE_WIDTH=max(_WARP, power_of_two(spec.top_k)),
+        HIDDEN_WIDTH=_HIDDEN_WIDTH,
+        num_warps=1,
+    )
+    return Assignment(weights, experts, counts, pairs, spec.num_experts)
+
+
+def _gate(spec: MoeSpec) -> Gate:
+    if spec.activation == CLAMPED_SWIGLU:
+        return Gate(CLAMPED_SWIGLU, spec.swiglu_alpha, spec.swiglu_limit)
+    return Gate(KERNEL_ACTIVATIONS[ACTIVATIONS[spec.activation]])
+
+
+def _device(layer: GroupedLinear | GroupedQuantized) -> torch.device:
+    return layer.weight.device if isinstance(layer, GroupedLinear) else layer.segment.weight.words.device
 
 
 def _grouped(weights: Sequence[LinearWeights]) -> GroupedLinear | GroupedQuantized:
-    quantized = [one for one in weights if isinstance(one, QuantizedWeights) and one.has_one_order]
+    quantized = [one for one in weights if isinstance(one, QuantizedWeights)]
     formats = {matrix.format for one in quantized for matrix in one.matrices}
     if len(quantized) == len(weights) and len(formats) == 1:
         return _grouped_quantized(quantized)

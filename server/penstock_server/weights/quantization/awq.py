@@ -1,21 +1,25 @@
-"""AWQ checkpoints (https://arxiv.org/abs/2306.00978), in AutoAWQ's `gemm` layout.
+"""AWQ checkpoints (https://arxiv.org/abs/2306.00978), in the layouts of AutoAWQ.
 
-qweight [in_features, out_features / 8] int32 and qzeros [groups, out_features / 8] int32 have eight outputs in a word,
-in the order 0 2 4 6 1 3 5 7 from the lowest bits; scales are [groups, out_features].
+`gemm`: qweight [in_features, out_features / 8] int32 and qzeros [groups, out_features / 8] int32 have eight outputs in
+a word, in the order 0 2 4 6 1 3 5 7 from the lowest bits; scales are [groups, out_features]. `gemv`: qweight
+[out_features, in_features / 8], qzeros [out_features, words] and scales [out_features, 8 * words] have one output in a
+row, in order and padded. `gemv_fast`: qweight [out_features / 4, in_features] int16; scales and scaled_zeros
+[8 * words, out_features], where a weight is code * scale + scaled zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from penstock_server.errors import ConfigError
-from penstock_server.kernels.quantized import QuantizedRows
+from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 from penstock_server.weights.quantization.stored import (
     FLOATS,
+    INSTEAD,
     Affine,
     Headers,
     Kind,
@@ -31,7 +35,8 @@ from penstock_server.weights.quantization.stored import (
 )
 
 BITS = 4
-KINDS = (Kind("AWQ (`gemm`)", (BITS,), is_kept=True),)
+LAYOUTS = ("gemm", "gemv", "gemv_fast")
+KINDS = (Kind("AWQ (`gemm`, `gemv`, `gemv_fast`)", (BITS,)),)
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of output i among the nibbles of a word
 
 
@@ -55,34 +60,98 @@ def _outputs(words: Tensor, rows: range) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class GemvWeight(Affine):
+    """Implements `StoredWeight`."""
+
+    def rows(self, read: Read, rows: range) -> QuantizedRows:
+        groups = self.shape[1] // self.format.group
+        codes = unpack_bits(read(f"{self.name}.qweight", rows), BITS, self.shape[1])
+        zeros = unpack_bits(read(f"{self.name}.qzeros", rows), BITS, groups).int()
+        return affine_rows(codes, read(f"{self.name}.scales", rows)[:, :groups], zeros, self.format)
+
+
+@dataclass(frozen=True, slots=True)
+class GemvFastWeight(Affine):
+    """A word of 16 bits has four codes of one output; four outputs take turns every 64 features. Implements
+    `StoredWeight`."""
+
+    def rows(self, read: Read, rows: range) -> QuantizedRows:
+        in_features, groups = self.shape[1], self.shape[1] // self.format.group
+        fours, first = range(rows.start // 4, -(-rows.stop // 4)), rows.start % 4
+        codes = unpack_bits(read(f"{self.name}.qweight", fours), BITS, in_features * 4)
+        # [fours, 64s, outputs, 32s, 4, 2, 4]: the last three are the middle, lowest and highest bits of a feature.
+        codes = codes.view(-1, in_features // 64, 4, 2, 4, 2, 4).permute(0, 2, 1, 3, 6, 4, 5).reshape(-1, in_features)
+        scales, mins = (
+            read(f"{self.name}.{numbers}")[:groups, rows.start : rows.stop].T.float().contiguous()
+            for numbers in ("scales", "scaled_zeros")
+        )
+        return QuantizedRows(codes[first : first + len(rows)].contiguous(), scales, mins)
+
+
+@dataclass(frozen=True, slots=True)
 class Awq:
     """Implements `Method`."""
 
     group: int
+    layout: str
     name: str = "awq"
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Awq:
-        bits, version = options.get("bits", options.get("w_bit", BITS)), str(options.get("version", "gemm")).lower()
-        if bits != BITS or version != "gemm":
+        bits, layout = options.get("bits", options.get("w_bit", BITS)), str(options.get("version", "gemm")).lower()
+        if bits != BITS or layout not in LAYOUTS:
             raise ConfigError(
-                f"AWQ weights of {bits} bits in the layout {version!r} are not supported; only 4 bits in 'gemm' are"
+                f"AWQ weights of {bits} bits in the layout {layout!r} are not supported; supported are 4 bits in "
+                f"{', '.join(LAYOUTS)} and marlin; {INSTEAD}"
             )
-        return cls(group_size(options.get("group_size", options.get("q_group_size", 128))))
+        return cls(group_size(options.get("group_size", options.get("q_group_size", 128))), layout)
 
     def find(self, headers: Headers) -> dict[str, StoredWeight]:
+        of_layout = {"gemv": _gemv, "gemv_fast": _gemv_fast}.get(self.layout, _gemm)
         return {
-            f"{name}.weight": self._weight(name, headers)
+            f"{name}.weight": of_layout(name, self.group, headers)
             for name, _, suffix in (tensor.rpartition(".") for tensor in headers)
             if suffix == "qweight"
         }
 
-    def _weight(self, name: str, headers: Headers) -> AwqWeight:
-        tensors = complete(headers, name, (".qweight", ".qzeros", ".scales"))
-        in_features, columns = matrix_shape(headers, tensors[0], "I32")
-        scales = headers[f"{name}.scales"].dtype
-        format_ = affine_format(name, BITS, self.group, in_features, symmetric=False, scale_dtype=scales)
-        groups = -(-in_features // format_.group)
-        expect(headers, f"{name}.scales", (groups, columns * 8), *FLOATS)
-        expect(headers, f"{name}.qzeros", (groups, columns), "I32")
-        return AwqWeight(name, (columns * 8, in_features), tensors, format_)
+
+def _gemm(name: str, group: int, headers: Headers) -> StoredWeight:
+    tensors = complete(headers, name, (".qweight", ".qzeros", ".scales"))
+    in_features, columns = matrix_shape(headers, tensors[0], "I32")
+    format_ = _format(name, group, in_features, headers)
+    groups = -(-in_features // format_.group)
+    expect(headers, f"{name}.scales", (groups, columns * 8), *FLOATS)
+    expect(headers, f"{name}.qzeros", (groups, columns), "I32")
+    return AwqWeight(name, (columns * 8, in_features), tensors, format_)
+
+
+def _gemv(name: str, group: int, headers: Headers) -> StoredWeight:
+    tensors = complete(headers, name, (".qweight", ".qzeros", ".scales"))
+    out_features, columns = matrix_shape(headers, tensors[0], "I32")
+    format_ = _format(name, group, columns * 8, headers)
+    words = _words(columns * 8, format_.group)
+    expect(headers, f"{name}.scales", (out_features, words * 8), *FLOATS)
+    expect(headers, f"{name}.qzeros", (out_features, words), "I32")
+    return GemvWeight(name, (out_features, columns * 8), tensors, format_)
+
+
+def _gemv_fast(name: str, group: int, headers: Headers) -> StoredWeight:
+    tensors = complete(headers, name, (".qweight", ".scales", ".scaled_zeros"))
+    fours, in_features = matrix_shape(headers, tensors[0], "I16")
+    if in_features % 64:
+        raise ConfigError(f"tensor {tensors[0]} has {in_features} columns, must be a multiple of 64")
+    format_ = _format(name, group, in_features, headers)
+    for numbers in tensors[1:]:
+        expect(headers, numbers, (_words(in_features, format_.group) * 8, fours * 4), "F16")
+    return GemvFastWeight(name, (fours * 4, in_features), tensors, replace(format_, number="float16"))
+
+
+def _format(name: str, group: int, in_features: int, headers: Headers) -> QuantFormat:
+    scales = headers[f"{name}.scales"].dtype
+    return affine_format(name, BITS, group, in_features, symmetric=False, scale_dtype=scales)
+
+
+def _words(in_features: int, group: int) -> int:
+    """Words of zero points in a padded row: a multiple of 128 / group."""
+    unit = max(1, 128 // group)
+    return -(-in_features // (group * 8 * unit)) * unit

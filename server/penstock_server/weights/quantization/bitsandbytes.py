@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,10 +33,19 @@ from penstock_server.weights.quantization.stored import (
     matrix_shape,
 )
 
+# The codebooks, by code.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = (0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+FP4 = (*_FP4, *(-number for number in _FP4))
 STATE = "quant_state.bitsandbytes__"
 KINDS = (
-    Kind("bitsandbytes `int8`", (8,), is_kept=True),
-    Kind("bitsandbytes `nf4` and `fp4`, also double-quantized", (4,), is_kept_by_cpus_only=True),
+    Kind("bitsandbytes `int8`", (8,)),
+    Kind("bitsandbytes `nf4` and `fp4`, also double-quantized", (4,)),
 )
 
 
@@ -98,14 +109,15 @@ def _scales(tensors: tuple[str, ...], read: Read) -> Tensor:
     return nested
 
 
-def table_of(values: Tensor) -> tuple[tuple[int, ...], float]:
+def table_of(values: npt.ArrayLike) -> tuple[tuple[int, ...], float]:
     """A codebook [16] with magnitudes up to 1 as integers of 8 bits, and the number that one of them stands for: those
     of 64 to 127 steps that leave the least greatest error. For NF4 that is 0.0021 of a block's greatest magnitude, for
     FP4 0.0018, where the codebooks' own steps are 0.08 to 0.33: it adds less than 1 % to the error of quantization."""
-    steps = torch.linspace(64, 127, 64 * 64 - 63, dtype=torch.float64)[:, None]
-    errors = ((values.double() * steps).round() / steps - values.double()).abs().amax(1)
-    best = steps[errors.argmin()]
-    return tuple(int(number) for number in (values.double() * best).round()), 1 / float(best)
+    exact = np.asarray(values, np.float64)
+    steps = np.linspace(64, 127, 64 * 64 - 63)
+    rounded = np.rint(exact * steps[:, None]) / steps[:, None]
+    best = steps[np.abs(rounded - exact).max(1).argmin()]
+    return tuple(np.rint(exact * best).astype(int).tolist()), 1 / float(best)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 from penstock_server.kernels.quantized import FLOAT8, QuantizedMatrix, QuantizedRows
 from penstock_server.weights.checkpoint import Part
 from penstock_server.weights.finite import check_finite
-from penstock_server.weights.quantization.method import method_of
-from penstock_server.weights.quantization.stored import Affine, StoredWeight
+from penstock_server.weights.quantization.method import quantized_weights
+from penstock_server.weights.quantization.stored import Affine
 from penstock_server.weights.safetensors_file import SafetensorsCheckpoint
 
 
@@ -18,11 +18,9 @@ class QuantizedCheckpoint:
     """Implements `Checkpoint`."""
 
     def __init__(self, inner: SafetensorsCheckpoint, options: object) -> None:
-        """options: `quantization_config` of config.json. Raises ConfigError as `method_of` and `Method.find` do."""
+        """options: `quantization_config` of config.json. Raises ConfigError as `quantized_weights` does."""
         self._inner = inner
-        method = method_of(options, inner.raw)
-        self.method = method.name
-        self.weights: dict[str, StoredWeight] = method.find(inner.headers)
+        _, self.weights = quantized_weights(options, inner.headers, inner.raw)
         parts = {tensor for weight in self.weights.values() for tensor in weight.tensors}
         self._names = [name for name in inner.names() if name not in parts] + list(self.weights)
 

@@ -10,7 +10,8 @@ quantized by what they contain, or not at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +20,15 @@ from torch import Tensor
 
 from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantizedRows
-from penstock_server.weights.quantization.fp8 import find_scaled
+from penstock_server.weights.quantization.fp8 import block_size, find_scaled
 from penstock_server.weights.quantization.stored import (
     CODE_BITS,
     FLOATS,
+    INSTEAD,
     Affine,
     Headers,
     Kind,
+    NotDownloadedError,
     Read,
     StoredWeight,
     affine_format,
@@ -35,13 +38,14 @@ from penstock_server.weights.quantization.stored import (
     feature_order,
     group_size,
     matrix_shape,
+    pattern,
     unpack_bits,
 )
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 KINDS = (
-    Kind("compressed-tensors: W4A16, W8A16 and other packed integers, W8A8", CODE_BITS, is_kept=True),
-    Kind("compressed-tensors: FP8", (8,), is_kept_by_gpus_only=True),
+    Kind("compressed-tensors: W4A16, W8A16 and other packed integers, W8A8, several in a model", CODE_BITS),
+    Kind("compressed-tensors: FP8, also in blocks", (8,)),
 )
 
 
@@ -68,7 +72,7 @@ class CompressedWeight(Affine):
         order = self.order(read)
         codes = codes if order is None else codes[:, order]
         scales = read(f"{self.name}.weight_scale")
-        scales = scales.reshape(-1, scales.shape[-1] if scales.dim() else 1)
+        scales = scales.reshape(1 if scales.numel() == 1 else out_features, -1)
         zeros = None
         if self.has_zeros:
             zeros = read(f"{self.name}.weight_zero_point")
@@ -84,76 +88,140 @@ class CompressedWeight(Affine):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """Of the layers of one of `config_groups`."""
+
+    bits: int
+    group: int  # as of `group_size`
+    is_symmetric: bool
+    has_narrow_inputs: bool
+    block: tuple[int, int] | None  # of 8-bit floats, that shares a scale
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], layout: str) -> GroupOptions:
+        """layout: of groups that do not name their own."""
+        layout = options.get("format") or layout
+        if layout not in FORMATS:
+            raise ConfigError(
+                f"compressed-tensors weights in the layout {layout!r} are not supported; supported are "
+                f"{', '.join(FORMATS)}; {INSTEAD}"
+            )
+        weights = options["weights"]
+        is_float, strategy = weights.get("type") == "float", weights.get("strategy")
+        if is_float and weights.get("num_bits", 8) != 8:
+            raise ConfigError(f"floating-point weights of {weights['num_bits']} bits are not supported; {INSTEAD}")
+        return cls(
+            8 if is_float else weights.get("num_bits", 8),
+            group_size(weights.get("group_size") or -1) if strategy == "group" else -1,
+            weights.get("symmetric", True),
+            (options.get("input_activations") or {}).get("num_bits") == 8,
+            block_size("weights.block_structure", weights.get("block_structure")) if strategy == "block" else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class CompressedTensors:
     """Implements `Method`."""
 
-    bits: int
-    group: int
-    is_symmetric: bool
-    has_narrow_inputs: bool  # of all layers
+    # By what the targets of groups are. Names count first, classes of layers last.
+    by_name: Mapping[str, GroupOptions]
+    by_pattern: tuple[tuple[re.Pattern[str], GroupOptions], ...]
+    read_tensor: Read
     name: str = "compressed-tensors"
 
     @classmethod
-    def read(cls, options: Mapping[str, Any]) -> CompressedTensors:
-        """Groups of layers may differ in their inputs, not in their weights."""
-        found, inputs = set(), []
-        for group in (options.get("config_groups") or {}).values():
-            layout = group.get("format") or options.get("format") or "dense"
-            if layout not in FORMATS:
-                raise ConfigError(
-                    f"compressed-tensors weights in the layout {layout!r} are not supported; supported are "
-                    f"{', '.join(FORMATS)}"
-                )
-            weights = group.get("weights") or {}
-            is_float = weights.get("type") == "float"
-            if is_float and weights.get("num_bits", 8) != 8:
-                raise ConfigError(f"floating-point weights of {weights['num_bits']} bits are not supported")
-            inputs.append(group.get("input_activations") or {})
-            size = weights.get("group_size") if weights.get("strategy") == "group" else -1
-            found.add((8 if is_float else weights.get("num_bits", 8), size or -1, weights.get("symmetric", True)))
-        if len(found) > 1:
-            raise ConfigError(
-                "quantization_config.config_groups has weights of several kinds, which is not supported: "
-                + ", ".join(f"{bits} bits in groups of {size}" for bits, size, _ in sorted(found))
-            )
-        bits, size, is_symmetric = found.pop() if found else (8, -1, True)
-        has_narrow_inputs = bool(inputs) and all(each.get("num_bits") == 8 for each in inputs)
-        return cls(bits, group_size(size), is_symmetric, has_narrow_inputs)
+    def read(cls, options: Mapping[str, Any], read: Read) -> CompressedTensors:
+        groups = options.get("config_groups") or {}
+        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+            raise ConfigError(f"quantization_config.config_groups is {groups!r}, must be an object of objects")
+        targets = {
+            target: GroupOptions.read(group, options.get("format") or "dense")
+            for group in groups.values()
+            if group.get("weights")
+            for target in group.get("targets") or ["Linear"]
+        }
+        patterns = sorted(target for target in targets if target.startswith("re:"))
+        return cls(targets, tuple((pattern(target.removeprefix("re:")), targets[target]) for target in patterns), read)
+
+    def options_of(self, name: str) -> GroupOptions:
+        """Of the layer with this name. Raises ConfigError if no group is for it."""
+        if name in self.by_name:
+            return self.by_name[name]
+        if found := next((options for names, options in self.by_pattern if names.match(name)), None):
+            return found
+        is_embedding = "embed" in name.rpartition(".")[2]
+        for of_class in (["Embedding"] if is_embedding else []) + ["Linear"]:
+            if of_class in self.by_name:
+                return self.by_name[of_class]
+        if len(set(self.by_name.values())) == 1:  # for a class that only the publisher's code has
+            return next(iter(self.by_name.values()))
+        raise ConfigError(
+            f"{name} is quantized, but not a target of quantization_config.config_groups: {', '.join(self.by_name)}"
+        )
 
     def find(self, headers: Headers) -> dict[str, StoredWeight]:
-        found = find_scaled(headers, has_narrow_inputs=self.has_narrow_inputs)
+        found = find_scaled(headers, self._float_options) | find_integers(headers, self.options_of)
         for tensor in headers:
             name, _, suffix = tensor.rpartition(".")
             if suffix == "weight_packed":
-                out_features, columns = matrix_shape(headers, tensor, "I32")
-                in_features = columns * 32 // self.bits
-                tensors: tuple[str, ...] = complete(headers, name, (".weight_packed", ".weight_scale", ".weight_shape"))
-            elif suffix == "weight" and headers[tensor].dtype == "I8":
-                out_features, in_features = matrix_shape(headers, tensor, "I8")
-                tensors = complete(headers, name, (".weight", ".weight_scale"))
-            else:
-                continue
-            extras = {
-                each: f"{name}.{each}" in headers
-                for each in ("weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
-            }
-            tensors += tuple(f"{name}.{each}" for each, is_there in extras.items() if is_there)
-            has_zeros = extras["weight_zero_point"] and not self.is_symmetric
-            format_ = affine_format(
-                name,
-                self.bits,
-                self.group,
-                in_features,
-                symmetric=not has_zeros,
-                scale_dtype=headers[f"{name}.weight_scale"].dtype,
-            )
-            if self.has_narrow_inputs and self.bits == 8 and self.group < 0 and not has_zeros:
-                format_ = replace(format_, has_narrow_inputs=True)
-            if math.prod(headers[f"{name}.weight_scale"].shape) != 1:
-                groups = -(-in_features // format_.group)
-                expect(headers, f"{name}.weight_scale", (out_features, groups), *FLOATS)
-            shape, is_packed = (out_features, in_features), suffix == "weight_packed"
-            found[f"{name}.weight"] = CompressedWeight(
-                name, shape, tensors, format_, is_packed, has_zeros, extras["weight_g_idx"]
-            )
+                options = self.options_of(name)
+                found[f"{name}.weight"] = _integers(
+                    name, suffix, options, headers, self._shape(name, options.bits, headers)
+                )
         return found
+
+    def _shape(self, name: str, bits: int, headers: Headers) -> tuple[int, int]:
+        """The shape of a packed weight, whose rows end with a whole word. Raises ConfigError if it is not stored, or
+        does not belong to the words."""
+        packed, stored = complete(headers, name, (".weight_packed", ".weight_shape"))
+        rows, words = matrix_shape(headers, packed, "I32")
+        expect(headers, stored, (2,), "I32", "I64")
+        try:
+            out_features, in_features = map(int, self.read_tensor(stored))
+        except NotDownloadedError:
+            out_features, in_features = rows, words * 32 // bits
+        if out_features != rows or in_features < 1 or -(-in_features * bits // 32) != words:
+            raise ConfigError(
+                f"tensor {stored} says [{out_features}, {in_features}], but {packed} has {rows} rows of {words} words "
+                f"of 32 bits, and a weight has {bits} bits"
+            )
+        return out_features, in_features
+
+    def _float_options(self, name: str) -> tuple[tuple[int, int] | None, bool]:
+        options = self.options_of(name)
+        return options.block, options.has_narrow_inputs
+
+
+def find_integers(headers: Headers, options_of: Callable[[str], GroupOptions]) -> dict[str, StoredWeight]:
+    """The weights of 8-bit integers that are not packed. options_of: of the layer with a name."""
+    found: dict[str, StoredWeight] = {}
+    for tensor, header in headers.items():
+        name, _, suffix = tensor.rpartition(".")
+        if suffix == "weight" and header.dtype == "I8":
+            found[tensor] = _integers(name, suffix, options_of(name), headers, matrix_shape(headers, tensor, "I8"))
+    return found
+
+
+def _integers(
+    name: str, suffix: str, options: GroupOptions, headers: Headers, shape: tuple[int, int]
+) -> CompressedWeight:
+    """The weight of this shape whose codes are in the tensor `name.suffix`."""
+    is_packed, (out_features, in_features) = suffix == "weight_packed", shape
+    tensors = complete(headers, name, (f".{suffix}", ".weight_scale", *([".weight_shape"] if is_packed else [])))
+    extras = {
+        each: f"{name}.{each}" in headers
+        for each in ("weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
+    }
+    tensors += tuple(f"{name}.{each}" for each, is_there in extras.items() if is_there)
+    has_zeros = extras["weight_zero_point"] and not options.is_symmetric
+    scale = headers[f"{name}.weight_scale"]
+    format_ = affine_format(
+        name, options.bits, options.group, in_features, symmetric=not has_zeros, scale_dtype=scale.dtype
+    )
+    if options.has_narrow_inputs and options.bits == 8 and options.group < 0 and not has_zeros:
+        format_ = replace(format_, has_narrow_inputs=True)
+    if math.prod(scale.shape) != 1:
+        groups = -(-in_features // format_.group)
+        stored = (out_features,) if groups == 1 and len(scale.shape) == 1 else (out_features, groups)
+        expect(headers, f"{name}.weight_scale", stored, *FLOATS)
+    return CompressedWeight(name, shape, tensors, format_, is_packed, has_zeros, extras["weight_g_idx"])

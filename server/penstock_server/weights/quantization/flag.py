@@ -9,6 +9,7 @@ from penstock_server.kernels.quantized import QuantFormat
 from penstock_server.weights.folder import find_weights
 from penstock_server.weights.format import quantization_config
 from penstock_server.weights.gguf.header import read_header
+from penstock_server.weights.quantization.bitsandbytes import FP4, NF4, table_of
 from penstock_server.weights.quantization.method import quantization_method
 
 # By value of the flag: the methods of checkpoints that it stands for. TGI's kernels for 8-bit floats and GPTQ's Marlin
@@ -24,11 +25,13 @@ _METHODS = {
     "gptq": ("gptq",),
     "marlin": ("gptq", "awq"),
 }
-# Formats of weights that are quantized at load, except their groups, which are whole rows.
+# Formats of weights that are quantized at load. Without a table, groups are whole rows.
 _INTEGERS = QuantFormat(8, 32, offset=128)
 AT_LOAD = {
     "eetq": _INTEGERS,
     "bitsandbytes": _INTEGERS,
+    "bitsandbytes-nf4": QuantFormat(4, 64, table=table_of(NF4)[0]),
+    "bitsandbytes-fp4": QuantFormat(4, 64, table=table_of(FP4)[0]),
     "fp8": QuantFormat(8, 32, code="e4m3fn", has_narrow_inputs=True),
 }
 _GGUF_FLOATS = (0, 1, 30)  # F32, F16, BF16
@@ -47,7 +50,7 @@ def format_at_load(flag: str, folder: Path) -> QuantFormat | None:
     if method is None:
         raise ConfigError(
             f"--quantize {flag} needs a checkpoint that is quantized, and this one is not; {', '.join(AT_LOAD)} "
-            "quantize one at load, to 8 bits"
+            "quantize one at load"
         )
     if method not in _METHODS[flag]:
         raise ConfigError(f"--quantize is {flag}, but the checkpoint is quantized as {method}; remove the flag")

@@ -7,7 +7,7 @@ Scales of inputs are not needed: where inputs are quantized too, then by what th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from penstock_server.weights.quantization.stored import (
 )
 
 CODES: dict[str, Literal["e4m3fn", "e5m2"]] = {"F8_E4M3": "e4m3fn", "F8_E5M2": "e5m2"}  # by type in safetensors
-KINDS = (Kind("`fp8` (one scale, or blocks as in DeepSeek-V3), `fbgemm_fp8`", (8,), is_kept_by_gpus_only=True),)
+KINDS = (Kind("`fp8` (one scale, or blocks as in DeepSeek-V3), `fbgemm_fp8`", (8,)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,13 @@ class ScaledWeight(Affine):
         return QuantizedRows(weight.view(torch.uint8), scales[torch.arange(rows.start, rows.stop) // self.block_rows])
 
 
-def find_scaled(
-    headers: Headers, block: tuple[int, int] | None = None, *, has_narrow_inputs: bool
-) -> dict[str, StoredWeight]:
-    """The weights in 8-bit floats among these tensors. has_narrow_inputs: as of `QuantFormat`, except in blocks."""
+Block = tuple[int, int]
+"""Rows and columns of a weight that share a scale."""
+
+
+def find_scaled(headers: Headers, options_of: Callable[[str], tuple[Block | None, bool]]) -> dict[str, StoredWeight]:
+    """The weights in 8-bit floats among these tensors. options_of: of the layer with a name, the block, and
+    `has_narrow_inputs` as of `QuantFormat`, which has no effect in blocks."""
     found: dict[str, StoredWeight] = {}
     for tensor, header in headers.items():
         name, _, suffix = tensor.rpartition(".")
@@ -57,10 +60,10 @@ def find_scaled(
             raise ConfigError(f"the checkpoint is damaged: {tensor} is {header.dtype}, but has no weight_scale")
         shape, scale = matrix_shape(headers, tensor, *CODES), scales[0]
         of_inputs = [f"{name}.{key}" for key in ("input_scale", "input_scale_ub") if f"{name}.{key}" in headers]
-        stored = headers[scale].shape
-        in_blocks = block is not None and scale.endswith("_inv")
+        (block, has_narrow_inputs), stored = options_of(name), headers[scale].shape
         group, block_rows = -(-shape[1] // 32) * 32, 1
-        if block is not None and in_blocks:
+        if in_blocks := block is not None and len(stored) == 2:
+            assert block is not None
             block_rows, group = block
             stored_for: tuple[int, ...] = (-(-shape[0] // block_rows), -(-shape[1] // group))
         elif math.prod(stored) == 1:  # one for the whole weight
@@ -73,24 +76,32 @@ def find_scaled(
     return found
 
 
+def block_size(option: str, value: object) -> Block:
+    """The value of an option of `quantization_config`. Raises ConfigError if there are no kernels for such blocks."""
+    sizes = tuple(value) if isinstance(value, list | tuple) else ()
+    if (
+        len(sizes) != 2
+        or any(type(size) is not int or size < 1 for size in sizes)
+        or (sizes[1] != 16 and sizes[1] % 32)
+    ):
+        raise ConfigError(
+            f"quantization_config.{option} is {value!r}, must be the rows and columns of a block: at least 1 row, and "
+            "16 columns or a multiple of 32"
+        )
+    return sizes[0], sizes[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8:
     """Implements `Method`."""
 
-    block: tuple[int, int] | None
+    block: Block | None
     name: str = "fp8"
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Fp8:
         block = options.get("weight_block_size")
-        if not block:
-            return cls(None, options["quant_method"])
-        rows, columns = block
-        if columns != 16 and columns % 32:
-            raise ConfigError(
-                f"quantization_config.weight_block_size is {block}; blocks must have 16 columns, or a multiple of 32"
-            )
-        return cls((rows, columns), options["quant_method"])
+        return cls(block_size("weight_block_size", block) if block else None, options["quant_method"])
 
     def find(self, headers: Headers) -> dict[str, StoredWeight]:
-        return find_scaled(headers, self.block, has_narrow_inputs=True)
+        return find_scaled(headers, lambda _: (self.block, True))

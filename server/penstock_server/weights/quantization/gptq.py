@@ -18,6 +18,7 @@ from penstock_server.errors import ConfigError
 from penstock_server.kernels.quantized import QuantizedRows
 from penstock_server.weights.quantization.stored import (
     FLOATS,
+    INSTEAD,
     Affine,
     Headers,
     Kind,
@@ -30,6 +31,7 @@ from penstock_server.weights.quantization.stored import (
     feature_order,
     group_size,
     matrix_shape,
+    pattern,
     unpack_bits,
 )
 
@@ -39,7 +41,6 @@ KINDS = (
         "GPTQ, both versions, symmetric or not, groups of 16 or a multiple of 32, activation order (`desc_act`), "
         "layers that differ (`dynamic`)",
         BITS,
-        is_kept=True,
     ),
 )
 
@@ -97,9 +98,10 @@ class Gptq:
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Gptq:
         layout = options.get("checkpoint_format") or "gptq"
-        if layout not in ("gptq", "gptq_v2") or options.get("is_marlin_format"):
+        if layout not in ("gptq", "gptq_v2"):
             raise ConfigError(
-                f"GPTQ weights in the layout {layout!r} are not supported; supported are 'gptq' and 'gptq_v2'"
+                f"GPTQ weights in the layout {layout!r} are not supported; supported are gptq, gptq_v2 and marlin; "
+                f"{INSTEAD}"
             )
         dynamic = options.get("dynamic") or {}
         if not isinstance(dynamic, dict):
@@ -115,7 +117,7 @@ class Gptq:
         }
 
     def _weight(self, name: str, headers: Headers) -> GptqWeight:
-        options = next((own for pattern, own in self.dynamic if pattern.match(name)), self.options)
+        options = next((own for names, own in self.dynamic if names.match(name)), self.options)
         if options is None:
             raise ConfigError(f"quantization_config.dynamic says that {name} is not quantized, but it has a qweight")
         has_order = options.has_order or f"{name}.g_idx" in headers
@@ -137,12 +139,9 @@ class Gptq:
 def _rule(key: str, overrides: object, options: Mapping[str, Any]) -> tuple[re.Pattern[str], GptqOptions | None]:
     """An entry of `dynamic`. A key that starts with `-:` is that of layers that are not quantized."""
     is_excluded = key.startswith("-:")
-    try:
-        pattern = re.compile(key.removeprefix("-:" if is_excluded else "+:"))
-    except re.error as error:
-        raise ConfigError(f"quantization_config.dynamic has an invalid regular expression {key!r}: {error}") from error
-    if not is_excluded and not isinstance(overrides, dict):
+    names = pattern(key.removeprefix("-:" if is_excluded else "+:"))
+    if is_excluded:
+        return names, None
+    if not isinstance(overrides, dict):
         raise ConfigError(f"quantization_config.dynamic[{key!r}] is {overrides!r}, must be an object")
-    return pattern, GptqOptions.read({**options, **overrides}) if isinstance(
-        overrides, dict
-    ) and not is_excluded else None
+    return names, GptqOptions.read({**options, **overrides})

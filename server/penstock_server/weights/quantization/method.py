@@ -7,28 +7,41 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock_server.errors import ConfigError
-from penstock_server.weights.quantization import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from penstock_server.weights.quantization import awq, bitsandbytes, compressed_tensors, fp8, gptq, marlin, mxfp4, quark
 from penstock_server.weights.quantization.awq import Awq
 from penstock_server.weights.quantization.bitsandbytes import BitsAndBytes
 from penstock_server.weights.quantization.compressed_tensors import CompressedTensors
+from penstock_server.weights.quantization.exclusion import check_exclusions
 from penstock_server.weights.quantization.fp8 import Fp8
 from penstock_server.weights.quantization.gptq import Gptq
+from penstock_server.weights.quantization.marlin import Marlin, is_marlin
 from penstock_server.weights.quantization.mxfp4 import Mxfp4
-from penstock_server.weights.quantization.stored import Method, Read
+from penstock_server.weights.quantization.quark import Quark
+from penstock_server.weights.quantization.stored import INSTEAD, Headers, Method, Read, StoredWeight
 
 # By `quant_method`.
 _METHODS: Mapping[str, Callable[[Mapping[str, Any], Read], Method]] = MappingProxyType(
     {
-        "awq": lambda options, _: Awq.read(options),
+        "awq": lambda options, _: Marlin.read(options) if is_marlin(options) else Awq.read(options),
         "bitsandbytes": lambda _, read: BitsAndBytes(read),
-        "compressed-tensors": lambda options, _: CompressedTensors.read(options),
+        "compressed-tensors": CompressedTensors.read,
         "fbgemm_fp8": lambda options, _: Fp8.read(options),
         "fp8": lambda options, _: Fp8.read(options),
-        "gptq": lambda options, _: Gptq.read(options),
+        "gptq": lambda options, _: Marlin.read(options) if is_marlin(options) else Gptq.read(options),
         "mxfp4": lambda _options, _read: Mxfp4(),
+        "quark": lambda options, _: Quark.read(options),
     }
 )
-KINDS = (*gptq.KINDS, *awq.KINDS, *compressed_tensors.KINDS, *bitsandbytes.KINDS, *fp8.KINDS, *mxfp4.KINDS)
+KINDS = (
+    *gptq.KINDS,
+    *awq.KINDS,
+    *marlin.KINDS,
+    *compressed_tensors.KINDS,
+    *bitsandbytes.KINDS,
+    *fp8.KINDS,
+    *mxfp4.KINDS,
+    *quark.KINDS,
+)
 
 
 def quantization_method(options: object) -> str | None:
@@ -42,6 +55,16 @@ def quantization_method(options: object) -> str | None:
     return str(options.get("quant_method", "bitsandbytes" if is_bitsandbytes else "unknown"))
 
 
+def quantized_weights(options: object, headers: Headers, read: Read) -> tuple[str, dict[str, StoredWeight]]:
+    """The method's name, and as `Method.find` the quantized weights among these tensors. options: the value of
+    `quantization_config`. Raises ConfigError for a method or an option that is not supported, and as `Method.find`."""
+    method = method_of(options, read)
+    found = method.find(headers)
+    assert isinstance(options, dict)
+    check_exclusions(options, found)
+    return method.name, found
+
+
 def method_of(options: object, read: Read) -> Method:
     """options: the value of `quantization_config`. Raises ConfigError for a method or an option that is not
     supported."""
@@ -50,7 +73,7 @@ def method_of(options: object, read: Read) -> Method:
     assert isinstance(options, dict)
     if name not in _METHODS:
         raise ConfigError(
-            f"the checkpoint is quantized with {name!r}, which is not supported; supported are {', '.join(_METHODS)}, "
-            "GGUF files, and weights in float32, float16 and bfloat16, which --quantize eetq stores in 8 bits"
+            f"the checkpoint is quantized with {name!r}, which is not supported; supported are "
+            f"{', '.join(_METHODS)} and GGUF files; {INSTEAD}"
         )
     return _METHODS[name](options, read)

@@ -18,7 +18,7 @@ from penstock_server.weights.quantization.stored import Affine, Headers, Kind, R
 
 GROUP = 32  # input features
 FORMAT = QuantFormat(4, GROUP, number="e8m0", table=MXFP4)
-KINDS = (Kind("`mxfp4`: the experts of gpt-oss", (4,), is_kept_by_cpus_only=True),)
+KINDS = (Kind("`mxfp4`: the experts of gpt-oss", (4,)),)
 BLOCKS, SCALES = "_blocks", "_scales"
 
 

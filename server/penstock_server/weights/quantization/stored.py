@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from penstock_server.kernels.quantized import QuantFormat, QuantizedRows
 
 CODE_BITS = (2, 3, 4, 5, 6, 8)
 FLOATS = ("F16", "BF16", "F32")
+# What to do with a checkpoint that is refused.
+INSTEAD = "serve the original model with --quantize eetq, or a GPTQ, AWQ or GGUF version of it"
 
 
 class Header(Protocol):
@@ -37,8 +40,13 @@ class Read(Protocol):
     """Reads a tensor of the checkpoint."""
 
     def __call__(self, name: str, rows: range | None = None) -> Tensor:
-        """The tensor in its stored type, on the CPU; rows: only these indices of its first dimension."""
+        """The tensor in its stored type, on the CPU; rows: only these indices of its first dimension. Raises
+        NotDownloadedError if there are only headers, see `penstock_server.inspection`."""
         ...
+
+
+class NotDownloadedError(ConfigError):
+    """Only the headers of the tensors are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +56,6 @@ class Kind:
     what: str
     bits: tuple[int, ...]
     is_kept: bool = True  # quantized in memory, where there are kernels
-    is_kept_by_gpus_only: bool = False
-    is_kept_by_cpus_only: bool = False
 
 
 class StoredWeight(Protocol):
@@ -145,6 +151,14 @@ def group_size(value: object) -> int:
     if type(value) is not int or value < -1 or value == 0:
         raise ConfigError(f"quantization_config.group_size is {value!r}, must be -1 or at least 1")
     return value
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """A regular expression of `quantization_config`. Raises ConfigError if it is invalid."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"quantization_config has an invalid regular expression {text!r}: {error}") from error
 
 
 def feature_order(tensor: str, group: int, read: Read) -> Tensor | None:

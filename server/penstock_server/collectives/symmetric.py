@@ -6,17 +6,15 @@ Not run on GPUs yet: a sum is checked when the ranks connect, and they use NCCL 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock_server.collectives import Distributed
-
-logger = logging.getLogger(__name__)
+from penstock_server.collectives.distributed import Distributed
 
 # Each rank reads the tensors of all others, so large sums are faster by NCCL, which splits them.
 MAX_BYTES = 512 << 10
@@ -40,29 +38,13 @@ class SymmetricMemory(Distributed):
         return x.copy_(self._summed(mine))
 
 
-def connect_gpus(rank: int, size: int) -> Distributed:
-    """The collectives of ranks that have joined a group of torch.distributed by NCCL, each with its device set. All
-    ranks get the same kind."""
-    nccl = Distributed()
-    # Before the rendezvous, in which a rank would wait for one that does not take part.
-    reason = _unavailable_reason(torch.cuda.current_device(), size)
-    if not nccl.minimum(reason is None):
-        logger.info("the ranks exchange tensors by NCCL: %s", reason or "another rank cannot share its memory")
-        return nccl
-    shared, failure = _share(rank, size)
-    if not nccl.minimum(shared is not None) or shared is None:
-        logger.warning("the ranks exchange tensors by NCCL: %s", failure or "sharing memory failed on another rank")
-        return nccl
-    logger.info("the ranks add tensors of up to %d KiB in each other's memory, all others by NCCL", MAX_BYTES >> 10)
-    return shared
-
-
-def _unavailable_reason(device: int, size: int) -> str | None:
+def unavailable_reason(size: int) -> str | None:
     """Why this rank's device cannot read the memory of the others, for people. None: it can."""
     try:
-        import torch.distributed._symmetric_memory
+        import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         return f"this torch has no symmetric memory ({error})"
+    device = torch.cuda.current_device()
     # Rank r runs on the r-th visible device.
     for other in range(size):
         if other != device and not torch.cuda.can_device_access_peer(device, other):
@@ -78,8 +60,8 @@ def _operators() -> Any:
     return torch.ops.symm_mem
 
 
-def _share(rank: int, size: int) -> tuple[SymmetricMemory | None, str]:
-    """The collectives after a sum that was right on this rank, or why there are none."""
+def share(rank: int, size: int) -> tuple[SymmetricMemory | None, str]:
+    """The collectives after a sum that was right on this rank, or why there are none. Every rank must take part."""
     import torch.distributed._symmetric_memory as symmetric
 
     group = dist.group.WORLD

@@ -1,0 +1,61 @@
+"""How the ranks of one model exchange tensors. Chosen when they connect: on one host's CPUs, memory that they share; on
+GPUs that read each other's memory, sums in it; else torch.distributed."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from penstock_server.collectives import shared_memory, symmetric
+from penstock_server.collectives.distributed import Distributed, number_of
+from penstock_server.collectives.interface import Collectives
+
+if TYPE_CHECKING:
+    from penstock_server.kernels.native_build import NativeBuild
+
+logger = logging.getLogger(__name__)
+
+
+def connect(rank: int, size: int, native: NativeBuild | None) -> Collectives:
+    """The collectives of this rank in the group of torch.distributed that the ranks have formed; with NCCL, each has
+    set its device. All ranks get the same kind. native: as of `RankGroup.join`."""
+    if dist.get_backend() == "nccl":
+        return _connect_gpus(rank, size)
+    memory, reason = shared_memory.share(rank, size, native)
+    if memory is None:
+        logger.warning("the ranks exchange tensors over TCP, which is slow: %s", reason)
+        return Distributed()
+    logger.info("the ranks exchange tensors through shared memory")
+    return memory
+
+
+def _connect_gpus(rank: int, size: int) -> Collectives:
+    nccl = Distributed()
+    # Before the rendezvous, in which a rank would wait for one that does not take part.
+    reason = symmetric.unavailable_reason(size)
+    if not nccl.minimum(reason is None):
+        logger.info("the ranks exchange tensors by NCCL: %s", reason or "another rank cannot share its memory")
+        return nccl
+    memory, failure = symmetric.share(rank, size)
+    if not nccl.minimum(memory is not None) or memory is None:
+        logger.warning("the ranks exchange tensors by NCCL: %s", failure or "sharing memory failed on another rank")
+        return nccl
+    limit = symmetric.MAX_BYTES >> 10
+    logger.info("the ranks add tensors of up to %d KiB in each other's memory, all others by NCCL", limit)
+    return memory
+
+
+def computes_alike(collectives: Collectives) -> bool:
+    """Whether all ranks compute on processors of one kind, so that the same kernels give the same bits. Ranks without
+    a GPU are on one host."""
+    if dist.get_backend() != "nccl":
+        return True
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    kind = number_of(f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}")
+    is_same = collectives.minimum(kind) == -collectives.minimum(-kind)
+    if not is_same:
+        logger.warning("the ranks have GPUs of several kinds, so rank 0 tells the others each step's tokens")
+    return is_same

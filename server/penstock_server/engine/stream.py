@@ -1,0 +1,45 @@
+"""What every runner of a stream of steps does with a plan before it computes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from penstock_server.config import WarmUpConfig
+from penstock_server.engine.sequence import SequenceTable
+from penstock_server.errors import PlanError
+from penstock_server.plan import Plan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Runs the steps of one stream: `launch` gives a plan to the device, `collect` returns its result."""
+
+    def launch(self, plan: Plan) -> Any: ...
+    def collect(self, pending: Any) -> StepResult: ...
+    def reset(self) -> None: ...
+
+
+def apply_changes(table: SequenceTable, plan: Plan) -> None:
+    """Forget the freed sequences, then add the new ones."""
+    for sequence_id in plan.freed_sequence_ids:
+        if not table.free(sequence_id):
+            logger.warning("step %d frees sequence %d, which is unknown", plan.step, sequence_id)
+    for new in plan.new_sequences:
+        table.add(new)
+
+
+def check_plan(plan: Plan, last_step: int, limits: WarmUpConfig) -> None:
+    """Raises PlanError when the plan as a whole breaks the protocol."""
+    columns = plan.advances
+    if plan.step != last_step + 1:
+        raise PlanError(f"step is {plan.step}, must be {last_step + 1}")
+    lengths = {len(column) for column in (columns.num_tokens, columns.sample, columns.num_new_blocks)}
+    if lengths != {len(columns)} or int(columns.num_new_blocks.sum()) != len(columns.new_block_ids):
+        raise PlanError("the columns of the advances do not have the same length")
+    if len(columns) > limits.max_step_sequences:
+        raise PlanError(f"plan has {len(columns)} advances, at most {limits.max_step_sequences} are allowed")
+    num_tokens = int(columns.num_tokens.sum())
+    if num_tokens > limits.max_step_tokens:
+        raise PlanError(f"plan advances {num_tokens} tokens, at most {limits.max_step_tokens} are allowed")

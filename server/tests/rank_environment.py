@@ -1,0 +1,11 @@
+"""The environment of rank processes: they find the modules that the test finds, wherever those are, and meet on one
+host."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def rank_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"}
